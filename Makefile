@@ -1,0 +1,36 @@
+PYTHON ?= python3
+BIN := .venv/bin
+THREADS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 16
+
+# The stamp makes an install happen once, and again only when what is installed changed.
+.venv/.installed: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing sparsesam and its development tools into .venv (a minute or two)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: .venv/.installed  ## train with SGD, SAM and SSAM side by side, about two minutes
+	@$(BIN)/sparsesam demo
+
+test: .venv/.installed  ## run the tests
+	@$(BIN)/python -m pytest -q
+
+lint: .venv/.installed  ## style, types and the direction of imports
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+bench: .venv/.installed  ## cost and memory of a step
+	@OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m benchmarks.steps --threads $(THREADS)
+	@OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m benchmarks.memory --threads $(THREADS)
+
+clean:  ## remove the environment and everything the tools left
+	@rm -rf .venv build dist runs .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

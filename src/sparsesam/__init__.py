@@ -1,0 +1,54 @@
+"""Sharpness-aware training that perturbs only the weights that matter."""
+
+from sparsesam.masks.fisher import FisherDiagonal, fisher_diagonal
+from sparsesam.masks.fixed import NORMALIZATION, FixedMask, fixed_mask
+from sparsesam.masks.mask import DynamicMask, Mask, MaskRule, RandomMask
+from sparsesam.masks.patterns import NM, NMFilters, Pattern, PerLayer, Structured, Unstructured, as_pattern
+from sparsesam.masks.recipes import dynamic_mask, fisher_mask, random_mask
+from sparsesam.masks.refresh import Refresh, by_hand, every_epochs, every_steps
+from sparsesam.masks.scores import BatchFisher, Fisher, GradientMagnitude, Inverted, Moment, Score
+from sparsesam.optimizer import SAM, SSAM
+from sparsesam.schedules import Constant, Cosine, InverseSqrt, RhoSchedule, Warmup
+from sparsesam.sharpness_aware import SharpnessAware
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "NM",
+    "NORMALIZATION",
+    "SAM",
+    "SSAM",
+    "BatchFisher",
+    "Constant",
+    "Cosine",
+    "DynamicMask",
+    "Fisher",
+    "FisherDiagonal",
+    "FixedMask",
+    "GradientMagnitude",
+    "InverseSqrt",
+    "Inverted",
+    "Mask",
+    "MaskRule",
+    "Moment",
+    "NMFilters",
+    "Pattern",
+    "PerLayer",
+    "RandomMask",
+    "Refresh",
+    "RhoSchedule",
+    "Score",
+    "SharpnessAware",
+    "Structured",
+    "Unstructured",
+    "Warmup",
+    "as_pattern",
+    "by_hand",
+    "dynamic_mask",
+    "every_epochs",
+    "every_steps",
+    "fisher_diagonal",
+    "fisher_mask",
+    "fixed_mask",
+    "random_mask",
+]

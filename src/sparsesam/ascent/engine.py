@@ -1,0 +1,163 @@
+"""Skips what the mask makes unnecessary. It may change the cost of a step, never its result.
+
+The engine listens to calls of the user's model: those before the ascent run as `FirstPass`, those at w + e as
+`SecondPass`. Nothing of the model is replaced, and nothing is left on it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
+
+from sparsesam.ascent.noise import Noise
+from sparsesam.ascent.passes import FirstPass, Plan, Recording, SecondPass
+
+
+class Engine:
+    """The two passes of one optimizer's steps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.plan: Plan | None = None
+        self.same_noise = False
+        self.second = False
+        self.recording: Recording | None = None
+        self.last: Recording | None = None
+        self.off: str | None = None
+        self._mode: FirstPass | SecondPass | None = None
+        self._depth = 0
+        self._had_gradient: set[int] = set()
+        self._noise = Noise(model.parameters())
+        self._handles: list[RemovableHandle] = []
+
+    # ---- life of a step ----------------------------------------------------------------------------------
+
+    def listen(self, plan: Plan | None) -> None:
+        """From now on forwards are first passes under this plan; None: leave them alone."""
+        self.plan = plan
+        if plan is None:
+            self.drop()
+        elif not self._handles:
+            me = weakref.ref(self)
+            self._handles = [
+                nn.modules.module.register_module_forward_pre_hook(_before(me)),
+                nn.modules.module.register_module_forward_hook(_after(me), always_call=True),
+            ]
+            for handle in self._handles:
+                weakref.finalize(self, handle.remove)
+
+    def drop(self) -> None:
+        """Stop listening and forget what was recorded."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.forget()
+
+    def forget(self) -> None:
+        self.recording = None
+        self.second = False
+
+    @property
+    def left_gradients_out(self) -> bool:
+        """Whether the first pass of this step computed less than every gradient."""
+        return self.recording is not None and self.recording.dirty_calls > 0
+
+    def begin_second(self) -> None:
+        """The weights are at w + e: calls of the model are second passes until `forget`."""
+        self.second = True
+        recording = self.recording
+        if recording is None:
+            return
+        if recording.unusable is None and self._leaked():
+            recording.unusable = "a clean value left the model by another way than its output"
+        recording.memo.rewind()
+        self.last = recording
+
+    def _leaked(self) -> bool:
+        """Whether the first backward went into the clean part: then a parameter there has a gradient."""
+        assert self.plan is not None
+        for parameter in self.model.parameters():
+            if id(parameter) in self.plan.still and parameter.grad is not None:
+                if id(parameter) not in self._had_gradient or bool(parameter.grad.any()):
+                    return True
+        return False
+
+    # ---- forwards ----------------------------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        self._depth += 1
+        if self._depth > 1 or self.plan is None or not self.model.training or not torch.is_grad_enabled():
+            return
+        if self.second:
+            if self.recording is not None and self.recording.unusable is None:
+                self._mode = SecondPass(self.plan, self.recording, self._noise)
+        else:
+            if self.recording is None:
+                self.recording = Recording()
+                self._had_gradient = {id(p) for p in self.model.parameters() if p.grad is not None}
+                record = True
+            else:  # another micro-batch: its activations are not worth their memory
+                record = not self._backward_has_run()
+            self._mode = FirstPass(self.plan, self.recording, self._noise, record=record, same_noise=self.same_noise)
+        if self._mode is not None:
+            self._mode.__enter__()
+
+    def after_forward(self, output: Any) -> Any:
+        self._depth -= 1
+        if self._depth > 0 or self._mode is None:
+            return None
+        mode, self._mode = self._mode, None
+        mode.__exit__(None, None, None)
+        return self._closed(mode, output) if isinstance(mode, FirstPass) else None
+
+    def _closed(self, mode: FirstPass, output: Any) -> Any:
+        """Clean results are handed out without their graph, which a backward pass would use up."""
+        leaves, structure = tree_flatten(output)
+        if any(not isinstance(leaf, Tensor | int | float | str | bool | None) for leaf in leaves):
+            mode.recording.unusable = (
+                mode.recording.unusable or "the model's output is an object that cannot be looked into"
+            )
+            return None
+        clean = [isinstance(leaf, Tensor) and mode.is_clean_with_graph(leaf) for leaf in leaves]
+        if not any(clean):
+            return None
+        if not any(
+            isinstance(leaf, Tensor) and leaf.requires_grad and not c for leaf, c in zip(leaves, clean, strict=True)
+        ):
+            mode.recording.unusable = mode.recording.unusable or "no output depends on a perturbed weight"
+            return None
+        closed = [leaf.detach() if c else leaf for leaf, c in zip(leaves, clean, strict=True)]
+        return tree_unflatten(closed, structure)
+
+    def _backward_has_run(self) -> bool:
+        assert self.plan is not None
+        return any(
+            parameter.grad is not None and id(parameter) not in self._had_gradient
+            for parameter in self.model.parameters()
+            if id(parameter) in self.plan.perturbed
+        )
+
+
+def _before(engine: weakref.ref[Engine]) -> Callable[[nn.Module, Any], None]:
+    def hook(module: nn.Module, args: Any) -> None:
+        one = engine()
+        if one is not None and module is one.model:
+            one.before_forward()
+
+    return hook
+
+
+def _after(engine: weakref.ref[Engine]) -> Callable[[nn.Module, Any, Any], Any]:
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        one = engine()
+        if one is not None and module is one.model:
+            return one.after_forward(output)
+        return None
+
+    return hook

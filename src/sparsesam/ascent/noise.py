@@ -1,0 +1,38 @@
+"""The random streams of the devices a model lives on, so that both passes can see the same noise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+NoiseState = tuple[Tensor, ...]
+
+
+class Noise:
+    """Reads and sets the global generators that dropout and its kin draw from."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        devices = {tensor.device for tensor in tensors}
+        self._devices = sorted((d for d in devices if d.type in ("cuda", "xpu", "mps")), key=str)
+
+    def read(self) -> NoiseState:
+        return (torch.get_rng_state(), *(_module(d).get_rng_state(*_index(d)) for d in self._devices))
+
+    def write(self, state: NoiseState) -> None:
+        torch.set_rng_state(state[0])
+        for device, one in zip(self._devices, state[1:], strict=True):
+            _module(device).set_rng_state(one, *_index(device))
+
+
+def same_state(left: NoiseState, right: NoiseState) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def _module(device: torch.device):  # type: ignore[no-untyped-def]
+    return getattr(torch, device.type)
+
+
+def _index(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)

@@ -1,0 +1,299 @@
+"""The two passes as torch sees them: every call of the model's forward goes through one of these modes.
+
+A tensor is *dirty* if a perturbed weight is upstream of it, else *clean*. The first pass gives dirty calls
+detached copies of their clean inputs and of unperturbed parameters, so that a plain ``loss.backward()`` stops at
+the frontier and leaves the clean part's graph alone; it remembers the clean calls. The second pass makes only
+the calls that are not remembered.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from sparsesam.ascent.layers import LAYERS, WeightGradient
+from sparsesam.ascent.memo import Call, EngineFallbackError, Memo, Unhashable, key_of, tensors_in
+from sparsesam.ascent.noise import Noise, same_state
+
+_DIFFERENTIATION = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+_serial = itertools.count()
+_MARK = "_sparsesam_mark"
+_USED = "_sparsesam_used"  # set on clean tensors whose value went into a dirty call
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the masks mean for each parameter, by identity."""
+
+    names: Mapping[int, str]
+    #: parameters that move in the ascent, and how their gradient may be had for less (None: the plain way)
+    perturbed: Mapping[int, WeightGradient | None]
+    #: parameters that do not; with the implicit form, those through which no gradient passes
+    still: frozenset[int]
+    blocking: frozenset[int]
+    #: normalization statistics: put back after the second pass, so that a skipped update is the right one
+    statistics: frozenset[int]
+
+
+@dataclass
+class Recording:
+    """What the first pass leaves to the second."""
+
+    token: int = field(default_factory=lambda: next(_serial))
+    memo: Memo = field(default_factory=Memo)
+    outside: list[Tensor] = field(default_factory=list)
+    unusable: str | None = None
+    dirty_calls: int = 0
+    reused: set[str] = field(default_factory=set)
+
+
+class FirstPass(TorchFunctionMode):
+    def __init__(self, plan: Plan, recording: Recording, noise: Noise, *, record: bool, same_noise: bool) -> None:
+        super().__init__()
+        self.plan, self.recording, self.noise = plan, recording, noise
+        self.record, self.same_noise = record, same_noise
+        self._token = recording.token
+        self._shields: dict[int, tuple[Tensor, Tensor]] = {}
+        self._outside = {id(tensor) for tensor in recording.outside}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _is_attribute(func):
+            result = func(*args, **kwargs)
+            if not isinstance(result, Tensor):
+                return result
+        if func in _DIFFERENTIATION:
+            raise EngineFallbackError("the model differentiates in its own forward; pass engine=False")
+        tensors = list(tensors_in(args, kwargs))
+        dirty = [self._is_dirty(tensor) for tensor in tensors]  # all of them: looking also takes note of newcomers
+        if any(dirty):
+            self.recording.dirty_calls += 1
+            return self._dirty_call(func, args, kwargs, tensors)
+        return self._clean_call(func, args, kwargs, tensors)
+
+    # ---- clean or dirty ----------------------------------------------------------------------------------
+
+    def _is_dirty(self, tensor: Tensor) -> bool:
+        mark = getattr(tensor, _MARK, None)
+        if mark is not None and mark[0] == self._token:
+            return bool(mark[1])
+        if id(tensor) in self.plan.names:
+            return id(tensor) in self.plan.perturbed
+        if tensor.grad_fn is not None:
+            self._give_up("a tensor came from an operation that cannot be seen (custom, compiled or checkpointed)")
+            return True
+        if tensor.requires_grad:
+            return True  # the user's own leaf: its gradient may be wanted
+        if id(tensor) not in self._outside:
+            self._outside.add(id(tensor))
+            self.recording.outside.append(tensor)
+        return False
+
+    def _mark(self, result: Any, dirty: bool) -> None:
+        for tensor in tensors_in(result):
+            if id(tensor) not in self.plan.names:
+                setattr(tensor, _MARK, (self._token, dirty))
+
+    def is_clean_with_graph(self, tensor: Tensor) -> bool:
+        """Whether a result of the forward would lead a backward pass into the clean part's graph."""
+        return tensor.requires_grad and getattr(tensor, _MARK, None) == (self._token, False)
+
+    def _give_up(self, reason: str) -> None:
+        if self.recording.unusable is None:
+            self.recording.unusable = reason
+
+    # ---- calls -------------------------------------------------------------------------------------------
+
+    def _dirty_call(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        target = _written(func, args, kwargs)
+        if target is not None and not self._is_dirty(target):
+            self._give_up("a clean value is overwritten in place by one that depends on perturbed weights")
+            result = func(*args, **kwargs)
+            self._mark((result, target), dirty=True)
+            return result
+        if _rerun_in_backward():
+            self._give_up("activation checkpointing")
+            result = func(*args, **kwargs)
+        else:
+            clean = [(tensor, tensor._version) for tensor in tensors if not self._is_dirty(tensor)]
+            result = self._cheaper(func, args, kwargs)
+            for tensor, version in clean:
+                setattr(tensor, _USED, self._token)
+                if tensor._version != version and id(tensor) not in self.plan.statistics:
+                    raise EngineFallbackError(f"{func} wrote to a value that it was only to read; pass engine=False")
+        self._mark(result, dirty=True)
+        return result
+
+    def _cheaper(self, func: Any, args: Any, kwargs: Any) -> Any:
+        layer = LAYERS.get(func)
+        weight = _argument(args, kwargs, 1, "weight")
+        if layer is not None and isinstance(weight, Tensor):
+            want = self.plan.perturbed.get(id(weight))
+            if want is not None:
+                return layer(want, *self._shielded(args), **self._shielded(kwargs))
+            if id(weight) in self.plan.blocking:  # dX = dY · (W ⊙ 0)
+                first, *rest = args
+                args = (first.detach(), *rest)
+        return func(*self._shielded(args), **self._shielded(kwargs))
+
+    def _shielded(self, tree: Any) -> Any:
+        if isinstance(tree, Tensor):
+            return self._shield(tree)
+        if isinstance(tree, tuple):
+            items = [self._shielded(item) for item in tree]
+            return tree if all(a is b for a, b in zip(items, tree, strict=True)) else tuple(items)
+        if isinstance(tree, list):
+            return [self._shielded(item) for item in tree]
+        if isinstance(tree, dict):
+            return {key: self._shielded(value) for key, value in tree.items()}
+        return tree
+
+    def _shield(self, tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad or self._is_dirty(tensor):
+            return tensor
+        held = self._shields.get(id(tensor))
+        if held is None:
+            held = self._shields[id(tensor)] = (tensor, tensor.detach())
+        return held[1]
+
+    def _clean_call(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        if _rerun_in_backward():
+            self._give_up("activation checkpointing")
+        record = self.record and self.recording.unusable is None
+        before = [tensor._version for tensor in tensors]
+        noise = self.noise.read() if record else None
+        result = func(*args, **kwargs)
+        self._mark(result, dirty=False)
+        if not record or noise is None:
+            return result
+        noise_after = self.noise.read()
+        drew = not same_state(noise, noise_after)
+        inputs = [(t, version, t._version) for t, version in zip(tensors, before, strict=True)]
+        written = [t for t, then, now in inputs if then != now]
+        if drew and not self.same_noise:
+            return result
+        if not all(self._may_forget_writing(t) for t in written):
+            return result
+        try:
+            key = key_of(func, args, kwargs)
+        except Unhashable:
+            return result
+        made = [(t, t._version) for t in tensors_in(result) if id(t) not in self.plan.names]
+        self.recording.memo.add(key, Call(result, inputs, made, noise_after if drew else None))
+        return result
+
+    def _may_forget_writing(self, tensor: Tensor) -> bool:
+        """Whether the second pass may do without this in-place write."""
+        memo = self.recording.memo
+        if memo.made(tensor):
+            if memo.has_alias(tensor) or getattr(tensor, _USED, None) == self._token:
+                self._give_up("an in-place operation on a value that is also used elsewhere")
+                return False
+            return True
+        return id(tensor) in self.plan.statistics
+
+
+class SecondPass(TorchFunctionMode):
+    def __init__(self, plan: Plan, recording: Recording, noise: Noise) -> None:
+        super().__init__()
+        self.plan, self.recording, self.noise = plan, recording, noise
+        self._known = {id(tensor) for tensor in recording.outside}
+        self._twins: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _is_attribute(func):
+            result = func(*args, **kwargs)
+            if not isinstance(result, Tensor):
+                return result
+        args, kwargs = self._twin_tree(args), self._twin_tree(kwargs)
+        memo = self.recording.memo
+        try:
+            call = memo.find(key_of(func, args, kwargs))
+        except Unhashable:
+            call = None
+        if call is not None:
+            if call.noise_after is not None:
+                self.noise.write(call.noise_after)
+            for tensor, _, _ in call.inputs:
+                if id(tensor) in self.plan.names:
+                    self.recording.reused.add(self.plan.names[id(tensor)])
+            return call.outputs
+        tensors = list(tensors_in(args, kwargs))
+        memo.require_fresh(tensors)
+        result = func(*args, **kwargs)
+        memo.keep_up(tensors)
+        return result
+
+    def _twin_tree(self, tree: Any) -> Any:
+        if isinstance(tree, Tensor):
+            return self._twin(tree)
+        if isinstance(tree, tuple):
+            items = [self._twin_tree(item) for item in tree]
+            return tree if all(a is b for a, b in zip(items, tree, strict=True)) else tuple(items)
+        if isinstance(tree, list):
+            return [self._twin_tree(item) for item in tree]
+        if isinstance(tree, dict):
+            return {key: self._twin_tree(value) for key, value in tree.items()}
+        return tree
+
+    def _twin(self, tensor: Tensor) -> Tensor:
+        """The first pass's tensor with the same content, for loops that move the batch to a device in each pass."""
+        if (
+            id(tensor) in self._known
+            or id(tensor) in self.plan.names
+            or tensor.requires_grad
+            or self.recording.memo.made(tensor)
+        ):
+            return tensor
+        held = self._twins.get(id(tensor))
+        if held is None or held[0] is not tensor:
+            held = self._twins[id(tensor)] = (tensor, self._find_twin(tensor))
+        return held[1]
+
+    def _find_twin(self, tensor: Tensor) -> Tensor:
+        for other in self.recording.outside:
+            if (
+                other.shape == tensor.shape
+                and other.dtype == tensor.dtype
+                and other.device == tensor.device
+                and other.numel() > 0
+                and torch.equal(other, tensor)
+            ):
+                return other
+        return tensor
+
+
+def _is_attribute(func: Any) -> bool:
+    return getattr(func, "__name__", "") == "__get__"
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name)
+
+
+def _written(func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor | None:
+    """The tensor that a call writes to, told by the conventions of torch's names."""
+    name = getattr(func, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or (
+        name.startswith("__i")
+        and name.endswith("__")
+        and name not in ("__index__", "__int__", "__invert__", "__init__")
+    )
+    if "out" in kwargs and isinstance(kwargs["out"], Tensor):
+        return kwargs["out"]
+    flagged = kwargs.get("inplace", False) is True
+    if (in_place or flagged or name in ("__setitem__", "__set__")) and args and isinstance(args[0], Tensor):
+        return args[0]
+    return None
+
+
+def _rerun_in_backward() -> bool:
+    """Whether hooks on saved tensors are active, as inside torch.utils.checkpoint."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

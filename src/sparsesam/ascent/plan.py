@@ -1,0 +1,85 @@
+"""What the masks allow the ascent to leave out, parameter by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from sparsesam.ascent.layers import WeightGradient
+from sparsesam.ascent.passes import Plan
+from sparsesam.ascent.statistics import statistics_of
+from sparsesam.masks.packed import PackedMask
+
+Ascent = Literal["explicit", "implicit", "implicit-dense"]
+
+
+def make_plan(model: nn.Module, moved: Mapping[str, PackedMask | None], ascent: Ascent) -> Plan:
+    """``moved`` holds the parameters that take part in the ascent, with their masks (None: all of it)."""
+    names: dict[int, str] = {}
+    perturbed: dict[int, WeightGradient | None] = {}
+    still: set[int] = set()
+    blocking: set[int] = set()
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        names[id(parameter)] = name
+        mask = moved.get(name)
+        whole = name in moved and (mask is None or mask.is_full)
+        empty = name not in moved or (mask is not None and mask.is_empty)
+        if empty and ascent != "explicit" and parameter.dim() > 1:
+            blocking.add(id(parameter))
+        if empty and not (ascent == "implicit-dense" and name in moved):
+            still.add(id(parameter))
+        elif whole or empty or mask is None:
+            perturbed[id(parameter)] = None
+        else:
+            perturbed[id(parameter)] = _weight_gradient(mask, ascent)
+    statistics = frozenset(id(buffer) for buffer in statistics_of(model))
+    return Plan(names, perturbed, frozenset(still), frozenset(blocking), statistics)
+
+
+def saves_nothing(plan: Plan) -> bool:
+    return not plan.still and not plan.blocking and not any(want for want in plan.perturbed.values())
+
+
+def describe(plan: Plan, reused: set[str]) -> dict[str, str]:
+    """One line per parameter: what the ascent and the second pass did not have to compute."""
+    lines = {}
+    for key, name in plan.names.items():
+        if key in plan.still:
+            text = "not perturbed: no weight gradient in the ascent"
+        else:
+            want = plan.perturbed[key]
+            if want is None:
+                text = "perturbed: full weight gradient in the ascent"
+            elif want.rows is not None and not want.dense:
+                text = f"weight gradient for {len(want.rows)} of {want.mask.shape[0]} filters"
+            else:
+                text = "full weight gradient: the mask is not made of whole filters"
+            if want is not None and want.implicit:
+                text += "; input gradient through the masked weights"
+        if key in plan.blocking:
+            text += "; no input gradient passes"
+        if name in reused:
+            text += "; forward and graph of the first pass used again"
+        lines[name] = text
+    return lines
+
+
+def _weight_gradient(mask: PackedMask, ascent: Ascent) -> WeightGradient | None:
+    rows = _kept_rows(mask)
+    if ascent == "explicit" and rows is None:
+        return None
+    return WeightGradient(mask, rows, implicit=ascent != "explicit", dense=ascent == "implicit-dense")
+
+
+def _kept_rows(mask: PackedMask) -> Tensor | None:
+    """The indices of the rows that are kept whole, if no row is kept in part."""
+    if len(mask.shape) < 2:
+        return None
+    by_row = mask.unpack().flatten(1)
+    some, every = by_row.any(1), by_row.all(1)
+    return some.nonzero().squeeze(1) if torch.equal(some, every) else None

@@ -1,0 +1,35 @@
+"""Normalization statistics move once per step: what the second pass adds to them is taken back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def statistics_of(model: nn.Module) -> list[Tensor]:
+    """Running statistics of all layers in training mode.
+
+    A layer is recognised by its buffers' names, so that a user's own normalization is covered too.
+    """
+    return [
+        buffer
+        for module in model.modules()
+        if module.training
+        for name, buffer in module.named_buffers(recurse=False)
+        if name in _STATISTICS
+    ]
+
+
+class StatisticsSnapshot:
+    """The running statistics of a model, to be put back later."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = statistics_of(model)
+        self._values = [buffer.clone() for buffer in self._buffers]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for buffer, value in zip(self._buffers, self._values, strict=True):
+            buffer.copy_(value)

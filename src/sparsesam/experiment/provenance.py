@@ -1,0 +1,60 @@
+"""Where a number comes from: versions, machine, threads, command, commit."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import sparsesam
+
+
+def provenance() -> dict[str, str | int | None]:
+    """What must stand beside every measured value for another reader to repeat it."""
+    return {
+        "command": _command(),
+        "commit": _commit(),
+        "sparsesam": sparsesam.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "machine": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _command() -> str:
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    program = f"python -m {module.name}" if module else Path(sys.argv[0]).name
+    return shlex.join([*program.split(), *sys.argv[1:]])
+
+
+def _commit() -> str | None:
+    """The commit of the checkout this file belongs to, marked when files differ from it; None outside git."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(here), *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        # An installed copy may lie inside some other project's checkout: only a tracked file tells ours.
+        git("ls-files", "--error-unmatch", Path(__file__).name)
+        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _cpu() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or None
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)

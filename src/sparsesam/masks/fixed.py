@@ -1,0 +1,99 @@
+"""Masks that the user names, and that never change."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from sparsesam.masks.mask import MaskRule
+from sparsesam.masks.refresh import Refresh, by_hand
+from sparsesam.masks.scores import Moment
+
+#: Layers whose parameters SAM-ON perturbs.
+NORMALIZATION: tuple[type[nn.Module], ...] = (
+    nn.modules.batchnorm._NormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class FixedMask(MaskRule):
+    """Perturbs the given entries, the parameters whose names match, and those of the given layer types."""
+
+    masks: Mapping[str, Tensor] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    types: tuple[type[nn.Module], ...] = ()
+    refresh: Refresh = field(default_factory=by_hand, init=False)
+    seed: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if not (self.masks or self.names or self.types):
+            raise ValueError(
+                "masks, names or types must be given, got none of them; "
+                'for example fixed_mask("layer4.*", "fc.*") or fixed_mask(types=(torch.nn.LayerNorm,))'
+            )
+        for name, mask in self.masks.items():
+            if mask.dtype != torch.bool:
+                raise ValueError(f"masks[{name!r}] must be a bool tensor, got {mask.dtype}; use mask.bool()")
+
+    def make(self, moment: Moment) -> dict[str, Tensor]:
+        self._check(moment)
+        of_types = _parameters_of(moment.model, self.types)
+        made = {}
+        for name, parameter in moment.parameters.items():
+            if name in self.masks:
+                made[name] = self.masks[name].to(parameter.device)
+            else:
+                whole = name in of_types or any(fnmatchcase(name, pattern) for pattern in self.names)
+                made[name] = torch.full_like(parameter, whole, dtype=torch.bool)
+        return made
+
+    def _check(self, moment: Moment) -> None:
+        known = list(moment.parameters)
+        for name, mask in self.masks.items():
+            if name not in moment.parameters:
+                raise ValueError(f"masks has {name!r}, which is no perturbed parameter; {_nearest(name, known)}")
+            if mask.shape != moment.parameters[name].shape:
+                raise ValueError(
+                    f"masks[{name!r}] must have the parameter's shape {tuple(moment.parameters[name].shape)}, "
+                    f"got {tuple(mask.shape)}"
+                )
+        for pattern in self.names:
+            if not any(fnmatchcase(name, pattern) for name in known):
+                raise ValueError(f"names has {pattern!r}, which matches no parameter; {_nearest(pattern, known)}")
+        if self.types and not _parameters_of(moment.model, self.types) & set(known):
+            shown = ", ".join(layer.__name__ for layer in self.types)
+            raise ValueError(f"types has {shown}, but the model has no such layer with parameters to perturb")
+
+
+def fixed_mask(
+    masks: Mapping[str, Tensor] | str | None = None, *names: str, types: tuple[type[nn.Module], ...] = ()
+) -> FixedMask:
+    """A mask by ``{name: bool tensor}``, by name patterns, or by layer type.
+
+    >>> fixed_mask("layer4.*", "fc.*")
+    >>> fixed_mask(types=sparsesam.NORMALIZATION)      # SAM-ON
+    """
+    if isinstance(masks, str):
+        return FixedMask(names=(masks, *names), types=types)
+    return FixedMask(masks=dict(masks or {}), names=names, types=types)
+
+
+def _parameters_of(model: nn.Module, types: tuple[type[nn.Module], ...]) -> set[str]:
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        if isinstance(module, types)
+        for name, _ in module.named_parameters()
+    }
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    return "the nearest are " + ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.0))

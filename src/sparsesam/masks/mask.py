@@ -1,0 +1,154 @@
+"""A mask is a score, a pattern and a refresh rule put together."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from sparsesam.masks.packed import PackedMask
+from sparsesam.masks.patterns import Pattern, Unstructured
+from sparsesam.masks.refresh import Refresh, by_hand
+from sparsesam.masks.scores import GradientMagnitude, Moment, Score
+
+
+class MaskRule(ABC):
+    """Says which weights are perturbed. A rule is a recipe without state: its random generator, made
+    from ``seed``, and its current masks live in the optimizer and in its checkpoints.
+    """
+
+    refresh: Refresh
+    seed: int
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether a refresh looks at the ascent gradient, and so comes after the first pass."""
+        return False
+
+    @abstractmethod
+    def make(self, moment: Moment) -> dict[str, Tensor]:
+        """Boolean masks, one per parameter of the moment."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mask(MaskRule):
+    """The best weights by a score (SSAM-F with ``score=Fisher(...)``)."""
+
+    score: Score
+    pattern: Pattern = field(default_factory=Unstructured)
+    sparsity: float | None = None
+    refresh: Refresh = field(default_factory=by_hand)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_sparsity(self.sparsity, self.pattern)
+
+    @property
+    def needs_gradient(self) -> bool:
+        return self.score.needs_gradient
+
+    def make(self, moment: Moment) -> dict[str, Tensor]:
+        trivial = _without_scores(moment.parameters, self.sparsity, self.pattern)
+        return trivial or self.pattern.select(self.score(moment), self.sparsity)
+
+
+@dataclass(frozen=True, eq=False)
+class RandomMask(MaskRule):
+    """Any weights, uniformly over the pattern's units: the ablations' baseline."""
+
+    pattern: Pattern = field(default_factory=Unstructured)
+    sparsity: float | None = None
+    refresh: Refresh = field(default_factory=by_hand)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_sparsity(self.sparsity, self.pattern)
+
+    def make(self, moment: Moment) -> dict[str, Tensor]:
+        return self.pattern.draw(moment.parameters, moment.generator, self.sparsity)
+
+
+@dataclass(frozen=True, eq=False)
+class DynamicMask(MaskRule):
+    """Dynamic sparse training of the mask (SSAM-D): begin at random; at each refresh drop a share
+
+        f(t) = drop_ratio / 2 * (1 + cos(pi * t / total_steps))
+
+    of the kept weights, those with the smallest ``drop`` score, and grow as many among all the others,
+    those with the largest ``growth`` score; None means at random. Counted in steps where the paper counts
+    epochs; without ``total_steps`` the share is constant.
+    """
+
+    drop: Score | None = field(default_factory=GradientMagnitude)
+    growth: Score | None = None
+    pattern: Pattern = field(default_factory=Unstructured)
+    sparsity: float | None = None
+    drop_ratio: float = 0.5
+    total_steps: int | None = None
+    refresh: Refresh = field(default_factory=by_hand)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_sparsity(self.sparsity, self.pattern)
+        if not 0 <= self.drop_ratio <= 1:
+            raise ValueError(
+                f"drop_ratio must be in [0, 1], got {self.drop_ratio}; it is the share of kept weights dropped"
+            )
+        if self.total_steps is not None and self.total_steps < 1:
+            raise ValueError(f"total_steps must be at least 1, got {self.total_steps}; give epochs * len(loader)")
+
+    @property
+    def needs_gradient(self) -> bool:
+        return any(score is not None and score.needs_gradient for score in (self.drop, self.growth))
+
+    def ratio(self, step: int) -> float:
+        if self.total_steps is None:
+            return self.drop_ratio
+        return self.drop_ratio / 2 * (1 + math.cos(math.pi * min(1.0, step / self.total_steps)))
+
+    def make(self, moment: Moment) -> dict[str, Tensor]:
+        trivial = _without_scores(moment.parameters, self.sparsity, self.pattern)
+        if trivial:
+            return trivial
+        if moment.previous is None:
+            return self.pattern.draw(moment.parameters, moment.generator, self.sparsity)
+        return self.pattern.exchange(
+            _unpacked(moment.previous, moment.parameters),
+            moment.generator if self.drop is None else self.drop(moment),
+            moment.generator if self.growth is None else self.growth(moment),
+            sparsity=self.sparsity,
+            ratio=self.ratio(moment.step),
+        )
+
+
+def check_sparsity(sparsity: float | None, pattern: Pattern) -> None:
+    implied = pattern.implied_sparsity
+    if sparsity is None and implied is None:
+        raise ValueError(
+            f"sparsity must be given with the pattern {pattern}, got None; 0.5 perturbs half of the weights"
+        )
+    if sparsity is not None and not 0 <= sparsity <= 1:
+        raise ValueError(f"sparsity must be in [0, 1], got {sparsity}; 0 perturbs every weight, 1 none")
+    if sparsity is not None and implied is not None and not math.isclose(sparsity, implied):
+        raise ValueError(f"sparsity must be left out with {pattern}, which implies {implied}, got {sparsity}")
+
+
+def _without_scores(
+    parameters: Mapping[str, Tensor], sparsity: float | None, pattern: Pattern
+) -> dict[str, Tensor] | None:
+    """All ones or all zeros, where no score could change the outcome."""
+    if sparsity not in (0, 1) or pattern.implied_sparsity is not None:
+        return None
+    return {name: torch.full_like(p, sparsity == 0, dtype=torch.bool) for name, p in parameters.items()}
+
+
+def _unpacked(masks: Mapping[str, PackedMask], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The previous masks of the parameters of today: one that has come since had nothing perturbed."""
+    return {
+        name: masks[name].unpack(parameter.device) if name in masks else torch.zeros_like(parameter, dtype=torch.bool)
+        for name, parameter in parameters.items()
+    }

@@ -1,0 +1,39 @@
+"""When a mask is made anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """A mask is made before the first ascent and then every ``every`` steps; ``None``: never again by itself."""
+
+    every: int | None
+
+    def __post_init__(self) -> None:
+        if self.every is not None and self.every < 1:
+            raise ValueError(f"every must be at least 1 step, got {self.every}; use by_hand() for no refreshes")
+
+    def due(self, step: int) -> bool:
+        """Whether the ascent of step 0, 1, 2, … begins with a new mask."""
+        return step == 0 or (self.every is not None and step % self.every == 0)
+
+
+def every_steps(steps: int) -> Refresh:
+    return Refresh(steps)
+
+
+def every_epochs(epochs: int, *, steps_per_epoch: int) -> Refresh:
+    """Every T_m epochs of the paper; ``steps_per_epoch`` is usually ``len(loader)``."""
+    if epochs < 1 or steps_per_epoch < 1:
+        raise ValueError(
+            f"epochs and steps_per_epoch must be at least 1, got {epochs} and {steps_per_epoch}; "
+            "steps_per_epoch is the number of optimizer steps in an epoch, usually len(loader)"
+        )
+    return Refresh(epochs * steps_per_epoch)
+
+
+def by_hand() -> Refresh:
+    """One mask for the whole training, unless ``opt.refresh_mask()`` asks for another."""
+    return Refresh(None)

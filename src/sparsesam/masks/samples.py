@@ -1,0 +1,133 @@
+"""Random samples, drawn without replacement with the caller's generator, as collated batches."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+Fetch = Callable[[list[int]], Any]
+
+
+def draw_batches(data: Any, count: int, *, generator: torch.Generator, chunk: int) -> Iterator[Any]:
+    """Yield ``count`` random samples of ``data`` as batches of at most ``chunk`` samples.
+
+    ``data`` is a map-style dataset, a data loader, tensors of equal first dimension (a tuple,
+    list or dictionary), or an iterable of ready batches. Only the last cannot be drawn from at random: it
+    is read from its beginning. Batches are pytrees of tensors with the samples in dimension 0.
+    """
+    if count < 1 or chunk < 1:
+        raise ValueError(f"count and chunk must be at least 1, got count={count} and chunk={chunk}")
+    source = _indexed(data)
+    if source is None:
+        return _from_stream(iter(data), count, chunk)
+    return _from_indices(*source, count, generator, chunk)
+
+
+def _indexed(data: Any) -> tuple[int, Fetch] | None:
+    """The number of samples and a function from indices to a batch, or None for a stream of batches."""
+    if _is_tensors(data):
+        return _equal_length(data), lambda indices: tree_map(lambda part: part[torch.tensor(indices)], data)
+    if isinstance(data, DataLoader):
+        if isinstance(data.dataset, IterableDataset):
+            return None
+        return len(cast(Sized, data.dataset)), _collated(data.dataset, data.collate_fn)
+    if _is_dataset(data):
+        return len(data), _collated(data, default_collate)
+    if not isinstance(data, Iterable):
+        raise TypeError(
+            f"data must be a dataset, a DataLoader, a tuple of tensors or an iterable of batches, "
+            f"got {type(data).__name__}"
+        )
+    return None
+
+
+def _is_tensors(data: Any) -> bool:
+    """A list of tensors, or a tuple or dictionary with nothing but tensors at its leaves."""
+    if not isinstance(data, (tuple, list, dict)) or not data:
+        return False
+    leaves = data if isinstance(data, list) else tree_leaves(data)
+    return all(isinstance(leaf, Tensor) for leaf in leaves)
+
+
+def _is_dataset(data: Any) -> bool:
+    """Indexable, and if a list then one of single samples such as (image, 3), not of ready batches."""
+    if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        return False
+    leaves = tree_leaves(data[:1]) if isinstance(data, (list, tuple)) else [None]
+    return any(not isinstance(leaf, Tensor) or leaf.dim() == 0 for leaf in leaves)
+
+
+def _equal_length(data: Any) -> int:
+    lengths = [len(part) if part.dim() else 0 for part in tree_leaves(data)]
+    if len(set(lengths)) != 1:
+        raise ValueError(f"tensors given as data must have equal first dimensions, got {lengths}")
+    return lengths[0]
+
+
+def _collated(dataset: Any, collate: Callable[[list[Any]], Any]) -> Fetch:
+    def fetch(indices: list[int]) -> Any:
+        if hasattr(dataset, "__getitems__"):
+            return collate(dataset.__getitems__(indices))
+        return collate([dataset[index] for index in indices])
+
+    return fetch
+
+
+def _from_indices(length: int, fetch: Fetch, count: int, generator: torch.Generator, chunk: int) -> Iterator[Any]:
+    if length == 0:
+        raise ValueError("data is empty; at least one sample is needed")
+    if length < count:
+        _warn_fewer(length, count)
+    drawn = torch.randperm(length, generator=generator, device=generator.device)[:count].tolist()
+    return (fetch(drawn[start : start + chunk]) for start in range(0, len(drawn), chunk))
+
+
+def _from_stream(batches: Iterator[Any], count: int, chunk: int) -> Iterator[Any]:
+    first = next(batches, None)
+    if first is None:
+        raise ValueError("data is empty; at least one sample is needed")
+    return _take(itertools.chain([first], batches), count, chunk)
+
+
+def _take(batches: Iterator[Any], count: int, chunk: int) -> Iterator[Any]:
+    taken = 0
+    for batch in batches:
+        size = batch_size(batch)
+        used = min(size, count - taken)
+        for start in range(0, used, chunk):
+            yield slice_batch(batch, slice(start, min(start + chunk, used)), size)
+        taken += used
+        if taken == count:
+            return
+    if taken == 0:
+        raise ValueError("data is empty; at least one sample is needed")
+    _warn_fewer(taken, count)
+
+
+def _warn_fewer(found: int, count: int) -> None:
+    warnings.warn(f"asked for {count} samples but data holds only {found}; using all {found}", stacklevel=4)
+
+
+def batch_size(batch: Any) -> int:
+    """The first dimension of the first tensor of a batch."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return len(leaf)
+    raise ValueError(f"a batch must hold a tensor with samples in dimension 0, got {type(batch).__name__}")
+
+
+def leads_with(leaf: Any, size: int) -> bool:
+    """Whether this is a tensor with ``size`` samples in dimension 0."""
+    return isinstance(leaf, Tensor) and not leaf.is_nested and leaf.dim() > 0 and len(leaf) == size
+
+
+def slice_batch(batch: Any, samples: slice, size: int) -> Any:
+    """The samples of every tensor whose first dimension is ``size``; anything else is shared by them all."""
+    return tree_map(lambda leaf: leaf[samples] if leads_with(leaf, size) else leaf, batch)

@@ -1,0 +1,142 @@
+"""How much each weight matters: a score is a function of the moment that gives one number per weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sparsesam.masks.fisher import FisherDiagonal, fisher_diagonal
+from sparsesam.masks.packed import PackedMask
+from sparsesam.masks.samples import draw_batches
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a score may look at: the model between the two passes of a step."""
+
+    model: nn.Module
+    parameters: Mapping[str, Tensor]
+    generator: torch.Generator
+    step: int
+    previous: Mapping[str, PackedMask] | None = None
+    batch: Any = None
+
+    def gradient(self, name: str) -> Tensor:
+        """The ascent gradient at w; zeros where the parameter received none."""
+        parameter = self.parameters[name]
+        if parameter.grad is None:
+            return torch.zeros_like(parameter)
+        return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+
+
+class Score(Protocol):
+    """``needs_gradient`` says whether the ascent gradient must be there already."""
+
+    @property
+    def needs_gradient(self) -> bool: ...
+
+    def __call__(self, moment: Moment) -> dict[str, Tensor]:
+        """One number per weight, the larger the more it matters, under the parameters' names."""
+        ...
+
+
+@dataclass(eq=False)
+class Fisher:
+    """Diagonal Fisher information over ``samples`` samples drawn from ``data``:
+
+        F = 1/N_F * sum_i (grad_w loss(w; x_i, y_i))²
+
+    ``labels="data"`` is the empirical Fisher (eq. 6 of the paper), ``labels="sampled"`` draws
+    y_i from the model's own distribution. Normalization statistics are frozen while it is measured.
+    ``paths`` tells, after the first use, how each parameter's squares were computed.
+    """
+
+    data: Any
+    loss_fn: Callable[..., Tensor] | None = None
+    samples: int = 128
+    model_loss: Callable[[nn.Module, Any], Tensor] | None = None
+    labels: Literal["data", "sampled"] = "data"
+    chunk: int = 128
+    paths: dict[str, str] = field(default_factory=dict, repr=False)
+    needs_gradient: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ValueError(f"samples must be at least 1, got {self.samples}; the paper uses 128")
+
+    def __call__(self, moment: Moment) -> dict[str, Tensor]:
+        batches = draw_batches(self.data, self.samples, generator=moment.generator, chunk=self.chunk)
+        result = fisher_diagonal(
+            moment.model,
+            batches,
+            self.loss_fn,
+            model_loss=self.model_loss,
+            parameters=moment.parameters,
+            labels=self.labels,
+            generator=moment.generator,
+        )
+        return _remember(self.paths, result)
+
+
+@dataclass(eq=False)
+class BatchFisher:
+    """Fisher information of the batch being trained on, given as ``opt.step(closure, batch=(x, y))``
+    or ``opt.perturbed(batch=(x, y))``.
+    """
+
+    loss_fn: Callable[..., Tensor] | None = None
+    model_loss: Callable[[nn.Module, Any], Tensor] | None = None
+    labels: Literal["data", "sampled"] = "data"
+    paths: dict[str, str] = field(default_factory=dict, repr=False)
+    needs_gradient: ClassVar[bool] = False
+
+    def __call__(self, moment: Moment) -> dict[str, Tensor]:
+        if moment.batch is None:
+            raise ValueError(
+                "batch must be given where a mask takes its Fisher from the current batch, got None; "
+                "call opt.step(closure, batch=(x, y)) or opt.perturbed(batch=(x, y))"
+            )
+        result = fisher_diagonal(
+            moment.model,
+            [moment.batch],
+            self.loss_fn,
+            model_loss=self.model_loss,
+            parameters=moment.parameters,
+            labels=self.labels,
+            generator=moment.generator,
+        )
+        return _remember(self.paths, result)
+
+
+@dataclass(frozen=True)
+class GradientMagnitude:
+    """|g| of the ascent gradient: small where the loss is flat."""
+
+    needs_gradient: ClassVar[bool] = True
+
+    def __call__(self, moment: Moment) -> dict[str, Tensor]:
+        return {name: moment.gradient(name).abs() for name in moment.parameters}
+
+
+@dataclass(frozen=True)
+class Inverted:
+    """The opposite order of another score, for ablations."""
+
+    score: Score
+
+    @property
+    def needs_gradient(self) -> bool:
+        return self.score.needs_gradient
+
+    def __call__(self, moment: Moment) -> dict[str, Tensor]:
+        return {name: -values for name, values in self.score(moment).items()}
+
+
+def _remember(paths: dict[str, str], result: FisherDiagonal) -> dict[str, Tensor]:
+    paths.clear()
+    paths.update(result.paths)
+    return result.values

@@ -1,0 +1,64 @@
+"""How rho changes over the steps: each schedule is a factor on a parameter group's first rho."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class RhoSchedule(Protocol):
+    def __call__(self, step: int) -> float:
+        """The factor for the ascent of step 1, 2, 3, …"""
+        ...
+
+
+@dataclass(frozen=True)
+class Constant:
+    """rho_t = rho"""
+
+    def __call__(self, step: int) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """rho_t = rho * min(1, t / steps)"""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        _at_least_one("steps", self.steps)
+
+    def __call__(self, step: int) -> float:
+        return min(1.0, step / self.steps)
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """rho_t goes from rho to final * rho along half a cosine over ``steps`` steps, and stays there."""
+
+    steps: int
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        _at_least_one("steps", self.steps)
+        if not self.final >= 0:
+            raise ValueError(f"final must be at least 0, got {self.final}; it is the share of rho left at the end")
+
+    def __call__(self, step: int) -> float:
+        progress = min(1.0, (step - 1) / self.steps)
+        return self.final + (1 - self.final) * (1 + math.cos(math.pi * progress)) / 2
+
+
+@dataclass(frozen=True)
+class InverseSqrt:
+    """rho_t = rho / sqrt(t), as in theorems 1 and 2 of the paper."""
+
+    def __call__(self, step: int) -> float:
+        return 1 / math.sqrt(step)
+
+
+def _at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}; give the number of optimizer steps")

@@ -1,0 +1,484 @@
+"""The two-phase step around any other optimizer: ascend to w + e, take the gradient there, step from w."""
+
+from __future__ import annotations
+
+import enum
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sparsesam.ascent.engine import Engine
+from sparsesam.ascent.explicit import Norm, Perturbation, Target, ascent_norm
+from sparsesam.ascent.memo import EngineFallbackError
+from sparsesam.ascent.noise import Noise
+from sparsesam.ascent.plan import Ascent, describe, make_plan, saves_nothing
+from sparsesam.ascent.statistics import StatisticsSnapshot
+from sparsesam.masks.keeper import MaskKeeper
+from sparsesam.masks.mask import MaskRule
+from sparsesam.masks.packed import PackedMask
+from sparsesam.parameters import (
+    GROUP_OPTIONS,
+    Participant,
+    check_base,
+    check_group,
+    named,
+    participants,
+    unwrap,
+)
+from sparsesam.schedules import RhoSchedule
+
+_CHECKPOINT_VERSION = 1
+
+#: Attributes that go into a checkpoint, beside the base optimizer's state and the masks.
+PERSISTED = ("steps", "skipped_ascents", "skipped_steps")
+#: Attributes that a copy of the optimizer takes along and a checkpoint does not.
+CONFIGURATION = ("base", "model", "defaults", "norm", "ascent", "rho_schedule", "_keeper", "_engine_off")
+# All others belong to one step of one process and are made by `_start`.
+
+
+class _Phase(enum.Enum):
+    IDLE = enum.auto()  # nothing done yet
+    PERTURBED = enum.auto()  # weights are at w + e
+    READY = enum.auto()  # weights are back, the gradient is that at w + e
+
+
+class SharpnessAware(Optimizer):
+    """The two-phase step. `SAM` and `SSAM` are the ones to use; see their docstrings.
+
+    ``param_groups`` and ``state`` are the base optimizer's own, so a scheduler may drive either of the two.
+    """
+
+    def __init__(
+        self,
+        base: Optimizer,
+        model: nn.Module,
+        *,
+        rho: float,
+        mask: MaskRule | None,
+        adaptive: bool | Literal["all"],
+        eta: float,
+        norm: Norm,
+        ascent: Ascent,
+        rho_schedule: RhoSchedule | None,
+        engine: bool,
+    ) -> None:
+        check_base(base)
+        if isinstance(base, SharpnessAware):
+            raise TypeError(f"base must be a plain optimizer, got {type(base).__name__}; wrap its base instead")
+        _check_choice("norm", norm, ("full", "masked"))
+        _check_choice("ascent", ascent, ("explicit", "implicit", "implicit-dense"))
+        if ascent == "implicit" and norm == "full":
+            raise ValueError(
+                'norm must be "masked" with ascent="implicit", got "full": gradients outside the mask are not computed'
+            )
+        self.base = base
+        self.model = unwrap(model)
+        self.norm: Norm = norm
+        self.ascent: Ascent = ascent
+        self.rho_schedule = rho_schedule
+        self.defaults = {**base.defaults, "rho": rho, "adaptive": adaptive, "eta": eta, "perturb": True}
+        self.steps = 0
+        self.skipped_ascents = 0
+        self.skipped_steps = 0
+        self._keeper = None if mask is None else MaskKeeper(mask)
+        self._engine_off = None if engine else "switched off"
+        if engine and model is not self.model:
+            self._engine_off = f"the model is wrapped in {type(model).__name__}"
+        super().__setstate__({})  # torch's own hooks; its __init__ would make a second set of parameter groups
+        for group in base.param_groups:
+            self._complete(group)
+        self._start()
+
+    # ---- what the user sees ------------------------------------------------------------------------------
+
+    @property
+    def masks(self) -> dict[str, Tensor]:
+        """The current masks, ``{parameter name: bool tensor}``; empty before a mask's first use."""
+        if self._keeper is None:
+            return {p.name: torch.ones_like(p.parameter, dtype=torch.bool) for p in self._participants()}
+        return {name: mask.unpack() for name, mask in (self._keeper.masks or {}).items()}
+
+    @property
+    def mask(self) -> MaskRule | None:
+        """The rule that the masks come from."""
+        return None if self._keeper is None else self._keeper.rule
+
+    @property
+    def sparsity(self) -> float | None:
+        """The share of weights that the current masks leave alone; None before a mask's first use."""
+        return 0.0 if self._keeper is None else self._keeper.sparsity
+
+    @property
+    def skipped_refreshes(self) -> int:
+        """How often a mask was kept because its scores were not finite."""
+        return 0 if self._keeper is None else self._keeper.skipped
+
+    @torch.no_grad()
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        batch: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> Any:
+        """Take one step.
+
+        With a closure (clear, compute, backward, return the loss), both passes run here, with the same random
+        numbers, and the loss at w is returned. Without one, the two passes must have run already, the second
+        inside ``perturbed()``. ``scaler`` is for a closure that scales its loss; call ``scaler.update()``
+        afterwards, as usual. ``batch`` is what a mask needs that takes its Fisher from the current batch.
+        """
+        if self._phase is _Phase.PERTURBED:
+            raise RuntimeError("step() inside perturbed() would update the weights at w + e; call it after the block")
+        if closure is None:
+            if self._phase is not _Phase.READY:
+                raise RuntimeError(
+                    "step() needs a gradient at w + e: pass a closure, or run the second pass in "
+                    "`with opt.perturbed(): loss_fn(model(x), y).backward()` before step()"
+                )
+            self._descend()
+            return None
+        loss = self._two_passes(closure, batch)
+        if scaler is None:
+            self._descend()
+        else:
+            scaler.step(self)
+        return loss
+
+    @contextmanager
+    def perturbed(self, *, batch: Any = None) -> Iterator[None]:
+        """Within the block the weights are at w + e and gradients start from zero; run the second pass there.
+
+        On the way out, exceptions included, the weights are back bit for bit and normalization statistics are
+        those of the first pass.
+        """
+        with self._excursion(batch):
+            self.zero_grad()
+            yield
+
+    def refresh_mask(self, *, now: bool = False, batch: Any = None) -> None:
+        """Make the mask anew in the next ascent, or ``now`` (for SSAM-D, after a backward pass)."""
+        if self._keeper is None:
+            raise RuntimeError("refresh_mask() needs a mask; SAM perturbs every weight")
+        self._keeper.asked = True
+        if now:
+            self._refresh(batch)
+
+    def engine_report(self) -> dict[str, str]:
+        """What the last step did not have to compute, by parameter; under "engine", whether and why (not)."""
+        engine = self._engine
+        if engine.plan is None:
+            return {"engine": f"off: {self._engine_off or self._reason or 'no step taken yet'}"}
+        last = engine.last
+        if last is None:
+            return {"engine": "on: no step taken yet", **describe(engine.plan, set())}
+        state = "on" if last.unusable is None else f"on, but the second pass was computed in full: {last.unusable}"
+        return {"engine": state, **describe(engine.plan, last.reused)}
+
+    # ---- torch.optim's contract --------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.base.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.base.state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.base.add_param_group(param_group)
+        try:
+            self._names = named(self.model, self.base)
+            self._complete(self.base.param_groups[-1])
+        except ValueError:
+            self.base.param_groups.pop()
+            raise
+        self._arm()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The base optimizer's checkpoint with one more entry, ``"sparsesam"``; safe for ``weights_only=True``."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        own: dict[str, Any] = {key: getattr(self, key) for key in PERSISTED}
+        own["version"] = _CHECKPOINT_VERSION
+        own["mask"] = None if self._keeper is None else self._keeper.state_dict()
+        state = {**self.base.state_dict(), "sparsesam": own}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            state = after(self, state) or state
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of this optimizer, or of the bare base optimizer (a run that began without SAM)."""
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        own = state_dict.pop("sparsesam", None)
+        if own is None:
+            warnings.warn(
+                "the checkpoint is of a bare base optimizer: its state is loaded, step counters and masks start anew",
+                stacklevel=2,
+            )
+        else:
+            self._load_own(own)
+        options = [{key: group[key] for key in GROUP_OPTIONS} for group in self.param_groups]
+        self.base.load_state_dict(state_dict)
+        for group, mine in zip(self.param_groups, options, strict=True):
+            for key, value in mine.items():
+                group.setdefault(key, value)
+        self._start()
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _load_own(self, own: dict[str, Any]) -> None:
+        if own.get("version") != _CHECKPOINT_VERSION:
+            raise ValueError(
+                f"state_dict['sparsesam'] must be of version {_CHECKPOINT_VERSION}, got {own.get('version')}; "
+                "load it with the sparsesam that wrote it"
+            )
+        if (own["mask"] is None) != (self._keeper is None):
+            saved, mine = ("SAM", "SSAM") if own["mask"] is None else ("SSAM", "SAM")
+            raise ValueError(f"state_dict is of {saved}, but this optimizer is {mine}; load it into the same kind")
+        if self._keeper is not None:
+            self._keeper.load_state_dict(own["mask"], self.model)
+        for key in PERSISTED:
+            setattr(self, key, own[key])
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._phase is _Phase.PERTURBED:
+            raise RuntimeError("an optimizer cannot be copied inside perturbed(): its weights are at w + e")
+        return {key: self.__dict__[key] for key in (*CONFIGURATION, *PERSISTED)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._start()
+
+    def _start(self) -> None:
+        """Everything that belongs to one process: a copy or a loaded checkpoint begins here too."""
+        self._phase = _Phase.IDLE
+        self._ascent_failed = False
+        self._warned: set[str] = set()
+        self._perturbation = Perturbation()
+        self._names = named(self.model, self.base)
+        self._noise = Noise(self.model.parameters())
+        self._engine = Engine(self.model)
+        self._reason: str | None = None
+        self._plan_is_new = True
+        self._arm()
+
+    # ---- the step ----------------------------------------------------------------------------------------
+
+    def _two_passes(self, closure: Callable[[], Any], batch: Any) -> Any:
+        if self._keeper is not None and not self._keeper.rule.needs_gradient:
+            self._refresh_if_due(batch)
+        noise, statistics = self._noise.read(), StatisticsSnapshot(self.model)
+        self._engine.same_noise = True
+        try:
+            with torch.enable_grad():
+                loss = closure()
+        except EngineFallbackError as error:
+            self._switch_off(error)
+            self._noise.write(noise)
+            statistics.restore()
+            with torch.enable_grad():
+                loss = closure()
+        with self._excursion(batch) as moved:
+            if not moved:  # the gradient of the first pass is already the one to use
+                return loss
+            for attempt in (1, 2):
+                self.zero_grad()
+                self._noise.write(noise)
+                try:
+                    with torch.enable_grad():
+                        closure()
+                    break
+                except EngineFallbackError as error:
+                    if attempt == 2:
+                        raise
+                    self._switch_off(error)
+        return loss
+
+    @contextmanager
+    def _excursion(self, batch: Any) -> Iterator[bool]:
+        """To w + e and back; yields whether a second pass can tell anything that the first did not."""
+        if self._phase is _Phase.PERTURBED:
+            raise RuntimeError("perturbed() must not be entered twice; leave the first block before the next ascent")
+        self._phase = _Phase.PERTURBED
+        statistics = StatisticsSnapshot(self.model)
+        completed = False
+        try:
+            yield self._ascend(batch)
+            completed = True
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error) and sys.version_info >= (3, 11):
+                error.add_note(
+                    "sparsesam: the weights were moved to w + e between the passes; the second pass must run its "
+                    "own forward instead of a graph kept from the first."
+                )
+            raise
+        finally:
+            self._perturbation.undo()
+            statistics.restore()
+            self._engine.forget()
+            self._engine.same_noise = False
+            self._phase = _Phase.READY if completed else _Phase.IDLE
+
+    @torch.no_grad()
+    def _ascend(self, batch: Any) -> bool:
+        self._require_gradients("first")
+        self._ascent_failed = False
+        self._set_rho()
+        self._refresh_if_due(batch)
+        complete = not self._engine.left_gradients_out
+        self._engine.begin_second()
+        targets = [self._target(one) for one in self._participants() if one.parameter.grad is not None]
+        if all(target.is_still for target in targets):
+            return not complete
+        norm = ascent_norm(targets, norm=self.norm)
+        if norm > 0 and math.isfinite(norm):
+            self._perturbation.apply(targets, norm)
+            return True
+        self.skipped_ascents += 1
+        self._ascent_failed = norm != 0
+        if self._ascent_failed:
+            self._warn_once(
+                f"the ascent gradient's norm is {norm}: this step is taken without perturbation and counted in "
+                "opt.skipped_ascents. Expected now and then with a GradScaler; otherwise lower learning rate or rho."
+            )
+        return self._ascent_failed or not complete
+
+    @torch.no_grad()
+    def _descend(self) -> None:
+        self._require_gradients("second")
+        self._phase = _Phase.IDLE
+        if self._ascent_failed and not self._gradients_finite():
+            self.skipped_steps += 1
+            self._warn_once("both gradients of a step are not finite: the weights are left alone (opt.skipped_steps)")
+        else:
+            self.base.step()
+        self.steps += 1
+        self._arm()
+
+    def _target(self, one: Participant) -> Target:
+        gradient = one.parameter.grad
+        assert gradient is not None
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        return Target(one.parameter, dense, self._mask_of(one.name), float(one.group["rho"]), one.eta)
+
+    def _set_rho(self) -> None:
+        for group in self.param_groups:
+            self._complete(group)
+            if self.rho_schedule is not None:
+                group.setdefault("initial_rho", group["rho"])
+                group["rho"] = group["initial_rho"] * self.rho_schedule(self.steps + 1)
+            check_group(group)
+
+    # ---- mask and engine ---------------------------------------------------------------------------------
+
+    def _mask_of(self, name: str) -> PackedMask | None:
+        if self._keeper is None or self._keeper.masks is None or self.ascent == "implicit-dense":
+            return None
+        return self._keeper.masks[name]
+
+    def _refresh_due(self) -> bool:
+        names = {one.name for one in self._participants()}
+        return self._keeper is not None and self._keeper.due(self.steps, names)
+
+    def _refresh_if_due(self, batch: Any) -> None:
+        if self._refresh_due():
+            self._refresh(batch)
+
+    def _refresh(self, batch: Any) -> None:
+        assert self._keeper is not None
+        self._engine.listen(None)
+        parameters = {one.name: one.parameter for one in self._participants()}
+        self._keeper.refresh(self.model, parameters, self.steps, batch)
+        self._perturbation.forget()
+        self._plan_is_new = True
+        self._arm()
+
+    def _arm(self) -> None:
+        """Decide whether the coming first pass may leave anything out."""
+        self._reason = self._why_not()
+        if self._reason is not None:
+            self._engine.listen(None)
+            if self.ascent != "explicit" and not self._refresh_due():
+                raise ValueError(f"ascent={self.ascent!r} needs the engine, which is off: {self._reason}")
+            return
+        if self._engine.plan is None or self._plan_is_new:
+            moved = {one.name: self._engine_mask(one) for one in self._participants()}
+            plan = make_plan(self.model, moved, self.ascent)
+            self._plan_is_new = False
+            if saves_nothing(plan):
+                self._reason = "every parameter is perturbed, and no mask is made of whole filters"
+                self._engine.listen(None)
+            else:
+                self._engine.listen(plan)
+
+    def _engine_mask(self, one: Participant) -> PackedMask | None:
+        return None if self._keeper is None or self._keeper.masks is None else self._keeper.masks[one.name]
+
+    def _why_not(self) -> str | None:
+        if self._engine_off is not None:
+            return self._engine_off
+        if self.norm == "full" and self._keeper is not None and self.ascent == "explicit":
+            return 'norm="full" needs every gradient; norm="masked" does not'
+        if self._refresh_due():
+            return "the mask is made anew in the next step"
+        if any(isinstance(getattr(module, "_orig_mod", None), nn.Module) for module in self.model.modules()):
+            return "a part of the model is compiled"
+        return None
+
+    def _switch_off(self, error: Exception) -> None:
+        self._engine_off = str(error)
+        self._engine.listen(None)
+
+    # ---- small helpers -----------------------------------------------------------------------------------
+
+    def _participants(self) -> Iterator[Participant]:
+        for group in self.param_groups:
+            self._complete(group)
+        if any(parameter not in self._names for group in self.param_groups for parameter in group["params"]):
+            self._names = named(self.model, self.base)
+        return participants(self.base, self._names)
+
+    def _complete(self, group: dict[str, Any]) -> None:
+        for key in GROUP_OPTIONS:
+            group.setdefault(key, self.defaults[key])
+        check_group(group)
+
+    def _gradients(self) -> Iterator[Tensor]:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    yield parameter.grad
+
+    def _require_gradients(self, which: str) -> None:
+        if next(self._gradients(), None) is None:
+            raise RuntimeError(
+                f"the {which} pass made no gradients: the closure (or your loop) must call backward() on a loss that "
+                "depends on the optimizer's parameters, and must not clear the gradients afterwards"
+            )
+
+    def _gradients_finite(self) -> bool:
+        return all(bool(gradient.isfinite().all()) for gradient in self._gradients())
+
+    def _warn_once(self, text: str) -> None:
+        kind = text.split(":")[0]
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+def _check_choice(argument: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{argument} must be one of {', '.join(known)}, got {value!r}")

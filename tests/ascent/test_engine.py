@@ -1,0 +1,447 @@
+"""The engine may change the cost of a step, never its result: random models, random masks, odd loops."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import sparsesam
+from tests import cases
+
+WIDTH = 6
+
+
+class Layer(nn.Module):
+    """One of many ways to map (batch, WIDTH) to (batch, WIDTH)."""
+
+    KINDS = (
+        "linear", "linear_relu_inplace", "residual", "residual_iadd", "norm", "dropout", "twice", "functional",
+        "setitem", "view_inplace", "noise", "branch", "split", "conv", "gate", "attention", "alias", "constant",
+    )  # fmt: skip
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        if kind == "norm":
+            self.norm = nn.BatchNorm1d(WIDTH)
+        if kind == "conv":
+            self.conv = nn.Conv1d(2, 4, 3, padding=1)
+        if kind == "attention":
+            self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.register_buffer("table", torch.linspace(-1, 1, WIDTH, dtype=torch.float64))
+
+    def forward(self, x):
+        match self.kind:
+            case "linear":
+                return torch.tanh(self.a(x))
+            case "linear_relu_inplace":
+                return F.relu(self.a(x), inplace=True)
+            case "residual":
+                return x + self.b(torch.tanh(self.a(x)))
+            case "residual_iadd":
+                out = self.b(torch.tanh(self.a(x)))
+                out += x
+                return F.relu_(out)
+            case "norm":
+                return self.norm(self.a(x))
+            case "dropout":
+                return F.dropout(self.a(x), 0.4, self.training)
+            case "twice":
+                return self.a(torch.tanh(self.a(x)))
+            case "functional":
+                return F.linear(x, self.a.weight.t() @ self.b.weight, self.b.bias)
+            case "setitem":
+                out = self.a(x)
+                out[:, 0] = self.b(x)[:, 1]
+                return out
+            case "view_inplace":
+                out = self.a(x)
+                part = out[:, :3]
+                part.mul_(2.0)
+                return out
+            case "noise":
+                return self.a(x) + 0.1 * torch.randn_like(x)
+            case "branch":
+                return self.a(x) if x.sum() > 0 else self.b(x)
+            case "split":
+                left, right = self.a(x).chunk(2, dim=-1)
+                return torch.cat([torch.tanh(right), left * 2], dim=-1)
+            case "conv":
+                folded = x.view(len(x), 2, WIDTH // 2)
+                return torch.tanh(self.conv(folded)).reshape(len(x), 2, WIDTH).sum(1)
+            case "gate":
+                keep = torch.sigmoid(self.a(x))
+                x = self.b(x)
+                x *= keep
+                return x
+            case "attention":
+                return self.attention(x[:, None], x[:, None], x[:, None])[0][:, 0]
+            case "alias":
+                out = self.a(x)
+                same = out.view(-1)
+                out.add_(1.0)
+                return torch.tanh(same.view_as(out)) + out
+            case "constant":
+                out = self.a(x) * self.table
+                return out + torch.arange(WIDTH, dtype=x.dtype)
+
+
+class Net(nn.Module):
+    def __init__(self, kinds, skip):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(kind) for kind in kinds)
+        self.head = nn.Linear(WIDTH, 3)
+        self.skip = skip
+
+    def forward(self, x):
+        first = x
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x + first if self.skip else x)
+
+
+def make(kinds, skip=False, seed=0):
+    torch.manual_seed(seed)
+    return Net(kinds, skip).double()
+
+
+def masks_for(model, choices):
+    """For each parameter in turn: nothing, everything, some rows, or some entries."""
+    generator = torch.Generator().manual_seed(7)
+    masks = {}
+    for (name, p), choice in zip(model.named_parameters(), choices, strict=False):
+        mask = torch.zeros_like(p, dtype=torch.bool)
+        if choice == "all":
+            mask[:] = True
+        elif choice == "rows":
+            mask[torch.rand(len(p), generator=generator) < 0.5] = True
+        elif choice == "entries":
+            mask = torch.rand(p.shape, generator=generator) < 0.5
+        masks[name] = mask
+    if not any(mask.any() for mask in masks.values()):
+        masks["head.weight"][0] = True
+    return masks
+
+
+def train(model, masks, *, engine, loop, ascent="explicit", steps=3, adaptive=False):
+    rule = sparsesam.fixed_mask(masks)
+    opt = sparsesam.SSAM(
+        cases.sgd(model, lr=0.05),
+        model,
+        rho=0.3,
+        mask=rule,
+        norm="masked",
+        engine=engine,
+        adaptive=adaptive,
+        ascent=ascent,
+    )
+    torch.manual_seed(11)
+    for seed in range(steps):
+        x, y = cases.vectors(8, seed=seed)
+        loop(opt, model, x, y)
+    return opt
+
+
+def with_closure(opt, model, x, y):
+    opt.step(cases.closure_for(model, opt, x, y))
+
+
+def in_two_phases(opt, model, x, y):
+    opt.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    with opt.perturbed():
+        F.cross_entropy(model(x), y).backward()
+    opt.step()
+
+
+def everything(model):
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def compare(model, masks, loop=with_closure, twin=None, **options):
+    twin = twin or copy.deepcopy(model)
+    opt = train(model, masks, engine=True, loop=loop, **options)
+    train(twin, masks, engine=False, loop=loop, **options)
+    torch.testing.assert_close(everything(model), everything(twin), rtol=1e-9, atol=1e-11)
+    return opt
+
+
+CHOICES = st.lists(st.sampled_from(["none", "none", "all", "rows", "entries"]), min_size=40, max_size=40)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(st.sampled_from(Layer.KINDS), min_size=1, max_size=4),
+    st.booleans(),
+    CHOICES,
+    st.sampled_from([with_closure, in_two_phases]),
+)
+def test_random_models_and_random_masks(kinds, skip, choices, loop):
+    model = make(kinds, skip)
+    compare(model, masks_for(model, choices), loop)
+
+
+@pytest.mark.parametrize("loop", [with_closure, in_two_phases])
+@pytest.mark.parametrize("kind", Layer.KINDS)
+def test_each_kind_of_layer_before_and_after_the_frontier(kind, loop):
+    for place in range(3):
+        model = make([kind, kind])
+        frontier = ("layers.0.", "layers.1.", "head.")[place]
+        masks = {
+            name: torch.full_like(p, name.startswith(frontier), dtype=torch.bool)
+            for name, p in model.named_parameters()
+        }
+        compare(model, masks, loop)
+
+
+def head_only(model, prefix="head"):
+    return {name: torch.full_like(p, name.startswith(prefix), dtype=torch.bool) for name, p in model.named_parameters()}
+
+
+class CountingCalls(torch.overrides.TorchFunctionMode):
+    """How often a function really runs in a step, both passes together."""
+
+    def __init__(self, func):
+        super().__init__()
+        self.func, self.calls = func, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls += func is self.func
+        return func(*args, **(kwargs or {}))
+
+
+def linear_calls(model, masks, engine):
+    x, y = cases.vectors(8)
+    opt = sparsesam.SSAM(
+        cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask(masks), norm="masked", engine=engine
+    )
+    with_closure(opt, model, x, y)
+    with CountingCalls(F.linear) as counter:
+        with_closure(opt, model, x, y)
+    return counter.calls
+
+
+@pytest.mark.parametrize(
+    "kind", ["linear", "linear_relu_inplace", "residual", "residual_iadd", "norm", "dropout", "gate"]
+)
+def test_the_clean_part_runs_once(kind):
+    model = make([kind] * 3)
+    plain = linear_calls(copy.deepcopy(model), head_only(model), engine=False)
+    ours = linear_calls(model, head_only(model), engine=True)
+    assert plain % 2 == 0
+    assert ours == plain // 2 + 1  # only the head runs twice
+
+
+def test_the_report_says_what_was_left_out():
+    model = make(["linear", "norm"])
+    masks = head_only(model)
+    masks["layers.1.a.weight"][:2] = True
+    opt = compare(model, masks)
+    report = opt.engine_report()
+    assert report["engine"] == "on"
+    assert "used again" in report["layers.0.a.weight"]
+    assert "2 of 6 filters" in report["layers.1.a.weight"]
+    assert "used again" not in report["layers.1.norm.weight"]
+    assert "perturbed: full" in report["head.weight"]
+
+
+def test_the_report_says_why_the_engine_is_off():
+    model = make(["linear"])
+    rule = sparsesam.fixed_mask("head.*")
+    for options, words in (
+        ({"engine": False, "norm": "masked"}, "switched off"),
+        ({"norm": "full"}, 'norm="masked"'),
+    ):
+        opt = sparsesam.SSAM(cases.sgd(model), model, mask=rule, **options)
+        with_closure(opt, model, *cases.vectors())
+        assert words in opt.engine_report()["engine"]
+    opt = sparsesam.SSAM(cases.sgd(model), model, mask=sparsesam.random_mask(sparsity=0.5), norm="masked")
+    with_closure(opt, model, *cases.vectors(dtype=torch.float64))
+    assert "no mask is made of whole filters" in opt.engine_report()["engine"]
+
+
+def test_accumulation_over_micro_batches():
+    def loop(opt, model, x, y):
+        opt.zero_grad()
+        for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
+            (F.cross_entropy(model(a), b) / 2).backward()
+        with opt.perturbed():
+            for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
+                (F.cross_entropy(model(a), b) / 2).backward()
+        opt.step()
+
+    model = make(["residual", "norm", "linear"])
+    compare(model, head_only(model), loop)
+
+
+def test_a_model_that_is_called_twice_for_one_loss():
+    def loop(opt, model, x, y):
+        def closure():
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x) + model(x.flip(0)), y)
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+
+    model = make(["residual", "linear"])
+    compare(model, head_only(model), loop)
+
+
+def test_a_batch_that_is_moved_anew_in_each_pass_is_recognised():
+    model = make(["linear", "linear"])
+    x, y = cases.vectors(8)
+    opt = sparsesam.SSAM(cases.sgd(model), model, mask=sparsesam.fixed_mask("head.*"), norm="masked")
+
+    def closure():
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x.clone()), y)
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    opt.step(closure)
+    assert "used again" in opt.engine_report()["layers.0.a.weight"]
+
+
+class Odd(nn.Module):
+    """Things that the engine must recognise and leave alone."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.body, self.middle, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.rnn = nn.LSTM(6, 6, batch_first=True) if kind == "lstm" else nn.Identity()
+        self.scripted = torch.jit.script(nn.Linear(6, 6).double()) if kind == "scripted" else nn.Identity()
+        self.register_buffer("average", torch.zeros(6))
+
+    def forward(self, x):
+        h = torch.tanh(self.body(x))
+        if self.kind == "checkpoint":
+            h = checkpoint(lambda v: torch.tanh(self.middle(v)), h, use_reentrant=False)
+        elif self.kind == "reentrant":
+            h = checkpoint(lambda v: torch.tanh(self.middle(v)), h, use_reentrant=True)
+        elif self.kind == "checkpoint head":
+            return checkpoint(lambda v: self.head(torch.tanh(self.middle(v))), h, use_reentrant=False)
+        elif self.kind == "lstm":
+            h = self.rnn(torch.stack([h, h * 2], 1))[0][:, -1]
+        elif self.kind == "rnn loop":
+            for _ in range(3):
+                h = torch.tanh(self.middle(h) + x)
+        elif self.kind == "custom":
+            h = Double.apply(self.middle(h))
+        elif self.kind == "scripted":
+            h = self.scripted(h)
+        elif self.kind == "leak":
+            self.features = self.middle(h)
+        elif self.kind == "average":
+            with torch.no_grad():
+                self.average.mul_(0.9).add_(0.1 * h.mean(0))
+            h = h + self.average
+        elif self.kind == "numpy":
+            h = h + torch.from_numpy(h.detach().numpy() ** 2)
+        elif self.kind == "data":
+            h.data.mul_(1.5)
+        elif self.kind == "loss depends":
+            out = self.head(h)
+            return out if out.sum().item() > 0 else out + self.middle(h)[:, :3]
+        elif self.kind == "gradient":
+            energy = self.middle(h).pow(2).sum()
+            h = h + torch.autograd.grad(energy, h, create_graph=True)[0]
+        elif self.kind == "dict":
+            return {"logits": self.head(h), "hidden": h}
+        return self.head(h)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+
+
+def odd_loss(model, x, y):
+    out = model(x)
+    if isinstance(out, dict):
+        return F.cross_entropy(out["logits"], y) + out["hidden"].pow(2).mean()
+    extra = model.features.pow(2).mean() if model.kind == "leak" else 0.0
+    return F.cross_entropy(out, y) + extra
+
+
+ODD = (
+    "checkpoint", "reentrant", "checkpoint head", "lstm", "rnn loop", "custom", "scripted", "leak", "average", "numpy",
+    "data", "loss depends", "gradient", "dict",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("perturbed", ["head", "middle", "body"])
+@pytest.mark.parametrize("two_phases", [False, True])
+def test_odd_models_give_the_same_result(kind, perturbed, two_phases):
+    def loop(opt, model, x, y):
+        def closure():
+            opt.zero_grad()
+            loss = odd_loss(model, x, y)
+            loss.backward()
+            return loss
+
+        if not two_phases:
+            opt.step(closure)
+            return
+        closure()
+        with opt.perturbed():
+            odd_loss(model, x, y).backward()
+        opt.step()
+
+    torch.manual_seed(0)
+    model, twin = Odd(kind).double(), Odd(kind).double()
+    twin.load_state_dict(model.state_dict())
+    if kind == "gradient" and two_phases:  # a loop of the user's cannot be run again
+        with pytest.raises(RuntimeError, match="engine=False"):
+            compare(model, head_only(model, perturbed), loop, twin)
+        return
+    compare(model, head_only(model, perturbed), loop, twin)
+
+
+def test_an_evaluation_between_steps_changes_nothing():
+    def loop(opt, model, x, y):
+        with_closure(opt, model, x, y)
+        model.eval()
+        with torch.no_grad():
+            model(x)
+        model.train()
+
+    model = make(["norm", "linear"])
+    compare(model, head_only(model), loop)
+
+
+def test_the_engine_leaves_no_hooks_behind():
+    model = make(["linear"])
+    before = set(nn.modules.module._global_forward_pre_hooks)
+    opt = sparsesam.SSAM(cases.sgd(model), model, mask=sparsesam.fixed_mask("head.*"), norm="masked")
+    with_closure(opt, model, *cases.vectors())
+    assert not model._forward_pre_hooks
+    assert not model._forward_hooks
+    added = nn.modules.module._global_forward_pre_hooks.keys() - before
+    assert len(added) == 1
+    del opt
+    gc.collect()
+    assert not nn.modules.module._global_forward_pre_hooks.keys() & added
+
+
+def test_adaptive_and_normalization_only():
+    model = make(["norm", "residual", "norm"])
+    masks = {name: torch.full_like(p, ".norm." in name, dtype=torch.bool) for name, p in model.named_parameters()}
+    compare(model, masks, adaptive=True)

@@ -1,0 +1,192 @@
+"""The implicit perturbation against a masked-dense reference: dX = dY · (W ⊙ m)."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import sparsesam
+from tests import cases, oracles
+
+
+class Reference(nn.Module):
+    """y = W x whose input gradient goes through W ⊙ m only; the weight gradient stays dense."""
+
+    def __init__(self, layer, mask):
+        super().__init__()
+        self.layer, self.mask = layer, mask
+
+    def forward(self, x):
+        weight, bias = self.layer.weight, self.layer.bias
+        through, around = weight * self.mask, weight - weight * self.mask
+        if isinstance(self.layer, nn.Linear):
+            return F.linear(x, through) + F.linear(x.detach(), around, bias)
+        convolve = self.layer._conv_forward
+        return convolve(x, through, None) + convolve(x.detach(), around, bias)
+
+
+CONVOLUTIONS = [
+    {},
+    {"stride": 2},
+    {"padding": 1},
+    {"padding": "same"},
+    {"dilation": 2},
+    {"groups": 2},
+    {"padding": 1, "padding_mode": "circular"},
+    {"stride": 2, "padding": 2, "dilation": 2, "groups": 2, "bias": False},
+]
+
+
+def models():
+    for options in CONVOLUTIONS:
+        yield f"conv2d {options}", lambda o=options: (_conv(nn.Conv2d, 2, o), torch.randn(5, 3, 9, 9))
+    yield "conv1d", lambda: (_conv(nn.Conv1d, 1, {"stride": 2, "padding": 1}), torch.randn(5, 3, 9))
+    yield "conv3d", lambda: (_conv(nn.Conv3d, 3, {"padding": 1}), torch.randn(3, 3, 5, 5, 5))
+    yield (
+        "linear",
+        lambda: (
+            nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)),
+            torch.randn(7, 6),
+        ),
+    )
+    yield "sequence", lambda: (Sequence(), torch.randn(7, 4, 6))
+
+
+class Sequence(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+
+    def forward(self, x):
+        return self.layers(x).mean(1)
+
+
+def _conv(kind, dimensions, options):
+    pool = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)[dimensions - 1]
+    return nn.Sequential(
+        kind(3, 4, 3), nn.Tanh(), kind(4, 8, 3, **options), nn.Tanh(), pool(1), nn.Flatten(), nn.Linear(8, 3)
+    )
+
+
+def masks_of(model, kind):
+    generator = torch.Generator().manual_seed(3)
+    masks = {}
+    for index, (name, p) in enumerate(model.named_parameters()):
+        mask = torch.ones_like(p, dtype=torch.bool)
+        if p.dim() > 1:
+            if kind == "filters":
+                mask = (torch.rand(len(p), generator=generator) < 0.5).view(-1, *[1] * (p.dim() - 1)).expand_as(p)
+            elif kind == "columns":
+                mask = (
+                    (torch.rand(p.shape[1], generator=generator) < 0.5).view(1, -1, *[1] * (p.dim() - 2)).expand_as(p)
+                )
+            elif kind == "2:4":
+                scores = torch.rand(p.shape, generator=generator)
+                mask = sparsesam.NM(2, 4).select({name: scores})[name]
+            elif kind == "tensor":
+                mask = torch.full_like(p, index != 2, dtype=torch.bool)
+        masks[name] = mask.clone()
+    if not any(mask.any() for mask in masks.values()):
+        raise AssertionError
+    return masks
+
+
+def reference_gradients(model, masks, x, y):
+    twin = copy.deepcopy(model)
+    names = {id(p): name for name, p in twin.named_parameters()}
+    for parent in list(twin.modules()):
+        for name, child in list(parent.named_children()):
+            if hasattr(child, "weight") and child.weight.dim() > 1:
+                setattr(parent, name, Reference(child, masks[names[id(child.weight)]]))
+    F.cross_entropy(twin(x), y).backward()
+    grads = {names[id(p)]: p.grad for p in twin.parameters()}
+    return {
+        name: grads[name] if grads[name] is not None else torch.zeros_like(p) for name, p in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize(("name", "build"), list(models()), ids=[name for name, _ in models()])
+@pytest.mark.parametrize("kind", ["filters", "columns", "2:4", "tensor"])
+@pytest.mark.parametrize("ascent", ["implicit", "implicit-dense"])
+def test_the_perturbation_equals_the_reference(name, build, kind, ascent):
+    torch.manual_seed(0)
+    model, x = build()
+    model, x = model.double(), x.double()
+    y = torch.randint(0, 3, (len(x),))
+    masks = masks_of(model, kind)
+    opt = sparsesam.SSAM(
+        cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask(masks), norm="masked", ascent=ascent
+    )
+    opt.refresh_mask(now=True)
+
+    gradient = reference_gradients(model, masks, x, y)
+    ones = {n: torch.ones_like(m) for n, m in masks.items()}
+    used = masks if ascent == "implicit" else ones
+    kept = oracles.flat([gradient[n] * used[n] for n in masks])
+    expected = 0.3 * kept / kept.norm()
+
+    before = oracles.flat(cases.weights_of(model))
+    opt.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    with opt.perturbed():
+        moved = oracles.flat(cases.weights_of(model)) - before
+        F.cross_entropy(model(x), y).backward()
+    torch.testing.assert_close(moved, expected, rtol=1e-9, atol=1e-11)
+
+    there = oracles.flat([p.grad for p in model.parameters()])  # the second pass is an ordinary one
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter, value in zip(
+            twin.parameters(), oracles.unflat(before + moved, list(model.parameters())), strict=True
+        ):
+            parameter.copy_(value)
+    F.cross_entropy(twin(x), y).backward()
+    torch.testing.assert_close(there, oracles.flat([p.grad for p in twin.parameters()]), rtol=1e-9, atol=1e-11)
+
+
+def test_a_full_mask_makes_the_implicit_form_explicit():
+    results = []
+    for ascent in ("explicit", "implicit"):
+        model = cases.mlp()
+        everything = {name: torch.ones_like(p, dtype=torch.bool) for name, p in model.named_parameters()}
+        opt = sparsesam.SSAM(
+            cases.sgd(model), model, mask=sparsesam.fixed_mask(everything), norm="masked", ascent=ascent
+        )
+        for seed in range(3):
+            opt.step(cases.closure_for(model, opt, *cases.vectors(seed=seed)))
+        results.append(cases.weights_of(model))
+    assert cases.same_bits(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    model = cases.convnet()
+    rule = sparsesam.random_mask(sparsity=0.5, pattern="filter")
+    opt = sparsesam.SSAM(cases.sgd(model), model, mask=rule, norm="masked", ascent="implicit")
+    x, y = cases.images()
+
+    def closure():
+        opt.zero_grad()
+        with torch.autocast("cpu", dtype=dtype):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    losses = [opt.step(closure).item() for _ in range(8)]
+    assert losses[-1] < losses[0]
+
+
+def test_the_implicit_form_needs_the_masked_norm_and_the_engine():
+    model = cases.mlp()
+    rule = sparsesam.random_mask(sparsity=0.5, pattern="filter")
+    with pytest.raises(ValueError, match='norm must be "masked"'):
+        sparsesam.SSAM(cases.sgd(model), model, mask=rule, ascent="implicit")
+    opt = sparsesam.SSAM(cases.sgd(model), model, mask=rule, norm="masked", ascent="implicit", engine=False)
+    with pytest.raises(ValueError, match="needs the engine"):
+        opt.step(cases.closure_for(model, opt, *cases.vectors()))
+    with pytest.raises(ValueError, match="ascent must be one of"):
+        sparsesam.SSAM(cases.sgd(model), model, mask=rule, ascent="best")

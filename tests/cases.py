@@ -1,0 +1,59 @@
+"""Small models and batches that the tests share."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+def mlp(dtype=torch.float64, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+
+
+def convnet(dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3)
+    ).to(dtype)
+
+
+def vectors(count=16, dtype=torch.float64, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 6, generator=generator, dtype=torch.float64).to(dtype)
+    return x, torch.randint(0, 3, (count,), generator=generator)
+
+
+def images(count=16, dtype=torch.float32, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 1, 6, 6, generator=generator, dtype=torch.float64).to(dtype)
+    return x, torch.randint(0, 3, (count,), generator=generator)
+
+
+def closure_for(model, optimizer, x, y):
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    return closure
+
+
+def sgd(model, lr=0.1, momentum=0.9, **options):
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, **options)
+
+
+def weights_of(model):
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def same_bits(left, right):
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def half_masks(model, seed=5):
+    """A fixed random mask of about half of the weights, by name."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.rand(p.shape, generator=generator) < 0.5 for name, p in model.named_parameters()}

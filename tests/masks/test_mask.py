@@ -1,0 +1,231 @@
+"""Masks as the optimizer uses them: which weights, how many, when."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import sparsesam
+from tests import cases
+
+EVERY_STEP = sparsesam.every_steps(1)
+
+
+def wrap(mask, model=None, **options):
+    model = model if model is not None else cases.convnet()
+    return model, sparsesam.SSAM(cases.sgd(model), model, rho=0.1, mask=mask, **options)
+
+
+def step(model, opt, seed=1, **options):
+    x, y = cases.images(seed=seed)
+    return opt.step(cases.closure_for(model, opt, x, y), **options)
+
+
+def kept(masks):
+    return sum(int(mask.sum()) for mask in masks.values())
+
+
+def size(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_there_are_no_masks_before_the_first_ascent():
+    _, opt = wrap(sparsesam.random_mask(sparsity=0.5))
+    assert opt.masks == {}
+    assert opt.sparsity is None
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.5, 0.9, 0.99, 1.0])
+@pytest.mark.parametrize("kind", ["random", "dynamic", "fisher"])
+def test_unstructured_masks_hold_exactly_the_asked_number(kind, sparsity):
+    rules = {
+        "random": lambda: sparsesam.random_mask(sparsity=sparsity),
+        "dynamic": lambda: sparsesam.dynamic_mask(sparsity=sparsity, refresh=EVERY_STEP),
+        "fisher": lambda: sparsesam.fisher_mask(
+            cases.images(32), F.cross_entropy, sparsity=sparsity, samples=8
+        ),
+    }
+    model, opt = wrap(rules[kind]())
+    for _ in range(3):
+        step(model, opt)
+        assert kept(opt.masks) == round((1 - sparsity) * size(model))
+    assert opt.sparsity == pytest.approx(1 - kept(opt.masks) / size(model))
+
+
+PATTERNS = ["unstructured", "filter", "column", "tensor", "1:2", "1:4", "2:4", "1:8 input", "1:2 filters"]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("kind", ["random", "dynamic", "fisher"])
+def test_every_pattern_trains_with_every_score(kind, pattern):
+    sparsity = None if ":" in pattern else 0.5
+    rules = {
+        "random": lambda: sparsesam.random_mask(sparsity=sparsity, pattern=pattern, refresh=EVERY_STEP),
+        "dynamic": lambda: sparsesam.dynamic_mask(sparsity=sparsity, pattern=pattern, refresh=EVERY_STEP),
+        "fisher": lambda: sparsesam.fisher_mask(
+            cases.images(32),
+            F.cross_entropy,
+            sparsity=sparsity,
+            samples=8,
+            pattern=pattern,
+            refresh=EVERY_STEP,
+        ),
+    }
+    model, opt = wrap(rules[kind]())
+    losses = [step(model, opt).item() for _ in range(6)]
+    assert losses[-1] < losses[0]
+    assert 0 < kept(opt.masks) < size(model)
+    if sparsity is not None:
+        assert kept(opt.masks) <= round(0.5 * size(model))
+
+
+def test_ssam_f_perturbs_the_weights_with_the_most_fisher_information():
+    data = cases.images(24, torch.float64)
+    rule = sparsesam.fisher_mask(data, F.cross_entropy, sparsity=0.7, samples=24)
+    model, opt = wrap(rule, cases.convnet(torch.float64))
+    squares = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    model.eval()
+    for x, y in zip(*data, strict=True):  # eq. 6 of the paper, one sample at a time
+        grads = torch.autograd.grad(F.cross_entropy(model(x[None]), y[None]), list(model.parameters()))
+        for square, g in zip(squares.values(), grads, strict=True):
+            square += g**2 / 24
+    model.train()
+    opt.refresh_mask(now=True)
+    everything = torch.cat([s.reshape(-1) for s in squares.values()])
+    threshold = everything.sort(descending=True).values[round(0.3 * len(everything)) - 1]
+    assert all(torch.equal(opt.masks[name], square >= threshold) for name, square in squares.items())
+
+
+def test_ssam_d_drops_the_flattest_and_grows_as_many():
+    model, opt = wrap(sparsesam.dynamic_mask(sparsity=0.5, drop_ratio=0.4, refresh=EVERY_STEP))
+    step(model, opt)
+    before = opt.masks
+    x, y = cases.images(seed=2)
+    opt.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    flatness = {name: p.grad.abs().clone() for name, p in model.named_parameters()}
+    with opt.perturbed():
+        F.cross_entropy(model(x), y).backward()
+    after = opt.masks
+    dropped = round(0.4 * kept(before))
+    values = torch.cat([flatness[n][before[n]] for n in before]).sort().values
+    stayed = torch.cat([flatness[n][before[n] & after[n]] for n in before])
+    gone = torch.cat([flatness[n][before[n] & ~after[n]] for n in before])
+    assert (
+        gone.max() <= values[dropped - 1]
+    )  # only the flattest may go (some of them are grown again by chance)
+    assert (stayed > values[dropped - 1]).sum() == (values > values[dropped - 1]).sum()
+    assert kept(after) == kept(before)
+
+
+def test_the_drop_ratio_decays_with_a_cosine():
+    mask = sparsesam.dynamic_mask(sparsity=0.5, drop_ratio=0.3, total_steps=10, refresh=EVERY_STEP)
+    for t in range(13):
+        assert mask.ratio(t) == pytest.approx(0.15 * (1 + math.cos(math.pi * min(t, 10) / 10)))
+
+
+@pytest.mark.parametrize("drop", ["flattest", "sharpest", "random"])
+@pytest.mark.parametrize("growth", ["random", "gradient"])
+def test_ablations_of_ssam_d_keep_the_budget(drop, growth):
+    model, opt = wrap(sparsesam.dynamic_mask(sparsity=0.6, drop=drop, growth=growth, refresh=EVERY_STEP))
+    seen = []
+    for seed in range(3):
+        step(model, opt, seed)
+        seen.append(opt.masks)
+        assert kept(opt.masks) == round(0.4 * size(model))
+    assert any(not torch.equal(seen[0][name], seen[1][name]) for name in seen[0])
+
+
+def refreshed_at(refresh, steps=7):
+    model, opt = wrap(sparsesam.random_mask(sparsity=0.5, refresh=refresh))
+    changes, previous = [], None
+    for t in range(steps):
+        step(model, opt)
+        now = torch.cat([mask.reshape(-1) for mask in opt.masks.values()])
+        if previous is None or not torch.equal(previous, now):
+            changes.append(t)
+        previous = now
+    return changes
+
+
+def test_refresh_rules():
+    assert refreshed_at(sparsesam.every_steps(3)) == [0, 3, 6]
+    assert refreshed_at(sparsesam.every_epochs(2, steps_per_epoch=2)) == [0, 4]
+    assert refreshed_at(sparsesam.by_hand()) == [0]
+
+
+def test_refresh_by_hand():
+    model, opt = wrap(sparsesam.random_mask(sparsity=0.5))
+    opt.refresh_mask(now=True)
+    first = opt.masks["4.weight"]
+    step(model, opt)
+    assert torch.equal(opt.masks["4.weight"], first)
+    opt.refresh_mask()
+    assert torch.equal(opt.masks["4.weight"], first)
+    step(model, opt)
+    assert not torch.equal(opt.masks["4.weight"], first)
+
+
+def test_masks_come_from_their_seed_and_leave_the_global_stream_alone():
+    def first_mask(seed, disturbance):
+        model, opt = wrap(sparsesam.random_mask(sparsity=0.5, seed=seed))
+        torch.manual_seed(disturbance)
+        state = torch.get_rng_state()
+        step(model, opt)
+        assert torch.equal(state, torch.get_rng_state())
+        return opt.masks["4.weight"]
+
+    assert torch.equal(first_mask(1, 10), first_mask(1, 20))
+    assert not torch.equal(first_mask(1, 10), first_mask(2, 10))
+
+
+def test_fisher_with_sampled_labels_and_from_the_batch():
+    model, opt = wrap(
+        sparsesam.fisher_mask(cases.images(16), F.cross_entropy, sparsity=0.5, samples=16, labels="sampled")
+    )
+    step(model, opt)
+    assert opt.sparsity == pytest.approx(0.5, abs=0.01)
+    model, opt = wrap(sparsesam.fisher_mask(None, F.cross_entropy, sparsity=0.5))
+    step(model, opt, batch=cases.images(seed=1))
+    direct, other = wrap(
+        sparsesam.fisher_mask(cases.images(16, seed=1), F.cross_entropy, sparsity=0.5, samples=16)
+    )
+    step(direct, other)
+    assert sum(int((opt.masks[n] != other.masks[n]).sum()) for n in opt.masks) <= 2
+
+
+def test_how_each_parameters_fisher_was_computed_can_be_asked():
+    model, opt = wrap(sparsesam.fisher_mask(cases.images(16), F.cross_entropy, sparsity=0.5, samples=16))
+    step(model, opt)
+    assert opt.mask.score.paths["0.weight"] == "rule: Conv2d"
+    assert set(opt.mask.score.paths) == set(opt.masks)
+
+
+def test_fixed_masks_by_name_by_type_and_by_tensor():
+    model, opt = wrap(sparsesam.fixed_mask("0.*", "4.bias"))
+    step(model, opt)
+    assert {name for name, mask in opt.masks.items() if mask.all()} == {"0.weight", "0.bias", "4.bias"}
+    model, opt = wrap(sparsesam.fixed_mask(types=sparsesam.NORMALIZATION), norm="masked")
+    step(model, opt)
+    assert {name for name, mask in opt.masks.items() if mask.any()} == {"1.weight", "1.bias"}
+    wanted = cases.half_masks(model)
+    model, opt = wrap(sparsesam.fixed_mask(wanted))
+    step(model, opt)
+    assert all(torch.equal(opt.masks[name], wanted[name]) for name in wanted)
+
+
+def test_a_mask_put_together_by_hand():
+    rule = sparsesam.Mask(
+        score=sparsesam.Inverted(sparsesam.GradientMagnitude()),
+        pattern=sparsesam.PerLayer(sparsesam.Unstructured()),
+        sparsity=0.75,
+        refresh=sparsesam.every_steps(2),
+        seed=3,
+    )
+    model, opt = wrap(rule)
+    step(model, opt)
+    for name, parameter in model.named_parameters():
+        assert int(opt.masks[name].sum()) == round(0.25 * parameter.numel())

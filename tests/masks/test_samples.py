@@ -1,0 +1,121 @@
+"""Samples come at random, once each, from every kind of data, and only from the given generator."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from sparsesam.masks.samples import draw_batches
+
+X, Y = torch.arange(20.0).view(10, 2), torch.arange(10)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(list(zip(X, Y, strict=True)))
+
+
+def drawn(data, count=7, seed=0, chunk=3):
+    generator = torch.Generator().manual_seed(seed)
+    return list(draw_batches(data, count, generator=generator, chunk=chunk))
+
+
+INDEXED = {
+    "tensors": (X, Y),
+    "list of tensors": [X, Y],
+    "dataset": TensorDataset(X, Y),
+    "list of samples": [(x, int(y)) for x, y in zip(X, Y, strict=True)],
+    "loader": DataLoader(TensorDataset(X, Y), batch_size=4),
+}
+STREAMS = {
+    "batches": [(X[:4], Y[:4]), (X[4:8], Y[4:8]), (X[8:], Y[8:])],
+    "generator": None,
+    "iterable loader": DataLoader(Stream(), batch_size=4),
+}
+
+
+def stream(name):
+    return (batch for batch in STREAMS["batches"]) if name == "generator" else STREAMS[name]
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_samples_are_drawn_without_replacement_in_chunks(name):
+    batches = drawn(INDEXED[name])
+    assert [len(y) for _, y in batches] == [3, 3, 1]
+    labels = torch.cat([y for _, y in batches])
+    assert len(labels.unique()) == 7
+    assert torch.equal(torch.cat([x for x, _ in batches]), X[labels])
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_the_generator_alone_decides(name):
+    state = torch.random.get_rng_state()
+    torch.manual_seed(1)
+    first = drawn(INDEXED[name], seed=3)
+    torch.manual_seed(2)
+    again, other = drawn(INDEXED[name], seed=3), drawn(INDEXED[name], seed=4)
+    torch.random.set_rng_state(state)
+    torch.testing.assert_close(again, first)
+    assert not torch.equal(other[0][1], first[0][1])
+
+
+@pytest.mark.parametrize("name", [*INDEXED, *STREAMS])
+def test_the_global_generator_is_not_touched(name):
+    if name == "iterable loader":
+        pytest.skip("a DataLoader draws its workers' seed itself")
+    before = torch.random.get_rng_state()
+    drawn(INDEXED[name] if name in INDEXED else stream(name))
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_is_read_from_its_beginning_and_its_last_batch_sliced(name):
+    batches = drawn(stream(name), count=6)
+    assert [len(y) for _, y in batches] == [3, 1, 2]
+    assert torch.equal(torch.cat([y for _, y in batches]), Y[:6])
+    assert torch.equal(torch.cat([x for x, _ in batches]), X[:6])
+
+
+def test_a_stream_is_not_read_further_than_needed():
+    def endless():
+        while True:
+            yield X, Y
+
+    assert sum(len(y) for _, y in drawn(endless(), count=25)) == 25
+
+
+@pytest.mark.parametrize("name", [*INDEXED, *STREAMS])
+def test_too_few_samples_are_all_used_and_told_once(name):
+    data = INDEXED[name] if name in INDEXED else stream(name)
+    with pytest.warns(UserWarning, match="asked for 12 samples but data holds only 10") as told:
+        batches = drawn(data, count=12)
+    assert len(told) == 1
+    assert torch.equal(torch.cat([y for _, y in batches]).sort().values, Y)
+
+
+def test_a_loaders_own_collate_function_is_used():
+    loader = DataLoader(
+        TensorDataset(X, Y), collate_fn=lambda samples: {"labels": torch.stack([y for _, y in samples])}
+    )
+    assert [len(batch["labels"]) for batch in drawn(loader)] == [3, 3, 1]
+
+
+def test_nested_batches_keep_their_structure():
+    nested = ({"a": X, "b": (Y,)}, Y)
+    for inputs, labels in [*drawn(nested), *drawn(iter([nested]))]:
+        assert torch.equal(inputs["a"], X[labels])
+        assert torch.equal(inputs["b"][0], labels)
+
+
+@pytest.mark.parametrize("data", [(X[:0], Y[:0]), TensorDataset(X[:0]), [], iter([])])
+def test_empty_data_is_an_error(data):
+    with pytest.raises(ValueError, match="empty"):
+        drawn(data)
+
+
+def test_data_of_the_wrong_kind_is_named():
+    with pytest.raises(TypeError, match="got int"):
+        drawn(3)
+    with pytest.raises(ValueError, match="equal first dimensions"):
+        drawn((X, Y[:5]))
+    with pytest.raises(ValueError, match="at least 1"):
+        drawn((X, Y), count=0)

@@ -1,0 +1,250 @@
+"""top_mask and random_mask choose exactly what a full sort, or a fair lottery, would choose."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsesam.masks import select
+from sparsesam.masks.select import count_true, random_mask, random_scores, top_mask
+from tests.masks import pattern_oracle as oracle
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+FEW = st.sampled_from([-math.inf, -1.0, -0.0, 0.0, 1e-30, 0.5, 1.0, math.inf])
+VALUES = st.one_of(FEW, st.floats(allow_nan=False, width=32), st.integers(-3, 3).map(float))
+
+
+@st.composite
+def score_dicts(draw):
+    shapes = draw(st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), min_size=1, max_size=4))
+    values = draw(st.sampled_from([FEW, VALUES]))
+    scores = {}
+    for i, shape in enumerate(shapes):
+        size = math.prod(shape)
+        entries = draw(st.lists(values, min_size=size, max_size=size))
+        scores[f"p{i}"] = (
+            torch.tensor(entries, dtype=torch.float64).reshape(shape).to(draw(st.sampled_from(DTYPES)))
+        )
+    return scores
+
+
+@pytest.fixture(params=["numpy", "torch"])
+def backend(request, monkeypatch):
+    if request.param == "torch":
+        monkeypatch.setattr(select, "on_host", lambda tensor: False)
+
+
+@pytest.fixture
+def tiny_pieces(monkeypatch):
+    """Small enough that a few hundred entries pass through sampling, brackets and several pieces."""
+    monkeypatch.setattr(select, "_GATHER_ALL", 8)
+    monkeypatch.setattr(select, "_SAMPLE", 16)
+    monkeypatch.setattr(select, "_HOST_PIECE_BYTES", 256)
+    monkeypatch.setattr(select, "_DEVICE_PIECE", 50)
+
+
+@given(scores=score_dicts(), share=st.floats(0, 1.2))
+@settings(deadline=None, max_examples=200)
+def test_chooses_what_a_stable_sort_chooses(scores, share):
+    count = round(share * sum(tensor.numel() for tensor in scores.values()))
+    assert oracle.same(top_mask(scores, count), oracle.top(oracle.as_float64(scores), count))
+
+
+def _hard(kind: str, size: int) -> np.ndarray:
+    rng = np.random.default_rng(size)
+    values = {
+        "equal": np.ones(size),
+        "zeros": rng.standard_normal(size) ** 2 * (rng.random(size) < 0.05),
+        "zeros 30 %": rng.standard_normal(size) ** 2 * (rng.random(size) > 0.3),
+        "periodic": np.arange(size) % 16,
+        "rising": np.arange(size),
+        "falling": -np.arange(size),
+        "few": rng.integers(0, 5, size),
+        "heavy": rng.standard_cauchy(size) ** 5,
+        "one peak": np.where(np.arange(size) == size // 3, 1.0, 0.0),
+        "infinite": rng.choice([-np.inf, np.inf, 0.0, 1.0], size),
+        "never": np.full(size, -np.inf),
+        "two blocks": np.r_[rng.random(size // 2), 1e6 + rng.random(size - size // 2)],
+    }[kind]
+    return values.astype(np.float32)
+
+
+KINDS = [
+    "equal",
+    "zeros",
+    "zeros 30 %",
+    "periodic",
+    "rising",
+    "falling",
+    "few",
+    "heavy",
+    "one peak",
+    "infinite",
+    "never",
+    "two blocks",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hard_distributions(kind, backend, tiny_pieces):
+    values = torch.from_numpy(_hard(kind, 1000))
+    scores = {"a": values[:390].view(13, 30), "b": values[390:391].view(()), "c": values[391:]}
+    for count in [0, 1, 2, 37, 300, 499, 500, 501, 700, 951, 999, 1000]:
+        assert oracle.same(top_mask(scores, count), oracle.top(oracle.as_float64(scores), count)), count
+
+
+@pytest.mark.parametrize("kind", ["zeros 30 %", "periodic", "heavy", "rising"])
+def test_at_full_piece_size(kind):
+    scores = {"a": torch.from_numpy(_hard(kind, 300_000)).view(300, 1000)}
+    for count in [1, 150_000, 210_000]:
+        order = np.argsort(-scores["a"].numpy().reshape(-1), kind="stable")[:count]
+        assert np.array_equal(np.flatnonzero(top_mask(scores, count)["a"].numpy()), np.sort(order))
+
+
+def test_a_sample_that_misleads_only_costs_rounds(monkeypatch, tiny_pieces):
+    blind = select._Source.sample
+    monkeypatch.setattr(select._Source, "sample", lambda self, salt: blind(self, salt)[: 3 - salt // 4])
+    scores = {"a": torch.from_numpy(_hard("heavy", 2000))}
+    for count in [1, 1000, 1999]:
+        assert oracle.same(top_mask(scores, count), oracle.top(oracle.as_float64(scores), count))
+
+
+@given(scores=score_dicts(), data=st.data())
+@settings(deadline=None, max_examples=150)
+def test_among_is_minus_infinity_elsewhere_and_first_is_plus_infinity(scores, data):
+    size = sum(tensor.numel() for tensor in scores.values())
+    states = data.draw(st.lists(st.sampled_from("anf"), min_size=size, max_size=size))
+    letters = dict(
+        zip(
+            scores,
+            np.split(np.array(states), np.cumsum([t.numel() for t in scores.values()])[:-1]),
+            strict=True,
+        )
+    )
+    among = {k: torch.from_numpy(letters[k] == "a").view(v.shape) for k, v in scores.items()}
+    first = {k: torch.from_numpy(letters[k] == "f").view(v.shape) for k, v in scores.items()}
+    count = data.draw(st.integers(count_true(first), size + 1))
+    plain = oracle.as_float64(scores)
+    inside = {k: np.where(among[k], v, -np.inf) for k, v in plain.items()}
+    assert oracle.same(top_mask(scores, count, among=among), oracle.top(inside, count))
+    # Scores of +inf must not compete with `first`, so the oracle ranks the two in turn.
+    others = oracle.top(
+        {k: np.where(first[k], -np.inf, v) for k, v in plain.items()}, count - count_true(first)
+    )
+    expected = {k: others[k] | first[k].numpy() for k in plain}
+    assert oracle.same(top_mask(scores, count, first=first), expected)
+
+
+def test_mixed_dtypes_are_compared_as_numbers(backend):
+    scores = {
+        "half": torch.tensor([1.0], dtype=torch.float16),
+        "wide": torch.tensor([1.0 + 1e-12, 1.0 - 1e-12], dtype=torch.float64),
+        "brain": torch.tensor([1.0], dtype=torch.bfloat16),
+    }
+    chosen = [torch.cat([mask.view(-1) for mask in top_mask(scores, k).values()]).tolist() for k in (1, 2, 3)]
+    assert chosen == [[False, True, False, False], [True, True, False, False], [True, True, False, True]]
+
+
+def test_layout_does_not_change_the_order():
+    scores = torch.randint(0, 3, (4, 6, 3, 3)).float()
+    lazy = scores.to(memory_format=torch.channels_last).requires_grad_()
+    mask = top_mask({"w": lazy}, 100)["w"]
+    assert mask.is_contiguous()
+    assert torch.equal(mask, top_mask({"w": scores}, 100)["w"])
+
+
+def test_nan_is_refused_by_name(backend):
+    for count in (0, 1, 5):
+        with pytest.raises(ValueError, match=r"'b'.*NaN"):
+            top_mask({"a": torch.zeros(3), "b": torch.tensor([1.0, math.nan])}, count)
+
+
+@pytest.mark.parametrize("count", [-1, -10])
+def test_negative_count_is_refused(count):
+    with pytest.raises(ValueError, match="count must be at least 0"):
+        top_mask({"a": torch.zeros(3)}, count)
+
+
+def test_integer_scores_are_refused():
+    with pytest.raises(ValueError, match="floating point"):
+        top_mask({"a": torch.zeros(3, dtype=torch.int64)}, 1)
+
+
+def test_first_must_fit_into_count():
+    with pytest.raises(ValueError, match="first marks 3"):
+        top_mask({"a": torch.zeros(3)}, 2, first={"a": torch.ones(3, dtype=torch.bool)})
+
+
+def test_masks_must_match_the_scores():
+    scores = {"a": torch.zeros(3)}
+    with pytest.raises(ValueError, match="same names"):
+        top_mask(scores, 1, among={"b": torch.ones(3, dtype=torch.bool)})
+    with pytest.raises(ValueError, match="shape"):
+        top_mask(scores, 1, first={"a": torch.ones(4, dtype=torch.bool)})
+
+
+def test_no_scores():
+    assert top_mask({}, 0) == {}
+    assert random_mask({}, 0, generator=torch.Generator()) == {}
+
+
+@given(size=st.integers(0, 400), share=st.floats(0, 1), seed=st.integers(0, 100), data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_random_mask_has_its_count_and_respects_first(size, share, seed, data):
+    like = {"a": torch.zeros(size), "b": torch.zeros(3, 2)}
+    first = top_mask(
+        random_scores(like, generator=torch.Generator().manual_seed(seed)), data.draw(st.integers(0, 6))
+    )
+    count = max(count_true(first), round(share * (size + 6)))
+    mask = random_mask(like, count, generator=torch.Generator().manual_seed(seed), first=first)
+    assert count_true(mask) == count
+    assert all(bool((mask[name] | ~first[name]).all()) for name in like)
+
+
+def test_random_mask_backends_agree(monkeypatch, tiny_pieces):
+    like = {"a": torch.zeros(1000), "b": torch.zeros(30, 7)}
+    host = random_mask(like, 400, generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(select, "on_host", lambda tensor: False)
+    device = random_mask(like, 400, generator=torch.Generator().manual_seed(1))
+    assert all(torch.equal(host[name], device[name]) for name in like)
+
+
+def test_every_subset_is_equally_likely():
+    generator, trials = torch.Generator().manual_seed(0), 5000
+    like = {"a": torch.zeros(3), "b": torch.zeros(2)}
+    seen = Counter(
+        tuple(torch.cat([*random_mask(like, 2, generator=generator).values()]).nonzero().view(-1).tolist())
+        for _ in range(trials)
+    )
+    assert set(seen) == set(itertools.combinations(range(5), 2))
+    chi_square = sum((number - trials / 10) ** 2 / (trials / 10) for number in seen.values())
+    assert chi_square < 27.9  # 99.9 % quantile with 9 degrees of freedom
+
+
+def test_ties_of_random_bytes_do_not_favour_early_positions():
+    generator = torch.Generator().manual_seed(0)
+    size, trials = 2000, 300
+    total = sum(
+        random_mask({"a": torch.zeros(size)}, 1000, generator=generator)["a"].float() for _ in range(trials)
+    )
+    early = float(total[: size // 2].sum()) / trials
+    deviation = math.sqrt(size / 16 / trials)
+    assert abs(early - size / 4) < 4 * deviation
+
+
+def test_random_scores_are_uniform_and_repeatable():
+    like = {"a": torch.zeros(301, 333), "b": torch.zeros(())}
+    first, again = (random_scores(like, generator=torch.Generator().manual_seed(3)) for _ in range(2))
+    assert all(
+        torch.equal(first[name], again[name]) and first[name].shape == like[name].shape for name in like
+    )
+    assert float(first["a"].min()) >= 0
+    assert float(first["a"].max()) < 1
+    assert abs(float(first["a"].double().mean()) - 0.5) < 4 / math.sqrt(12 * 301 * 333)

@@ -1,0 +1,224 @@
+"""Bad input gets an error that names argument, value and remedy, and loses nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import sparsesam
+from tests import cases
+
+
+def sam(**options):
+    model = cases.mlp()
+    return sparsesam.SAM(cases.sgd(model), model, **options)
+
+
+@pytest.mark.parametrize("rho", [-0.1, float("nan"), float("inf"), "big"])
+def test_rho(rho):
+    with pytest.raises(ValueError, match=f"rho must be .* got {rho}"):
+        sam(rho=rho)
+
+
+def test_rho_set_wrong_later_is_caught_before_anything_moves():
+    model = cases.mlp()
+    opt = sparsesam.SAM(cases.sgd(model), model, rho=0.1)
+    opt.param_groups[0]["rho"] = -1
+    before = cases.weights_of(model)
+    with pytest.raises(ValueError, match="rho must be"):
+        opt.step(cases.closure_for(model, opt, *cases.vectors()))
+    assert cases.same_bits(before, cases.weights_of(model))
+
+
+@pytest.mark.parametrize("sparsity", [-0.1, 1.2, float("nan")])
+@pytest.mark.parametrize(
+    "make", [sparsesam.random_mask, lambda **k: sparsesam.dynamic_mask(refresh=sparsesam.by_hand(), **k)]
+)
+def test_sparsity(make, sparsity):
+    with pytest.raises(ValueError, match=r"sparsity must be in \[0, 1\], got"):
+        make(sparsity=sparsity)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: sam(adaptive="some"), "adaptive must be"),
+        (lambda: sam(eta=-1), "eta must be"),
+        (lambda: sparsesam.random_mask(), "sparsity must be given"),
+        (lambda: sparsesam.random_mask(sparsity=0.3, pattern="2:4"), "0.5"),
+        (lambda: sparsesam.random_mask(pattern="3:2"), "3"),
+        (lambda: sparsesam.random_mask(sparsity=0.5, pattern="filters"), "filter"),
+        (
+            lambda: sparsesam.dynamic_mask(sparsity=0.5, drop="best", refresh=sparsesam.by_hand()),
+            "flattest, sharpest",
+        ),
+        (
+            lambda: sparsesam.dynamic_mask(sparsity=0.5, drop_ratio=2, refresh=sparsesam.by_hand()),
+            "drop_ratio",
+        ),
+        (
+            lambda: sparsesam.dynamic_mask(sparsity=0.5, total_steps=0, refresh=sparsesam.by_hand()),
+            "total_steps",
+        ),
+        (lambda: sparsesam.fisher_mask(cases.vectors(), sparsity=0.5), "loss_fn"),
+        (lambda: sparsesam.fisher_mask(cases.vectors(), F.cross_entropy, sparsity=0.5, samples=0), "samples"),
+        (lambda: sparsesam.every_steps(0), "at least 1"),
+        (lambda: sparsesam.every_epochs(1, steps_per_epoch=0), "len\\(loader\\)"),
+        (lambda: sparsesam.fixed_mask(), "fixed_mask"),
+        (lambda: sparsesam.fixed_mask({"0.weight": torch.ones(2)}), "bool"),
+        (lambda: sparsesam.Warmup(0), "steps"),
+        (lambda: sparsesam.Cosine(5, final=-1), "final"),
+    ],
+)
+def test_values_are_refused_with_a_reason(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_a_base_that_is_no_optimizer():
+    model = cases.mlp()
+    with pytest.raises(TypeError, match=r"base must be a torch\.optim\.Optimizer"):
+        sparsesam.SAM(torch.optim.SGD, model)
+    with pytest.raises(TypeError, match="LBFGS"):
+        sparsesam.SAM(torch.optim.LBFGS(model.parameters()), model)
+    with pytest.raises(TypeError, match="plain optimizer"):
+        sparsesam.SAM(sam(), model)
+    with pytest.raises(TypeError, match="mask must be a mask rule"):
+        sparsesam.SSAM(cases.sgd(model), model, mask=0.5)
+
+
+def test_a_model_that_is_not_the_optimizers():
+    with pytest.raises(ValueError, match="6 of 6 are not in Sequential"):
+        sparsesam.SAM(cases.sgd(cases.mlp()), cases.mlp())
+    with pytest.raises(ValueError, match="model must have parameters"):
+        sparsesam.SAM(cases.sgd(cases.mlp()), nn.ReLU())
+
+
+def test_a_foreign_parameter_group_is_refused_and_taken_back():
+    opt = sam()
+    with pytest.raises(ValueError, match="not in Sequential"):
+        opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert len(opt.param_groups) == 1
+
+
+def test_step_without_an_ascent():
+    model = cases.mlp()
+    opt = sparsesam.SAM(cases.sgd(model), model)
+    F.cross_entropy(model(cases.vectors()[0]), cases.vectors()[1]).backward()
+    with pytest.raises(RuntimeError, match="needs a gradient at w"):
+        opt.step()
+
+
+def test_step_and_ascent_inside_the_block():
+    model = cases.mlp()
+    opt = sparsesam.SAM(cases.sgd(model), model)
+    x, y = cases.vectors()
+    before = cases.weights_of(model)
+    for misuse in (opt.step, lambda: opt.perturbed().__enter__()):
+        F.cross_entropy(model(x), y).backward()
+        with pytest.raises(RuntimeError, match=r"inside perturbed|entered twice"), opt.perturbed():
+            misuse()
+        assert cases.same_bits(before, cases.weights_of(model))
+
+
+def test_a_closure_that_makes_no_gradients():
+    model = cases.mlp()
+    opt = sparsesam.SAM(cases.sgd(model), model)
+    before = cases.weights_of(model)
+    with pytest.raises(RuntimeError, match="first pass made no gradients"):
+        opt.step(lambda: torch.tensor(1.0))
+
+    def only_once():
+        if opt._perturbation.active:
+            return None
+        return cases.closure_for(model, opt, *cases.vectors())()
+
+    with pytest.raises(RuntimeError, match="second pass made no gradients"):
+        opt.step(only_once)
+    assert cases.same_bits(before, cases.weights_of(model))
+
+
+def run_with(mask, model=None, **options):
+    model = model or cases.mlp()
+    opt = sparsesam.SSAM(cases.sgd(model), model, mask=mask)
+    opt.step(cases.closure_for(model, opt, *cases.vectors()), **options)
+    return opt
+
+
+def test_fixed_masks_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"'4.weigth'.*4.weight"):
+        run_with(sparsesam.fixed_mask({"4.weigth": torch.ones(3, 5, dtype=torch.bool)}))
+    with pytest.raises(ValueError, match=r"shape \(3, 5\), got \(2,\)"):
+        run_with(sparsesam.fixed_mask({"4.weight": torch.ones(2, dtype=torch.bool)}))
+    with pytest.raises(ValueError, match="matches no parameter"):
+        run_with(sparsesam.fixed_mask("layer9.*"))
+    with pytest.raises(ValueError, match="no such layer"):
+        run_with(sparsesam.fixed_mask(types=sparsesam.NORMALIZATION))
+
+
+def test_fewer_samples_than_asked_are_all_used_with_a_warning():
+    with pytest.warns(UserWarning, match=r"16.*128|128.*16"):
+        opt = run_with(sparsesam.fisher_mask(cases.vectors(16), F.cross_entropy, sparsity=0.5, samples=128))
+    assert opt.sparsity == pytest.approx(0.5, abs=0.01)
+
+
+def test_fisher_from_the_batch_needs_the_batch():
+    mask = sparsesam.fisher_mask(None, F.cross_entropy, sparsity=0.5)
+    with pytest.raises(ValueError, match="batch must be given"):
+        run_with(mask)
+    assert run_with(mask, batch=cases.vectors()).sparsity == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_remainder_can_be_an_error():
+    with pytest.raises(ValueError, match="remainder"):
+        run_with(sparsesam.random_mask(pattern=sparsesam.NM(1, 2, axis="output", remainder="error")))
+
+
+def test_a_first_fisher_that_is_not_finite_is_an_error_and_a_later_one_is_counted():
+    x, y = cases.vectors(16)
+    bad = x.clone()
+    bad[0] = torch.nan
+
+    def mask(data):
+        return sparsesam.fisher_mask(
+            (data, y), F.cross_entropy, sparsity=0.5, samples=16, refresh=sparsesam.every_steps(1)
+        )
+
+    with pytest.raises(ValueError, match=r"0\.weight"):
+        run_with(mask(bad))
+    data = x.clone()
+    model = cases.mlp()
+    opt = sparsesam.SSAM(cases.sgd(model), model, mask=mask(data))
+    opt.step(cases.closure_for(model, opt, x, y))
+    kept = opt.masks
+    data[0] = torch.nan
+    with pytest.warns(RuntimeWarning, match="skipped_refreshes"):
+        opt.step(cases.closure_for(model, opt, x, y))
+    assert opt.skipped_refreshes == 1
+    assert all(torch.equal(kept[name], mask) for name, mask in opt.masks.items())
+
+
+def test_ssam_d_keeps_its_mask_when_the_gradient_is_not_finite():
+    model = cases.mlp()
+    mask = sparsesam.dynamic_mask(sparsity=0.5, refresh=sparsesam.every_steps(1))
+    opt = sparsesam.SSAM(cases.sgd(model), model, mask=mask)
+    x, y = cases.vectors()
+    opt.step(cases.closure_for(model, opt, x, y))
+    kept = opt.masks
+    with pytest.warns(RuntimeWarning):
+        opt.step(cases.closure_for(model, opt, x * torch.nan, y))
+    assert opt.skipped_refreshes == 1
+    assert all(torch.equal(kept[name], mask) for name, mask in opt.masks.items())
+
+
+def test_an_optimizer_is_not_copied_while_its_weights_are_away():
+    import copy
+
+    model = cases.mlp()
+    opt = sparsesam.SAM(cases.sgd(model), model)
+    x, y = cases.vectors()
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(RuntimeError, match="copied inside"), opt.perturbed():
+        copy.deepcopy(opt)
