@@ -25,9 +25,7 @@ Wrap = Callable[[torch.optim.Optimizer, nn.Module], torch.optim.Optimizer]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -48,9 +46,7 @@ def main() -> None:
 
 def workloads() -> dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]]:
     def perceptron() -> nn.Module:
-        return nn.Sequential(
-            nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10)
-        )
+        return nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10))
 
     return {"perceptron, batch 1": (perceptron, (1, 1024)), "ResNet-18, batch 8": (resnet18, (8, 3, 32, 32))}
 
@@ -59,17 +55,11 @@ def wraps(images: Tensor, labels: Tensor) -> dict[str, Wrap]:
     table: dict[str, Wrap] = {"SAM": lambda base, model: sparsesam.SAM(base, model, rho=0.1)}
     for sparsity in SPARSITIES:
 
-        def fisher(
-            base: torch.optim.Optimizer, model: nn.Module, sparsity: float = sparsity
-        ) -> torch.optim.Optimizer:
-            mask = sparsesam.fisher_mask(
-                (images, labels), cross_entropy, sparsity=sparsity, samples=len(images)
-            )
+        def fisher(base: torch.optim.Optimizer, model: nn.Module, sparsity: float = sparsity) -> torch.optim.Optimizer:
+            mask = sparsesam.fisher_mask((images, labels), cross_entropy, sparsity=sparsity, samples=len(images))
             return sparsesam.SSAM(base, model, rho=0.1, mask=mask)
 
-        def dynamic(
-            base: torch.optim.Optimizer, model: nn.Module, sparsity: float = sparsity
-        ) -> torch.optim.Optimizer:
+        def dynamic(base: torch.optim.Optimizer, model: nn.Module, sparsity: float = sparsity) -> torch.optim.Optimizer:
             mask = sparsesam.dynamic_mask(sparsity=sparsity, total_steps=100, refresh=sparsesam.by_hand())
             return sparsesam.SSAM(base, model, rho=0.1, mask=mask)
 

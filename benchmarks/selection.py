@@ -117,9 +117,7 @@ def main() -> None:
         "tensor select": lambda: Structured("tensor").select(plain, 0.5),
     }
     two_of_four, filters = NM(2, 4).select(plain), Structured("filter").select(plain, 0.5)
-    contenders["2:4 exchange, random growth"] = lambda: NM(2, 4).exchange(
-        two_of_four, keep, generator, ratio=0.5
-    )
+    contenders["2:4 exchange, random growth"] = lambda: NM(2, 4).exchange(two_of_four, keep, generator, ratio=0.5)
     contenders["filter exchange, random growth"] = lambda: Structured("filter").exchange(
         filters, keep, generator, sparsity=0.5, ratio=0.5
     )
@@ -142,9 +140,7 @@ def main() -> None:
                 Unstructured().exchange, half, scores, generator, sparsity=0.5, ratio=0.5
             ),
         }
-        show(
-            f"growth with size: {total:,} weights", medians(contenders, max(3, arguments.rounds // 2)), total
-        )
+        show(f"growth with size: {total:,} weights", medians(contenders, max(3, arguments.rounds // 2)), total)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,7 @@ SGD: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"batch": 64, "rounds": 11, "warmup": 2, "threads": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
@@ -68,11 +66,7 @@ def sgd(model: nn.Module, images: Tensor, labels: Tensor) -> Step:
 
 def ours(model: nn.Module, images: Tensor, labels: Tensor, mask: sparsesam.MaskRule | None) -> Step:
     base = torch.optim.SGD(model.parameters(), **SGD)
-    optimizer = (
-        sparsesam.SAM(base, model, rho=0.1)
-        if mask is None
-        else sparsesam.SSAM(base, model, rho=0.1, mask=mask)
-    )
+    optimizer = sparsesam.SAM(base, model, rho=0.1) if mask is None else sparsesam.SSAM(base, model, rho=0.1, mask=mask)
     closure = closure_of(model, optimizer, images, labels)
     return lambda: void(optimizer.step(closure))
 

@@ -21,9 +21,7 @@ class Ratio:
     high: float
 
 
-def interleaved(
-    cases: Mapping[str, Callable[[], None]], *, rounds: int, warmup: int
-) -> dict[str, list[float]]:
+def interleaved(cases: Mapping[str, Callable[[], None]], *, rounds: int, warmup: int) -> dict[str, list[float]]:
     """Seconds of each case in each round.
 
     Every round runs every case once. The case that begins moves on by one each round, so that each takes

@@ -24,9 +24,7 @@ def top(scores: Mapping[str, np.ndarray], count: int) -> Flags:
     chosen[order] = True
     ends = np.cumsum([score.size for score in scores.values()])
     parts = np.split(chosen, ends[:-1])
-    return {
-        name: part.reshape(score.shape) for (name, score), part in zip(scores.items(), parts, strict=True)
-    }
+    return {name: part.reshape(score.shape) for (name, score), part in zip(scores.items(), parts, strict=True)}
 
 
 def units(shape: tuple[int, ...], unit: str) -> Iterator[tuple[object, ...]]:
@@ -71,9 +69,7 @@ def groups(shape: tuple[int, ...], m: int, axis: str) -> Iterator[list[tuple[int
             yield [(row, *map(int, np.unravel_index(column, shape[1:]))) for row, column in members]
 
 
-def n_of_m(
-    score: np.ndarray, n: int, m: int, axis: str, vectors: str, first: np.ndarray | None = None
-) -> np.ndarray:
+def n_of_m(score: np.ndarray, n: int, m: int, axis: str, vectors: str, first: np.ndarray | None = None) -> np.ndarray:
     if score.ndim < 2:
         return np.full(score.shape, vectors == "dense") & (score > -math.inf)
     kept = np.zeros(score.shape, dtype=bool)
@@ -82,9 +78,7 @@ def n_of_m(
             wanted = members
         else:
             certain = [index for index in members if first is not None and first[index]]
-            others = sorted(
-                (index for index in members if index not in certain), key=lambda index: -score[index]
-            )
+            others = sorted((index for index in members if index not in certain), key=lambda index: -score[index])
             wanted = certain + [index for index in others if score[index] > -math.inf][: n - len(certain)]
         for index in wanted:
             kept[index] = True

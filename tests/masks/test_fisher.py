@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sparsesam.masks.fisher import fisher_diagonal, sample_categorical
+from sparsesam.masks.fisher import fisher_diagonal
+from sparsesam.masks.fisher_problem import sample_categorical
 from tests.masks.fisher_oracle import fisher_by_definition
 
 BATCH = 5
@@ -43,9 +44,7 @@ def check(model, x, loss_fn=total_square, y=None, path=None):
     assert found.samples == len(y)
     assert set(found.values) == set(expected)
     for name, value in expected.items():
-        torch.testing.assert_close(
-            found.values[name], value, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(found.values[name], value, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
     if path is not None:
         assert set(found.paths.values()) == {path}, found.paths
     return found
@@ -175,9 +174,7 @@ def test_a_layer_called_twice_adds_its_gradients_before_squaring():
         x = self.norm(self.norm(x).sin())
         return self.linear(self.linear(x).tanh())
 
-    model = Model(
-        forward, conv=nn.Conv2d(3, 3, 3, padding=1), norm=nn.GroupNorm(1, 3), linear=nn.Linear(6, 6)
-    )
+    model = Model(forward, conv=nn.Conv2d(3, 3, 3, padding=1), norm=nn.GroupNorm(1, 3), linear=nn.Linear(6, 6))
     found = check(model, torch.randn(BATCH, 3, 6, 6))
     assert all(path.startswith("rule") for path in found.paths.values())
 
@@ -215,9 +212,7 @@ def test_a_tied_pair_is_recomputed_in_the_module_that_holds_both():
 
 
 def test_a_weight_used_outside_its_layer_is_still_exact():
-    model = Model(
-        lambda self, x: F.linear(self.layer(x).tanh(), self.layer.weight.t()), layer=nn.Linear(4, 3)
-    )
+    model = Model(lambda self, x: F.linear(self.layer(x).tanh(), self.layer.weight.t()), layer=nn.Linear(4, 3))
     found = check(model, torch.randn(BATCH, 4))
     assert found.paths == {"layer.weight": "recomputed: model", "layer.bias": "rule: Linear"}
 
@@ -238,9 +233,7 @@ def test_attention_is_exact(batch_first):
 
 
 def test_a_transformer_layer_recomputes_only_its_attention():
-    model = nn.Sequential(
-        nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), nn.Flatten(), nn.Linear(12, 2)
-    )
+    model = nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), nn.Flatten(), nn.Linear(12, 2))
     found = check(model, torch.randn(BATCH, 3, 4))
     assert found.paths["0.linear1.weight"] == "rule: Linear"
     assert found.paths["0.norm1.weight"] == "rule: LayerNorm"
@@ -327,9 +320,7 @@ def test_positions_before_samples_are_kept_apart():
 @pytest.mark.parametrize("track", [True, False])
 def test_layers_that_mix_samples_are_measured_one_sample_at_a_time(track):
     mixing = nn.BatchNorm1d(4, track_running_stats=track)
-    other = Model(
-        lambda self, x: self.layer(x) - self.layer(x).mean(0, keepdim=True) / 2, layer=nn.Linear(4, 4)
-    )
+    other = Model(lambda self, x: self.layer(x) - self.layer(x).mean(0, keepdim=True) / 2, layer=nn.Linear(4, 4))
     model = nn.Sequential(nn.Linear(4, 4), other if track else mixing, nn.Linear(4, 3))
     x = torch.randn(BATCH, 4, 3) if not track else torch.randn(BATCH, 4)
     model = model if track else nn.Sequential(nn.Conv1d(4, 4, 1), mixing, nn.Flatten(), nn.Linear(12, 3))

@@ -44,9 +44,7 @@ def test_unstructured_masks_hold_exactly_the_asked_number(kind, sparsity):
     rules = {
         "random": lambda: sparsesam.random_mask(sparsity=sparsity),
         "dynamic": lambda: sparsesam.dynamic_mask(sparsity=sparsity, refresh=EVERY_STEP),
-        "fisher": lambda: sparsesam.fisher_mask(
-            cases.images(32), F.cross_entropy, sparsity=sparsity, samples=8
-        ),
+        "fisher": lambda: sparsesam.fisher_mask(cases.images(32), F.cross_entropy, sparsity=sparsity, samples=8),
     }
     model, opt = wrap(rules[kind]())
     for _ in range(3):
@@ -114,9 +112,7 @@ def test_ssam_d_drops_the_flattest_and_grows_as_many():
     values = torch.cat([flatness[n][before[n]] for n in before]).sort().values
     stayed = torch.cat([flatness[n][before[n] & after[n]] for n in before])
     gone = torch.cat([flatness[n][before[n] & ~after[n]] for n in before])
-    assert (
-        gone.max() <= values[dropped - 1]
-    )  # only the flattest may go (some of them are grown again by chance)
+    assert gone.max() <= values[dropped - 1]  # only the flattest may go (some of them are grown again by chance)
     assert (stayed > values[dropped - 1]).sum() == (values > values[dropped - 1]).sum()
     assert kept(after) == kept(before)
 
@@ -190,9 +186,7 @@ def test_fisher_with_sampled_labels_and_from_the_batch():
     assert opt.sparsity == pytest.approx(0.5, abs=0.01)
     model, opt = wrap(sparsesam.fisher_mask(None, F.cross_entropy, sparsity=0.5))
     step(model, opt, batch=cases.images(seed=1))
-    direct, other = wrap(
-        sparsesam.fisher_mask(cases.images(16, seed=1), F.cross_entropy, sparsity=0.5, samples=16)
-    )
+    direct, other = wrap(sparsesam.fisher_mask(cases.images(16, seed=1), F.cross_entropy, sparsity=0.5, samples=16))
     step(direct, other)
     assert sum(int((opt.masks[n] != other.masks[n]).sum()) for n in opt.masks) <= 2
 

@@ -45,10 +45,7 @@ def score_dicts(draw, number=1):
     seed = draw(st.integers(0, 2**32 - 1))
     rng = np.random.default_rng(seed)
     made = [
-        {
-            f"p{i}": torch.as_tensor(rng.integers(0, spread + 1, shape)).float()
-            for i, shape in enumerate(shapes)
-        }
+        {f"p{i}": torch.as_tensor(rng.integers(0, spread + 1, shape)).float() for i, shape in enumerate(shapes)}
         for _ in range(number)
     ]
     if draw(st.booleans()):
@@ -102,8 +99,7 @@ class TestSelect:
         scores, n = finite(scores), data.draw(st.integers(0, m))
         masks = NM(n, m, axis=axis, vectors=vectors).select(scores)
         expected = {
-            name: oracle.n_of_m(score, n, m, axis, vectors)
-            for name, score in oracle.as_float64(scores).items()
+            name: oracle.n_of_m(score, n, m, axis, vectors) for name, score in oracle.as_float64(scores).items()
         }
         assert oracle.same(masks, expected)
 
@@ -115,9 +111,7 @@ class TestSelect:
         for name, score in oracle.as_float64(scores).items():
             rows = score.reshape(len(score), -1).mean(1, keepdims=True) if score.ndim >= 2 else score
             kept = oracle.n_of_m(rows, n, m, "output", "dense")
-            expected = np.broadcast_to(
-                kept.reshape(-1, *[1] * (score.ndim - 1)) if score.ndim else kept, score.shape
-            )
+            expected = np.broadcast_to(kept.reshape(-1, *[1] * (score.ndim - 1)) if score.ndim else kept, score.shape)
             assert np.array_equal(masks[name].numpy(), expected)
 
     @given(scores=score_dicts(), sparsity=SPARSITY)
@@ -144,9 +138,7 @@ class TestSelect:
         else:
             places = [(c, i, j) for c in range(4) for i in range(3) for j in range(3)]
             groups = [
-                [(o, *place) for place in places[start : start + 4]]
-                for o in range(8)
-                for start in range(0, 36, 4)
+                [(o, *place) for place in places[start : start + 4]] for o in range(8) for start in range(0, 36, 4)
             ]
         for group in groups:
             best = sorted(group, key=lambda index: -weight[index])[:2]
@@ -251,17 +243,12 @@ class TestExchange:
         growth = torch.Generator().manual_seed(seed) if random else grow
         result = pattern.exchange(masks, keep, growth, sparsity=sparsity, ratio=ratio)
         kept = {name: mask.numpy() for name, mask in masks.items()}
-        ranked = {
-            name: np.where(kept[name], score, -np.inf) for name, score in oracle.as_float64(keep).items()
-        }
+        ranked = {name: np.where(kept[name], score, -np.inf) for name, score in oracle.as_float64(keep).items()}
         survivors = oracle.top(ranked, budget - round(ratio * budget))
         assert count_true(result) == budget
         assert all(bool((result[name].numpy() | ~survivors[name]).all()) for name in result)
         if not random:
-            others = {
-                name: np.where(survivors[name], np.inf, score)
-                for name, score in oracle.as_float64(grow).items()
-            }
+            others = {name: np.where(survivors[name], np.inf, score) for name, score in oracle.as_float64(grow).items()}
             assert oracle.same(result, oracle.top(others, budget))
 
     @pytest.mark.parametrize("unit", UNITS)
@@ -307,9 +294,7 @@ class TestExchange:
         kept = {name: mask.numpy() & inside[name] for name, mask in masks.items()}
         number = oracle.number(kept)
         # Positions count along the matrix, which is the memory order of the weight.
-        ranked = {
-            name: np.where(kept[name], score, -np.inf) for name, score in oracle.as_float64(keep).items()
-        }
+        ranked = {name: np.where(kept[name], score, -np.inf) for name, score in oracle.as_float64(keep).items()}
         survivors = oracle.top(ranked, number - round(ratio * number))
         growth = torch.Generator().manual_seed(7) if random else grow
         result = pattern.exchange(masks, keep, growth, ratio=ratio)
@@ -317,14 +302,10 @@ class TestExchange:
         for name, mask in result.items():
             assert bool((mask.numpy() | ~survivors[name]).all())
             for members in oracle.groups(tuple(mask.shape), m, axis) if mask.ndim >= 2 else ():
-                assert sum(bool(mask[index]) for index in members) == (
-                    n if len(members) == m else len(members)
-                )
+                assert sum(bool(mask[index]) for index in members) == (n if len(members) == m else len(members))
         if not random:
             scores = oracle.as_float64(grow)
-            expected = {
-                name: oracle.n_of_m(scores[name], n, m, axis, "dense", survivors[name]) for name in masks
-            }
+            expected = {name: oracle.n_of_m(scores[name], n, m, axis, "dense", survivors[name]) for name in masks}
             assert oracle.same(result, expected)
 
     def test_n_of_m_filters_moves_whole_filters(self):
@@ -339,9 +320,7 @@ class TestExchange:
             for (name, b), a in zip(before.items(), after.values(), strict=True)
         }
         means = {name: keep[name].flatten(1).double().mean(1) for name in keep}
-        lowest = sorted(
-            float(means[name][i]) for name in rows for i in range(len(means[name])) if rows[name][0][i]
-        )[:5]
+        lowest = sorted(float(means[name][i]) for name in rows for i in range(len(means[name])) if rows[name][0][i])[:5]
         for name, (old, new) in rows.items():
             assert bool((after[name].flatten(1) == new[:, None]).all())
             assert new.view(-1, 4).sum(1).tolist() == [2] * (len(new) // 4)
@@ -439,9 +418,7 @@ class TestErrors:
         masks = {"w": torch.ones(4, 4, dtype=torch.bool)}
         sparsity = None if pattern.implied_sparsity else 0.5
         with pytest.raises(ValueError, match=r"ratio must be in \[0, 1\]"):
-            pattern.exchange(
-                masks, {"w": torch.rand(4, 4)}, torch.Generator(), sparsity=sparsity, ratio=ratio
-            )
+            pattern.exchange(masks, {"w": torch.rand(4, 4)}, torch.Generator(), sparsity=sparsity, ratio=ratio)
 
     @pytest.mark.parametrize("make", [NM, NMFilters])
     def test_n_and_m(self, make):

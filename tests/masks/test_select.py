@@ -29,9 +29,7 @@ def score_dicts(draw):
     for i, shape in enumerate(shapes):
         size = math.prod(shape)
         entries = draw(st.lists(values, min_size=size, max_size=size))
-        scores[f"p{i}"] = (
-            torch.tensor(entries, dtype=torch.float64).reshape(shape).to(draw(st.sampled_from(DTYPES)))
-        )
+        scores[f"p{i}"] = torch.tensor(entries, dtype=torch.float64).reshape(shape).to(draw(st.sampled_from(DTYPES)))
     return scores
 
 
@@ -135,9 +133,7 @@ def test_among_is_minus_infinity_elsewhere_and_first_is_plus_infinity(scores, da
     inside = {k: np.where(among[k], v, -np.inf) for k, v in plain.items()}
     assert oracle.same(top_mask(scores, count, among=among), oracle.top(inside, count))
     # Scores of +inf must not compete with `first`, so the oracle ranks the two in turn.
-    others = oracle.top(
-        {k: np.where(first[k], -np.inf, v) for k, v in plain.items()}, count - count_true(first)
-    )
+    others = oracle.top({k: np.where(first[k], -np.inf, v) for k, v in plain.items()}, count - count_true(first))
     expected = {k: others[k] | first[k].numpy() for k in plain}
     assert oracle.same(top_mask(scores, count, first=first), expected)
 
@@ -199,9 +195,7 @@ def test_no_scores():
 @settings(deadline=None, max_examples=60)
 def test_random_mask_has_its_count_and_respects_first(size, share, seed, data):
     like = {"a": torch.zeros(size), "b": torch.zeros(3, 2)}
-    first = top_mask(
-        random_scores(like, generator=torch.Generator().manual_seed(seed)), data.draw(st.integers(0, 6))
-    )
+    first = top_mask(random_scores(like, generator=torch.Generator().manual_seed(seed)), data.draw(st.integers(0, 6)))
     count = max(count_true(first), round(share * (size + 6)))
     mask = random_mask(like, count, generator=torch.Generator().manual_seed(seed), first=first)
     assert count_true(mask) == count
@@ -231,9 +225,7 @@ def test_every_subset_is_equally_likely():
 def test_ties_of_random_bytes_do_not_favour_early_positions():
     generator = torch.Generator().manual_seed(0)
     size, trials = 2000, 300
-    total = sum(
-        random_mask({"a": torch.zeros(size)}, 1000, generator=generator)["a"].float() for _ in range(trials)
-    )
+    total = sum(random_mask({"a": torch.zeros(size)}, 1000, generator=generator)["a"].float() for _ in range(trials))
     early = float(total[: size // 2].sum()) / trials
     deviation = math.sqrt(size / 16 / trials)
     assert abs(early - size / 4) < 4 * deviation
@@ -242,9 +234,7 @@ def test_ties_of_random_bytes_do_not_favour_early_positions():
 def test_random_scores_are_uniform_and_repeatable():
     like = {"a": torch.zeros(301, 333), "b": torch.zeros(())}
     first, again = (random_scores(like, generator=torch.Generator().manual_seed(3)) for _ in range(2))
-    assert all(
-        torch.equal(first[name], again[name]) and first[name].shape == like[name].shape for name in like
-    )
+    assert all(torch.equal(first[name], again[name]) and first[name].shape == like[name].shape for name in like)
     assert float(first["a"].min()) >= 0
     assert float(first["a"].max()) < 1
     assert abs(float(first["a"].double().mean()) - 0.5) < 4 / math.sqrt(12 * 301 * 333)

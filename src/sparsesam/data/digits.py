@@ -6,8 +6,27 @@ import torch
 from torch import Tensor
 
 from sparsesam.data.noise import flip_labels
+from sparsesam.data.splits import Labelled, Splits
 
 TRAIN_SIZE = 1000
+
+
+def digits_splits() -> Splits:
+    """The split of `load_digits_split` with true labels, pixels scaled from 0..16 to 0..255."""
+    train_x, train_y, test_x, test_y = load_digits_split(flip=0.0)
+    return Splits(
+        train=Labelled(_bytes(train_x), train_y),
+        test=Labelled(_bytes(test_x), test_y),
+        name="digits",
+        classes=tuple("0123456789"),
+        mean=(0.3049,),
+        std=(0.3754,),
+        mirrored=False,
+    )
+
+
+def _bytes(images: Tensor) -> Tensor:
+    return (images * 255).round().to(torch.uint8)
 
 
 def load_digits_split(flip: float = 0.3, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:

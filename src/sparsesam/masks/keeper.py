@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsesam.distributed import agree_on
+from sparsesam.masks.agreement import agree_on
 from sparsesam.masks.errors import NonFiniteScoreError
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.packed import PackedMask
@@ -50,6 +50,7 @@ class MaskKeeper:
             if self.masks is None:
                 raise
             self.skipped += 1
+            self.last_step = step
             warnings.warn(
                 f"the mask is kept as it was, and opt.skipped_refreshes counts it: {error}",
                 RuntimeWarning,

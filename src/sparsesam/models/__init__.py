@@ -1,6 +1,25 @@
 """What the experiments train."""
 
-from sparsesam.models.resnet import resnet18
+from sparsesam.models.registry import MODELS, build
+from sparsesam.models.resnet import resnet10_small, resnet18, resnet50
 from sparsesam.models.small_cnn import small_cnn
+from sparsesam.models.vgg import vgg11_bn, vgg_small
+from sparsesam.models.vit import vit, vit_b_16, vit_one_block_8192, vit_s_16, vit_tiny_small
+from sparsesam.models.wide_resnet import wide_resnet
 
-__all__ = ["resnet18", "small_cnn"]
+__all__ = [
+    "MODELS",
+    "build",
+    "resnet10_small",
+    "resnet18",
+    "resnet50",
+    "small_cnn",
+    "vgg11_bn",
+    "vgg_small",
+    "vit",
+    "vit_b_16",
+    "vit_one_block_8192",
+    "vit_s_16",
+    "vit_tiny_small",
+    "wide_resnet",
+]

@@ -1,0 +1,98 @@
+"""What augmentation costs: CIFAR batches as tensors, against one image after the other with Pillow, on one core.
+
+python -m benchmarks.augmentation [--batch 128] [--rounds 31] [--warmup 3] [--threads 1]
+
+Both crop (padding 4), flip, turn into a normalized float tensor and cut out 16x16 with probability 0.5. The
+images are random numbers: no step's cost depends on what they show. A training step of a small network is timed
+afterwards, since augmentation must not be what limits training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from benchmarks.timing import format_ratios, interleaved, print_provenance, ratios
+from sparsesam.data import Augment
+from sparsesam.models import build
+
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+OURS, PILLOW = "batch of tensors", "image by image, Pillow"
+LIGHT_MODEL = "resnet10-small"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {"batch": 128, "rounds": 31, "warmup": 3, "threads": 1}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print_provenance()
+
+    seconds = interleaved(cases(options.batch), rounds=options.rounds, warmup=options.warmup)
+    print(f"batch {options.batch}, {options.rounds} interleaved rounds")
+    print(format_ratios(ratios(seconds, OURS), OURS))
+    # Apart from the others, for it leaves nothing of theirs in the cache.
+    step = {f"SGD step of {LIGHT_MODEL}": training_step(options.batch)}
+    seconds |= interleaved(step, rounds=3, warmup=1)
+    for name, times in seconds.items():
+        print(f"{options.batch / statistics.median(times):10,.0f} images/s  {name}")
+
+
+def cases(batch: int) -> dict[str, Callable[[], None]]:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (batch, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    augment = Augment(MEAN, STD, padding=4, flip=True, cutout=16)
+    pictures = [Image.fromarray(image.permute(1, 2, 0).numpy().copy()) for image in images]
+    draws = random.Random(0)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
+
+    def ours() -> None:
+        augment(images, generator)
+
+    def pillow() -> None:
+        torch.stack([pillow_view(picture, draws, mean, std) for picture in pictures])
+
+    return {OURS: ours, PILLOW: pillow}
+
+
+def pillow_view(picture: Image.Image, draws: random.Random, mean: Tensor, std: Tensor) -> Tensor:
+    """The same pipeline, in the order and with the operations of the usual per-image transforms."""
+    padded = ImageOps.expand(picture, border=4, fill=0)
+    left, top = draws.randrange(9), draws.randrange(9)
+    seen = padded.crop((left, top, left + 32, top + 32))
+    if draws.random() < 0.5:
+        seen = seen.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    tensor = torch.from_numpy(np.array(seen)).permute(2, 0, 1).contiguous().float().div_(255)
+    tensor.sub_(mean).div_(std)
+    if draws.random() < 0.5:
+        left, top = draws.randrange(-8, 24), draws.randrange(-8, 24)
+        tensor[:, max(0, top) : top + 16, max(0, left) : left + 16] = 0
+    return tensor
+
+
+def training_step(batch: int) -> Callable[[], None]:
+    images = torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model = build(LIGHT_MODEL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    labels = torch.arange(len(images)) % 10
+
+    def step() -> None:
+        optimizer.zero_grad()
+        cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+    return step
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Looking at a trained model: gradient differences, loss landscapes, Hessian spectra, masks, bounds.
+
+Every analysis takes an `Objective`: a model, its loss and a fixed list of batches. Results are dataclasses with
+``to_dict()`` for JSON.
+
+>>> objective = Objective(model, [(x, y)], F.cross_entropy)
+>>> loss_landscape(objective, points=25, state_file="landscape.npz")
+>>> hessian_eigenvalues(objective).ratio
+"""
+
+from sparsesam.analysis.convergence import (
+    Convergence,
+    SmoothProblem,
+    measure_convergence,
+    nonconvex_logistic,
+    tanh_network,
+)
+from sparsesam.analysis.directions import random_directions
+from sparsesam.analysis.gradient_difference import GradientDifference, compare_gradients, gradient_difference
+from sparsesam.analysis.hessian import (
+    Hessian,
+    HessianSpectrum,
+    HessianTrace,
+    SpectralDensity,
+    hessian_diagonal,
+    hessian_eigenvalues,
+    hessian_trace,
+    spectral_density,
+)
+from sparsesam.analysis.landscape import Landscape, compare_landscapes, loss_between, loss_landscape
+from sparsesam.analysis.masks_over_time import FisherAgreement, MaskHistory, fisher_vs_hessian, masks_over_time
+from sparsesam.analysis.objective import Objective, check_state, select_parameters
+from sparsesam.analysis.sharpness import Sharpness, sharpness
+from sparsesam.analysis.theory import GeneralizationBound, complexity_terms, generalization_bound
+
+__all__ = [
+    "Convergence",
+    "FisherAgreement",
+    "GeneralizationBound",
+    "GradientDifference",
+    "Hessian",
+    "HessianSpectrum",
+    "HessianTrace",
+    "Landscape",
+    "MaskHistory",
+    "Objective",
+    "Sharpness",
+    "SmoothProblem",
+    "SpectralDensity",
+    "check_state",
+    "compare_gradients",
+    "compare_landscapes",
+    "complexity_terms",
+    "fisher_vs_hessian",
+    "generalization_bound",
+    "gradient_difference",
+    "hessian_diagonal",
+    "hessian_eigenvalues",
+    "hessian_trace",
+    "loss_between",
+    "loss_landscape",
+    "masks_over_time",
+    "measure_convergence",
+    "nonconvex_logistic",
+    "random_directions",
+    "select_parameters",
+    "sharpness",
+    "spectral_density",
+    "tanh_network",
+]

@@ -1,0 +1,376 @@
+"""Theorems 1 and 2 against a measured run: constants, curves, and whether the assumptions hold.
+
+    1/T sum_t E||∇f(w_t)||² <= C_1 / sqrt(T) + C_2 log T / sqrt(T)        eta_t = eta_0 / sqrt(t)
+                                                                         rho_t = rho_0 / sqrt(t)
+    SAM    C_1 = 2 / eta_0 (f(w_0) - E f(w_T))                             C_2 = 2 (L sigma² eta_0 + L G rho_0)
+    SSAM   C_3 = 2 / eta_0 (f(w_0) - E f(w_T) + L³ eta_0² rho_0² π² / 6)    C_4 = C_2
+
+The proofs bound sum_{t<=T} 1/t by log T. It is at most 1 + log T, and is 1 where log T is 0; with the harmonic
+number itself in place of log T the steps of the proofs are right, so both curves are given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, hessian
+
+from sparsesam.analysis.results import Result
+from sparsesam.masks.mask import MaskRule
+from sparsesam.masks.recipes import random_mask
+from sparsesam.optimizer import SAM, SSAM
+from sparsesam.schedules import InverseSqrt
+from sparsesam.sharpness_aware import SharpnessAware
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class SmoothProblem:
+    """A function f(w) of a small module's weights. ``L`` and ``G`` are known bounds, None if there are none."""
+
+    make: Callable[[], nn.Module]
+    name: str
+    L: float | None = None
+    G: float | None = None
+
+
+class _Logistic(nn.Module):
+    def __init__(self, x: Tensor, y: Tensor, weight: float) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(x.shape[1], dtype=torch.float64))
+        self.register_buffer("x", x)
+        self.register_buffer("y", y)
+        self.weight = weight
+
+    def forward(self) -> Tensor:
+        assert isinstance(self.x, Tensor)
+        assert isinstance(self.y, Tensor)
+        square = self.w.square()
+        return nn.functional.softplus(-self.y * (self.x @ self.w)).mean() + self.weight * (square / (1 + square)).sum()
+
+
+def nonconvex_logistic(*, samples: int = 200, size: int = 20, weight: float = 0.1, seed: int = 0) -> SmoothProblem:
+    """f(w) = mean log(1 + exp(-y x·w)) + weight * sum w² / (1 + w²): smooth, not convex, gradient bounded.
+
+    L <= ||X||² / (4 samples) + 2 weight and G <= mean ||x|| + weight * sqrt(size) * 3 sqrt(3) / 8 everywhere.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, size, generator=generator, dtype=torch.float64)
+    truth = torch.randn(size, generator=generator, dtype=torch.float64)
+    y = torch.sign(x @ truth + torch.randn(samples, generator=generator, dtype=torch.float64))
+    start = 2 * torch.randn(size, generator=generator, dtype=torch.float64)
+
+    def make() -> nn.Module:
+        model = _Logistic(x, y, weight)
+        with torch.no_grad():
+            model.w.copy_(start)
+        return model
+
+    smooth = float(torch.linalg.matrix_norm(x, 2)) ** 2 / (4 * samples) + 2 * weight
+    gradient = float(x.norm(dim=1).mean()) + weight * math.sqrt(size) * 3 * math.sqrt(3) / 8
+    return SmoothProblem(make, "logistic loss with the non-convex regulariser w² / (1 + w²)", smooth, gradient)
+
+
+def tanh_network(*, samples: int = 64, hidden: int = 5, seed: int = 0) -> SmoothProblem:
+    """Squared error of a small tanh network on noisy targets: smooth; L and G are known only where it was."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, 3, generator=generator, dtype=torch.float64)
+    y = torch.sin(x.sum(1, keepdim=True)) + 0.1 * torch.randn(samples, 1, generator=generator, dtype=torch.float64)
+    shapes = {"first": (hidden, 3), "bias": (hidden,), "second": (1, hidden)}
+    start = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, value in start.items():
+                self.register_parameter(name, nn.Parameter(value.clone()))
+
+        def forward(self) -> Tensor:
+            inner = torch.tanh(nn.functional.linear(x, self.first, self.bias))  # type: ignore[arg-type]
+            return (nn.functional.linear(inner, self.second) - y).square().mean()  # type: ignore[arg-type]
+
+    return SmoothProblem(Network, f"squared error of a tanh network with {hidden} hidden units")
+
+
+@dataclass(frozen=True)
+class Assumption(Result):
+    """One condition of the theorem, with both sides."""
+
+    text: str
+    left: float
+    right: float
+    holds: bool
+    how: str
+
+
+@dataclass(frozen=True)
+class Convergence(Result):
+    """``measured`` and ``deviation``: mean and standard deviation over the runs of 1/T sum_{t<=T} ||∇f(w_t)||², at
+    ``T``. ``bound`` is the theorem's right-hand side as printed, ``bound_harmonic`` with sum 1/t for log T.
+
+    ``constants``: L, G, sigma, C_1 and C_2 (C_3 and C_4 for SSAM), with f(w_T) of the last step. ``slope`` is that
+    of log measured against log T over the second half of the points; O(log T / sqrt T) has about -0.5.
+    """
+
+    method: str
+    problem: str
+    T: npt.NDArray[np.int64]
+    measured: Array
+    deviation: Array
+    bound: Array
+    bound_harmonic: Array
+    loss: Array
+    constants: dict[str, float]
+    assumptions: list[Assumption]
+    slope: float
+    within_bound: bool
+    within_bound_harmonic: bool
+    runs: int
+    eta_0: float
+    rho_0: float
+    sparsity: float
+    words: list[str]
+
+
+def theorem_constants(
+    method: Literal["SAM", "SSAM"], *, eta_0: float, rho_0: float, L: float, G: float, sigma: float, decrease: Any
+) -> tuple[Any, float]:
+    """C_1 and C_2 of theorem 1, or C_3 and C_4 of theorem 2; ``decrease`` = f(w_0) - E f(w_T)."""
+    extra = L**3 * eta_0**2 * rho_0**2 * math.pi**2 / 6 if method == "SSAM" else 0.0
+    return 2 / eta_0 * (decrease + extra), 2 * (L * sigma**2 * eta_0 + L * G * rho_0)
+
+
+def measure_convergence(
+    method: Literal["SAM", "SSAM"] = "SAM",
+    *,
+    problem: SmoothProblem | None = None,
+    steps: int = 2000,
+    runs: int = 4,
+    eta_0: float | None = None,
+    rho_0: float | None = None,
+    sigma: float = 0.5,
+    sparsity: float = 0.5,
+    points: int = 40,
+    seed: int = 0,
+) -> Convergence:
+    """Run SAM or SSAM on a smooth non-convex problem and set the theorem's curve beside it.
+
+    The stochastic gradient is ∇f(w) + xi with xi drawn anew each step, Gaussian with E||xi||² = sigma², and the
+    same in both passes of a step: the gradient of f(w) + <xi, w>, as smooth as f. eta_0 is 1 / L by default and
+    rho_0 the largest that the theorem allows. SSAM perturbs a fixed random half (``sparsity``) of the weights.
+    """
+    if method not in ("SAM", "SSAM"):
+        raise ValueError(f"method must be 'SAM' or 'SSAM', got {method!r}")
+    if steps < 2 or runs < 1 or sigma < 0:
+        raise ValueError(f"steps >= 2, runs >= 1 and sigma >= 0 are needed, got {steps}, {runs} and {sigma}")
+    problem = problem or nonconvex_logistic()
+    divisor = 2 if method == "SAM" else 5
+    if eta_0 is None:
+        eta_0 = 1 / (problem.L or 2 * _smoothness(problem.make()))
+    if rho_0 is None:
+        rho_0 = (problem.G or _gradient_norm(problem.make())) * eta_0 / divisor
+    if not (eta_0 > 0 and rho_0 >= 0):
+        raise ValueError(f"eta_0 must be positive and rho_0 at least 0, got {eta_0} and {rho_0}")
+    traces = [_run(method, problem, steps, eta_0, rho_0, sigma, sparsity, seed + run) for run in range(runs)]
+    at = np.unique(np.geomspace(1, steps, points).round().astype(np.int64))
+    means = np.stack([np.cumsum(trace.squared)[at - 1] / at for trace in traces])
+    losses = np.stack([trace.loss for trace in traces])
+    seen = {
+        "L": max(trace.smoothness for trace in traces),
+        "G": math.sqrt(max(float(trace.squared.max()) for trace in traces)),
+        "sigma": math.sqrt(float(np.mean([trace.noise for trace in traces]))),
+    }
+    used = {"L": problem.L or seen["L"], "G": problem.G or seen["G"], "sigma": sigma}
+    expected = losses.mean(axis=0)
+    first, second = theorem_constants(method, eta_0=eta_0, rho_0=rho_0, **used, decrease=expected[0] - expected[at])
+    harmonic = np.cumsum(1 / np.arange(1, steps + 1))[at - 1]
+    bound = first / np.sqrt(at) + second * np.log(at) / np.sqrt(at)
+    bound_harmonic = first / np.sqrt(at) + second * harmonic / np.sqrt(at)
+    names = ("C_1", "C_2") if method == "SAM" else ("C_3", "C_4")
+    constants = {
+        **used,
+        **{f"{key} along the run": value for key, value in seen.items()},
+        names[0]: float(first[-1]),
+        names[1]: second,
+    }
+    measured = means.mean(axis=0)
+    assumptions = _assumptions(problem, seen, used, eta_0, rho_0, divisor)
+    return Convergence(
+        method=method,
+        problem=problem.name,
+        T=at,
+        measured=measured,
+        deviation=means.std(axis=0, ddof=1) if runs > 1 else np.full(len(at), np.nan),
+        bound=bound,
+        bound_harmonic=bound_harmonic,
+        loss=expected[at],
+        constants=constants,
+        assumptions=assumptions,
+        slope=_slope(at, measured),
+        within_bound=bool(np.all(measured <= bound)),
+        within_bound_harmonic=bool(np.all(measured <= bound_harmonic)),
+        runs=runs,
+        eta_0=eta_0,
+        rho_0=rho_0,
+        sparsity=0.0 if method == "SAM" else sparsity,
+        words=_words(at, measured, bound, bound_harmonic, assumptions, problem),
+    )
+
+
+# ---- one run ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """||∇f(w_t)||² for t = 1..T and f(w_t) for t = 1..T+1, the largest curvature and the mean noise seen."""
+
+    squared: Array
+    loss: Array
+    smoothness: float
+    noise: float
+
+
+def _run(
+    method: str,
+    problem: SmoothProblem,
+    steps: int,
+    eta_0: float,
+    rho_0: float,
+    sigma: float,
+    sparsity: float,
+    seed: int,
+) -> _Trace:
+    model = problem.make()
+    parameters = list(model.parameters())
+    size = sum(p.numel() for p in parameters)
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = _optimizer(method, model, eta_0, rho_0, random_mask(sparsity=sparsity, seed=seed))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.base, _inverse_root)
+    squared, losses, noises, smoothness = [], [], [], 0.0
+    looks = set(np.unique(np.geomspace(1, steps, 12).round().astype(int)).tolist())
+    for step in range(1, steps + 1):
+        if step in looks:
+            smoothness = max(smoothness, _smoothness(model))
+        noise = [torch.randn(p.shape, generator=generator, dtype=p.dtype) * sigma / math.sqrt(size) for p in parameters]
+        noises.append(sum(float(xi.square().sum()) for xi in noise))
+        seen: list[tuple[float, float]] = []
+
+        def closure(noise: list[Tensor] = noise, seen: list[tuple[float, float]] = seen) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model()
+            loss.backward()
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            seen.append((float(loss), sum(float(g.square().sum()) for g in gradients)))
+            for p, xi in zip(parameters, noise, strict=True):
+                assert p.grad is not None
+                p.grad += xi
+            return loss.detach()
+
+        optimizer.step(closure)
+        schedule.step()
+        losses.append(seen[0][0])  # the first pass is at w_t, the second at w_t + e
+        squared.append(seen[0][1])
+        if not math.isfinite(losses[-1]):
+            raise ValueError(f"the run diverged at step {step}: the loss is {losses[-1]}; lower eta_0")
+    losses.append(float(model().detach()))
+    return _Trace(np.array(squared), np.array(losses), smoothness, float(np.mean(noises)))
+
+
+def _inverse_root(step: int) -> float:
+    return 1 / math.sqrt(step + 1)
+
+
+def _optimizer(method: str, model: nn.Module, eta_0: float, rho_0: float, mask: MaskRule) -> SharpnessAware:
+    base = torch.optim.SGD(model.parameters(), lr=eta_0)
+    if method == "SAM":
+        return SAM(base, model, rho_0, rho_schedule=InverseSqrt())
+    return SSAM(base, model, rho_0, mask=mask, rho_schedule=InverseSqrt())
+
+
+def _smoothness(model: nn.Module) -> float:
+    """The Hessian's spectral norm at the model's weights, densely: these problems are small."""
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    blocks: Any = hessian(lambda w: functional_call(model, w, ()))(weights)
+    rows = [
+        torch.cat([blocks[a][b].reshape(weights[a].numel(), weights[b].numel()) for b in weights], dim=1)
+        for a in weights
+    ]
+    return float(torch.linalg.matrix_norm(torch.cat(rows), 2))
+
+
+def _gradient_norm(model: nn.Module) -> float:
+    gradients = torch.autograd.grad(model(), list(model.parameters()))
+    return math.sqrt(sum(float(g.square().sum()) for g in gradients))
+
+
+# ---- what to make of it ------------------------------------------------------------------------------------------
+
+
+def _assumptions(
+    problem: SmoothProblem,
+    seen: dict[str, float],
+    used: dict[str, float],
+    eta_0: float,
+    rho_0: float,
+    divisor: int,
+) -> list[Assumption]:
+    def known(value: float | None) -> str:
+        return "proved for all weights" if value is not None else "seen along the run only, not proved"
+
+    def check(text: str, left: float, right: float, how: str) -> Assumption:
+        return Assumption(text, left, right, left <= right * (1 + 1e-9), how)
+
+    return [
+        check("||∇f(w)|| <= G", seen["G"], used["G"], known(problem.G)),
+        check("||Hessian|| <= L", seen["L"], used["L"], known(problem.L)),
+        check(
+            "E||g - ∇f||² <= sigma²", seen["sigma"] ** 2, used["sigma"] ** 2 * 1.05, "by construction; 5 % for chance"
+        ),
+        check(f"rho_0 <= G eta_0 / {divisor}", rho_0, used["G"] * eta_0 / divisor, "the theorem's"),
+        check("eta_0 <= 1 / L", eta_0, 1 / used["L"], "the lemmas'; the theorems in the main text leave it out"),
+    ]
+
+
+def _slope(at: npt.NDArray[np.int64], measured: Array) -> float:
+    half = len(at) // 2
+    if len(at) - half < 2:
+        return math.nan
+    return float(np.polyfit(np.log(at[half:]), np.log(measured[half:]), 1)[0])
+
+
+def _words(
+    at: npt.NDArray[np.int64],
+    measured: Array,
+    bound: Array,
+    harmonic: Array,
+    assumptions: list[Assumption],
+    problem: SmoothProblem,
+) -> list[str]:
+    words = []
+    failed = [one.text for one in assumptions if not one.holds]
+    if failed:
+        words.append(f"not satisfied: {'; '.join(failed)}; the theorem promises nothing for this run")
+    above = at[measured > bound]
+    if len(above):
+        words.append(
+            f"the measured mean is above the printed bound at T = {', '.join(str(t) for t in above)}: the proof's "
+            "sum of 1/t <= log T does not hold (at T = 1 it says 1 <= 0)"
+        )
+    if np.all(measured <= harmonic):
+        words.append(
+            f"with sum 1/t in place of log T the bound holds at every T, {harmonic[-1] / measured[-1]:.3g} x above"
+        )
+    else:
+        words.append("even with sum 1/t in place of log T the measured mean is above the bound somewhere")
+    if problem.L is None or problem.G is None:
+        words.append("L or G is the largest value seen along these runs, a lower bound of the true constant")
+    words.append("the expectation is a mean over few runs; the bound's shape, not its size, is what a run can confirm")
+    return words

@@ -1,0 +1,199 @@
+"""How much SAM's gradient differs from SGD's, weight by weight (figure 1 of the paper):
+
+    r = log |(g_SAM - g_SGD) / g_SGD|
+
+The paper writes "log"; here it is the logarithm to base 10 unless asked otherwise. r < 0 means a difference
+smaller than the gradient itself, whatever the base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sparsesam.analysis.objective import Objective, ParameterFilter, check_masks, put_back, select_parameters
+from sparsesam.analysis.results import Result
+
+Array = npt.NDArray[np.float64]
+Logarithm = Literal["10", "e"]
+
+_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+
+@dataclass(frozen=True)
+class Differences(Result):
+    """One group of weights.
+
+    Of ``weights`` entries, ``both_zero`` have g_SAM = g_SGD = 0 and no r; ``from_zero`` have g_SGD = 0 only and
+    r = +inf; ``equal`` have g_SAM = g_SGD ≠ 0 and r = -inf; ``not_finite`` have a gradient that is NaN or
+    infinite. The rest is in ``histogram``, or ``below`` or ``above`` its range. ``share_below_zero`` counts
+    r < 0, -inf included, among all entries with an r. ``quantiles`` are of the finite r.
+    """
+
+    weights: int
+    both_zero: int
+    from_zero: int
+    equal: int
+    not_finite: int
+    share_below_zero: float
+    mean: float
+    quantiles: dict[str, float]
+    histogram: npt.NDArray[np.int64]
+    below: int
+    above: int
+
+
+@dataclass(frozen=True)
+class GradientDifference(Result):
+    """``inside`` and ``outside`` split the weights by the masks, and are None without masks."""
+
+    logarithm: str
+    rho: float | None
+    edges: Array
+    every: Differences
+    layers: dict[str, Differences]
+    inside: Differences | None
+    outside: Differences | None
+    gradient_norm: float
+    measured_on: dict[str, Any]
+
+
+def gradient_difference(
+    objective: Objective,
+    rho: float = 0.05,
+    *,
+    masks: Mapping[str, Tensor] | None = None,
+    logarithm: Logarithm = "10",
+    edges: Array | None = None,
+    parameters: ParameterFilter = None,
+) -> GradientDifference:
+    """Compare the objective's gradient at w with that at w + rho * g / ||g||, SAM's ascent of every weight."""
+    if not rho > 0:
+        raise ValueError(f"rho must be positive, got {rho}; with 0 the two gradients are the same")
+    chosen = select_parameters(objective.model, parameters)
+    if masks is not None:
+        check_masks(masks, chosen)
+    tensors = list(chosen.values())
+    with objective.measuring(tensors):
+        _, plain = objective.gradient(tensors)
+        norm = float(torch.stack([g.double().square().sum() for g in plain]).sum().sqrt())
+        if not 0 < norm < float("inf"):
+            raise ValueError(f"the gradient's norm is {norm}: SAM's ascent has no direction at these weights")
+        saved = [tensor.detach().clone() for tensor in tensors]
+        try:
+            with torch.no_grad():
+                for tensor, g in zip(tensors, plain, strict=True):
+                    tensor.add_(g, alpha=rho / norm)
+            _, perturbed = objective.gradient(tensors)
+        finally:
+            put_back(tensors, saved)
+    return compare_gradients(
+        dict(zip(chosen, plain, strict=True)),
+        dict(zip(chosen, perturbed, strict=True)),
+        masks=masks,
+        logarithm=logarithm,
+        edges=edges,
+        rho=rho,
+        measured_on=objective.describe(),
+    )
+
+
+def compare_gradients(
+    plain: Mapping[str, Tensor],
+    perturbed: Mapping[str, Tensor],
+    *,
+    masks: Mapping[str, Tensor] | None = None,
+    logarithm: Logarithm = "10",
+    edges: Array | None = None,
+    rho: float | None = None,
+    measured_on: dict[str, Any] | None = None,
+) -> GradientDifference:
+    """The same of two gradients at hand, by parameter name, for example of one training step."""
+    if logarithm not in ("10", "e"):
+        raise ValueError(f"logarithm must be '10' or 'e', got {logarithm!r}")
+    if plain.keys() != perturbed.keys() or any(plain[name].shape != perturbed[name].shape for name in plain):
+        raise ValueError("the two gradients must have the same names and shapes")
+    if not plain:
+        raise ValueError("the gradients are empty; give {name: tensor}")
+    bins = np.linspace(-6, 4, 101) * (1 if logarithm == "10" else np.log(10)) if edges is None else np.asarray(edges)
+    full = None if masks is None else check_masks(masks, plain)
+    layers = {}
+    within, without = _Tally(bins), _Tally(bins)
+    for name in plain:
+        r = relative_difference(plain[name], perturbed[name], logarithm=logarithm)
+        broken = (~(plain[name].isfinite() & perturbed[name].isfinite())).reshape(-1).cpu().numpy()
+        tally = _Tally(bins)
+        tally.add(r, broken)
+        layers[name] = tally
+        if full is not None:
+            kept = full[name].reshape(-1).cpu().numpy()
+            within.add(r[kept], broken[kept])
+            without.add(r[~kept], broken[~kept])
+    total = _Tally(bins)
+    for tally in layers.values():
+        total.merge(tally)
+    return GradientDifference(
+        logarithm="log10" if logarithm == "10" else "natural logarithm",
+        rho=rho,
+        edges=bins,
+        every=total.summary(),
+        layers={name: tally.summary() for name, tally in layers.items()},
+        inside=None if full is None else within.summary(),
+        outside=None if full is None else without.summary(),
+        gradient_norm=float(sum(float(g.double().square().sum()) for g in plain.values()) ** 0.5),
+        measured_on=measured_on or {},
+    )
+
+
+def relative_difference(plain: Tensor, perturbed: Tensor, *, logarithm: Logarithm = "10") -> Array:
+    """The flat float64 r: -inf where the two are equal, +inf where only ``plain`` is 0, NaN where both are 0 or one
+    is not finite.
+    """
+    g, h = (t.detach().reshape(-1).double().cpu().numpy() for t in (plain, perturbed))
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        ratio = np.abs((h - g) / g)
+        r = np.asarray(np.log10(ratio) if logarithm == "10" else np.log(ratio))
+    r[~(np.isfinite(g) & np.isfinite(h)) | ((g == 0) & (h == 0))] = np.nan
+    return r
+
+
+class _Tally:
+    """Collects the r of one group of weights."""
+
+    def __init__(self, edges: Array) -> None:
+        self.edges = edges
+        self.parts: list[Array] = []
+        self.broken = 0
+
+    def add(self, r: Array, broken: npt.NDArray[np.bool_]) -> None:
+        self.parts.append(r)
+        self.broken += int(broken.sum())
+
+    def merge(self, other: _Tally) -> None:
+        self.parts.extend(other.parts)
+        self.broken += other.broken
+
+    def summary(self) -> Differences:
+        r = np.concatenate(self.parts) if self.parts else np.zeros(0)
+        finite, missing = r[np.isfinite(r)], np.isnan(r)
+        defined = int(len(r) - missing.sum())
+        quantiles = np.quantile(finite, _QUANTILES) if len(finite) else np.full(len(_QUANTILES), np.nan)
+        return Differences(
+            weights=len(r),
+            both_zero=int(missing.sum()) - self.broken,
+            from_zero=int(np.isposinf(r).sum()),
+            equal=int(np.isneginf(r).sum()),
+            not_finite=self.broken,
+            share_below_zero=float((r < 0).sum() / defined) if defined else float("nan"),
+            mean=float(finite.mean()) if len(finite) else float("nan"),
+            quantiles={f"{q:g}": float(value) for q, value in zip(_QUANTILES, quantiles, strict=True)},
+            histogram=np.histogram(finite, self.edges)[0].astype(np.int64),
+            below=int((finite < self.edges[0]).sum()),
+            above=int((finite > self.edges[-1]).sum()),
+        )

@@ -1,0 +1,232 @@
+"""The loss at the points of a grid through weight space, resumable and leaving the weights as they were."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.utils._pytree import tree_leaves
+
+from sparsesam.analysis.objective import Objective, put_back
+
+Array = npt.NDArray[np.float64]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Moving:
+    """One tensor of the model on its way: base + a * along_x + b * along_y."""
+
+    name: str
+    tensor: Tensor
+    base: Tensor
+    along_x: Tensor | None
+    along_y: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Where the loss is wanted. ``y`` is empty for a line."""
+
+    moving: Sequence[Moving]
+    x: Array
+    y: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.y), len(self.x)) if len(self.y) else (len(self.x),)
+
+
+def walk(
+    objective: Objective,
+    grid: Grid,
+    *,
+    state_file: str | os.PathLike[str] | None = None,
+    save_every: float = 10.0,
+    progress: Progress | None = None,
+    points_at_once: int = 1,
+) -> Array:
+    """The loss at every point of the grid, row by row. Call inside ``objective.measuring()``.
+
+    With a ``state_file`` the points done so far are written every ``save_every`` seconds and on the way out,
+    and a later call with the same weights, directions, grid and batches goes on from there.
+    """
+    if points_at_once < 1 or (points_at_once > 1 and (objective.statistics != "frozen" or objective.allow_random)):
+        raise ValueError(
+            f"points_at_once must be at least 1, and 1 unless statistics='frozen' and the loss is not random, "
+            f"got {points_at_once}"
+        )
+    losses, done = np.full(grid.shape, np.nan), np.zeros(grid.shape, dtype=bool)
+    state = None if state_file is None else _State(Path(state_file), _fingerprint(objective, grid), save_every)
+    if state is not None:
+        losses, done = state.load(losses, done)
+    flat_losses, flat_done = losses.reshape(-1), done.reshape(-1)
+    rows = grid.y if len(grid.y) else np.zeros(1)
+    with _weights_kept(grid.moving), _saved_on_exit(state, losses, done):
+        for row, b in enumerate(rows):
+            todo = [i for i in range(len(grid.x)) if not flat_done[row * len(grid.x) + i]]
+            if not todo:
+                continue
+            start_of_row = _row(grid.moving, float(b))
+            for first in range(0, len(todo), points_at_once):
+                columns = todo[first : first + points_at_once]
+                at = [row * len(grid.x) + column for column in columns]
+                flat_losses[at] = _losses(objective, grid, start_of_row, [float(grid.x[i]) for i in columns])
+                flat_done[at] = True
+                if state is not None:
+                    state.save_if_due(losses, done)
+                if progress is not None:
+                    progress(int(flat_done.sum()), flat_done.size)
+    return losses
+
+
+# ---- moving --------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _row(moving: Sequence[Moving], b: float) -> list[Tensor]:
+    return [one.base if one.along_y is None else torch.add(one.base, one.along_y, alpha=b) for one in moving]
+
+
+@torch.no_grad()
+def _losses(objective: Objective, grid: Grid, starts: list[Tensor], columns: list[float]) -> list[float]:
+    if len(columns) > 1:
+        return _together(objective, grid, starts, columns)
+    for one, start in zip(grid.moving, starts, strict=True):
+        if one.along_x is None:
+            one.tensor.copy_(start)
+        else:
+            torch.add(start, one.along_x, alpha=columns[0], out=one.tensor)
+    return [objective.loss()]
+
+
+class _LossOf(nn.Module):
+    """The objective as a module, so that torch can put other weights into its model."""
+
+    def __init__(self, objective: Objective) -> None:
+        super().__init__()
+        self.model = objective.model
+        self.objective = objective
+
+    def forward(self, index: int) -> Tensor:
+        return self.objective.batch_loss(index)
+
+
+def _together(objective: Objective, grid: Grid, starts: list[Tensor], columns: list[float]) -> list[float]:
+    module = _LossOf(objective)
+    stacked = {}
+    for one, start in zip(grid.moving, starts, strict=True):
+        scale = torch.tensor(columns, dtype=start.dtype, device=start.device).view(-1, *[1] * start.dim())
+        along = torch.zeros_like(start) if one.along_x is None else one.along_x
+        stacked[f"model.{one.name}"] = start + scale * along
+    total = np.zeros(len(columns))
+    for index, weight in enumerate(objective.weights):
+
+        def loss_at(weights: dict[str, Tensor], index: int = index) -> Tensor:
+            return functional_call(module, weights, (index,))  # type: ignore[no-any-return]
+
+        total += weight * vmap(loss_at)(stacked).double().cpu().numpy()
+    return [float(value) for value in total]
+
+
+@contextmanager
+def _weights_kept(moving: Sequence[Moving]) -> Iterator[None]:
+    tensors = [one.tensor for one in moving]
+    saved = [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        put_back(tensors, saved)
+
+
+# ---- the state file ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _State:
+    path: Path
+    fingerprint: str
+    every: float
+    last: float = field(default_factory=time.monotonic)
+
+    def load(self, losses: Array, done: npt.NDArray[np.bool_]) -> tuple[Array, npt.NDArray[np.bool_]]:
+        if not self.path.exists():
+            return losses, done
+        try:
+            with np.load(self.path, allow_pickle=False) as saved:
+                fingerprint, kept, kept_done = str(saved["fingerprint"]), saved["loss"], saved["done"]
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise ValueError(
+                f"state_file {self.path} is no landscape's state ({error}); remove it or choose another name"
+            ) from error
+        if fingerprint != self.fingerprint:
+            raise ValueError(
+                f"state_file {self.path} belongs to another landscape (other weights, directions, grid, batches or "
+                "options); remove it to start anew, or choose another name"
+            )
+        return kept.copy(), kept_done.copy()
+
+    def save_if_due(self, losses: Array, done: npt.NDArray[np.bool_]) -> None:
+        if time.monotonic() - self.last >= self.every:
+            self.save(losses, done)
+
+    def save(self, losses: Array, done: npt.NDArray[np.bool_]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name, suffix=".partial")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                np.savez(file, loss=losses, done=done, fingerprint=np.array(self.fingerprint))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, self.path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+        self.last = time.monotonic()
+
+
+@contextmanager
+def _saved_on_exit(state: _State | None, losses: Array, done: npt.NDArray[np.bool_]) -> Iterator[None]:
+    before = int(done.sum())
+    try:
+        yield
+    finally:
+        if state is not None and int(done.sum()) > before:
+            state.save(losses, done)
+
+
+def _fingerprint(objective: Objective, grid: Grid) -> str:
+    """Of everything the losses depend on, except the code of model and loss."""
+    digest = hashlib.blake2b(repr(sorted(objective.describe().items())).encode(), digest_size=16)
+    digest.update(repr((objective.weights, grid.x.tolist(), grid.y.tolist())).encode())
+    for one in grid.moving:
+        digest.update(one.name.encode())
+        for part in (one.base, one.along_x, one.along_y):
+            _feed(digest, part)
+    # What stands still matters too: other checkpoints, other buffers.
+    for tensor in (*objective.model.parameters(), *objective.model.buffers()):
+        _feed(digest, tensor)
+    for leaf in tree_leaves(objective.batches):
+        _feed(digest, leaf)
+    return digest.hexdigest()
+
+
+def _feed(digest: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        digest.update(repr((value.dtype, tuple(value.shape))).encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    else:
+        digest.update(repr(value).encode() if isinstance(value, (str, int, float, type(None))) else b"other")

@@ -1,0 +1,364 @@
+"""What every analysis looks at: a model, its loss, and a fixed list of batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from sparsesam.ascent.noise import Noise, NoiseState
+from sparsesam.masks.fixed import NORMALIZATION
+from sparsesam.masks.samples import batch_size
+from sparsesam.parameters import unwrap
+
+Statistics = Literal["frozen", "recomputed", "batch"]
+ParameterFilter = Callable[[str], bool] | Iterable[str] | str | None
+
+_STATISTICS = ("frozen", "recomputed", "batch")
+
+
+class Objective:
+    """The loss of a model over fixed batches, as a function of the weights the model has at the moment:
+
+        f(w) = sum_b n_b * loss(w; batch_b) / sum_b n_b
+
+    Give ``loss_fn(output, target)`` for batches (inputs, targets), inputs being a tensor, a tuple of positional or
+    a dictionary of keyword arguments; or ``model_loss(model, batch)`` for batches of any structure. n_b is the
+    number of samples of a batch, which makes f the mean over all samples where the loss is a batch's mean;
+    ``weights`` replaces it.
+
+    The model is measured in evaluation mode (``mode="unchanged"`` leaves its modes alone) and left as it was
+    found: modes, weights, buffers, gradients, random states. ``statistics`` says where normalization layers take
+    theirs from: "frozen" are the running ones; "recomputed" are averaged over the batches anew wherever the
+    weights are, at twice the cost; "batch" are each batch's own, as in training.
+
+    A loss that differs between two evaluations is refused. ``allow_random=True`` accepts it and gives every
+    evaluation the same random numbers: what is measured then is one draw of it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Iterable[Any],
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        *,
+        model_loss: Callable[[nn.Module, Any], Tensor] | None = None,
+        statistics: Statistics = "frozen",
+        mode: Literal["evaluation", "unchanged"] = "evaluation",
+        allow_random: bool = False,
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        if (loss_fn is None) == (model_loss is None):
+            raise ValueError("give either loss_fn(output, target) or model_loss(model, batch), and not both")
+        if statistics not in _STATISTICS:
+            raise ValueError(f"statistics must be one of {', '.join(_STATISTICS)}, got {statistics!r}")
+        if mode not in ("evaluation", "unchanged"):
+            raise ValueError(f"mode must be 'evaluation' or 'unchanged', got {mode!r}")
+        self.model = unwrap(model)
+        self.batches = _as_list(batches)
+        self.loss_fn, self.model_loss = loss_fn, model_loss
+        self.statistics: Statistics = statistics
+        self.mode = mode
+        self.allow_random = allow_random
+        self.sizes = _sizes(self.batches, pairs=loss_fn is not None)
+        self.weights = _shares(self.sizes if weights is None else weights, len(self.batches))
+        self._device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        self._noise = Noise(self.model.parameters())
+        self._draw: NoiseState | None = None
+        self._depth = 0
+
+    @property
+    def samples(self) -> int:
+        return sum(self.sizes)
+
+    def describe(self) -> dict[str, Any]:
+        """What was measured on, for a result's reader."""
+        return {
+            "batches": len(self.batches),
+            "samples": self.samples,
+            "statistics": self.statistics,
+            "mode": self.mode,
+            "random_loss": "one draw, the same at every point" if self.allow_random else "refused",
+        }
+
+    # ---- numbers -----------------------------------------------------------------------------------------
+
+    def batch_loss(self, index: int) -> Tensor:
+        """The loss of one batch, to be differentiated; only inside `measuring`."""
+        self._same_noise(index)
+        return self._loss_of(self._on_device(self.batches[index]))
+
+    @torch.no_grad()
+    def loss(self) -> float:
+        """The loss f at the weights the model has now; only inside `measuring`. May be infinite or NaN."""
+        self.recompute_statistics()
+        return sum(weight * float(self.batch_loss(index)) for index, weight in enumerate(self.weights) if weight != 0)
+
+    def gradient(self, parameters: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
+        """The loss f and its gradient in the parameters' dtype, zeros where it does not depend on them."""
+        self.recompute_statistics()
+        total, sums = 0.0, [torch.zeros_like(p) for p in parameters]
+        for index, weight in enumerate(self.weights):
+            loss = self.batch_loss(index)
+            total += weight * float(loss.detach())
+            if loss.requires_grad:
+                for into, part in zip(sums, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
+                    if part is not None:
+                        into.add_(part.to_dense() if part.is_sparse else part, alpha=weight)
+        return total, sums
+
+    @torch.no_grad()
+    def recompute_statistics(self) -> None:
+        """Average the normalization statistics over the batches at the present weights, if that was asked for."""
+        if self.statistics != "recomputed":
+            return
+        layers = [layer for layer in _normalizations(self.model) if getattr(layer, "running_mean", None) is not None]
+        momenta = [layer.momentum for layer in layers]
+        try:
+            for layer in layers:
+                layer.reset_running_stats()
+                layer.momentum, layer.training = None, True
+            for index in range(len(self.batches)):
+                self.batch_loss(index)
+        finally:
+            for layer, momentum in zip(layers, momenta, strict=True):
+                layer.momentum, layer.training = momentum, False
+
+    # ---- around a measurement ----------------------------------------------------------------------------
+
+    @contextmanager
+    def measuring(self, parameters: Iterable[Tensor] = ()) -> Iterator[None]:
+        """The model in the mode of measurement, with gradients for ``parameters`` and for nothing else."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            # Fused attention has no second derivative, and another rounding than with gradients.
+            stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+            torch.backends.mha.set_fastpath_enabled(False)
+            stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
+            if self._depth == 0:
+                stack.callback(self._noise.write, self._noise.read())
+            _remember_modes(self.model, stack, evaluate=self.mode == "evaluation", batch=self.statistics == "batch")
+            _remember_buffers(self.model, stack)
+            _remember_gradient_flags(self.model, stack, list(parameters))
+            self._depth += 1
+            stack.callback(self._leave)
+            if self._depth == 1:
+                self._begin()
+            yield
+
+    def _begin(self) -> None:
+        self._draw = None
+        self.recompute_statistics()
+        with torch.no_grad():
+            first, again = float(self.batch_loss(0)), float(self.batch_loss(0))
+        if not math.isfinite(first):
+            raise ValueError(
+                f"the loss of the first batch is {first}; it must be finite at the model's own weights: "
+                "check the checkpoint, the inputs and their normalization"
+            )
+        # Reductions on a GPU may differ in the last digits; dropout differs in the first ones.
+        if abs(first - again) > 1e-5 * max(abs(first), abs(again)) and not self.allow_random:
+            raise ValueError(
+                f"the loss is not deterministic: two evaluations of the first batch gave {first:.6g} and {again:.6g}; "
+                "switch dropout and other noise off (functional dropout needs training=self.training), "
+                "or pass allow_random=True to measure one draw of it"
+            )
+        self._draw = self._noise.read() if self.allow_random else None
+
+    def _leave(self) -> None:
+        self._depth -= 1
+
+    def _same_noise(self, index: int) -> None:
+        if self._draw is None:
+            return
+        self._noise.write(self._draw)
+        for _ in range(index):
+            torch.rand(1)  # each batch its own draw, the same at every visit
+
+    def _loss_of(self, batch: Any) -> Tensor:
+        if self.model_loss is not None:
+            return _scalar(self.model_loss(self.model, batch), "model_loss")
+        assert self.loss_fn is not None
+        inputs, targets = batch
+        if isinstance(inputs, Mapping):
+            output = self.model(**inputs)
+        else:
+            output = self.model(*inputs) if isinstance(inputs, (tuple, list)) else self.model(inputs)
+        return _scalar(self.loss_fn(output, targets), "loss_fn")
+
+    def _on_device(self, batch: Any) -> Any:
+        known = dict(batch) if isinstance(batch, Mapping) else batch
+        return tree_map(self._moved, known)
+
+    def _moved(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        # Tensors made in inference mode cannot be saved for a backward.
+        return (leaf.clone() if leaf.is_inference() else leaf).to(self._device)
+
+
+def select_parameters(model: nn.Module, parameters: ParameterFilter = None) -> dict[str, nn.Parameter]:
+    """The floating-point parameters that an analysis is about, by name.
+
+    None takes those that are trained (``requires_grad``); name patterns such as "layer4.*", or a function of the
+    name, choose among all, frozen ones included.
+    """
+    every = {name: p for name, p in unwrap(model).named_parameters() if p.is_floating_point()}
+    if parameters is None:
+        chosen = {name: p for name, p in every.items() if p.requires_grad}
+    elif callable(parameters):
+        chosen = {name: p for name, p in every.items() if parameters(name)}
+    else:
+        patterns = [parameters] if isinstance(parameters, str) else list(parameters)
+        chosen = {name: p for name, p in every.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    if not chosen:
+        raise ValueError(
+            f"parameters chooses none of the model's {len(every)} floating-point parameters (None chooses those with "
+            f"requires_grad); names are such as {', '.join(list(every)[:3]) or '(none)'}"
+        )
+    return chosen
+
+
+def check_masks(masks: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One bool mask for each parameter, on its device; a parameter without one is outside the mask."""
+    for name, mask in masks.items():
+        if name not in parameters:
+            raise ValueError(f"masks has {name!r}, which is none of the parameters analysed: {', '.join(parameters)}")
+        if mask.dtype != torch.bool or mask.shape != parameters[name].shape:
+            raise ValueError(
+                f"masks[{name!r}] must be a bool tensor of shape {tuple(parameters[name].shape)}, "
+                f"got {mask.dtype} of shape {tuple(mask.shape)}"
+            )
+    return {
+        name: masks[name].to(p.device) if name in masks else torch.zeros_like(p, dtype=torch.bool)
+        for name, p in parameters.items()
+    }
+
+
+def check_state(model: nn.Module, state: Mapping[str, Any], name: str = "state dict") -> None:
+    """Raise ValueError, before anything is changed, if a state dict does not fit the model."""
+    own = unwrap(model).state_dict()
+    missing, strange = [key for key in own if key not in state], [key for key in state if key not in own]
+    shapes = [
+        f"{key}: {tuple(state[key].shape)} for {tuple(value.shape)}"
+        for key, value in own.items()
+        if key in state and isinstance(value, Tensor) and getattr(state[key], "shape", None) != value.shape
+    ]
+    problems = [
+        f"{what} {', '.join(found[:3])}" + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        for what, found in (("lacks", missing), ("has unknown", strange), ("has other shapes,", shapes))
+        if found
+    ]
+    if problems:
+        raise ValueError(
+            f"{name} does not fit {type(model).__name__}: it {'; it '.join(problems)}; "
+            "give the model's own state_dict(), without an optimizer's or a wrapper's prefix"
+        )
+
+
+@contextmanager
+def state_kept(model: nn.Module) -> Iterator[None]:
+    """Parameters and buffers come back bit for bit, exceptions and interruptions included."""
+    tensors = [*model.parameters(), *model.buffers()]
+    saved = [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        put_back(tensors, saved)
+
+
+@torch.no_grad()
+def put_back(tensors: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
+    """Copy the saved values; an interruption (Ctrl-C) is raised only after that."""
+    try:
+        for tensor, value in zip(tensors, saved, strict=True):
+            tensor.copy_(value)
+    except BaseException:
+        for tensor, value in zip(tensors, saved, strict=True):
+            tensor.copy_(value)
+        raise
+
+
+# ---- small helpers -----------------------------------------------------------------------------------------
+
+
+def _as_list(batches: Iterable[Any]) -> list[Any]:
+    if isinstance(batches, (Tensor, Mapping)) or (
+        isinstance(batches, tuple) and all(isinstance(part, Tensor) for part in batches)
+    ):
+        raise TypeError(f"batches must be a list of batches, got one {type(batches).__name__}; write [batch]")
+    found = list(batches)
+    if not found:
+        raise ValueError("batches is empty; at least one batch is needed")
+    return found
+
+
+def _sizes(batches: Sequence[Any], *, pairs: bool) -> list[int]:
+    sizes = []
+    for number, batch in enumerate(batches):
+        if pairs and not (isinstance(batch, (tuple, list)) and len(batch) == 2):
+            raise ValueError(
+                f"with loss_fn a batch must be a pair (inputs, targets), got {type(batch).__name__} as batch {number}; "
+                "use model_loss=lambda model, batch: ... for anything else"
+            )
+        sizes.append(batch_size(dict(batch) if isinstance(batch, Mapping) else batch))
+        if sizes[-1] == 0:
+            raise ValueError(f"batch {number} holds no samples; leave it out")
+    return sizes
+
+
+def _shares(weights: Sequence[float], count: int) -> list[float]:
+    total = float(sum(weights))
+    if len(weights) != count or total <= 0 or min(weights) < 0:
+        raise ValueError(f"weights must be {count} numbers of at least 0, one per batch and not all 0, got {weights}")
+    return [weight / total for weight in weights]
+
+
+def _scalar(loss: Any, name: str) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"{name} must return one number for a batch, got {got}; reduce it with mean or sum")
+    return loss.reshape(())
+
+
+def _normalizations(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, NORMALIZATION)]
+
+
+def _remember_modes(model: nn.Module, stack: ExitStack, *, evaluate: bool, batch: bool) -> None:
+    for module in model.modules():
+        stack.callback(setattr, module, "training", module.training)
+        if evaluate:
+            module.training = False
+    if batch:
+        for layer in _normalizations(model):
+            layer.training = True
+
+
+def _remember_buffers(model: nn.Module, stack: ExitStack) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                stack.callback(_restore_buffer, module, name, buffer, buffer._version, buffer.clone())
+
+
+def _restore_buffer(module: nn.Module, name: str, buffer: Tensor, version: int, value: Tensor) -> None:
+    module._buffers[name] = buffer
+    if buffer._version != version:
+        with torch.no_grad():
+            buffer.copy_(value)
+
+
+def _remember_gradient_flags(model: nn.Module, stack: ExitStack, wanted: list[Tensor]) -> None:
+    for parameter in model.parameters():
+        stack.callback(parameter.requires_grad_, parameter.requires_grad)
+        parameter.requires_grad_(False)
+    for tensor in wanted:
+        tensor.requires_grad_(True)

@@ -1,0 +1,1 @@
+"""How the perturbation is computed, and what need not be computed for it."""

@@ -1,0 +1,1 @@
+"""Which weights are perturbed: scores, patterns, and the masks made of them."""

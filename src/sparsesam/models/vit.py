@@ -1,0 +1,149 @@
+"""Vision transformers (Dosovitskiy et al. 2021). Every matrix belongs to a plain Linear or Conv2d."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+EPSILON = 1e-6
+INIT_STD = 0.02
+
+
+class PatchEmbedding(nn.Module):
+    """(batch, channels, side, side) to (batch, patches, dim): a linear map of each patch."""
+
+    def __init__(self, in_channels: int, patch_size: int, dim: int) -> None:
+        super().__init__()
+        self.projection = nn.Conv2d(in_channels, dim, patch_size, stride=patch_size)
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches: Tensor = self.projection(images)
+        return patches.flatten(2).transpose(1, 2)
+
+
+class ClassToken(nn.Module):
+    """Puts a learned token before the others: (batch, patches, dim) to (batch, 1 + patches, dim)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(1, 1, dim))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.cat([self.token.expand(len(tokens), -1, -1), tokens], dim=1)
+
+
+class PositionEmbedding(nn.Module):
+    """Adds a learned vector to each place of (batch, tokens, dim)."""
+
+    def __init__(self, tokens: int, dim: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(1, tokens, dim))
+        nn.init.trunc_normal_(self.table, std=INIT_STD)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens + self.table
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention over (batch, tokens, dim): softmax(q kᵀ / √(dim / heads)) v, then a projection."""
+
+    def __init__(self, dim: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        if dim % heads:
+            raise ValueError(f"heads must divide dim, got heads={heads} for dim={dim}")
+        self.heads = heads
+        self.dropout = dropout
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, dim = x.shape
+        qkv: Tensor = self.qkv(x)
+        query, key, value = qkv.view(batch, tokens, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout if self.training else 0.0)
+        result: Tensor = self.proj(mixed.transpose(1, 2).reshape(batch, tokens, dim))
+        return result
+
+
+class TransformerBlock(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, dim: int, heads: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=EPSILON)
+        self.attention = Attention(dim, heads, dropout)
+        self.norm2 = nn.LayerNorm(dim, eps=EPSILON)
+        self.mlp = nn.Sequential(OrderedDict(fc1=nn.Linear(dim, hidden), act=nn.GELU(), fc2=nn.Linear(hidden, dim)))
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.attention(self.norm1(x)))
+        x = x + self.drop(self.mlp(self.norm2(x)))
+        return x
+
+
+class FirstToken(nn.Module):
+    """(batch, tokens, dim) to (batch, dim): what the class token has become."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens[:, 0]
+
+
+def vit(
+    num_classes: int,
+    in_channels: int,
+    image_size: int,
+    *,
+    patch_size: int,
+    dim: int,
+    depth: int,
+    heads: int,
+    mlp_ratio: float = 4.0,
+    dropout: float = 0.0,
+) -> nn.Sequential:
+    """Patches, class token, positions, ``depth`` blocks, a last normalization and a linear head on the class token."""
+    if image_size % patch_size:
+        raise ValueError(f"image_size must be a multiple of the patch size {patch_size}, got {image_size}")
+    blocks = [TransformerBlock(dim, heads, round(mlp_ratio * dim), dropout) for _ in range(depth)]
+    model = nn.Sequential(
+        OrderedDict(
+            patches=PatchEmbedding(in_channels, patch_size, dim),
+            class_token=ClassToken(dim),
+            position=PositionEmbedding((image_size // patch_size) ** 2 + 1, dim),
+            drop=nn.Dropout(dropout),
+            blocks=nn.Sequential(*blocks),
+            norm=nn.LayerNorm(dim, eps=EPSILON),
+            first=FirstToken(),
+            head=nn.Linear(dim, num_classes),
+        )
+    )
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            nn.init.trunc_normal_(module.weight, std=INIT_STD)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    return model
+
+
+def vit_b_16(num_classes: int = 1000, in_channels: int = 3, image_size: int = 224) -> nn.Sequential:
+    """ViT-B/16: 86,567,656 parameters for ImageNet."""
+    return vit(num_classes, in_channels, image_size, patch_size=16, dim=768, depth=12, heads=12)
+
+
+def vit_s_16(num_classes: int = 1000, in_channels: int = 3, image_size: int = 224) -> nn.Sequential:
+    """ViT-S/16 (Touvron et al. 2021): 22,050,664 parameters for ImageNet."""
+    return vit(num_classes, in_channels, image_size, patch_size=16, dim=384, depth=12, heads=6)
+
+
+def vit_one_block_8192(num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Sequential:
+    """The SSAM paper's, of one very wide block, whose N:M products it times: 1x1 patches, one head, mlp ratio 1."""
+    return vit(num_classes, in_channels, image_size, patch_size=1, dim=8192, depth=1, heads=1, mlp_ratio=1.0)
+
+
+def vit_tiny_small(num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Sequential:
+    """Four blocks of 96 dimensions and an eighth of the side as patch: for a laptop's CPU."""
+    patch = max(1, image_size // 8)
+    return vit(num_classes, in_channels, image_size, patch_size=patch, dim=96, depth=4, heads=3, mlp_ratio=2.0)
