@@ -2,58 +2,68 @@
 
 from __future__ import annotations
 
-import argparse
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 
-import torch
+from sparsesam import __version__
+from sparsesam.commands import COMMANDS, find
 
-from sparsesam.experiment import DemoConfig, append_records, provenance, run_demo
-from sparsesam.experiment.demo_summary import summarize
+_NEEDS = "pip install 'sparsesam[experiment]'"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="sparsesam", description="Sparse sharpness-aware training.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    _add_demo(commands.add_parser("demo", help="SGD, SAM and SSAM side by side on noisy digits, two minutes"))
-    options = parser.parse_args(arguments)
+    """Run the command line; returns the exit code: 0 done, 1 stopped, 2 not understood, 130 interrupted."""
+    command, *rest = [*(sys.argv[1:] if arguments is None else arguments), ""]
+    rest = rest[:-1]
+    if command in ("", "-h", "--help"):
+        print(_usage())
+        return 0 if command else 2
+    if command == "--version":
+        print(__version__)
+        return 0
     try:
-        return _demo(options)
-    except (ImportError, ValueError) as error:
-        parser.exit(2, f"sparsesam: {error}\n")
-
-
-def _add_demo(parser: argparse.ArgumentParser) -> None:
-    defaults = DemoConfig()
-    parser.add_argument("--epochs", type=int, default=defaults.epochs, help="default: %(default)s")
-    parser.add_argument("--seeds", type=int, default=defaults.seeds, help="how many runs of each: %(default)s")
-    parser.add_argument("--seed", type=int, default=defaults.seed, help="the first of them: %(default)s")
-    parser.add_argument("--rho", type=float, default=defaults.rho, help="default: %(default)s")
-    # More threads gain little on networks this small, and lose much on a machine that is busy.
-    parser.add_argument("--threads", type=int, default=1, help="torch threads: %(default)s")
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="records go here: %(default)s")
-
-
-def _demo(options: argparse.Namespace) -> int:
-    try:
-        from rich.console import Console
-
-        from sparsesam.experiment import demo_display
+        from sparsesam.commands.parser import Parser
+        from sparsesam.experiment.config import nearest
+        from sparsesam.experiment.errors import Interrupted, RunError
     except ImportError as error:
-        raise ImportError("the demo draws with rich: pip install 'sparsesam[demo]'") from error
-    config = DemoConfig(epochs=options.epochs, seeds=options.seeds, seed=options.seed, rho=options.rho)
-    torch.set_num_threads(options.threads)
-    console = Console()
-    with demo_display.progress(config, console) as on_epoch:
-        results = run_demo(config, on_epoch)
-    console.print(demo_display.table(summarize(results), config))
-    records = options.out / "records.jsonl"
-    origin = {"config": asdict(config), "provenance": provenance()}
-    append_records(records, ({**asdict(result), **origin} for result in results))
-    console.print(f"records: {records}", highlight=False)
-    return 0
+        return _say(f"the command line needs {error.name}: {_NEEDS}", 2)
+    if command not in COMMANDS:
+        return _say(f"unknown command {command!r}; {nearest(command, COMMANDS)}", 2)
+    try:
+        module = find(command)
+        parser = Parser(f"sparsesam {command}", module.HELP)
+        module.add_arguments(parser)
+        rest = module.rewrite(rest) if hasattr(module, "rewrite") else rest
+        return int(module.run(parser.parse_args(rest)))
+    except Interrupted as error:
+        return _say(str(error), 130)
+    except KeyboardInterrupt:
+        return _say("interrupted", 130)
+    except RunError as error:
+        return _say(str(error), 1)
+    except (ImportError, ValueError) as error:
+        return _say(str(error), 2)
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: sparsesam COMMAND …",
+            "",
+            "Sparse sharpness-aware training.",
+            "",
+            *lines,
+            "",
+            "COMMAND --help tells more.",
+        ]
+    )
+
+
+def _say(text: str, code: int) -> int:
+    print(f"sparsesam: {text}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

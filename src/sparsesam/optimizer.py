@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from sparsesam.ascent.explicit import Norm
 from sparsesam.ascent.plan import Ascent
+from sparsesam.cadence import Between, Cadence
 from sparsesam.masks.mask import MaskRule
 from sparsesam.schedules import RhoSchedule
 from sparsesam.sharpness_aware import SharpnessAware
@@ -23,7 +24,12 @@ class SAM(SharpnessAware):
     (``"all"``: on biases too); it wants a rho about ten times larger. ``rho``, ``adaptive``, ``eta`` and
     ``perturb=False`` may stand in the base optimizer's parameter groups; a group that is not perturbed does not
     count in the norm. ``rho_schedule`` multiplies each group's first rho; without one, ``group["rho"]`` is yours
-    to change. ``engine=False`` computes everything, also what no perturbation needs.
+    to change.
+
+    To pay for fewer ascents: ``every=k`` ascends in every k-th step, and in between takes the base optimizer's step
+    or, with ``between="reuse"``, one pass at w + the last e; ``start=t`` begins with step t; ``ascent_fraction=0.25``
+    ascends by a quarter of the batch; ``ascent="momentum"`` follows the base optimizer's momentum instead of a
+    gradient, which takes no pass at all. ``engine=False`` computes everything, also what no perturbation needs.
     """
 
     def __init__(
@@ -34,7 +40,12 @@ class SAM(SharpnessAware):
         *,
         adaptive: bool | Literal["all"] = False,
         eta: float = 0.01,
+        ascent: Literal["explicit", "momentum"] = "explicit",
         rho_schedule: RhoSchedule | None = None,
+        every: int = 1,
+        between: Between = "skip",
+        start: int = 0,
+        ascent_fraction: float = 1.0,
         engine: bool = True,
     ) -> None:
         super().__init__(
@@ -45,8 +56,10 @@ class SAM(SharpnessAware):
             adaptive=adaptive,
             eta=eta,
             norm="full",
-            ascent="explicit",
+            ascent=ascent,
             rho_schedule=rho_schedule,
+            cadence=Cadence(every, between, start),
+            ascent_fraction=ascent_fraction,
             engine=engine,
         )
 
@@ -79,6 +92,10 @@ class SSAM(SharpnessAware):
         norm: Norm = "full",
         ascent: Ascent = "explicit",
         rho_schedule: RhoSchedule | None = None,
+        every: int = 1,
+        between: Between = "skip",
+        start: int = 0,
+        ascent_fraction: float = 1.0,
         engine: bool = True,
     ) -> None:
         if not isinstance(mask, MaskRule):
@@ -96,5 +113,7 @@ class SSAM(SharpnessAware):
             norm=norm,
             ascent=ascent,
             rho_schedule=rho_schedule,
+            cadence=Cadence(every, between, start),
+            ascent_fraction=ascent_fraction,
             engine=engine,
         )

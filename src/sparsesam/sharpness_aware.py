@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
+import inspect
 import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +18,15 @@ from torch.optim import Optimizer
 from sparsesam.ascent.engine import Engine
 from sparsesam.ascent.explicit import Norm, Perturbation, Target, ascent_norm
 from sparsesam.ascent.memo import EngineFallbackError
-from sparsesam.ascent.noise import Noise
+from sparsesam.ascent.noise import Noise, NoiseState
 from sparsesam.ascent.plan import Ascent, describe, make_plan, saves_nothing
+from sparsesam.ascent.portion import Portion
 from sparsesam.ascent.statistics import StatisticsSnapshot
+from sparsesam.cadence import Cadence, Kind
 from sparsesam.masks.keeper import MaskKeeper
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.packed import PackedMask
+from sparsesam.masks.scores import Moment
 from sparsesam.parameters import (
     GROUP_OPTIONS,
     Participant,
@@ -39,8 +43,14 @@ _CHECKPOINT_VERSION = 1
 #: Attributes that go into a checkpoint, beside the base optimizer's state and the masks.
 PERSISTED = ("steps", "skipped_ascents", "skipped_steps")
 #: Attributes that a copy of the optimizer takes along and a checkpoint does not.
-CONFIGURATION = ("base", "model", "defaults", "norm", "ascent", "rho_schedule", "_keeper", "_engine_off")
+CONFIGURATION = (
+    *("base", "model", "defaults", "norm", "ascent", "rho_schedule", "cadence", "ascent_fraction"),
+    *("_keeper", "_engine_off"),
+)
 # All others belong to one step of one process and are made by `_start`.
+
+#: Where torch's optimizers keep their momentum: SGD, RMSprop; Adam and its kin.
+_MOMENTUM = ("momentum_buffer", "exp_avg")
 
 
 class _Phase(enum.Enum):
@@ -67,13 +77,17 @@ class SharpnessAware(Optimizer):
         norm: Norm,
         ascent: Ascent,
         rho_schedule: RhoSchedule | None,
+        cadence: Cadence,
+        ascent_fraction: float,
         engine: bool,
     ) -> None:
         check_base(base)
         if isinstance(base, SharpnessAware):
             raise TypeError(f"base must be a plain optimizer, got {type(base).__name__}; wrap its base instead")
         _check_choice("norm", norm, ("full", "masked"))
-        _check_choice("ascent", ascent, ("explicit", "implicit", "implicit-dense"))
+        _check_choice("ascent", ascent, get_args(Ascent))
+        if not 0 < ascent_fraction <= 1:
+            raise ValueError(f"ascent_fraction must be in (0, 1], got {ascent_fraction}; the paper tries 0.25")
         if ascent == "implicit" and norm == "full":
             raise ValueError(
                 'norm must be "masked" with ascent="implicit", got "full": gradients outside the mask are not computed'
@@ -83,6 +97,8 @@ class SharpnessAware(Optimizer):
         self.norm: Norm = norm
         self.ascent: Ascent = ascent
         self.rho_schedule = rho_schedule
+        self.cadence = cadence
+        self.ascent_fraction = ascent_fraction
         self.defaults = {**base.defaults, "rho": rho, "adaptive": adaptive, "eta": eta, "perturb": True}
         self.steps = 0
         self.skipped_ascents = 0
@@ -116,6 +132,15 @@ class SharpnessAware(Optimizer):
         return 0.0 if self._keeper is None else self._keeper.sparsity
 
     @property
+    def needs_first_pass(self) -> bool:
+        """Whether the coming step needs a gradient at w before ``perturbed()``."""
+        return self._kind is Kind.ASCEND and self.ascent != "momentum"
+
+    @property
+    def _kind(self) -> Kind:
+        return self.cadence.kind(self.steps, has_last=bool(self._perturbation.last))
+
+    @property
     def skipped_refreshes(self) -> int:
         """How often a mask was kept because its scores were not finite."""
         return 0 if self._keeper is None else self._keeper.skipped
@@ -131,9 +156,12 @@ class SharpnessAware(Optimizer):
         """Take one step.
 
         With a closure (clear, compute, backward, return the loss), both passes run here, with the same random
-        numbers, and the loss at w is returned. Without one, the two passes must have run already, the second
-        inside ``perturbed()``. ``scaler`` is for a closure that scales its loss; call ``scaler.update()``
-        afterwards, as usual. ``batch`` is what a mask needs that takes its Fisher from the current batch.
+        numbers, and the loss at w is returned (at w + e, where a step has only that pass). Without one, the two
+        passes must have run already, the second inside ``perturbed()``.
+
+        ``batch`` is for a mask that takes its Fisher from the current batch, and for ``ascent_fraction``: a closure
+        that has a parameter is called with the batch, or with the ascent's part of it. ``scaler`` is for a closure
+        that scales its loss; call ``scaler.update()`` afterwards, as usual.
         """
         if self._phase is _Phase.PERTURBED:
             raise RuntimeError("step() inside perturbed() would update the weights at w + e; call it after the block")
@@ -145,7 +173,7 @@ class SharpnessAware(Optimizer):
                 )
             self._descend()
             return None
-        loss = self._two_passes(closure, batch)
+        loss = self._passes(closure, batch)
         if scaler is None:
             self._descend()
         else:
@@ -212,6 +240,7 @@ class SharpnessAware(Optimizer):
         own: dict[str, Any] = {key: getattr(self, key) for key in PERSISTED}
         own["version"] = _CHECKPOINT_VERSION
         own["mask"] = None if self._keeper is None else self._keeper.state_dict()
+        own["last_perturbation"] = dict(self._perturbation.last)
         state = {**self.base.state_dict(), "sparsesam": own}
         for after in self._optimizer_state_dict_post_hooks.values():
             state = after(self, state) or state
@@ -236,6 +265,9 @@ class SharpnessAware(Optimizer):
             for key, value in mine.items():
                 group.setdefault(key, value)
         self._start()
+        if own is not None:
+            self._perturbation.last = {name: e.clone() for name, e in own["last_perturbation"].items()}
+            self._arm()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -256,18 +288,22 @@ class SharpnessAware(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         if self._phase is _Phase.PERTURBED:
             raise RuntimeError("an optimizer cannot be copied inside perturbed(): its weights are at w + e")
-        return {key: self.__dict__[key] for key in (*CONFIGURATION, *PERSISTED)}
+        last = self._perturbation.last
+        return {"_last": last, **{key: self.__dict__[key] for key in (*CONFIGURATION, *PERSISTED)}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        last = state.pop("_last")
         super().__setstate__(state)
         self._start()
+        self._perturbation.last = last
+        self._arm()
 
     def _start(self) -> None:
         """Everything that belongs to one process: a copy or a loaded checkpoint begins here too."""
         self._phase = _Phase.IDLE
         self._ascent_failed = False
         self._warned: set[str] = set()
-        self._perturbation = Perturbation()
+        self._perturbation = Perturbation(remember=self.cadence.between == "reuse")
         self._names = named(self.model, self.base)
         self._noise = Noise(self.model.parameters())
         self._engine = Engine(self.model)
@@ -277,35 +313,60 @@ class SharpnessAware(Optimizer):
 
     # ---- the step ----------------------------------------------------------------------------------------
 
-    def _two_passes(self, closure: Callable[[], Any], batch: Any) -> Any:
-        if self._keeper is not None and not self._keeper.rule.needs_gradient:
-            self._refresh_if_due(batch)
+    def _passes(self, closure: Callable[..., Any], batch: Any) -> Any:
+        call = _with_batch(closure, batch)
+        if self._kind is Kind.PLAIN:
+            self._phase = _Phase.READY
+            self._ascent_failed = False
+            with torch.enable_grad():
+                return call(batch)
+        loss = noise = None
+        if self.needs_first_pass:
+            if self._keeper is not None and not self._keeper.rule.needs_gradient:
+                self._refresh_if_due(batch)
+            noise = self._noise.read()
+            loss = self._first_pass(call, batch)
+        with self._excursion(batch) as moved:
+            if moved or loss is None:  # otherwise the gradient of the first pass is already the one to use
+                there = self._second_pass(call, batch, noise)
+                loss = there if loss is None else loss
+        return loss
+
+    def _first_pass(self, call: Callable[[Any], Any], batch: Any) -> Any:
         noise, statistics = self._noise.read(), StatisticsSnapshot(self.model)
         self._engine.same_noise = True
+        part = batch
+        if self.ascent_fraction < 1:
+            if batch is None or not getattr(call, "takes_batch", False):
+                raise ValueError(
+                    f"batch must be given with ascent_fraction={self.ascent_fraction}, and the closure must take it: "
+                    "opt.step(closure, batch=(x, y)) with def closure(batch): ..."
+                )
+            portion = Portion.of(batch, self.ascent_fraction)
+            part, self._engine.portion = portion.part, portion
         try:
             with torch.enable_grad():
-                loss = closure()
+                return call(part)
         except EngineFallbackError as error:
             self._switch_off(error)
             self._noise.write(noise)
             statistics.restore()
             with torch.enable_grad():
-                loss = closure()
-        with self._excursion(batch) as moved:
-            if not moved:  # the gradient of the first pass is already the one to use
-                return loss
-            for attempt in (1, 2):
-                self.zero_grad()
+                return call(part)
+
+    def _second_pass(self, call: Callable[[Any], Any], batch: Any, noise: NoiseState | None) -> Any:
+        for attempt in (1, 2):
+            self.zero_grad()
+            if noise is not None:
                 self._noise.write(noise)
-                try:
-                    with torch.enable_grad():
-                        closure()
-                    break
-                except EngineFallbackError as error:
-                    if attempt == 2:
-                        raise
-                    self._switch_off(error)
-        return loss
+            try:
+                with torch.enable_grad():
+                    return call(batch)
+            except EngineFallbackError as error:
+                if attempt == 2:
+                    raise
+                self._switch_off(error)
+        raise AssertionError("unreachable")
 
     @contextmanager
     def _excursion(self, batch: Any) -> Iterator[bool]:
@@ -334,13 +395,21 @@ class SharpnessAware(Optimizer):
 
     @torch.no_grad()
     def _ascend(self, batch: Any) -> bool:
-        self._require_gradients("first")
         self._ascent_failed = False
         self._set_rho()
+        kind = self._kind
+        if kind is Kind.PLAIN:
+            return False
+        if kind is Kind.REUSE:
+            self._perturbation.apply_last([self._target(one, one.parameter) for one in self._participants()])
+            return True
+        if self.ascent != "momentum":
+            self._require_gradients("first")
         self._refresh_if_due(batch)
         complete = not self._engine.left_gradients_out
         self._engine.begin_second()
-        targets = [self._target(one) for one in self._participants() if one.parameter.grad is not None]
+        directions = self._directions()
+        targets = [self._target(one, directions[one.name]) for one in self._participants() if one.name in directions]
         if all(target.is_still for target in targets):
             return not complete
         norm = ascent_norm(targets, norm=self.norm)
@@ -356,6 +425,19 @@ class SharpnessAware(Optimizer):
             )
         return self._ascent_failed or not complete
 
+    def _directions(self) -> dict[str, Tensor]:
+        """What the ascent follows, for each participant that has it: its gradient, or its momentum."""
+        found = {}
+        for one in self._participants():
+            if self.ascent == "momentum":
+                state = self.base.state.get(one.parameter, {})
+                direction = next((state[key] for key in _MOMENTUM if state.get(key) is not None), None)
+            else:
+                direction = one.parameter.grad
+            if direction is not None:
+                found[one.name] = direction.to_dense() if direction.is_sparse else direction
+        return found
+
     @torch.no_grad()
     def _descend(self) -> None:
         self._require_gradients("second")
@@ -368,11 +450,9 @@ class SharpnessAware(Optimizer):
         self.steps += 1
         self._arm()
 
-    def _target(self, one: Participant) -> Target:
-        gradient = one.parameter.grad
-        assert gradient is not None
-        dense = gradient.to_dense() if gradient.is_sparse else gradient
-        return Target(one.parameter, dense, self._mask_of(one.name), float(one.group["rho"]), one.eta)
+    def _target(self, one: Participant, direction: Tensor) -> Target:
+        rho = float(one.group["rho"])
+        return Target(one.name, one.parameter, direction, self._mask_of(one.name), rho, one.eta)
 
     def _set_rho(self) -> None:
         for group in self.param_groups:
@@ -400,8 +480,16 @@ class SharpnessAware(Optimizer):
     def _refresh(self, batch: Any) -> None:
         assert self._keeper is not None
         self._engine.listen(None)
-        parameters = {one.name: one.parameter for one in self._participants()}
-        self._keeper.refresh(self.model, parameters, self.steps, batch)
+        moment = Moment(
+            self.model,
+            {one.name: one.parameter for one in self._participants()},
+            self._keeper.generator,
+            self.steps,
+            directions=self._directions(),
+            previous=self._keeper.masks,
+            batch=batch,
+        )
+        self._keeper.refresh(moment)
         self._perturbation.forget()
         self._plan_is_new = True
         self._arm()
@@ -411,7 +499,7 @@ class SharpnessAware(Optimizer):
         self._reason = self._why_not()
         if self._reason is not None:
             self._engine.listen(None)
-            if self.ascent != "explicit" and not self._refresh_due():
+            if self.ascent in ("implicit", "implicit-dense") and self.needs_first_pass and not self._refresh_due():
                 raise ValueError(f"ascent={self.ascent!r} needs the engine, which is off: {self._reason}")
             return
         if self._engine.plan is None or self._plan_is_new:
@@ -432,6 +520,8 @@ class SharpnessAware(Optimizer):
             return self._engine_off
         if self.norm == "full" and self._keeper is not None and self.ascent == "explicit":
             return 'norm="full" needs every gradient; norm="masked" does not'
+        if not self.needs_first_pass:
+            return "the coming step has only one pass"
         if self._refresh_due():
             return "the mask is made anew in the next step"
         if any(isinstance(getattr(module, "_orig_mod", None), nn.Module) for module in self.model.modules()):
@@ -482,3 +572,17 @@ class SharpnessAware(Optimizer):
 def _check_choice(argument: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ValueError(f"{argument} must be one of {', '.join(known)}, got {value!r}")
+
+
+def _with_batch(closure: Callable[..., Any], batch: Any) -> Callable[[Any], Any]:
+    """The closure as a function of the batch; torch.optim's takes none."""
+    takes_batch = batch is not None and any(
+        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        for p in inspect.signature(closure).parameters.values()
+    )
+
+    def call(part: Any) -> Any:
+        return closure(part) if takes_batch else closure()
+
+    call.takes_batch = takes_batch  # type: ignore[attr-defined]
+    return call

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
+from sparsesam.ascent.memo import EngineFallbackError
 from sparsesam.ascent.noise import Noise
 from sparsesam.ascent.passes import FirstPass, Plan, Recording, SecondPass
+from sparsesam.ascent.portion import Portion
 
 
 class Engine:
@@ -26,6 +28,7 @@ class Engine:
         self.model = model
         self.plan: Plan | None = None
         self.same_noise = False
+        self.portion: Portion | None = None
         self.second = False
         self.recording: Recording | None = None
         self.last: Recording | None = None
@@ -61,6 +64,7 @@ class Engine:
 
     def forget(self) -> None:
         self.recording = None
+        self.portion = None
         self.second = False
 
     @property
@@ -104,7 +108,14 @@ class Engine:
                 record = True
             else:  # another micro-batch: its activations are not worth their memory
                 record = not self._backward_has_run()
-            self._mode = FirstPass(self.plan, self.recording, self._noise, record=record, same_noise=self.same_noise)
+            self._mode = FirstPass(
+                self.plan,
+                self.recording,
+                self._noise,
+                record=record,
+                same_noise=self.same_noise,
+                portion=self.portion,
+            )
         if self._mode is not None:
             self._mode.__enter__()
 
@@ -124,15 +135,16 @@ class Engine:
                 mode.recording.unusable or "the model's output is an object that cannot be looked into"
             )
             return None
-        clean = [isinstance(leaf, Tensor) and mode.is_clean_with_graph(leaf) for leaf in leaves]
-        if not any(clean):
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if not any(mode.is_dirty_output(tensor) for tensor in tensors):
+            if mode.portion is not None:
+                raise EngineFallbackError("no output depends on a perturbed weight")
+            if any(tensor.requires_grad for tensor in tensors):
+                mode.recording.unusable = mode.recording.unusable or "no output depends on a perturbed weight"
             return None
-        if not any(
-            isinstance(leaf, Tensor) and leaf.requires_grad and not c for leaf, c in zip(leaves, clean, strict=True)
-        ):
-            mode.recording.unusable = mode.recording.unusable or "no output depends on a perturbed weight"
+        closed = [mode.closed(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if all(a is b for a, b in zip(closed, leaves, strict=True)):
             return None
-        closed = [leaf.detach() if c else leaf for leaf, c in zip(leaves, clean, strict=True)]
         return tree_unflatten(closed, structure)
 
     def _backward_has_run(self) -> bool:

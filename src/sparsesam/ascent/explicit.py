@@ -8,9 +8,9 @@ T = 1 for SAM; T = |w| + eta for the adaptive form (ASAM).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -23,10 +23,14 @@ Norm = Literal["full", "masked"]
 
 @dataclass
 class Target:
-    """One weight tensor about to be perturbed: ``mask=None`` perturbs all of it, ``eta=None`` means T = 1."""
+    """One weight tensor about to be perturbed along a direction g, usually its gradient.
 
+    ``mask=None`` perturbs all of it, ``eta=None`` means T = 1.
+    """
+
+    name: str
     weight: Tensor
-    gradient: Tensor
+    direction: Tensor
     mask: PackedMask | None
     rho: float
     eta: float | None
@@ -46,9 +50,9 @@ def ascent_norm(targets: Sequence[Target], *, norm: Norm) -> float:
     parts: list[Tensor] = []
     for target in targets:
         if norm == "full" or target.is_dense:
-            parts.append(_vector_norm(_scaled(target.gradient, target.weight, target.eta, power=1)))
+            parts.append(_vector_norm(_scaled(target.direction, target.weight, target.eta, power=1)))
         elif target.mask is not None and not target.mask.is_empty:
-            weight, gradient = target.weight.reshape(-1), target.gradient.reshape(-1)
+            weight, gradient = target.weight.reshape(-1), target.direction.reshape(-1)
             for start, stop, kept in target.mask.chunks():
                 entries = gradient[start:stop].index_select(0, kept)
                 if target.eta is not None:
@@ -60,35 +64,45 @@ def ascent_norm(targets: Sequence[Target], *, norm: Norm) -> float:
     return float(torch.linalg.vector_norm(torch.stack([part.to(home) for part in parts])))
 
 
-@dataclass
 class Perturbation:
     """Adds e to the weights and can take it back exactly, because the old values of moved entries are kept.
 
     The buffers are kept from step to step: allocating 4 bytes per weight anew costs more than filling them.
+    With ``remember`` the last e is kept as well, so that later steps can use it again.
     """
 
-    _buffers: dict[int, Tensor] = field(default_factory=dict)
-    _moved: list[Target] = field(default_factory=list)
+    def __init__(self, *, remember: bool = False) -> None:
+        self.last: dict[str, Tensor] = {}
+        self._remember = remember
+        self._saved: dict[str, Tensor] = {}
+        self._moved: list[Target] = []
 
     @property
     def active(self) -> bool:
         return bool(self._moved)
 
-    @torch.no_grad()
     def apply(self, targets: Sequence[Target], norm: float) -> None:
         """Move w to w + e; ``norm`` is `ascent_norm` and must be positive and finite."""
+        if self._remember:
+            self.last = {t.name: self._buffer({}, t) for t in targets if not t.is_still}
+        self._move(targets, lambda target: target.rho / norm)
+
+    def apply_last(self, targets: Sequence[Target]) -> None:
+        """Move w to w + the last e, whatever the gradient is now."""
+        self._move([target for target in targets if target.name in self.last], lambda _: None)
+
+    @torch.no_grad()
+    def _move(self, targets: Sequence[Target], scale_of: Callable[[Target], float | None]) -> None:
         for target in targets:
             if not target.is_still:
-                saved = self._buffer(target)
+                saved = self._buffer(self._saved, target)
                 if target.is_dense:
                     saved.copy_(target.weight)
                 # Listed before it is moved, so that an interruption half-way is undone too.
                 self._moved.append(target)
-                if target.is_dense:
-                    _add_dense(target, target.rho / norm)
-                else:
-                    _add_entries(target, saved, target.rho / norm)
-            target.gradient = target.weight.new_empty(0)  # let go of g: the second pass needs the memory
+                move = _add_dense if target.is_dense else _add_entries
+                move(target, saved, scale_of(target), self.last.get(target.name))
+            target.direction = target.weight.new_empty(0)  # let go of g: the second pass needs the memory
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -102,7 +116,7 @@ class Perturbation:
     def _put_back(self) -> None:
         while self._moved:
             target = self._moved[-1]
-            saved = self._buffers[id(target.weight)]
+            saved = self._saved[target.name]
             if target.is_dense:
                 target.weight.copy_(saved)
             else:
@@ -111,16 +125,17 @@ class Perturbation:
 
     def forget(self) -> None:
         """Free the buffers (after the masks or the parameters changed)."""
-        self._buffers = {}
+        self._saved = {}
+        self.last = {}
 
-    def _buffer(self, target: Target) -> Tensor:
+    def _buffer(self, held: dict[str, Tensor], target: Target) -> Tensor:
+        """Room for the moved entries of a target, the one in ``held`` if it fits."""
         weight, mask = target.weight, target.mask
         size = weight.shape if mask is None or target.is_dense else torch.Size([mask.count])
-        held = self._buffers.get(id(weight))
-        if held is None or (held.shape, held.dtype, held.device) != (size, weight.dtype, weight.device):
-            held = torch.empty(size, dtype=weight.dtype, device=weight.device)
-            self._buffers[id(weight)] = held
-        return held
+        room = held.get(target.name)
+        if room is None or (room.shape, room.dtype, room.device) != (size, weight.dtype, weight.device):
+            room = held[target.name] = torch.empty(size, dtype=weight.dtype, device=weight.device)
+        return room
 
 
 def _vector_norm(values: Tensor) -> Tensor:
@@ -135,24 +150,36 @@ def _scaled(gradient: Tensor, weight: Tensor, eta: float | None, *, power: int) 
     return gradient * (weight.abs() + eta).pow_(power)
 
 
-def _add_dense(target: Target, scale: float) -> None:
-    if target.eta is None:
-        target.weight.add_(target.gradient, alpha=scale)
-    else:
-        target.weight.add_(_scaled(target.gradient, target.weight, target.eta, power=2), alpha=scale)
+def _add_dense(target: Target, saved: Tensor, scale: float | None, last: Tensor | None) -> None:
+    """W += scale * T² g, noted in ``last`` if there is one; without a scale, w += last."""
+    if scale is None:
+        assert last is not None
+        target.weight.add_(last)
+        return
+    target.weight.add_(_scaled(target.direction, target.weight, target.eta, power=2), alpha=scale)
+    if last is not None:
+        torch.sub(target.weight, saved, out=last)
 
 
-def _add_entries(target: Target, saved: Tensor, scale: float) -> None:
-    """w[kept] += scale * T² g[kept], each chunk saved (and counted as saved) before it is moved."""
+def _add_entries(target: Target, saved: Tensor, scale: float | None, last: Tensor | None) -> None:
+    """The same for the kept entries, each chunk saved (and counted as saved) before it is moved."""
     assert target.mask is not None
-    gradient = target.gradient.reshape(-1)
+    direction = target.direction.reshape(-1)
     with _flat(target.weight) as weight:
         for start, stop, kept in target.mask.chunks():
-            old = saved[target.entries_saved : target.entries_saved + len(kept)]
+            here = slice(target.entries_saved, target.entries_saved + len(kept))
+            old = saved[here]
             torch.index_select(weight[start:stop], 0, kept, out=old)
             target.entries_saved += len(kept)
-            entries = _scaled(gradient[start:stop].index_select(0, kept), old, target.eta, power=2)
-            weight[start:stop].scatter_(0, kept, torch.add(old, entries, alpha=scale))
+            if scale is None:
+                assert last is not None
+                new = old + last[here]
+            else:
+                entries = _scaled(direction[start:stop].index_select(0, kept), old, target.eta, power=2)
+                new = torch.add(old, entries, alpha=scale)
+                if last is not None:
+                    torch.sub(new, old, out=last[here])
+            weight[start:stop].scatter_(0, kept, new)
 
 
 def _put_entries(target: Target, saved: Tensor) -> None:

@@ -158,3 +158,17 @@ def tensors_in(*trees: Any) -> Iterator[Tensor]:
             yield from tensors_in(*tree)
         elif isinstance(tree, dict):
             yield from tensors_in(*tree.values())
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """The same arguments with changed tensors; what holds none stays the same object."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, tuple):
+        items = [map_tensors(change, item) for item in tree]
+        return tree if all(a is b for a, b in zip(items, tree, strict=True)) else tuple(items)
+    if isinstance(tree, list):
+        return [map_tensors(change, item) for item in tree]
+    if isinstance(tree, dict):
+        return {key: map_tensors(change, value) for key, value in tree.items()}
+    return tree

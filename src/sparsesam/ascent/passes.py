@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from sparsesam.ascent.layers import LAYERS, WeightGradient
-from sparsesam.ascent.memo import Call, EngineFallbackError, Memo, Unhashable, key_of, tensors_in
+from sparsesam.ascent.memo import Call, EngineFallbackError, Memo, Unhashable, key_of, map_tensors, tensors_in
 from sparsesam.ascent.noise import Noise, same_state
+from sparsesam.ascent.portion import Portion
 
 _DIFFERENTIATION = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _serial = itertools.count()
@@ -54,12 +55,25 @@ class Recording:
 
 
 class FirstPass(TorchFunctionMode):
-    def __init__(self, plan: Plan, recording: Recording, noise: Noise, *, record: bool, same_noise: bool) -> None:
+    """With a ``portion``, clean calls run on the whole batch and dirty calls on the part that the ascent looks at."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        recording: Recording,
+        noise: Noise,
+        *,
+        record: bool,
+        same_noise: bool,
+        portion: Portion | None = None,
+    ) -> None:
         super().__init__()
         self.plan, self.recording, self.noise = plan, recording, noise
-        self.record, self.same_noise = record, same_noise
+        self.record, self.same_noise, self.portion = record, same_noise, portion
+        self._batch = {id(tensor) for tensor in portion.whole.values()} if portion is not None else set()
         self._token = recording.token
         self._shields: dict[int, tuple[Tensor, Tensor]] = {}
+        self._alive: list[Tensor] = []  # so that no identity in _batch is taken by another tensor
         self._outside = {id(tensor) for tensor in recording.outside}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,6 +84,8 @@ class FirstPass(TorchFunctionMode):
                 return result
         if func in _DIFFERENTIATION:
             raise EngineFallbackError("the model differentiates in its own forward; pass engine=False")
+        if self.portion is not None:
+            args, kwargs = map_tensors(self._whole, args), map_tensors(self._whole, kwargs)
         tensors = list(tensors_in(args, kwargs))
         dirty = [self._is_dirty(tensor) for tensor in tensors]  # all of them: looking also takes note of newcomers
         if any(dirty):
@@ -95,16 +111,32 @@ class FirstPass(TorchFunctionMode):
             self.recording.outside.append(tensor)
         return False
 
-    def _mark(self, result: Any, dirty: bool) -> None:
+    def _mark(self, result: Any, dirty: bool, by_sample: bool = False) -> None:
         for tensor in tensors_in(result):
             if id(tensor) not in self.plan.names:
                 setattr(tensor, _MARK, (self._token, dirty))
+                if by_sample:
+                    self._batch.add(id(tensor))
+                    self._alive.append(tensor)
 
-    def is_clean_with_graph(self, tensor: Tensor) -> bool:
-        """Whether a result of the forward would lead a backward pass into the clean part's graph."""
-        return tensor.requires_grad and getattr(tensor, _MARK, None) == (self._token, False)
+    def closed(self, tensor: Tensor) -> Tensor:
+        """A result of the forward as the loss may see it: clean ones without the graph that is still needed."""
+        if self._is_dirty(tensor):
+            if self.portion is not None and (tensor.dim() == 0 or len(tensor) != self.portion.kept):
+                raise EngineFallbackError("the model's output is not laid out by samples; give no ascent_fraction")
+            return tensor
+        return self._shield(tensor)
+
+    def is_dirty_output(self, tensor: Tensor) -> bool:
+        return tensor.requires_grad and self._is_dirty(tensor)
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        assert self.portion is not None
+        return self.portion.whole.get(id(tensor), tensor)
 
     def _give_up(self, reason: str) -> None:
+        if self.portion is not None:
+            raise EngineFallbackError(reason)
         if self.recording.unusable is None:
             self.recording.unusable = reason
 
@@ -143,24 +175,23 @@ class FirstPass(TorchFunctionMode):
         return func(*self._shielded(args), **self._shielded(kwargs))
 
     def _shielded(self, tree: Any) -> Any:
-        if isinstance(tree, Tensor):
-            return self._shield(tree)
-        if isinstance(tree, tuple):
-            items = [self._shielded(item) for item in tree]
-            return tree if all(a is b for a, b in zip(items, tree, strict=True)) else tuple(items)
-        if isinstance(tree, list):
-            return [self._shielded(item) for item in tree]
-        if isinstance(tree, dict):
-            return {key: self._shielded(value) for key, value in tree.items()}
-        return tree
+        return map_tensors(self._shield, tree)
 
     def _shield(self, tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad or self._is_dirty(tensor):
+        """A clean input as a dirty call may see it: without its graph, and without samples that do not matter."""
+        by_sample = id(tensor) in self._batch
+        if not (tensor.requires_grad or by_sample) or self._is_dirty(tensor):
             return tensor
         held = self._shields.get(id(tensor))
         if held is None:
-            held = self._shields[id(tensor)] = (tensor, tensor.detach())
+            held = self._shields[id(tensor)] = (tensor, self._cut(tensor) if by_sample else tensor.detach())
         return held[1]
+
+    def _cut(self, tensor: Tensor) -> Tensor:
+        assert self.portion is not None
+        if tensor.dim() == 0 or len(tensor) != self.portion.size:
+            raise EngineFallbackError("a value that depends on the batch is not laid out by samples")
+        return tensor.detach()[: self.portion.kept]
 
     def _clean_call(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         if _rerun_in_backward():
@@ -169,7 +200,7 @@ class FirstPass(TorchFunctionMode):
         before = [tensor._version for tensor in tensors]
         noise = self.noise.read() if record else None
         result = func(*args, **kwargs)
-        self._mark(result, dirty=False)
+        self._mark(result, dirty=False, by_sample=any(id(tensor) in self._batch for tensor in tensors))
         if not record or noise is None:
             return result
         noise_after = self.noise.read()
@@ -212,7 +243,7 @@ class SecondPass(TorchFunctionMode):
             result = func(*args, **kwargs)
             if not isinstance(result, Tensor):
                 return result
-        args, kwargs = self._twin_tree(args), self._twin_tree(kwargs)
+        args, kwargs = map_tensors(self._twin, args), map_tensors(self._twin, kwargs)
         memo = self.recording.memo
         try:
             call = memo.find(key_of(func, args, kwargs))
@@ -230,18 +261,6 @@ class SecondPass(TorchFunctionMode):
         result = func(*args, **kwargs)
         memo.keep_up(tensors)
         return result
-
-    def _twin_tree(self, tree: Any) -> Any:
-        if isinstance(tree, Tensor):
-            return self._twin(tree)
-        if isinstance(tree, tuple):
-            items = [self._twin_tree(item) for item in tree]
-            return tree if all(a is b for a, b in zip(items, tree, strict=True)) else tuple(items)
-        if isinstance(tree, list):
-            return [self._twin_tree(item) for item in tree]
-        if isinstance(tree, dict):
-            return {key: self._twin_tree(value) for key, value in tree.items()}
-        return tree
 
     def _twin(self, tensor: Tensor) -> Tensor:
         """The first pass's tensor with the same content, for loops that move the batch to a device in each pass."""

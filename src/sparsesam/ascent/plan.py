@@ -13,7 +13,7 @@ from sparsesam.ascent.passes import Plan
 from sparsesam.ascent.statistics import statistics_of
 from sparsesam.masks.packed import PackedMask
 
-Ascent = Literal["explicit", "implicit", "implicit-dense"]
+Ascent = Literal["explicit", "implicit", "implicit-dense", "momentum"]
 
 
 def make_plan(model: nn.Module, moved: Mapping[str, PackedMask | None], ascent: Ascent) -> Plan:

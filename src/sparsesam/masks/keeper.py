@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sparsesam.masks.agreement import agree_on
 from sparsesam.masks.errors import NonFiniteScoreError
@@ -39,18 +38,17 @@ class MaskKeeper:
             return True
         if self.last_step == step:  # a step that a GradScaler skipped comes twice
             return False
-        return self.asked or self.rule.refresh.due(step)
+        return self.asked or self.rule.refresh.due(step, self.last_step)
 
     @torch.no_grad()
-    def refresh(self, model: nn.Module, parameters: Mapping[str, Tensor], step: int, batch: Any) -> None:
-        moment = Moment(model, parameters, self.generator, step, previous=self.masks, batch=batch)
+    def refresh(self, moment: Moment) -> None:
         try:
             made = self.rule.make(moment)
         except NonFiniteScoreError as error:
             if self.masks is None:
                 raise
             self.skipped += 1
-            self.last_step = step
+            self.last_step = moment.step
             warnings.warn(
                 f"the mask is kept as it was, and opt.skipped_refreshes counts it: {error}",
                 RuntimeWarning,
@@ -58,7 +56,7 @@ class MaskKeeper:
             )
             return
         self.masks = agree_on({name: PackedMask.pack(mask) for name, mask in made.items()})
-        self.last_step = step
+        self.last_step = moment.step
         self.asked = False
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,9 +15,9 @@ class Refresh:
         if self.every is not None and self.every < 1:
             raise ValueError(f"every must be at least 1 step, got {self.every}; use by_hand() for no refreshes")
 
-    def due(self, step: int) -> bool:
-        """Whether the ascent of step 0, 1, 2, … begins with a new mask."""
-        return step == 0 or (self.every is not None and step % self.every == 0)
+    def due(self, step: int, last: int) -> bool:
+        """Whether the ascent of step 0, 1, 2, … begins with a new mask, the last having been made at ``last``."""
+        return self.every is not None and step // self.every > last // self.every
 
 
 def every_steps(steps: int) -> Refresh:

@@ -22,15 +22,14 @@ class Moment:
     parameters: Mapping[str, Tensor]
     generator: torch.Generator
     step: int
+    directions: Mapping[str, Tensor] = field(default_factory=dict)
     previous: Mapping[str, PackedMask] | None = None
     batch: Any = None
 
     def gradient(self, name: str) -> Tensor:
-        """The ascent gradient at w; zeros where the parameter received none."""
-        parameter = self.parameters[name]
-        if parameter.grad is None:
-            return torch.zeros_like(parameter)
-        return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+        """The ascent gradient at w (the momentum, where that is the direction); zeros where there is none."""
+        direction = self.directions.get(name)
+        return torch.zeros_like(self.parameters[name]) if direction is None else direction
 
 
 class Score(Protocol):

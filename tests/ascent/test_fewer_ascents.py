@@ -1,0 +1,278 @@
+"""Ascents every k-th step, from a step on, by a part of the batch, or along the momentum."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import sparsesam
+from tests import cases, oracles
+
+
+def counted(model, opt, x, y):
+    """A closure, and how often it has been called."""
+    calls = []
+
+    def closure():
+        calls.append(oracles.flat(cases.weights_of(model)))
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    return closure, calls
+
+
+def run(steps=6, masks=False, **options):
+    model = cases.mlp()
+    rule = {"mask": sparsesam.fixed_mask(cases.half_masks(model))} if masks else {}
+    kind = sparsesam.SSAM if masks else sparsesam.SAM
+    opt = kind(cases.sgd(model, momentum=options.pop("momentum", 0.9)), model, rho=0.3, **rule, **options)
+    passes, moves = [], []
+    for seed in range(steps):
+        closure, calls = counted(model, opt, *cases.vectors(seed=seed))
+        here = oracles.flat(cases.weights_of(model))
+        opt.step(closure)
+        passes.append(len(calls))
+        moves.append(calls[-1] - here)
+    return model, opt, passes, moves
+
+
+def test_every_kth_step_ascends_and_the_others_are_the_base_optimizers():
+    _, _, passes, moves = run(every=3)
+    assert passes == [2, 1, 1, 2, 1, 1]
+    assert [bool(move.any()) for move in moves] == [True, False, False, True, False, False]
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_the_last_perturbation_is_used_again_in_between(masks):
+    _, _, passes, moves = run(every=3, between="reuse", masks=masks)
+    assert passes == [2, 1, 1, 2, 1, 1]
+    torch.testing.assert_close(moves[1], moves[0], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(moves[2], moves[0], rtol=1e-9, atol=1e-12)
+    assert not torch.allclose(moves[3], moves[0])
+
+
+def test_start_is_the_first_step_with_a_perturbation():
+    _, _, passes, _ = run(start=4)
+    assert passes == [1, 1, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("clone", ["checkpoint", "deepcopy"])
+def test_a_reused_perturbation_survives_a_resume(clone):
+    model, opt, _, _ = run(steps=4, every=3, between="reuse", masks=True)
+    if clone == "deepcopy":
+        twin, other = copy.deepcopy((model, opt))
+    else:
+        file = io.BytesIO()
+        torch.save(opt.state_dict(), file)
+        file.seek(0)
+        twin = copy.deepcopy(model)
+        rule = sparsesam.fixed_mask(cases.half_masks(model))
+        other = sparsesam.SSAM(cases.sgd(twin), twin, rho=0.3, mask=rule, every=3, between="reuse")
+        other.load_state_dict(torch.load(file, weights_only=True))
+    for m, o in ((model, opt), (twin, other)):
+        closure, calls = counted(m, o, *cases.vectors(seed=9))
+        o.step(closure)
+        assert len(calls) == 1
+    assert cases.same_bits(cases.weights_of(model), cases.weights_of(twin))
+
+
+def test_masks_that_fall_due_between_ascents_are_made_at_the_next():
+    model = cases.mlp()
+    rule = sparsesam.random_mask(sparsity=0.5, refresh=sparsesam.every_steps(2))
+    opt = sparsesam.SSAM(cases.sgd(model), model, mask=rule, every=3)
+    seen = []
+    for seed in range(7):
+        opt.step(cases.closure_for(model, opt, *cases.vectors(seed=seed)))
+        seen.append(opt.masks["2.weight"])
+    changed = [t for t in range(1, 7) if not torch.equal(seen[t], seen[t - 1])]
+    assert changed == [3, 6]
+
+
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("base", ["sgd", "adam"])
+def test_momentum_as_the_direction_takes_one_pass(base, masks):
+    model = cases.mlp()
+    inner = cases.sgd(model) if base == "sgd" else torch.optim.Adam(model.parameters(), lr=0.01)
+    rule = {"mask": sparsesam.fixed_mask(cases.half_masks(model))} if masks else {}
+    opt = (sparsesam.SSAM if masks else sparsesam.SAM)(inner, model, rho=0.3, ascent="momentum", **rule)
+    key = "momentum_buffer" if base == "sgd" else "exp_avg"
+    for seed in range(3):
+        closure, calls = counted(model, opt, *cases.vectors(seed=seed))
+        here = oracles.flat(cases.weights_of(model))
+        held = [inner.state[p].get(key) for p in model.parameters()]
+        if seed > 0:
+            flat = oracles.flat(held)
+            mask = oracles.flat([m.double() for m in opt.masks.values()])
+            expected = oracles.perturbation(flat, here, mask, rho=0.3)
+        opt.step(closure)
+        assert len(calls) == 1
+        if seed > 0:
+            torch.testing.assert_close(calls[0] - here, expected, rtol=1e-9, atol=1e-12)
+        else:
+            assert not (calls[0] - here).any()  # there is no momentum yet
+
+
+def test_ssam_d_takes_the_momentum_for_its_gradient():
+    model = cases.mlp()
+    rule = sparsesam.dynamic_mask(sparsity=0.5, refresh=sparsesam.every_steps(1))
+    opt = sparsesam.SSAM(cases.sgd(model), model, mask=rule, ascent="momentum")
+    for seed in range(4):
+        opt.step(cases.closure_for(model, opt, *cases.vectors(seed=seed)))
+    assert opt.sparsity == pytest.approx(0.5, abs=0.01)
+
+
+def test_two_phase_loops_can_ask_whether_the_first_pass_is_needed():
+    def loop(opt, model, x, y):
+        opt.zero_grad()
+        if opt.needs_first_pass:
+            F.cross_entropy(model(x), y).backward()
+        with opt.perturbed():
+            F.cross_entropy(model(x), y).backward()
+        opt.step()
+
+    for options in ({"every": 2}, {"every": 2, "between": "reuse"}, {"ascent": "momentum"}, {"start": 2}):
+        model = cases.mlp()
+        twin = copy.deepcopy(model)
+        opt, other = (sparsesam.SAM(cases.sgd(m), m, rho=0.2, **options) for m in (model, twin))
+        for seed in range(5):
+            x, y = cases.vectors(seed=seed)
+            loop(opt, model, x, y)
+            other.step(cases.closure_for(twin, other, x, y))
+        assert cases.same_bits(cases.weights_of(model), cases.weights_of(twin))
+
+
+# ---- a part of the batch ---------------------------------------------------------------------------------
+
+
+def by_batch(model, opt):
+    def closure(batch):
+        x, y = batch
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    return closure
+
+
+def part_wise(model, opt, x, y, kept):
+    """The same by hand: ascend by the first samples, descend by all."""
+    opt.zero_grad()
+    F.cross_entropy(model(x[:kept]), y[:kept]).backward()
+    with opt.perturbed():
+        F.cross_entropy(model(x), y).backward()
+    opt.step()
+
+
+@pytest.mark.parametrize("masked", ["all", "4.*", "2.*"])
+@pytest.mark.parametrize("engine", [True, False])
+def test_ascent_by_a_part_of_the_batch(masked, engine):
+    model = cases.mlp()
+    twin = copy.deepcopy(model)
+    rule = sparsesam.fixed_mask("*" if masked == "all" else masked)
+    opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=rule, norm="masked", ascent_fraction=0.25, engine=engine)
+    other = sparsesam.SSAM(cases.sgd(twin), twin, rho=0.3, mask=rule, norm="masked", engine=False)
+    for seed in range(4):
+        x, y = cases.vectors(16, seed=seed)
+        opt.step(by_batch(model, opt), batch=(x, y))
+        part_wise(twin, other, x, y, 4)
+    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-9, atol=1e-11)
+
+
+class Split(nn.Module):
+    """A body with batch normalization and a head; the head can be run on a part of the body's output."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Linear(8, 8))
+        self.head = nn.Sequential(nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def test_the_clean_part_runs_once_on_the_whole_batch():
+    torch.manual_seed(0)
+    model = Split().double()
+    twin = copy.deepcopy(model)
+    opt = sparsesam.SSAM(
+        cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked", ascent_fraction=0.25
+    )
+    base = cases.sgd(twin)
+    for seed in range(4):
+        x, y = cases.vectors(16, seed=seed)
+        opt.step(by_batch(model, opt), batch=(x, y))
+        features = twin.body(x)  # whole batch, once
+        loss = F.cross_entropy(twin.head(features[:4].detach()), y[:4])
+        head = list(twin.head.parameters())
+        gradient = torch.autograd.grad(loss, head)
+        length = oracles.flat(gradient).norm()
+        before = [p.detach().clone() for p in head]
+        with torch.no_grad():
+            for p, g in zip(head, gradient, strict=True):
+                p.add_(0.3 * g / length)
+        base.zero_grad()
+        F.cross_entropy(twin.head(features), y).backward()
+        with torch.no_grad():
+            for p, value in zip(head, before, strict=True):
+                p.copy_(value)
+        base.step()
+    assert "used again" in opt.engine_report()["body.0.weight"]
+    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-9, atol=1e-11)
+
+
+class ByRows(nn.Module):
+    """Lays its values out so that samples are no longer the first dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(4, 3)
+
+    def forward(self, x):
+        rows = torch.tanh(self.body(x)).view(-1, 4)
+        return self.head(rows).view(len(x), 2, 3).sum(1)
+
+
+def test_values_that_are_not_laid_out_by_samples_fall_back():
+    torch.manual_seed(0)
+    model = ByRows().double()
+    twin = copy.deepcopy(model)
+    rule = sparsesam.fixed_mask("head.*")
+    opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=rule, norm="masked", ascent_fraction=0.5)
+    other = sparsesam.SSAM(cases.sgd(twin), twin, rho=0.3, mask=rule, norm="masked", engine=False)
+    for seed in range(3):
+        x, y = cases.vectors(16, seed=seed)
+        opt.step(by_batch(model, opt), batch=(x, y))
+        part_wise(twin, other, x, y, 8)
+    assert "not laid out by samples" in opt.engine_report()["engine"]
+    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"every": 0}, "every must be"),
+        ({"between": "jump"}, "between must be"),
+        ({"start": -1}, "start must be"),
+        ({"ascent_fraction": 0}, "ascent_fraction must be"),
+        ({"ascent_fraction": 1.5}, "ascent_fraction must be"),
+    ],
+)
+def test_bad_values(options, words):
+    model = cases.mlp()
+    with pytest.raises(ValueError, match=words):
+        sparsesam.SAM(cases.sgd(model), model, **options)
+
+
+def test_a_part_of_the_batch_needs_the_batch():
+    model = cases.mlp()
+    opt = sparsesam.SAM(cases.sgd(model), model, ascent_fraction=0.5)
+    with pytest.raises(ValueError, match="batch must be given"):
+        opt.step(cases.closure_for(model, opt, *cases.vectors()))
