@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import inspect
 import math
 import sys
 import warnings
@@ -19,24 +18,23 @@ from sparsesam.ascent.engine import Engine
 from sparsesam.ascent.explicit import Norm, Perturbation, Target, ascent_norm
 from sparsesam.ascent.memo import EngineFallbackError
 from sparsesam.ascent.noise import Noise, NoiseState
-from sparsesam.ascent.plan import Ascent, describe, make_plan, saves_nothing
+from sparsesam.ascent.passes import Plan
+from sparsesam.ascent.plan import Ascent, make_plan
 from sparsesam.ascent.portion import Portion
 from sparsesam.ascent.statistics import StatisticsSnapshot
 from sparsesam.cadence import Cadence, Kind
+from sparsesam.closures import with_batch
 from sparsesam.masks.keeper import MaskKeeper
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.scores import Moment
 from sparsesam.parameters import (
-    GROUP_OPTIONS,
     Participant,
-    check_base,
     check_group,
     named,
-    participants,
-    unwrap,
 )
 from sparsesam.schedules import RhoSchedule
+from sparsesam.wrapper import OptimizerWrapper
 
 _CHECKPOINT_VERSION = 1
 
@@ -59,11 +57,8 @@ class _Phase(enum.Enum):
     READY = enum.auto()  # weights are back, the gradient is that at w + e
 
 
-class SharpnessAware(Optimizer):
-    """The two-phase step. `SAM` and `SSAM` are the ones to use; see their docstrings.
-
-    ``param_groups`` and ``state`` are the base optimizer's own, so a scheduler may drive either of the two.
-    """
+class SharpnessAware(OptimizerWrapper):
+    """The two-phase step. `SAM` and `SSAM` are the ones to use; see their docstrings."""
 
     def __init__(
         self,
@@ -81,9 +76,6 @@ class SharpnessAware(Optimizer):
         ascent_fraction: float,
         engine: bool,
     ) -> None:
-        check_base(base)
-        if isinstance(base, SharpnessAware):
-            raise TypeError(f"base must be a plain optimizer, got {type(base).__name__}; wrap its base instead")
         _check_choice("norm", norm, ("full", "masked"))
         _check_choice("ascent", ascent, get_args(Ascent))
         if not 0 < ascent_fraction <= 1:
@@ -92,14 +84,12 @@ class SharpnessAware(Optimizer):
             raise ValueError(
                 'norm must be "masked" with ascent="implicit", got "full": gradients outside the mask are not computed'
             )
-        self.base = base
-        self.model = unwrap(model)
+        super().__init__(base, model, {"rho": rho, "adaptive": adaptive, "eta": eta, "perturb": True})
         self.norm: Norm = norm
         self.ascent: Ascent = ascent
         self.rho_schedule = rho_schedule
         self.cadence = cadence
         self.ascent_fraction = ascent_fraction
-        self.defaults = {**base.defaults, "rho": rho, "adaptive": adaptive, "eta": eta, "perturb": True}
         self.steps = 0
         self.skipped_ascents = 0
         self.skipped_steps = 0
@@ -107,9 +97,6 @@ class SharpnessAware(Optimizer):
         self._engine_off = None if engine else "switched off"
         if engine and model is not self.model:
             self._engine_off = f"the model is wrapped in {type(model).__name__}"
-        super().__setstate__({})  # torch's own hooks; its __init__ would make a second set of parameter groups
-        for group in base.param_groups:
-            self._complete(group)
         self._start()
 
     # ---- what the user sees ------------------------------------------------------------------------------
@@ -201,77 +188,22 @@ class SharpnessAware(Optimizer):
 
     def engine_report(self) -> dict[str, str]:
         """What the last step did not have to compute, by parameter; under "engine", whether and why (not)."""
-        engine = self._engine
-        if engine.plan is None:
-            return {"engine": f"off: {self._engine_off or self._reason or 'no step taken yet'}"}
-        last = engine.last
-        if last is None:
-            return {"engine": "on: no step taken yet", **describe(engine.plan, set())}
-        state = "on" if last.unusable is None else f"on, but the second pass was computed in full: {last.unusable}"
-        return {"engine": state, **describe(engine.plan, last.reused)}
+        return self._engine.report()
 
-    # ---- torch.optim's contract --------------------------------------------------------------------------
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.base.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.base.state
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.base.zero_grad(set_to_none)
+    # ---- checkpoints and copies --------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.base.add_param_group(param_group)
-        try:
-            self._names = named(self.model, self.base)
-            self._complete(self.base.param_groups[-1])
-        except ValueError:
-            self.base.param_groups.pop()
-            raise
+        super().add_param_group(param_group)
         self._arm()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The base optimizer's checkpoint with one more entry, ``"sparsesam"``; safe for ``weights_only=True``."""
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
+    def _own_state(self) -> dict[str, Any]:
         own: dict[str, Any] = {key: getattr(self, key) for key in PERSISTED}
         own["version"] = _CHECKPOINT_VERSION
         own["mask"] = None if self._keeper is None else self._keeper.state_dict()
         own["last_perturbation"] = dict(self._perturbation.last)
-        state = {**self.base.state_dict(), "sparsesam": own}
-        for after in self._optimizer_state_dict_post_hooks.values():
-            state = after(self, state) or state
-        return state
+        return own
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of this optimizer, or of the bare base optimizer (a run that began without SAM)."""
-        state_dict = dict(state_dict)
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = before(self, state_dict) or state_dict
-        own = state_dict.pop("sparsesam", None)
-        if own is None:
-            warnings.warn(
-                "the checkpoint is of a bare base optimizer: its state is loaded, step counters and masks start anew",
-                stacklevel=2,
-            )
-        else:
-            self._load_own(own)
-        options = [{key: group[key] for key in GROUP_OPTIONS} for group in self.param_groups]
-        self.base.load_state_dict(state_dict)
-        for group, mine in zip(self.param_groups, options, strict=True):
-            for key, value in mine.items():
-                group.setdefault(key, value)
-        self._start()
-        if own is not None:
-            self._perturbation.last = {name: e.clone() for name, e in own["last_perturbation"].items()}
-            self._arm()
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
-
-    def _load_own(self, own: dict[str, Any]) -> None:
+    def _check_own_state(self, own: dict[str, Any]) -> None:
         if own.get("version") != _CHECKPOINT_VERSION:
             raise ValueError(
                 f"state_dict['sparsesam'] must be of version {_CHECKPOINT_VERSION}, got {own.get('version')}; "
@@ -281,40 +213,45 @@ class SharpnessAware(Optimizer):
             saved, mine = ("SAM", "SSAM") if own["mask"] is None else ("SSAM", "SAM")
             raise ValueError(f"state_dict is of {saved}, but this optimizer is {mine}; load it into the same kind")
         if self._keeper is not None:
+            self._keeper.check_state_dict(own["mask"], self.model)
+
+    def _load_own_state(self, own: dict[str, Any] | None) -> None:
+        if own is None:
+            self._start()
+            return
+        if self._keeper is not None:
             self._keeper.load_state_dict(own["mask"], self.model)
         for key in PERSISTED:
             setattr(self, key, own[key])
+        self._start({name: e.clone() for name, e in own["last_perturbation"].items()})
 
     def __getstate__(self) -> dict[str, Any]:
         if self._phase is _Phase.PERTURBED:
             raise RuntimeError("an optimizer cannot be copied inside perturbed(): its weights are at w + e")
-        last = self._perturbation.last
-        return {"_last": last, **{key: self.__dict__[key] for key in (*CONFIGURATION, *PERSISTED)}}
+        kept = {key: self.__dict__[key] for key in (*CONFIGURATION, *PERSISTED)}
+        return {"last_perturbation": self._perturbation.last, **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        last = state.pop("_last")
+        last = state.pop("last_perturbation")
         super().__setstate__(state)
-        self._start()
-        self._perturbation.last = last
-        self._arm()
+        self._names = named(self.model, self.base)
+        self._start(last)
 
-    def _start(self) -> None:
+    def _start(self, last_perturbation: dict[str, Tensor] | None = None) -> None:
         """Everything that belongs to one process: a copy or a loaded checkpoint begins here too."""
         self._phase = _Phase.IDLE
         self._ascent_failed = False
         self._warned: set[str] = set()
         self._perturbation = Perturbation(remember=self.cadence.between == "reuse")
-        self._names = named(self.model, self.base)
+        self._perturbation.last = last_perturbation or {}
         self._noise = Noise(self.model.parameters())
         self._engine = Engine(self.model)
-        self._reason: str | None = None
-        self._plan_is_new = True
         self._arm()
 
     # ---- the step ----------------------------------------------------------------------------------------
 
     def _passes(self, closure: Callable[..., Any], batch: Any) -> Any:
-        call = _with_batch(closure, batch)
+        call = with_batch(closure, batch)
         if self._kind is Kind.PLAIN:
             self._phase = _Phase.READY
             self._ascent_failed = False
@@ -491,29 +428,21 @@ class SharpnessAware(Optimizer):
         )
         self._keeper.refresh(moment)
         self._perturbation.forget()
-        self._plan_is_new = True
+        self._engine.plan = None
         self._arm()
 
     def _arm(self) -> None:
         """Decide whether the coming first pass may leave anything out."""
-        self._reason = self._why_not()
-        if self._reason is not None:
-            self._engine.listen(None)
-            if self.ascent in ("implicit", "implicit-dense") and self.needs_first_pass and not self._refresh_due():
-                raise ValueError(f"ascent={self.ascent!r} needs the engine, which is off: {self._reason}")
-            return
-        if self._engine.plan is None or self._plan_is_new:
-            moved = {one.name: self._engine_mask(one) for one in self._participants()}
-            plan = make_plan(self.model, moved, self.ascent)
-            self._plan_is_new = False
-            if saves_nothing(plan):
-                self._reason = "every parameter is perturbed, and no mask is made of whole filters"
-                self._engine.listen(None)
-            else:
-                self._engine.listen(plan)
+        reason = self._why_not()
+        if reason is not None and self.ascent in ("implicit", "implicit-dense") and self.needs_first_pass:
+            if not self._refresh_due():
+                raise ValueError(f"ascent={self.ascent!r} needs the engine, which is off: {reason}")
+        self._engine.arm(reason, self._plan)
 
-    def _engine_mask(self, one: Participant) -> PackedMask | None:
-        return None if self._keeper is None or self._keeper.masks is None else self._keeper.masks[one.name]
+    def _plan(self) -> Plan:
+        masks = self._keeper.masks if self._keeper is not None else None
+        moved = {one.name: masks[one.name] if masks is not None else None for one in self._participants()}
+        return make_plan(self.model, moved, self.ascent)
 
     def _why_not(self) -> str | None:
         if self._engine_off is not None:
@@ -530,37 +459,7 @@ class SharpnessAware(Optimizer):
 
     def _switch_off(self, error: Exception) -> None:
         self._engine_off = str(error)
-        self._engine.listen(None)
-
-    # ---- small helpers -----------------------------------------------------------------------------------
-
-    def _participants(self) -> Iterator[Participant]:
-        for group in self.param_groups:
-            self._complete(group)
-        if any(parameter not in self._names for group in self.param_groups for parameter in group["params"]):
-            self._names = named(self.model, self.base)
-        return participants(self.base, self._names)
-
-    def _complete(self, group: dict[str, Any]) -> None:
-        for key in GROUP_OPTIONS:
-            group.setdefault(key, self.defaults[key])
-        check_group(group)
-
-    def _gradients(self) -> Iterator[Tensor]:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    yield parameter.grad
-
-    def _require_gradients(self, which: str) -> None:
-        if next(self._gradients(), None) is None:
-            raise RuntimeError(
-                f"the {which} pass made no gradients: the closure (or your loop) must call backward() on a loss that "
-                "depends on the optimizer's parameters, and must not clear the gradients afterwards"
-            )
-
-    def _gradients_finite(self) -> bool:
-        return all(bool(gradient.isfinite().all()) for gradient in self._gradients())
+        self._arm()
 
     def _warn_once(self, text: str) -> None:
         kind = text.split(":")[0]
@@ -572,17 +471,3 @@ class SharpnessAware(Optimizer):
 def _check_choice(argument: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ValueError(f"{argument} must be one of {', '.join(known)}, got {value!r}")
-
-
-def _with_batch(closure: Callable[..., Any], batch: Any) -> Callable[[Any], Any]:
-    """The closure as a function of the batch; torch.optim's takes none."""
-    takes_batch = batch is not None and any(
-        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        for p in inspect.signature(closure).parameters.values()
-    )
-
-    def call(part: Any) -> Any:
-        return closure(part) if takes_batch else closure()
-
-    call.takes_batch = takes_batch  # type: ignore[attr-defined]
-    return call

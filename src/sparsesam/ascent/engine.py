@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from sparsesam.ascent.memo import EngineFallbackError
 from sparsesam.ascent.noise import Noise
 from sparsesam.ascent.passes import FirstPass, Plan, Recording, SecondPass
+from sparsesam.ascent.plan import describe, saves_nothing
 from sparsesam.ascent.portion import Portion
 
 
@@ -40,6 +41,25 @@ class Engine:
         self._handles: list[RemovableHandle] = []
 
     # ---- life of a step ----------------------------------------------------------------------------------
+
+    def arm(self, why_not: str | None, make_plan: Callable[[], Plan]) -> None:
+        """Prepare the coming first pass: with the plan there is or a new one, or not at all."""
+        plan = self.plan
+        if why_not is None and plan is None:
+            plan = make_plan()
+            if saves_nothing(plan):
+                why_not = "every parameter is perturbed, and no mask is made of whole filters"
+        self.off = why_not
+        self.listen(plan if why_not is None else None)
+
+    def report(self) -> dict[str, str]:
+        if self.plan is None:
+            return {"engine": f"off: {self.off}"}
+        if self.last is None:
+            return {"engine": "on: no step taken yet", **describe(self.plan, set())}
+        unusable = self.last.unusable
+        state = "on" if unusable is None else f"on, but the second pass was computed in full: {unusable}"
+        return {"engine": state, **describe(self.plan, self.last.reused)}
 
     def listen(self, plan: Plan | None) -> None:
         """From now on forwards are first passes under this plan; None: leave them alone."""

@@ -71,8 +71,10 @@ class MaskKeeper:
             "skipped": self.skipped,
         }
 
+    def check_state_dict(self, state: dict[str, Any], model: nn.Module) -> None:
+        _fitting(state["masks"], dict(model.named_parameters()))
+
     def load_state_dict(self, state: dict[str, Any], model: nn.Module) -> None:
-        """All or nothing: masks that do not fit the model are refused before anything changes."""
         self.masks = _fitting(state["masks"], dict(model.named_parameters()))
         self.generator.set_state(state["generator"].cpu())
         self.asked, self.last_step, self.skipped = state["asked"], state["last_step"], state["skipped"]
