@@ -52,6 +52,19 @@ def batch_one_loop(model: nn.Module, x: Tensor, y: Tensor) -> Squares:
     return {name: total / len(x) for name, total in zip(names, sums, strict=True)}
 
 
+def textbook_loop(model: nn.Module, x: Tensor, y: Tensor) -> Squares:
+    """The loop as it is usually written: a backward per sample, and new tensors for every square."""
+    model.eval()
+    squares = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for i in range(len(x)):
+        model.zero_grad()
+        F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]).backward()
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            squares[name] = squares[name] + p.grad**2 / len(x)
+    return squares
+
+
 class ModularBlock(nn.Module):
     """A residual block with its activations as modules, which BackPACK's converter asks for."""
 
@@ -155,7 +168,8 @@ def main() -> None:
     contenders: dict[str, Callable[[], Squares]] = {
         "sparsesam": lambda: ours(model, x, y),
         "plain forward-backward": lambda: plain(trained, x, y),
-        "batch-1 loop": lambda: batch_one_loop(model, x, y),
+        "batch-1 loop": lambda: textbook_loop(model, x, y),
+        "batch-1 loop, in place": lambda: batch_one_loop(model, x, y),
     }
     if not options.quick:
         for name, make in (("BackPACK", backpack_way), ("Opacus", opacus_way)):

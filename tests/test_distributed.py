@@ -67,3 +67,43 @@ def test_two_ranks_equal_one(kind, tmp_path):
     opt = train(model, rules()[kind], [cases.images(16, torch.float64, seed=s) for s in range(5)])
     torch.testing.assert_close(dict(model.state_dict()), dict(first["weights"]), rtol=1e-9, atol=1e-11)
     assert all(torch.equal(first["masks"][name], mask) for name, mask in opt.masks.items())
+
+
+def sharded_worker(rank, folder):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    model = cases.mlp()
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in (model[0], model[2], model[4], model):
+        fully_shard(layer, mesh=mesh)
+    groups = [{"params": model[0].parameters(), "perturb": False}, {"params": model[2:].parameters()}]
+    opt = sparsesam.SAM(torch.optim.SGD(groups, lr=0.1, momentum=0.9), model, rho=0.3)
+    for seed in range(4):
+        x, y = (t.chunk(2)[rank] for t in cases.vectors(seed=seed))
+        before = [p.to_local().clone() for p in model.parameters()]
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        with opt.perturbed():
+            F.cross_entropy(model(x), y).backward()
+        assert cases.same_bits(before, [p.to_local() for p in model.parameters()])
+        opt.step()
+    whole = [p.full_tensor() for p in model.parameters()]
+    masked = sparsesam.SSAM(cases.sgd(model), model, mask=sparsesam.random_mask(sparsity=0.5))
+    with pytest.raises(ValueError, match="sharded parameters"):
+        masked.step(cases.closure_for(model, masked, x, y))
+    if rank == 0:
+        torch.save(whole, f"{folder}/whole.pt")
+    dist.destroy_process_group()
+
+
+def test_sharded_parameters_equal_whole_ones(tmp_path):
+    mp.spawn(sharded_worker, (str(tmp_path),), nprocs=2)
+    model = cases.mlp()
+    groups = [{"params": model[0].parameters(), "perturb": False}, {"params": model[2:].parameters()}]
+    opt = sparsesam.SAM(torch.optim.SGD(groups, lr=0.1, momentum=0.9), model, rho=0.3)
+    for seed in range(4):
+        opt.step(cases.closure_for(model, opt, *cases.vectors(seed=seed)))
+    torch.testing.assert_close(cases.weights_of(model), torch.load(tmp_path / "whole.pt"), rtol=1e-9, atol=1e-11)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsesam.ascent.engine import Engine
-from sparsesam.ascent.explicit import Norm, Perturbation, Target, ascent_norm
+from sparsesam.ascent.explicit import Norm, Perturbation, Target, ascent_norm, is_sharded
 from sparsesam.ascent.memo import EngineFallbackError
 from sparsesam.ascent.noise import Noise, NoiseState
 from sparsesam.ascent.passes import Plan
@@ -417,6 +417,11 @@ class SharpnessAware(OptimizerWrapper):
     def _refresh(self, batch: Any) -> None:
         assert self._keeper is not None
         self._engine.listen(None)
+        if any(is_sharded(one.parameter) for one in self._participants()):
+            raise ValueError(
+                "mask must not be given with sharded parameters (fully_shard): a mask needs to see whole tensors; "
+                "use SAM, and perturb=False in the parameter groups that are to stay"
+            )
         moment = Moment(
             self.model,
             {one.name: one.parameter for one in self._participants()},

@@ -357,6 +357,8 @@ class Odd(nn.Module):
         elif self.kind == "gradient":
             energy = self.middle(h).pow(2).sum()
             h = h + torch.autograd.grad(energy, h, create_graph=True)[0]
+        elif self.kind == "vmap":
+            h = torch.vmap(lambda v: torch.tanh(self.middle(v)).mul_(2.0))(h)
         elif self.kind == "dict":
             return {"logits": self.head(h), "hidden": h}
         return self.head(h)
@@ -382,7 +384,7 @@ def odd_loss(model, x, y):
 
 ODD = (
     "checkpoint", "reentrant", "checkpoint head", "lstm", "rnn loop", "custom", "scripted", "leak", "average", "numpy",
-    "data", "loss depends", "gradient", "dict",
+    "data", "loss depends", "gradient", "dict", "vmap",
 )  # fmt: skip
 
 

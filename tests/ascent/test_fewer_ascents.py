@@ -177,7 +177,9 @@ def test_ascent_by_a_part_of_the_batch(masked, engine):
     model = cases.mlp()
     twin = copy.deepcopy(model)
     rule = sparsesam.fixed_mask("*" if masked == "all" else masked)
-    opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=rule, norm="masked", ascent_fraction=0.25, engine=engine)
+    opt = sparsesam.SSAM(
+        cases.sgd(model), model, rho=0.3, mask=rule, norm="masked", ascent_fraction=0.25, engine=engine
+    )
     other = sparsesam.SSAM(cases.sgd(twin), twin, rho=0.3, mask=rule, norm="masked", engine=False)
     for seed in range(4):
         x, y = cases.vectors(16, seed=seed)

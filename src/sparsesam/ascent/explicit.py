@@ -134,14 +134,23 @@ class Perturbation:
         size = weight.shape if mask is None or target.is_dense else torch.Size([mask.count])
         room = held.get(target.name)
         if room is None or (room.shape, room.dtype, room.device) != (size, weight.dtype, weight.device):
-            room = held[target.name] = torch.empty(size, dtype=weight.dtype, device=weight.device)
+            # Like the weight itself where it is dense, so that shards are saved as shards.
+            room = torch.empty_like(weight) if target.is_dense else weight.new_empty(size)
+            held[target.name] = room
         return room
 
 
 def _vector_norm(values: Tensor) -> Tensor:
     half = values.dtype in (torch.float16, torch.bfloat16)
     norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float32 if half else None)
+    if is_sharded(norm):
+        return norm.full_tensor()  # type: ignore[attr-defined,no-any-return]
     return norm
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor, without importing the slow module that defines it."""
+    return hasattr(tensor, "full_tensor")
 
 
 def _scaled(gradient: Tensor, weight: Tensor, eta: float | None, *, power: int) -> Tensor:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sparsesam.ascent.semi_structured import input_gradient
 from sparsesam.masks.packed import PackedMask
 
 
@@ -55,7 +56,7 @@ class _LinearAscent(torch.autograd.Function):
             elif rows is not None:
                 dx = kept @ weight.index_select(0, rows)
             else:
-                dx = dy @ (weight * want.mask.unpack(weight.device))
+                dx = input_gradient(dy, weight, want.mask)
         if need_w:
             if want.dense or rows is None:
                 dw = dy.flatten(0, -2).t() @ x.flatten(0, -2)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sparsesam.ascent.layers import LAYERS, WeightGradient
@@ -23,6 +23,7 @@ from sparsesam.ascent.noise import Noise, same_state
 from sparsesam.ascent.portion import Portion
 
 _DIFFERENTIATION = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+_PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 _serial = itertools.count()
 _MARK = "_sparsesam_mark"
 _USED = "_sparsesam_used"  # set on clean tensors whose value went into a dirty call
@@ -101,6 +102,9 @@ class FirstPass(TorchFunctionMode):
             return bool(mark[1])
         if id(tensor) in self.plan.names:
             return id(tensor) in self.plan.perturbed
+        if type(tensor) not in _PLAIN_TENSORS or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            self._give_up(f"a tensor of type {type(tensor).__name__}, or inside of torch.func")
+            return True
         if tensor.grad_fn is not None:
             self._give_up("a tensor came from an operation that cannot be seen (custom, compiled or checkpointed)")
             return True

@@ -1,0 +1,157 @@
+"""What a step costs where the engine can leave something out: x an SGD step, one interleaved run.
+
+python -m benchmarks.engine [--model resnet18] [--batch 64] [--rounds 7] [--threads 2] [--only WORDS] [--json FILE]
+
+Masks are fixed before the timing; every case has its own copy of one model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import sparsesam
+from benchmarks.live_bytes import LiveBytes
+from benchmarks.timing import format_ratios, interleaved, print_provenance, ratios
+from sparsesam.experiment.provenance import provenance
+from sparsesam.models import build
+
+SGD: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3}
+Step = Callable[[], None]
+
+
+class Case:
+    """A model of its own, an optimizer around it, and its step."""
+
+    def __init__(self, model: nn.Module, batch: tuple[Tensor, Tensor], wrap: Callable[..., Any] | None) -> None:
+        self.model = copy.deepcopy(model)
+        base = torch.optim.SGD(self.model.parameters(), **SGD)
+        self.optimizer = base if wrap is None else wrap(base, self.model)
+        self.batch = batch
+
+    def __call__(self) -> None:
+        if getattr(self.optimizer, "ascent_fraction", 1) < 1:
+            self.optimizer.step(self.closure, batch=self.batch)
+        elif hasattr(self.optimizer, "first_step"):  # pytorch-optimizer wants the first gradient before the step
+            self.closure(self.batch)
+            self.optimizer.step(lambda: self.closure(self.batch))
+        else:
+            self.optimizer.step(lambda: self.closure(self.batch))
+
+    def closure(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = cross_entropy(self.model(batch[0]), batch[1])
+        loss.backward()
+        return loss
+
+    @property
+    def perturbed(self) -> float:
+        sparsity = getattr(self.optimizer, "sparsity", 1.0)
+        return 1 - (1.0 if sparsity is None else sparsity)
+
+    def peak_bytes(self) -> int:
+        """Live bytes at the peak of a step, beyond model and batch."""
+        with LiveBytes([*self.model.parameters(), *self.model.buffers(), *self.batch]) as live:
+            self()
+            live.restart()
+            self()
+        return live.peak
+
+
+def filters_of_every_layer(model: nn.Module, share: float) -> sparsesam.MaskRule:
+    """The given share of the filters of every layer, and every bias and normalization parameter."""
+    generator = torch.Generator().manual_seed(0)
+    masks = {}
+    for name, parameter in model.named_parameters():
+        mask = torch.ones_like(parameter, dtype=torch.bool)
+        if parameter.dim() > 1:
+            mask[torch.randperm(len(parameter), generator=generator)[round(share * len(parameter)) :]] = False
+        masks[name] = mask
+    return sparsesam.fixed_mask(masks)
+
+
+def ssam(mask: sparsesam.MaskRule, **options: Any) -> Callable[..., Any]:
+    options = {"norm": "masked", **options}
+    return lambda base, model: sparsesam.SSAM(base, model, rho=0.1, mask=mask, **options)
+
+
+def pytorch_optimizer_sam(base: Any, model: nn.Module) -> Any:
+    from pytorch_optimizer import SAM
+
+    return SAM(model.parameters(), torch.optim.SGD, rho=0.1, **SGD)
+
+
+#: What "the last block" and "the last stage" are called in each model.
+TAILS = {
+    "resnet18": (("layer4.1.*", "fc.*"), ("layer4.*", "fc.*")),
+    "wrn-28-10": (("layer3.3.*", "bn.*", "fc.*"), ("layer3.*", "bn.*", "fc.*")),
+    "vit-s-16": (("blocks.11.*", "norm.*", "head.*"), ("blocks.9.*", "blocks.1?.*", "norm.*", "head.*")),
+}
+
+
+def table(model: nn.Module, block: tuple[str, ...], stage: tuple[str, ...]) -> dict[str, Callable[..., Any] | None]:
+    half, tenth = (filters_of_every_layer(model, share) for share in (0.5, 0.1))
+    unstructured = sparsesam.random_mask(sparsity=0.5)
+    return {
+        "SGD": None,
+        "SAM": lambda base, m: sparsesam.SAM(base, m, rho=0.1),
+        "pytorch-optimizer SAM": pytorch_optimizer_sam,
+        "half the filters, explicit": ssam(half),
+        "half the filters, implicit": ssam(half, ascent="implicit"),
+        "a tenth of the filters, implicit": ssam(tenth, ascent="implicit"),
+        "last block + classifier": ssam(sparsesam.fixed_mask(*block)),
+        "last stage + classifier": ssam(sparsesam.fixed_mask(*stage)),
+        "last stage, a quarter of the batch": ssam(sparsesam.fixed_mask(*stage), ascent_fraction=0.25),
+        "unstructured 50 %, engine on": ssam(unstructured),
+        "unstructured 50 %, engine off": ssam(unstructured, engine=False),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="resnet18", choices=list(TAILS))
+    for name, default in {"batch": 64, "rounds": 7, "warmup": 2, "threads": 2}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--only", default="", help="only cases whose name holds one of these words (and SGD)")
+    parser.add_argument("--json", type=Path, help="write the table there as well")
+    parser.add_argument("--memory", action="store_true", help="also the peak of live bytes of a step")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print_provenance()
+
+    torch.manual_seed(0)
+    model = build(options.model)
+    batch = (torch.randn(options.batch, 3, 32, 32), torch.randint(10, (options.batch,)))
+    words = options.only.split(",")
+    chosen = {
+        name: Case(model, batch, wrap)
+        for name, wrap in table(model, *TAILS[options.model]).items()
+        if name == "SGD" or any(word in name for word in words)
+    }
+    seconds = interleaved(chosen, rounds=options.rounds, warmup=options.warmup)
+    rows = ratios(seconds, "SGD")
+    print(f"{options.model}, batch {options.batch}, {options.rounds} interleaved rounds")
+    print(format_ratios(rows, "SGD"))
+    peaks = {}
+    if options.memory:
+        peaks = {name: case.peak_bytes() for name, case in chosen.items()}
+        for name, peak in peaks.items():
+            print(f"{name:36} peak {peak / 2**20:8.1f} MiB, {peak / peaks['SGD']:.3f} x SGD")
+    if options.json:
+        results = [
+            {**asdict(row), "perturbed": chosen[row.name].perturbed, "peak_bytes": peaks.get(row.name)} for row in rows
+        ]
+        options.json.write_text(json.dumps({"provenance": provenance(), "rows": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Points per second of a ResNet-18 landscape relative to bare forward passes of the same batches.
+
+    python -m benchmarks.landscape [--threads 2] [--points 5] [--images 128]
+
+After every point one bare evaluation runs, so that both meet the same machine. The start of a landscape (the check
+that the loss is deterministic, the loss at the centre) is given apart: it is the same for 25 points and for 2500.
+Target: at least 0.9.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.timing import print_provenance
+from sparsesam.analysis import Objective, loss_landscape
+from sparsesam.models import resnet18
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--points", type=int, default=5, help="along each axis")
+    parser.add_argument("--images", type=int, default=128)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    model = resnet18(10)
+    batches = [(torch.randn(options.images, 3, 32, 32), torch.randint(10, (options.images,)))]
+    objective = Objective(model, batches, F.cross_entropy)
+
+    @torch.no_grad()
+    def bare() -> float:
+        start = time.perf_counter()
+        for x, y in batches:
+            float(F.cross_entropy(model(x), y))
+        return time.perf_counter() - start
+
+    forward: list[float] = []
+    stamps: list[float] = []
+
+    def between(done: int, total: int) -> None:
+        stamps.append(time.perf_counter())
+        forward.append(bare())
+        stamps.append(time.perf_counter())
+
+    model.eval()
+    bare()
+    print_provenance()
+    with tempfile.TemporaryDirectory() as folder:
+        begin = time.perf_counter()
+        result = loss_landscape(
+            objective, points=options.points, progress=between, state_file=Path(folder) / "state.npz"
+        )
+    # From the end of one bare evaluation to the end of the next point.
+    points = [stamps[i + 1] - stamps[i] for i in range(1, len(stamps) - 1, 2)]
+    shares = sorted(f / p for f, p in zip(forward, points, strict=False))
+    low, median, high = statistics.quantiles(shares, n=4)
+    print(f"ResNet-18, {options.images} images, {result.loss.size} points, {result.weights_moved} weights moved")
+    print(f"bare forward  {statistics.median(forward):.3f} s     point {statistics.median(points):.3f} s (medians)")
+    print(f"share of the forward-pass limit: {median:.3f} (quartiles {low:.3f} to {high:.3f}), ", end="")
+    print(f"in total {sum(forward[:-1]) / sum(points):.3f}; target 0.9")
+    print(f"start, once: {stamps[0] - begin - statistics.median(points):.2f} s")
+
+
+if __name__ == "__main__":
+    main()
