@@ -358,7 +358,7 @@ class Odd(nn.Module):
             energy = self.middle(h).pow(2).sum()
             h = h + torch.autograd.grad(energy, h, create_graph=True)[0]
         elif self.kind == "vmap":
-            h = torch.vmap(lambda v: torch.tanh(self.middle(v)).mul_(2.0))(h)
+            h = torch.vmap(lambda v: torch.tanh(self.middle(v).mul_(2.0)))(h)
         elif self.kind == "dict":
             return {"logits": self.head(h), "hidden": h}
         return self.head(h)

@@ -20,3 +20,20 @@ def test_every_parameter_receives_a_gradient():
     model = resnet18()
     model(torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))).square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+def test_large_images_get_the_imagenet_stem():
+    with torch.device("meta"):
+        stem = resnet18(image_size=224)[:4]
+        assert stem(torch.empty(1, 3, 224, 224)).shape == (1, 64, 56, 56)
+
+
+def test_the_names_of_the_parts_are_the_usual_ones():
+    parts = {name.partition(".")[0] for name, _ in resnet18().named_parameters()}
+    assert parts == {"conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "fc"}
+
+
+def test_convolutions_start_as_he_et_al_say():
+    torch.manual_seed(0)
+    weight = resnet18().layer4[1].conv2.weight
+    assert abs(weight.std().item() / (2 / (512 * 9)) ** 0.5 - 1) < 0.01

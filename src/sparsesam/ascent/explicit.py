@@ -8,6 +8,8 @@ T = 1 for SAM; T = |w| + eta for the adaptive form (ASAM).
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +36,7 @@ class Target:
     mask: PackedMask | None
     rho: float
     eta: float | None
-    entries_saved: int = 0
+    pieces_saved: int = 0
 
     @property
     def is_dense(self) -> bool:
@@ -52,12 +54,8 @@ def ascent_norm(targets: Sequence[Target], *, norm: Norm) -> float:
         if norm == "full" or target.is_dense:
             parts.append(_vector_norm(_scaled(target.direction, target.weight, target.eta, power=1)))
         elif target.mask is not None and not target.mask.is_empty:
-            weight, gradient = target.weight.reshape(-1), target.direction.reshape(-1)
-            for start, stop, kept in target.mask.chunks():
-                entries = gradient[start:stop].index_select(0, kept)
-                if target.eta is not None:
-                    entries = _scaled(entries, weight[start:stop].index_select(0, kept), target.eta, power=1)
-                parts.append(_vector_norm(entries))
+            for directions, weights in _kept(target):
+                parts.append(_vector_norm(_scaled(directions, weights(), target.eta, power=1)))
     if not parts:
         return 0.0
     home = parts[0].device
@@ -131,7 +129,10 @@ class Perturbation:
     def _buffer(self, held: dict[str, Tensor], target: Target) -> Tensor:
         """Room for the moved entries of a target, the one in ``held`` if it fits."""
         weight, mask = target.weight, target.mask
-        size = weight.shape if mask is None or target.is_dense else torch.Size([mask.count])
+        if mask is None or target.is_dense:
+            size = weight.shape
+        else:
+            size = torch.Size([mask.count] if mask.rows is None else [len(mask.rows), *weight.shape[1:]])
         room = held.get(target.name)
         if room is None or (room.shape, room.dtype, room.device) != (size, weight.dtype, weight.device):
             # Like the weight itself where it is dense, so that shards are saved as shards.
@@ -171,40 +172,68 @@ def _add_dense(target: Target, saved: Tensor, scale: float | None, last: Tensor 
 
 
 def _add_entries(target: Target, saved: Tensor, scale: float | None, last: Tensor | None) -> None:
-    """The same for the kept entries, each chunk saved (and counted as saved) before it is moved."""
-    assert target.mask is not None
-    direction = target.direction.reshape(-1)
-    with _flat(target.weight) as weight:
-        for start, stop, kept in target.mask.chunks():
-            here = slice(target.entries_saved, target.entries_saved + len(kept))
+    """The same for the kept entries, each piece saved (and counted as saved) before it is moved."""
+    with _pieces(target) as pieces:
+        for weight, direction, kept, here in pieces:
             old = saved[here]
-            torch.index_select(weight[start:stop], 0, kept, out=old)
-            target.entries_saved += len(kept)
+            torch.index_select(weight, 0, kept, out=old)
+            target.pieces_saved += 1
             if scale is None:
                 assert last is not None
                 new = old + last[here]
             else:
-                entries = _scaled(direction[start:stop].index_select(0, kept), old, target.eta, power=2)
+                entries = _scaled(direction.index_select(0, kept), old, target.eta, power=2)
                 new = torch.add(old, entries, alpha=scale)
                 if last is not None:
                     torch.sub(new, old, out=last[here])
-            weight[start:stop].scatter_(0, kept, new)
+            _write(weight, kept, new)
 
 
 def _put_entries(target: Target, saved: Tensor) -> None:
-    assert target.mask is not None
-    offset = 0
-    with _flat(target.weight) as weight:
-        for start, stop, kept in target.mask.chunks():
-            if offset == target.entries_saved:
-                break
-            weight[start:stop].scatter_(0, kept, saved[offset : offset + len(kept)])
-            offset += len(kept)
+    with _pieces(target) as pieces:
+        for weight, _, kept, here in itertools.islice(pieces, target.pieces_saved):
+            _write(weight, kept, saved[here])
+
+
+def _write(weight: Tensor, kept: Tensor, values: Tensor) -> None:
+    if weight.dim() == 1:  # three times faster than index_copy_ there
+        weight.scatter_(0, kept, values)
+    else:
+        weight.index_copy_(0, kept, values)
+
+
+def _kept(target: Target) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
+    """The kept directions piece by piece, with a way to get at the weights of the piece."""
+    with _pieces(target, write=False) as pieces:
+        for weight, direction, kept, _ in pieces:
+            yield direction.index_select(0, kept), functools.partial(weight.index_select, 0, kept)
 
 
 @contextmanager
-def _flat(weight: Tensor) -> Iterator[Tensor]:
-    """The weight as a writable vector in row-major order, whatever its memory format."""
+def _pieces(target: Target, *, write: bool = True) -> Iterator[Iterator[tuple[Tensor, Tensor, Tensor, slice]]]:
+    """(weight, direction, kept indices along dimension 0, their place among all kept) for each piece.
+
+    A mask of whole rows is one piece whose unit is a row; any other goes in chunks of entries that stay in cache.
+    """
+    assert target.mask is not None
+    rows = target.mask.rows
+    if rows is not None:
+        yield iter([(target.weight, target.direction, rows, slice(0, len(rows)))])
+        return
+    with _flat(target.weight, write=write) as weight:
+        yield _chunks(target.mask, weight, target.direction.reshape(-1))
+
+
+def _chunks(mask: PackedMask, weight: Tensor, direction: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, slice]]:
+    place = 0
+    for start, stop, kept in mask.chunks():
+        yield weight[start:stop], direction[start:stop], kept, slice(place, place + len(kept))
+        place += len(kept)
+
+
+@contextmanager
+def _flat(weight: Tensor, *, write: bool) -> Iterator[Tensor]:
+    """The weight as a vector in row-major order, whatever its memory format; what is written to it arrives."""
     if weight.is_contiguous():
         yield weight.view(-1)
         return
@@ -212,4 +241,5 @@ def _flat(weight: Tensor) -> Iterator[Tensor]:
     try:
         yield copy.view(-1)
     finally:
-        weight.copy_(copy)
+        if write:
+            weight.copy_(copy)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sparsesam.ascent.layers import WeightGradient
 from sparsesam.ascent.passes import Plan
@@ -70,16 +69,7 @@ def describe(plan: Plan, reused: set[str]) -> dict[str, str]:
 
 
 def _weight_gradient(mask: PackedMask, ascent: Ascent) -> WeightGradient | None:
-    rows = _kept_rows(mask)
+    rows = mask.rows
     if ascent == "explicit" and rows is None:
         return None
     return WeightGradient(mask, rows, implicit=ascent != "explicit", dense=ascent == "implicit-dense")
-
-
-def _kept_rows(mask: PackedMask) -> Tensor | None:
-    """The indices of the rows that are kept whole, if no row is kept in part."""
-    if len(mask.shape) < 2:
-        return None
-    by_row = mask.unpack().flatten(1)
-    some, every = by_row.any(1), by_row.all(1)
-    return some.nonzero().squeeze(1) if torch.equal(some, every) else None

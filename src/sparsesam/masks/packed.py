@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,15 @@ class PackedMask:
     @property
     def is_empty(self) -> bool:
         return self.count == 0
+
+    @cached_property
+    def rows(self) -> Tensor | None:
+        """The indices along dimension 0 that are kept whole, if none is kept in part; None otherwise."""
+        if self.bits is None or len(self.shape) < 2:
+            return None
+        by_row = self.unpack().flatten(1)
+        some = by_row.any(1)
+        return some.nonzero().squeeze(1) if torch.equal(some, by_row.all(1)) else None
 
     def unpack(self, device: torch.device | None = None) -> Tensor:
         if self.bits is None:

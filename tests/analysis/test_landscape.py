@@ -1,0 +1,246 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from sparsesam.analysis import (
+    Objective,
+    compare_landscapes,
+    hessian_eigenvalues,
+    loss_between,
+    loss_landscape,
+    random_directions,
+)
+from tests.cases import convnet, images, mlp, same_bits, vectors, weights_of
+
+
+def objective_of(model, **options):
+    return Objective(model, [vectors(12), vectors(5, seed=2)], F.cross_entropy, **options)
+
+
+def naive_loss(objective, moves):
+    """The loss with each parameter moved by hand."""
+    saved = weights_of(objective.model)
+    with objective.measuring(), torch.no_grad():
+        for name, parameter in objective.model.named_parameters():
+            parameter += sum(scale * direction[name] for scale, direction in moves if name in direction)
+        loss = objective.loss()
+        for parameter, value in zip(objective.model.parameters(), saved, strict=True):
+            parameter.copy_(value)
+    return loss
+
+
+def test_every_filter_of_a_direction_has_its_weights_norm():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ConvTranspose2d(4, 5, 2), nn.Linear(6, 7))
+    (direction,) = random_directions(model, 1)
+    assert set(direction) == {"0.weight", "2.weight", "3.weight"}
+    for i in range(4):
+        assert direction["0.weight"][i].norm() == pytest.approx(model[0].weight[i].norm().item(), rel=1e-5)
+    for i in range(5):
+        assert direction["2.weight"][:, i].norm() == pytest.approx(model[2].weight[:, i].norm().item(), rel=1e-5)
+
+
+def test_biases_and_normalization_move_only_when_asked_each_entry_by_itself():
+    model = convnet()
+    assert set(random_directions(model, 1)[0]) == {"0.weight", "4.weight"}
+    (moved,) = random_directions(model, 1, one_dimensional="normalize")
+    assert torch.equal(moved["1.weight"].abs(), model[1].weight.abs())
+    assert torch.equal(moved["0.weight"], random_directions(model, 1)[0]["0.weight"])
+
+
+def test_plane_is_the_loss_at_each_point():
+    objective = objective_of(mlp())
+    result = loss_landscape(objective, points=4, seed=3)
+    first, second = random_directions(objective.model, 2, seed=3)
+    expected = [[naive_loss(objective, [(a, first), (b, second)]) for a in result.x] for b in result.y]
+    assert np.allclose(result.loss, expected, rtol=1e-12)
+    assert result.center_loss == naive_loss(objective, [])
+    lengths = [sum(float(v.square().sum()) for v in d.values()) ** 0.5 for d in (first, second)]
+    assert result.lengths == pytest.approx(lengths)
+
+
+def test_default_grid_is_fifty_by_fifty_over_minus_one_to_one():
+    objective = Objective(nn.Linear(6, 3).double(), [vectors(2)], F.cross_entropy)
+    result = loss_landscape(objective)
+    assert result.loss.shape == (50, 50)
+    assert (result.x[0], result.x[-1]) == (-1, 1)
+
+
+def test_several_points_at_once_are_the_same_points():
+    objective = objective_of(mlp())
+    one, many = (loss_landscape(objective, points=5, points_at_once=n).loss for n in (1, 3))
+    assert np.allclose(one, many, rtol=1e-12)
+
+
+@pytest.mark.parametrize("points_at_once", [1, 2])
+def test_weights_come_back_bit_for_bit_also_from_an_exception(points_at_once):
+    model = mlp(torch.float32)
+    objective = Objective(model, [vectors(4, torch.float32)], F.cross_entropy)
+    before = weights_of(model)
+
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        loss_landscape(objective, points=3, progress=stop, points_at_once=points_at_once)
+    assert same_bits(model.parameters(), before)
+    loss_landscape(objective, points=3, points_at_once=points_at_once)
+    assert same_bits(model.parameters(), before)
+
+
+def test_stopped_landscape_goes_on_where_it_was_and_equals_the_uninterrupted(tmp_path):
+    objective, file = objective_of(mlp()), tmp_path / "deep" / "state.npz"
+    whole = loss_landscape(objective, points=4)
+
+    def stop_at_seven(done, total):
+        if done == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        loss_landscape(objective, points=4, state_file=file, progress=stop_at_seven)
+    seen = []
+    again = loss_landscape(
+        objective, points=4, state_file=file, progress=lambda done, total: seen.append((done, total))
+    )
+    assert seen == [(done, 16) for done in range(8, 17)]
+    assert np.array_equal(again.loss, whole.loss)
+    assert [path.name for path in file.parent.iterdir()] == ["state.npz"]
+
+
+def test_killed_landscape_leaves_a_state_to_go_on_from(tmp_path):
+    program = """if True:
+        import sys, time, torch
+        from torch.nn import functional as F
+        from sparsesam.analysis import grid, Objective, loss_landscape
+        from tests.cases import mlp, vectors
+        grid.walk.__kwdefaults__["save_every"] = 0.0
+        def slowly(done, total):
+            print(done, flush=True)
+            time.sleep(0.2 if done > 4 else 0)
+        objective = Objective(mlp(), [vectors(12), vectors(5, seed=2)], F.cross_entropy)
+        loss_landscape(objective, points=4, state_file=sys.argv[1], progress=slowly)
+    """
+    file = tmp_path / "state.npz"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])}
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, str(file)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        while int(child.stdout.readline() or 99) < 5:
+            pass
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+    seen = []
+    result = loss_landscape(
+        objective_of(mlp()), points=4, state_file=file, progress=lambda done, total: seen.append(done)
+    )
+    assert 5 < seen[0] <= 8
+    assert np.array_equal(result.loss, loss_landscape(objective_of(mlp()), points=4).loss)
+
+
+def test_state_file_of_something_else_is_refused_and_kept(tmp_path):
+    file = tmp_path / "state.npz"
+    loss_landscape(objective_of(mlp()), points=3, state_file=file)
+    content = file.read_bytes()
+    for other in (objective_of(mlp(seed=1)), objective_of(mlp(), statistics="batch")):
+        with pytest.raises(ValueError, match="another landscape"):
+            loss_landscape(other, points=3, state_file=file)
+    with pytest.raises(ValueError, match="another landscape"):
+        loss_landscape(objective_of(mlp()), points=3, seed=1, state_file=file)
+    assert file.read_bytes() == content
+    file.write_bytes(content[:40])
+    with pytest.raises(ValueError, match="no landscape's state"):
+        loss_landscape(objective_of(mlp()), points=3, state_file=file)
+
+
+def test_finished_landscape_is_read_without_evaluating(tmp_path):
+    objective = objective_of(mlp())
+    first = loss_landscape(objective, points=3, state_file=tmp_path / "s.npz")
+    again = loss_landscape(
+        objective, points=3, state_file=tmp_path / "s.npz", progress=lambda *_: pytest.fail("evaluated")
+    )
+    assert np.array_equal(first.loss, again.loss)
+
+
+def test_compared_checkpoints_share_the_draw_and_the_model_keeps_its_state():
+    model, other = convnet(), convnet(seed=1)
+    objective = Objective(model, [images(6)], F.cross_entropy)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    both = compare_landscapes(objective, {"own": state, "other": other.state_dict()}, points=3)
+    assert np.array_equal(both["own"].loss, loss_landscape(objective, points=3).loss)
+    assert np.array_equal(
+        both["other"].loss, loss_landscape(Objective(other, [images(6)], F.cross_entropy), points=3).loss
+    )
+    signs = [random_directions(m, 1)[0]["0.weight"].sign() for m in (model, other)]
+    assert torch.equal(*signs)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+def test_checkpoint_that_does_not_fit_stops_before_anything_is_computed():
+    model = mlp()
+    before = weights_of(model)
+    with pytest.raises(ValueError, match=r"checkpoints\['bad'\] does not fit"):
+        compare_landscapes(objective_of(model), {"good": model.state_dict(), "bad": {"x": torch.zeros(1)}}, points=3)
+    assert same_bits(model.parameters(), before)
+
+
+def test_line_between_checkpoints_begins_and_ends_at_them():
+    model, first, second = convnet(), convnet(seed=1), convnet(seed=2)
+    second[1].running_var.fill_(3)
+    batches = [images(6), images(4, seed=3)]
+    result = loss_between(Objective(model, batches, F.cross_entropy), first.state_dict(), second.state_dict(), points=5)
+    for end, position in ((first, 0), (second, -1)):
+        objective = Objective(end, batches, F.cross_entropy)
+        with objective.measuring():
+            assert result.loss[position] == pytest.approx(objective.loss(), rel=1e-5)
+    assert "interpolated" in result.notes[0]
+    assert same_bits(model.parameters(), weights_of(convnet()))
+
+
+def test_along_hessian_eigenvectors_the_curvature_is_the_eigenvalue():
+    objective = objective_of(mlp())
+    spectrum = hessian_eigenvalues(objective, 2, tolerance=1e-8)
+    result = loss_landscape(objective, dimensions=1, points=3, span=(-1e-3, 1e-3), directions=spectrum.vectors)
+    curvature = (result.loss[0] - 2 * result.loss[1] + result.loss[2]) / 1e-6
+    assert curvature == pytest.approx(spectrum.eigenvalues[0], rel=1e-3)
+    assert result.seed is None
+
+
+def test_infinite_points_are_kept_counted_and_become_none():
+    model = nn.Linear(6, 3)
+    objective = Objective(model, [vectors(4, torch.float32)], model_loss=lambda m, b: m(b[0]).square().mean())
+    result = loss_landscape(objective, points=3, dimensions=1, span=(-1e30, 1e30))
+    assert result.not_finite == 2
+    assert json.dumps(result.to_dict(), allow_nan=False)
+    assert result.to_dict()["loss"][0] is None
+
+
+def test_wrong_grid_and_directions_are_named():
+    objective = objective_of(mlp())
+    with pytest.raises(ValueError, match="points"):
+        loss_landscape(objective, points=1)
+    with pytest.raises(ValueError, match="span"):
+        loss_landscape(objective, span=(1, 1))
+    with pytest.raises(ValueError, match="no parameter"):
+        loss_landscape(objective, dimensions=1, directions=[{"x": torch.zeros(1)}])
+    with pytest.raises(ValueError, match="shape"):
+        loss_landscape(objective, dimensions=1, directions=[{"0.bias": torch.zeros(1)}])
+
+
+def test_frozen_parameters_stand_still():
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    assert "0.weight" not in random_directions(model, 1)[0]
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="chooses none"):
+        loss_landscape(objective_of(model), points=3)
+    assert loss_landscape(objective_of(model), points=3, parameters="*").weights_moved == 103

@@ -1,0 +1,158 @@
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from sparsesam.analysis import Objective, check_state, loss_landscape, select_parameters, sharpness
+from tests.analysis.oracles import mean_loss
+from tests.cases import convnet, half_masks, images, mlp, same_bits, vectors, weights_of
+
+
+class Dictionaries(nn.Module):
+    """Takes keyword arguments and gives its own loss, like models of other libraries."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, values, labels):
+        return {"loss": F.cross_entropy(self.inner(values), labels)}
+
+
+def test_loss_is_the_mean_over_samples_of_unequal_batches():
+    model, batches = mlp(), [vectors(5), vectors(11, seed=2)]
+    objective = Objective(model, batches, F.cross_entropy)
+    with objective.measuring():
+        assert objective.loss() == pytest.approx(mean_loss(model, batches).item(), rel=1e-12)
+
+
+def test_any_batch_structure_through_model_loss():
+    model, (x, y) = Dictionaries(), vectors(7)
+    objective = Objective(model, [{"values": x, "labels": y}], model_loss=lambda m, batch: m(**batch)["loss"])
+    with objective.measuring():
+        assert objective.loss() == pytest.approx(mean_loss(model.inner, [(x, y)]).item(), rel=1e-12)
+    assert objective.samples == 7
+
+
+@pytest.mark.parametrize("statistics", ["frozen", "recomputed", "batch"])
+def test_model_is_left_as_it_was_found(statistics):
+    model = convnet().train()
+    model[0].bias.requires_grad_(False)
+    buffers = [b.clone() for b in model.buffers()]
+    objective = Objective(model, [images(8), images(6, seed=2)], F.cross_entropy, statistics=statistics)
+    state = torch.get_rng_state()
+    with objective.measuring(model.parameters()):
+        objective.gradient(list(model.parameters()))
+    assert model.training
+    assert all(module.training for module in model.modules())
+    assert [p.requires_grad for p in model.parameters()] == [True, False, True, True, True, True]
+    assert all(p.grad is None for p in model.parameters())
+    assert same_bits(model.buffers(), buffers)
+    assert model[1].momentum == 0.1
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_recomputed_statistics_are_those_of_all_batches_at_these_weights():
+    model, batches = convnet(torch.float64), [images(8, torch.float64), images(8, torch.float64, seed=2)]
+    objective = Objective(model, batches, F.cross_entropy, statistics="recomputed")
+    with objective.measuring():
+        loss = objective.loss()
+        features = [model[0](x) for x, _ in batches]
+        assert torch.allclose(model[1].running_mean, torch.stack([f.mean((0, 2, 3)) for f in features]).mean(0))
+    with Objective(model, batches, F.cross_entropy).measuring() as _, torch.no_grad():
+        assert loss != pytest.approx(Objective(model, batches, F.cross_entropy).loss(), rel=1e-3)
+
+
+def test_random_loss_is_refused_unless_asked_for_and_then_is_one_draw():
+    class Noisy(nn.Linear):
+        def forward(self, x):
+            return F.dropout(super().forward(x), 0.5)
+
+    model, batches = Noisy(6, 3).double(), [vectors(16), vectors(16, seed=2)]
+    with pytest.raises(ValueError, match="not deterministic"):
+        loss_landscape(Objective(model, batches, F.cross_entropy), points=3)
+    objective = Objective(model, batches, F.cross_entropy, allow_random=True)
+    with objective.measuring():
+        assert objective.loss() == objective.loss()
+    assert "one draw" in objective.describe()["random_loss"]
+
+
+def test_dropout_layers_are_off_unless_modes_are_unchanged():
+    model = nn.Sequential(mlp(), nn.Dropout(0.5)).train()
+    with Objective(model, [vectors(16)], F.cross_entropy).measuring():
+        pass
+    with (
+        pytest.raises(ValueError, match="not deterministic"),
+        Objective(model, [vectors(16)], F.cross_entropy, mode="unchanged").measuring(),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([], "empty"),
+        ([(torch.zeros(0, 6), torch.zeros(0))], "no samples"),
+        ([torch.zeros(3, 6)], "pair"),
+        (iter([]), "empty"),
+    ],
+)
+def test_bad_batches_are_named(batches, message):
+    with pytest.raises(ValueError, match=message):
+        Objective(mlp(), batches, F.cross_entropy)
+
+
+def test_one_batch_instead_of_a_list_is_named():
+    with pytest.raises(TypeError, match=r"write \[batch\]"):
+        Objective(mlp(), vectors(4), F.cross_entropy)
+
+
+def test_loss_that_is_no_number_or_not_finite_is_named():
+    def each(output, target):
+        return F.cross_entropy(output, target, reduction="none")
+
+    with pytest.raises(ValueError, match="one number"), Objective(mlp(), [vectors(4)], each).measuring():
+        pass
+    model = mlp()
+    with torch.no_grad():
+        model[0].weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="finite"):
+        sharpness(Objective(model, [vectors(4)], F.cross_entropy))
+
+
+def test_state_dict_that_does_not_fit_is_told_apart():
+    model = mlp()
+    state = model.state_dict()
+    with pytest.raises(ValueError, match=r"lacks 0\.weight"):
+        check_state(model, {key: value for key, value in state.items() if key != "0.weight"})
+    with pytest.raises(ValueError, match=r"unknown module\.x"):
+        check_state(model, {**state, "module.x": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"0\.bias: \(2,\) for \(8,\)"):
+        check_state(model, {**state, "0.bias": torch.zeros(2)})
+
+
+def test_parameters_are_the_trained_ones_or_those_named():
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    assert "0.weight" not in select_parameters(model)
+    assert list(select_parameters(model, ["0.*"])) == ["0.weight", "0.bias"]
+    assert list(select_parameters(model, lambda name: name.endswith("4.bias"))) == ["4.bias"]
+    with pytest.raises(ValueError, match="chooses none"):
+        select_parameters(model, "conv*")
+
+
+def test_masks_that_do_not_fit_are_named():
+    objective = Objective(mlp(), [vectors(4)], F.cross_entropy)
+    with pytest.raises(ValueError, match="nowhere"):
+        sharpness(objective, masks={"nowhere": torch.ones(1, dtype=torch.bool)})
+    with pytest.raises(ValueError, match="bool tensor of shape"):
+        sharpness(objective, masks={"0.bias": torch.ones(3, dtype=torch.bool)})
+
+
+def test_weights_and_gradients_of_a_training_loop_are_untouched():
+    model, batch = mlp(), vectors(8)
+    F.cross_entropy(model(batch[0]), batch[1]).backward()
+    gradients, weights = [p.grad.clone() for p in model.parameters()], weights_of(model)
+    sharpness(Objective(model, [batch], F.cross_entropy), masks=half_masks(model))
+    assert same_bits([p.grad for p in model.parameters()], gradients)
+    assert same_bits(model.parameters(), weights)

@@ -1,0 +1,49 @@
+import os
+
+import pytest
+import torch
+
+from sparsesam.experiment import checkpoint
+from sparsesam.experiment.errors import CheckpointError
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.system, ("echo this must never run",)
+
+
+def test_content_comes_back(tmp_path):
+    checkpoint.save(tmp_path / "a.pt", {"weights": torch.arange(3)})
+    assert torch.equal(checkpoint.load(tmp_path / "a.pt")["weights"], torch.arange(3))
+
+
+def test_a_hostile_pickle_is_refused_and_not_run(tmp_path, capfd):
+    torch.save({"format": checkpoint.FORMAT, "x": Hostile()}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="loading it could run code"):
+        checkpoint.load(tmp_path / "a.pt")
+    assert "never" not in capfd.readouterr().out
+
+
+def test_another_version_is_refused(tmp_path):
+    torch.save({"format": checkpoint.FORMAT, "version": 99}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="must be of version 1, got 99"):
+        checkpoint.load(tmp_path / "a.pt")
+
+
+def test_another_file_is_refused(tmp_path):
+    torch.save({"state_dict": {}}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="must be a checkpoint of `sparsesam train`"):
+        checkpoint.load(tmp_path / "a.pt")
+
+
+def test_a_cut_off_file_is_refused(tmp_path):
+    checkpoint.save(tmp_path / "a.pt", {"weights": torch.zeros(1000)})
+    whole = (tmp_path / "a.pt").read_bytes()
+    (tmp_path / "a.pt").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match="damaged"):
+        checkpoint.load(tmp_path / "a.pt")
+
+
+def test_a_missing_file_is_told(tmp_path):
+    with pytest.raises(CheckpointError, match="is not there"):
+        checkpoint.load(tmp_path / "a.pt")
