@@ -13,11 +13,11 @@ help:  ## list the targets
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing sparsesam and its development tools into .venv (a minute or two)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps backpack-for-pytorch==1.7.1
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps backpack-for-pytorch==1.7.1 curvlinops-for-pytorch==3.0.1
 	@touch $@
 
 demo: .venv/.installed  ## train with SGD, SAM and SSAM side by side, about two minutes
-	@$(BIN)/sparsesam demo
+	@$(BIN)/sparsesam sweep demo
 
 test: .venv/.installed  ## run the tests
 	@$(BIN)/python -m pytest -q

@@ -2,7 +2,8 @@
 
 python -m benchmarks.engine [--model resnet18] [--batch 64] [--rounds 7] [--threads 2] [--only WORDS] [--json FILE]
 
-Masks are fixed before the timing; every case has its own copy of one model.
+Masks are fixed before the timing; every case has its own copy of one model. ``--only ,LookSAM`` adds
+pytorch-optimizer's LookSAM, ``--json`` is what ``benchmarks/chart.py`` draws.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ Step = Callable[[], None]
 class Case:
     """A model of its own, an optimizer around it, and its step."""
 
+    steps_per_call = 1
+
     def __init__(self, model: nn.Module, batch: tuple[Tensor, Tensor], wrap: Callable[..., Any] | None) -> None:
         self.model = copy.deepcopy(model)
         base = torch.optim.SGD(self.model.parameters(), **SGD)
-        self.optimizer = base if wrap is None else wrap(base, self.model)
+        self.optimizer: Any = base if wrap is None else wrap(base, self.model)
         self.batch = batch
 
     def __call__(self) -> None:
@@ -55,6 +58,8 @@ class Case:
 
     @property
     def perturbed(self) -> float:
+        if hasattr(self.optimizer, "first_step"):
+            return 1.0
         sparsity = getattr(self.optimizer, "sparsity", 1.0)
         return 1 - (1.0 if sparsity is None else sparsity)
 
@@ -64,7 +69,7 @@ class Case:
             self()
             live.restart()
             self()
-        return live.peak
+        return int(live.peak)
 
 
 def filters_of_every_layer(model: nn.Module, share: float) -> sparsesam.MaskRule:
@@ -90,15 +95,44 @@ def pytorch_optimizer_sam(base: Any, model: nn.Module) -> Any:
     return SAM(model.parameters(), torch.optim.SGD, rho=0.1, **SGD)
 
 
-#: What "the last block" and "the last stage" are called in each model.
+class LookSAMCase(Case):
+    """pytorch-optimizer's LookSAM in its cheap form: a second pass only in every fifth step; timed five at a time."""
+
+    steps_per_call = 5
+
+    def __init__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+        super().__init__(model, batch, None)
+        from pytorch_optimizer import LookSAM
+
+        self.optimizer = LookSAM(self.model.parameters(), torch.optim.SGD, rho=0.1, k=5, **SGD)
+
+    def __call__(self) -> None:
+        for step in range(5):
+            self.closure(self.batch)
+            if step == 0:
+                self.optimizer.first_step(zero_grad=True)
+                self.closure(self.batch)
+            self.optimizer.second_step()
+
+
+#: What the last block, the last stage and the last two stages are called in each model.
 TAILS = {
-    "resnet18": (("layer4.1.*", "fc.*"), ("layer4.*", "fc.*")),
-    "wrn-28-10": (("layer3.3.*", "bn.*", "fc.*"), ("layer3.*", "bn.*", "fc.*")),
-    "vit-s-16": (("blocks.11.*", "norm.*", "head.*"), ("blocks.9.*", "blocks.1?.*", "norm.*", "head.*")),
+    "resnet18": (("layer4.1.*", "fc.*"), ("layer4.*", "fc.*"), ("layer[34].*", "fc.*")),
+    "wrn-28-10": (
+        ("layer3.3.*", "bn.*", "fc.*"),
+        ("layer3.*", "bn.*", "fc.*"),
+        ("layer[23].*", "bn.*", "fc.*"),
+    ),
+    "vit-s-16": (
+        ("blocks.11.*", "norm.*", "head.*"),
+        ("blocks.9.*", "blocks.1?.*", "norm.*", "head.*"),
+        ("blocks.[6-9].*", "blocks.1?.*", "norm.*", "head.*"),
+    ),
 }
 
 
-def table(model: nn.Module, block: tuple[str, ...], stage: tuple[str, ...]) -> dict[str, Callable[..., Any] | None]:
+def table(model: nn.Module, *tails: tuple[str, ...]) -> dict[str, Callable[..., Any] | None]:
+    block, stage, more = tails
     half, tenth = (filters_of_every_layer(model, share) for share in (0.5, 0.1))
     unstructured = sparsesam.random_mask(sparsity=0.5)
     return {
@@ -110,6 +144,7 @@ def table(model: nn.Module, block: tuple[str, ...], stage: tuple[str, ...]) -> d
         "a tenth of the filters, implicit": ssam(tenth, ascent="implicit"),
         "last block + classifier": ssam(sparsesam.fixed_mask(*block)),
         "last stage + classifier": ssam(sparsesam.fixed_mask(*stage)),
+        "last two stages + classifier": ssam(sparsesam.fixed_mask(*more)),
         "last stage, a quarter of the batch": ssam(sparsesam.fixed_mask(*stage), ascent_fraction=0.25),
         "unstructured 50 %, engine on": ssam(unstructured),
         "unstructured 50 %, engine off": ssam(unstructured, engine=False),
@@ -137,7 +172,10 @@ def main() -> None:
         for name, wrap in table(model, *TAILS[options.model]).items()
         if name == "SGD" or any(word in name for word in words)
     }
+    if "LookSAM" in words:
+        chosen["pytorch-optimizer LookSAM, k=5"] = LookSAMCase(model, batch)
     seconds = interleaved(chosen, rounds=options.rounds, warmup=options.warmup)
+    seconds = {name: [t / chosen[name].steps_per_call for t in times] for name, times in seconds.items()}
     rows = ratios(seconds, "SGD")
     print(f"{options.model}, batch {options.batch}, {options.rounds} interleaved rounds")
     print(format_ratios(rows, "SGD"))

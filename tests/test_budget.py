@@ -249,7 +249,8 @@ def test_the_engine_skips_what_the_budget_does_not_pay_for(unit):
 
 def test_fisher_scores_come_from_the_data():
     model = conv_model()
-    rule = budget_mask(model, cases.images()[0], 1.5, data=cases.images(), loss_fn=F.cross_entropy, samples=8)
+    data = {"data": cases.images(), "loss_fn": F.cross_entropy, "samples": 8}
+    rule = budget_mask(model, cases.images()[0], 1.5, how="count", **data)
     assert not rule.needs_gradient
     opt = sparsesam.SSAM(cases.sgd(model), model, mask=rule, norm="masked")
     train(opt, model, 1)

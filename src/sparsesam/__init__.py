@@ -1,5 +1,6 @@
 """Sharpness-aware training that perturbs only the weights that matter."""
 
+from sparsesam.budget import BudgetMask, budget_mask
 from sparsesam.masks.fisher import FisherDiagonal, fisher_diagonal
 from sparsesam.masks.fixed import NORMALIZATION, FixedMask, fixed_mask
 from sparsesam.masks.mask import DynamicMask, Mask, MaskRule, RandomMask
@@ -19,6 +20,7 @@ __all__ = [
     "SAM",
     "SSAM",
     "BatchFisher",
+    "BudgetMask",
     "Constant",
     "Cosine",
     "DynamicMask",
@@ -43,6 +45,7 @@ __all__ = [
     "Unstructured",
     "Warmup",
     "as_pattern",
+    "budget_mask",
     "by_hand",
     "dynamic_mask",
     "every_epochs",

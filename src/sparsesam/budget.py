@@ -6,8 +6,9 @@ import copy
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from sparsesam.ascent.noise import Noise
 from sparsesam.call_trace import call, stopwatch
 from sparsesam.costs import Floats, LayerCost, LayerCosts, layer_costs
 from sparsesam.knapsack import best_prefixes, best_subset
@@ -26,6 +28,9 @@ from sparsesam.masks.scores import Fisher, Moment, Score
 from sparsesam.optimizer import SSAM
 
 BudgetUnit = Literal["tensor", "filter"]
+LossFn = Callable[..., Tensor]
+MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
+Batch = tuple[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class BudgetMask(MaskRule):
     unit: BudgetUnit = "tensor"
     refresh: Refresh = field(default_factory=by_hand)
     seed: int = 0
-    _last: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _last: list[BudgetReport] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.unit not in get_args(BudgetUnit):
@@ -96,16 +101,14 @@ class BudgetMask(MaskRule):
             counts = {name: _unit_count(self.costs, name, self.unit) for name in shapes}
             scores = _unit_sums(self.score(moment), counts)
             made = _spread(_best(openings, scores, self._allowance), moment.parameters, counts)
-        self._last.clear()
-        self._last.update(made)
+        self._last[:] = [_report(self, made)]
         return made
 
     def report(self, masks: Mapping[str, Tensor] | None = None, *, measured: float | None = None) -> BudgetReport:
         """What was chosen last, or what these masks mean (``opt.masks``, after a resume); ``measured`` beside it."""
-        masks = masks or self._last
-        if not masks:
+        if masks is None and not self._last:
             raise RuntimeError("report() needs a mask, but none was made yet; take a step or give masks=opt.masks")
-        return _report(self, masks, measured)
+        return replace(self._last[0] if masks is None else _report(self, masks), measured=measured)
 
     def _check_known(self, names: Mapping[str, Tensor]) -> None:
         strangers = [name for name in names if name not in self.costs.shapes]
@@ -130,7 +133,7 @@ def budget_mask(
     budget: float = 1.25,
     *,
     data: Any = None,
-    loss_fn: Callable[..., Tensor] | None = None,
+    loss_fn: LossFn | None = None,
     samples: int = 128,
     score: Score | None = None,
     unit: BudgetUnit = "tensor",
@@ -259,10 +262,13 @@ def _best(openings: Sequence[_Opening], scores: Mapping[str, Floats], allowance:
 
 
 def _taken(items: Sequence[_Item], values: Sequence[Floats], left: float) -> list[int]:
+    """How many units of each item: whole tensors at their best or, if they gather more, filters."""
+    chosen = best_subset([float(v[-1]) for v in values], [float(item.costs[-1]) for item in items], left)
+    whole = [len(item.costs) - 1 if place in chosen else 0 for place, item in enumerate(items)]
     if all(len(item.costs) == 2 for item in items):
-        chosen = best_subset([float(v[1]) for v in values], [float(item.costs[1]) for item in items], left)
-        return [int(place in chosen) for place in range(len(items))]
-    return best_prefixes(values, [item.costs for item in items], left)
+        return whole
+    parts = best_prefixes(values, [item.costs for item in items], left)
+    return max(whole, parts, key=lambda taken: sum(float(v[k]) for v, k in zip(values, taken, strict=True)))
 
 
 def _spread(
@@ -319,14 +325,14 @@ class BudgetReport:
         return "\n".join(lines)
 
 
-def _report(rule: BudgetMask, masks: Mapping[str, Tensor], measured: float | None) -> BudgetReport:
+def _report(rule: BudgetMask, masks: Mapping[str, Tensor]) -> BudgetReport:
     costs = rule.costs
     kept = {name: int(mask.count_nonzero()) for name, mask in masks.items()}
     total = sum(mask.numel() for mask in masks.values())
     rows = tuple(_row(layer, kept, costs) for layer in costs.layers)
     frontier = next((row.layer for row in rows if row.share > 0), None)
     share = sum(kept.values()) / total if total else 0.0
-    return BudgetReport(rule.budget, costs.step(masks), measured, frontier, share, rows)
+    return BudgetReport(rule.budget, costs.step(masks), None, frontier, share, rows)
 
 
 def _row(layer: LayerCost, kept: Mapping[str, int], costs: LayerCosts) -> BudgetRow:
@@ -345,11 +351,11 @@ def _row(layer: LayerCost, kept: Mapping[str, int], costs: LayerCosts) -> Budget
 
 def measured_cost(
     model: nn.Module,
-    loss_fn: Callable[..., Tensor],
-    batch: tuple[Any, Any],
+    loss_fn: LossFn,
+    batch: Batch,
     rule: MaskRule,
     *,
-    base: Callable[[Any], Optimizer] | None = None,
+    base: MakeOptimizer | None = None,
     rounds: int = 7,
     rho: float = 0.05,
 ) -> float:
@@ -361,31 +367,41 @@ def measured_cost(
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}; 7 give a usable median")
     base = base or (lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9))
-    plain_model, sparse_model = copy.deepcopy(model).train(), copy.deepcopy(model).train()
-    plain = base(plain_model.parameters())
-    first = SSAM(base(sparse_model.parameters()), sparse_model, rho, mask=rule, norm="masked")
-    first.step(_closure(sparse_model, first, loss_fn, batch), batch=batch)
-    sparse = SSAM(first.base, sparse_model, rho, mask=FixedMask(first.masks), norm="masked")
-    steps = [
-        lambda: plain.step(_closure(plain_model, plain, loss_fn, batch)),
-        lambda: sparse.step(_closure(sparse_model, sparse, loss_fn, batch)),
-    ]
-    ratios = []
-    with stopwatch("time", next(model.parameters()).device) as clock:
-        for turn in range(2 + rounds):
-            seconds = [0.0, 0.0]
-            for which in (0, 1) if turn % 2 else (1, 0):
-                start = clock()
-                steps[which]()
-                seconds[which] = clock() - start
-            if turn >= 2:
+    noise = Noise(model.parameters())
+    found = noise.read()
+    try:
+        steps = _plain_step(model, loss_fn, batch, base), _sparse_step(model, loss_fn, batch, base, rule, rho)
+        ratios = []
+        with stopwatch("time", next(model.parameters()).device) as clock:
+            for turn in range(2 + rounds):
+                seconds = [0.0, 0.0]
+                for which in (0, 1) if turn % 2 else (1, 0):
+                    start = clock()
+                    steps[which]()
+                    seconds[which] = clock() - start
                 ratios.append(seconds[1] / seconds[0])
-    return statistics.median(ratios)
+        return statistics.median(ratios[2:])
+    finally:
+        noise.write(found)
 
 
-def _closure(
-    model: nn.Module, optimizer: Optimizer, loss_fn: Callable[..., Tensor], batch: tuple[Any, Any]
-) -> Callable[[], float]:
+def _plain_step(model: nn.Module, loss_fn: LossFn, batch: Batch, base: MakeOptimizer) -> Callable[[], object]:
+    model = copy.deepcopy(model).train()
+    optimizer = base(model.parameters())
+    return partial(optimizer.step, _closure(model, optimizer, loss_fn, batch))
+
+
+def _sparse_step(
+    model: nn.Module, loss_fn: LossFn, batch: Batch, base: MakeOptimizer, rule: MaskRule, rho: float
+) -> Callable[[], object]:
+    model = copy.deepcopy(model).train()
+    maker = SSAM(base(model.parameters()), model, rho, mask=rule, norm="masked")
+    maker.step(_closure(model, maker, loss_fn, batch), batch=batch)
+    optimizer = SSAM(maker.base, model, rho, mask=FixedMask(maker.masks), norm="masked")
+    return partial(optimizer.step, _closure(model, optimizer, loss_fn, batch))
+
+
+def _closure(model: nn.Module, optimizer: Optimizer, loss_fn: LossFn, batch: Batch) -> Callable[[], float]:
     inputs, targets = batch
 
     def closure() -> float:

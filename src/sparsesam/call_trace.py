@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +26,11 @@ from sparsesam.ascent.plan import make_plan
 from sparsesam.masks.packed import PackedMask
 
 How = Literal["time", "count"]
-#: every gradient; input gradients alone; every gradient, but of the weights only for every fourth filter
-Kind = Literal["everything", "inputs", "some filters"]
+#: which gradients the pass computes: all; of the inputs alone; of the weights only for some of the filters
+Kind = Literal["everything", "inputs", "quarter", "three quarters"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 Clock = Callable[[], float]
 
-#: The share of the filters of which "some filters" computes the weight gradient.
-SOME = 0.25
 _MARK = "_sparsesam_call"
 
 
@@ -86,18 +85,15 @@ class MultiplyAdds(TorchDispatchMode):
 def trace(model: nn.Module, inputs: Any, clock: Clock, kind: Kind) -> list[Call]:
     """Run the model forward and backward once, in its present mode, and leave no gradients behind."""
     mode = _Trace(model, clock, kind)
+    inputs = map_tensors(Tensor.detach, inputs)
     with mode:
         output = call(model, inputs)
-    outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if not outputs:
-        raise ValueError("model must return a tensor that depends on its parameters, got none in its output")
-    mode.differentiate(outputs)
+    mode.differentiate(output)
     return mode.calls
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
     """The model's output for a tensor, a tuple of arguments or a dictionary of named ones."""
-    inputs = map_tensors(torch.Tensor.detach, inputs)
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
@@ -112,11 +108,8 @@ class _Trace(TorchFunctionMode):
         self._leaves: dict[int, Tensor] = {}
         self._nodes: dict[int, Any] = {}
         self._last = 0.0
-        some = {
-            name: PackedMask.pack(_every_fourth(p)) if p.dim() > 1 else None
-            for name, p in model.named_parameters()
-            if p.requires_grad
-        }
+        self._token = object()  # marks tensors as seen by this trace; they may outlive it
+        some = {n: PackedMask.pack(_some_filters(p, kind)) for n, p in model.named_parameters() if p.dim() > 1}
         self._filters = make_plan(model, some, "explicit").perturbed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -135,23 +128,23 @@ class _Trace(TorchFunctionMode):
             leads_back=any(t.requires_grad for t in given),
             sliced=self._can_slice(func, args, kwargs),
         )
-        index = len(self.calls)
-        self.calls.append(one)
         func, args, kwargs = self._replaced(one, func, args, kwargs)
         versions = [t._version for t in given]
         start = self.clock()
         result = func(*args, **kwargs)
         one.forward = self.clock() - start
         written = [t for t, version in zip(given, versions, strict=True) if t._version != version]
-        for tensor in tensors_in(result, written):
-            if id(tensor) not in self.names:
-                setattr(tensor, _MARK, (self, one.upstream | {index}))
-        self._watch(result, written, one)
+        made = [t for t in tensors_in(result, written) if id(t) not in self.names]
+        if made:
+            for tensor in made:
+                setattr(tensor, _MARK, (self._token, one.upstream | {len(self.calls)}))
+            self.calls.append(one)
+            self._watch(made, one)
         return result
 
     def _reached(self, tensor: Tensor) -> frozenset[int]:
-        owner, reached = getattr(tensor, _MARK, (None, frozenset()))
-        return reached if owner is self else frozenset()
+        token, reached = getattr(tensor, _MARK, (None, frozenset()))
+        return reached if token is self._token else frozenset()
 
     def _can_slice(self, func: Any, args: Any, kwargs: Any) -> bool:
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
@@ -162,7 +155,7 @@ class _Trace(TorchFunctionMode):
         if self.kind == "inputs" and one.leads_back:
             # The weights of the very first layers stay: without them there would be no backward pass at all.
             args, kwargs = map_tensors(self._shield, args), map_tensors(self._shield, kwargs)
-        elif self.kind == "some filters" and one.sliced:
+        elif self.kind in ("quarter", "three quarters") and one.sliced:
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             func = partial(LAYERS[func], self._filters[id(weight)])
         for tensor in tensors_in(args, kwargs):
@@ -173,9 +166,9 @@ class _Trace(TorchFunctionMode):
     def _shield(self, tensor: Tensor) -> Tensor:
         return tensor.detach() if id(tensor) in self.names else tensor
 
-    def _watch(self, result: Any, written: list[Tensor], one: Call) -> None:
+    def _watch(self, made: list[Tensor], one: Call) -> None:
         """Steps of the backward pass that came with this call are its own."""
-        waiting = [tensor.grad_fn for tensor in tensors_in(result, written)]
+        waiting = [tensor.grad_fn for tensor in made]
         while waiting:
             node = waiting.pop()
             if node is None or id(node) in self._nodes or hasattr(node, "variable"):
@@ -189,16 +182,25 @@ class _Trace(TorchFunctionMode):
         one.backward += now - self._last
         self._last = self.clock()
 
-    def differentiate(self, outputs: list[Tensor]) -> None:
-        generator = torch.Generator().manual_seed(0)
-        seeds = [torch.randn(t.shape, generator=generator).to(t) / max(1, t.shape[0] if t.dim() else 1) for t in outputs]
+    def differentiate(self, output: Any) -> None:
+        outputs, seeds = _seeded(output)
         self._last = self.clock()
         torch.autograd.grad(outputs, list(self._leaves.values()), seeds, allow_unused=True)
         self._nodes.clear()
 
 
-def _every_fourth(parameter: Tensor) -> Tensor:
-    """At least one filter, and not all of them."""
-    mask = torch.zeros_like(parameter, dtype=torch.bool)
-    mask[:: round(1 / SOME)] = True
-    return mask
+def _seeded(output: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors to differentiate, and gradients for them as a mean loss would give."""
+    outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not outputs:
+        raise ValueError(
+            "model must return a tensor that depends on its parameters, got none in its output for example_input"
+        )
+    return outputs, [torch.full_like(tensor, 1 / max(1, tensor.numel())) for tensor in outputs]
+
+
+def _some_filters(parameter: Tensor, kind: Kind) -> Tensor:
+    """A quarter of the filters, or all but a quarter; of a single filter, all."""
+    quarter = torch.arange(len(parameter), device=parameter.device) % 4 == 0
+    kept = ~quarter if kind == "three quarters" and len(parameter) > 1 else quarter
+    return kept.view(-1, *[1] * (parameter.dim() - 1)).expand(parameter.shape)

@@ -11,7 +11,7 @@ from tests.experiment import two_ranks
 from tests.experiment.runs import state
 
 
-@pytest.mark.parametrize("optimizer", ["ssam-f", "ssam-d"])
+@pytest.mark.parametrize("optimizer", ["ssam-d"])
 def test_two_ranks_reach_the_weights_of_one_with_equal_masks(optimizer, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir(), two.mkdir()
@@ -27,4 +27,4 @@ def test_two_ranks_reach_the_weights_of_one_with_equal_masks(optimizer, tmp_path
     for found in masks:
         assert all(torch.equal(found[name], mask) for name, mask in expected.items())
     weights = (state(folder / "run")["training"]["model"] for folder in (two, one))
-    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*weights, rtol=1e-9, atol=1e-11)

@@ -73,7 +73,11 @@ def gradient_difference(
     edges: Array | None = None,
     parameters: ParameterFilter = None,
 ) -> GradientDifference:
-    """Compare the objective's gradient at w with that at w + rho * g / ||g||, SAM's ascent of every weight."""
+    """Compare the objective's gradient at w with that at w + rho * g / ||g||, SAM's ascent of every weight.
+
+    Both are gradients of all the objective's batches together. Close to a minimum of that loss g_SGD vanishes and
+    r is large for most weights; what training sees is the r of one batch of the training's size.
+    """
     if not rho > 0:
         raise ValueError(f"rho must be positive, got {rho}; with 0 the two gradients are the same")
     chosen = select_parameters(objective.model, parameters)

@@ -28,7 +28,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Moving:
-    """One tensor of the model on its way: base + a * along_x + b * along_y."""
+    """One tensor of the model on its way: base + a * along_x + b * along_y, base being a copy of what it was."""
 
     name: str
     tensor: Tensor
@@ -144,12 +144,10 @@ def _together(objective: Objective, grid: Grid, starts: list[Tensor], columns: l
 
 @contextmanager
 def _weights_kept(moving: Sequence[Moving]) -> Iterator[None]:
-    tensors = [one.tensor for one in moving]
-    saved = [tensor.detach().clone() for tensor in tensors]
     try:
         yield
     finally:
-        put_back(tensors, saved)
+        put_back([one.tensor for one in moving], [one.base for one in moving])
 
 
 # ---- the state file ------------------------------------------------------------------------------------------

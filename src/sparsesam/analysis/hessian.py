@@ -195,9 +195,8 @@ def hessian_eigenvalues(
     """The ``count`` eigenvalues that are "largest", "smallest" or largest in "magnitude", to relative ``tolerance``.
 
     Lanczos with full reorthogonalisation from one random vector, thickly restarted only when ``max_basis``
-    vectors are held. It stops when the eigenvalues' own error estimate residual² / gap is small, not when
-    the residual is, which is much later. A multiple eigenvalue is seen once per start vector, as in any Krylov
-    method.
+    vectors are held, until every residual is below 0.3 * tolerance * |eigenvalue|. Of a multiple eigenvalue one copy
+    is seen, as in any Krylov method with one start vector, and of several very close ones possibly too few.
     """
     hessian = Hessian(objective, parameters=parameters, keep_graph=keep_graph)
     if not 1 <= count <= hessian.size:

@@ -21,6 +21,7 @@ Array = npt.NDArray[np.float64]
 
 _SPACE = 1 << 30  # bytes
 _NEGLIGIBLE = 1e-6
+_STRICTER = 0.3
 _CHUNK = 1 << 22  # entries converted to float64 at a time
 
 
@@ -46,8 +47,10 @@ def top_eigenpairs(
     """The wanted end of the spectrum by thick-restart Lanczos (Wu and Simon 2000).
 
     A Ritz value theta with residual r is wrong by at most r, and by about r² / gap where the gap to the other
-    Ritz values is larger than r. It is done when that is at most tolerance * |theta| for all wanted ones, in two
-    steps running. Values below a millionth of the largest count as zero.
+    Ritz values is larger than r. The latter could stop sooner, but then one Ritz value may still stand for two
+    close eigenvalues; it is done when r is at most 0.3 * tolerance * |theta| for all wanted ones, which on random
+    spectra missed an eigenvalue about as rarely as ARPACK at the same tolerance, with fewer products. Values
+    below a millionth of the largest count as zero.
     """
     if which not in ("largest", "smallest", "magnitude"):
         raise ValueError(f"which must be 'largest', 'smallest' or 'magnitude', got {which!r}")
@@ -55,7 +58,6 @@ def top_eigenpairs(
     most = min(max(max_basis, 2 * count + 2), size)
     basis = _Basis(most + 1, start, storage)
     projected = np.zeros((most, most))
-    fine = 0
     products = 0
     while True:
         step = basis.count - 1
@@ -71,14 +73,13 @@ def top_eigenpairs(
         errors = _errors(ritz, residuals)
         wanted = order[:count]
         good = len(wanted) == count and bool(
-            np.all(errors[wanted] <= tolerance * np.maximum(np.abs(ritz[wanted]), _NEGLIGIBLE * scale))
+            np.all(residuals[wanted] <= _STRICTER * tolerance * np.maximum(np.abs(ritz[wanted]), _NEGLIGIBLE * scale))
         )
-        fine = fine + 1 if good else 0
         if ended and len(wanted) < count and products < max_products:
             # An invariant subspace that holds fewer than asked: go on in its complement.
             if basis.refresh(step + 1):
                 continue
-        if ended or fine == 2 or products >= max_products:
+        if ended or good or products >= max_products:
             vectors = [basis.combine(mixing[:, index]) for index in wanted]
             return Eigenpairs(ritz[wanted], errors[wanted], vectors, good or ended)
         if step + 1 == most:

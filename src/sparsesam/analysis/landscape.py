@@ -59,8 +59,8 @@ def loss_landscape(
     are, so unit vectors make x and y distances. ``state_file`` makes it resumable, ``progress(done, total)`` is
     called after every point. The weights come back bit for bit, also from an exception.
 
-    ``points_at_once`` evaluates several points in one vmap over stacked weights. It is exact to rounding but
-    slower from about 10,000 weights or 64 images on a CPU, so the default is one at a time, in place.
+    ``points_at_once`` evaluates several points in one vmap over stacked weights. It is exact to rounding, but
+    on a CPU faster only for networks of a few hundred weights, so the default is one at a time, in place.
     """
     _check_grid(dimensions, points, span)
     if directions is None:

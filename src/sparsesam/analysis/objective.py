@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from sparsesam.ascent.noise import Noise, NoiseState
@@ -98,7 +99,7 @@ class Objective:
     def loss(self) -> float:
         """The loss f at the weights the model has now; only inside `measuring`. May be infinite or NaN."""
         self.recompute_statistics()
-        return sum(weight * float(self.batch_loss(index)) for index, weight in enumerate(self.weights) if weight != 0)
+        return sum(weight * float(self.batch_loss(index)) for index, weight in enumerate(self.weights))
 
     def gradient(self, parameters: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
         """The loss f and its gradient in the parameters' dtype, zeros where it does not depend on them."""
@@ -118,7 +119,8 @@ class Objective:
         """Average the normalization statistics over the batches at the present weights, if that was asked for."""
         if self.statistics != "recomputed":
             return
-        layers = [layer for layer in _normalizations(self.model) if getattr(layer, "running_mean", None) is not None]
+        # Only batch normalization can average its statistics over batches (momentum=None).
+        layers = [m for m in self.model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
         momenta = [layer.momentum for layer in layers]
         try:
             for layer in layers:
@@ -164,7 +166,7 @@ class Objective:
                 "check the checkpoint, the inputs and their normalization"
             )
         # Reductions on a GPU may differ in the last digits; dropout differs in the first ones.
-        if abs(first - again) > 1e-5 * max(abs(first), abs(again)) and not self.allow_random:
+        if abs(first - again) > 1e-5 * max(abs(first), abs(again)) + 1e-8 and not self.allow_random:
             raise ValueError(
                 f"the loss is not deterministic: two evaluations of the first batch gave {first:.6g} and {again:.6g}; "
                 "switch dropout and other noise off (functional dropout needs training=self.training), "
@@ -346,12 +348,13 @@ def _remember_buffers(model: nn.Module, stack: ExitStack) -> None:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                stack.callback(_restore_buffer, module, name, buffer, buffer._version, buffer.clone())
+                stack.callback(_restore_buffer, module, name, buffer, buffer.clone())
 
 
-def _restore_buffer(module: nn.Module, name: str, buffer: Tensor, version: int, value: Tensor) -> None:
+def _restore_buffer(module: nn.Module, name: str, buffer: Tensor, value: Tensor) -> None:
     module._buffers[name] = buffer
-    if buffer._version != version:
+    # Batch normalization changes its buffers without raising their version.
+    if not torch.equal(buffer, value):
         with torch.no_grad():
             buffer.copy_(value)
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sparsesam.data.splits import FolderSplits, Splits
@@ -114,9 +113,7 @@ def crop_and_flip(images: Tensor, tops: Tensor, lefts: Tensor, flips: Tensor | N
 def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """(x - mean) / std per channel, with x in [0, 1]: uint8 images are divided by 255."""
     if len(mean) != images.shape[1]:
-        raise ValueError(
-            f"images must have {len(mean)} channels, one per entry of mean, got shape {tuple(images.shape)}"
-        )
+        raise ValueError(f"images must have {len(mean)} channels, as mean has, got shape {tuple(images.shape)}")
     top = 1.0 if images.is_floating_point() else 255.0
     dtype = images.dtype if images.is_floating_point() else torch.float32
     scale = torch.tensor([1 / (top * value) for value in std], dtype=dtype, device=images.device)
@@ -131,12 +128,17 @@ def denormalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> 
 
 
 def cut_out_(images: Tensor, tops: Tensor, lefts: Tensor, chosen: Tensor, *, size: int) -> Tensor:
-    """Zero, in place, rows top..top+size and columns left..left+size of the chosen images, where they lie inside."""
-    rows = _band(tops, size, images.shape[2]) & chosen[:, None]
-    columns = _band(lefts, size, images.shape[3])
-    # An outer product by matmul is several times faster than a broadcast multiplication of thin tensors.
-    square = rows.to(images.dtype)[:, :, None] @ columns.to(images.dtype)[:, None, :]
-    return images.mul_((1 - square)[:, None])
+    """Zero, in place, rows top..top+size and columns left..left+size of the chosen images, where they lie inside.
+
+    A row of an image is kept whole or loses the columns at ``left``: few different rows, which are made once and
+    then looked up. ``left`` is in (-size, width).
+    """
+    height, width = images.shape[2:]
+    starts = torch.arange(1 - size, width + 1, device=images.device)  # the last cuts nothing
+    kept = (~_band(starts, size, width)).to(images.dtype)
+    cut_rows = _band(tops, size, height) & chosen[:, None]
+    patterns = torch.where(cut_rows, (lefts + (size - 1))[:, None], len(starts) - 1)
+    return images.mul_(kept.index_select(0, patterns.flatten()).view(-1, 1, height, width))
 
 
 def _band(starts: Tensor, size: int, length: int) -> Tensor:

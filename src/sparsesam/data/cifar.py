@@ -187,9 +187,7 @@ def _read_python(path: Path, label_key: str, records: int) -> Labelled:
     content = read_pickle(path)
     pixels, labels = content.get("data"), content.get(label_key)
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape != (records, PIXELS):
-        raise DataError(
-            f"{path}: expected 'data' as a uint8 array of shape ({records}, {PIXELS}), found {_form(pixels)}"
-        )
+        raise DataError(f"{path}: expected 'data' as uint8 of shape ({records}, {PIXELS}), found {_form(pixels)}")
     if not isinstance(labels, list) or len(labels) != records or not all(type(label) is int for label in labels):
         raise DataError(f"{path}: expected {label_key!r} as a list of {records} whole numbers, found {_form(labels)}")
     return Labelled(torch.from_numpy(pixels.copy()).view(-1, 3, 32, 32), torch.tensor(labels))

@@ -41,7 +41,7 @@ def load_digits_split(flip: float = 0.3, seed: int = 0) -> tuple[Tensor, Tensor,
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
     except ImportError as error:
-        raise ImportError("the digits need scikit-learn: pip install 'sparsesam[demo]'") from error
+        raise ImportError("the digits need scikit-learn: pip install 'sparsesam[data]'") from error
     pixels, labels = load_digits(return_X_y=True)
     split = train_test_split(pixels, labels, train_size=TRAIN_SIZE, stratify=labels, random_state=seed)
     train_x, test_x = (torch.tensor(part, dtype=torch.float32).view(-1, 1, 8, 8) / 16 for part in split[:2])

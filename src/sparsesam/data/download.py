@@ -43,7 +43,7 @@ def fetch(
     folder: Path,
     *,
     progress: Progress | None = None,
-    attempts: int = 4,
+    attempts: int = 3,
     timeout: float = 30.0,
     wait: float = 1.0,
 ) -> Path:

@@ -12,12 +12,13 @@ from sparsesam.data.download import Progress
 def download_bar() -> Iterator[Progress]:
     """Gives a callback for `load` that draws one bar per file.
 
-    Use: ``with download_bar() as bar: load(name, progress=bar)``. Nothing is drawn before the first byte arrives, so a data set that is already here draws nothing.
+    Use: ``with download_bar() as bar: load(name, progress=bar)``. Nothing is drawn before the first byte arrives,
+    so a data set that is already here draws nothing.
     """
     try:
         from rich import progress as rich
     except ImportError as error:
-        raise ImportError("the progress bar needs rich: pip install 'sparsesam[demo]'") from error
+        raise ImportError("the progress bar needs rich: pip install 'sparsesam[data]'") from error
     columns = (
         rich.TextColumn("{task.description}"),
         rich.BarColumn(),

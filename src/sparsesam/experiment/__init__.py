@@ -1,7 +1,6 @@
-"""Training runs and the records they leave."""
+"""Training runs, sweeps of them, the paper's recipes, and the records they leave."""
 
-from sparsesam.experiment.demo import DemoConfig, DemoResult, run_demo
 from sparsesam.experiment.provenance import provenance
 from sparsesam.experiment.records import append_records, read_records
 
-__all__ = ["DemoConfig", "DemoResult", "append_records", "provenance", "read_records", "run_demo"]
+__all__ = ["append_records", "provenance", "read_records"]

@@ -37,7 +37,7 @@ class TrainConfig:
     label_noise: float = _option(0.0, "share of training labels changed to another class")
     corruption: str = _option("mixed", "gaussian-noise, resolution, fog, occlusion, or mixed: all four")
     corruption_rate: float = _option(0.0, "share of training images that are corrupted")
-    model: str = _option("small_cnn", "a model of sparsesam.models or module:function")
+    model: str = _option("small-cnn", "a model of sparsesam.models or module:function")
     compile: bool = _option(False, "torch.compile the model")
     # ---- descent
     optimizer: Literal["sgd", "adam", "adamw", "sam", "asam", "ssam-f", "ssam-d", "ssam-random"] = _option(
@@ -56,12 +56,18 @@ class TrainConfig:
     rho_schedule: Literal["constant", "warmup", "cosine", "inverse-sqrt"] = _option("constant", "of rho over the steps")
     rho_warmup_epochs: float = _option(1.0, "for the warmup of rho")
     rho_final: float = _option(0.0, "share of rho left at the end of its cosine")
-    eta: float = _option(0.01, "of asam")
+    adaptive: bool | Literal["all"] = _option(False, "perturb in proportion to the weight; asam is sam with it")
+    eta: float = _option(0.01, "of the adaptive perturbation")
     sparsity: float | None = _option(None, "share of weights not perturbed; 0.5 unless the pattern implies another")
     pattern: str = _option("unstructured", "unstructured, tensor, filter, column, 2:4, '2:4 input' or '2:4 filters'")
     norm: Literal["full", "masked"] = _option("full", "divide by the norm of the whole gradient, or of its masked part")
-    ascent: Literal["explicit", "implicit", "implicit-dense"] = _option("explicit", "what the mask is applied to")
+    ascent: Literal["explicit", "implicit", "implicit-dense", "momentum"] = _option(
+        "explicit", "what the mask is applied to; momentum ascends without a pass of its own"
+    )
     ascent_fraction: float = _option(1.0, "share of each batch that the perturbation is computed from")
+    ascent_every: int = _option(1, "perturb in every so many steps only")
+    ascent_between: Literal["skip", "reuse"] = _option("skip", "in between, take plain steps or use the last again")
+    ascent_start: float = _option(0.0, "perturb from this epoch on, counted from 0")
     engine: bool = _option(True, "leave out of the ascent what no perturbation needs")
     mask_epochs: int | None = _option(1, "T_m: make the mask anew every so many epochs; null: never")
     mask_steps: int | None = _option(None, "make the mask anew every so many steps instead")
@@ -81,14 +87,23 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
-        for name in ("epochs", "batch_size", "fisher_samples"):
+        for name in ("epochs", "batch_size", "fisher_samples", "ascent_every"):
             _check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
         for name in ("train_size", "test_size", "mask_epochs", "mask_steps", "max_steps"):
             value = getattr(self, name)
             _check(name, value, value is None or value >= 1, "at least 1, or null")
         for name in ("label_noise", "corruption_rate", "drop_ratio"):
             _check(name, getattr(self, name), 0 <= getattr(self, name) <= 1, "in [0, 1]")
-        for name in ("lr", "weight_decay", "rho", "warmup_epochs", "rho_warmup_epochs", "rho_final", "seed"):
+        for name in (
+            "lr",
+            "weight_decay",
+            "rho",
+            "warmup_epochs",
+            "rho_warmup_epochs",
+            "rho_final",
+            "ascent_start",
+            "seed",
+        ):
             _check(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
         _check("sparsity", self.sparsity, self.sparsity is None or 0 <= self.sparsity <= 1, "in [0, 1], or null")
         _check("label_smoothing", self.label_smoothing, 0 <= self.label_smoothing < 1, "in [0, 1)")
@@ -163,7 +178,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def differences(old: TrainConfig, new: TrainConfig) -> str:
-    """ "name: old, now new", for each setting that differs."""
+    """What each setting that differs was and is now."""
     before, after = dataclasses.asdict(old), dataclasses.asdict(new)
     return "; ".join(f"{name}: {before[name]}, now {after[name]}" for name in before if before[name] != after[name])
 

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 EPSILON = 1e-6
-INIT_STD = 0.02
 
 
 class PatchEmbedding(nn.Module):
@@ -38,10 +37,10 @@ class ClassToken(nn.Module):
 class PositionEmbedding(nn.Module):
     """Adds a learned vector to each place of (batch, tokens, dim)."""
 
-    def __init__(self, tokens: int, dim: int) -> None:
+    def __init__(self, tokens: int, dim: int, std: float) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.empty(1, tokens, dim))
-        nn.init.trunc_normal_(self.table, std=INIT_STD)
+        nn.init.normal_(self.table, std=std)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return tokens + self.table
@@ -103,8 +102,13 @@ def vit(
     heads: int,
     mlp_ratio: float = 4.0,
     dropout: float = 0.0,
+    position_std: float = 0.02,
 ) -> nn.Sequential:
-    """Patches, class token, positions, ``depth`` blocks, a last normalization and a linear head on the class token."""
+    """Patches, class token, positions, ``depth`` blocks, a last normalization and a linear head on the class token.
+
+    Weights start as in the paper's code (Xavier; 1 / √fan-in for the patches), but for the head, which there starts
+    at zero: the first gradients, and so the first Fisher scores, of all other weights would be zero too.
+    """
     if image_size % patch_size:
         raise ValueError(f"image_size must be a multiple of the patch size {patch_size}, got {image_size}")
     blocks = [TransformerBlock(dim, heads, round(mlp_ratio * dim), dropout) for _ in range(depth)]
@@ -112,7 +116,7 @@ def vit(
         OrderedDict(
             patches=PatchEmbedding(in_channels, patch_size, dim),
             class_token=ClassToken(dim),
-            position=PositionEmbedding((image_size // patch_size) ** 2 + 1, dim),
+            position=PositionEmbedding((image_size // patch_size) ** 2 + 1, dim, position_std),
             drop=nn.Dropout(dropout),
             blocks=nn.Sequential(*blocks),
             norm=nn.LayerNorm(dim, eps=EPSILON),
@@ -121,8 +125,11 @@ def vit(
         )
     )
     for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Conv2d):
-            nn.init.trunc_normal_(module.weight, std=INIT_STD)
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Conv2d):
+            nn.init.normal_(module.weight, std=module.weight[0].numel() ** -0.5)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
     return model
@@ -144,6 +151,20 @@ def vit_one_block_8192(num_classes: int = 10, in_channels: int = 3, image_size: 
 
 
 def vit_tiny_small(num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Sequential:
-    """Four blocks of 96 dimensions and an eighth of the side as patch: for a laptop's CPU."""
-    patch = max(1, image_size // 8)
-    return vit(num_classes, in_channels, image_size, patch_size=patch, dim=96, depth=4, heads=3, mlp_ratio=2.0)
+    """Four blocks of 96 dimensions, patches of about an eighth of the side, but two pixels: for a laptop's CPU.
+
+    Positions start as large as patches, not at 0.02: otherwise hundreds of steps pass before places are told apart.
+    """
+    sizes = [size for size in range(min(2, image_size), image_size + 1) if image_size % size == 0]
+    patch = min(sizes, key=lambda size: abs(size - image_size / 8))
+    return vit(
+        num_classes,
+        in_channels,
+        image_size,
+        patch_size=patch,
+        dim=96,
+        depth=4,
+        heads=3,
+        mlp_ratio=2.0,
+        position_std=1.0,
+    )

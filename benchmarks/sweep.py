@@ -1,0 +1,58 @@
+"""How well a sweep uses the cores: equal runs on several, against the time of one run alone times runs per core.
+
+python -m benchmarks.sweep [--runs 8] [--cores 2] [--seconds 60]
+
+The workers' start (they import torch) counts as part of the sweep. The run alone goes through a sweep of one worker
+that has already started, so that only training counts as ideal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.timing import print_provenance
+from sparsesam.experiment.config import Place, TrainConfig
+from sparsesam.experiment.run import run
+from sparsesam.experiment.sweep import Sweep, sweep_jobs
+
+TRIAL = TrainConfig(optimizer="sgd", epochs=4, augment="none")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {"runs": 8, "cores": 2, "seconds": 60}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    print_provenance()
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        per_epoch = _seconds(TRIAL, out / "trial") / TRIAL.epochs
+        config = replace(TRIAL, epochs=max(1, round(options.seconds / per_epoch)))
+        alone = _seconds(config, out / "alone")
+        jobs = Sweep("equal", {"run": config}, range(1, options.runs + 1)).jobs(out)
+        start = time.perf_counter()
+        sweep_jobs(jobs, Place(), workers=options.cores)
+        took = time.perf_counter() - start
+        training = [job.result["seconds"] for job in jobs if job.result is not None]
+    ideal = options.runs / options.cores * alone
+    print(f"{options.runs} runs on {options.cores} cores: {took:.1f} s; one alone: {alone:.1f} s")
+    print(f"{took / ideal:.3f} x the ideal {ideal:.1f} s")
+    shared = statistics.median(training)
+    print(
+        f"a run's training took {shared:.1f} s with all cores busy; {took / sum(training) * options.cores:.3f} x that"
+    )
+
+
+def _seconds(config: TrainConfig, out: Path) -> float:
+    start = time.perf_counter()
+    run(config, Place(out=out, threads=1, tensorboard=False, quiet=True))
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

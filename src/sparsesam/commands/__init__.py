@@ -1,0 +1,21 @@
+"""The subcommands of ``sparsesam``.
+
+A subcommand is a module here with ``HELP``, ``add_arguments(parser)`` and ``run(options) -> exit code``, and a line
+in `COMMANDS`. It is imported only when it is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+COMMANDS = {
+    "train": "train one model",
+    "sweep": "train a grid of settings times seeds, on all cores",
+    "paper": "repeat a table or figure of the paper, beside its own numbers",
+    "data": "draw what the network will see",
+}
+
+
+def find(name: str) -> ModuleType:
+    return importlib.import_module(f"sparsesam.commands.{name}")
