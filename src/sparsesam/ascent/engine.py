@@ -156,6 +156,8 @@ class Engine:
             )
             return None
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if not tensors:  # also where the forward raised
+            return None
         if not any(mode.is_dirty_output(tensor) for tensor in tensors):
             if mode.portion is not None:
                 raise EngineFallbackError("no output depends on a perturbed weight")

@@ -24,7 +24,7 @@ from sparsesam.experiment.observers import Observer, Silent
 from sparsesam.experiment.provenance import provenance
 from sparsesam.experiment.records import read_records
 from sparsesam.experiment.run_directory import RunDirectory
-from sparsesam.experiment.seeds import Purpose, derive
+from sparsesam.experiment.seeds import Purpose, derive, seed_global
 from sparsesam.experiment.training import Sums, Training
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _training(config: TrainConfig, splits: Splits | FolderSplits, fabric: Fabric
     if share.world > 1 and config.ascent != "explicit" and not config.is_plain:
         raise ValueError(f"ascent must be explicit on several devices, got {config.ascent}; train on one")
     batches = make_batches(config, splits, share, fabric.device, place.workers)
-    torch.manual_seed(derive(config.seed, Purpose.WEIGHTS))
+    seed_global(derive(config.seed, Purpose.WEIGHTS), fabric.device)
     model = models.build(config.model, splits.num_classes, splits.in_channels, splits.image_size)
     return Training(config, model, batches, fabric)
 

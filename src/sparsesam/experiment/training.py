@@ -20,7 +20,7 @@ from sparsesam.experiment.batches import Batch, Batches
 from sparsesam.experiment.config import TrainConfig
 from sparsesam.experiment.errors import DivergedError
 from sparsesam.experiment.optimizers import TimedMask, lr_factor, make_optimizer
-from sparsesam.experiment.seeds import Purpose, derive
+from sparsesam.experiment.seeds import Purpose, derive, seed_global
 
 #: On a GPU a look at the loss waits for it, and ranks must look together: not at every step.
 LOOK_EVERY = 20
@@ -182,7 +182,8 @@ class Training:
         factor = lr_factor(self.config, step, self.batches.steps)
         for group, rate in zip(self.optimizer.param_groups, self._rate, strict=True):
             group["lr"] = rate * factor
-        torch.manual_seed(derive(self.config.seed, Purpose.STEP, step, self.fabric.global_rank))
+        place = (step, self.fabric.global_rank)
+        seed_global(derive(self.config.seed, Purpose.STEP, *place), self.fabric.device)
 
     # ---- test --------------------------------------------------------------------------------------------
 
