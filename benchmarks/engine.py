@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -159,6 +160,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only cases whose name holds one of these words (and SGD)")
     parser.add_argument("--json", type=Path, help="write the table there as well")
     parser.add_argument("--memory", action="store_true", help="also the peak of live bytes of a step")
+    parser.add_argument("--cpu-time", action="store_true", help="count CPU seconds; use with --threads 1")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print_provenance()
@@ -174,7 +176,13 @@ def main() -> None:
     }
     if "LookSAM" in words:
         chosen["pytorch-optimizer LookSAM, k=5"] = LookSAMCase(model, batch)
-    seconds = interleaved(chosen, rounds=options.rounds, warmup=options.warmup)
+    clock = time.process_time if options.cpu_time else time.perf_counter
+    seconds = interleaved(chosen, rounds=options.rounds, warmup=options.warmup, clock=clock)
+        chosen,
+        rounds=options.rounds,
+        warmup=options.warmup,
+        clock=time.process_time if options.cpu_time else time.perf_counter,
+    )
     seconds = {name: [t / chosen[name].steps_per_call for t in times] for name, times in seconds.items()}
     rows = ratios(seconds, "SGD")
     print(f"{options.model}, batch {options.batch}, {options.rounds} interleaved rounds")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,13 +27,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"batch": 64, "rounds": 11, "warmup": 2, "threads": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--cpu-time", action="store_true", help="count CPU seconds; use with --threads 1")
     options = parser.parse_args()
     if options.warmup < 1:
         parser.error(f"--warmup must be at least 1, got {options.warmup}: the masks are made in the warm-up")
     torch.set_num_threads(options.threads)
     print_provenance()
 
-    seconds = interleaved(cases(options.batch), rounds=options.rounds, warmup=options.warmup)
+    clock = time.process_time if options.cpu_time else time.perf_counter
+    seconds = interleaved(cases(options.batch), rounds=options.rounds, warmup=options.warmup, clock=clock)
+        cases(options.batch),
+        rounds=options.rounds,
+        warmup=options.warmup,
+        clock=time.process_time if options.cpu_time else time.perf_counter,
+    )
     print(f"ResNet-18, batch {options.batch}, {options.rounds} interleaved rounds")
     print(format_ratios(ratios(seconds, "SGD"), "SGD"))
 
