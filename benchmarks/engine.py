@@ -178,11 +178,6 @@ def main() -> None:
         chosen["pytorch-optimizer LookSAM, k=5"] = LookSAMCase(model, batch)
     clock = time.process_time if options.cpu_time else time.perf_counter
     seconds = interleaved(chosen, rounds=options.rounds, warmup=options.warmup, clock=clock)
-        chosen,
-        rounds=options.rounds,
-        warmup=options.warmup,
-        clock=time.process_time if options.cpu_time else time.perf_counter,
-    )
     seconds = {name: [t / chosen[name].steps_per_call for t in times] for name, times in seconds.items()}
     rows = ratios(seconds, "SGD")
     print(f"{options.model}, batch {options.batch}, {options.rounds} interleaved rounds")

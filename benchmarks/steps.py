@@ -36,11 +36,6 @@ def main() -> None:
 
     clock = time.process_time if options.cpu_time else time.perf_counter
     seconds = interleaved(cases(options.batch), rounds=options.rounds, warmup=options.warmup, clock=clock)
-        cases(options.batch),
-        rounds=options.rounds,
-        warmup=options.warmup,
-        clock=time.process_time if options.cpu_time else time.perf_counter,
-    )
     print(f"ResNet-18, batch {options.batch}, {options.rounds} interleaved rounds")
     print(format_ratios(ratios(seconds, "SGD"), "SGD"))
 
