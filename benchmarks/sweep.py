@@ -2,14 +2,13 @@
 
 python -m benchmarks.sweep [--runs 8] [--cores 2] [--seconds 60]
 
-The workers' start (they import torch) counts as part of the sweep. The run alone goes through a sweep of one worker
-that has already started, so that only training counts as ideal.
+The workers' start (they import torch) counts as part of the sweep, and not of the run alone. The second ratio takes
+the runs as they were within the sweep: on a machine with other work, it still tells how long workers were without one.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
 from dataclasses import replace
@@ -18,9 +17,10 @@ from pathlib import Path
 from benchmarks.timing import print_provenance
 from sparsesam.experiment.config import Place, TrainConfig
 from sparsesam.experiment.run import run
+from sparsesam.experiment.run_directory import RunDirectory
 from sparsesam.experiment.sweep import Sweep, sweep_jobs
 
-TRIAL = TrainConfig(optimizer="sgd", epochs=4, augment="none")
+TRIAL = TrainConfig(optimizer="sgd", epochs=20, augment="none")
 
 
 def main() -> None:
@@ -31,6 +31,7 @@ def main() -> None:
     print_provenance()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
+        _seconds(TRIAL, out / "first")  # imports
         per_epoch = _seconds(TRIAL, out / "trial") / TRIAL.epochs
         config = replace(TRIAL, epochs=max(1, round(options.seconds / per_epoch)))
         alone = _seconds(config, out / "alone")
@@ -38,7 +39,7 @@ def main() -> None:
         start = time.perf_counter()
         sweep_jobs(jobs, Place(), workers=options.cores)
         took = time.perf_counter() - start
-        training = [job.result["seconds"] for job in jobs if job.result is not None]
+        running = sum(_lasted(RunDirectory(job.directory)) for job in jobs)
     ideal = options.runs / options.cores * alone
     print(f"{options.runs} runs on {options.cores} cores: {took:.1f} s; one alone: {alone:.1f} s")
     print(f"{took / ideal:.3f} x the ideal {ideal:.1f} s")
@@ -46,6 +47,11 @@ def main() -> None:
     print(
         f"a run's training took {shared:.1f} s with all cores busy; {took / sum(training) * options.cores:.3f} x that"
     )
+
+
+def _lasted(directory: RunDirectory) -> float:
+    """From the first file a run writes to its last."""
+    return directory.result.stat().st_mtime - directory.config.stat().st_mtime
 
 
 def _seconds(config: TrainConfig, out: Path) -> float:

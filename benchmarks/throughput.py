@@ -1,6 +1,6 @@
 """What the training loop of ``sparsesam train`` costs beside a bare loop: SGD, the same model, images and batches.
 
-python -m benchmarks.throughput [--rounds 15] [--warmup 2] [--threads 2]
+python -m benchmarks.throughput [--rounds 15] [--warmup 2] [--threads 2] [--cpu-time]
 
 A round is a few steps of each. The bare loop takes normalized images from memory and does nothing else; ours draws
 the order, normalizes, counts loss and accuracy, looks for a loss that is not finite and for Ctrl-C, and in the last
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import time
 from collections.abc import Callable
 
 import torch
@@ -33,11 +34,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"rounds": 15, "warmup": 2, "threads": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--cpu-time", action="store_true", help="count CPU seconds; use with --threads 1")
     options = parser.parse_args()
+    clock = time.process_time if options.cpu_time else time.perf_counter
     torch.set_num_threads(options.threads)
     print_provenance()
     for model, side, batch, steps in (("resnet18", 32, 32, 3), ("small-cnn", 8, 64, 30)):
-        seconds = interleaved(cases(model, side, batch, steps), rounds=options.rounds, warmup=options.warmup)
+        made = cases(model, side, batch, steps)
+        seconds = interleaved(made, rounds=options.rounds, warmup=options.warmup, clock=clock)
         print(f"{model}, batch {batch}, {options.rounds} interleaved rounds of {steps} steps")
         for row in ratios(seconds, "bare loop"):
             rate = steps * batch / row.seconds

@@ -137,7 +137,7 @@ def budget_mask(
     samples: int = 128,
     score: Score | None = None,
     unit: BudgetUnit = "tensor",
-    how: Literal["time", "count"] = "time",
+    how: Literal["time", "cpu-time", "count"] = "time",
     refresh: Refresh | None = None,
     seed: int = 0,
     model_loss: Callable[[nn.Module, Any], Tensor] | None = None,

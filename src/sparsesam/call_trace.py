@@ -25,7 +25,7 @@ from sparsesam.ascent.memo import map_tensors, tensors_in
 from sparsesam.ascent.plan import make_plan
 from sparsesam.masks.packed import PackedMask
 
-How = Literal["time", "count"]
+How = Literal["time", "cpu-time", "count"]
 #: which gradients the pass computes: all; of the inputs alone; of the weights only for some of the filters
 Kind = Literal["everything", "inputs", "quarter", "three quarters"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -49,17 +49,19 @@ class Call:
 
 @contextmanager
 def stopwatch(how: How, device: torch.device) -> Iterator[Clock]:
-    """A clock that tells seconds, or the multiply-adds made so far."""
+    """A clock that tells seconds, CPU seconds of this process, or the multiply-adds made so far."""
     if how == "count":
         with MultiplyAdds() as counter:
             yield lambda: counter.total
         return
     synchronize = getattr(getattr(torch, device.type, None), "synchronize", None) if device.type != "cpu" else None
 
+    now = time.process_time if how == "cpu-time" else time.perf_counter
+
     def seconds() -> float:
         if synchronize is not None:
             synchronize()
-        return time.perf_counter()
+        return now()
 
     yield seconds
 

@@ -123,11 +123,15 @@ def _train(
         directory.append({"kind": kind, "step": training.steps_taken, **settings})
     observer.begin(config, training, str(directory.path))
 
+    saved = training.steps_taken
+
     def on_step() -> None:
+        nonlocal saved
         observer.step(training)
-        every = place.checkpoint_steps
-        if main and every is not None and training.position.step % every == 0:
+        due = place.checkpoint_steps is not None and training.steps_taken - saved >= place.checkpoint_steps
+        if main and due and training.looked:
             _save(training, config, directory)
+            saved = training.steps_taken
 
     with StopOnSignal() as stop, _board(place, directory, training, main) as board:
         try:

@@ -53,6 +53,7 @@ class Training:
         self.config, self.batches, self.fabric = config, batches, fabric
         self.position, self.sums = Position(), Sums()
         self.best: dict[str, float] | None = None
+        self.looked = False  # whether the loss is known to be finite up to this step
         self.module = model
         self.ema = _averaged(model, config.ema).to(fabric.device) if config.ema is not None else None
         compiled: nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
@@ -119,7 +120,8 @@ class Training:
             self.sums.masks = before["masks"] + count - made[0]
             self.sums.mask_seconds = before["mask_seconds"] + seconds - made[1]
             ended = self.position.step == self.batches.steps or self.finished
-            if self.position.step % look_every == 0 or ended:
+            self.looked = self.position.step % look_every == 0 or ended
+            if self.looked:
                 told = self._look(totals, before, stop)
             on_step()
             if told or ended:
