@@ -209,8 +209,11 @@ class _Measurement:
                 plan.loop(misplaced)
                 continue
             del output
-            _backward(observer, total, into)
-            self._rerun(plan, observer, size, into)
+            try:
+                _backward(observer, total, into)
+                self._rerun(plan, observer, size, into)
+            finally:
+                observer.release()
             return used
         return None
 

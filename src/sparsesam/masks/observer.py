@@ -171,6 +171,11 @@ class Observer(TorchFunctionMode):
 
         return receive
 
+    def release(self) -> None:
+        """Let go of activations and sums now; hooks refer back to the observer, and such a cycle would keep them."""
+        self.on_grads = lambda module: None
+        self.runs, self.leaves, self.inputs = {}, [], []
+
     def misplaced(self) -> set[str]:
         """Parameters for which this forward differs from what the plan relies on."""
         places = self.plan.module_of()
