@@ -43,10 +43,7 @@ def main() -> None:
     ideal = options.runs / options.cores * alone
     print(f"{options.runs} runs on {options.cores} cores: {took:.1f} s; one alone: {alone:.1f} s")
     print(f"{took / ideal:.3f} x the ideal {ideal:.1f} s")
-    shared = statistics.median(training)
-    print(
-        f"a run's training took {shared:.1f} s with all cores busy; {took / sum(training) * options.cores:.3f} x that"
-    )
+    print(f"{took * options.cores / running:.3f} x the ideal of runs as slow as these ({running / options.runs:.1f} s)")
 
 
 def _lasted(directory: RunDirectory) -> float:

@@ -60,7 +60,8 @@ class CallCost:
         if share == 1 or self.sliced is None:
             return self.weight_gradient
         quarter, three_quarters = self.sliced
-        return quarter + (share - 0.25) / 0.5 * (three_quarters - quarter)
+        line = quarter + (share - 0.25) / 0.5 * (three_quarters - quarter)
+        return max(line, share * self.weight_gradient)
 
 
 @dataclass(frozen=True)
@@ -252,13 +253,13 @@ def _cost(call: Call, forward: float, backward: Mapping[Kind, float]) -> CallCos
     if not call.parameters:
         return CallCost(call.function, (), call.upstream, forward, backward["everything"], 0.0, None)
     layer = call.parameters[0].rpartition(".")[0] or call.parameters[0]
-    # A difference of two measurements can come out negative where a fused kernel hardly knows one.
+    # Differences of measurements: a part may not cost less than its share, nor anything less than nothing.
     inputs = min(backward["inputs"], backward["everything"]) if call.leads_back else 0.0
     weight = backward["everything"] - inputs
     sliced = None
     if call.sliced:
-        quarter = max(backward["quarter"] - inputs, weight / 4)
-        sliced = quarter, max(backward["three quarters"] - inputs, quarter)
+        quarter = max(backward["quarter"] - inputs, 0.25 * weight)
+        sliced = quarter, max(backward["three quarters"] - inputs, 0.75 * weight, quarter)
     return CallCost(layer, call.parameters, call.upstream, forward, inputs, weight, sliced)
 
 
