@@ -50,7 +50,7 @@ def main() -> None:
     steps: dict[str, Callable[[], None]] = {"SGD": sgd(copy.deepcopy(model), images, labels)}
     steps |= {name: step(copy.deepcopy(model), images, labels, rule) for name, rule in rules.items()}
     clock = time.process_time if options.cpu_time else time.perf_counter
-    table = ratios(interleaved(steps, rounds=options.rounds, warmup=options.warmup, clock=clock), "SGD")
+    table = ratios(interleaved(steps, "SGD", rounds=options.rounds, warmup=options.warmup, clock=clock))
 
     print(f"ResNet-18, batch {options.batch}, {options.rounds} interleaved rounds")
     print(format_ratios(table, "SGD"))

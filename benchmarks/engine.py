@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 
 import sparsesam
 from benchmarks.live_bytes import LiveBytes
-from benchmarks.timing import format_ratios, interleaved, print_provenance, ratios
+from benchmarks.timing import Timed, format_ratios, interleaved, print_provenance, ratios
 from sparsesam.experiment.provenance import provenance
 from sparsesam.models import build
 
@@ -177,9 +177,10 @@ def main() -> None:
     if "LookSAM" in words:
         chosen["pytorch-optimizer LookSAM, k=5"] = LookSAMCase(model, batch)
     clock = time.process_time if options.cpu_time else time.perf_counter
-    seconds = interleaved(chosen, rounds=options.rounds, warmup=options.warmup, clock=clock)
-    seconds = {name: [t / chosen[name].steps_per_call for t in times] for name, times in seconds.items()}
-    rows = ratios(seconds, "SGD")
+    timed = interleaved(chosen, "SGD", rounds=options.rounds, warmup=options.warmup, clock=clock)
+    for name, times in timed.items():
+        timed[name] = [Timed(one.seconds / chosen[name].steps_per_call, one.reference) for one in times]
+    rows = ratios(timed)
     print(f"{options.model}, batch {options.batch}, {options.rounds} interleaved rounds")
     print(format_ratios(rows, "SGD"))
     peaks = {}

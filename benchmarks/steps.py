@@ -35,9 +35,9 @@ def main() -> None:
     print_provenance()
 
     clock = time.process_time if options.cpu_time else time.perf_counter
-    seconds = interleaved(cases(options.batch), rounds=options.rounds, warmup=options.warmup, clock=clock)
+    timed = interleaved(cases(options.batch), "SGD", rounds=options.rounds, warmup=options.warmup, clock=clock)
     print(f"ResNet-18, batch {options.batch}, {options.rounds} interleaved rounds")
-    print(format_ratios(ratios(seconds, "SGD"), "SGD"))
+    print(format_ratios(ratios(timed), "SGD"))
 
 
 def cases(batch: int) -> dict[str, Step]:

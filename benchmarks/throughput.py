@@ -41,9 +41,9 @@ def main() -> None:
     print_provenance()
     for model, side, batch, steps in (("resnet18", 32, 32, 3), ("small-cnn", 8, 64, 30)):
         made = cases(model, side, batch, steps)
-        seconds = interleaved(made, rounds=options.rounds, warmup=options.warmup, clock=clock)
+        timed = interleaved(made, "bare loop", rounds=options.rounds, warmup=options.warmup, clock=clock)
         print(f"{model}, batch {batch}, {options.rounds} interleaved rounds of {steps} steps")
-        for row in ratios(seconds, "bare loop"):
+        for row in ratios(timed):
             rate = steps * batch / row.seconds
             quartiles = f"{1 / row.high:.3f} to {1 / row.low:.3f}"
             print(f"  {row.name:32} {rate:8.0f} images/s  {1 / row.median:.3f} of the bare loop ({quartiles})")

@@ -1,4 +1,4 @@
-"""Interleaved timing: what else the machine does meets all cases alike; ratios are taken round by round."""
+"""Interleaved timing: what else the machine does meets all cases alike; ratios are taken between neighbours."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sparsesam.experiment.provenance import provenance
 
 
+class Timed(NamedTuple):
+    """Seconds of one run, and of the reference: the mean of its runs just before and just after."""
+
+    seconds: float
+    reference: float
+
+
 @dataclass(frozen=True)
 class Ratio:
-    """One case against the reference: seconds, and the quartiles of the per-round ratios."""
+    """One case against the reference: seconds, and the quartiles of the ratios round by round."""
 
     name: str
     seconds: float
@@ -23,40 +31,53 @@ class Ratio:
 
 def interleaved(
     cases: Mapping[str, Callable[[], None]],
+    reference: str,
     *,
     rounds: int,
     warmup: int,
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, list[float]]:
-    """Seconds of each case in each round.
+) -> dict[str, list[Timed]]:
+    """Each case in each round, beside the reference.
 
-    Every round runs every case once. The case that begins moves on by one each round, so that each takes
-    every place in turn. ``warmup`` rounds are run and forgotten. ``time.process_time`` as the clock, with one
-    thread, counts only what this process computes: the one to use beside other work.
+    A round runs every case once, and the reference before and after each: a machine that grows slower and faster
+    over seconds meets both alike. The case that begins moves on by one each round. ``warmup`` rounds are run and
+    forgotten. ``time.process_time`` as the clock, with one thread, counts only what this process computes: the one
+    to use beside other work.
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}; ten or more give a usable median")
-    names = list(cases)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    if reference not in cases:
+        raise ValueError(f"reference must be one of {', '.join(cases)}, got {reference!r}")
+
+    def seconds(name: str) -> float:
+        start = clock()
+        cases[name]()
+        return clock() - start
+
+    names = [name for name in cases if name != reference]
+    timed: dict[str, list[Timed]] = {name: [] for name in cases}
     for number in range(warmup + rounds):
-        first = number % len(names)
+        first = number % len(names) if names else 0
+        before = seconds(reference)
+        references = [before]
         for name in names[first:] + names[:first]:
-            start = clock()
-            cases[name]()
+            own, after = seconds(name), seconds(reference)
             if number >= warmup:
-                seconds[name].append(clock() - start)
-    return seconds
+                timed[name].append(Timed(own, (before + after) / 2))
+            before = after
+            references.append(after)
+        if number >= warmup:
+            timed[reference] += [Timed(own, own) for own in references]
+    return timed
 
 
-def ratios(seconds: Mapping[str, Sequence[float]], reference: str) -> list[Ratio]:
-    """Each case's time divided by the reference's of the same round."""
-    if reference not in seconds:
-        raise ValueError(f"reference must be one of {', '.join(seconds)}, got {reference!r}")
+def ratios(timed: Mapping[str, Sequence[Timed]]) -> list[Ratio]:
+    """Each case's time divided by the reference's around it."""
     table = []
-    for name, times in seconds.items():
-        each = sorted(own / other for own, other in zip(times, seconds[reference], strict=True))
+    for name, times in timed.items():
+        each = sorted(one.seconds / one.reference for one in times)
         low, median, high = statistics.quantiles(each, n=4, method="inclusive") if len(each) > 1 else each * 3
-        table.append(Ratio(name, statistics.median(times), low, median, high))
+        table.append(Ratio(name, statistics.median(one.seconds for one in times), low, median, high))
     return table
 
 

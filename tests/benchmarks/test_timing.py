@@ -1,18 +1,28 @@
+import itertools
+
 import pytest
-from benchmarks.timing import format_ratios, interleaved, ratios
+from benchmarks.timing import Timed, format_ratios, interleaved, ratios
 
 
-def test_every_round_runs_every_case_and_the_first_one_moves_on():
+def test_the_reference_runs_between_all_others_and_the_first_one_moves_on():
     order = []
-    cases = {name: lambda name=name: order.append(name) for name in "abc"}
-    seconds = interleaved(cases, rounds=2, warmup=1)
-    assert "".join(order) == "abc" + "bca" + "cab"
-    assert {name: len(times) for name, times in seconds.items()} == {"a": 2, "b": 2, "c": 2}
+    cases = {name: lambda name=name: order.append(name) for name in "rab"}
+    timed = interleaved(cases, "r", rounds=2, warmup=1)
+    assert "".join(order) == "rarbr" + "rbrar" + "rarbr"
+    assert {name: len(times) for name, times in timed.items()} == {"r": 6, "a": 2, "b": 2}
+
+
+def test_a_case_is_compared_with_the_reference_just_before_and_after():
+    durations = iter([1.0, 6.0, 3.0, 20.0, 7.0])  # r a r b r
+    now = itertools.accumulate(x for seconds in durations for x in (0.0, seconds))
+    cases = {name: lambda: None for name in "rab"}
+    timed = interleaved(cases, "r", rounds=1, warmup=0, clock=lambda: next(now))
+    assert timed["a"] == [Timed(6.0, 2.0)]
+    assert timed["b"] == [Timed(20.0, 5.0)]
 
 
 def test_ratios_are_taken_round_by_round():
-    slow_round = {"SGD": [1.0, 100.0, 1.0], "SAM": [2.0, 200.0, 2.0]}
-    sgd, sam = ratios(slow_round, "SGD")
+    sgd, sam = ratios({"SGD": [Timed(1, 1), Timed(100, 100)], "SAM": [Timed(2, 1), Timed(200, 100), Timed(2, 1)]})
     assert sgd.median == 1
     assert (sam.low, sam.median, sam.high) == (2, 2, 2)
     assert "2.000" in format_ratios([sgd, sam], "SGD")
@@ -20,4 +30,4 @@ def test_ratios_are_taken_round_by_round():
 
 def test_refuses_an_unknown_reference():
     with pytest.raises(ValueError, match="reference must be one of SAM, got 'SGD'"):
-        ratios({"SAM": [1.0]}, "SGD")
+        interleaved({"SAM": lambda: None}, "SGD", rounds=1, warmup=0)

@@ -1,0 +1,79 @@
+"""How long the report of many runs takes, from nothing to the page: synthetic records of a grid of runs.
+
+python -m benchmarks.report [--runs 100] [--epochs 100]
+
+The command is run in a process of its own, so that starting it counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.timing import print_provenance
+from sparsesam.experiment.config import TrainConfig
+from sparsesam.experiment.records import append_records
+
+_SETTINGS = (
+    {"optimizer": "sgd"},
+    {"optimizer": "sam"},
+    *({"optimizer": one, "sparsity": sparsity} for one in ("ssam-f", "ssam-d") for sparsity in (0.5, 0.8, 0.9, 0.95)),
+)
+_SEEDS = 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--epochs", type=int, default=100)
+    options = parser.parse_args()
+    print_provenance()
+    with tempfile.TemporaryDirectory() as folder:
+        runs, page = Path(folder) / "runs", Path(folder) / "report.html"
+        write_runs(runs, runs=options.runs, epochs=options.epochs)
+        command = [sys.executable, "-m", "sparsesam.cli", "report", str(runs), "-o", str(page)]
+        start = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True)
+        seconds = time.perf_counter() - start
+        size = page.stat().st_size / 1e6
+    print(f"{options.runs} runs of {options.epochs} epochs: {seconds:.2f} s, a page of {size:.1f} MB")
+
+
+def write_runs(folder: Path, *, runs: int, epochs: int) -> None:
+    """Records as real runs leave them: every optimizer and sparsity, several seeds, in as many tasks as it takes."""
+    draw = random.Random(0)
+    for number in range(runs):
+        settings = _SETTINGS[number // _SEEDS % len(_SETTINGS)]
+        noise = number // (_SEEDS * len(_SETTINGS)) / 10
+        config = TrainConfig(**settings, label_noise=noise, epochs=epochs, seed=number % _SEEDS)  # type: ignore[arg-type]
+        _write_run(folder / config.content_hash, config, draw)
+
+
+def _write_run(path: Path, config: TrainConfig, draw: random.Random) -> None:
+    settings = dataclasses.asdict(config)
+    seconds, best = (1.0 if config.is_plain else 2.0), 0.9 + 0.05 * draw.random()
+    origin = {"cpu": "synthetic", "machine": "none", "threads": 1}
+    records: list[dict[str, Any]] = [{"kind": "run", "step": 0, "config": settings, "provenance": origin}]
+    for epoch in range(1, config.epochs + 1):
+        accuracy = best * (1 - math.exp(-epoch / 10)) + 0.01 * draw.random()
+        measured = {"train_loss": 1 / epoch, "train_accuracy": accuracy, "test_loss": 1.1 / epoch}
+        records.append({"kind": "epoch", "epoch": epoch, "test_accuracy": accuracy, "seconds": seconds, **measured})
+    append_records(path / "records.jsonl", records)
+    (path / "config.yaml").write_text(yaml.safe_dump({**settings, "betas": list(config.betas)}))
+    result = {**records[-1], "best_test_accuracy": best, "seconds_per_epoch": seconds, "sparsity": config.sparsity}
+    (path / "result.json").write_text(json.dumps({"result": result, "config": settings, "provenance": origin}))
+
+
+if __name__ == "__main__":
+    main()
