@@ -1,0 +1,295 @@
+"use strict";
+// Draws the figures, sorts the tables, changes the theme. All text of runs reaches the page as text, never as HTML.
+(() => {
+  const SYMBOLS = ["circle", "diamond", "square", "triangle-up", "triangle-down", "cross", "x", "star", "pentagon", "hexagon"];
+  const GLYPHS = ["●", "◆", "■", "▲", "▼", "✚", "✖", "★", "⬟", "⬢"];
+  const DASHES = ["solid", "dash", "dashdot", "longdash", "longdashdot"];
+  const STROKES = { solid: "", dash: "5 3", dashdot: "5 2 1 2", longdash: "9 3", longdashdot: "9 2 1 2", dot: "1.5 3" };
+  const PRINT_WIDTH = 660;
+
+  const figures = new Map();
+  for (const figure of JSON.parse(document.getElementById("figures").textContent)) {
+    if (figure.panels_of) figure.panels = figures.get(figure.panels_of).panels;
+    figures.set(figure.name, { ...figure, panel: 0, hidden: new Set(), drawn: false });
+  }
+
+  // ---- colours: those of the style sheet, of the scheme that is on or of the one asked for
+
+  const probe = document.createElement("span");
+  probe.hidden = true;
+  document.body.append(probe);
+
+  function palette(scheme) {
+    probe.style.colorScheme = scheme || "";
+    const of = (name) => {
+      probe.style.color = `var(--${name})`;
+      return getComputedStyle(probe).color;
+    };
+    const colors = { ink: of("ink"), soft: of("soft"), line: of("line"), sheet: of("sheet"), of };
+    return colors;
+  }
+
+  const fade = (rgb, share) => rgb.replace("rgb(", "rgba(").replace(")", `, ${share})`);
+  // Plotly reads a few HTML tags in text, so that < and & of a name must be written out.
+  const literal = (text) => (typeof text === "string" ? text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;") : text);
+  const symbol = (series) => SYMBOLS[series.number % SYMBOLS.length];
+  const dash = (series) => (series.faint ? "dot" : DASHES[series.number % DASHES.length]);
+
+  // ---- from a figure's data to plotly's
+
+  function lines(series, colors) {
+    const color = colors.of(series.color);
+    const shared = { legendgroup: series.name, type: "scatter" };
+    const main = {
+      ...shared, name: literal(series.name), x: series.x, y: series.y, mode: series.x.length === 1 ? "markers" : "lines",
+      line: { color, width: series.faint ? 1.4 : 2, dash: dash(series) }, marker: { color },
+    };
+    if (!series.error) return [main];
+    const known = series.x.map((_, i) => i).filter((i) => series.y[i] !== null && series.error[i] !== null);
+    const up = known.map((i) => series.y[i] + series.error[i]);
+    const down = known.map((i) => series.y[i] - series.error[i]);
+    const band = {
+      ...shared, x: [...known, ...known.slice().reverse()].map((i) => series.x[i]), y: [...up, ...down.reverse()],
+      mode: "lines", line: { width: 0 }, fill: "toself", fillcolor: fade(color, 0.16), hoverinfo: "skip", showlegend: false,
+    };
+    return [band, main];
+  }
+
+  function points(series, colors) {
+    if (series.faint) return lines(series, colors);
+    const color = colors.of(series.color);
+    const many = series.x.length > 50;
+    return [{
+      type: "scatter", mode: "markers", name: literal(series.name), x: series.x, y: series.y,
+      marker: { color, symbol: symbol(series), size: many ? 4 : 11, opacity: many ? 0.5 : 1 },
+      error_y: series.error ? { type: "data", array: series.error, color, thickness: 1.5, width: 5 } : undefined,
+    }];
+  }
+
+  function bars(series, colors) {
+    const color = colors.of(series.color);
+    const shape = ["", "/", "x", "-", "|", "+", "."][series.number % 7];
+    return [{
+      type: "bar", name: literal(series.name), x: series.x.map(literal), y: series.y, opacity: series.faint ? 0.55 : 1,
+      marker: { color, pattern: { shape, fgcolor: colors.sheet, size: 6 } },
+    }];
+  }
+
+  function grid(series, colors, figure) {
+    const [low, high] = figure.range_z || [undefined, undefined];
+    const bar = { title: { text: figure.z.title, side: "right" }, thickness: 12, outlinewidth: 0, tickfont: { color: colors.soft } };
+    const shared = { name: literal(series.name), x: series.x.map(literal), y: series.y.map(literal), z: series.z, colorscale: "Viridis", colorbar: bar };
+    if (figure.kind === "surface") {
+      const contours = { z: { show: true, usecolormap: true, project: { z: true } } };
+      return [{ ...shared, type: "surface", cmin: low, cmax: high, contours }];
+    }
+    if (figure.kind === "heatmap") return [{ ...shared, type: "heatmap", zmin: low, zmax: high, xgap: 1, ygap: 1 }];
+    const contours = high > low ? { start: low, end: high, size: (high - low) / 24 } : undefined;
+    return [{ ...shared, type: "contour", zmin: low, zmax: high, autocontour: !contours, contours, line: { width: 0.6 } }];
+  }
+
+  const TRACES = { lines, points, bars, heatmap: grid, surface: grid, contour: grid };
+
+  function axis(described, colors) {
+    return {
+      title: { text: described.title, font: { color: colors.soft, size: 12 }, standoff: 8 }, type: described.log ? "log" : undefined,
+      gridcolor: colors.line, zerolinecolor: colors.line, linecolor: colors.line, tickfont: { color: colors.soft, size: 11 },
+      automargin: true, exponentformat: "power",
+    };
+  }
+
+  function layout(figure, colors) {
+    const basic = {
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, barmode: "group", uirevision: figure.panel,
+      font: { color: colors.ink, family: "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', sans-serif", size: 12 },
+      margin: { l: 8, r: 12, t: 12, b: 8 }, hoverlabel: { namelength: -1 },
+      // A finger on a chart should scroll the page.
+      dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
+    };
+    if (figure.kind === "surface") {
+      const plane = (described) => ({ ...axis(described, colors), automargin: undefined, backgroundcolor: "rgba(0,0,0,0)" });
+      const z = { ...plane(figure.z), range: figure.range_z && figure.range_z[0] < figure.range_z[1] ? figure.range_z : undefined };
+      const scene = { xaxis: plane(figure.x), yaxis: plane(figure.y), zaxis: z, camera: { eye: { x: 1.35, y: -1.45, z: 0.95 } }, uirevision: "kept" };
+      return { ...basic, dragmode: "orbit", margin: { l: 0, r: 0, t: 0, b: 0 }, scene };
+    }
+    const both = { ...basic, xaxis: axis(figure.x, colors), yaxis: axis(figure.y, colors) };
+    if (figure.kind === "heatmap") {
+      both.xaxis.type = "category";
+      both.yaxis.type = "category";
+      both.yaxis.autorange = "reversed";
+    }
+    if (figure.kind === "bars") both.xaxis.type = "category";
+    if (figure.kind === "lines" && figure.panels[figure.panel].series.length > 1) both.hovermode = "closest";
+    return both;
+  }
+
+  function content(figure, colors) {
+    const shown = figure.panels[figure.panel].series.filter((series) => !figure.hidden.has(series.name));
+    return shown.flatMap((series) => TRACES[figure.kind](series, colors, figure));
+  }
+
+  // ---- drawing
+
+  const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["toImage", "lasso2d", "select2d"] };
+  const element = (figure) => document.getElementById(`figure-${figure.name}`);
+
+  function draw(figure, scheme, width) {
+    const colors = palette(scheme);
+    const plot = element(figure).querySelector(".plot");
+    figure.drawn = true;
+    legend(figure, colors);
+    return Plotly.react(plot, content(figure, colors), { ...layout(figure, colors), width, autosize: !width }, config);
+  }
+
+  const redraw = (scheme, width) => [...figures.values()].filter((figure) => figure.drawn).forEach((figure) => draw(figure, scheme, width));
+
+  function legend(figure, colors) {
+    const list = element(figure).querySelector(".legend");
+    const series = figure.panels[figure.panel].series;
+    const focused = list.contains(document.activeElement) ? [...list.children].indexOf(document.activeElement.parentNode) : -1;
+    list.replaceChildren();
+    if (["heatmap", "surface", "contour"].includes(figure.kind)) return;
+    for (const one of series) {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.setAttribute("aria-pressed", String(!figure.hidden.has(one.name)));
+      button.append(swatch(figure, one, colors), document.createTextNode(one.name));
+      button.addEventListener("click", () => {
+        figure.hidden.has(one.name) ? figure.hidden.delete(one.name) : figure.hidden.add(one.name);
+        draw(figure);
+      });
+      const item = document.createElement("li");
+      item.append(button);
+      list.append(item);
+    }
+    if (focused >= 0) list.children[focused].firstChild.focus();
+  }
+
+  function swatch(figure, series, colors) {
+    const space = "http://www.w3.org/2000/svg";
+    const drawn = document.createElementNS(space, "svg");
+    const line = figure.kind === "lines" || series.faint;
+    const shape = document.createElementNS(space, line ? "line" : "text");
+    const color = colors.of(series.color);
+    for (const [name, value] of Object.entries({ width: 22, height: 12, "aria-hidden": "true" })) drawn.setAttribute(name, value);
+    const look = line
+      ? { x1: 0, x2: 22, y1: 6, y2: 6, stroke: color, "stroke-width": 2.5, "stroke-dasharray": STROKES[dash(series)] }
+      : { x: 11, y: 11, "text-anchor": "middle", "font-size": 13, fill: color };
+    for (const [name, value] of Object.entries(look)) shape.setAttribute(name, value);
+    if (!line) shape.textContent = figure.kind === "bars" ? "■" : GLYPHS[series.number % GLYPHS.length];
+    drawn.append(shape);
+    return drawn;
+  }
+
+  function turn(event, figure) {
+    const step = { ArrowLeft: [-0.15, 0], ArrowRight: [0.15, 0], ArrowUp: [0, 0.1], ArrowDown: [0, -0.1] }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    const plot = element(figure).querySelector(".plot");
+    const { x, y, z } = plot._fullLayout.scene.camera.eye;
+    const radius = Math.hypot(x, y, z);
+    const around = Math.atan2(y, x) + step[0];
+    const above = Math.max(-1.4, Math.min(1.4, Math.asin(z / radius) + step[1]));
+    const eye = { x: radius * Math.cos(above) * Math.cos(around), y: radius * Math.cos(above) * Math.sin(around), z: radius * Math.sin(above) };
+    Plotly.relayout(plot, { "scene.camera.eye": eye });
+  }
+
+  // ---- saving
+
+  function save(name, text, type) {
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([text], { type }));
+    link.download = name;
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+  }
+
+  async function saveSvg(figure) {
+    // On paper: always the light colours, with a legend inside.
+    const colors = palette("light");
+    const count = figure.panels[figure.panel].series.length;
+    const drawing = { ...layout(figure, colors), paper_bgcolor: "#ffffff", showlegend: count > 1, legend: { orientation: "h", y: -0.25 } };
+    if (figure.kind === "surface") {
+      drawing.scene.camera = element(figure).querySelector(".plot")._fullLayout.scene.camera;
+    }
+    const size = { format: "svg", width: 720, height: 460 + 12 * (count > 4 ? count : 0) };
+    const url = await Plotly.toImage({ data: content(figure, colors), layout: drawing }, size);
+    save(`${figure.name}.svg`, decodeURIComponent(url.slice(url.indexOf(",") + 1)), "image/svg+xml");
+  }
+
+  function csv(figure) {
+    const several = figure.panels.length > 1;
+    const withError = figure.panels.some((panel) => panel.series.some((series) => series.error));
+    const heading = [...(several ? ["panel"] : []), "series", figure.x.title, figure.y.title];
+    const rows = [[...heading, ...(figure.z ? [figure.z.title] : []), ...(withError ? ["±"] : [])]];
+    for (const panel of figure.panels) {
+      for (const series of panel.series) {
+        const start = [...(several ? [panel.name] : []), series.name];
+        if (series.z) series.y.forEach((y, j) => series.x.forEach((x, i) => rows.push([...start, x, y, series.z[j][i]])));
+        else series.x.forEach((x, i) => rows.push([...start, x, series.y[i], ...(withError ? [series.error ? series.error[i] : null] : [])]));
+      }
+    }
+    const cell = (value) => (value === null ? "" : /[",\r\n]/.test(value) ? `"${String(value).replace(/"/g, '""')}"` : String(value));
+    return rows.map((row) => row.map(cell).join(",")).join("\r\n") + "\r\n";
+  }
+
+  // ---- tables
+
+  function sort(heading) {
+    const table = heading.closest("table");
+    const place = [...heading.parentNode.children].indexOf(heading);
+    const down = heading.getAttribute("aria-sort") === "ascending";
+    for (const other of heading.parentNode.children) other.setAttribute("aria-sort", "none");
+    heading.setAttribute("aria-sort", down ? "descending" : "ascending");
+    const numeric = heading.classList.contains("number");
+    const key = (row) => {
+      const cell = row.children[place];
+      return numeric ? (cell.dataset.order === undefined ? null : Number(cell.dataset.order)) : cell.textContent.trim();
+    };
+    const compare = (a, b) => (numeric ? a - b : a.localeCompare(b, undefined, { numeric: true }));
+    const rows = [...table.tBodies[0].rows].map((row) => [key(row), row]);
+    // Rows without a number stay last, whichever way.
+    rows.sort(([a], [b]) => (a === null || b === null ? (a === null) - (b === null) : down ? compare(b, a) : compare(a, b)));
+    table.tBodies[0].append(...rows.map(([, row]) => row));
+  }
+
+  // ---- what readers can do
+
+  for (const heading of document.querySelectorAll("thead th")) heading.firstChild.addEventListener("click", () => sort(heading));
+
+  for (const figure of figures.values()) {
+    const place = element(figure);
+    place.querySelector("[data-save=svg]").addEventListener("click", () => saveSvg(figure));
+    place.querySelector("[data-save=csv]").addEventListener("click", () => save(`${figure.name}.csv`, csv(figure), "text/csv"));
+    place.querySelector("select")?.addEventListener("change", (event) => {
+      figure.panel = Number(event.target.value);
+      draw(figure);
+    });
+    if (figure.kind === "surface") place.querySelector(".plot").addEventListener("keydown", (event) => turn(event, figure));
+  }
+
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const button = document.getElementById("theme");
+  const isDark = () => (document.documentElement.dataset.theme || (system.matches ? "dark" : "light")) === "dark";
+  const showTheme = () => {
+    button.setAttribute("aria-pressed", String(isDark()));
+    redraw();
+  };
+  button.addEventListener("click", () => {
+    document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+    showTheme();
+  });
+  system.addEventListener("change", showTheme);
+  showTheme();
+
+  // Figures are drawn when they come near, so that a page of many opens at once; on paper, all.
+  const near = new IntersectionObserver((entries) => {
+    for (const entry of entries) {
+      const figure = figures.get(entry.target.dataset.figure);
+      if (entry.isIntersecting && !figure.drawn) draw(figure);
+    }
+  }, { rootMargin: "600px" });
+  for (const figure of figures.values()) near.observe(element(figure));
+  addEventListener("beforeprint", () => [...figures.values()].forEach((figure) => draw(figure, "light", PRINT_WIDTH)));
+  addEventListener("afterprint", () => redraw());
+})();

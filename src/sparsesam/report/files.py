@@ -1,0 +1,74 @@
+"""Files that may be missing, empty, half-written or something else: that is noted, never raised."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def read_text(path: Path, problems: list[str]) -> str:
+    """Empty for a file that is not there; only plain files are opened, for a pipe would never end."""
+    if not path.is_file():
+        return ""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error}")
+        return ""
+
+
+def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
+    text = read_text(path, problems)
+    if not text and not path.is_file():
+        return {}
+    try:
+        content = json.loads(text)
+        if isinstance(content, dict):
+            return content
+        problems.append(f"{path.name} must hold a JSON object, but holds {type(content).__name__}")
+    except (ValueError, RecursionError) as error:
+        problems.append(f"{path.name} is not JSON: {error}" if text else f"{path.name} is empty")
+    return {}
+
+
+def read_mapping(path: Path, problems: list[str]) -> dict[str, Any]:
+    text = read_text(path, problems)
+    if not text:
+        problems += [f"{path.name} is empty"] if path.is_file() else []
+        return {}
+    try:
+        content = yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        problems.append(f"{path.name} is not YAML: {error}")
+        return {}
+    if isinstance(content, dict):
+        return {str(name): value for name, value in content.items()}
+    problems.append(f"{path.name} must hold names and values, but holds {type(content).__name__}")
+    return {}
+
+
+def read_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    records, unread = [], []
+    lines = read_text(path, problems).splitlines()
+    for place, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict):
+            records.append(record)
+        else:
+            unread.append(place)
+    if unread:
+        which = ", ".join(map(str, unread[:5])) + (" …" if len(unread) > 5 else "")
+        problems.append(f"{path.name}: {len(unread)} of {len(lines)} lines cannot be read (line {which}), left out")
+    elif path.is_file() and not records:
+        problems.append(f"{path.name} is empty")
+    return records

@@ -1,0 +1,34 @@
+"""Every run, finished or not."""
+
+from __future__ import annotations
+
+from sparsesam.report.names import decimals, percent
+from sparsesam.report.numbers import number
+from sparsesam.report.read_run import Run
+from sparsesam.report.section import Cell, Material, Section, Table, cells, value
+
+
+def build(material: Material) -> Section:
+    labels = {id(run): variant.label for variant in material.variants for run in variant.runs}
+    rows = [_row(run, labels.get(id(run), "?")) for run in material.runs if run.status != "analyses only"]
+    columns = ["directory", "variant", "seed", "status", "epochs", "test accuracy", "training time (s)", "reason"]
+    caption = "All runs that were found. The accuracy of an unfinished run is that of its last epoch."
+    table = Table("runs", caption, columns, rows, words=("variant", "status", "reason"))
+    return Section("runs", "Runs", "no runs", [table] if rows else [])
+
+
+def _row(run: Run, label: str) -> list[Cell]:
+    last = run.epochs[-1] if run.epochs else {}
+    accuracy = run.measured("test_accuracy") if run.status == "finished" else number(last.get("test_accuracy"))
+    seconds = sum(number(record.get("seconds")) or 0.0 for record in run.epochs) if run.epochs else None
+    seed, planned = number(run.settings.get("seed")), run.settings.get("epochs", "?")
+    return cells(
+        str(run.path),
+        label,
+        value(seed, "–" if seed is None else f"{seed:g}"),
+        Cell(run.status, status=run.status),
+        value(len(run.epochs), f"{len(run.epochs)} of {planned}"),
+        value(accuracy, percent(accuracy)),
+        value(seconds, decimals(seconds, 1)),
+        run.reason,
+    )
