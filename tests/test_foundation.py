@@ -9,7 +9,17 @@ import pytest
 import sparsesam
 
 ROOT = Path(sparsesam.__file__).parent
-STANDS_ON_THE_CORE = {"analysis", "commands", "data", "experiment", "integrations", "models", "report", "cli"}
+STANDS_ON_THE_CORE = {
+    "analysis",
+    "commands",
+    "data",
+    "experiment",
+    "inspection",
+    "integrations",
+    "models",
+    "report",
+    "cli",
+}
 CORE = sorted(
     path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0].removesuffix(".py") not in STANDS_ON_THE_CORE
 )

@@ -170,7 +170,7 @@ class Objective:
             raise ValueError(
                 f"the loss is not deterministic: two evaluations of the first batch gave {first:.6g} and {again:.6g}; "
                 "switch dropout and other noise off (functional dropout needs training=self.training), "
-                "or pass allow_random=True to measure one draw of it"
+                "or pass allow_random=True (--allow-random) to measure one draw of it"
             )
         self._draw = self._noise.read() if self.allow_random else None
 

@@ -14,6 +14,7 @@ COMMANDS = {
     "sweep": "train a grid of settings times seeds, on all cores",
     "paper": "repeat a table or figure of the paper, beside its own numbers",
     "data": "draw what the network will see",
+    "analyze": "look at trained runs: landscape, Hessian, gradients, masks, bounds",
     "report": "one page about runs: tables, charts, analyses",
 }
 

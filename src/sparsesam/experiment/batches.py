@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from sparsesam.data import Augment, FolderSplits, Splits, corrupt, flip_labels, 
 from sparsesam.data.image_folder import ImageFolder
 from sparsesam.experiment.config import TrainConfig
 from sparsesam.experiment.seeds import Purpose, derive, generator
+
+Split = Literal["train", "test"]
 
 _TEST_BATCH = 500
 
@@ -70,8 +72,8 @@ class Batches(ABC):
         """The test images, or this rank's share of them."""
 
     @abstractmethod
-    def unaugmented(self) -> Dataset[tuple[Tensor, Tensor]]:
-        """Single training images as the network would see them in a test."""
+    def unaugmented(self, split: Split = "train") -> Dataset[tuple[Tensor, Tensor]]:
+        """Single images as the network would see them in a test."""
 
 
 class InMemory(Batches):
@@ -102,7 +104,9 @@ class InMemory(Batches):
             images = self.augment.plain(self.test_images[chosen])
             yield Batch(images, self.test_labels[chosen], len(self.test_labels))
 
-    def unaugmented(self) -> Dataset[tuple[Tensor, Tensor]]:
+    def unaugmented(self, split: Split = "train") -> Dataset[tuple[Tensor, Tensor]]:
+        if split == "test":
+            return _Normalized(self.test_images, self.test_labels, self.augment)
         return _Normalized(self.images, self.labels, self.augment)
 
 
@@ -137,7 +141,9 @@ class FromFolder(Batches):
         for images, labels in self._load(self.test_folder, parts):
             yield Batch(self.augment.plain(images), labels, len(self.test_chosen))
 
-    def unaugmented(self) -> Dataset[tuple[Tensor, Tensor]]:
+    def unaugmented(self, split: Split = "train") -> Dataset[tuple[Tensor, Tensor]]:
+        if split == "test":
+            return _FolderNormalized(self.test_folder, self.test_chosen, self.augment, self.device)
         return _FolderNormalized(self.folder, self.chosen, self.augment, self.device)
 
     def _load(self, folder: ImageFolder, batches: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -137,6 +137,7 @@ class Place:
     threads: int | None = _option(None, "torch threads per process; default torch's own")
     checkpoint_steps: int | None = _option(None, "save every so many steps too, not only after each epoch")
     tensorboard: bool = _option(True, "write curves for TensorBoard into `out`")
+    record_masks: bool | None = _option(None, "write each mask into `out`; null: if they take at most 16 MB together")
     quiet: bool = _option(False, "print nothing but the result")
 
     def __post_init__(self) -> None:

@@ -20,6 +20,7 @@ from sparsesam.experiment.batches import Share, make_batches
 from sparsesam.experiment.config import Place, TrainConfig
 from sparsesam.experiment.errors import CheckpointError, DivergedError, Interrupted
 from sparsesam.experiment.interrupt import StopOnSignal
+from sparsesam.experiment.mask_record import forget_masks_from, is_cheap, write_masks
 from sparsesam.experiment.observers import Observer, Silent
 from sparsesam.experiment.provenance import provenance
 from sparsesam.experiment.records import read_records
@@ -110,6 +111,7 @@ def _restore(training: Training, directory: RunDirectory, fabric: Fabric) -> Non
             raise CheckpointError(f"{directory.last} does not fit its run: {error}") from error
     if fabric.global_rank == 0:
         directory.forget_records_after(training.steps_taken if is_begun else -1)
+        forget_masks_from(directory.masks, training.steps_taken)
 
 
 def _train(
@@ -123,11 +125,16 @@ def _train(
         directory.append({"kind": kind, "step": training.steps_taken, **settings})
     observer.begin(config, training, str(directory.path))
 
-    saved = training.steps_taken
+    saved, made = training.steps_taken, 0
+    records_masks = main and _records_masks(config, place, training)
 
     def on_step() -> None:
-        nonlocal saved
+        nonlocal saved, made
         observer.step(training)
+        # Before the checkpoint: a resumed run drops the masks that come after it, and makes them again.
+        if records_masks and training.masks_made[0] > made:
+            write_masks(directory.masks, training.steps_taken - 1, training.masks)
+            made = training.masks_made[0]
         due = place.checkpoint_steps is not None and training.steps_taken - saved >= place.checkpoint_steps
         if main and due and training.looked:
             _save(training, config, directory)
@@ -198,6 +205,12 @@ def _complete_epoch(
             if record[name] is not None:
                 board.add_scalar(name.replace("_", "/", 1), record[name], record["epoch"])
     observer.epoch(record)
+
+
+def _records_masks(config: TrainConfig, place: Place, training: Training) -> bool:
+    if place.record_masks is not None:
+        return place.record_masks
+    return is_cheap(config, sum(p.numel() for p in training.module.parameters()), training.batches.steps)
 
 
 def _save(training: Training, config: TrainConfig, directory: RunDirectory) -> None:

@@ -2,7 +2,8 @@
 
 config.yaml   every setting          last.pt     everything needed to go on
 records.jsonl one line per epoch     best.pt     the weights with the best test accuracy
-result.json   only of a finished run
+result.json   only of a finished run masks/      each mask as it was made
+analyses/     what was found out about it
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from filelock import FileLock, Timeout
 
 from sparsesam.experiment.config import TrainConfig, differences, from_mapping
 from sparsesam.experiment.errors import RunError
+from sparsesam.experiment.mask_record import forget_masks_from
 from sparsesam.experiment.records import append_records
 
 
@@ -32,6 +34,8 @@ class RunDirectory:
         self.last = path / "last.pt"
         self.best = path / "best.pt"
         self.result = path / "result.json"
+        self.masks = path / "masks"
+        self.analyses = path / "analyses"
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -65,6 +69,7 @@ class RunDirectory:
         if self.last.exists():
             raise RunError(f"{self.path} holds an unfinished run; go on with --resume, or choose another --out")
         self.records.unlink(missing_ok=True)
+        forget_masks_from(self.masks, 0)
         write_whole(self.config, yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False))
 
     def saved_config(self) -> TrainConfig:

@@ -93,7 +93,13 @@ class Training:
             return None
         return float(self.optimizer.param_groups[0]["rho"])
 
-    def _masks_made(self) -> tuple[int, float]:
+    @property
+    def masks(self) -> dict[str, Tensor]:
+        """The masks in use, by parameter; empty without any."""
+        return self.optimizer.masks if isinstance(self.optimizer, sparsesam.SharpnessAware) else {}
+
+    @property
+    def masks_made(self) -> tuple[int, float]:
         """How many masks this process has made, and in how many seconds."""
         rule = getattr(self.optimizer, "mask", None)
         return (rule.count, rule.seconds) if isinstance(rule, TimedMask) else (0, 0.0)
@@ -108,7 +114,7 @@ class Training:
         """
         self.model.train()
         totals = torch.zeros(2, device=self.fabric.device)
-        before, start, made = asdict(self.sums), time.perf_counter(), self._masks_made()
+        before, start, made = asdict(self.sums), time.perf_counter(), self.masks_made
         told = False
         look_every = 1 if self.fabric.device.type == "cpu" and self.fabric.world_size == 1 else LOOK_EVERY
         for batch in self.batches.train(self.position.epoch, self.position.step):
@@ -116,7 +122,7 @@ class Training:
             self.position.step += 1
             self.sums.images += batch.of
             self.sums.seconds = before["seconds"] + time.perf_counter() - start
-            count, seconds = self._masks_made()
+            count, seconds = self.masks_made
             self.sums.masks = before["masks"] + count - made[0]
             self.sums.mask_seconds = before["mask_seconds"] + seconds - made[1]
             ended = self.position.step == self.batches.steps or self.finished
