@@ -45,10 +45,20 @@ def test_a_bad_value_ends_with_its_reason(tmp_path, capsys):
     assert "--optimizer must be one of 'sgd', " in capsys.readouterr().err
     assert refused("train", "--epochs", "many") == 2
     assert "--epochs must be of type int, got 'many'" in capsys.readouterr().err
+    assert refused("train", "--adaptive", "fully") == 2
+    assert "--adaptive must be true or false or 'all', got 'fully'" in capsys.readouterr().err
     assert main(["train", "--epochs", "0"]) == 2
     assert "epochs must be at least 1, got 0" in capsys.readouterr().err
     assert main(["train", *SHORT, "--dataset", "cifra10", "--out", str(tmp_path / "run")]) == 2
     assert "dataset must be one of 'cifar10'" in capsys.readouterr().err
+
+
+def test_what_the_machine_does_not_have_is_told_in_a_line(tmp_path, capsys):
+    assert main(["train", *SHORT, "--accelerator", "tape", "--out", str(tmp_path / "run")]) == 2
+    assert "accelerator tape, devices 1, num_nodes 1 cannot be had here: " in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["train", *SHORT, "--out", str(tmp_path / "file" / "run")]) == 1
+    assert "Not a directory" in capsys.readouterr().err
 
 
 def test_resume_needs_a_run(tmp_path, capsys):
@@ -78,7 +88,7 @@ def test_paper_lists_and_shows(capsys):
 def test_without_a_command_the_commands_are_listed(capsys):
     assert main([]) == 2
     assert main(["--help"]) == 0
-    assert "sweep  train a grid" in capsys.readouterr().out
+    assert "sweep    train a grid" in capsys.readouterr().out
 
 
 def test_every_command_is_there():

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _say(str(error), 130)
     except KeyboardInterrupt:
         return _say("interrupted", 130)
-    except RunError as error:
+    except (RunError, OSError) as error:
         return _say(str(error), 1)
     except (ImportError, ValueError) as error:
         return _say(str(error), 2)

@@ -1,4 +1,6 @@
 import os
+import resource
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -15,6 +17,26 @@ class Hostile:
 def test_content_comes_back(tmp_path):
     checkpoint.save(tmp_path / "a.pt", {"weights": torch.arange(3)})
     assert torch.equal(checkpoint.load(tmp_path / "a.pt")["weights"], torch.arange(3))
+
+
+@contextmanager
+def files_no_larger_than(size):
+    """A disk that is full after so many bytes of a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_is_full_halfway_leaves_the_checkpoint_before(tmp_path):
+    checkpoint.save(tmp_path / "a.pt", {"weights": torch.arange(3)})
+    full = pytest.raises(CheckpointError, match=r"a\.pt could not be written .*File too large.* before it is intact")
+    with files_no_larger_than(20_000), full:
+        checkpoint.save(tmp_path / "a.pt", {"weights": torch.zeros(100_000)})
+    assert torch.equal(checkpoint.load(tmp_path / "a.pt")["weights"], torch.arange(3))
+    assert not list(tmp_path.glob("*.part"))
 
 
 def test_a_hostile_pickle_is_refused_and_not_run(tmp_path, capfd):

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -26,12 +27,24 @@ def test_a_value_out_of_range_is_refused(name, value, rule):
         TrainConfig(**{name: value})
 
 
+def test_a_choice_that_is_none_of_the_allowed_is_refused_wherever_it_comes_from():
+    with pytest.raises(ValueError, match="optimizer must be one of 'sgd', .*, got 'ssam_f'"):
+        from_mapping(TrainConfig, {"optimizer": "ssam_f"})
+
+
 def test_the_hash_tells_configs_apart_and_equals_for_equal_ones():
     assert TrainConfig().content_hash == TrainConfig().content_hash
     assert TrainConfig(rho=0.2).content_hash != TrainConfig().content_hash
-    assert from_mapping(TrainConfig, {"betas": [0.9, 0.999]}).content_hash == TrainConfig().content_hash
+    same = from_mapping(TrainConfig, {"betas": [0.9, 0.999], "label_noise": 0, "rho": "1e-1"})
+    assert same.content_hash == TrainConfig().content_hash
 
 
 def test_the_default_directory_tells_what_runs_there():
     config = replace(TrainConfig(), model="my.module:net")
     assert str(Place().directory(config)) == f"runs/digits-my.module.net-ssam-f-{config.content_hash}"
+
+
+def test_the_command_to_go_on_names_the_data():
+    assert Place(data_dir=Path("my data")).resume_command(Path("runs/a")) == (
+        "sparsesam train --resume --out runs/a --data-dir 'my data'"
+    )

@@ -6,12 +6,14 @@ import dataclasses
 import re
 import sys
 import typing
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse._actions import ActionConfigFile
 
 from sparsesam.experiment.config import Place, TrainConfig, nearest
+from sparsesam.experiment.setting_types import describe
 
 
 class Parser(ArgumentParser):
@@ -28,7 +30,8 @@ class Parser(ArgumentParser):
             known = [name for action in self._actions for name in _spellings(action.option_strings)]
             lines = [f"unknown option {name!r}; {nearest(name.replace('_', '-'), known)}" for name in unknown]
         else:
-            lines = [_shortened(message)]
+            kinds = {action.dest: getattr(action, "_typehint", None) for action in self._actions}
+            lines = [_shortened(message, kinds)]
         for line in lines:
             print(f"{self.prog}: {line}", file=sys.stderr)
         sys.exit(2)
@@ -64,8 +67,8 @@ def _spellings(options: Any) -> list[str]:
     return [option.removeprefix("--") for option in options if option.startswith("--")]
 
 
-def _shortened(message: str) -> str:
-    """Jsonargparse's type errors in one line, in our words."""
+def _shortened(message: str, kinds: Mapping[str, Any]) -> str:
+    """Jsonargparse's type errors in one line, in our words; ``kinds`` are the options' types."""
     found = re.search(r'Parser key "([^"]+)":\s*(.*)', message, re.DOTALL)
     if found is None:
         return message.strip()
@@ -74,4 +77,6 @@ def _shortened(message: str) -> str:
         reason = f"must be one of {choices[1]}, got {choices[2]!r}"
     elif kind := re.fullmatch(r"Expected a <class '(\w+)'>\. Got value: (.*)", reason):
         reason = f"must be of type {kind[1]}, got {kind[2]!r}"
+    elif given := re.search(r"^Does not validate against any .* Given value: (.*)", reason):
+        reason = f"must be {describe(kinds[found[1]])}, got {given[1]!r}"
     return f"--{found[1].replace('_', '-')} {reason}"

@@ -28,8 +28,8 @@ def save(path: Path, content: dict[str, Any]) -> None:
         part.unlink(missing_ok=True)
         kept = "the one before it is intact" if path.exists() else "there is none before it"
         raise CheckpointError(
-            f"{path} could not be written ({error}); {kept}. Make room, then go on with: "
-            f"sparsesam train --resume --out {path.parent}"
+            f"{path} could not be written ({_reason(error)}); {kept}; "
+            "make room, then give the command again with --resume"
         ) from error
 
 
@@ -54,3 +54,9 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
             "go on with the sparsesam that wrote it, or start anew in another directory"
         )
     return content
+
+
+def _reason(error: BaseException) -> BaseException:
+    """What the system said, beneath what torch made of it."""
+    beneath = error.__context__
+    return beneath if isinstance(beneath, OSError) else error

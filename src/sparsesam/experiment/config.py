@@ -9,10 +9,15 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import shlex
+import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+
+from sparsesam.experiment.setting_types import fitted
 
 #: Optimizers that take one pass per step, and what `base` they are.
 PLAIN = ("sgd", "adam", "adamw")
@@ -86,7 +91,8 @@ class TrainConfig:
     seed: int = _option(0, "of the first weights, the batches, the augmentation, the noise and the masks")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "betas", tuple(self.betas))
+        for name, hint in _hints().items():
+            object.__setattr__(self, name, fitted(name, getattr(self, name), hint))
         for name in ("epochs", "batch_size", "fisher_samples", "ascent_every"):
             _check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
         for name in ("train_size", "test_size", "mask_epochs", "mask_steps", "max_steps"):
@@ -122,6 +128,11 @@ class TrainConfig:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+@cache
+def _hints() -> dict[str, Any]:
+    return typing.get_type_hints(TrainConfig)
+
+
 @dataclass(frozen=True)
 class Place:
     """Where and how a run happens; nothing here changes its result beyond rounding."""
@@ -130,7 +141,7 @@ class Place:
     resume: bool = _option(False, "go on with the run in `out`; its own settings need not be given again")
     data_dir: Path | None = _option(None, "where the data set's files are; default the user's cache, else a download")
     download: bool = _option(True, "fetch a data set that is not there")
-    workers: int = _option(4, "processes that decode images, for data sets too large for memory")
+    workers: int | None = _option(None, "processes that decode images from folders; default one per core, at most 4")
     accelerator: str = _option("auto", "cpu, cuda, mps or auto")
     devices: int | str = _option(1, "how many, or auto for all; several run as distributed data parallel")
     num_nodes: int = _option(1, "machines; start the command on each, with MASTER_ADDR and NODE_RANK set")
@@ -146,13 +157,18 @@ class Place:
                 object.__setattr__(self, name, Path(getattr(self, name)))
         for name in ("threads", "checkpoint_steps"):
             _check(name, getattr(self, name), getattr(self, name) is None or getattr(self, name) >= 1, "at least 1")
-        _check("workers", self.workers, self.workers >= 0, "at least 0")
+        _check("workers", self.workers, self.workers is None or self.workers >= 0, "at least 0")
 
     def directory(self, config: TrainConfig) -> Path:
         if self.out is not None:
             return self.out
         words = (config.dataset, config.model, config.optimizer, config.content_hash)
         return Path("runs") / "-".join(word.replace(":", ".").replace("/", ".") for word in words)
+
+    def resume_command(self, path: Path) -> str:
+        """What to type to go on with the run in ``path``; its settings are there, where the data are is not."""
+        data = [] if self.data_dir is None else ["--data-dir", str(self.data_dir)]
+        return shlex.join(["sparsesam", "train", "--resume", "--out", str(path), *data])
 
 
 def names_of(kind: type[TrainConfig] | type[Place]) -> list[str]:

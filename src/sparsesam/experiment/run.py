@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import joblib
 import torch
 from lightning_fabric import Fabric
 from lightning_fabric.plugins import MixedPrecision
@@ -78,9 +79,14 @@ def _fabric(config: TrainConfig, place: Place) -> Fabric:
         "devices": place.devices,
         "num_nodes": place.num_nodes,
     }
+    try:
+        fabric = Fabric(**options)
+    except Exception as error:  # Lightning has many kinds for what this machine does not have
+        told = ", ".join(f"{name} {value}" for name, value in options.items())
+        raise ValueError(f"{told} cannot be had here: {error}") from error
     if config.precision == "fp32":
-        return Fabric(**options)
-    device = Fabric(**options).device.type
+        return fabric
+    device = fabric.device.type
     kind = "bf16-mixed" if config.precision == "bf16" else "16-mixed"
     return Fabric(**options, plugins=MixedPrecision(kind, device))  # type: ignore[arg-type]
 
@@ -94,10 +100,14 @@ def _training(config: TrainConfig, splits: Splits | FolderSplits, fabric: Fabric
     share = Share(fabric.global_rank, fabric.world_size)
     if share.world > 1 and config.ascent != "explicit" and not config.is_plain:
         raise ValueError(f"ascent must be explicit on several devices, got {config.ascent}; train on one")
-    batches = make_batches(config, splits, share, fabric.device, place.workers)
+    batches = make_batches(config, splits, share, fabric.device, _workers(place))
     seed_global(derive(config.seed, Purpose.WEIGHTS), fabric.device)
     model = models.build(config.model, splits.num_classes, splits.in_channels, splits.image_size)
     return Training(config, model, batches, fabric)
+
+
+def _workers(place: Place) -> int:
+    return min(4, joblib.cpu_count()) if place.workers is None else place.workers
 
 
 def _restore(training: Training, directory: RunDirectory, fabric: Fabric) -> None:
@@ -146,8 +156,8 @@ def _train(
                 if not training.advance(stop, on_step):
                     _save_if(main, training, config, directory)
                     raise Interrupted(
-                        f"stopped after {training.steps_taken} steps, all saved; go on with: "
-                        f"sparsesam train --resume --out {directory.path}"
+                        f"stopped after {training.steps_taken} steps, all saved; "
+                        f"go on with: {place.resume_command(directory.path)}"
                     )
                 _complete_epoch(config, training, directory, observer, board)
         except DivergedError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -180,7 +179,7 @@ def _on(backend: Backend) -> Iterator[None]:
 
 
 def default_workers(gpus: int) -> int:
-    return gpus or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else gpus or os.cpu_count() or 1
+    return gpus or int(joblib.cpu_count())
 
 
 def _read(file: str | Path) -> tuple[str, str]:
