@@ -51,9 +51,10 @@ class BudgetMask(MaskRule):
 
     Every layer is tried as the frontier, the earliest perturbed one. Behind it, normalization parameters and biases
     are perturbed in any case, being nearly free; the rest of the budget goes to whole weight tensors (exactly the
-    best ones) or to their filters. Made for ``norm="masked"``: with "full" the engine cannot skip anything.
+    best ones) or to their filters. It needs ``norm="masked"``: with "full" the engine cannot skip anything.
     """
 
+    needs_masked_norm: ClassVar[bool] = True
     costs: LayerCosts
     budget: float
     score: Score = field(default_factory=GradientEnergy)

@@ -21,7 +21,7 @@ from sparsesam.ascent.noise import Noise, NoiseState
 from sparsesam.ascent.passes import Plan
 from sparsesam.ascent.plan import Ascent, make_plan
 from sparsesam.ascent.portion import Portion
-from sparsesam.ascent.statistics import StatisticsSnapshot
+from sparsesam.ascent.statistics import StatisticsSnapshot, versions
 from sparsesam.cadence import Cadence, Kind
 from sparsesam.closures import with_batch
 from sparsesam.masks.keeper import MaskKeeper
@@ -60,6 +60,8 @@ class _Phase(enum.Enum):
 class SharpnessAware(OptimizerWrapper):
     """The two-phase step. `SAM` and `SSAM` are the ones to use; see their docstrings."""
 
+    _phase: _Phase
+
     def __init__(
         self,
         base: Optimizer,
@@ -83,6 +85,11 @@ class SharpnessAware(OptimizerWrapper):
         if ascent == "implicit" and norm == "full":
             raise ValueError(
                 'norm must be "masked" with ascent="implicit", got "full": gradients outside the mask are not computed'
+            )
+        if mask is not None and mask.needs_masked_norm and norm == "full":
+            raise ValueError(
+                f'norm must be "masked" with {type(mask).__name__}, got "full": the norm of every gradient costs what '
+                "the mask is to save"
             )
         super().__init__(base, model, {"rho": rho, "adaptive": adaptive, "eta": eta, "perturb": True})
         self.norm: Norm = norm
@@ -174,9 +181,21 @@ class SharpnessAware(OptimizerWrapper):
         On the way out, exceptions included, the weights are back bit for bit and normalization statistics are
         those of the first pass.
         """
-        with self._excursion(batch):
+        if self.ascent_fraction < 1:
+            raise ValueError(
+                f"ascent_fraction={self.ascent_fraction} needs opt.step(closure, batch=...); in a loop with "
+                "perturbed() leave it at 1 and run your first pass on a part of the batch"
+            )
+        self._engine.only_within_steps = False
+        after_first_pass = self.needs_first_pass or versions(self.model) != self._statistics_at
+        with self._excursion(batch, after_first_pass=after_first_pass):
             self.zero_grad()
             yield
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        if self._phase is _Phase.READY:  # the gradient at w + e is gone, and with it the step that it was for
+            self._phase = _Phase.IDLE
 
     def refresh_mask(self, *, now: bool = False, batch: Any = None) -> None:
         """Make the mask anew in the next ascent, or ``now`` (for SSAM-D, after a backward pass)."""
@@ -217,6 +236,10 @@ class SharpnessAware(OptimizerWrapper):
 
     def _load_own_state(self, own: dict[str, Any] | None) -> None:
         if own is None:
+            for key in PERSISTED:
+                setattr(self, key, 0)
+            if self._keeper is not None:
+                self._keeper = MaskKeeper(self._keeper.rule)
             self._start()
             return
         if self._keeper is not None:
@@ -246,6 +269,8 @@ class SharpnessAware(OptimizerWrapper):
         self._perturbation.last = last_perturbation or {}
         self._noise = Noise(self.model.parameters())
         self._engine = Engine(self.model)
+        self._plan_of: tuple[Any, ...] = ()
+        self._statistics_at = versions(self.model)
         self._arm()
 
     # ---- the step ----------------------------------------------------------------------------------------
@@ -253,17 +278,24 @@ class SharpnessAware(OptimizerWrapper):
     def _passes(self, closure: Callable[..., Any], batch: Any) -> Any:
         call = with_batch(closure, batch)
         if self._kind is Kind.PLAIN:
-            self._phase = _Phase.READY
             self._ascent_failed = False
             with torch.enable_grad():
-                return call(batch)
+                loss = call(batch)
+            self._phase = _Phase.READY
+            return loss
+        self._engine.only_within_steps = True
+        self._arm()
         loss = noise = None
         if self.needs_first_pass:
             if self._keeper is not None and not self._keeper.rule.needs_gradient:
                 self._refresh_if_due(batch)
             noise = self._noise.read()
-            loss = self._first_pass(call, batch)
-        with self._excursion(batch) as moved:
+            try:
+                loss = self._first_pass(call, batch)
+            except BaseException:
+                self._engine.forget()
+                raise
+        with self._excursion(batch, after_first_pass=self.needs_first_pass) as moved:
             if moved or loss is None:  # otherwise the gradient of the first pass is already the one to use
                 there = self._second_pass(call, batch, noise)
                 loss = there if loss is None else loss
@@ -271,7 +303,8 @@ class SharpnessAware(OptimizerWrapper):
 
     def _first_pass(self, call: Callable[[Any], Any], batch: Any) -> Any:
         noise, statistics = self._noise.read(), StatisticsSnapshot(self.model)
-        self._engine.same_noise = True
+        self._engine.forget()
+        self._engine.same_noise = self._engine.within_step = True
         part = batch
         if self.ascent_fraction < 1:
             if batch is None or not getattr(call, "takes_batch", False):
@@ -284,7 +317,9 @@ class SharpnessAware(OptimizerWrapper):
         try:
             with torch.enable_grad():
                 return call(part)
-        except EngineFallbackError as error:
+        except RuntimeError as error:
+            if not isinstance(error, EngineFallbackError) and not self._asks_for_left_out(error):
+                raise
             self._switch_off(error)
             self._noise.write(noise)
             statistics.restore()
@@ -305,9 +340,16 @@ class SharpnessAware(OptimizerWrapper):
                 self._switch_off(error)
         raise AssertionError("unreachable")
 
+    def _asks_for_left_out(self, error: RuntimeError) -> bool:
+        """Whether a closure calls torch.autograd.grad for weights that the first pass leaves out."""
+        return self._engine.left_gradients_out and "not have been used in the graph" in str(error)
+
     @contextmanager
-    def _excursion(self, batch: Any) -> Iterator[bool]:
-        """To w + e and back; yields whether a second pass can tell anything that the first did not."""
+    def _excursion(self, batch: Any, *, after_first_pass: bool) -> Iterator[bool]:
+        """To w + e and back; yields whether a second pass can tell anything that the first did not.
+
+        Without a first pass before it, the pass at w + e is the one that moves normalization statistics.
+        """
         if self._phase is _Phase.PERTURBED:
             raise RuntimeError("perturbed() must not be entered twice; leave the first block before the next ascent")
         self._phase = _Phase.PERTURBED
@@ -325,9 +367,9 @@ class SharpnessAware(OptimizerWrapper):
             raise
         finally:
             self._perturbation.undo()
-            statistics.restore()
+            if after_first_pass:
+                statistics.restore()
             self._engine.forget()
-            self._engine.same_noise = False
             self._phase = _Phase.READY if completed else _Phase.IDLE
 
     @torch.no_grad()
@@ -340,14 +382,17 @@ class SharpnessAware(OptimizerWrapper):
         if kind is Kind.REUSE:
             self._perturbation.apply_last([self._target(one, one.parameter) for one in self._participants()])
             return True
-        if self.ascent != "momentum":
+        if self.ascent in ("implicit", "implicit-dense"):
+            self._check_implicit()
+        elif self.ascent != "momentum":
             self._require_gradients("first")
         self._refresh_if_due(batch)
-        complete = not self._engine.left_gradients_out
+        complete = self.ascent_fraction == 1 and not self._engine.left_gradients_out
         self._engine.begin_second()
         directions = self._directions()
         targets = [self._target(one, directions[one.name]) for one in self._participants() if one.name in directions]
         if all(target.is_still for target in targets):
+            self.skipped_ascents += not targets  # no gradient came through the unperturbed layers
             return not complete
         norm = ascent_norm(targets, norm=self.norm)
         if norm > 0 and math.isfinite(norm):
@@ -385,6 +430,7 @@ class SharpnessAware(OptimizerWrapper):
         else:
             self.base.step()
         self.steps += 1
+        self._statistics_at = versions(self.model)
         self._arm()
 
     def _target(self, one: Participant, direction: Tensor) -> Target:
@@ -442,7 +488,30 @@ class SharpnessAware(OptimizerWrapper):
         if reason is not None and self.ascent in ("implicit", "implicit-dense") and self.needs_first_pass:
             if not self._refresh_due():
                 raise ValueError(f"ascent={self.ascent!r} needs the engine, which is off: {reason}")
+        plan_of = self._what_takes_part()
+        if plan_of != self._plan_of:
+            self._engine.plan, self._plan_of = None, plan_of
         self._engine.arm(reason, self._plan)
+
+    def _what_takes_part(self) -> tuple[Any, ...]:
+        """What a plan is made from; the masks' own changes are noticed where they are made."""
+        trainable = tuple(id(parameter) for parameter in self.model.parameters() if parameter.requires_grad)
+        return trainable, tuple(one.name for one in self._participants())
+
+    def _check_implicit(self) -> None:
+        if not self._engine.left_gradients_out:
+            self._require_gradients("first")
+        explicit = self._engine.explicit_after_all()
+        if explicit and self._engine.recording is None:
+            raise RuntimeError(
+                f"ascent={self.ascent!r} did not see the first pass: it must call the model itself that was given to "
+                f"the optimizer, {type(self.model).__name__}, and in a loop with perturbed() in training mode"
+            )
+        if explicit:
+            self._warn_once(
+                f"ascent={self.ascent!r} acts in linear and convolution calls outside of checkpointed regions: the "
+                f"ascent was explicit for {', '.join(explicit[:5])}{' and more' if len(explicit) > 5 else ''}"
+            )
 
     def _plan(self) -> Plan:
         masks = self._keeper.masks if self._keeper is not None else None
@@ -459,6 +528,8 @@ class SharpnessAware(OptimizerWrapper):
         if self._refresh_due():
             return "the mask is made anew in the next step"
         if any(isinstance(getattr(module, "_orig_mod", None), nn.Module) for module in self.model.modules()):
+            return "a part of the model is compiled"
+        if any(getattr(module, "_compiled_call_impl", None) is not None for module in self.model.modules()):
             return "a part of the model is compiled"
         return None
 

@@ -85,7 +85,10 @@ class OptimizerWrapper(Optimizer):
             )
         else:
             self._check_own_state(own)
-        options = [{key: group[key] for key in GROUP_OPTIONS} for group in self.param_groups]
+        # A scheduled rho begins again where it began.
+        options = [
+            {key: group.get(f"initial_{key}", group[key]) for key in GROUP_OPTIONS} for group in self.param_groups
+        ]
         self.base.load_state_dict(state_dict)
         for group, mine in zip(self.param_groups, options, strict=True):
             for key, value in mine.items():

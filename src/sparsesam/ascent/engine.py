@@ -18,8 +18,11 @@ from torch.utils.hooks import RemovableHandle
 from sparsesam.ascent.memo import EngineFallbackError
 from sparsesam.ascent.noise import Noise
 from sparsesam.ascent.passes import FirstPass, Plan, Recording, SecondPass
-from sparsesam.ascent.plan import describe, saves_nothing
+from sparsesam.ascent.plan import describe, explicit_after_all, saves_nothing
 from sparsesam.ascent.portion import Portion
+
+#: Forwards without a backward that are remembered: more are no part of one pass.
+_FORWARDS = 8
 
 
 class Engine:
@@ -30,6 +33,8 @@ class Engine:
         self.plan: Plan | None = None
         self.same_noise = False
         self.portion: Portion | None = None
+        self.only_within_steps = False  # after a closure: what the user's loop does between steps is not looked at
+        self.within_step = False
         self.second = False
         self.recording: Recording | None = None
         self.last: Recording | None = None
@@ -59,7 +64,7 @@ class Engine:
             return {"engine": "on: no step taken yet", **describe(self.plan, set())}
         unusable = self.last.unusable
         state = "on" if unusable is None else f"on, but the second pass was computed in full: {unusable}"
-        return {"engine": state, **describe(self.plan, self.last.reused)}
+        return {"engine": state, **describe(self.plan, self.last.reused, self.last.dealt_with)}
 
     def listen(self, plan: Plan | None) -> None:
         """From now on forwards are first passes under this plan; None: leave them alone."""
@@ -85,6 +90,8 @@ class Engine:
     def forget(self) -> None:
         self.recording = None
         self.portion = None
+        self.same_noise = False
+        self.within_step = False
         self.second = False
 
     @property
@@ -103,6 +110,12 @@ class Engine:
         recording.memo.rewind()
         self.last = recording
 
+    def explicit_after_all(self) -> list[str]:
+        """The weights for which the implicit ascent of this step was an explicit one."""
+        if self.plan is None:
+            return []
+        return explicit_after_all(self.plan, set() if self.recording is None else self.recording.dealt_with)
+
     def _leaked(self) -> bool:
         """Whether the first backward went into the clean part: then a parameter there has a gradient."""
         assert self.plan is not None
@@ -116,7 +129,9 @@ class Engine:
 
     def before_forward(self) -> None:
         self._depth += 1
-        if self._depth > 1 or self.plan is None or not self.model.training or not torch.is_grad_enabled():
+        if self._depth > 1 or self.plan is None or not torch.is_grad_enabled():
+            return
+        if not (self.model.training or self.within_step) or (self.only_within_steps and not self.within_step):
             return
         if self.second:
             if self.recording is not None and self.recording.unusable is None:
@@ -127,7 +142,8 @@ class Engine:
                 self._had_gradient = {id(p) for p in self.model.parameters() if p.grad is not None}
                 record = True
             else:  # another micro-batch: its activations are not worth their memory
-                record = not self._backward_has_run()
+                record = self.recording.forwards < _FORWARDS and not self._backward_has_run()
+            self.recording.forwards += 1
             self._mode = FirstPass(
                 self.plan,
                 self.recording,

@@ -38,11 +38,14 @@ class _LinearAscent(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, want: WeightGradient) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.set_materialize_grads(False)
         ctx.want = want
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:  # nothing comes back through what lies downstream
+            return None, None, None, None
         x, weight = ctx.saved_tensors
         want: WeightGradient = ctx.want
         x, weight = x.to(dy.dtype), weight.to(dy.dtype)
@@ -59,11 +62,11 @@ class _LinearAscent(torch.autograd.Function):
                 dx = input_gradient(dy, weight, want.mask)
         if need_w:
             if want.dense or rows is None:
-                dw = dy.flatten(0, -2).t() @ x.flatten(0, -2)
+                dw = _samples(dy).t() @ _samples(x)
             else:
-                dw = _scatter_rows(kept.flatten(0, -2).t() @ x.flatten(0, -2), rows, weight)
+                dw = _scatter_rows(_samples(kept).t() @ _samples(x), rows, weight)
         if need_b:
-            db = dy.flatten(0, -2).sum(0)
+            db = _samples(dy).sum(0)
         return dx, dw, db, None
 
 
@@ -79,11 +82,14 @@ class _ConvAscent(torch.autograd.Function):
         want: WeightGradient,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.set_materialize_grads(False)
         ctx.geometry, ctx.want = geometry, want
         return convolve(x, weight, bias, *geometry)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return None, None, None, None, None, None
         x, weight = ctx.saved_tensors
         want: WeightGradient = ctx.want
         x, weight = x.to(dy.dtype), weight.to(dy.dtype)
@@ -134,14 +140,37 @@ def _scatter_rows(some: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
     return torch.zeros_like(weight).index_copy_(0, rows, some.to(weight.dtype))
 
 
-def linear_ascent(want: WeightGradient, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _LinearAscent.apply(x, weight, bias, want)  # type: ignore[no-any-return]
+class _NothingPasses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> None:
+        return None
+
+
+def nothing_passes(x: Tensor) -> Tensor:
+    """The same values, through which no gradient comes back, and upstream of which none is computed.
+
+    Unlike a detached tensor it still asks for a gradient, so that a ``backward()`` downstream has one to make.
+    """
+    return _NothingPasses.apply(x)  # type: ignore[no-any-return]
+
+
+def _samples(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+# The names of the arguments are torch's: a call may use them.
+def linear_ascent(want: WeightGradient, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _LinearAscent.apply(input, weight, bias, want)  # type: ignore[no-any-return]
 
 
 def convolution_ascent(convolve: Callable[..., Tensor], dimensions: int) -> Callable[..., Tensor]:
     def ascent(
         want: WeightGradient,
-        x: Tensor,
+        input: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
         stride: Any = 1,
@@ -149,6 +178,7 @@ def convolution_ascent(convolve: Callable[..., Tensor], dimensions: int) -> Call
         dilation: Any = 1,
         groups: int = 1,
     ) -> Tensor:
+        x = input
         if x.dim() == dimensions + 1:  # one sample without a batch dimension
             return ascent(want, x[None], weight, bias, stride, padding, dilation, groups)[0]
         stride, dilation = _tuple(stride, dimensions), _tuple(dilation, dimensions)

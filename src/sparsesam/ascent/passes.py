@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from sparsesam.ascent.layers import LAYERS, WeightGradient
+from sparsesam.ascent.layers import LAYERS, WeightGradient, nothing_passes
 from sparsesam.ascent.memo import Call, EngineFallbackError, Memo, Unhashable, key_of, map_tensors, tensors_in
 from sparsesam.ascent.noise import Noise, same_state
 from sparsesam.ascent.portion import Portion
@@ -53,6 +53,9 @@ class Recording:
     unusable: str | None = None
     dirty_calls: int = 0
     reused: set[str] = field(default_factory=set)
+    #: parameters that the calls of `LAYERS` really dealt with
+    dealt_with: set[int] = field(default_factory=set)
+    forwards: int = 0
 
 
 class FirstPass(TorchFunctionMode):
@@ -129,7 +132,9 @@ class FirstPass(TorchFunctionMode):
             if self.portion is not None and (tensor.dim() == 0 or len(tensor) != self.portion.kept):
                 raise EngineFallbackError("the model's output is not laid out by samples; give no ascent_fraction")
             return tensor
-        return self._shield(tensor)
+        # The loss may be of this value alone, or ask for its gradient: a leaf of its own serves both.
+        shield = self._shield(tensor)
+        return shield.detach().requires_grad_() if tensor.requires_grad else shield
 
     def is_dirty_output(self, tensor: Tensor) -> bool:
         return tensor.requires_grad and self._is_dirty(tensor)
@@ -170,12 +175,15 @@ class FirstPass(TorchFunctionMode):
         layer = LAYERS.get(func)
         weight = _argument(args, kwargs, 1, "weight")
         if layer is not None and isinstance(weight, Tensor):
+            self.recording.dealt_with.add(id(weight))
             want = self.plan.perturbed.get(id(weight))
             if want is not None:
                 return layer(want, *self._shielded(args), **self._shielded(kwargs))
             if id(weight) in self.plan.blocking:  # dX = dY · (W ⊙ 0)
-                first, *rest = args
-                args = (first.detach(), *rest)
+                if args:
+                    args = (nothing_passes(args[0]), *args[1:])
+                else:
+                    kwargs = {**kwargs, "input": nothing_passes(kwargs["input"])}
         return func(*self._shielded(args), **self._shielded(kwargs))
 
     def _shielded(self, tree: Any) -> Any:
@@ -218,6 +226,8 @@ class FirstPass(TorchFunctionMode):
         try:
             key = key_of(func, args, kwargs)
         except Unhashable:
+            if not any(True for _ in tensors_in(result)):
+                self._give_up("a call that may have side effects, such as a hook on a value of the model")
             return result
         made = [(t, t._version) for t in tensors_in(result) if id(t) not in self.plan.names]
         self.recording.memo.add(key, Call(result, inputs, made, noise_after if drew else None))

@@ -44,21 +44,36 @@ def saves_nothing(plan: Plan) -> bool:
     return not plan.still and not plan.blocking and not any(want for want in plan.perturbed.values())
 
 
-def describe(plan: Plan, reused: set[str]) -> dict[str, str]:
-    """One line per parameter: what the ascent and the second pass did not have to compute."""
+def explicit_after_all(plan: Plan, dealt_with: set[int]) -> list[str]:
+    """Weights whose layer did not send its input gradient through the mask, though the ascent is implicit."""
+    return [
+        plan.names[key]
+        for key, want in plan.perturbed.items()
+        if want is not None and want.implicit and len(want.mask.shape) > 1 and key not in dealt_with
+    ]
+
+
+def describe(plan: Plan, reused: set[str], dealt_with: set[int] | None = None) -> dict[str, str]:
+    """One line per parameter: what the ascent and the second pass did not have to compute.
+
+    ``dealt_with`` holds the parameters of linear and convolution calls in the last step; None: before the first.
+    """
     lines = {}
     for key, name in plan.names.items():
         if key in plan.still:
             text = "not perturbed: no weight gradient in the ascent"
         else:
             want = plan.perturbed[key]
+            seen = dealt_with is None or key in dealt_with
             if want is None:
                 text = "perturbed: full weight gradient in the ascent"
+            elif not seen:
+                text = "full weight gradient: not the weight of a linear or convolution call"
             elif want.rows is not None and not want.dense:
                 text = f"weight gradient for {len(want.rows)} of {want.mask.shape[0]} filters"
             else:
                 text = "full weight gradient: the mask is not made of whole filters"
-            if want is not None and want.implicit:
+            if want is not None and want.implicit and seen:
                 text += "; input gradient through the masked weights"
         if key in plan.blocking:
             text += "; no input gradient passes"

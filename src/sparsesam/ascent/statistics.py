@@ -22,6 +22,11 @@ def statistics_of(model: nn.Module) -> list[Tensor]:
     ]
 
 
+def versions(model: nn.Module) -> list[int]:
+    """Changes whenever a running statistic is written to."""
+    return [buffer._version for buffer in statistics_of(model)]
+
+
 class StatisticsSnapshot:
     """The running statistics of a model, to be put back later."""
 

@@ -45,18 +45,19 @@ class FixedMask(MaskRule):
 
     def make(self, moment: Moment) -> dict[str, Tensor]:
         self._check(moment)
-        of_types = _parameters_of(moment.model, self.types)
+        of_types, names = _parameters_of(moment.model, self.types), _names(moment.model)
         made = {}
         for name, parameter in moment.parameters.items():
             if name in self.masks:
                 made[name] = self.masks[name].to(parameter.device)
             else:
-                whole = name in of_types or any(fnmatchcase(name, pattern) for pattern in self.names)
+                whole = id(parameter) in of_types or any(_matches(names[id(parameter)], one) for one in self.names)
                 made[name] = torch.full_like(parameter, whole, dtype=torch.bool)
         return made
 
     def _check(self, moment: Moment) -> None:
-        known = list(moment.parameters)
+        names = _names(moment.model)
+        known = [name for parameter in moment.parameters.values() for name in names[id(parameter)]]
         for name, mask in self.masks.items():
             if name not in moment.parameters:
                 raise ValueError(f"masks has {name!r}, which is no perturbed parameter; {_nearest(name, known)}")
@@ -66,9 +67,10 @@ class FixedMask(MaskRule):
                     f"got {tuple(mask.shape)}"
                 )
         for pattern in self.names:
-            if not any(fnmatchcase(name, pattern) for name in known):
+            if not _matches(known, pattern):
                 raise ValueError(f"names has {pattern!r}, which matches no parameter; {_nearest(pattern, known)}")
-        if self.types and not _parameters_of(moment.model, self.types) & set(known):
+        perturbed = {id(parameter) for parameter in moment.parameters.values()}
+        if self.types and not _parameters_of(moment.model, self.types) & perturbed:
             shown = ", ".join(layer.__name__ for layer in self.types)
             raise ValueError(f"types has {shown}, but the model has no such layer with parameters to perturb")
 
@@ -86,12 +88,21 @@ def fixed_mask(
     return FixedMask(masks=dict(masks or {}), names=names, types=types)
 
 
-def _parameters_of(model: nn.Module, types: tuple[type[nn.Module], ...]) -> set[str]:
+def _names(model: nn.Module) -> dict[int, list[str]]:
+    """All names of each parameter, by identity: a tied one has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
+
+def _matches(names: list[str], pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names)
+
+
+def _parameters_of(model: nn.Module, types: tuple[type[nn.Module], ...]) -> set[int]:
     return {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        if isinstance(module, types)
-        for name, _ in module.named_parameters()
+        id(parameter) for module in model.modules() if isinstance(module, types) for parameter in module.parameters()
     }
 
 

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ class MaskRule(ABC):
 
     refresh: Refresh
     seed: int
+    #: whether the mask is to save time, which norm="full" would take back
+    needs_masked_norm: ClassVar[bool] = False
 
     @property
     def needs_gradient(self) -> bool:

@@ -10,7 +10,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    default_collate,
+)
 
 Fetch = Callable[[list[int]], Any]
 
@@ -35,9 +44,13 @@ def _indexed(data: Any) -> tuple[int, Fetch] | None:
     if _is_tensors(data):
         return _equal_length(data), lambda indices: tree_map(lambda part: part[torch.tensor(indices)], data)
     if isinstance(data, DataLoader):
-        if isinstance(data.dataset, IterableDataset):
+        if isinstance(data.dataset, IterableDataset) or (data.batch_size is None and data.batch_sampler is None):
             return None
-        return len(cast(Sized, data.dataset)), _collated(data.dataset, data.collate_fn)
+        fetch = _collated(data.dataset, data.collate_fn)
+        chosen = _chosen(data)
+        if chosen is None:
+            return len(cast(Sized, data.dataset)), fetch
+        return len(chosen), lambda places: fetch([chosen[place] for place in places])
     if _is_dataset(data):
         return len(data), _collated(data, default_collate)
     if not isinstance(data, Iterable):
@@ -46,6 +59,21 @@ def _indexed(data: Any) -> tuple[int, Fetch] | None:
             f"got {type(data).__name__}"
         )
     return None
+
+
+def _chosen(loader: DataLoader[Any]) -> list[int] | None:
+    """The indices that the loader's own sampler may draw; None: all of the data set."""
+    if type(loader.batch_sampler) is not BatchSampler:
+        batches: Iterable[Any] = loader.batch_sampler or ()
+        drawn: Iterable[int] = itertools.chain.from_iterable(batches)
+    elif isinstance(loader.sampler, SubsetRandomSampler):
+        return list(loader.sampler.indices)
+    elif isinstance(loader.sampler, (SequentialSampler, RandomSampler, DistributedSampler)):
+        return None  # of a distributed sampler too: the ranks agree on one mask
+    else:
+        drawn = loader.sampler
+    with torch.random.fork_rng(devices=[]):  # a sampler may draw from the generator that training uses
+        return sorted(set(drawn))
 
 
 def _is_tensors(data: Any) -> bool:

@@ -1,0 +1,424 @@
+"""Uses that are rare and were once wrong: each is compared with what the plain way gives."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+
+import sparsesam
+from sparsesam.masks.samples import draw_batches
+
+X = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def sgd(model, **options):
+    return torch.optim.SGD(model.parameters(), lr=0.1, **options)
+
+
+def step(optimizer, loss_of):
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        return loss
+
+    return optimizer.step(closure)
+
+
+def seeded(make):
+    torch.manual_seed(0)
+    return make().double()
+
+
+def weights(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def compare_engines(make, mask, loss_of, steps=3, **options):
+    """The weights after some steps, with the engine and without."""
+    ends = []
+    for engine in (True, False):
+        model = seeded(make)
+        optimizer = sparsesam.SSAM(sgd(model), model, rho=0.5, mask=mask, norm="masked", engine=engine, **options)
+        for _ in range(steps):
+            step(optimizer, lambda model=model: loss_of(model))
+        ends.append(weights(model))
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
+
+
+# ---- normalization statistics in steps of one pass ---------------------------------------------------------
+
+
+def normalized():
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+
+@pytest.mark.parametrize("options", [{"ascent": "momentum"}, {"every": 2, "between": "reuse"}, {"every": 2}, {}])
+@pytest.mark.parametrize("two_phase", [False, True])
+def test_statistics_move_once_in_every_step(options, two_phase):
+    model = seeded(normalized)
+    optimizer = sparsesam.SAM(sgd(model, momentum=0.9), model, **options)
+    for count in range(1, 5):
+        if two_phase:
+            if optimizer.needs_first_pass:
+                model(X).square().sum().backward()
+            with optimizer.perturbed():
+                model(X).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            step(optimizer, lambda: model(X).square().sum())
+        assert model[1].num_batches_tracked == count
+
+
+@pytest.mark.parametrize("options", [{"ascent": "momentum"}, {"every": 2, "between": "reuse"}, {"every": 2}])
+def test_statistics_move_once_also_where_a_loop_always_runs_both_passes(options):
+    model = seeded(normalized)
+    optimizer = sparsesam.SAM(sgd(model, momentum=0.9), model, **options)
+    for count in range(1, 5):
+        model(X).square().sum().backward()
+        with optimizer.perturbed():
+            model(X).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert model[1].num_batches_tracked == count
+
+
+# ---- part of the batch ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"rho": 0.0}, {"mask": sparsesam.random_mask(sparsity=1.0), "rho": 0.5}])
+def test_no_perturbation_equals_the_base_optimizer_also_with_a_part_of_the_batch(options):
+    model = seeded(lambda: nn.Linear(4, 1))
+    plain = copy.deepcopy(model)
+    kind = sparsesam.SSAM if "mask" in options else sparsesam.SAM
+    optimizer = kind(sgd(model), model, ascent_fraction=0.25, **options)
+
+    def closure(batch):
+        optimizer.zero_grad()
+        loss = model(batch[0]).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure, batch=(X,))
+    base = sgd(plain)
+    plain(X).square().mean().backward()
+    base.step()
+    assert torch.equal(weights(model), weights(plain))
+
+
+def test_a_part_of_the_batch_needs_a_closure():
+    model = seeded(lambda: nn.Linear(4, 1))
+    optimizer = sparsesam.SAM(sgd(model), model, ascent_fraction=0.25)
+    model(X).square().mean().backward()
+    with pytest.raises(ValueError, match=r"ascent_fraction=0\.25 needs opt\.step"), optimizer.perturbed():
+        pass
+
+
+# ---- the engine ------------------------------------------------------------------------------------------------
+
+
+class TwoParts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.b(self.a(x).relu())
+
+
+class Hooked(TwoParts):
+    def forward(self, x):
+        h = self.a(x)
+        h.register_hook(lambda gradient: gradient * 0.5)
+        return self.b(h.relu())
+
+
+def test_a_hook_on_a_value_is_called_once():
+    compare_engines(Hooked, sparsesam.fixed_mask("b.*"), lambda model: model(X).square().sum())
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w, self.v = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(3, 4))
+        self.k = nn.Parameter(torch.randn(3, 1, 1))
+
+    def forward(self, x):
+        h = F.linear(input=x, weight=self.w)
+        h = F.conv1d(input=h[:, None], weight=self.k)
+        return F.linear(weight=self.v, input=h)
+
+
+def half_of_rows(make):
+    model = make()
+    masks = {}
+    for name, parameter in model.named_parameters():
+        masks[name] = torch.zeros_like(parameter, dtype=torch.bool)
+        masks[name][: (len(parameter) + 1) // 2] = True
+    return sparsesam.fixed_mask(masks)
+
+
+def test_arguments_by_name():
+    compare_engines(Named, half_of_rows(Named), lambda model: model(X).square().sum())
+    model = seeded(Named)
+    optimizer = sparsesam.SSAM(
+        sgd(model), model, mask=sparsesam.fixed_mask("v"), norm="masked", ascent="implicit", rho=0.1
+    )
+    step(optimizer, lambda: model(X).square().sum())
+
+
+def test_one_sample_without_a_batch_dimension():
+    compare_engines(TwoParts, half_of_rows(TwoParts), lambda model: model(X[0]).square().sum())
+
+
+class WithFeatures(TwoParts):
+    def forward(self, x):
+        h = self.a(x)
+        return h, self.b(h.relu())
+
+
+def test_a_clean_output_may_have_a_loss_of_its_own():
+    def loss_of(model):
+        features, scores = model(X)
+        features.retain_grad()
+        features.square().sum().backward(retain_graph=True)
+        return scores.square().sum()
+
+    compare_engines(WithFeatures, sparsesam.fixed_mask("b.*"), loss_of)
+
+
+def test_a_closure_may_call_autograd_grad():
+    ends = []
+    for engine in (True, False):
+        model = seeded(TwoParts)
+        optimizer = sparsesam.SSAM(
+            sgd(model), model, rho=0.5, mask=sparsesam.fixed_mask("b.*"), norm="masked", engine=engine
+        )
+
+        def closure(model=model):
+            loss = model(X).square().sum()
+            for parameter, gradient in zip(
+                model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
+            ):
+                parameter.grad = gradient
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        ends.append(weights(model))
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
+
+
+def test_a_group_that_joins_later_is_perturbed():
+    model = seeded(TwoParts)
+    optimizer = sparsesam.SAM(torch.optim.SGD(model.b.parameters(), 0.1), model, rho=0.5)
+    step(optimizer, lambda: model(X).square().sum())
+    optimizer.add_param_group({"params": list(model.a.parameters())})
+    seen = []
+
+    def loss_of():
+        seen.append(model.a.weight.detach().clone())
+        return model(X).square().sum()
+
+    step(optimizer, loss_of)
+    assert not torch.equal(seen[0], seen[1])
+
+
+def test_a_group_that_is_switched_on_is_perturbed_at_once():
+    model = seeded(TwoParts)
+    groups = [{"params": list(model.a.parameters()), "perturb": False}, {"params": list(model.b.parameters())}]
+    optimizer = sparsesam.SAM(torch.optim.SGD(groups, 0.1), model, rho=0.5)
+    step(optimizer, lambda: model(X).square().sum())
+    optimizer.param_groups[0]["perturb"] = True
+    seen = []
+
+    def loss_of():
+        seen.append(model.a.weight.detach().clone())
+        return model(X).square().sum()
+
+    step(optimizer, loss_of)
+    assert not torch.equal(seen[0], seen[1])
+
+
+class Noisy(TwoParts):
+    def forward(self, x):
+        self.noise = torch.rand(4, dtype=x.dtype)
+        return self.b((self.a(x) * self.noise).relu())
+
+
+def test_a_closure_that_raised_leaves_nothing_behind():
+    model = seeded(Noisy)
+    optimizer = sparsesam.SSAM(sgd(model), model, rho=0.5, mask=sparsesam.fixed_mask("b.*"), norm="masked")
+    step(optimizer, lambda: model(X).square().sum())
+
+    def failing():
+        model(X)
+        raise KeyError("no more data")
+
+    with pytest.raises(KeyError):
+        optimizer.step(failing)
+    noise = []
+
+    def loss_of():
+        loss = model(X).square().sum()
+        noise.append(model.noise)
+        return loss
+
+    step(optimizer, loss_of)
+    assert torch.equal(noise[0], noise[1])
+
+
+def test_forwards_between_steps_are_the_users_own():
+    model = seeded(TwoParts)
+    optimizer = sparsesam.SSAM(sgd(model), model, rho=0.5, mask=sparsesam.fixed_mask("b.*"), norm="masked")
+    step(optimizer, lambda: model(X).square().sum())
+    optimizer.zero_grad()
+    model(X).square().sum().backward()
+    assert model.a.weight.grad is not None
+    assert optimizer._engine.recording is None
+
+
+def test_forwards_of_a_two_phase_loop_are_remembered_up_to_a_number():
+    model = seeded(TwoParts)
+    optimizer = sparsesam.SSAM(sgd(model), model, rho=0.5, mask=sparsesam.fixed_mask("b.*"), norm="masked")
+    for _ in range(2):
+        model(X).square().sum().backward()
+        with optimizer.perturbed():
+            model(X).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for _ in range(20):
+        model(X)
+    sizes = len(optimizer._engine.recording.memo)
+    for _ in range(20):
+        model(X)
+    assert len(optimizer._engine.recording.memo) == sizes
+
+
+# ---- implicit ascent -------------------------------------------------------------------------------------------
+
+
+def implicit(model, mask):
+    return sparsesam.SSAM(sgd(model), model, rho=0.5, mask=mask, norm="masked", ascent="implicit")
+
+
+def test_nothing_passes_through_an_unperturbed_last_layer():
+    model = seeded(TwoParts)
+    plain = copy.deepcopy(model)
+    optimizer = implicit(model, sparsesam.fixed_mask("a.*"))
+    step(optimizer, lambda: model(X).square().sum())
+    base = sgd(plain)
+    plain(X).square().sum().backward()
+    base.step()
+    torch.testing.assert_close(weights(model), weights(plain), rtol=1e-12, atol=1e-12)
+    assert optimizer.skipped_ascents == 1
+
+
+def test_implicit_in_evaluation_mode_is_implicit():
+    ends = []
+    for training in (True, False):
+        model = seeded(TwoParts).train(training)  # nothing in it depends on the mode
+        optimizer = implicit(model, half_of_rows(TwoParts))
+        for _ in range(3):
+            step(optimizer, lambda model=model: model(X).square().sum())
+        ends.append(weights(model))
+    assert torch.equal(*ends)
+
+
+def test_implicit_refuses_a_first_pass_that_it_cannot_see():
+    model = seeded(TwoParts)
+    optimizer = implicit(model, half_of_rows(TwoParts))
+    step(optimizer, lambda: model(X).square().sum())  # the one that makes the mask
+    before = weights(model)
+    with pytest.raises(RuntimeError, match="must call the model itself"):
+        step(optimizer, lambda: model.b(model.a(X).relu()).square().sum())
+    assert torch.equal(weights(model), before)
+
+
+class Checkpointed(TwoParts):
+    def forward(self, x):
+        return self.b(checkpoint(lambda y: self.a(y).relu(), x, use_reentrant=False))
+
+
+def test_implicit_says_where_it_was_explicit():
+    model = seeded(Checkpointed)
+    optimizer = implicit(model, half_of_rows(TwoParts))
+    with pytest.warns(RuntimeWarning, match=r"explicit for a\.weight$"):
+        step(optimizer, lambda: model(X).square().sum())
+    report = optimizer.engine_report()
+    assert "through the masked weights" in report["b.weight"]
+    assert "through the masked weights" not in report["a.weight"]
+
+
+# ---- masks, checkpoints, phases ----------------------------------------------------------------------------------
+
+
+def test_a_budget_needs_the_masked_norm():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    mask = sparsesam.budget_mask(model, torch.randn(8, 4), budget=1.5)
+    with pytest.raises(ValueError, match='norm must be "masked" with BudgetMask, got "full"'):
+        sparsesam.SSAM(sgd(model), model, rho=0.1, mask=mask)
+
+
+def test_the_samples_are_those_of_the_loaders_sampler():
+    data = TensorDataset(torch.arange(100.0)[:, None], torch.zeros(100))
+    for loader in (
+        DataLoader(data, batch_size=4, sampler=SubsetRandomSampler(range(16))),
+        DataLoader(data, batch_sampler=[[0, 1, 2], [3, 4, 15]]),
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            drawn = torch.cat(
+                [x for x, _ in draw_batches(loader, 50, generator=torch.Generator().manual_seed(0), chunk=8)]
+            )
+        assert drawn.max() < 16
+        assert len(drawn.unique()) == len(drawn) >= 6
+
+
+def test_a_loader_of_ready_batches_is_a_stream():
+    ready = [(torch.ones(4, 1), torch.zeros(4))] * 3
+    loader = DataLoader(ready, batch_size=None)
+    batches = list(draw_batches(loader, 8, generator=torch.Generator(), chunk=8))
+    assert sum(len(x) for x, _ in batches) == 8
+
+
+@pytest.mark.parametrize("mask", [sparsesam.fixed_mask("head.*"), sparsesam.fixed_mask(types=(nn.Linear,))])
+def test_a_tied_weight_is_found_by_each_of_its_names(mask):
+    model = nn.ModuleDict({"table": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
+    model["head"].weight = model["table"].weight
+    optimizer = sparsesam.SSAM(sgd(model), model, rho=0.1, mask=mask)
+    step(optimizer, lambda: model["head"](model["table"](torch.arange(5))).square().sum())
+    assert optimizer.sparsity == 0
+
+
+def test_a_bare_checkpoint_begins_anew():
+    model = seeded(TwoParts)
+    schedule = sparsesam.Cosine(10)
+    optimizer = sparsesam.SSAM(
+        sgd(model), model, rho=0.3, mask=sparsesam.random_mask(sparsity=0.5), rho_schedule=schedule
+    )
+    first = optimizer.param_groups[0]["rho"]
+    for _ in range(8):
+        step(optimizer, lambda: model(X).square().sum())
+    assert optimizer.param_groups[0]["rho"] < first
+    with pytest.warns(UserWarning, match="start anew"):
+        optimizer.load_state_dict(sgd(model).state_dict())
+    assert (optimizer.steps, optimizer.masks, optimizer.param_groups[0]["rho"]) == (0, {}, 0.3)
+
+
+def test_a_step_that_was_left_out_does_not_make_the_next_a_plain_one():
+    model = seeded(TwoParts)
+    optimizer = sparsesam.SAM(sgd(model), model)
+    model(X).square().sum().backward()
+    with optimizer.perturbed():
+        model(X).square().sum().backward()
+    optimizer.zero_grad()  # the user gives this step up
+    model(X).square().sum().backward()
+    with pytest.raises(RuntimeError, match=r"step\(\) needs a gradient at w \+ e"):
+        optimizer.step()
