@@ -1,6 +1,7 @@
 """Directories as runs leave them, written in no time."""
 
 import dataclasses
+import functools
 import json
 
 import torch
@@ -48,7 +49,14 @@ def write_analysis(run, name, result, **made):
 
 
 def write_every_analysis(run, seed=0):
-    """All that `sparsesam analyze` writes, measured on a network of a few weights."""
+    """All that `sparsesam analyze` writes."""
+    for name, result in _analyses(seed).items():
+        write_analysis(run, name, result, **({"other": str(run)} if name == "landscape-between" else {}))
+
+
+@functools.cache
+def _analyses(seed):
+    """Measured on a network of a few weights."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
     x, y = torch.randn(24, 4), torch.randint(3, (24,))
@@ -66,9 +74,6 @@ def write_every_analysis(run, seed=0):
         "masks": analysis.masks_over_time(enumerate(masks)),
         "fisher": analysis.fisher_vs_hessian(objective),
     }
-    for name, result in results.items():
-        made = {"other": str(run)} if name == "landscape-between" else {}
-        write_analysis(run, name, result.to_dict(), **made)
     several = {
         "hessian": {
             "eigenvalues": spectrum,
@@ -84,5 +89,5 @@ def write_every_analysis(run, seed=0):
             method: analysis.measure_convergence(method, steps=20, runs=2, points=8) for method in ("SAM", "SSAM")
         },
     }
-    for name, parts in several.items():
-        write_analysis(run, name, {part: result.to_dict() for part, result in parts.items()})
+    together = {name: {part: one.to_dict() for part, one in parts.items()} for name, parts in several.items()}
+    return {name: one.to_dict() for name, one in results.items()} | together

@@ -4,7 +4,7 @@ import pytest
 
 from sparsesam.cli import main
 from sparsesam.report import write_report
-from tests.report.made_runs import write_every_analysis, write_run
+from tests.report.made_runs import write_run
 
 
 def without_plotly(page):
@@ -17,7 +17,7 @@ def test_the_command_writes_the_page_and_says_what_is_in_it(tmp_path, capsys):
     write_run(tmp_path / "runs" / "b", seed=1, failure="it broke")
     page = tmp_path / "new" / "report.html"
     assert main(["report", str(tmp_path / "runs"), "-o", str(page)]) == 0
-    assert capsys.readouterr().out == f"{page}: 2 runs (1 finished, 1 failed, 0 unfinished)\n"
+    assert capsys.readouterr().out == f"{page}: 2 runs: 1 finished, 1 failed\n"
     assert page.read_text().startswith("<!doctype html>")
 
 
@@ -53,10 +53,10 @@ def test_a_name_that_is_no_text_does_no_harm(tmp_path):
 
 
 def test_figures_are_written_beside_the_page(tmp_path):
-    write_every_analysis(write_run(tmp_path / "runs" / "a"))
+    write_run(tmp_path / "runs" / "a")
     write_report([tmp_path / "runs"], tmp_path / "report.html", figures=tmp_path / "figures")
     made = {path.name for path in (tmp_path / "figures").iterdir()}
-    assert {"test-accuracy.csv", "test-accuracy.svg", "test-accuracy.pdf", "landscape-2d-surface.pdf"} <= made
+    assert {"test-accuracy.csv", "test-accuracy.svg", "test-accuracy.pdf", "accuracy-against-cost.pdf"} <= made
 
 
 def test_the_template_is_in_the_package():

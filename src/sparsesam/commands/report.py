@@ -24,12 +24,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> int:
     from sparsesam.experiment.provenance import provenance
     from sparsesam.report import write_report
+    from sparsesam.report.page import count
 
     command = str(provenance()["command"])
     material = write_report(options.runs, options.out, title=options.title, figures=options.figures, command=command)
-    counts = [
-        f"{sum(run.status == status for run in material.runs)} {status}"
-        for status in ("finished", "failed", "unfinished")
-    ]
-    print(f"{options.out}: {len(material.runs)} runs ({', '.join(counts)})")
+    print(f"{options.out}: {count(material.runs)}")
     return 0

@@ -14,6 +14,7 @@ from sparsesam import __version__
 from sparsesam.report.colors import COLORS
 from sparsesam.report.figure import Axis, Figure, Series
 from sparsesam.report.names import plural
+from sparsesam.report.read_run import Run
 from sparsesam.report.section import Material, Section, Table
 from sparsesam.report.thin import points_per_curve, thinned
 
@@ -35,7 +36,7 @@ def render(title: str, made: str, sections: Sequence[Section], material: Materia
         title=title,
         made=made,
         version=__version__,
-        count=_count(material),
+        count=count(material.runs),
         sections=[section for section in sections if section.blocks],
         missing=[section for section in sections if not section.blocks],
         unfinished=unfinished,
@@ -49,12 +50,12 @@ def render(title: str, made: str, sections: Sequence[Section], material: Materia
     )
 
 
-def _count(material: Material) -> str:
-    runs = [run for run in material.runs if run.status != "analyses only"]
+def count(found: Sequence[Run]) -> str:
+    runs = [run for run in found if run.status != "analyses only"]
     parts = [
-        f"{count} {status}"
+        f"{those} {status}"
         for status in ("finished", "failed", "unfinished")
-        if (count := sum(run.status == status for run in runs))
+        if (those := sum(run.status == status for run in runs))
     ]
     return f"{plural(len(runs), 'run')}: {', '.join(parts)}" if runs else "no runs, analyses only"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from sparsesam.report.figure import Figure
@@ -77,12 +78,20 @@ class Material:
                     self.problems.append((str(found.run.path), told))
         return made
 
+    def name_at(self, path: str) -> str:
+        """What the run in that directory is called, or the directory if it is not in this report."""
+        for variant in self.variants:
+            for run in variant.runs:
+                if run.path.resolve() == Path(path).resolve():
+                    return variant.name_of(run, self.runs)
+        return Path(path).name
+
     def _analyses(self, analysis: str) -> Iterator[Found]:
-        having = [run for run in self.runs if analysis in run.analyses]
-        of_run = {id(run): variant for variant in self.variants for run in variant.runs}
-        tasks = {of_run[id(run)].task for run in having if id(run) in of_run}
+        of_run = {run: variant for variant in self.variants for run in variant.runs}
+        having = [run for run in dict.fromkeys([*of_run, *self.runs]) if analysis in run.analyses]
+        tasks = {of_run[run].task for run in having if run in of_run}
         for run in having:
-            variant, content = of_run.get(id(run)), run.analyses[analysis]
+            variant, content = of_run.get(run), run.analyses[analysis]
             name = run.path.name if variant is None else variant.name_of(run, having)
             if variant is not None and len(tasks) > 1:
                 name = f"{name} ({variant.task})"

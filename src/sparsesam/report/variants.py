@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparsesam.experiment.config import PLAIN
-from sparsesam.report.names import optimizer_name, setting_name
+from sparsesam.report.names import OPTIMIZERS, optimizer_name, setting_name
 from sparsesam.report.numbers import Number
 from sparsesam.report.read_run import Run
 
@@ -71,7 +71,7 @@ class Variant:
 
 
 def group(runs: Sequence[Run]) -> list[Variant]:
-    """Every run whose settings are known, in the order first met, tasks together."""
+    """Every run whose settings are known, tasks together."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         if run.settings:
@@ -81,7 +81,7 @@ def group(runs: Sequence[Run]) -> list[Variant]:
     plain_times = _plain_times(runs)
     variants = []
     for task in tasks:
-        of_task = [members for members in groups.values() if _task_key(members[0]) == task]
+        of_task = sorted((one for one in groups.values() if _task_key(one[0]) == task), key=_rank)
         counts: dict[str, int] = {}
         for members in of_task:
             settings = members[0].settings
@@ -116,6 +116,13 @@ def differing(variants: Sequence[Variant]) -> list[str]:
         return []
     names = dict.fromkeys(name for variant in variants for name in variant.settings if name != "seed")
     return _varied([variant.settings for variant in variants], list(names))
+
+
+def _rank(members: Sequence[Run]) -> tuple[bool, int]:
+    """Plain steps first, then SAM, then SSAM; what nothing is finished of, last."""
+    known, optimizer = list(OPTIMIZERS), members[0].settings["optimizer"]
+    place = known.index(optimizer) if optimizer in known else len(known)
+    return all(run.status != "finished" for run in members), place
 
 
 def _varied(settings: Sequence[dict[str, Any]], names: Iterable[str]) -> list[str]:

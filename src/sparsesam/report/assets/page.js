@@ -6,6 +6,7 @@
   const DASHES = ["solid", "dash", "dashdot", "longdash", "longdashdot"];
   const STROKES = { solid: "", dash: "5 3", dashdot: "5 2 1 2", longdash: "9 3", longdashdot: "9 2 1 2", dot: "1.5 3" };
   const PRINT_WIDTH = 660;
+  const isTouched = matchMedia("(pointer: coarse)").matches;
 
   const figures = new Map();
   for (const figure of JSON.parse(document.getElementById("figures").textContent)) {
@@ -71,7 +72,7 @@
     const shape = ["", "/", "x", "-", "|", "+", "."][series.number % 7];
     return [{
       type: "bar", name: literal(series.name), x: series.x.map(literal), y: series.y, opacity: series.faint ? 0.55 : 1,
-      marker: { color, pattern: { shape, fgcolor: colors.sheet, size: 6 } },
+      marker: { color, pattern: { shape, fgcolor: colors.sheet, size: 6, fillmode: "overlay" } },
     }];
   }
 
@@ -84,15 +85,26 @@
       return [{ ...shared, type: "surface", cmin: low, cmax: high, contours }];
     }
     if (figure.kind === "heatmap") return [{ ...shared, type: "heatmap", zmin: low, zmax: high, xgap: 1, ygap: 1 }];
-    const contours = high > low ? { start: low, end: high, size: (high - low) / 24 } : undefined;
+    const size = round((high - low) / 24);
+    const contours = high > low ? { start: Math.ceil(low / size) * size, end: high, size } : undefined;
     return [{ ...shared, type: "contour", zmin: low, zmax: high, autocontour: !contours, contours, line: { width: 0.6 } }];
+  }
+
+  // The nearest of 1, 2 and 5 times a power of ten from above.
+  function round(size) {
+    const power = 10 ** Math.floor(Math.log10(size));
+    return power * [1, 2, 5, 10].find((one) => one * power >= size);
   }
 
   const TRACES = { lines, points, bars, heatmap: grid, surface: grid, contour: grid };
 
-  function axis(described, colors) {
+  // On a logarithmic axis of several decades only their powers of ten are named.
+  const decades = (values) => Math.log10(values.reduce((a, b) => Math.max(a, b), 0) / values.reduce((a, b) => Math.min(a, b), Infinity));
+
+  function axis(described, colors, values = []) {
     return {
       title: { text: described.title, font: { color: colors.soft, size: 12 }, standoff: 8 }, type: described.log ? "log" : undefined,
+      dtick: described.log && decades(values.filter((one) => one > 0)) > 1.5 ? 1 : undefined,
       gridcolor: colors.line, zerolinecolor: colors.line, linecolor: colors.line, tickfont: { color: colors.soft, size: 11 },
       automargin: true, exponentformat: "power",
     };
@@ -103,16 +115,18 @@
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, barmode: "group", uirevision: figure.panel,
       font: { color: colors.ink, family: "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', sans-serif", size: 12 },
       margin: { l: 8, r: 12, t: 12, b: 8 }, hoverlabel: { namelength: -1 },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: colors.line, activecolor: colors.soft },
       // A finger on a chart should scroll the page.
-      dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
+      dragmode: isTouched ? false : "zoom",
     };
     if (figure.kind === "surface") {
       const plane = (described) => ({ ...axis(described, colors), automargin: undefined, backgroundcolor: "rgba(0,0,0,0)" });
       const z = { ...plane(figure.z), range: figure.range_z && figure.range_z[0] < figure.range_z[1] ? figure.range_z : undefined };
-      const scene = { xaxis: plane(figure.x), yaxis: plane(figure.y), zaxis: z, camera: { eye: { x: 1.35, y: -1.45, z: 0.95 } }, uirevision: "kept" };
+      const scene = { xaxis: plane(figure.x), yaxis: plane(figure.y), zaxis: z, camera: { eye: { x: 1.35, y: -1.45, z: 0.95 }, center: { x: 0, y: 0, z: -0.2 } }, uirevision: "kept" };
       return { ...basic, dragmode: "orbit", margin: { l: 0, r: 0, t: 0, b: 0 }, scene };
     }
-    const both = { ...basic, xaxis: axis(figure.x, colors), yaxis: axis(figure.y, colors) };
+    const all = (name) => figure.panels[figure.panel].series.flatMap((series) => series[name]);
+    const both = { ...basic, xaxis: axis(figure.x, colors, all("x")), yaxis: axis(figure.y, colors, all("y")) };
     if (figure.kind === "heatmap") {
       both.xaxis.type = "category";
       both.yaxis.type = "category";
@@ -130,7 +144,7 @@
 
   // ---- drawing
 
-  const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["toImage", "lasso2d", "select2d"] };
+  const config = { responsive: true, displaylogo: false, displayModeBar: isTouched ? false : "hover", modeBarButtonsToRemove: ["toImage", "lasso2d", "select2d"] };
   const element = (figure) => document.getElementById(`figure-${figure.name}`);
 
   function draw(figure, scheme, width) {
@@ -168,7 +182,7 @@
   function swatch(figure, series, colors) {
     const space = "http://www.w3.org/2000/svg";
     const drawn = document.createElementNS(space, "svg");
-    const line = figure.kind === "lines" || series.faint;
+    const line = figure.kind === "lines" || (series.faint && figure.kind === "points");
     const shape = document.createElementNS(space, line ? "line" : "text");
     const color = colors.of(series.color);
     for (const [name, value] of Object.entries({ width: 22, height: 12, "aria-hidden": "true" })) drawn.setAttribute(name, value);

@@ -13,7 +13,9 @@ _METHODS = {"SAM": "sam", "SSAM": "ssam-random"}
 
 
 def build(material: Material) -> Section:
-    panels = {name: lines for found in material.each("convergence", _panels) for name, lines in found.items()}
+    made = material.each("convergence", _panels)
+    several = len(made) > 1
+    panels = {f"{method}, {name}" if several else method: one for name, lines in made for method, one in lines.items()}
     if not panels:
         return Section("convergence", "Convergence", "sparsesam analyze convergence --out DIR, then report DIR", [])
     figure = Figure(
@@ -37,19 +39,19 @@ def _methods(found: Found) -> dict[str, dict[str, Any]]:
     return {method: one for method in _METHODS if (one := found.result.get(method)) is not None}
 
 
-def _panels(found: Found) -> dict[str, list[Series]]:
+def _panels(found: Found) -> tuple[str, dict[str, list[Series]]]:
     panels = {}
     for method, one in _methods(found).items():
         steps, color = numbers(one["T"]), _METHODS[method]
         lines = {name: numbers(one[name]) for name in ("measured", "deviation", "bound", "bound_harmonic")}
         if any(len(line) != len(steps) for line in lines.values()):
             raise ValueError(f"{method}: every curve must have {len(steps)} points, one per T")
-        panels[f"{method}, {found.name}"] = [
+        panels[method] = [
             Series("measured", color, steps, lines["measured"], error=lines["deviation"]),
             Series("bound, log T", "other", steps, _positive(lines["bound"])),
             Series("bound, Σ 1/t", "other", steps, _positive(lines["bound_harmonic"]), number=1),
         ]
-    return panels
+    return found.name, panels
 
 
 def _positive(values: list[float | None]) -> list[float | None]:

@@ -28,7 +28,7 @@ def build(material: Material) -> Section:
         caption = "Up and to the left is better. No plain run of the same kind is here to give times relative to."
     figure = Figure(
         name="accuracy-against-cost",
-        title="Accuracy against cost",
+        title="Test accuracy over time",
         caption=caption + " Bars are ± one standard deviation over seeds; times are medians.",
         kind="points",
         x=axis,

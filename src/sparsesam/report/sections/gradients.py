@@ -29,8 +29,8 @@ def build(material: Material) -> Section:
     blocks.append(
         Figure(
             name="gradient-difference",
-            title="Gradient difference",
-            caption=f"r = log |(g_SAM − g_SGD) / g_SGD| of every weight, the logarithm to base {base}. Left of 0 SAM’s "
+            title="Histogram of r",
+            caption=f"r = {base} |(g_SAM − g_SGD) / g_SGD| of every weight. Left of 0 SAM’s "
             "gradient differs by less than the gradient itself, so that the perturbation hardly matters.",
             kind="lines",
             x=Axis("r"),

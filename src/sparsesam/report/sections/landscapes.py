@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from sparsesam.report.figure import Axis, Figure, Series
 from sparsesam.report.numbers import Number, number, numbers
@@ -27,7 +28,7 @@ def build(material: Material) -> Section:
         ("landscape-1d", "Loss along a line", "distance along one filter-normalized random direction"),
         ("landscape-between", "Loss between two runs", "share of the way from the first run to the second"),
     ):
-        lines = material.each(analysis, _line)
+        lines = material.each(analysis, partial(_line, material))
         if lines:
             caption = "The same random numbers for all runs, scaled to each run’s own filters."
             if analysis == "landscape-between":
@@ -92,12 +93,12 @@ def _surface(found: Found) -> Series:
     return Series(found.name, found.color, x, y, found.number, z=z)
 
 
-def _line(found: Found) -> Series:
+def _line(material: Material, found: Found) -> Series:
     x, loss = numbers(found.result["x"]), numbers(found.result["loss"])
     if len(x) != len(loss):
         raise ValueError(f"{len(x)} places, but {len(loss)} losses")
     other = found.made.get("other")
-    name = f"{found.name} to {str(other).rstrip('/').rpartition('/')[2]}" if other else found.name
+    name = f"{found.name} to {material.name_at(str(other))}" if other else found.name
     return Series(name, found.color, x, loss, found.number)
 
 

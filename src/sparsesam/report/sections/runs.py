@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from sparsesam.report.names import decimals, percent
 from sparsesam.report.numbers import number
 from sparsesam.report.read_run import Run
@@ -9,21 +11,23 @@ from sparsesam.report.section import Cell, Material, Section, Table, cells, valu
 
 
 def build(material: Material) -> Section:
-    labels = {id(run): variant.label for variant in material.variants for run in variant.runs}
-    rows = [_row(run, labels.get(id(run), "?")) for run in material.runs if run.status != "analyses only"]
+    labels = {run: variant.label for variant in material.variants for run in variant.runs}
+    shown = [run for run in material.runs if run.status != "analyses only"]
+    above = os.path.commonpath([run.path.absolute().parent for run in shown]) if shown else ""
+    rows = [_row(run, os.path.relpath(run.path, above), labels.get(run, "?")) for run in shown]
     columns = ["directory", "variant", "seed", "status", "epochs", "test accuracy", "training time (s)", "reason"]
-    caption = "All runs that were found. The accuracy of an unfinished run is that of its last epoch."
+    caption = f"All runs that were found, below {above}. The accuracy of an unfinished run is that of its last epoch."
     table = Table("runs", caption, columns, rows, words=("variant", "status", "reason"))
     return Section("runs", "Runs", "no runs", [table] if rows else [])
 
 
-def _row(run: Run, label: str) -> list[Cell]:
+def _row(run: Run, name: str, label: str) -> list[Cell]:
     last = run.epochs[-1] if run.epochs else {}
     accuracy = run.measured("test_accuracy") if run.status == "finished" else number(last.get("test_accuracy"))
     seconds = sum(number(record.get("seconds")) or 0.0 for record in run.epochs) if run.epochs else None
     seed, planned = number(run.settings.get("seed")), run.settings.get("epochs", "?")
     return cells(
-        str(run.path),
+        name,
         label,
         value(seed, "–" if seed is None else f"{seed:g}"),
         Cell(run.status, status=run.status),

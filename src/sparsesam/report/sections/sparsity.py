@@ -19,7 +19,7 @@ def build(material: Material) -> Section:
             panels[task] = [*plain, *masked]
     figure = Figure(
         name="accuracy-against-sparsity",
-        title="Accuracy against sparsity",
+        title="Test accuracy over sparsity",
         caption="The sparsity the masks reached; 0 is SAM, and at 1 nothing is perturbed: the dotted line.",
         kind="points",
         x=Axis("share of weights not perturbed"),
