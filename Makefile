@@ -1,6 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 THREADS ?= 2
+BENCH ?= steps fisher selection memory engine budget throughput augmentation sweep hessian landscape report
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench clean
@@ -28,9 +29,10 @@ lint: .venv/.installed  ## style, types and the direction of imports
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-bench: .venv/.installed  ## cost and memory of a step
-	@OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m benchmarks.steps --threads $(THREADS)
-	@OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m benchmarks.memory --threads $(THREADS)
+bench: .venv/.installed  ## every measured figure, about an hour; BENCH=steps for one
+	@set -e; for figure in $(BENCH); do \
+		echo "== benchmarks.$$figure"; OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m benchmarks.$$figure; \
+	done
 
 clean:  ## remove the environment and everything the tools left
 	@rm -rf .venv build dist runs .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

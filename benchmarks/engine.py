@@ -116,6 +116,9 @@ class LookSAMCase(Case):
             self.optimizer.second_step()
 
 
+#: Batch and image size of each model, for a step of a few seconds on two cores.
+SHAPES = {"resnet18": (64, 32), "wrn-28-10": (8, 32), "vit-s-16": (8, 224)}
+
 #: What the last block, the last stage and the last two stages are called in each model.
 TAILS = {
     "resnet18": (("layer4.1.*", "fc.*"), ("layer4.*", "fc.*"), ("layer[34].*", "fc.*")),
@@ -155,8 +158,9 @@ def table(model: nn.Module, *tails: tuple[str, ...]) -> dict[str, Callable[..., 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="resnet18", choices=list(TAILS))
-    for name, default in {"batch": 64, "rounds": 7, "warmup": 2, "threads": 2}.items():
+    for name, default in {"rounds": 7, "warmup": 2, "threads": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--batch", type=int, help="images in a step; default 64 for ResNet-18, 8 for the others")
     parser.add_argument("--only", default="", help="only cases whose name holds one of these words (and SGD)")
     parser.add_argument("--json", type=Path, help="write the table there as well")
     parser.add_argument("--memory", action="store_true", help="also the peak of live bytes of a step")
@@ -166,8 +170,10 @@ def main() -> None:
     print_provenance()
 
     torch.manual_seed(0)
-    model = build(options.model)
-    batch = (torch.randn(options.batch, 3, 32, 32), torch.randint(10, (options.batch,)))
+    count, side = SHAPES[options.model]
+    count = options.batch or count
+    model = build(options.model, image_size=side)
+    batch = (torch.randn(count, 3, side, side), torch.randint(10, (count,)))
     words = options.only.split(",")
     chosen = {
         name: Case(model, batch, wrap)
@@ -181,7 +187,7 @@ def main() -> None:
     for name, times in timed.items():
         timed[name] = [Timed(one.seconds / chosen[name].steps_per_call, one.reference) for one in times]
     rows = ratios(timed)
-    print(f"{options.model}, batch {options.batch}, {options.rounds} interleaved rounds")
+    print(f"{options.model}, batch {count} of {side}x{side}, {options.rounds} interleaved rounds")
     print(format_ratios(rows, "SGD"))
     peaks = {}
     if options.memory:

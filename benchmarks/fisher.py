@@ -1,6 +1,6 @@
 """Cost of the Fisher information of ResNet-18 relative to other ways of getting it.
 
-    python benchmarks/fisher.py [--samples 128] [--rounds 5] [--quick]
+    python -m benchmarks.fisher [--samples 128] [--rounds 5] [--threads 2] [--quick]
 
 Rounds are interleaved so that a busy machine disturbs every contender alike; medians are compared.
 Targets: at most 1.5 x one plain forward-backward of the same images, at least 2.5 x faster than the
@@ -154,10 +154,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="leave out BackPACK and Opacus")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
-    torch.set_num_threads(2)
+    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     x, y = torch.randn(options.samples, 3, 32, 32), torch.randint(10, (options.samples,))
     model = resnet18(num_classes=10)
