@@ -28,7 +28,7 @@ def test_a_value_out_of_range_is_refused(name, value, rule):
 
 
 def test_a_choice_that_is_none_of_the_allowed_is_refused_wherever_it_comes_from():
-    with pytest.raises(ValueError, match="optimizer must be one of 'sgd', .*, got 'ssam_f'"):
+    with pytest.raises(ValueError, match=r"optimizer must be one of 'sgd', .*, got 'ssam_f'"):
         from_mapping(TrainConfig, {"optimizer": "ssam_f"})
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -116,9 +117,19 @@ def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
         raise ValueError(f"images must have {len(mean)} channels, as mean has, got shape {tuple(images.shape)}")
     top = 1.0 if images.is_floating_point() else 255.0
     dtype = images.dtype if images.is_floating_point() else torch.float32
-    scale = torch.tensor([1 / (top * value) for value in std], dtype=dtype, device=images.device)
-    shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], dtype=dtype, device=images.device)
-    return images.to(dtype, copy=True).mul_(scale.view(-1, 1, 1)).add_(shift.view(-1, 1, 1))
+    scale, shift = _affine(tuple(mean), tuple(std), top, dtype, images.device)
+    return images.to(dtype, copy=True).mul_(scale).add_(shift)
+
+
+@lru_cache(maxsize=16)
+def _affine(
+    mean: tuple[float, ...], std: tuple[float, ...], top: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """1 / (top std) and -mean / std, (c, 1, 1); made once, for making them takes longer than a small batch."""
+    scale = [1 / (top * value) for value in std]
+    shift = [-m / s for m, s in zip(mean, std, strict=True)]
+    made = torch.tensor([scale, shift], dtype=dtype, device=device).view(2, -1, 1, 1)
+    return made[0], made[1]
 
 
 def denormalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:

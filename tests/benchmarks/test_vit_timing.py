@@ -1,0 +1,15 @@
+import pytest
+import torch
+from benchmarks.vit_timing import CASES, PAPER, case
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_case_takes_steps_on_this_device(name, precision):
+    step = case(name, 16, 2, 2, torch.device("cpu"), precision, CASES[name])
+    step()
+    step()
+
+
+def test_the_paper_s_numbers_belong_to_cases():
+    assert PAPER.keys() <= CASES.keys()
