@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,10 @@ def draw(kind: str, results: Mapping[str, Result], file: Path) -> None:
     """Draw results of one kind, by label, next to each other."""
     from matplotlib.figure import Figure
 
-    paint, width, height = _PAINTERS[kind]
+    one = next(iter(results.values()))
+    paint, width, height = _PAINTERS["line" if kind == "landscape" and not one["y"] else kind]
+    if paint is _plane:
+        paint = partial(_plane, limits=_range([result["loss"] for result in results.values()]))
     figure = Figure(figsize=(width * len(results), height), layout="constrained")
     parts = figure.subfigures(1, len(results), squeeze=False)
     for part, (label, result) in zip(parts.flat, results.items(), strict=True):
@@ -42,7 +46,7 @@ def draw(kind: str, results: Mapping[str, Result], file: Path) -> None:
 
 
 def _same_scales(figure: Any) -> None:
-    """Pictures next to each other compare only if their axes do; contours and surfaces have their levels instead."""
+    """Pictures next to each other compare only if their axes do."""
     groups: dict[str, list[Any]] = {}
     for axes in figure.get_axes():
         if axes.get_label() in _SHARED:
@@ -54,7 +58,7 @@ def _same_scales(figure: Any) -> None:
                 getattr(axes, change)(min(low for low, _ in limits), max(high for _, high in limits))
 
 
-_SHARED = ("histogram", "line", "density", "climb")
+_SHARED = ("histogram", "line", "climb", "bound")
 
 
 def _gradients(part: Canvas, result: Result) -> None:
@@ -72,36 +76,39 @@ def _gradients(part: Canvas, result: Result) -> None:
     axes.legend(fontsize="small")
 
 
-def _landscape(part: Canvas, result: Result) -> None:
-    (_plane if result["y"] else _line)(part, result)
-
-
 def _line(part: Canvas, result: Result) -> None:
     axes = part.subplots()
     axes.set_label("line")
     axes.plot(result["x"], _numbers(result["loss"]))
-    axes.set(xlabel="position", ylabel="loss")
+    between = "between" in result["kind"]
+    axes.set(xlabel="from the first run (0) to the second (1)" if between else "position", ylabel="loss")
 
 
-def _plane(part: Canvas, result: Result) -> None:
+def _range(losses: list[Any]) -> tuple[float, float]:
+    """The smallest and the largest finite loss of all landscapes."""
+    finite = np.concatenate([_numbers(loss).reshape(-1) for loss in losses])
+    finite = finite[np.isfinite(finite)]
+    return (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
+
+
+def _plane(part: Canvas, result: Result, limits: tuple[float, float]) -> None:
     x, y = np.array(result["x"]), np.array(result["y"])
     loss = np.ma.masked_invalid(_numbers(result["loss"]))
-    low, high = float(loss.min()), float(loss.max())
+    low, high = limits
     # The bowl is a small part of the range: levels equally far apart in the logarithm show it.
     levels = low + np.geomspace(max((high - low) * 1e-3, 1e-12), max(high - low, 1e-11), 20)
     above, below = part.subfigures(2, 1, height_ratios=(1, 1.1))
     axes = above.subplots()
-    lines = axes.contour(x, y, loss, levels=levels)
+    lines = axes.contour(x, y, loss, levels=levels, norm="log")
     axes.clabel(lines, levels[::3], fontsize="x-small", fmt="%.3g")
     axes.set(xlabel="first direction", ylabel="second direction", aspect="equal")
     surface = below.add_subplot(projection="3d")
-    surface.plot_surface(*np.meshgrid(x, y), loss, cmap="viridis", rcount=60, ccount=60)
-    surface.set(xlabel="first", ylabel="second", zlabel="loss")
+    surface.plot_surface(*np.meshgrid(x, y), loss, cmap="viridis", vmin=low, vmax=high, rcount=60, ccount=60)
+    surface.set(xlabel="first", ylabel="second", zlabel="loss", zlim=(low, high))
 
 
 def _hessian(part: Canvas, result: Result) -> None:
     axes = part.subplots()
-    axes.set_label("density")
     grid, density = np.array(result["density"]["grid"]), np.array(result["density"]["density"])
     axes.semilogy(grid, np.maximum(density, density.max() * 1e-8))
     for value in result["eigenvalues"]["eigenvalues"]:
@@ -129,6 +136,7 @@ def _masks(part: Canvas, result: Result) -> None:
     upper.set_yticks(np.arange(len(names)) + 0.5, names, fontsize="x-small")
     upper.invert_yaxis()
     upper.set(xlabel="mask", title="density")
+    upper.xaxis.get_major_locator().set_params(integer=True)
     part.colorbar(image, ax=upper)
     lower.plot(result["steps"][1:], _numbers(result["overlap"]), marker=".", label="overlap with the one before")
     lower.plot(result["steps"][1:], _numbers(result["overlap_by_chance"]), linestyle="--", label="by chance")
@@ -148,18 +156,17 @@ def _fisher(part: Canvas, result: Result) -> None:
 
 def _bound(part: Canvas, result: Result) -> None:
     axes = part.subplots()
-    for place, key in enumerate(key for key in ("every", "masked") if result[key] is not None):
-        one = result[key]
-        label = "every weight" if key == "every" else "mask only"
-        axes.barh(place, one["max_loss"], color="tab:blue", label="largest loss within rho" if not place else None)
-        axes.barh(
-            place, one["complexity"], left=one["max_loss"], color="tab:orange", label=None if place else "complexity"
-        )
-        axes.text(0, place, f" {label}: {one['bound']:.3g}", va="center", fontsize="small")
+    axes.set_label("bound")
+    shown = {"every weight": result["every"], "mask only": result["masked"]}
+    shown = {label: one for label, one in shown.items() if one is not None}
+    largest = [one["max_loss"] for one in shown.values()]
+    axes.barh(list(shown), largest, color="tab:blue", label="largest loss within rho")
+    axes.barh(
+        list(shown), [one["complexity"] for one in shown.values()], left=largest, color="tab:orange", label="complexity"
+    )
     axes.axvline(result["every"]["threshold"], color="black", linestyle="--", label="loss of a guess")
-    axes.set_yticks([])
-    axes.set(xlabel="loss")
-    axes.legend(fontsize="small")
+    axes.set(xlabel="loss", ylim=(-0.6, 1.6))
+    part.legend(loc="outside lower center", ncols=3, fontsize="small")
 
 
 def _convergence(part: Canvas, result: Result) -> None:
@@ -177,9 +184,10 @@ def _numbers(values: Any) -> npt.NDArray[np.float64]:
     return np.array(values, dtype=np.float64)
 
 
-_PAINTERS: dict[str, tuple[Callable[[Canvas, Result], None], float, float]] = {
+_PAINTERS: dict[str, tuple[Callable[..., None], float, float]] = {
     "gradients": (_gradients, 5, 3.6),
-    "landscape": (_landscape, 4.5, 7),
+    "landscape": (_plane, 4.5, 7),
+    "line": (_line, 5, 3.6),
     "hessian": (_hessian, 5, 3.6),
     "sharpness": (_sharpness, 5, 3.6),
     "masks": (_masks, 6, 6),
