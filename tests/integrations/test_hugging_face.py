@@ -1,0 +1,193 @@
+"""Hugging Face's Trainer and Accelerate reach the weights that a plain loop reaches; nothing is downloaded."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import sparsesam
+from tests import cases
+from tests.integrations import snippets
+
+transformers = pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
+
+from sparsesam.integrations.hugging_face import SharpnessAwareTrainer  # noqa: E402
+
+
+def language_model(dropout=0.0):
+    torch.manual_seed(0)
+    size = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, **ends, **drops)).double()
+    model.loss_type = "ForCausalLM"  # otherwise the Trainer counts the first token of a sentence, which has no loss
+    return model
+
+
+def sentences(count=20):
+    tokens = torch.randint(0, 20, (count, 6), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": one, "labels": one} for one in tokens]
+
+
+def arguments(tmp_path, **options):
+    usual = {
+        "per_device_train_batch_size": 4,
+        "num_train_epochs": 2,
+        "lr_scheduler_type": "constant",
+        "train_sampling_strategy": "sequential",
+    }
+    silent = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    return transformers.TrainingArguments(tmp_path, **{**usual, **silent, **options})
+
+
+def masked(model, **options):
+    mask = sparsesam.dynamic_mask(sparsity=0.5, refresh=sparsesam.every_steps(2))
+    return sparsesam.SSAM(cases.sgd(model), model, **{"rho": 0.3, "mask": mask, **options})
+
+
+def train(model, opt, given, trainer=SharpnessAwareTrainer, **options):
+    trainer(model, given, train_dataset=sentences(), optimizers=(opt, None)).train(**options)
+
+
+def plain(model, opt, *, count=1, clip=1.0):
+    """Two epochs of two-phase steps, each over ``count`` batches of four; an epoch's last step may have fewer."""
+    model.train()
+    tokens = torch.stack([one["input_ids"] for one in sentences()])
+
+    def backward(group):
+        for one in group.split(4):
+            model(input_ids=one, labels=one, num_items_in_batch=group[:, 1:].numel()).loss.backward()
+
+    for _ in range(2):
+        for group in tokens.split(4 * count):
+            opt.zero_grad()
+            backward(group)
+            with opt.perturbed():
+                backward(group)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            opt.step()
+
+
+def assert_same_weights(model, twin):
+    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-9, atol=1e-12)
+
+
+# ---- Trainer ---------------------------------------------------------------------------------------------
+
+
+def test_the_documented_trainer_equals_a_plain_loop(tmp_path):
+    model = language_model()
+    twin = copy.deepcopy(model)
+    names = {"torch": torch, "sparsesam": sparsesam, "train_set": sentences()}
+    snippets.run("Hugging Face", 0, model=model, arguments=arguments(tmp_path), **names)
+    plain(twin, sparsesam.SAM(torch.optim.AdamW(twin.parameters(), lr=1e-3), twin, rho=0.05))
+    assert_same_weights(model, twin)
+
+
+@pytest.mark.parametrize("cadence", [{}, {"every": 2}, {"every": 2, "between": "reuse"}], ids=str)
+def test_micro_batches_equal_a_plain_loop(cadence, tmp_path):
+    model = language_model()
+    twin = copy.deepcopy(model)
+    opt, other = masked(model, **cadence), masked(twin, **cadence)
+    train(model, opt, arguments(tmp_path, gradient_accumulation_steps=2, max_grad_norm=0.1))
+    plain(twin, other, count=2, clip=0.1)
+    assert_same_weights(model, twin)
+    assert opt.steps == other.steps
+    assert all(torch.equal(mask, other.masks[name]) for name, mask in opt.masks.items())
+
+
+def test_rho_zero_is_the_trainer_of_transformers(tmp_path):
+    model = language_model(dropout=0.1)
+    twin = copy.deepcopy(model)
+    given = arguments(tmp_path, gradient_accumulation_steps=2)
+    train(model, sparsesam.SAM(cases.sgd(model), model, rho=0.0), given)
+    train(twin, cases.sgd(twin), given, transformers.Trainer)
+    assert cases.same_bits(cases.weights_of(model), cases.weights_of(twin))
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
+    whole, half = language_model(dropout=0.1), language_model(dropout=0.1)
+    saving = {"save_strategy": "steps", "save_steps": 2, "train_sampling_strategy": "random"}
+    opt, other = masked(whole), masked(half)
+    train(whole, opt, arguments(tmp_path, gradient_accumulation_steps=2, **saving))
+    checkpoint = str(tmp_path / "checkpoint-2")
+    train(half, other, arguments(tmp_path, gradient_accumulation_steps=2, **saving), resume_from_checkpoint=checkpoint)
+    assert cases.same_bits(cases.weights_of(whole), cases.weights_of(half))
+    assert opt.steps == other.steps == 6
+    assert all(torch.equal(mask, other.masks[name]) for name, mask in opt.masks.items())
+
+
+def test_the_engine_saves_and_changes_nothing(tmp_path):
+    model = language_model()
+    twin = copy.deepcopy(model)
+    last = {"mask": sparsesam.fixed_mask("transformer.h.1.*"), "norm": "masked"}
+    opt = masked(model, **last)
+    train(model, opt, arguments(tmp_path, gradient_accumulation_steps=2))
+    plain(twin, masked(twin, engine=False, **last), count=2)
+    assert opt.engine_report()["engine"].startswith("on")
+    assert_same_weights(model, twin)
+
+
+def test_bf16_trains(tmp_path):
+    model = language_model().float()
+    opt = masked(model)
+    train(model, opt, arguments(tmp_path, bf16=True))
+    assert (opt.steps, opt.skipped_ascents) == (10, 0)
+
+
+def test_the_optimizer_of_the_training_arguments_on_top_of_another_trainer(tmp_path):
+    names = {"sparsesam": sparsesam, "SharpnessAwareTrainer": SharpnessAwareTrainer}
+    mine = snippets.run("Hugging Face", 1, Seq2SeqTrainer=transformers.Seq2SeqTrainer, **names)["Mine"]
+    given = transformers.Seq2SeqTrainingArguments(**arguments(tmp_path, learning_rate=0.02).to_dict())
+    trainer = mine(language_model(), given, train_dataset=sentences())
+    trainer.train()
+    opt = trainer.optimizer.optimizer
+    assert isinstance(opt.base, torch.optim.AdamW)
+    assert (opt.steps, opt.param_groups[0]["lr"]) == (10, 0.02)
+
+
+def test_another_optimizer_is_refused(tmp_path):
+    model = language_model()
+    with pytest.raises(TypeError, match="optimizers must hold sparsesam's SAM or SSAM, got SGD"):
+        train(model, cases.sgd(model), arguments(tmp_path))
+
+
+# ---- Accelerate ------------------------------------------------------------------------------------------
+
+
+def test_the_documented_accelerate_loop_equals_a_plain_one():
+    model = cases.mlp()
+    twin = copy.deepcopy(model)
+    loader = DataLoader(TensorDataset(*cases.vectors(40)), batch_size=8)
+    names = {"torch": torch, "sparsesam": sparsesam, "loss_fn": F.cross_entropy, "model": model, "loader": loader}
+    left = snippets.run("Accelerate", 0, accelerator=accelerate.Accelerator(cpu=True), **names)
+    opt = sparsesam.SAM(cases.sgd(twin), twin, rho=0.05)
+    for x, y in loader:
+        opt.zero_grad()
+        F.cross_entropy(twin(x), y).backward()
+        with opt.perturbed():
+            F.cross_entropy(twin(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        opt.step()
+    assert_same_weights(model, twin)
+    assert left["opt"].steps == 5
+
+
+def test_accelerate_saves_and_loads_masks_and_counters(tmp_path):
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = cases.mlp()
+    opt = masked(model)
+    model, _ = accelerator.prepare(model, opt)
+    opt.step(cases.closure_for(model, opt, *cases.vectors()))
+    masks, state = opt.masks, tmp_path / "state"
+    accelerator.save_state(str(state))
+    opt.refresh_mask()
+    opt.step(cases.closure_for(model, opt, *cases.vectors()))
+    accelerator.load_state(str(state))
+    assert opt.steps == 1
+    assert all(torch.equal(mask, masks[name]) for name, mask in opt.masks.items())
