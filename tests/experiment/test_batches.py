@@ -2,8 +2,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from PIL import Image
 
-from sparsesam.data import load
+from sparsesam.data import DataError, load
 from sparsesam.experiment.batches import Share, make_batches
 from tests.experiment.runs import SHORT
 
@@ -62,3 +63,17 @@ def test_test_images_are_shared_out(splits):
 def test_fewer_images_than_processes_is_refused(splits):
     with pytest.raises(ValueError, match="batch_size must be at least one image per process, 32, got 16"):
         batches(splits, Share(0, 32))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_damaged_image_is_named_in_one_line(tmp_path, workers):
+    for part in ("train", "val"):
+        (tmp_path / part / "cat").mkdir(parents=True)
+        Image.effect_noise((64, 64), 50).save(tmp_path / part / "cat" / "1.jpeg")
+    path = tmp_path / "train" / "cat" / "1.jpeg"
+    path.write_bytes(path.read_bytes()[:500])
+    made = make_batches(SHORT, load("imagenet", tmp_path), ONE, CPU, workers=workers)
+    with pytest.raises(DataError) as caught:
+        list(made.train(0))
+    assert str(caught.value).startswith(f"{path}: expected a complete image")
+    assert "\n" not in str(caught.value)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from sparsesam.data import Augment, FolderSplits, Splits, corrupt, flip_labels, standard_augmentation
+from sparsesam.data import Augment, DataError, FolderSplits, Splits, corrupt, flip_labels, standard_augmentation
 from sparsesam.data.image_folder import ImageFolder
 from sparsesam.experiment.config import TrainConfig
 from sparsesam.experiment.seeds import Purpose, derive, generator
@@ -151,8 +151,11 @@ class FromFolder(Batches):
         loader: DataLoader[Any] = DataLoader(
             folder, batch_sampler=[part.tolist() for part in batches], num_workers=self.workers, pin_memory=on_gpu
         )
-        for images, labels in loader:
-            yield images.to(self.device, non_blocking=on_gpu), labels.to(self.device, non_blocking=on_gpu)
+        try:
+            for images, labels in loader:
+                yield images.to(self.device, non_blocking=on_gpu), labels.to(self.device, non_blocking=on_gpu)
+        except DataError as error:  # of a worker, with its traceback as text around the message
+            raise DataError(str(error).rpartition("DataError: ")[2].strip()) from None
 
 
 def make_batches(
