@@ -267,7 +267,7 @@ def test_an_unknown_kind_or_option_suggests_the_nearest(runs, capsys):
     )
     code, line = refused(capsys, "landscape", runs / "sgd", "--point", 3)
     assert code == 2
-    assert "unknown option 'point'; did you mean points" in line
+    assert line.startswith("sparsesam analyze landscape: unknown option 'point'; did you mean points")
     assert refused(capsys)[0] == 2
     assert refused(capsys, "hessian")[0] == 2
 

@@ -39,6 +39,7 @@ def add_arguments(parser: ArgumentParser) -> None:
             _add_fields(one, MeasuredOn)
         one.add_argument("--plot", type=Path | None, default=None, help="draw it, FILE.png, .svg or .pdf")
         kinds.add_subcommand(kind, one, help=analysis.help)
+        one.prog = f"sparsesam analyze {kind}"  # it was given the usage of the whole command
 
 
 def rewrite(arguments: list[str]) -> list[str]:
