@@ -72,3 +72,13 @@ def test_runs_of_one_variant_are_told_apart_by_seed_or_directory(tmp_path):
     )
     assert [sam.name_of(run, sam.runs) for run in sam.runs] == ["SAM, a", "SAM, b", "SAM, seed 1"]
     assert sam.name_of(sam.runs[0], sam.runs[:1]) == "SAM"
+
+
+def test_variants_are_in_order_whatever_their_directories_are_called(tmp_path):
+    variants = grouped(
+        write_run(tmp_path / "a", optimizer="ssam-d", mask_epochs=10),
+        write_run(tmp_path / "b", optimizer="ssam-d", mask_epochs=2),
+        write_run(tmp_path / "c", optimizer="adam", failure="it broke"),
+        write_run(tmp_path / "d", optimizer="sgd"),
+    )
+    assert [one.label for one in variants] == ["SGD", "SSAM-D, mask epochs 2", "SSAM-D, mask epochs 10", "Adam"]

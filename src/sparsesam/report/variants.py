@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ def group(runs: Sequence[Run]) -> list[Variant]:
     for run in runs:
         if run.settings:
             groups.setdefault(_key(run.settings, leave_out=("seed",)), []).append(run)
-    tasks = {_task_key(members[0]): None for members in groups.values()}
+    tasks = sorted({_task_key(members[0]) for members in groups.values()}, key=_natural)
     varied_tasks = _varied([members[0].settings for members in groups.values()], TASK)
     plain_times = _plain_times(runs)
     variants = []
@@ -118,11 +119,16 @@ def differing(variants: Sequence[Variant]) -> list[str]:
     return _varied([variant.settings for variant in variants], list(names))
 
 
-def _rank(members: Sequence[Run]) -> tuple[bool, int]:
+def _rank(members: Sequence[Run]) -> tuple[bool, int, list[str | float]]:
     """Plain steps first, then SAM, then SSAM; what nothing is finished of, last."""
     known, optimizer = list(OPTIMIZERS), members[0].settings["optimizer"]
     place = known.index(optimizer) if optimizer in known else len(known)
-    return all(run.status != "finished" for run in members), place
+    return all(run.status != "finished" for run in members), place, _natural(_key(members[0].settings))
+
+
+def _natural(text: str) -> list[str | float]:
+    """Sorts numbers within text by their value."""
+    return [float(part) if place % 2 else part for place, part in enumerate(re.split(r"(\d+\.?\d*)", text))]
 
 
 def _varied(settings: Sequence[dict[str, Any]], names: Iterable[str]) -> list[str]:

@@ -150,9 +150,10 @@
   function draw(figure, scheme, width) {
     const colors = palette(scheme);
     const plot = element(figure).querySelector(".plot");
+    const size = width ? { width, height: plot.clientHeight } : { autosize: true };
     figure.drawn = true;
     legend(figure, colors);
-    return Plotly.react(plot, content(figure, colors), { ...layout(figure, colors), width, autosize: !width }, config);
+    return Plotly.react(plot, content(figure, colors), { ...layout(figure, colors), ...size }, config);
   }
 
   const redraw = (scheme, width) => [...figures.values()].filter((figure) => figure.drawn).forEach((figure) => draw(figure, scheme, width));
@@ -185,10 +186,10 @@
     const line = figure.kind === "lines" || (series.faint && figure.kind === "points");
     const shape = document.createElementNS(space, line ? "line" : "text");
     const color = colors.of(series.color);
-    for (const [name, value] of Object.entries({ width: 22, height: 12, "aria-hidden": "true" })) drawn.setAttribute(name, value);
+    for (const [name, value] of Object.entries({ width: 22, height: 14, "aria-hidden": "true" })) drawn.setAttribute(name, value);
     const look = line
-      ? { x1: 0, x2: 22, y1: 6, y2: 6, stroke: color, "stroke-width": 2.5, "stroke-dasharray": STROKES[dash(series)] }
-      : { x: 11, y: 11, "text-anchor": "middle", "font-size": 13, fill: color };
+      ? { x1: 0, x2: 22, y1: 7, y2: 7, stroke: color, "stroke-width": 2.5, "stroke-dasharray": STROKES[dash(series)] }
+      : { x: 11, y: 12, "text-anchor": "middle", "font-size": 13, fill: color };
     for (const [name, value] of Object.entries(look)) shape.setAttribute(name, value);
     if (!line) shape.textContent = figure.kind === "bars" ? "■" : GLYPHS[series.number % GLYPHS.length];
     drawn.append(shape);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections.abc import Sequence
 
 from sparsesam.report.figure import Axis, Figure, Series
@@ -71,7 +71,7 @@ def _mean_curve(variant: Variant, measure: str, factor: float) -> Series | None:
         color=color_of(variant.optimizer),
         number=variant.number,
         x=epochs,
-        y=[statistics.fmean(one) for one in values],
+        y=[sum(one) / len(one) for one in values],
         error=[_deviation(one) for one in values] if len(curves) > 1 else None,
     )
 
@@ -86,4 +86,8 @@ def _points(run: Run, measure: str, factor: float) -> dict[float, float]:
 
 
 def _deviation(values: Sequence[float]) -> Number:
-    return statistics.stdev(values) if len(values) > 1 else None
+    """As statistics.stdev, which is exact and a hundred times slower."""
+    if len(values) < 2:
+        return None
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((one - mean) ** 2 for one in values) / (len(values) - 1))

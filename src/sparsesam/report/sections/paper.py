@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from sparsesam.experiment.config import TrainConfig, from_mapping, names_of
@@ -33,8 +32,9 @@ def build(material: Material) -> Section:
 
 
 def _config(run: Run) -> TrainConfig | None:
+    """With seed 0, which is how cells are looked up."""
     try:
-        return from_mapping(TrainConfig, run.settings) if run.settings else None
+        return from_mapping(TrainConfig, {**run.settings, "seed": 0}) if run.settings else None
     except (TypeError, ValueError):  # of another version of sparsesam
         return None
 
@@ -47,12 +47,12 @@ def _table(recipe: Recipe, scale: Scale, configs: list[tuple[Run, TrainConfig]])
     finished: Finished = {}
     for run, config in here or configs:
         if run.status == "finished":
-            finished.setdefault(replace(config, seed=0), []).append(
-                {one.measure: run.measured(one.measure) for one in ours}
-            )
-    found = [[recipe.cell(row, column, finished, overrides) for column in ours] for row in recipe.rows(scale)]
-    if not here and not all(cell for line in found for cell in line):
+            finished.setdefault(config, []).append({one.measure: run.measured(one.measure) for one in ours})
+    planned = [(row, column) for row in recipe.rows(scale) for column in ours]
+    # The first cell without a run ends the search: most tables are not these runs'.
+    if not here and not all(recipe.cell(row, column, finished, {}) for row, column in planned):
         return None
+    found = [[recipe.cell(row, column, finished, overrides) for column in ours] for row in recipe.rows(scale)]
     rows: list[list[Cell]] = []
     for row, line in zip(recipe.rows(scale), found, strict=True):
         own = [
