@@ -54,7 +54,8 @@ def test_time_is_relative_to_plain_steps_of_the_same_kind(tmp_path):
         write_run(tmp_path / "b", optimizer="sam", seconds=4.0),
         write_run(tmp_path / "c", optimizer="sam", seconds=9.0, batch_size=8),
     )
-    assert [one.relative_time for one in variants] == [1.0, 2.0, None]
+    times = {one.label: one.relative_time for one in variants}
+    assert times == {"SGD": 1.0, "SAM, batch size 64": 2.0, "SAM, batch size 8": None}
 
 
 def test_times_of_two_machines_are_not_compared(tmp_path):
