@@ -69,6 +69,32 @@ def test_two_ranks_equal_one(kind, tmp_path):
     assert all(torch.equal(first["masks"][name], mask) for name, mask in opt.masks.items())
 
 
+def late_worker(rank, folder):
+    """As trainers do: the optimizer is made first, the model wrapped afterwards."""
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    model = no_norm()
+    opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.1, norm="masked", mask=sparsesam.fixed_mask("3.*"))
+    wrapped = DistributedDataParallel(model)
+    for seed in range(4):
+        x, y = (t.chunk(2)[rank] for t in cases.images(16, torch.float64, seed=seed))
+        opt.step(cases.closure_for(wrapped, opt, x, y))
+    torch.save((model.state_dict(), opt.engine_report()), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_a_model_that_is_wrapped_after_the_optimizer_was_made(tmp_path):
+    mp.spawn(late_worker, (str(tmp_path),), nprocs=2)
+    weights, report = torch.load(tmp_path / "0.pt", weights_only=True)
+    model = no_norm()
+    opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.1, norm="masked", mask=sparsesam.fixed_mask("3.*"))
+    for seed in range(4):
+        opt.step(cases.closure_for(model, opt, *cases.images(16, torch.float64, seed=seed)))
+    torch.testing.assert_close(dict(model.state_dict()), dict(weights), rtol=1e-9, atol=1e-11)
+    assert report == {"engine": "off: the model runs inside of DistributedDataParallel"}
+
+
 def sharded_worker(rank, folder):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

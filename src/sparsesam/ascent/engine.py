@@ -39,6 +39,7 @@ class Engine:
         self.recording: Recording | None = None
         self.last: Recording | None = None
         self.off: str | None = None
+        self.in_parallel = False  # seen inside of DistributedDataParallel, which waits for every gradient
         self._mode: FirstPass | SecondPass | None = None
         self._depth = 0
         self._had_gradient: set[int] = set()
@@ -50,6 +51,8 @@ class Engine:
     def arm(self, why_not: str | None, make_plan: Callable[[], Plan]) -> None:
         """Prepare the coming first pass: with the plan there is or a new one, or not at all."""
         plan = self.plan
+        if self.in_parallel:
+            why_not = why_not or "the model runs inside of DistributedDataParallel"
         if why_not is None and plan is None:
             plan = make_plan()
             if saves_nothing(plan):
@@ -131,6 +134,9 @@ class Engine:
         self._depth += 1
         if self._depth > 1 or self.plan is None or not torch.is_grad_enabled():
             return
+        self.in_parallel = self.in_parallel or _inside_parallel()
+        if self.in_parallel:
+            return
         if not (self.model.training or self.within_step) or (self.only_within_steps and not self.within_step):
             return
         if self.second:
@@ -192,6 +198,11 @@ class Engine:
             for parameter in self.model.parameters()
             if id(parameter) in self.plan.perturbed
         )
+
+
+def _inside_parallel() -> bool:
+    parallel = nn.parallel.DistributedDataParallel
+    return getattr(parallel, "_active_ddp_module", None) is not None
 
 
 def _before(engine: weakref.ref[Engine]) -> Callable[[nn.Module, Any], None]:
