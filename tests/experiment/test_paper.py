@@ -62,7 +62,7 @@ def test_ours_stand_beside_the_paper_s_with_mean_and_spread(tmp_path):
     drawn = comparison(one, "laptop", jobs, {})
     assert list(drawn.columns[1].cells)[:3] == ["–", "60.00 ± 14.14", "–"]
     assert list(drawn.columns[2].cells)[:3] == ["76.67", "77.25", "77.08"]
-    assert drawn.caption == "laptop scale, 2 of 14 runs, 2 seed(s) each"
+    assert drawn.caption == "ours: small-cnn on digits; laptop scale, 2 of 14 runs, 2 seed(s) each"
 
 
 def test_an_unknown_table_suggests_the_nearest():

@@ -54,7 +54,8 @@ def comparison(chosen: Recipe, scale: Scale, jobs: Sequence[Job], settings: Mapp
     seeds = len({job.config.seed for job in jobs})
     finished = finished_results(jobs)
     done = f"{sum(map(len, finished.values()))} of {len(jobs)} runs"
-    drawn = Table(title=chosen.title, caption=f"{scale} scale, {done}, {seeds} seed(s) each")
+    trained = ", ".join(dict.fromkeys(f"{job.config.model} on {job.config.dataset}" for job in jobs))
+    drawn = Table(title=chosen.title, caption=f"ours: {trained}; {scale} scale, {done}, {seeds} seed(s) each")
     drawn.add_column("")
     for column in columns:
         drawn.add_column(f"ours\n{column.label}", justify="right")
