@@ -52,6 +52,8 @@ def runs(tmp_path_factory):
         write_run(folder / f"ssam{seed}", seed=seed, **ssam)
     write_every_analysis(sam)
     write_every_analysis(folder / "ssam0", seed=1)
+    for second_surface in folder.glob("*/analyses/landscape-eigenvectors.json"):
+        second_surface.unlink()
     write_run(folder / "failed", optimizer="sam", seed=2, model=EVIL, failure=f"it broke: {EVIL}")
     write_run(folder / "open", optimizer="sgd", seed=2, model=EVIL, epochs=1, planned=3, finished=False)
     return folder
@@ -73,6 +75,7 @@ class Reader:
     def open(self, path, **options):
         self.contexts.append(self.browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options}))
         page = self.contexts[-1].new_page()
+        page.set_default_timeout(90_000)  # without a graphics card and beside other work, a surface takes its time
         page.on("console", lambda message: self.told.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: self.told.append(str(error)))
         page.on("request", lambda request: self.told.append(request.url) if _is_elsewhere(request.url) else None)
@@ -110,7 +113,7 @@ def draw_all(page):
     """Scroll past every figure, as a reader does, and wait until it is there."""
     for figure in page.locator("figure").all():
         figure.scroll_into_view_if_needed()
-        figure.locator(".main-svg").first.wait_for(state="attached", timeout=10000)
+        figure.locator(".main-svg").first.wait_for(state="attached")
 
 
 def saved(page, button):
@@ -240,10 +243,12 @@ def test_the_first_tab_leads_past_the_navigation(opened, report):
     assert page.evaluate("document.getElementById('main').contains(document.activeElement)")
 
 
-def test_on_paper_everything_is_drawn_in_light(opened, report, tmp_path):
-    page = opened(report, color_scheme="dark")
+def test_on_paper_everything_is_drawn_in_light(opened, runs, tmp_path):
+    write_report([runs / "sgd0"], tmp_path / "report.html")
+    page = opened(tmp_path / "report.html", color_scheme="dark")
+    assert page.locator("figure:not(:has(.main-svg))").count() > 0
     page.pdf(path=tmp_path / "report.pdf", format="A4")
-    assert (tmp_path / "report.pdf").stat().st_size > 50_000
+    assert (tmp_path / "report.pdf").stat().st_size > 20_000
     assert page.locator("figure:not(:has(.main-svg))").count() == 0
 
 
