@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 THREADS ?= 2
-BENCH ?= steps fisher selection memory engine budget throughput augmentation sweep hessian landscape report
+BENCH ?= steps fisher selection memory engine budget vit_timing throughput augmentation sweep hessian landscape report
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench clean
