@@ -43,12 +43,12 @@ def draw(measured: dict[str, Any], out: Path) -> None:
 
     rows = {row["name"]: row for row in measured["rows"]}
     with_memory = all(row["peak_bytes"] for row in rows.values())
-    figure, axes = pyplot.subplots(1, 1 + with_memory, figsize=(7 + 4 * with_memory, 4.6), squeeze=False)
+    figure, axes = pyplot.subplots(1, 1 + with_memory, figsize=(6 + 4 * with_memory, 5), squeeze=False)
     _cost(axes[0][0], rows)
     if with_memory:
         _memory(axes[0][1], rows)
     origin = measured["provenance"]
-    machine = f"{origin['cpu']}, {origin['threads']} threads, torch {origin['torch']}"
+    machine = f"{origin['cpu']}, {origin['threads']} thread(s), torch {origin['torch']}"
     figure.suptitle(f"Cost of a step, one interleaved run: {machine}", fontsize=10)
     figure.tight_layout()
     figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
@@ -73,8 +73,8 @@ def _cost(axis: Any, rows: dict[str, Any]) -> None:
             seen.add(label)
     axis.axhline(1, color="#8a8a8a", linewidth=0.8)
     axis.annotate("SGD", (1, 1.01), fontsize=8, color="#555555")
-    axis.set(xlim=(0, 104), ylim=(0.9, 2.4), xlabel="weights perturbed (%)", ylabel="time of a step, x SGD")
-    axis.legend(fontsize=7, loc="upper left", ncols=2)
+    axis.set(xlim=(0, 104), ylim=(0.9, 2.3), xlabel="weights perturbed (%)", ylabel="time of a step, x SGD")
+    axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     axis.grid(alpha=0.25)
 
 

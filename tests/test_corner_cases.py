@@ -246,6 +246,16 @@ def test_a_group_that_is_switched_on_is_perturbed_at_once():
     assert not torch.equal(seen[0], seen[1])
 
 
+def test_no_activations_are_kept_after_a_step():
+    model = seeded(TwoParts)
+    optimizer = sparsesam.SSAM(sgd(model), model, rho=0.5, mask=sparsesam.fixed_mask("b.*"), norm="masked")
+    for _ in range(2):
+        step(optimizer, lambda: model(X).square().sum())
+    report = optimizer.engine_report()
+    assert "used again" in report["a.weight"]
+    assert len(optimizer._engine.last.memo) == len(optimizer._engine.last.outside) == 0
+
+
 class Noisy(TwoParts):
     def forward(self, x):
         self.noise = torch.rand(4, dtype=x.dtype)

@@ -91,6 +91,8 @@ class Engine:
         self.forget()
 
     def forget(self) -> None:
+        if self.recording is not None:
+            self.recording.let_go()
         self.recording = None
         self.portion = None
         self.same_noise = False

@@ -57,6 +57,10 @@ class Recording:
     dealt_with: set[int] = field(default_factory=set)
     forwards: int = 0
 
+    def let_go(self) -> None:
+        """Free the activations; what is left is for the report."""
+        self.memo, self.outside = Memo(), []
+
 
 class FirstPass(TorchFunctionMode):
     """With a ``portion``, clean calls run on the whole batch and dirty calls on the part that the ascent looks at."""
