@@ -51,7 +51,7 @@ def runs(tmp_path_factory):
         ssam = {"optimizer": "ssam-f", "sparsity": 0.5, "accuracy": 0.95, "seconds": 4.4, "model": EVIL}
         write_run(folder / f"ssam{seed}", seed=seed, **ssam)
     write_every_analysis(sam)
-    write_every_analysis(folder / "ssam0", seed=1)
+    write_every_analysis(folder / "ssam0")
     for second_surface in folder.glob("*/analyses/landscape-eigenvectors.json"):
         second_surface.unlink()
     write_run(folder / "failed", optimizer="sam", seed=2, model=EVIL, failure=f"it broke: {EVIL}")
@@ -73,7 +73,8 @@ class Reader:
         self.browser, self.contexts, self.told = browser, [], []
 
     def open(self, path, **options):
-        self.contexts.append(self.browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options}))
+        usual = {"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"}
+        self.contexts.append(self.browser.new_context(**{**usual, **options}))
         page = self.contexts[-1].new_page()
         page.set_default_timeout(90_000)  # without a graphics card and beside other work, a surface takes its time
         page.on("console", lambda message: self.told.append(message.text) if message.type == "error" else None)
