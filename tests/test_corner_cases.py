@@ -215,19 +215,24 @@ def test_a_closure_may_call_autograd_grad():
     torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
 
 
+def moves_in_a_step(optimizer, model, weight):
+    """Whether a weight is elsewhere in the second pass than in the first."""
+    seen = []
+
+    def loss_of():
+        seen.append(weight.detach().clone())
+        return model(X).square().sum()
+
+    step(optimizer, loss_of)
+    return not torch.equal(seen[0], seen[1])
+
+
 def test_a_group_that_joins_later_is_perturbed():
     model = seeded(TwoParts)
     optimizer = sparsesam.SAM(torch.optim.SGD(model.b.parameters(), 0.1), model, rho=0.5)
     step(optimizer, lambda: model(X).square().sum())
     optimizer.add_param_group({"params": list(model.a.parameters())})
-    seen = []
-
-    def loss_of():
-        seen.append(model.a.weight.detach().clone())
-        return model(X).square().sum()
-
-    step(optimizer, loss_of)
-    assert not torch.equal(seen[0], seen[1])
+    assert moves_in_a_step(optimizer, model, model.a.weight)
 
 
 def test_a_group_that_is_switched_on_is_perturbed_at_once():
@@ -236,14 +241,7 @@ def test_a_group_that_is_switched_on_is_perturbed_at_once():
     optimizer = sparsesam.SAM(torch.optim.SGD(groups, 0.1), model, rho=0.5)
     step(optimizer, lambda: model(X).square().sum())
     optimizer.param_groups[0]["perturb"] = True
-    seen = []
-
-    def loss_of():
-        seen.append(model.a.weight.detach().clone())
-        return model(X).square().sum()
-
-    step(optimizer, loss_of)
-    assert not torch.equal(seen[0], seen[1])
+    assert moves_in_a_step(optimizer, model, model.a.weight)
 
 
 def test_no_activations_are_kept_after_a_step():
@@ -254,6 +252,14 @@ def test_no_activations_are_kept_after_a_step():
     report = optimizer.engine_report()
     assert "used again" in report["a.weight"]
     assert len(optimizer._engine.last.memo) == len(optimizer._engine.last.outside) == 0
+
+
+def test_a_module_compiled_in_place_switches_the_engine_off():
+    model = seeded(TwoParts)
+    model.a.compile(backend="eager")
+    optimizer = sparsesam.SSAM(sgd(model), model, rho=0.5, mask=sparsesam.fixed_mask("b.*"), norm="masked")
+    optimizer.refresh_mask(now=True)
+    assert optimizer.engine_report() == {"engine": "off: a part of the model is compiled"}
 
 
 class Noisy(TwoParts):

@@ -527,9 +527,7 @@ class SharpnessAware(OptimizerWrapper):
             return "the coming step has only one pass"
         if self._refresh_due():
             return "the mask is made anew in the next step"
-        if any(isinstance(getattr(module, "_orig_mod", None), nn.Module) for module in self.model.modules()):
-            return "a part of the model is compiled"
-        if any(getattr(module, "_compiled_call_impl", None) is not None for module in self.model.modules()):
+        if any(_is_compiled(module) for module in self.model.modules()):
             return "a part of the model is compiled"
         return None
 
@@ -542,6 +540,14 @@ class SharpnessAware(OptimizerWrapper):
         if kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """By ``torch.compile(module)`` or by ``module.compile()``."""
+    return (
+        isinstance(getattr(module, "_orig_mod", None), nn.Module)
+        or getattr(module, "_compiled_call_impl", None) is not None
+    )
 
 
 def _check_choice(argument: str, value: str, known: tuple[str, ...]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from sparsesam.report.accuracy_point import accuracy_at
 from sparsesam.report.figure import Axis, Figure, Series
-from sparsesam.report.names import color_of
 from sparsesam.report.section import Material, Section
 from sparsesam.report.sections.results import plain_name
 from sparsesam.report.variants import Variant, by_task
@@ -44,15 +44,4 @@ def build(material: Material) -> Section:
 
 
 def _point(variant: Variant, relative: bool) -> Series | None:
-    cost = variant.relative_time if relative else variant.median("seconds_per_epoch")
-    accuracy, spread = variant.accuracy, variant.spread("test_accuracy")
-    if cost is None or accuracy is None:
-        return None
-    return Series(
-        name=variant.label,
-        color=color_of(variant.optimizer),
-        number=variant.number,
-        x=[cost],
-        y=[100 * accuracy],
-        error=None if spread is None else [100 * spread],
-    )
+    return accuracy_at(variant.relative_time if relative else variant.median("seconds_per_epoch"), variant)

@@ -50,28 +50,19 @@ def _views(analysis: str, words: str, unit: str, surfaces: Sequence[Series]) -> 
     x, y, z = Axis(f"{unit} 1"), Axis(f"{unit} 2"), Axis(title)
     shared = f"Along {words}, all runs on one scale."
     cuts = [_cut(one) for one in drawn]
+    over_plane = partial(Figure, x=x, y=y, z=z, panels=panels, range_z=(low, high))
     return [
-        Figure(
+        over_plane(
             name=f"{analysis}-surface",
             title="Surface" if analysis == "landscape-2d" else "Surface along eigenvectors",
             caption=f"{shared} Drag to turn it, or use the arrow keys.",
             kind="surface",
-            x=x,
-            y=y,
-            z=z,
-            panels=panels,
-            range_z=(low, high),
         ),
-        Figure(
+        over_plane(
             name=f"{analysis}-contours",
             title="Contours" if analysis == "landscape-2d" else "Contours along eigenvectors",
             caption=f"{shared} The run’s weights are in the middle.",
             kind="contour",
-            x=x,
-            y=y,
-            z=z,
-            panels=panels,
-            range_z=(low, high),
         ),
         Figure(
             name=f"{analysis}-cut",

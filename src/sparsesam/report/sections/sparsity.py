@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sparsesam.experiment.config import PLAIN
+from sparsesam.report.accuracy_point import accuracy_at
 from sparsesam.report.figure import Axis, Figure, Series
 from sparsesam.report.names import color_of
 from sparsesam.report.section import Material, Section
@@ -12,7 +13,7 @@ from sparsesam.report.variants import Variant, by_task
 def build(material: Material) -> Section:
     panels = {}
     for task, variants in by_task(material.variants).items():
-        masked = [one for variant in variants if (one := _point(variant)) is not None]
+        masked = [one for variant in variants if (one := accuracy_at(variant.mean("sparsity"), variant)) is not None]
         reached = [one.x[0] for one in masked]
         if len(set(reached)) > 1:
             plain = [one for variant in variants if (one := _level(variant, max(reached))) is not None]
@@ -31,20 +32,6 @@ def build(material: Material) -> Section:
         title="Accuracy against sparsity",
         hint="runs of at least two sparsities, for example a sweep with grid: {sparsity: [0.5, 0.8, 0.9]}",
         blocks=[figure] if panels else [],
-    )
-
-
-def _point(variant: Variant) -> Series | None:
-    sparsity, accuracy, spread = variant.mean("sparsity"), variant.accuracy, variant.spread("test_accuracy")
-    if sparsity is None or accuracy is None:
-        return None
-    return Series(
-        name=variant.label,
-        color=color_of(variant.optimizer),
-        number=variant.number,
-        x=[sparsity],
-        y=[100 * accuracy],
-        error=None if spread is None else [100 * spread],
     )
 
 
