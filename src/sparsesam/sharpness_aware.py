@@ -21,6 +21,7 @@ from sparsesam.ascent.noise import Noise, NoiseState
 from sparsesam.ascent.passes import Plan
 from sparsesam.ascent.plan import Ascent, make_plan
 from sparsesam.ascent.portion import Portion
+from sparsesam.ascent.stand_in import ValueGoneError
 from sparsesam.ascent.statistics import StatisticsSnapshot, versions
 from sparsesam.cadence import Cadence, Kind
 from sparsesam.closures import with_batch
@@ -334,6 +335,10 @@ class SharpnessAware(OptimizerWrapper):
             try:
                 with torch.enable_grad():
                     return call(batch)
+            except ValueGoneError:
+                if attempt == 2:
+                    raise
+                self._engine.value_is_gone()
             except EngineFallbackError as error:
                 if attempt == 2:
                     raise
@@ -384,7 +389,7 @@ class SharpnessAware(OptimizerWrapper):
             return True
         if self.ascent in ("implicit", "implicit-dense"):
             self._check_implicit()
-        elif self.ascent != "momentum":
+        elif self.ascent != "momentum" and not self._engine.left_gradients_out:
             self._require_gradients("first")
         self._refresh_if_due(batch)
         complete = self.ascent_fraction == 1 and not self._engine.left_gradients_out

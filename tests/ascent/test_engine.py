@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 
 import pytest
 import torch
@@ -361,6 +362,19 @@ class Odd(nn.Module):
             h = torch.vmap(lambda v: torch.tanh(self.middle(v).mul_(2.0)))(h)
         elif self.kind == "dict":
             return {"logits": self.head(h), "hidden": h}
+        elif self.kind == "features":
+            self.seen = {}
+            with torch.no_grad():
+                self.seen["teacher"] = torch.sin(self.middle(x) * 2)
+        elif self.kind == "late branch":
+            g = torch.sin(torch.cos(h))
+            out = self.head(h)
+            odd = int(out.sum().item() * 1000) % 2
+            return out * (torch.exp(g) if odd else torch.cos(g)).mean()
+        elif self.kind == "custom without gradient":
+            with torch.no_grad():
+                extra = Double.apply(torch.tanh(self.middle(x) + 1))
+            h = h + extra
         return self.head(h)
 
 
@@ -379,12 +393,14 @@ def odd_loss(model, x, y):
     if isinstance(out, dict):
         return F.cross_entropy(out["logits"], y) + out["hidden"].pow(2).mean()
     extra = model.features.pow(2).mean() if model.kind == "leak" else 0.0
+    if model.kind == "features":
+        extra = (out.mean(1) * model.seen["teacher"].mean(1)).mean()
     return F.cross_entropy(out, y) + extra
 
 
 ODD = (
     "checkpoint", "reentrant", "checkpoint head", "lstm", "rnn loop", "custom", "scripted", "leak", "average", "numpy",
-    "data", "loss depends", "gradient", "dict", "vmap",
+    "data", "loss depends", "gradient", "dict", "vmap", "features", "late branch", "custom without gradient",
 )  # fmt: skip
 
 
@@ -415,6 +431,48 @@ def test_odd_models_give_the_same_result(kind, perturbed, two_phases):
             compare(model, head_only(model, perturbed), loop, twin)
         return
     compare(model, head_only(model, perturbed), loop, twin)
+
+
+def test_a_loss_that_looks_at_a_value_let_go_is_computed_in_full_once():
+    torch.manual_seed(0)
+    model = Odd("features").double()
+    x, y = cases.vectors(8)
+    opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked")
+
+    def closure():
+        opt.zero_grad()
+        loss = odd_loss(model, x, y)
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    assert "computed in full" in opt.engine_report()["engine"]
+    opt.step(closure)
+    assert opt.engine_report()["engine"] == "on"
+    assert "used again" in opt.engine_report()["body.weight"]
+
+
+def test_values_that_only_clean_calls_read_are_let_go():
+    alive = []
+
+    class Watched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+        def forward(self, x):
+            alive.append([one() is not None for one in self.__dict__.get("passed", [])])
+            sums = self.body(x) + 1  # tanh keeps its result, not this
+            middle = torch.tanh(sums)
+            self.__dict__["passed"] = [weakref.ref(sums), weakref.ref(middle)]
+            return self.head(middle)
+
+    model = Watched().double()
+    x, y = cases.vectors(8)
+    opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked")
+    with_closure(opt, model, x, y)
+    assert alive == [[], [False, True]]
+    assert opt.engine_report()["engine"] == "on"
 
 
 def test_an_evaluation_between_steps_changes_nothing():

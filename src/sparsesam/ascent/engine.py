@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from sparsesam.ascent.memo import EngineFallbackError
+from sparsesam.ascent.memo import EngineFallbackError, Memo
 from sparsesam.ascent.noise import Noise
 from sparsesam.ascent.passes import FirstPass, Plan, Recording, SecondPass
 from sparsesam.ascent.plan import describe, explicit_after_all, saves_nothing
@@ -39,6 +39,7 @@ class Engine:
         self.recording: Recording | None = None
         self.last: Recording | None = None
         self.off: str | None = None
+        self.keeps_values = False  # of the first pass, even if no call of the second seems to need them
         self.in_parallel = False  # seen inside of DistributedDataParallel, which waits for every gradient
         self._mode: FirstPass | SecondPass | None = None
         self._depth = 0
@@ -92,6 +93,7 @@ class Engine:
 
     def forget(self) -> None:
         if self.recording is not None:
+            self.keeps_values = self.keeps_values or self.recording.needs_values
             self.recording.let_go()
         self.recording = None
         self.portion = None
@@ -114,6 +116,12 @@ class Engine:
             recording.unusable = "a clean value left the model by another way than its output"
         recording.memo.rewind()
         self.last = recording
+
+    def value_is_gone(self) -> None:
+        """The second pass asked for a value that was let go: it is computed in full, and later ones keep theirs."""
+        if self.recording is not None:
+            self.recording.needs_values = True
+            self.recording.unusable = "it looks at a value that the first pass had no use for"
 
     def explicit_after_all(self) -> list[str]:
         """The weights for which the implicit ascent of this step was an explicit one."""
@@ -146,7 +154,8 @@ class Engine:
                 self._mode = SecondPass(self.plan, self.recording, self._noise)
         else:
             if self.recording is None:
-                self.recording = Recording()
+                # Between the phases of the user's own loop nobody could repeat a pass that lacks a value.
+                self.recording = Recording(Memo(light=self.within_step and not self.keeps_values))
                 self._had_gradient = {id(p) for p in self.model.parameters() if p.grad is not None}
                 record = True
             else:  # another micro-batch: its activations are not worth their memory
@@ -182,12 +191,14 @@ class Engine:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not tensors:  # also where the forward raised
             return None
+        for tensor in tensors:
+            mode.recording.memo.hold(tensor)
         if not any(mode.is_dirty_output(tensor) for tensor in tensors):
             if mode.portion is not None:
                 raise EngineFallbackError("no output depends on a perturbed weight")
             if any(tensor.requires_grad for tensor in tensors):
                 mode.recording.unusable = mode.recording.unusable or "no output depends on a perturbed weight"
-            return None
+                return None
         closed = [mode.closed(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         if all(a is b for a, b in zip(closed, leaves, strict=True)):
             return None

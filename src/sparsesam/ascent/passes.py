@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sparsesam.ascent.layers import LAYERS, WeightGradient, nothing_passes
-from sparsesam.ascent.memo import Call, EngineFallbackError, Memo, Unhashable, key_of, map_tensors, tensors_in
+from sparsesam.ascent.memo import EngineFallbackError, Memo, Unhashable, map_tensors, tensors_in
 from sparsesam.ascent.noise import Noise, same_state
 from sparsesam.ascent.portion import Portion
 
@@ -47,10 +47,11 @@ class Plan:
 class Recording:
     """What the first pass leaves to the second."""
 
+    memo: Memo
     token: int = field(default_factory=lambda: next(_serial))
-    memo: Memo = field(default_factory=Memo)
     outside: list[Tensor] = field(default_factory=list)
     unusable: str | None = None
+    needs_values: bool = False  # a light memo does not do for this model
     dirty_calls: int = 0
     reused: set[str] = field(default_factory=set)
     #: parameters that the calls of `LAYERS` really dealt with
@@ -78,10 +79,9 @@ class FirstPass(TorchFunctionMode):
         super().__init__()
         self.plan, self.recording, self.noise = plan, recording, noise
         self.record, self.same_noise, self.portion = record, same_noise, portion
-        self._batch = {id(tensor) for tensor in portion.whole.values()} if portion is not None else set()
+        self._whole_batch = {id(tensor) for tensor in portion.whole.values()} if portion is not None else set()
         self._token = recording.token
         self._shields: dict[int, tuple[Tensor, Tensor]] = {}
-        self._alive: list[Tensor] = []  # so that no identity in _batch is taken by another tensor
         self._outside = {id(tensor) for tensor in recording.outside}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -125,17 +125,22 @@ class FirstPass(TorchFunctionMode):
     def _mark(self, result: Any, dirty: bool, by_sample: bool = False) -> None:
         for tensor in tensors_in(result):
             if id(tensor) not in self.plan.names:
-                setattr(tensor, _MARK, (self._token, dirty))
-                if by_sample:
-                    self._batch.add(id(tensor))
-                    self._alive.append(tensor)
+                setattr(tensor, _MARK, (self._token, dirty, by_sample))
+
+    def _is_by_sample(self, tensor: Tensor) -> bool:
+        """Whether a clean value depends on the batch."""
+        mark = getattr(tensor, _MARK, None)
+        return id(tensor) in self._whole_batch or (mark is not None and mark[0] == self._token and mark[2])
 
     def closed(self, tensor: Tensor) -> Tensor:
         """A result of the forward as the loss may see it: clean ones without the graph that is still needed."""
         if self._is_dirty(tensor):
             if self.portion is not None and (tensor.dim() == 0 or len(tensor) != self.portion.kept):
                 raise EngineFallbackError("the model's output is not laid out by samples; give no ascent_fraction")
-            return tensor
+            if tensor.requires_grad or not tensor.is_floating_point():
+                return tensor
+            # The perturbed weights are used without gradients; a backward() must still have something to do.
+            return tensor.detach().requires_grad_()
         # The loss may be of this value alone, or ask for its gradient: a leaf of its own serves both.
         shield = self._shield(tensor)
         return shield.detach().requires_grad_() if tensor.requires_grad else shield
@@ -170,6 +175,7 @@ class FirstPass(TorchFunctionMode):
             result = self._cheaper(func, args, kwargs)
             for tensor, version in clean:
                 setattr(tensor, _USED, self._token)
+                self.recording.memo.hold(tensor)
                 if tensor._version != version and id(tensor) not in self.plan.statistics:
                     raise EngineFallbackError(f"{func} wrote to a value that it was only to read; pass engine=False")
         self._mark(result, dirty=True)
@@ -195,7 +201,7 @@ class FirstPass(TorchFunctionMode):
 
     def _shield(self, tensor: Tensor) -> Tensor:
         """A clean input as a dirty call may see it: without its graph, and without samples that do not matter."""
-        by_sample = id(tensor) in self._batch
+        by_sample = self._is_by_sample(tensor)
         if not (tensor.requires_grad or by_sample) or self._is_dirty(tensor):
             return tensor
         held = self._shields.get(id(tensor))
@@ -216,26 +222,42 @@ class FirstPass(TorchFunctionMode):
         before = [tensor._version for tensor in tensors]
         noise = self.noise.read() if record else None
         result = func(*args, **kwargs)
-        self._mark(result, dirty=False, by_sample=any(id(tensor) in self._batch for tensor in tensors))
+        self._mark(result, dirty=False, by_sample=any(map(self._is_by_sample, tensors)))
         if not record or noise is None:
             return result
         noise_after = self.noise.read()
         drew = not same_state(noise, noise_after)
         inputs = [(t, version, t._version) for t, version in zip(tensors, before, strict=True)]
-        written = [t for t, then, now in inputs if then != now]
-        if drew and not self.same_noise:
-            return result
-        if not all(self._may_forget_writing(t) for t in written):
-            return result
+        if not self._remembered(func, args, kwargs, inputs, result, noise_after if drew else None):
+            for tensor in tensors:
+                self.recording.memo.hold(tensor)
+        return result
+
+    def _remembered(
+        self, func: Any, args: Any, kwargs: Any, inputs: list[tuple[Tensor, int, int]], result: Any, noise_after: Any
+    ) -> bool:
+        """Remember the call for the second pass, if that can find it and do without it."""
+        memo = self.recording.memo
+        if noise_after is not None and not self.same_noise:
+            return False
+        if not all(self._is_there_anyway(tensor) or memo.made(tensor) for tensor, _, _ in inputs):
+            return False  # an input is made anew in the second pass
+        if not all(self._may_forget_writing(tensor) for tensor, then, now in inputs if then != now):
+            if memo.light:  # calls that read what is written cannot be found again, and may want any value
+                self.recording.needs_values = True
+                self.recording.unusable = self.recording.unusable or "the model writes to a tensor of its own"
+            return False
         try:
-            key = key_of(func, args, kwargs)
+            key = memo.key_of(func, args, kwargs)
         except Unhashable:
             if not any(True for _ in tensors_in(result)):
                 self._give_up("a call that may have side effects, such as a hook on a value of the model")
-            return result
-        made = [(t, t._version) for t in tensors_in(result) if id(t) not in self.plan.names]
-        self.recording.memo.add(key, Call(result, inputs, made, noise_after if drew else None))
-        return result
+            return False
+        memo.add(key, result, inputs, noise_after, self._is_there_anyway)
+        return True
+
+    def _is_there_anyway(self, tensor: Tensor) -> bool:
+        return id(tensor) in self.plan.names or id(tensor) in self._outside
 
     def _may_forget_writing(self, tensor: Tensor) -> bool:
         """Whether the second pass may do without this in-place write."""
@@ -257,14 +279,14 @@ class SecondPass(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        memo = self.recording.memo
         if _is_attribute(func):
             result = func(*args, **kwargs)
             if not isinstance(result, Tensor):
                 return result
         args, kwargs = map_tensors(self._twin, args), map_tensors(self._twin, kwargs)
-        memo = self.recording.memo
         try:
-            call = memo.find(key_of(func, args, kwargs))
+            call = memo.find(memo.key_of(func, args, kwargs))
         except Unhashable:
             call = None
         if call is not None:
@@ -273,7 +295,7 @@ class SecondPass(TorchFunctionMode):
             for tensor, _, _ in call.inputs:
                 if id(tensor) in self.plan.names:
                     self.recording.reused.add(self.plan.names[id(tensor)])
-            return call.outputs
+            return memo.outputs(call)
         tensors = list(tensors_in(args, kwargs))
         memo.require_fresh(tensors)
         result = func(*args, **kwargs)
