@@ -38,6 +38,9 @@ CONVOLUTIONS = [
     {"groups": 2},
     {"padding": 1, "padding_mode": "circular"},
     {"stride": 2, "padding": 2, "dilation": 2, "groups": 2, "bias": False},
+    {"kernel_size": 1, "stride": 2},
+    {"kernel_size": 1, "stride": (1, 4), "bias": False},
+    {"kernel_size": 1, "stride": 2, "padding": 1},
 ]
 
 
@@ -67,8 +70,9 @@ class Sequence(nn.Module):
 
 def _conv(kind, dimensions, options):
     pool = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)[dimensions - 1]
+    options = {"kernel_size": 3, **options}
     return nn.Sequential(
-        kind(3, 4, 3), nn.Tanh(), kind(4, 8, 3, **options), nn.Tanh(), pool(1), nn.Flatten(), nn.Linear(8, 3)
+        kind(3, 4, 3), nn.Tanh(), kind(4, 8, **options), nn.Tanh(), pool(1), nn.Flatten(), nn.Linear(8, 3)
     )
 
 

@@ -130,10 +130,37 @@ def _conv_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     stride, padding, dilation, groups = geometry
     zeros = [0] * len(stride)
-    dx, dw, _ = torch.ops.aten.convolution_backward(
-        dy, x, weight, None, stride, padding, dilation, False, zeros, groups, [need_x, need_w, False]
-    )
+    # oneDNN takes as long for a strided kernel of one pixel as if it were not strided.
+    picks_pixels = weight[0, 0].numel() == 1 and max(stride) > 1 and not any(padding) and groups == 1
+    by_product = need_x and picks_pixels and dy.device.type == "cpu"
+    dx = dw = None
+    if by_product:
+        dx = _spread(dy, weight.flatten(1), x, stride)
+    if need_w or not by_product:
+        found = torch.ops.aten.convolution_backward(
+            dy,
+            x,
+            weight,
+            None,
+            stride,
+            padding,
+            dilation,
+            False,
+            zeros,
+            groups,
+            [need_x and not by_product, need_w, False],
+        )
+        dx, dw = found[0] if dx is None else dx, found[1]
     return dx if need_x else None, dw if need_w else None
+
+
+def _spread(dy: Tensor, weight: Tensor, x: Tensor, stride: list[int]) -> Tensor:
+    """The input gradient of a kernel of one pixel: one product for the pixels it saw, zeros between them."""
+    sizes = dy.shape[2:]
+    seen = torch.matmul(weight.t(), dy.flatten(2)).reshape(len(dy), -1, *sizes)
+    dx = torch.zeros_like(x)
+    dx[(..., *(slice(0, (size - 1) * step + 1, step) for size, step in zip(sizes, stride, strict=True)))] = seen
+    return dx
 
 
 def _scatter_rows(some: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
