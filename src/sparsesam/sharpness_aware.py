@@ -18,8 +18,7 @@ from sparsesam.ascent.engine import Engine
 from sparsesam.ascent.explicit import Norm, Perturbation, Target, ascent_norm, is_sharded
 from sparsesam.ascent.memo import EngineFallbackError
 from sparsesam.ascent.noise import Noise, NoiseState
-from sparsesam.ascent.passes import Plan
-from sparsesam.ascent.plan import Ascent, make_plan
+from sparsesam.ascent.plan import Ascent
 from sparsesam.ascent.portion import Portion
 from sparsesam.ascent.stand_in import ValueGoneError
 from sparsesam.ascent.statistics import StatisticsSnapshot, versions
@@ -270,7 +269,6 @@ class SharpnessAware(OptimizerWrapper):
         self._perturbation.last = last_perturbation or {}
         self._noise = Noise(self.model.parameters())
         self._engine = Engine(self.model)
-        self._plan_of: tuple[Any, ...] = ()
         self._statistics_at = versions(self.model)
         self._arm()
 
@@ -489,19 +487,13 @@ class SharpnessAware(OptimizerWrapper):
 
     def _arm(self) -> None:
         """Decide whether the coming first pass may leave anything out."""
-        reason = self._why_not()
+        reason = self._why_not() or self._engine.why_not()
         if reason is not None and self.ascent in ("implicit", "implicit-dense") and self.needs_first_pass:
             if not self._refresh_due():
                 raise ValueError(f"ascent={self.ascent!r} needs the engine, which is off: {reason}")
-        plan_of = self._what_takes_part()
-        if plan_of != self._plan_of:
-            self._engine.plan, self._plan_of = None, plan_of
-        self._engine.arm(reason, self._plan)
-
-    def _what_takes_part(self) -> tuple[Any, ...]:
-        """What a plan is made from; the masks' own changes are noticed where they are made."""
-        trainable = tuple(id(parameter) for parameter in self.model.parameters() if parameter.requires_grad)
-        return trainable, tuple(one.name for one in self._participants())
+        masks = (self._keeper.masks if self._keeper is not None else None) or {}
+        moved = {one.name: masks.get(one.name) for one in self._participants()}  # a newcomer's mask is due: engine off
+        self._engine.arm(reason, moved, self.ascent)
 
     def _check_implicit(self) -> None:
         if not self._engine.left_gradients_out:
@@ -518,11 +510,6 @@ class SharpnessAware(OptimizerWrapper):
                 f"ascent was explicit for {', '.join(explicit[:5])}{' and more' if len(explicit) > 5 else ''}"
             )
 
-    def _plan(self) -> Plan:
-        masks = self._keeper.masks if self._keeper is not None else None
-        moved = {one.name: masks[one.name] if masks is not None else None for one in self._participants()}
-        return make_plan(self.model, moved, self.ascent)
-
     def _why_not(self) -> str | None:
         if self._engine_off is not None:
             return self._engine_off
@@ -532,8 +519,6 @@ class SharpnessAware(OptimizerWrapper):
             return "the coming step has only one pass"
         if self._refresh_due():
             return "the mask is made anew in the next step"
-        if any(_is_compiled(module) for module in self.model.modules()):
-            return "a part of the model is compiled"
         return None
 
     def _switch_off(self, error: Exception) -> None:
@@ -545,14 +530,6 @@ class SharpnessAware(OptimizerWrapper):
         if kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(text, RuntimeWarning, stacklevel=4)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """By ``torch.compile(module)`` or by ``module.compile()``."""
-    return (
-        isinstance(getattr(module, "_orig_mod", None), nn.Module)
-        or getattr(module, "_compiled_call_impl", None) is not None
-    )
 
 
 def _check_choice(argument: str, value: str, known: tuple[str, ...]) -> None:

@@ -7,7 +7,7 @@ The engine listens to calls of the user's model: those before the ascent run as 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from sparsesam.ascent.memo import EngineFallbackError, Memo
 from sparsesam.ascent.noise import Noise
 from sparsesam.ascent.passes import FirstPass, Plan, Recording, SecondPass
-from sparsesam.ascent.plan import describe, explicit_after_all, saves_nothing
+from sparsesam.ascent.plan import Ascent, describe, explicit_after_all, make_plan, saves_nothing
 from sparsesam.ascent.portion import Portion
+from sparsesam.masks.packed import PackedMask
 
 #: Forwards without a backward that are remembered: more are no part of one pass.
 _FORWARDS = 8
@@ -41,6 +42,7 @@ class Engine:
         self.off: str | None = None
         self.keeps_values = False  # of the first pass, even if no call of the second seems to need them
         self.in_parallel = False  # seen inside of DistributedDataParallel, which waits for every gradient
+        self._plan_for: tuple[Any, ...] = ()
         self._mode: FirstPass | SecondPass | None = None
         self._depth = 0
         self._had_gradient: set[int] = set()
@@ -49,17 +51,27 @@ class Engine:
 
     # ---- life of a step ----------------------------------------------------------------------------------
 
-    def arm(self, why_not: str | None, make_plan: Callable[[], Plan]) -> None:
-        """Prepare the coming first pass: with the plan there is or a new one, or not at all."""
+    def arm(self, why_not: str | None, moved: Mapping[str, PackedMask | None], ascent: Ascent) -> None:
+        """Prepare the coming first pass, in which these parameters move under these masks; or not at all.
+
+        A plan is kept until other parameters take part; whoever changes a mask sets ``plan`` to None.
+        """
+        plan_for = tuple(id(one) for one in self.model.parameters() if one.requires_grad), tuple(moved)
+        if plan_for != self._plan_for:
+            self.plan, self._plan_for = None, plan_for
         plan = self.plan
-        if self.in_parallel:
-            why_not = why_not or "the model runs inside of DistributedDataParallel"
         if why_not is None and plan is None:
-            plan = make_plan()
+            plan = make_plan(self.model, moved, ascent)
             if saves_nothing(plan):
                 why_not = "every parameter is perturbed, and no mask is made of whole filters"
         self.off = why_not
         self.listen(plan if why_not is None else None)
+
+    def why_not(self) -> str | None:
+        """What about the model keeps the engine from looking at it."""
+        if any(_is_compiled(module) for module in self.model.modules()):
+            return "a part of the model is compiled"
+        return "the model runs inside of DistributedDataParallel" if self.in_parallel else None
 
     def report(self) -> dict[str, str]:
         if self.plan is None:
@@ -211,6 +223,14 @@ class Engine:
             for parameter in self.model.parameters()
             if id(parameter) in self.plan.perturbed
         )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """By ``torch.compile(module)`` or by ``module.compile()``."""
+    return (
+        isinstance(getattr(module, "_orig_mod", None), nn.Module)
+        or getattr(module, "_compiled_call_impl", None) is not None
+    )
 
 
 def _inside_parallel() -> bool:

@@ -137,18 +137,9 @@ def _conv_backward(
     if by_product:
         dx = _spread(dy, weight.flatten(1), x, stride)
     if need_w or not by_product:
+        wanted = [need_x and not by_product, need_w, False]
         found = torch.ops.aten.convolution_backward(
-            dy,
-            x,
-            weight,
-            None,
-            stride,
-            padding,
-            dilation,
-            False,
-            zeros,
-            groups,
-            [need_x and not by_product, need_w, False],
+            dy, x, weight, None, stride, padding, dilation, False, zeros, groups, wanted
         )
         dx, dw = found[0] if dx is None else dx, found[1]
     return dx if need_x else None, dw if need_w else None
@@ -159,7 +150,8 @@ def _spread(dy: Tensor, weight: Tensor, x: Tensor, stride: list[int]) -> Tensor:
     sizes = dy.shape[2:]
     seen = torch.matmul(weight.t(), dy.flatten(2)).reshape(len(dy), -1, *sizes)
     dx = torch.zeros_like(x)
-    dx[(..., *(slice(0, (size - 1) * step + 1, step) for size, step in zip(sizes, stride, strict=True)))] = seen
+    places = [slice(0, (size - 1) * step + 1, step) for size, step in zip(sizes, stride, strict=True)]
+    dx[(slice(None), slice(None), *places)] = seen
     return dx
 
 
