@@ -21,7 +21,7 @@ import sparsesam
 from benchmarks.steps import SGD, closure_of, sgd, void
 from benchmarks.timing import format_ratios, interleaved, print_provenance, ratios
 from sparsesam.budget import BudgetMask, BudgetUnit
-from sparsesam.costs import LayerCosts, layer_costs
+from sparsesam.budget.costs import LayerCosts, layer_costs
 from sparsesam.masks.scores import Fisher
 from sparsesam.models import resnet18
 

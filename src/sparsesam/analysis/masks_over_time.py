@@ -12,7 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sparsesam.analysis.hessian import Hessian, hessian_diagonal
+from sparsesam.analysis.hessian import hessian_diagonal
+from sparsesam.analysis.hessian_products import Hessian
 from sparsesam.analysis.objective import Objective, ParameterFilter
 from sparsesam.analysis.results import Result
 from sparsesam.masks.fisher import fisher_diagonal

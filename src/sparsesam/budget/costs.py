@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from sparsesam.ascent.explicit import Perturbation, Target, ascent_norm
 from sparsesam.ascent.noise import Noise
 from sparsesam.ascent.statistics import StatisticsSnapshot
-from sparsesam.call_trace import KINDS, Call, Clock, How, Kind, stopwatch, trace
+from sparsesam.budget.call_trace import KINDS, Call, Clock, How, Kind, stopwatch, trace
 from sparsesam.masks.left_as_found import left_as_found
 from sparsesam.masks.packed import PackedMask
 from sparsesam.parameters import unwrap

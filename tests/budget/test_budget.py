@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 import sparsesam
 from sparsesam.budget import BudgetMask, budget_mask, measured_cost
-from sparsesam.costs import layer_costs
-from sparsesam.knapsack import best_prefixes, best_subset
+from sparsesam.budget.costs import layer_costs
+from sparsesam.budget.knapsack import best_prefixes, best_subset
 from sparsesam.masks.errors import NonFiniteScoreError
 from sparsesam.masks.scores import Moment
 from tests import cases

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import sparsesam
-from sparsesam.call_trace import MultiplyAdds
-from sparsesam.costs import layer_costs
+from sparsesam.budget.call_trace import MultiplyAdds
+from sparsesam.budget.costs import layer_costs
 from tests import cases
 
 

@@ -1,0 +1,9 @@
+"""A budget instead of a sparsity: say what a step may cost, and perturb the most important weights that fit."""
+
+from sparsesam.budget.choice import BudgetUnit
+from sparsesam.budget.costs import LayerCosts, layer_costs
+from sparsesam.budget.mask import BudgetMask, budget_mask
+from sparsesam.budget.measured import measured_cost
+from sparsesam.budget.report import BudgetReport
+
+__all__ = ["BudgetMask", "BudgetReport", "BudgetUnit", "LayerCosts", "budget_mask", "layer_costs", "measured_cost"]

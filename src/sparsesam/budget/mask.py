@@ -1,0 +1,156 @@
+"""The mask rule, and how a user makes it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from sparsesam.budget.choice import BudgetUnit, Opening, best_units, openings_of, spread, unit_count, unit_sums
+from sparsesam.budget.costs import LayerCosts, layer_costs
+from sparsesam.budget.report import BudgetReport, report_of
+from sparsesam.masks.mask import MaskRule
+from sparsesam.masks.refresh import Refresh, by_hand
+from sparsesam.masks.scores import Fisher, Moment, Score
+
+LossFn = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class GradientEnergy:
+    """g² of the ascent gradient: what a weight adds to the squared norm of the perturbation's direction."""
+
+    needs_gradient: ClassVar[bool] = True
+
+    def __call__(self, moment: Moment) -> dict[str, Tensor]:
+        return {name: moment.gradient(name).square() for name in moment.parameters}
+
+
+@dataclass(frozen=True, eq=False)
+class BudgetMask(MaskRule):
+    """The units with the most score among those that a step of the given cost can perturb.
+
+        max  sum of scores over P     subject to     cost of a step that perturbs P <= budget
+
+    Every layer is tried as the frontier, the earliest perturbed one. Behind it, normalization parameters and biases
+    are perturbed in any case, being nearly free; the rest of the budget goes to whole weight tensors (exactly the
+    best ones) or to their filters. It needs ``norm="masked"``: with "full" the engine cannot skip anything.
+    """
+
+    needs_masked_norm: ClassVar[bool] = True
+    costs: LayerCosts
+    budget: float
+    score: Score = field(default_factory=GradientEnergy)
+    unit: BudgetUnit = "tensor"
+    refresh: Refresh = field(default_factory=by_hand)
+    seed: int = 0
+    _last: list[BudgetReport] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.unit not in get_args(BudgetUnit):
+            raise ValueError(f'unit must be "tensor" or "filter", got {self.unit!r}')
+        if not 1 <= self.budget < math.inf:
+            raise ValueError(
+                f"budget must be a finite number of at least 1, got {self.budget}; it is the cost of a step relative "
+                "to the base optimizer's, SAM's is about 2"
+            )
+        openings = list(openings_of(self.costs, self.costs.shapes, self.unit))
+        self._require(openings)
+        weights = [one.fixed + one.cheapest for one in openings if one.items]
+        if weights and min(weights) > self._allowance:
+            warnings.warn(
+                f"no weight {self.unit} fits into budget={self.budget}, only normalization parameters and biases near "
+                f"the output; the cheapest weight {self.unit} needs {1 + min(weights) / self.costs.base:.4f}",
+                stacklevel=4,
+            )
+
+    @property
+    def needs_gradient(self) -> bool:
+        return self.score.needs_gradient
+
+    @property
+    def _allowance(self) -> float:
+        """What a step may cost beyond the base optimizer's, in the unit of the costs."""
+        return (self.budget - 1) * self.costs.base
+
+    def make(self, moment: Moment) -> dict[str, Tensor]:
+        ones = {name: torch.ones_like(p, dtype=torch.bool) for name, p in moment.parameters.items()}
+        self._check_known(ones)
+        if self.costs.step(ones) <= self.budget:
+            made = ones
+        else:
+            shapes = {name: p.shape for name, p in moment.parameters.items()}
+            openings = list(openings_of(self.costs, shapes, self.unit))
+            self._require(openings)
+            counts = {name: unit_count(self.costs, name, self.unit) for name in shapes}
+            scores = unit_sums(self.score(moment), counts)
+            made = spread(best_units(openings, scores, self._allowance), moment.parameters, counts)
+        self._last[:] = [report_of(self.budget, self.costs, made)]
+        return made
+
+    def report(self, masks: Mapping[str, Tensor] | None = None, *, measured: float | None = None) -> BudgetReport:
+        """What was chosen last, or what these masks mean (``opt.masks``, after a resume); ``measured`` beside it."""
+        if masks is None and not self._last:
+            raise RuntimeError("report() needs a mask, but none was made yet; take a step or give masks=opt.masks")
+        return replace(self._last[0] if masks is None else report_of(self.budget, self.costs, masks), measured=measured)
+
+    def _check_known(self, names: Mapping[str, Tensor]) -> None:
+        strangers = [name for name in names if name not in self.costs.shapes]
+        if strangers:
+            raise ValueError(
+                f"costs must be those of the model being trained, but {strangers[0]!r} is not among them; "
+                "make the rule anew with budget_mask(model, ...), after freezing or unfreezing layers"
+            )
+
+    def _require(self, openings: Sequence[Opening]) -> None:
+        least = min((one.least for one in openings), default=math.inf)
+        if least > self._allowance:
+            raise ValueError(
+                f"budget must be at least {1 + least / self.costs.base:.4f} for this model, got {self.budget}: "
+                "perturbing only its cheapest parameters costs that much; give more, or train with the base optimizer"
+            )
+
+
+def budget_mask(
+    model: nn.Module,
+    example_input: Any,
+    budget: float = 1.25,
+    *,
+    data: Any = None,
+    loss_fn: LossFn | None = None,
+    samples: int = 128,
+    score: Score | None = None,
+    unit: BudgetUnit = "tensor",
+    how: Literal["time", "cpu-time", "count"] = "time",
+    refresh: Refresh | None = None,
+    seed: int = 0,
+    model_loss: Callable[[nn.Module, Any], Tensor] | None = None,
+) -> BudgetMask:
+    """Perturb what a step of ``budget`` times the base optimizer's cost can pay for.
+
+    ``example_input`` is a batch of inputs as in training; each layer's forward, input and weight gradient are
+    measured on it (``how="time"``) or counted (``"count"``, reproducible, but blind to the machine). What is most
+    worth perturbing is told by the Fisher information over ``data`` (with ``loss_fn`` or ``model_loss``), by
+    ``score``, or else by the squared gradient. Use it with ``norm="masked"``:
+
+    >>> rule = budget_mask(model, images, budget=1.25, data=train_set, loss_fn=cross_entropy)
+    >>> opt = SSAM(base, model, mask=rule, norm="masked")
+    >>> print(rule.report())            # after the first step
+    """
+    if score is not None and data is not None:
+        raise ValueError("score and data must not both be given: data is what Fisher scores are measured on")
+    if data is not None:
+        if (loss_fn is None) == (model_loss is None):
+            raise ValueError("with data, give either loss_fn(output, target) or model_loss(model, batch), and not both")
+        score = Fisher(data, loss_fn, samples=samples, model_loss=model_loss)
+    elif loss_fn is not None or model_loss is not None:
+        raise ValueError(
+            "data must be given with loss_fn or model_loss, got None; without a loss the scores are squared gradients"
+        )
+    costs = layer_costs(model, example_input, how=how)
+    return BudgetMask(costs, budget, score or GradientEnergy(), unit, refresh or by_hand(), seed)
