@@ -18,7 +18,6 @@ from sparsesam.analysis.convergence import (
 from sparsesam.analysis.directions import random_directions
 from sparsesam.analysis.gradient_difference import GradientDifference, compare_gradients, gradient_difference
 from sparsesam.analysis.hessian import (
-    Hessian,
     HessianSpectrum,
     HessianTrace,
     SpectralDensity,
@@ -27,6 +26,7 @@ from sparsesam.analysis.hessian import (
     hessian_trace,
     spectral_density,
 )
+from sparsesam.analysis.hessian_products import Hessian
 from sparsesam.analysis.landscape import Landscape, compare_landscapes, loss_between, loss_landscape
 from sparsesam.analysis.masks_over_time import FisherAgreement, MaskHistory, fisher_vs_hessian, masks_over_time
 from sparsesam.analysis.objective import Objective, check_state, select_parameters
