@@ -18,8 +18,10 @@ from sparsesam.ascent.engine import Engine
 from sparsesam.ascent.explicit import Norm, Perturbation, Target, ascent_norm, is_sharded
 from sparsesam.ascent.memo import EngineFallbackError
 from sparsesam.ascent.noise import Noise, NoiseState
+from sparsesam.ascent.passes import ClosureWatch
 from sparsesam.ascent.plan import Ascent
 from sparsesam.ascent.portion import Portion
+from sparsesam.ascent.rewind import Rewind
 from sparsesam.ascent.stand_in import ValueGoneError
 from sparsesam.ascent.statistics import StatisticsSnapshot, versions
 from sparsesam.cadence import Cadence, Kind
@@ -301,7 +303,7 @@ class SharpnessAware(OptimizerWrapper):
         return loss
 
     def _first_pass(self, call: Callable[[Any], Any], batch: Any) -> Any:
-        noise, statistics = self._noise.read(), StatisticsSnapshot(self.model)
+        before = Rewind(self.model, self._noise)
         self._engine.forget()
         self._engine.same_noise = self._engine.within_step = True
         part = batch
@@ -314,38 +316,56 @@ class SharpnessAware(OptimizerWrapper):
             portion = Portion.of(batch, self.ascent_fraction)
             part, self._engine.portion = portion.part, portion
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), ClosureWatch():
                 return call(part)
-        except RuntimeError as error:
-            if not isinstance(error, EngineFallbackError) and not self._asks_for_left_out(error):
+        except Exception as error:
+            if not self._is_due_to_engine(error):
                 raise
-            self._switch_off(error)
-            self._noise.write(noise)
-            statistics.restore()
-            with torch.enable_grad():
-                return call(part)
+            reason = error
+        self._engine.listen(None)
+        before.restore()
+        with torch.enable_grad():
+            loss = call(part)  # what it raises now is its own
+        self._switch_off(reason)
+        return loss
+
+    def _is_due_to_engine(self, error: Exception) -> bool:
+        """Whether an error may be the engine's: it is not, if the closure raises it again without."""
+        if self.ascent in ("implicit", "implicit-dense"):
+            return isinstance(error, EngineFallbackError)
+        return isinstance(error, EngineFallbackError) or self._engine.is_at_work or self._engine.left_gradients_out
 
     def _second_pass(self, call: Callable[[Any], Any], batch: Any, noise: NoiseState | None) -> Any:
-        for attempt in (1, 2):
-            self.zero_grad()
-            if noise is not None:
-                self._noise.write(noise)
-            try:
-                with torch.enable_grad():
-                    return call(batch)
-            except ValueGoneError:
-                if attempt == 2:
-                    raise
-                self._engine.value_is_gone()
-            except EngineFallbackError as error:
-                if attempt == 2:
-                    raise
-                self._switch_off(error)
-        raise AssertionError("unreachable")
+        before = Rewind(self.model, self._noise)
+        loss, reason = self._try_second_pass(call, batch, noise)
+        if reason is None:
+            return loss
+        if isinstance(reason, ValueGoneError) or not self._engine.keeps_values:
+            self._engine.compute_in_full()
+        else:
+            self._switch_off(reason)
+        before.restore()
+        loss, reason = self._try_second_pass(call, batch, noise)
+        if reason is not None:
+            raise reason
+        return loss
 
-    def _asks_for_left_out(self, error: RuntimeError) -> bool:
-        """Whether a closure calls torch.autograd.grad for weights that the first pass leaves out."""
-        return self._engine.left_gradients_out and "not have been used in the graph" in str(error)
+    def _try_second_pass(
+        self, call: Callable[[Any], Any], batch: Any, noise: NoiseState | None
+    ) -> tuple[Any, Exception | None]:
+        """The loss, and what speaks against it: an error, or a value that the pass missed."""
+        self.zero_grad()
+        if noise is not None:
+            self._noise.write(noise)
+        helped = self._engine.is_at_work
+        try:
+            with torch.enable_grad():
+                loss = call(batch)
+        except Exception as error:
+            if not helped:
+                raise
+            return None, error
+        return loss, ValueGoneError("a value was missed") if self._engine.missed_a_value() else None
 
     @contextmanager
     def _excursion(self, batch: Any, *, after_first_pass: bool) -> Iterator[bool]:

@@ -354,7 +354,7 @@ class Odd(nn.Module):
             h.data.mul_(1.5)
         elif self.kind == "loss depends":
             out = self.head(h)
-            return out if out.sum().item() > 0 else out + self.middle(h)[:, :3]
+            return out if int(out[:, 0].sum().item() * 1000) % 2 else out + self.middle(h)[:, :3]
         elif self.kind == "gradient":
             energy = self.middle(h).pow(2).sum()
             h = h + torch.autograd.grad(energy, h, create_graph=True)[0]
@@ -369,7 +369,7 @@ class Odd(nn.Module):
         elif self.kind == "late branch":
             g = torch.sin(torch.cos(h))
             out = self.head(h)
-            odd = int(out.sum().item() * 1000) % 2
+            odd = int(out[:, 0].sum().item() * 1000) % 2
             return out * (torch.exp(g) if odd else torch.cos(g)).mean()
         elif self.kind == "custom without gradient":
             with torch.no_grad():
@@ -433,7 +433,7 @@ def test_odd_models_give_the_same_result(kind, perturbed, two_phases):
     compare(model, head_only(model, perturbed), loop, twin)
 
 
-def test_a_loss_that_looks_at_a_value_let_go_is_computed_in_full_once():
+def test_values_that_the_model_keeps_are_kept():
     torch.manual_seed(0)
     model = Odd("features").double()
     x, y = cases.vectors(8)
@@ -446,10 +446,9 @@ def test_a_loss_that_looks_at_a_value_let_go_is_computed_in_full_once():
         return loss
 
     opt.step(closure)
-    assert "computed in full" in opt.engine_report()["engine"]
-    opt.step(closure)
     assert opt.engine_report()["engine"] == "on"
     assert "used again" in opt.engine_report()["body.weight"]
+    assert model.seen["teacher"].mean() != 0  # a value, no stand-in
 
 
 def test_values_that_only_clean_calls_read_are_let_go():

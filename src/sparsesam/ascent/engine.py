@@ -26,6 +26,10 @@ from sparsesam.masks.packed import PackedMask
 _FORWARDS = 8
 
 
+#: torch's own, which have a fast path in evaluation mode
+_ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+
+
 class Engine:
     """The two passes of one optimizer's steps."""
 
@@ -37,6 +41,7 @@ class Engine:
         self.only_within_steps = False  # after a closure: what the user's loop does between steps is not looked at
         self.within_step = False
         self.second = False
+        self.recorded_forwards = 0  # those that the second pass has still to come to
         self.recording: Recording | None = None
         self.last: Recording | None = None
         self.off: str | None = None
@@ -48,6 +53,7 @@ class Engine:
         self._had_gradient: set[int] = set()
         self._noise = Noise(model.parameters())
         self._handles: list[RemovableHandle] = []
+        self._finalizers: list[Any] = []
 
     # ---- life of a step ----------------------------------------------------------------------------------
 
@@ -69,8 +75,11 @@ class Engine:
 
     def why_not(self) -> str | None:
         """What about the model keeps the engine from looking at it."""
-        if any(_is_compiled(module) for module in self.model.modules()):
-            return "a part of the model is compiled"
+        for module in self.model.modules():
+            if _is_compiled(module):
+                return "a part of the model is compiled"
+            if isinstance(module, _ATTENTION) and self.model.training and not module.training:
+                return f"{type(module).__name__} in evaluation mode takes another path when it is looked at"
         return "the model runs inside of DistributedDataParallel" if self.in_parallel else None
 
     def report(self) -> dict[str, str]:
@@ -93,17 +102,20 @@ class Engine:
                 nn.modules.module.register_module_forward_pre_hook(_before(me)),
                 nn.modules.module.register_module_forward_hook(_after(me), always_call=True),
             ]
-            for handle in self._handles:
-                weakref.finalize(self, handle.remove)
+            self._finalizers = [weakref.finalize(self, handle.remove) for handle in self._handles]
 
     def drop(self) -> None:
         """Stop listening and forget what was recorded."""
-        for handle in self._handles:
+        for handle, finalizer in zip(self._handles, self._finalizers, strict=True):
             handle.remove()
-        self._handles = []
+            finalizer.detach()
+        self._handles, self._finalizers = [], []
         self.forget()
 
     def forget(self) -> None:
+        if self._mode is not None:  # Ctrl-C in a forward: torch calls no hooks then
+            self._mode.__exit__(None, None, None)
+        self._mode, self._depth = None, 0
         if self.recording is not None:
             self.keeps_values = self.keeps_values or self.recording.needs_values
             self.recording.let_go()
@@ -124,13 +136,25 @@ class Engine:
         recording = self.recording
         if recording is None:
             return
+        if recording.unusable is None and not recording.memo.is_as_left():
+            recording.unusable = "a clean value was written to outside of the model"
         if recording.unusable is None and self._leaked():
             recording.unusable = "a clean value left the model by another way than its output"
         recording.memo.rewind()
+        self.recorded_forwards = recording.forwards
         self.last = recording
 
-    def value_is_gone(self) -> None:
-        """The second pass asked for a value that was let go: it is computed in full, and later ones keep theirs."""
+    @property
+    def is_at_work(self) -> bool:
+        """Whether the pass that runs now is not the plain one."""
+        return self.recording is not None and self.recording.unusable is None
+
+    def missed_a_value(self) -> bool:
+        """Whether the second pass that has just run asked for a value that was let go."""
+        return self.is_at_work and self.recording is not None and self.recording.memo.missed_a_value()
+
+    def compute_in_full(self) -> None:
+        """The second pass wants more than was kept: it is computed in full, and later ones keep every value."""
         if self.recording is not None:
             self.recording.needs_values = True
             self.recording.unusable = "it looks at a value that the first pass had no use for"
@@ -190,6 +214,13 @@ class Engine:
             return None
         mode, self._mode = self._mode, None
         mode.__exit__(None, None, None)
+        if isinstance(mode, SecondPass):
+            mode.require_fresh(output)
+            self.recorded_forwards -= 1
+            if self.recorded_forwards == 0 and mode.recording.memo.light:
+                mode.recording.memo.release()
+        else:
+            mode.recording.memo.settle()
         return self._closed(mode, output) if isinstance(mode, FirstPass) else None
 
     def _closed(self, mode: FirstPass, output: Any) -> Any:
@@ -203,15 +234,16 @@ class Engine:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not tensors:  # also where the forward raised
             return None
-        for tensor in tensors:
-            mode.recording.memo.hold(tensor)
         if not any(mode.is_dirty_output(tensor) for tensor in tensors):
             if mode.portion is not None:
                 raise EngineFallbackError("no output depends on a perturbed weight")
             if any(tensor.requires_grad for tensor in tensors):
                 mode.recording.unusable = mode.recording.unusable or "no output depends on a perturbed weight"
                 return None
-        closed = [mode.closed(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        only_ungraded = not any(tensor.requires_grad for tensor in tensors)
+        closed = [
+            mode.closed(leaf, only_ungraded=only_ungraded) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+        ]
         if all(a is b for a, b in zip(closed, leaves, strict=True)):
             return None
         return tree_unflatten(closed, structure)

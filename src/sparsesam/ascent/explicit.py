@@ -101,6 +101,7 @@ class Perturbation:
                 move = _add_dense if target.is_dense else _add_entries
                 move(target, saved, scale_of(target), self.last.get(target.name))
             target.direction = target.weight.new_empty(0)  # let go of g: the second pass needs the memory
+        torch.clear_autocast_cache()  # a step inside of autocast would go on with the weights as they were
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -120,6 +121,7 @@ class Perturbation:
             else:
                 _put_entries(target, saved)
             self._moved.pop()
+        torch.clear_autocast_cache()
 
     def forget(self) -> None:
         """Free the buffers (after the masks or the parameters changed)."""

@@ -56,17 +56,17 @@ class _LinearAscent(torch.autograd.Function):
         dx = dw = db = None
         if need_x:
             if not want.implicit:
-                dx = flat @ weight
+                dx = flat @ weight.conj()
             elif rows is not None:
-                dx = kept @ weight.index_select(0, rows)
+                dx = kept @ weight.index_select(0, rows).conj()
             else:
                 dx = input_gradient(flat, weight, want.mask)
             dx = dx.view(x.shape)
         if need_w:
             if want.dense or rows is None:
-                dw = flat.t() @ _samples(x)
+                dw = flat.t() @ _samples(x).conj()
             else:
-                dw = _scatter_rows(kept.t() @ _samples(x), rows, weight)
+                dw = _scatter_rows(kept.t() @ _samples(x).conj(), rows, weight)
         if need_b:
             db = flat.sum(0)
         return dx, dw, db, None
@@ -150,7 +150,7 @@ def _conv_backward(
 def _spread(dy: Tensor, weight: Tensor, x: Tensor, stride: list[int]) -> Tensor:
     """The input gradient of a kernel of one pixel: one product for the pixels it saw, zeros between them."""
     sizes = dy.shape[2:]
-    seen = torch.matmul(weight.t(), dy.flatten(2)).reshape(len(dy), -1, *sizes)
+    seen = torch.matmul(weight.t(), dy.flatten(2)).reshape(len(dy), weight.shape[1], *sizes)
     dx = torch.zeros_like(x)
     places = [slice(0, (size - 1) * step + 1, step) for size, step in zip(sizes, stride, strict=True)]
     dx[(slice(None), slice(None), *places)] = seen

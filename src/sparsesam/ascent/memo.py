@@ -5,8 +5,9 @@ its function and the identity of its inputs, and what is returned is the first p
 that made it. Whatever is not found is simply computed: the memo can only change the cost.
 
 A value that goes only into remembered calls is never looked at again. A *light* memo therefore keeps none of its
-own accord: what neither the graph nor the model holds is freed, and the second pass gets a stand-in of its shape,
-which remembered calls take for it. Tensors are told apart by numbers, because an identity is free once its tensor is.
+own accord: what neither the graph nor the model holds when the forward ends is freed, and the second pass gets a
+stand-in of its shape, which remembered calls take for it. Tensors are told apart by numbers, because an identity is
+free once its tensor is.
 
 In-place calls make a tensor a sequence of versions, of which only the last still has data. During the second
 pass each remembered tensor is therefore *at* a version, which the remembered in-place calls move on. Data of a
@@ -23,11 +24,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from sparsesam.ascent.noise import NoiseState
+from sparsesam.ascent.noise import Noise, NoiseState, same_state
 from sparsesam.ascent.stand_in import StandIn
 
+PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 _NUMBER = "_sparsesam_number"
 _numbers = itertools.count()
 
@@ -73,7 +75,7 @@ class Call:
     outputs: Any  # with a `Made` in the place of each tensor that is not held
     inputs: list[Input]
     made: list[Made]
-    noise_after: NoiseState | None = None
+    noise: tuple[NoiseState, NoiseState] | None  # before and after, if the call drew random numbers
 
 
 class Memo:
@@ -82,7 +84,8 @@ class Memo:
         self._calls: dict[Hashable, list[Call]] = defaultdict(list)
         self._made: dict[int, weakref.ref[Tensor]] = {}
         self._held: list[Tensor] = []
-        self._stand_ins: dict[int, Tensor] = {}
+        self._stand_ins: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._refusals = 0
         self._at: dict[int, int] = {}
         self._asked: dict[Hashable, int] = defaultdict(int)
 
@@ -118,18 +121,21 @@ class Memo:
         key: Hashable,
         result: Any,
         inputs: list[tuple[Tensor, int, int]],
-        noise_after: NoiseState | None,
+        noise: tuple[NoiseState, NoiseState] | None,
         is_there_anyway: Callable[[Tensor], bool],
     ) -> None:
         """Remember a call; of the tensors in its result, those that are there anyway are not its own."""
+        for tensor, _, after in inputs:
+            if self.made(tensor):
+                self._at[getattr(tensor, _NUMBER)] = after
         own = {id(tensor): self._describe(tensor) for tensor in tensors_in(result) if not is_there_anyway(tensor)}
         # Structures of other kinds (torch.max's pair) could not be made again from parts.
         plain = isinstance(result, Tensor) or type(result) in (tuple, list)
-        if not (self.light and plain):
+        if not (self.light and plain and all(map(_is_common, tensors_in(result)))):
             self._held += [tensor for tensor in tensors_in(result) if id(tensor) in own]
         outputs = map_tensors(lambda tensor: own.get(id(tensor), tensor), result) if plain else result
         noted = [Input(getattr(t, _NUMBER) if self.made(t) else t, before, after) for t, before, after in inputs]
-        self._calls[key].append(Call(outputs, noted, list(own.values()), noise_after))
+        self._calls[key].append(Call(outputs, noted, list(own.values()), noise))
 
     def _describe(self, tensor: Tensor) -> Made:
         if not self.made(tensor):  # a copy of a tensor may carry the number of the original
@@ -145,13 +151,24 @@ class Memo:
         if self.made(tensor):
             self._held.append(tensor)
 
+    def settle(self) -> None:
+        """The forward is over: what is alive now, somebody may look at later."""
+        self._held += [tensor for reference in self._made.values() if (tensor := reference()) is not None]
+
     def has_alias(self, tensor: Tensor) -> bool:
         """Whether another remembered tensor shares the memory of this one."""
-        memory = tensor.untyped_storage().data_ptr()
+        memory = memory_of(tensor)
         others = (reference() for reference in self._made.values())
         return tensor._is_view() or any(
-            other is not None and other is not tensor and other.untyped_storage().data_ptr() == memory
-            for other in others
+            other is not None and other is not tensor and memory_of(other) == memory for other in others
+        )
+
+    def is_as_left(self) -> bool:
+        """Whether nobody wrote to a remembered tensor since its last remembered call."""
+        return all(
+            tensor._version == self._at.get(number)
+            for number, reference in self._made.items()
+            if (tensor := reference()) is not None
         )
 
     # ---- second pass -------------------------------------------------------------------------------------
@@ -159,16 +176,19 @@ class Memo:
     def rewind(self) -> None:
         """Begin a second pass: nothing has been looked up yet."""
         self._at = {}
-        self._stand_ins = {}
+        self._stand_ins = weakref.WeakValueDictionary()
+        self._refusals = StandIn.refusals
         self._asked = defaultdict(int)
 
-    def find(self, key: Hashable) -> Call | None:
-        """The remembered call, if its inputs are now what they were then."""
+    def find(self, key: Hashable, noise: Noise) -> Call | None:
+        """The remembered call, if its inputs and the random numbers to come are now what they were then."""
         calls = self._calls.get(key)
         turn = self._asked[key]
         if calls is None or turn >= len(calls):
             return None
         call = calls[turn]
+        if call.noise is not None and not same_state(noise.read(), call.noise[0]):
+            return None
         for tensor, before, after in call.inputs:
             if isinstance(tensor, int):
                 if self._version(tensor) != before:
@@ -193,9 +213,18 @@ class Memo:
         tensor = self._tensor(leaf.number)
         if tensor is not None:
             return tensor
-        if leaf.number not in self._stand_ins:
-            self._stand_ins[leaf.number] = leaf.stand_in()
-        return self._stand_ins[leaf.number]
+        stand_in = self._stand_ins.get(leaf.number)
+        if stand_in is None:
+            stand_in = self._stand_ins[leaf.number] = leaf.stand_in()
+        return stand_in
+
+    def release(self) -> None:
+        """The last forward of the second pass is over: its backward may free what it comes past."""
+        self._held = []
+
+    def missed_a_value(self) -> bool:
+        """Whether a stand-in was looked at, or is still in somebody's hands after the pass."""
+        return StandIn.refusals > self._refusals or len(self._stand_ins) > 0
 
     def _version(self, number: int) -> int | None:
         tensor = self._tensor(number)
@@ -237,6 +266,17 @@ def _key(value: Any, tensor_key: Callable[[Tensor], Hashable]) -> Hashable:
     if isinstance(value, type):
         return value
     raise Unhashable
+
+
+def memory_of(tensor: Tensor) -> int | None:
+    """Where its values are; None if that cannot be said (sparse, nested, quantized, sharded, empty)."""
+    if type(tensor) not in PLAIN_TENSORS or not _is_common(tensor) or tensor.numel() == 0:
+        return None
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_common(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
 def tensors_in(*trees: Any) -> Iterator[Tensor]:

@@ -18,12 +18,22 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sparsesam.ascent.layers import LAYERS, WeightGradient, nothing_passes
-from sparsesam.ascent.memo import EngineFallbackError, Memo, Unhashable, map_tensors, tensors_in
+from sparsesam.ascent.memo import (
+    PLAIN_TENSORS,
+    EngineFallbackError,
+    Memo,
+    Unhashable,
+    map_tensors,
+    memory_of,
+    tensors_in,
+)
 from sparsesam.ascent.noise import Noise, same_state
 from sparsesam.ascent.portion import Portion
+from sparsesam.ascent.stand_in import KNOWN
 
 _DIFFERENTIATION = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
-_PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+_NORMALIZATION = (nn.functional.batch_norm, nn.functional.instance_norm, torch.batch_norm, torch.instance_norm)
+_REMEMBERED = (Tensor, int, float, bool, complex, str, type(None), torch.Size, torch.dtype, torch.device)
 _serial = itertools.count()
 _MARK = "_sparsesam_mark"
 _USED = "_sparsesam_used"  # set on clean tensors whose value went into a dirty call
@@ -41,6 +51,9 @@ class Plan:
     blocking: frozenset[int]
     #: normalization statistics: put back after the second pass, so that a skipped update is the right one
     statistics: frozenset[int]
+    #: where the values of all its tensors are, and of those that move
+    memory: frozenset[int | None]
+    moved_memory: frozenset[int | None]
 
 
 @dataclass
@@ -89,12 +102,15 @@ class FirstPass(TorchFunctionMode):
         if _is_attribute(func):
             result = func(*args, **kwargs)
             if not isinstance(result, Tensor):
+                self._notice(func.__self__.__name__, args[0])
                 return result
         if func in _DIFFERENTIATION:
             raise EngineFallbackError("the model differentiates in its own forward; pass engine=False")
         if self.portion is not None:
             args, kwargs = map_tensors(self._whole, args), map_tensors(self._whole, kwargs)
         tensors = list(tensors_in(args, kwargs))
+        if any(id(tensor) in self.plan.statistics for tensor in tensors) and not _moves_statistics(func, args, kwargs):
+            self._give_up("a running statistic is used by more than its normalization layer")
         dirty = [self._is_dirty(tensor) for tensor in tensors]  # all of them: looking also takes note of newcomers
         if any(dirty):
             self.recording.dirty_calls += 1
@@ -109,7 +125,7 @@ class FirstPass(TorchFunctionMode):
             return bool(mark[1])
         if id(tensor) in self.plan.names:
             return id(tensor) in self.plan.perturbed
-        if type(tensor) not in _PLAIN_TENSORS or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if type(tensor) not in PLAIN_TENSORS or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             self._give_up(f"a tensor of type {type(tensor).__name__}, or inside of torch.func")
             return True
         if tensor.grad_fn is not None:
@@ -117,10 +133,19 @@ class FirstPass(TorchFunctionMode):
             return True
         if tensor.requires_grad:
             return True  # the user's own leaf: its gradient may be wanted
+        if memory_of(tensor) in self.plan.moved_memory:
+            return True
         if id(tensor) not in self._outside:
             self._outside.add(id(tensor))
             self.recording.outside.append(tensor)
         return False
+
+    def _notice(self, attribute: str, tensor: Tensor) -> None:
+        """An attribute is read, which the second pass must be able to tell as well."""
+        if attribute == "grad_fn" and not self._is_dirty(tensor):
+            self._give_up("the graph of a clean value is looked at")
+        elif attribute not in KNOWN:
+            self.recording.memo.hold(tensor)
 
     def _mark(self, result: Any, dirty: bool, by_sample: bool = False) -> None:
         for tensor in tensors_in(result):
@@ -132,15 +157,15 @@ class FirstPass(TorchFunctionMode):
         mark = getattr(tensor, _MARK, None)
         return id(tensor) in self._whole_batch or (mark is not None and mark[0] == self._token and mark[2])
 
-    def closed(self, tensor: Tensor) -> Tensor:
-        """A result of the forward as the loss may see it: clean ones without the graph that is still needed."""
+    def closed(self, tensor: Tensor, *, only_ungraded: bool) -> Tensor:
+        """A result of the forward as the loss may see it: clean ones without the graph that is still needed.
+
+        ``only_ungraded``: no result requires a gradient, though a backward() must have something to do.
+        """
         if self._is_dirty(tensor):
             if self.portion is not None and (tensor.dim() == 0 or len(tensor) != self.portion.kept):
                 raise EngineFallbackError("the model's output is not laid out by samples; give no ascent_fraction")
-            if tensor.requires_grad or not tensor.is_floating_point():
-                return tensor
-            # The perturbed weights are used without gradients; a backward() must still have something to do.
-            return tensor.detach().requires_grad_()
+            return tensor.detach().requires_grad_() if only_ungraded and tensor.is_floating_point() else tensor
         # The loss may be of this value alone, or ask for its gradient: a leaf of its own serves both.
         shield = self._shield(tensor)
         return shield.detach().requires_grad_() if tensor.requires_grad else shield
@@ -171,12 +196,12 @@ class FirstPass(TorchFunctionMode):
             self._give_up("activation checkpointing")
             result = func(*args, **kwargs)
         else:
-            clean = [(tensor, tensor._version) for tensor in tensors if not self._is_dirty(tensor)]
+            clean = [(tensor, _version(tensor)) for tensor in tensors if not self._is_dirty(tensor)]
             result = self._cheaper(func, args, kwargs)
             for tensor, version in clean:
                 setattr(tensor, _USED, self._token)
                 self.recording.memo.hold(tensor)
-                if tensor._version != version and id(tensor) not in self.plan.statistics:
+                if _version(tensor) != version and id(tensor) not in self.plan.statistics:
                     raise EngineFallbackError(f"{func} wrote to a value that it was only to read; pass engine=False")
         self._mark(result, dirty=True)
         return result
@@ -219,26 +244,31 @@ class FirstPass(TorchFunctionMode):
         if _rerun_in_backward():
             self._give_up("activation checkpointing")
         record = self.record and self.recording.unusable is None
-        before = [tensor._version for tensor in tensors]
+        before = [_version(tensor) for tensor in tensors]
         noise = self.noise.read() if record else None
         result = func(*args, **kwargs)
         self._mark(result, dirty=False, by_sample=any(map(self._is_by_sample, tensors)))
         if not record or noise is None:
             return result
         noise_after = self.noise.read()
-        drew = not same_state(noise, noise_after)
-        inputs = [(t, version, t._version) for t, version in zip(tensors, before, strict=True)]
-        if not self._remembered(func, args, kwargs, inputs, result, noise_after if drew else None):
+        drew = None if same_state(noise, noise_after) else (noise, noise_after)
+        inputs = [(t, version, _version(t)) for t, version in zip(tensors, before, strict=True)]
+        if not self._remembered(func, args, kwargs, inputs, result, drew):
             for tensor in tensors:
                 self.recording.memo.hold(tensor)
         return result
 
     def _remembered(
-        self, func: Any, args: Any, kwargs: Any, inputs: list[tuple[Tensor, int, int]], result: Any, noise_after: Any
+        self, func: Any, args: Any, kwargs: Any, inputs: list[tuple[Tensor, int, int]], result: Any, drew: Any
     ) -> bool:
         """Remember the call for the second pass, if that can find it and do without it."""
         memo = self.recording.memo
-        if noise_after is not None and not self.same_noise:
+        if drew is not None and not self.same_noise:
+            return False
+        if getattr(func, "__name__", "") == "__set__":
+            self._give_up("an attribute of a tensor is assigned to")
+            return False
+        if any(tensor.is_inference() for tensor, _, _ in inputs):
             return False
         if not all(self._is_there_anyway(tensor) or memo.made(tensor) for tensor, _, _ in inputs):
             return False  # an input is made anew in the second pass
@@ -253,7 +283,11 @@ class FirstPass(TorchFunctionMode):
             if not any(True for _ in tensors_in(result)):
                 self._give_up("a call that may have side effects, such as a hook on a value of the model")
             return False
-        memo.add(key, result, inputs, noise_after, self._is_there_anyway)
+        if not _can_be_remembered(result):
+            if not any(True for _ in tensors_in(result)) and inputs:
+                self._give_up("the memory of a clean value is given to code outside of torch")
+            return False
+        memo.add(key, result, inputs, drew, self._is_there_anyway)
         return True
 
     def _is_there_anyway(self, tensor: Tensor) -> bool:
@@ -263,11 +297,24 @@ class FirstPass(TorchFunctionMode):
         """Whether the second pass may do without this in-place write."""
         memo = self.recording.memo
         if memo.made(tensor):
-            if memo.has_alias(tensor) or getattr(tensor, _USED, None) == self._token:
+            elsewhere = memory_of(tensor) in self.plan.memory or any(
+                memory_of(tensor) == memory_of(other) for other in self.recording.outside
+            )
+            if elsewhere or memo.has_alias(tensor) or getattr(tensor, _USED, None) == self._token:
                 self._give_up("an in-place operation on a value that is also used elsewhere")
                 return False
             return True
         return id(tensor) in self.plan.statistics
+
+
+class ClosureWatch(TorchFunctionMode):
+    """Around the first call of a closure: gradients that are used for more than the ascent must be all there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DIFFERENTIATION and (kwargs.get("create_graph") or kwargs.get("allow_unused")):
+            raise EngineFallbackError("the closure differentiates its gradients, or asks which there are")
+        return func(*args, **kwargs)
 
 
 class SecondPass(TorchFunctionMode):
@@ -284,14 +331,14 @@ class SecondPass(TorchFunctionMode):
             result = func(*args, **kwargs)
             if not isinstance(result, Tensor):
                 return result
-        args, kwargs = map_tensors(self._twin, args), map_tensors(self._twin, kwargs)
         try:
-            call = memo.find(memo.key_of(func, args, kwargs))
+            key = memo.key_of(func, map_tensors(self._twin, args), map_tensors(self._twin, kwargs))
+            call = memo.find(key, self.noise)
         except Unhashable:
             call = None
         if call is not None:
-            if call.noise_after is not None:
-                self.noise.write(call.noise_after)
+            if call.noise is not None:
+                self.noise.write(call.noise[1])
             for tensor, _, _ in call.inputs:
                 if id(tensor) in self.plan.names:
                     self.recording.reused.add(self.plan.names[id(tensor)])
@@ -301,6 +348,10 @@ class SecondPass(TorchFunctionMode):
         result = func(*args, **kwargs)
         memo.keep_up(tensors)
         return result
+
+    def require_fresh(self, output: Any) -> None:
+        """What the model returns must have been brought to the version that it had here."""
+        self.recording.memo.require_fresh(list(tensors_in(output)))
 
     def _twin(self, tensor: Tensor) -> Tensor:
         """The first pass's tensor with the same content, for loops that move the batch to a device in each pass."""
@@ -319,10 +370,11 @@ class SecondPass(TorchFunctionMode):
     def _find_twin(self, tensor: Tensor) -> Tensor:
         for other in self.recording.outside:
             if (
-                other.shape == tensor.shape
+                memory_of(other) is not None
+                and memory_of(tensor) is not None
+                and other.shape == tensor.shape
                 and other.dtype == tensor.dtype
                 and other.device == tensor.device
-                and other.numel() > 0
                 and torch.equal(other, tensor)
             ):
                 return other
@@ -331,6 +383,25 @@ class SecondPass(TorchFunctionMode):
 
 def _is_attribute(func: Any) -> bool:
     return getattr(func, "__name__", "") == "__get__"
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _can_be_remembered(result: Any) -> bool:
+    """Tensors and plain values; what can be changed without torch, such as numpy's arrays, is made anew."""
+    if type(result) in (tuple, list) or hasattr(result, "_fields") or type(result).__module__ == "torch.return_types":
+        return all(_can_be_remembered(item) for item in result)
+    return isinstance(result, _REMEMBERED) and not (isinstance(result, Tensor) and result.is_inference())
+
+
+def _moves_statistics(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether a call is one with which a normalization layer moves its statistics, and does no more with them."""
+    if func in _NORMALIZATION:
+        return bool(_argument(args, kwargs, 5, "training") or kwargs.get("use_input_stats", False))
+    counts = func in (Tensor.add_, Tensor.__iadd__)
+    return counts and isinstance(args[0], Tensor) and not args[0].is_floating_point()
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str) -> Any:

@@ -8,6 +8,7 @@ from typing import Literal
 from torch import nn
 
 from sparsesam.ascent.layers import WeightGradient
+from sparsesam.ascent.memo import memory_of
 from sparsesam.ascent.passes import Plan
 from sparsesam.ascent.statistics import statistics_of
 from sparsesam.masks.packed import PackedMask
@@ -36,8 +37,19 @@ def make_plan(model: nn.Module, moved: Mapping[str, PackedMask | None], ascent: 
             perturbed[id(parameter)] = None
         else:
             perturbed[id(parameter)] = _weight_gradient(mask, ascent)
+            if ascent == "explicit" and parameter.is_complex():
+                perturbed[id(parameter)] = None
+    # A weight in the memory of one that moves, moves too.
+    moved_memory = {memory_of(one) for one in model.parameters() if id(one) in perturbed} - {None}
+    for parameter in model.parameters():
+        if id(parameter) in still and memory_of(parameter) in moved_memory:
+            still.discard(id(parameter))
+            perturbed[id(parameter)] = None
     statistics = frozenset(id(buffer) for buffer in statistics_of(model))
-    return Plan(names, perturbed, frozenset(still), frozenset(blocking), statistics)
+    memory = {memory_of(one) for one in (*model.parameters(), *model.buffers())} - {None}
+    return Plan(
+        names, perturbed, frozenset(still), frozenset(blocking), statistics, frozenset(memory), frozenset(moved_memory)
+    )
 
 
 def saves_nothing(plan: Plan) -> bool:

@@ -62,4 +62,4 @@ def input_gradient(dy: Tensor, weight: Tensor, mask: PackedMask) -> Tensor:
     """DY · (W ⊙ m), sparse where that can be, otherwise masked and dense."""
     if can_pack(dy, weight, mask):
         return sparse_input_gradient(dy, weight, mask)
-    return dy @ (weight * mask.unpack(weight.device))
+    return dy @ (weight * mask.unpack(weight.device)).conj()

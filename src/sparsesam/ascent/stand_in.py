@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 #: What a stand-in can tell of the tensor that it stands for.
-_KNOWN = ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "is_sparse")
+KNOWN = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "is_nested")
 
 
 _MESSAGE = "the second pass looks at a value that the first pass had no more use for"
@@ -21,6 +21,8 @@ class ValueGoneError(RuntimeError):
 class StandIn(Tensor):
     """Takes no memory; a torch function called with it raises `ValueGoneError`, and so does a backward through it."""
 
+    refusals = 0  # counted, because a model may catch the error and go on
+
     @classmethod
     def like(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device, requires_grad: bool) -> Tensor:
         # Code that torch does not see finds no plausible numbers.
@@ -32,10 +34,15 @@ class StandIn(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ == "__get__" and func.__self__.__name__ in _KNOWN:
+        if func.__name__ == "__get__" and func.__self__.__name__ in KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise ValueGoneError(_MESSAGE)
+        raise cls.refusal()
+
+    @classmethod
+    def refusal(cls) -> ValueGoneError:
+        cls.refusals += 1
+        return ValueGoneError(_MESSAGE)
 
 
 class _NoWayBack(torch.autograd.Function):
@@ -47,4 +54,4 @@ class _NoWayBack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> None:
-        raise ValueGoneError(_MESSAGE)
+        raise StandIn.refusal()

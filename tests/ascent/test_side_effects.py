@@ -1,0 +1,385 @@
+"""Models and losses that keep values, change them, or look at them in other ways: the engine must not be seen."""
+
+from __future__ import annotations
+
+import random
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import sparsesam
+from tests import cases
+
+CASES = {}
+
+
+def case(name, loss=None, **options):
+    """Register a function ``forward(model, x)`` as a model with layers body, middle and head, of which head moves."""
+
+    def wrap(forward):
+        CASES[name] = (forward, loss or (lambda model, x, y: F.cross_entropy(model(x), y)), options)
+        return forward
+
+    return wrap
+
+
+class Model(nn.Module):
+    def __init__(self, forward):
+        super().__init__()
+        self.body, self.middle, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("average", torch.ones(6))
+        self.register_buffer("running_mean", torch.zeros(6))
+        self.register_buffer("start", torch.zeros(6))
+        self.key = nn.Linear(6, 6).requires_grad_(False)
+        self.count, self.kept, self._forward = 0, [], forward
+
+    def forward(self, x):
+        return self._forward(self, x)
+
+
+@case("a list that is emptied in each forward")
+def _(model, x):
+    model.kept = []
+    model.kept.append((model.middle(x) + 1).detach())
+    return model.head(torch.tanh(model.body(x) + 1))
+
+
+@case("a list carried to the next forward")
+def _(model, x):
+    last = model.kept[-1].mean() if model.kept else 0.0
+    model.kept = [torch.sin(model.middle(x) + 1).detach()]
+    return model.head(torch.tanh(model.body(x) + 1)) * (1 + last)
+
+
+def _teacher_loss(model, x, y):
+    out = model(x)
+    try:
+        return F.cross_entropy(out, y) + (out.mean(1) * model.kept[0].mean(1)).mean()
+    except RuntimeError:
+        return F.cross_entropy(out, y)
+
+
+@case("an error that is swallowed", _teacher_loss)
+def _(model, x):
+    model.kept.clear()
+    with torch.no_grad():
+        model.kept.append(torch.sin(model.middle(x) + 1))
+    return model.head(torch.tanh(model.body(x)))
+
+
+@case("a check of the type")
+def _(model, x):
+    h = model.body(x) + 1
+    if type(h) is not torch.Tensor:
+        raise TypeError
+    return model.head(torch.tanh(h))
+
+
+@case("another path where the type is another")
+def _(model, x):
+    h = model.body(x) + 1
+    return model.head(torch.tanh(torch.sin(h) if type(h) is torch.Tensor else h))
+
+
+@case("a sparse matrix made in the forward")
+def _(model, x):
+    places = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
+    neighbours = torch.sparse_coo_tensor(places, torch.ones(4, dtype=x.dtype), (8, 8)).coalesce()
+    assert neighbours.is_sparse
+    return model.head(F.relu(model.middle(torch.sparse.mm(neighbours, model.body(x))), inplace=True))
+
+
+@case("a counter that the forward uses")
+def _(model, x):
+    model.count += 1
+    model.average = 0.9 * model.average + 0.1 * torch.sin(model.body(x).detach() + 1).mean(0)
+    return model.head(torch.tanh(model.body(x)) * model.average / model.count)
+
+
+@case("Python's random numbers", steps=8)
+def _(model, x):
+    h = F.dropout(model.body(x), 0.5) if random.random() < 0.5 else model.body(x)
+    return model.head(h + F.dropout(model.middle(x), 0.5))
+
+
+@case("a statistic of one's own, moved in one call")
+def _(model, x):
+    h = torch.tanh(model.body(x))
+    with torch.no_grad():
+        model.running_mean.lerp_(h.mean(0), 0.3)
+    return model.head(h - model.running_mean)
+
+
+@case("a statistic of one's own, moved in two calls")
+def _(model, x):
+    h = torch.tanh(model.body(x))
+    with torch.no_grad():
+        model.running_mean.mul_(0.7).add_(0.3 * (h + 1).mean(0))
+    return model.head(h - model.running_mean)
+
+
+@case("a normalization's statistics are read")
+def _(model, x):
+    h = model.norm(model.body(x))
+    return model.head(h - model.norm.running_mean)
+
+
+def _train_and_evaluate(model, x, y):
+    loss = F.cross_entropy(model(x), y)
+    model.eval()
+    loss = loss + F.cross_entropy(model(x), y)
+    model.train()
+    return loss
+
+
+@case("a forward in evaluation mode in the same closure", _train_and_evaluate)
+def _(model, x):
+    return model.head(model.norm(model.body(x)))
+
+
+@case("a momentum encoder, assigned to .data")
+def _(model, x):
+    for slow, fast in zip(model.key.parameters(), model.body.parameters(), strict=True):
+        slow.data = slow.data * 0.9 + fast.data * 0.1
+    return model.head(torch.tanh(model.body(x)) + torch.tanh(model.key(x)))
+
+
+@case("a momentum encoder, .data in place")
+def _(model, x):
+    for slow, fast in zip(model.key.parameters(), model.body.parameters(), strict=True):
+        slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+    return model.head(torch.tanh(model.body(x)) + torch.tanh(model.key(x)))
+
+
+@case("a buffer through an alias")
+def _(model, x):
+    h = torch.tanh(model.body(x))
+    with torch.no_grad():
+        model.average.detach().mul_(0.9).add_(0.1 * (h + 1).mean(0))
+    return model.head(h + model.average)
+
+
+@case("a fresh tensor that equals a buffer, written to")
+def _(model, x):
+    state = torch.zeros(6, dtype=x.dtype)
+    state += x.mean(0)
+    return model.head(torch.tanh(model.body(x)) + state + model.start)
+
+
+@case("memory shared with numpy")
+def _(model, x):
+    h = torch.tanh(model.body(x))
+    array = h.detach().clone().numpy()
+    array *= 2
+    return model.head(h + torch.from_numpy(array.copy()))
+
+
+def _writing_loss(model, x, y):
+    out, clean = model(x)
+    clean *= 2
+    return F.cross_entropy(out, y) + (out.mean(1) * clean.mean(1)).mean()
+
+
+@case("a loss that writes to an output without gradient", _writing_loss)
+def _(model, x):
+    with torch.no_grad():
+        clean = torch.tanh(model.middle(x))
+    return model.head(torch.tanh(model.body(x))), clean
+
+
+@case("a loss that writes to an output with gradient", _writing_loss)
+def _(model, x):
+    return model.head(torch.tanh(model.body(x))), model.middle(x) + 1
+
+
+@case("random numbers after a branch", steps=8)
+def _(model, x):
+    out = model.head(torch.tanh(model.body(x)))
+    if int(out[:, 0].sum().item() * 1000) % 2:
+        out = F.dropout(out, 0.5)
+    return out + model.middle(F.dropout(x, 0.5))[:, :3]
+
+
+@case("an output that one path overwrites", lambda m, x, y: F.cross_entropy(m(x)[0] + m(x)[1][:, :3], y), steps=8)
+def _(model, x):
+    with torch.no_grad():
+        clean = torch.tanh(model.middle(x))
+    out = model.head(torch.tanh(model.body(x)))
+    if int(out[:, 0].sum().item() * 1000) % 2:
+        clean.mul_(2.0)
+    return out, clean
+
+
+@case("a hook on a node of the graph")
+def _(model, x):
+    h = model.body(x)
+    h.grad_fn.register_hook(lambda inputs, outputs: tuple(None if g is None else g * 0.5 for g in inputs))
+    return model.head(h)
+
+
+class DoubleInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+
+
+@case("a custom function in place")
+def _(model, x):
+    return model.head(torch.tanh(DoubleInPlace.apply(model.body(x) + 1)))
+
+
+@case("inference mode inside")
+def _(model, x):
+    with torch.inference_mode():
+        extra = torch.tanh(model.middle(x)).clone()
+    return model.head(torch.tanh(model.body(x)) + extra.clone())
+
+
+def _probabilities_loss(model, x, y):
+    out = model(x)
+    return F.cross_entropy(out["logits"], y) * float(out["probabilities"].numpy().max())
+
+
+@case("a detached output", _probabilities_loss)
+def _(model, x):
+    logits = model.head(torch.tanh(model.body(x)))
+    return {"logits": logits, "probabilities": logits.detach().softmax(-1)}
+
+
+def _penalty(model, x, y):
+    loss = F.cross_entropy(model(x), y)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
+    return loss + 0.1 * sum(g.pow(2).sum() for g in gradients if g is not None)
+
+
+CASES["a penalty on all gradients"] = (lambda model, x: model.head(torch.tanh(model.body(x))), _penalty, {})
+
+
+def train(forward, loss_of, *, engine, steps=4):
+    torch.manual_seed(0)
+    random.seed(0)
+    model = Model(forward).double()
+    optimizer = sparsesam.SSAM(
+        cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked", engine=engine
+    )
+    torch.manual_seed(11)
+    losses = []
+    for seed in range(steps):
+        x, y = cases.vectors(8, seed=seed)
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = loss_of(model, x, y)
+            loss.backward()
+            return loss
+
+        losses.append(optimizer.step(closure).item())
+    return losses, list(model.state_dict().values()), model
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_engine_is_not_seen(name):
+    forward, loss_of, options = CASES[name]
+    losses, ours, model = train(forward, loss_of, engine=True, **options)
+    plain_losses, plain, twin = train(forward, loss_of, engine=False, **options)
+    torch.testing.assert_close(losses, plain_losses, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(model.kept, twin.kept, rtol=1e-9, atol=1e-11)
+    assert model.count == twin.count
+
+
+def test_weights_in_the_memory_of_a_perturbed_one_move_too():
+    def make():
+        model = Model(lambda model, x: model.head(torch.tanh(model.body(torch.tanh(model.middle(x)))))).double()
+        model.middle.weight.data = model.body.weight.data
+        return model
+
+    ends = []
+    for engine in (True, False):
+        torch.manual_seed(0)
+        model = make()
+        optimizer = sparsesam.SSAM(
+            cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("body.weight"), norm="masked", engine=engine
+        )
+        x, y = cases.vectors(8)
+        optimizer.step(cases.closure_for(model, optimizer, x, y))
+        ends.append(list(model.state_dict().values()))
+    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-11)
+
+
+def test_an_interrupted_forward_leaves_no_mode_behind():
+    def interrupted(model, x):
+        model.count += 1
+        if model.count == 1:
+            raise KeyboardInterrupt
+        return model.head(torch.tanh(model.body(x)))
+
+    model = Model(interrupted).double()
+    optimizer = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked")
+    x, y = cases.vectors(8)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(cases.closure_for(model, optimizer, x, y))
+    assert not torch.overrides._get_current_function_mode_stack()
+    optimizer.step(cases.closure_for(model, optimizer, x, y))
+
+
+def test_an_error_of_the_closure_itself_comes_through():
+    model = Model(lambda model, x: model.head(torch.tanh(model.body(x)))).double()
+    optimizer = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked")
+    x, y = cases.vectors(8)
+
+    def closure():
+        raise ZeroDivisionError("the closure's own")
+
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(ZeroDivisionError, match="own"):
+        optimizer.step(closure)
+    torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
+    optimizer.step(cases.closure_for(model, optimizer, x, y))
+    assert optimizer.engine_report()["engine"] == "on"
+
+
+def test_finalizers_do_not_pile_up():
+    model = Model(lambda model, x: model.head(torch.tanh(model.body(x)))).double()
+    optimizer = sparsesam.SSAM(
+        cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked", every=2
+    )
+    x, y = cases.vectors(8)
+    closure = cases.closure_for(model, optimizer, x, y)
+    for _ in range(4):
+        optimizer.step(closure)
+    before = len(weakref.finalize._registry)
+    for _ in range(20):
+        optimizer.step(closure)
+    assert len(weakref.finalize._registry) <= before + 2
+
+
+@pytest.mark.parametrize("wrap", [sparsesam.SAM, sparsesam.SSAM])
+def test_a_step_inside_of_autocast_sees_the_moved_weights(wrap):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    options = {} if wrap is sparsesam.SAM else {"mask": sparsesam.fixed_mask("2.*"), "norm": "masked"}
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, rho=2.0, **options)
+    x, y = torch.randn(8, 6), torch.randint(3, (8,))
+    losses = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    with torch.autocast("cpu", torch.bfloat16):
+        optimizer.step(closure)
+    assert losses[1] > losses[0] + 0.05
