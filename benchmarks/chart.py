@@ -82,8 +82,8 @@ def _memory(axis: Any, rows: dict[str, Any]) -> None:
     names = [name for name in rows if name in FAMILIES]
     base = rows["SGD"]["peak_bytes"]
     axis.barh(names, [rows[name]["peak_bytes"] / base for name in names], color=[FAMILIES[n][1] for n in names])
-    axis.axvline(1, color="#8a8a8a", linewidth=0.8)
-    axis.set(xlabel="peak of live bytes, x SGD", xlim=(0.8, None))
+    axis.axvline(1, color="#ffffff", linewidth=0.8)
+    axis.set(xlabel="peak of live bytes, x SGD", xlim=(0, None))
     axis.tick_params(axis="y", labelsize=7)
     axis.invert_yaxis()
 
