@@ -7,7 +7,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
 import torch
@@ -303,7 +303,8 @@ class SharpnessAware(OptimizerWrapper):
         return loss
 
     def _first_pass(self, call: Callable[[Any], Any], batch: Any) -> Any:
-        before = Rewind(self.model, self._noise)
+        plan = self._engine.plan
+        before = None if plan is None else Rewind(self.model, self._noise)
         self._engine.forget()
         self._engine.same_noise = self._engine.within_step = True
         part = batch
@@ -315,13 +316,20 @@ class SharpnessAware(OptimizerWrapper):
                 )
             portion = Portion.of(batch, self.ascent_fraction)
             part, self._engine.portion = portion.part, portion
-        try:
-            with torch.enable_grad(), ClosureWatch():
+        if plan is None or before is None:
+            with torch.enable_grad():
                 return call(part)
+        fallbacks, watched = EngineFallbackError.made, self.ascent == "explicit"
+        try:
+            with torch.enable_grad(), ClosureWatch(plan) if watched else nullcontext():
+                loss = call(part)
+            if EngineFallbackError.made == fallbacks:
+                return loss
+            reason = "the closure caught an error of the engine"
         except Exception as error:
-            if not self._is_due_to_engine(error):
+            if not watched and not isinstance(error, EngineFallbackError):
                 raise
-            reason = error
+            reason = str(error) or type(error).__name__
         self._engine.listen(None)
         before.restore()
         with torch.enable_grad():
@@ -329,43 +337,36 @@ class SharpnessAware(OptimizerWrapper):
         self._switch_off(reason)
         return loss
 
-    def _is_due_to_engine(self, error: Exception) -> bool:
-        """Whether an error may be the engine's: it is not, if the closure raises it again without."""
-        if self.ascent in ("implicit", "implicit-dense"):
-            return isinstance(error, EngineFallbackError)
-        return isinstance(error, EngineFallbackError) or self._engine.is_at_work or self._engine.left_gradients_out
-
     def _second_pass(self, call: Callable[[Any], Any], batch: Any, noise: NoiseState | None) -> Any:
-        before = Rewind(self.model, self._noise)
-        loss, reason = self._try_second_pass(call, batch, noise)
-        if reason is None:
-            return loss
-        if isinstance(reason, ValueGoneError) or not self._engine.keeps_values:
-            self._engine.compute_in_full()
-        else:
-            self._switch_off(reason)
-        before.restore()
-        loss, reason = self._try_second_pass(call, batch, noise)
-        if reason is not None:
-            raise reason
-        return loss
-
-    def _try_second_pass(
-        self, call: Callable[[Any], Any], batch: Any, noise: NoiseState | None
-    ) -> tuple[Any, Exception | None]:
-        """The loss, and what speaks against it: an error, or a value that the pass missed."""
-        self.zero_grad()
-        if noise is not None:
-            self._noise.write(noise)
-        helped = self._engine.is_at_work
+        self._begin_second_pass(noise)
+        if not self._engine.is_at_work:
+            with torch.enable_grad():
+                return call(batch)
+        before, fallbacks = Rewind(self.model, self._noise), EngineFallbackError.made
         try:
             with torch.enable_grad():
                 loss = call(batch)
+            gone = self._engine.missed_a_value()
+            if not gone and EngineFallbackError.made == fallbacks:
+                return loss
+            reason = "it looks at a value that the first pass had no use for"
         except Exception as error:
-            if not helped:
-                raise
-            return None, error
-        return loss, ValueGoneError("a value was missed") if self._engine.missed_a_value() else None
+            gone, reason = isinstance(error, ValueGoneError), str(error) or type(error).__name__
+        self._engine.compute_in_full(reason)
+        before.restore()
+        self._begin_second_pass(noise)
+        with torch.enable_grad():
+            loss = call(batch)  # what it raises now is its own
+        if gone or not self._engine.keeps_values:
+            self._engine.keep_values()
+        elif self.ascent == "explicit":
+            self._engine_off = reason
+        return loss
+
+    def _begin_second_pass(self, noise: NoiseState | None) -> None:
+        self.zero_grad()
+        if noise is not None:
+            self._noise.write(noise)
 
     @contextmanager
     def _excursion(self, batch: Any, *, after_first_pass: bool) -> Iterator[bool]:
@@ -541,8 +542,8 @@ class SharpnessAware(OptimizerWrapper):
             return "the mask is made anew in the next step"
         return None
 
-    def _switch_off(self, error: Exception) -> None:
-        self._engine_off = str(error)
+    def _switch_off(self, reason: str) -> None:
+        self._engine_off = reason
         self._arm()
 
     def _warn_once(self, text: str) -> None:

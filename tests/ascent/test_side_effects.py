@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -265,6 +266,62 @@ def _penalty(model, x, y):
 CASES["a penalty on all gradients"] = (lambda model, x: model.head(torch.tanh(model.body(x))), _penalty, {})
 
 
+@case("a tensor that equals a buffer until it is written to")
+def _(model, x):
+    mask = torch.from_numpy(np.zeros(6))
+    mask[:3] = 1.0
+    return model.head(torch.tanh(model.body(x)) * (1 + torch.exp(mask)) + torch.exp(model.start))
+
+
+@case("an attribute of a value")
+def _(model, x):
+    h = torch.tanh(model.body(x))
+    h.seen = getattr(h, "seen", 0) + 1
+    return model.head(h) * h.seen
+
+
+def _swallowing_loss(model, x, y):
+    loss = F.cross_entropy(model(x), y)
+    try:
+        return loss * torch.autograd.grad(loss, model.body.weight, retain_graph=True)[0].norm().detach()
+    except RuntimeError:
+        return loss
+
+
+@case("a closure that goes on without a gradient", _swallowing_loss)
+def _(model, x):
+    return model.head(torch.tanh(model.body(x)))
+
+
+def _all_there(model, x, y):
+    loss = F.cross_entropy(model(x), y)
+    loss.backward(retain_graph=True)
+    assert model.body.weight.grad is not None
+    return loss * 0.0
+
+
+@case("an assertion about gradients", _all_there)
+def _(model, x):
+    return model.head(torch.tanh(model.body(x)))
+
+
+def _first_gradient(model, x, y):
+    loss = F.cross_entropy(model(x), y)
+    torch.autograd.grad(loss, model.body.weight, retain_graph=True)
+    return loss
+
+
+@case("a pass that is rewound: buffers, lists and modules", _first_gradient)
+def _(model, x):
+    model.kept.append(len(model.kept))
+    with torch.no_grad():
+        model.average.mul_(0.9)
+    name = f"extra{model.count}"
+    model.count += 1
+    setattr(model, name, nn.Identity())
+    return model.head(torch.tanh(model.body(x)) * model.average * len(model.kept) + len(model._modules))
+
+
 def train(forward, loss_of, *, engine, steps=4):
     torch.manual_seed(0)
     random.seed(0)
@@ -383,3 +440,85 @@ def test_a_step_inside_of_autocast_sees_the_moved_weights(wrap):
     with torch.autocast("cpu", torch.bfloat16):
         optimizer.step(closure)
     assert losses[1] > losses[0] + 0.05
+
+
+def counted_calls(optimizer, model, loss_of, steps=3):
+    calls = []
+    for seed in range(steps):
+        x, y = cases.vectors(8, seed=seed)
+        count = 0
+
+        def closure(x=x, y=y):
+            nonlocal count
+            count += 1
+            optimizer.zero_grad()
+            loss = loss_of(model, x, y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        calls.append(count)
+    return calls
+
+
+def test_without_the_engine_a_closure_is_called_twice_whatever_it_differentiates():
+    for options in ({"engine": False}, {}):
+        model = Model(lambda model, x: model.head(torch.tanh(model.body(x)))).double()
+        mask = {"mask": sparsesam.fixed_mask("head.*"), "norm": "masked"} if options else {}
+        wrap = sparsesam.SSAM if options else sparsesam.SAM
+        optimizer = wrap(cases.sgd(model), model, rho=0.3, **mask, **options)
+        assert counted_calls(optimizer, model, _penalty) == [2, 2, 2]
+    model = Model(lambda model, x: model.head(torch.tanh(model.body(x)))).double()
+    optimizer = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked")
+    assert counted_calls(optimizer, model, _penalty) == [3, 2, 2]
+
+
+@pytest.mark.parametrize("ascent", ["explicit", "implicit"])
+def test_an_error_in_the_second_pass_costs_nothing_afterwards(ascent):
+    model = Model(lambda model, x: model.head(torch.tanh(model.body(x)))).double()
+    optimizer = sparsesam.SSAM(
+        cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked", ascent=ascent
+    )
+
+    def failing(model, x, y):
+        loss = F.cross_entropy(model(x), y)
+        if optimizer._phase.name == "PERTURBED":
+            raise ZeroDivisionError("own")
+        return loss
+
+    for _ in range(3):
+        before = [p.clone() for p in model.parameters()]
+        with pytest.raises(ZeroDivisionError, match="own"):
+            counted_calls(optimizer, model, failing, steps=1)
+        torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
+    assert counted_calls(optimizer, model, lambda model, x, y: F.cross_entropy(model(x), y)) == [2, 2, 2]
+    assert optimizer.engine_report()["engine"] == "on"
+    assert not optimizer._engine.keeps_values
+
+
+def test_batch_normalization_of_any_kind_keeps_the_saving():
+    for make in (lambda: nn.BatchNorm1d(6, momentum=None), lambda: nn.BatchNorm1d(6, affine=False)):
+        model = Model(lambda model, x: model.head(model.norm(model.body(x))))
+        model.norm = make()
+        model.double()
+        optimizer = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked")
+        for step in range(4):
+            if step == 2:
+                model.norm.eval()  # frozen in the middle of training
+            counted_calls(optimizer, model, lambda model, x, y: F.cross_entropy(model(x), y), steps=1)
+            report = optimizer.engine_report()
+            assert report["engine"] == "on"
+            assert "used again" in report["body.weight"]
+
+
+def test_a_scripted_part_does_not_hide_the_error_of_a_closure():
+    model = Model(lambda model, x: model.head(model.scripted(model.body(x)))).double()
+    model.scripted = torch.jit.script(nn.Linear(6, 6).double())
+    optimizer = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked")
+
+    def failing(model, x, y):
+        model(x)
+        raise ZeroDivisionError("own")
+
+    with pytest.raises(ZeroDivisionError, match="own"):
+        counted_calls(optimizer, model, failing)

@@ -20,6 +20,7 @@ from sparsesam.ascent.noise import Noise
 from sparsesam.ascent.passes import FirstPass, Plan, Recording, SecondPass
 from sparsesam.ascent.plan import Ascent, describe, explicit_after_all, make_plan, saves_nothing
 from sparsesam.ascent.portion import Portion
+from sparsesam.ascent.statistics import statistics_of
 from sparsesam.masks.packed import PackedMask
 
 #: Forwards without a backward that are remembered: more are no part of one pass.
@@ -62,7 +63,8 @@ class Engine:
 
         A plan is kept until other parameters take part; whoever changes a mask sets ``plan`` to None.
         """
-        plan_for = tuple(id(one) for one in self.model.parameters() if one.requires_grad), tuple(moved)
+        trainable = (id(one) for one in self.model.parameters() if one.requires_grad)
+        plan_for = tuple(trainable), tuple(id(one) for one in statistics_of(self.model)), tuple(moved)
         if plan_for != self._plan_for:
             self.plan, self._plan_for = None, plan_for
         plan = self.plan
@@ -153,11 +155,14 @@ class Engine:
         """Whether the second pass that has just run asked for a value that was let go."""
         return self.is_at_work and self.recording is not None and self.recording.memo.missed_a_value()
 
-    def compute_in_full(self) -> None:
-        """The second pass wants more than was kept: it is computed in full, and later ones keep every value."""
+    def compute_in_full(self, reason: str) -> None:
+        """The second pass did not work with what the first one left."""
         if self.recording is not None:
-            self.recording.needs_values = True
-            self.recording.unusable = "it looks at a value that the first pass had no use for"
+            self.recording.unusable = reason
+
+    def keep_values(self) -> None:
+        """From the next step on, even those that no call of the second pass seems to need."""
+        self.keeps_values = True
 
     def explicit_after_all(self) -> list[str]:
         """The weights for which the implicit ascent of this step was an explicit one."""

@@ -37,6 +37,12 @@ _numbers = itertools.count()
 class EngineFallbackError(RuntimeError):
     """The engine cannot go on with this pass; a closure is simply called again without it."""
 
+    made = 0  # counted, because a model may catch the error and go on
+
+    def __init__(self, *reasons: str) -> None:
+        super().__init__(*reasons)
+        EngineFallbackError.made += 1
+
 
 class StaleValueError(EngineFallbackError):
     """The second pass wants a value of the first one that was overwritten in place since."""
@@ -164,9 +170,9 @@ class Memo:
         )
 
     def is_as_left(self) -> bool:
-        """Whether nobody wrote to a remembered tensor since its last remembered call."""
+        """Whether nobody wrote to a remembered tensor since its last remembered call, or to its attributes."""
         return all(
-            tensor._version == self._at.get(number)
+            tensor._version == self._at.get(number) and all(key.startswith("_sparsesam") for key in vars(tensor))
             for number, reference in self._made.items()
             if (tensor := reference()) is not None
         )

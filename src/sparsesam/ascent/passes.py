@@ -209,16 +209,18 @@ class FirstPass(TorchFunctionMode):
     def _cheaper(self, func: Any, args: Any, kwargs: Any) -> Any:
         layer = LAYERS.get(func)
         weight = _argument(args, kwargs, 1, "weight")
-        if layer is not None and isinstance(weight, Tensor):
+        if layer is not None and isinstance(weight, Tensor) and weight.dim() > 1:
             self.recording.dealt_with.add(id(weight))
             want = self.plan.perturbed.get(id(weight))
             if want is not None:
                 return layer(want, *self._shielded(args), **self._shielded(kwargs))
             if id(weight) in self.plan.blocking:  # dX = dY · (W ⊙ 0)
+                blocked = nothing_passes(self._shield(args[0] if args else kwargs["input"]))
+                self._mark(blocked, dirty=True)
                 if args:
-                    args = (nothing_passes(args[0]), *args[1:])
+                    args = (blocked, *args[1:])
                 else:
-                    kwargs = {**kwargs, "input": nothing_passes(kwargs["input"])}
+                    kwargs = {**kwargs, "input": blocked}
         return func(*self._shielded(args), **self._shielded(kwargs))
 
     def _shielded(self, tree: Any) -> Any:
@@ -283,7 +285,7 @@ class FirstPass(TorchFunctionMode):
             if not any(True for _ in tensors_in(result)):
                 self._give_up("a call that may have side effects, such as a hook on a value of the model")
             return False
-        if not _can_be_remembered(result):
+        if not _can_be_remembered(result) or func is Tensor.data_ptr:
             if not any(True for _ in tensors_in(result)) and inputs:
                 self._give_up("the memory of a clean value is given to code outside of torch")
             return False
@@ -310,10 +312,20 @@ class FirstPass(TorchFunctionMode):
 class ClosureWatch(TorchFunctionMode):
     """Around the first call of a closure: gradients that are used for more than the ascent must be all there."""
 
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _DIFFERENTIATION and (kwargs.get("create_graph") or kwargs.get("allow_unused")):
-            raise EngineFallbackError("the closure differentiates its gradients, or asks which there are")
+        if func in _DIFFERENTIATION:
+            wanted = tensors_in(args[1:], kwargs.get("inputs"))
+            if (
+                kwargs.get("create_graph")
+                or kwargs.get("allow_unused")
+                or any(id(t) in self.plan.still for t in wanted)
+            ):
+                raise EngineFallbackError("the closure uses gradients for more than the ascent")
         return func(*args, **kwargs)
 
 
@@ -322,7 +334,7 @@ class SecondPass(TorchFunctionMode):
         super().__init__()
         self.plan, self.recording, self.noise = plan, recording, noise
         self._known = {id(tensor) for tensor in recording.outside}
-        self._twins: dict[int, tuple[Tensor, Tensor]] = {}
+        self._twins: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -362,10 +374,10 @@ class SecondPass(TorchFunctionMode):
             or self.recording.memo.made(tensor)
         ):
             return tensor
-        held = self._twins.get(id(tensor))
-        if held is None or held[0] is not tensor:
-            held = self._twins[id(tensor)] = (tensor, self._find_twin(tensor))
-        return held[1]
+        held, version = self._twins.get(id(tensor)), _version(tensor)
+        if held is None or held[0] is not tensor or held[1] != version:
+            held = self._twins[id(tensor)] = (tensor, version, self._find_twin(tensor))
+        return held[2]
 
     def _find_twin(self, tensor: Tensor) -> Tensor:
         for other in self.recording.outside:
@@ -400,7 +412,7 @@ def _moves_statistics(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     """Whether a call is one with which a normalization layer moves its statistics, and does no more with them."""
     if func in _NORMALIZATION:
         return bool(_argument(args, kwargs, 5, "training") or kwargs.get("use_input_stats", False))
-    counts = func in (Tensor.add_, Tensor.__iadd__)
+    counts = func in (Tensor.add_, Tensor.__iadd__, Tensor.__float__)
     return counts and isinstance(args[0], Tensor) and not args[0].is_floating_point()
 
 

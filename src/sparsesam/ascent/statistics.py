@@ -16,7 +16,7 @@ def statistics_of(model: nn.Module) -> list[Tensor]:
     return [
         buffer
         for module in model.modules()
-        if module.training
+        if getattr(module, "training", False)  # frozen scripts have no such attribute
         for name, buffer in module.named_buffers(recurse=False)
         if name in _STATISTICS
     ]
