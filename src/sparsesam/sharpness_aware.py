@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from sparsesam.ascent.engine import Engine
 from sparsesam.ascent.explicit import Norm, Perturbation, Target, ascent_norm, is_sharded
+from sparsesam.ascent.first_pass import ClosureWatch
 from sparsesam.ascent.memo import EngineFallbackError
 from sparsesam.ascent.noise import Noise, NoiseState
-from sparsesam.ascent.passes import ClosureWatch
 from sparsesam.ascent.plan import Ascent
 from sparsesam.ascent.portion import Portion
 from sparsesam.ascent.rewind import Rewind

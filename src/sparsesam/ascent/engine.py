@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
+from sparsesam.ascent.first_pass import FirstPass
 from sparsesam.ascent.memo import EngineFallbackError, Memo
 from sparsesam.ascent.noise import Noise
-from sparsesam.ascent.passes import FirstPass, Plan, Recording, SecondPass
 from sparsesam.ascent.plan import Ascent, describe, explicit_after_all, make_plan, saves_nothing
 from sparsesam.ascent.portion import Portion
+from sparsesam.ascent.recording import Plan, Recording
+from sparsesam.ascent.second_pass import SecondPass
 from sparsesam.ascent.statistics import statistics_of
 from sparsesam.masks.packed import PackedMask
 

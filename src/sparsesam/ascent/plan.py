@@ -9,7 +9,7 @@ from torch import nn
 
 from sparsesam.ascent.layers import WeightGradient
 from sparsesam.ascent.memo import memory_of
-from sparsesam.ascent.passes import Plan
+from sparsesam.ascent.recording import Plan
 from sparsesam.ascent.statistics import statistics_of
 from sparsesam.masks.packed import PackedMask
 

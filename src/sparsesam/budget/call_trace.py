@@ -1,6 +1,6 @@
 """One training pass taken apart: what each call of the model costs, forward and backward, where it stands.
 
-Calls are seen as the engine sees them (``sparsesam.ascent.passes``): one per torch function that the model's own
+Calls are seen as the engine sees them (``sparsesam.ascent.first_pass``): one per torch function that the model's own
 code calls. Nothing is run in isolation, so caches, memory and fused kernels are those of a real step.
 """
 

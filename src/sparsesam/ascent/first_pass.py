@@ -1,79 +1,37 @@
-"""The two passes as torch sees them: every call of the model's forward goes through one of these modes.
+"""The first pass as torch sees it: every call of the model's forward goes through this mode.
 
-A tensor is *dirty* if a perturbed weight is upstream of it, else *clean*. The first pass gives dirty calls
-detached copies of their clean inputs and of unperturbed parameters, so that a plain ``loss.backward()`` stops at
-the frontier and leaves the clean part's graph alone; it remembers the clean calls. The second pass makes only
-the calls that are not remembered.
+A tensor is *dirty* if a perturbed weight is upstream of it, else *clean*. Dirty calls get detached copies of their
+clean inputs and of unperturbed parameters, so that a plain ``loss.backward()`` stops at the frontier and leaves the
+clean part's graph alone; clean calls are remembered for the second pass.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sparsesam.ascent.layers import LAYERS, WeightGradient, nothing_passes
-from sparsesam.ascent.memo import (
-    PLAIN_TENSORS,
-    EngineFallbackError,
-    Memo,
-    Unhashable,
-    map_tensors,
-    memory_of,
-    tensors_in,
+from sparsesam.ascent.calls import (
+    DIFFERENTIATION,
+    argument_of,
+    can_be_remembered,
+    is_attribute,
+    moves_statistics,
+    rerun_in_backward,
+    version_of,
+    written_by,
 )
+from sparsesam.ascent.layers import LAYERS, nothing_passes
+from sparsesam.ascent.memo import PLAIN_TENSORS, EngineFallbackError, Unhashable, map_tensors, memory_of, tensors_in
 from sparsesam.ascent.noise import Noise, same_state
 from sparsesam.ascent.portion import Portion
+from sparsesam.ascent.recording import Plan, Recording
 from sparsesam.ascent.stand_in import KNOWN
 
-_DIFFERENTIATION = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
-_NORMALIZATION = (nn.functional.batch_norm, nn.functional.instance_norm, torch.batch_norm, torch.instance_norm)
-_REMEMBERED = (Tensor, int, float, bool, complex, str, type(None), torch.Size, torch.dtype, torch.device)
-_serial = itertools.count()
 _MARK = "_sparsesam_mark"
 _USED = "_sparsesam_used"  # set on clean tensors whose value went into a dirty call
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What the masks mean for each parameter, by identity."""
-
-    names: Mapping[int, str]
-    #: parameters that move in the ascent, and how their gradient may be had for less (None: the plain way)
-    perturbed: Mapping[int, WeightGradient | None]
-    #: parameters that do not; with the implicit form, those through which no gradient passes
-    still: frozenset[int]
-    blocking: frozenset[int]
-    #: normalization statistics: put back after the second pass, so that a skipped update is the right one
-    statistics: frozenset[int]
-    #: where the values of all its tensors are, and of those that move
-    memory: frozenset[int | None]
-    moved_memory: frozenset[int | None]
-
-
-@dataclass
-class Recording:
-    """What the first pass leaves to the second."""
-
-    memo: Memo
-    token: int = field(default_factory=lambda: next(_serial))
-    outside: list[Tensor] = field(default_factory=list)
-    unusable: str | None = None
-    needs_values: bool = False  # a light memo does not do for this model
-    dirty_calls: int = 0
-    reused: set[str] = field(default_factory=set)
-    #: parameters that the calls of `LAYERS` really dealt with
-    dealt_with: set[int] = field(default_factory=set)
-    forwards: int = 0
-
-    def let_go(self) -> None:
-        """Free the activations; what is left is for the report."""
-        self.memo, self.outside = Memo(), []
 
 
 class FirstPass(TorchFunctionMode):
@@ -99,17 +57,17 @@ class FirstPass(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _is_attribute(func):
+        if is_attribute(func):
             result = func(*args, **kwargs)
             if not isinstance(result, Tensor):
                 self._notice(func.__self__.__name__, args[0])
                 return result
-        if func in _DIFFERENTIATION:
+        if func in DIFFERENTIATION:
             raise EngineFallbackError("the model differentiates in its own forward; pass engine=False")
         if self.portion is not None:
             args, kwargs = map_tensors(self._whole, args), map_tensors(self._whole, kwargs)
         tensors = list(tensors_in(args, kwargs))
-        if any(id(tensor) in self.plan.statistics for tensor in tensors) and not _moves_statistics(func, args, kwargs):
+        if any(id(tensor) in self.plan.statistics for tensor in tensors) and not moves_statistics(func, args, kwargs):
             self._give_up("a running statistic is used by more than its normalization layer")
         dirty = [self._is_dirty(tensor) for tensor in tensors]  # all of them: looking also takes note of newcomers
         if any(dirty):
@@ -186,29 +144,29 @@ class FirstPass(TorchFunctionMode):
     # ---- calls -------------------------------------------------------------------------------------------
 
     def _dirty_call(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        target = _written(func, args, kwargs)
+        target = written_by(func, args, kwargs)
         if target is not None and not self._is_dirty(target):
             self._give_up("a clean value is overwritten in place by one that depends on perturbed weights")
             result = func(*args, **kwargs)
             self._mark((result, target), dirty=True)
             return result
-        if _rerun_in_backward():
+        if rerun_in_backward():
             self._give_up("activation checkpointing")
             result = func(*args, **kwargs)
         else:
-            clean = [(tensor, _version(tensor)) for tensor in tensors if not self._is_dirty(tensor)]
+            clean = [(tensor, version_of(tensor)) for tensor in tensors if not self._is_dirty(tensor)]
             result = self._cheaper(func, args, kwargs)
             for tensor, version in clean:
                 setattr(tensor, _USED, self._token)
                 self.recording.memo.hold(tensor)
-                if _version(tensor) != version and id(tensor) not in self.plan.statistics:
+                if version_of(tensor) != version and id(tensor) not in self.plan.statistics:
                     raise EngineFallbackError(f"{func} wrote to a value that it was only to read; pass engine=False")
         self._mark(result, dirty=True)
         return result
 
     def _cheaper(self, func: Any, args: Any, kwargs: Any) -> Any:
         layer = LAYERS.get(func)
-        weight = _argument(args, kwargs, 1, "weight")
+        weight = argument_of(args, kwargs, 1, "weight")
         if layer is not None and isinstance(weight, Tensor) and weight.dim() > 1:
             self.recording.dealt_with.add(id(weight))
             want = self.plan.perturbed.get(id(weight))
@@ -243,10 +201,10 @@ class FirstPass(TorchFunctionMode):
         return tensor.detach()[: self.portion.kept]
 
     def _clean_call(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        if _rerun_in_backward():
+        if rerun_in_backward():
             self._give_up("activation checkpointing")
         record = self.record and self.recording.unusable is None
-        before = [_version(tensor) for tensor in tensors]
+        before = [version_of(tensor) for tensor in tensors]
         noise = self.noise.read() if record else None
         result = func(*args, **kwargs)
         self._mark(result, dirty=False, by_sample=any(map(self._is_by_sample, tensors)))
@@ -254,7 +212,7 @@ class FirstPass(TorchFunctionMode):
             return result
         noise_after = self.noise.read()
         drew = None if same_state(noise, noise_after) else (noise, noise_after)
-        inputs = [(t, version, _version(t)) for t, version in zip(tensors, before, strict=True)]
+        inputs = [(t, version, version_of(t)) for t, version in zip(tensors, before, strict=True)]
         if not self._remembered(func, args, kwargs, inputs, result, drew):
             for tensor in tensors:
                 self.recording.memo.hold(tensor)
@@ -285,7 +243,7 @@ class FirstPass(TorchFunctionMode):
             if not any(True for _ in tensors_in(result)):
                 self._give_up("a call that may have side effects, such as a hook on a value of the model")
             return False
-        if not _can_be_remembered(result) or func is Tensor.data_ptr:
+        if not can_be_remembered(result) or func is Tensor.data_ptr:
             if not any(True for _ in tensors_in(result)) and inputs:
                 self._give_up("the memory of a clean value is given to code outside of torch")
             return False
@@ -318,7 +276,7 @@ class ClosureWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _DIFFERENTIATION:
+        if func in DIFFERENTIATION:
             wanted = tensors_in(args[1:], kwargs.get("inputs"))
             if (
                 kwargs.get("create_graph")
@@ -327,115 +285,3 @@ class ClosureWatch(TorchFunctionMode):
             ):
                 raise EngineFallbackError("the closure uses gradients for more than the ascent")
         return func(*args, **kwargs)
-
-
-class SecondPass(TorchFunctionMode):
-    def __init__(self, plan: Plan, recording: Recording, noise: Noise) -> None:
-        super().__init__()
-        self.plan, self.recording, self.noise = plan, recording, noise
-        self._known = {id(tensor) for tensor in recording.outside}
-        self._twins: dict[int, tuple[Tensor, int, Tensor]] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        memo = self.recording.memo
-        if _is_attribute(func):
-            result = func(*args, **kwargs)
-            if not isinstance(result, Tensor):
-                return result
-        try:
-            key = memo.key_of(func, map_tensors(self._twin, args), map_tensors(self._twin, kwargs))
-            call = memo.find(key, self.noise)
-        except Unhashable:
-            call = None
-        if call is not None:
-            if call.noise is not None:
-                self.noise.write(call.noise[1])
-            for tensor, _, _ in call.inputs:
-                if id(tensor) in self.plan.names:
-                    self.recording.reused.add(self.plan.names[id(tensor)])
-            return memo.outputs(call)
-        tensors = list(tensors_in(args, kwargs))
-        memo.require_fresh(tensors)
-        result = func(*args, **kwargs)
-        memo.keep_up(tensors)
-        return result
-
-    def require_fresh(self, output: Any) -> None:
-        """What the model returns must have been brought to the version that it had here."""
-        self.recording.memo.require_fresh(list(tensors_in(output)))
-
-    def _twin(self, tensor: Tensor) -> Tensor:
-        """The first pass's tensor with the same content, for loops that move the batch to a device in each pass."""
-        if (
-            id(tensor) in self._known
-            or id(tensor) in self.plan.names
-            or tensor.requires_grad
-            or self.recording.memo.made(tensor)
-        ):
-            return tensor
-        held, version = self._twins.get(id(tensor)), _version(tensor)
-        if held is None or held[0] is not tensor or held[1] != version:
-            held = self._twins[id(tensor)] = (tensor, version, self._find_twin(tensor))
-        return held[2]
-
-    def _find_twin(self, tensor: Tensor) -> Tensor:
-        for other in self.recording.outside:
-            if (
-                memory_of(other) is not None
-                and memory_of(tensor) is not None
-                and other.shape == tensor.shape
-                and other.dtype == tensor.dtype
-                and other.device == tensor.device
-                and torch.equal(other, tensor)
-            ):
-                return other
-        return tensor
-
-
-def _is_attribute(func: Any) -> bool:
-    return getattr(func, "__name__", "") == "__get__"
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _can_be_remembered(result: Any) -> bool:
-    """Tensors and plain values; what can be changed without torch, such as numpy's arrays, is made anew."""
-    if type(result) in (tuple, list) or hasattr(result, "_fields") or type(result).__module__ == "torch.return_types":
-        return all(_can_be_remembered(item) for item in result)
-    return isinstance(result, _REMEMBERED) and not (isinstance(result, Tensor) and result.is_inference())
-
-
-def _moves_statistics(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Whether a call is one with which a normalization layer moves its statistics, and does no more with them."""
-    if func in _NORMALIZATION:
-        return bool(_argument(args, kwargs, 5, "training") or kwargs.get("use_input_stats", False))
-    counts = func in (Tensor.add_, Tensor.__iadd__, Tensor.__float__)
-    return counts and isinstance(args[0], Tensor) and not args[0].is_floating_point()
-
-
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str) -> Any:
-    return args[place] if len(args) > place else kwargs.get(name)
-
-
-def _written(func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor | None:
-    """The tensor that a call writes to, told by the conventions of torch's names."""
-    name = getattr(func, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or (
-        name.startswith("__i")
-        and name.endswith("__")
-        and name not in ("__index__", "__int__", "__invert__", "__init__")
-    )
-    if "out" in kwargs and isinstance(kwargs["out"], Tensor):
-        return kwargs["out"]
-    flagged = kwargs.get("inplace", False) is True
-    if (in_place or flagged or name in ("__setitem__", "__set__")) and args and isinstance(args[0], Tensor):
-        return args[0]
-    return None
-
-
-def _rerun_in_backward() -> bool:
-    """Whether hooks on saved tensors are active, as inside torch.utils.checkpoint."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
