@@ -7,13 +7,14 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from sparsesam.ascent.attempt import Failure, attempt
 from sparsesam.ascent.engine import Engine
 from sparsesam.ascent.explicit import Norm, Perturbation, Target, ascent_norm, is_sharded
 from sparsesam.ascent.first_pass import ClosureWatch
@@ -22,7 +23,6 @@ from sparsesam.ascent.noise import Noise, NoiseState
 from sparsesam.ascent.plan import Ascent
 from sparsesam.ascent.portion import Portion
 from sparsesam.ascent.rewind import Rewind
-from sparsesam.ascent.stand_in import ValueGoneError
 from sparsesam.ascent.statistics import StatisticsSnapshot, versions
 from sparsesam.cadence import Cadence, Kind
 from sparsesam.closures import with_batch
@@ -303,8 +303,6 @@ class SharpnessAware(OptimizerWrapper):
         return loss
 
     def _first_pass(self, call: Callable[[Any], Any], batch: Any) -> Any:
-        plan = self._engine.plan
-        before = None if plan is None else Rewind(self.model, self._noise)
         self._engine.forget()
         self._engine.same_noise = self._engine.within_step = True
         part = batch
@@ -316,52 +314,60 @@ class SharpnessAware(OptimizerWrapper):
                 )
             portion = Portion.of(batch, self.ascent_fraction)
             part, self._engine.portion = portion.part, portion
-        if plan is None or before is None:
+        plan = self._engine.plan
+        if plan is None:
             with torch.enable_grad():
                 return call(part)
-        fallbacks, watched = EngineFallbackError.made, self.ascent == "explicit"
-        try:
-            with torch.enable_grad(), ClosureWatch(plan) if watched else nullcontext():
-                loss = call(part)
-            if EngineFallbackError.made == fallbacks:
-                return loss
-            reason = "the closure caught an error of the engine"
-        except Exception as error:
-            if not watched and not isinstance(error, EngineFallbackError):
-                raise
-            reason = str(error) or type(error).__name__
+        if self.ascent != "explicit":
+            return self._first_pass_by_engine(call, part)
+        before = Rewind(self.model, self._noise)
+        with ClosureWatch(plan):
+            loss, failure = attempt(lambda: call(part), lambda: False)
+        if failure is None:
+            return loss
         self._engine.listen(None)
         before.restore()
         with torch.enable_grad():
             loss = call(part)  # what it raises now is its own
-        self._switch_off(reason)
+        self._warn_of_error(failure)
+        self._switch_off(failure.reason)
         return loss
+
+    def _first_pass_by_engine(self, call: Callable[[Any], Any], part: Any) -> Any:
+        """The implicit forms cannot do without the engine."""
+        try:
+            with torch.enable_grad():
+                return call(part)
+        except EngineFallbackError as error:
+            self._switch_off(str(error))  # raises, and says what the implicit form needs
+            raise
 
     def _second_pass(self, call: Callable[[Any], Any], batch: Any, noise: NoiseState | None) -> Any:
         self._begin_second_pass(noise)
         if not self._engine.is_at_work:
             with torch.enable_grad():
                 return call(batch)
-        before, fallbacks = Rewind(self.model, self._noise), EngineFallbackError.made
-        try:
-            with torch.enable_grad():
-                loss = call(batch)
-            gone = self._engine.missed_a_value()
-            if not gone and EngineFallbackError.made == fallbacks:
-                return loss
-            reason = "it looks at a value that the first pass had no use for"
-        except Exception as error:
-            gone, reason = isinstance(error, ValueGoneError), str(error) or type(error).__name__
-        self._engine.compute_in_full(reason)
+        before = Rewind(self.model, self._noise)
+        loss, failure = attempt(lambda: call(batch), self._engine.missed_a_value)
+        if failure is None:
+            return loss
+        self._engine.compute_in_full(failure.reason)
         before.restore()
         self._begin_second_pass(noise)
         with torch.enable_grad():
             loss = call(batch)  # what it raises now is its own
-        if gone or not self._engine.keeps_values:
-            self._engine.keep_values()
-        elif self.ascent == "explicit":
-            self._engine_off = reason
+        self._warn_of_error(failure)
+        if self.ascent == "explicit" and self._engine.keeps_values and not failure.value_gone:
+            self._engine_off = failure.reason
+        self._engine.keeps_values = True
         return loss
+
+    def _warn_of_error(self, failure: Failure) -> None:
+        if failure.is_foreign:
+            self._warn_once(
+                f"a closure failed and was called again: {failure.reason!r} did not come again without the engine; if "
+                "it is the model's or the loop's own, it went by unheard, and engine=False lets it through"
+            )
 
     def _begin_second_pass(self, noise: NoiseState | None) -> None:
         self.zero_grad()

@@ -522,3 +522,19 @@ def test_a_scripted_part_does_not_hide_the_error_of_a_closure():
 
     with pytest.raises(ZeroDivisionError, match="own"):
         counted_calls(optimizer, model, failing)
+
+
+def test_an_error_that_comes_only_once_is_named_in_a_warning():
+    model = Model(lambda model, x: model.head(torch.tanh(model.body(x)))).double()
+    optimizer = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked")
+    errors = iter([ZeroDivisionError("only once")])
+
+    def failing(model, x, y):
+        loss = F.cross_entropy(model(x), y)
+        for error in errors:
+            raise error
+        return loss
+
+    with pytest.warns(RuntimeWarning, match="only once"):
+        assert counted_calls(optimizer, model, failing, steps=1) == [3]
+    assert optimizer.engine_report()["engine"] == "off: only once"

@@ -28,7 +28,6 @@ from sparsesam.masks.packed import PackedMask
 #: Forwards without a backward that are remembered: more are no part of one pass.
 _FORWARDS = 8
 
-
 #: torch's own, which have a fast path in evaluation mode
 _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
@@ -161,10 +160,6 @@ class Engine:
         """The second pass did not work with what the first one left."""
         if self.recording is not None:
             self.recording.unusable = reason
-
-    def keep_values(self) -> None:
-        """From the next step on, even those that no call of the second pass seems to need."""
-        self.keeps_values = True
 
     def explicit_after_all(self) -> list[str]:
         """The weights for which the implicit ascent of this step was an explicit one."""

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsesam.ascent.calls import is_attribute
+
 #: What a stand-in can tell of the tensor that it stands for.
 KNOWN = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "is_nested")
-
-
 _MESSAGE = "the second pass looks at a value that the first pass had no more use for"
 
 
@@ -34,7 +34,7 @@ class StandIn(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ == "__get__" and func.__self__.__name__ in KNOWN:
+        if is_attribute(func) and func.__self__.__name__ in KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise cls.refusal()

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from sparsesam.ascent.calls import is_attribute
 from sparsesam.ascent.layers import LAYERS
 from sparsesam.ascent.memo import map_tensors, tensors_in
 from sparsesam.ascent.plan import make_plan
@@ -116,7 +117,7 @@ class _Trace(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") == "__get__":
+        if is_attribute(func):
             result = func(*args, **kwargs)
             if not isinstance(result, Tensor):
                 return result

@@ -37,7 +37,6 @@ class Pattern(ABC):
         """An allowed mask at random, uniform over the pattern's units, with the budget of :meth:`select`."""
         return self.select(random_scores(like, generator=generator), sparsity)
 
-    @abstractmethod
     def exchange(
         self,
         masks: Mapping[str, Tensor],
@@ -60,6 +59,14 @@ class Pattern(ABC):
             sparsity: as in :meth:`select`. The budget is computed from it each time, so it never drifts.
             ratio: part of the kept weights to drop, in [0, 1].
         """
+        _check_exchange(masks, keep, grow, ratio)
+        return self._exchange(masks, keep, grow, sparsity, ratio)
+
+    @abstractmethod
+    def _exchange(
+        self, masks: Mapping[str, Tensor], keep: Choice, grow: Choice, sparsity: float | None, ratio: float
+    ) -> dict[str, Tensor]:
+        """What :meth:`exchange` says, of arguments that were checked."""
 
 
 def weight_budget(like: Mapping[str, Tensor], sparsity: float | None, pattern: Pattern) -> int:
@@ -70,7 +77,7 @@ def weight_budget(like: Mapping[str, Tensor], sparsity: float | None, pattern: P
     return round((1 - sparsity) * sum(tensor.numel() for tensor in like.values()))
 
 
-def check_exchange(masks: Mapping[str, Tensor], keep: Choice, grow: Choice, ratio: float) -> None:
+def _check_exchange(masks: Mapping[str, Tensor], keep: Choice, grow: Choice, ratio: float) -> None:
     if not 0 <= ratio <= 1:
         raise ValueError(f"ratio must be in [0, 1], got {ratio}; 0 keeps the mask, 1 drops all of it")
     for label, choice in (("keep", keep), ("grow", grow)):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsesam.masks.nm import Axis, as_matrix, choose_in_groups, governed, remainder
-from sparsesam.masks.patterns.base import Choice, Pattern, Scores, check_choice, check_exchange
+from sparsesam.masks.patterns.base import Choice, Pattern, Scores, check_choice
 from sparsesam.masks.select import check_no_nan, copy_mask, count_true, random_mask, random_scores, top_mask
 from sparsesam.masks.units import spread, unit_masks, unit_scores
 
@@ -53,18 +53,10 @@ class NM(Pattern):
             self._fill(name, score, masks[name])
         return masks
 
-    def exchange(
-        self,
-        masks: Mapping[str, Tensor],
-        keep: Choice,
-        grow: Choice,
-        *,
-        sparsity: float | None = None,
-        ratio: float,
+    def _exchange(
+        self, masks: Mapping[str, Tensor], keep: Choice, grow: Choice, sparsity: float | None, ratio: float
     ) -> dict[str, Tensor]:
-        """See :meth:`Pattern.exchange`."""
         _check_implied(self, sparsity)
-        check_exchange(masks, keep, grow, ratio)
         grouped = {name: part for name, mask in masks.items() if (part := self._in_groups(mask)) is not None}
         kept = count_true(grouped)
         left = kept - round(ratio * kept)
@@ -134,18 +126,10 @@ class NMFilters(Pattern):
         _check_implied(self, sparsity)
         return self._spread(self._inner().select(self._means(scores)), scores)
 
-    def exchange(
-        self,
-        masks: Mapping[str, Tensor],
-        keep: Choice,
-        grow: Choice,
-        *,
-        sparsity: float | None = None,
-        ratio: float,
+    def _exchange(
+        self, masks: Mapping[str, Tensor], keep: Choice, grow: Choice, sparsity: float | None, ratio: float
     ) -> dict[str, Tensor]:
-        """See :meth:`Pattern.exchange`."""
         _check_implied(self, sparsity)
-        check_exchange(masks, keep, grow, ratio)
         units = _as_rows(unit_masks(masks, "filter"), masks)
         inner = self._inner().exchange(units, self._choice(keep), self._choice(grow), ratio=ratio)
         return self._spread(inner, masks)

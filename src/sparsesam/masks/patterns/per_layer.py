@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsesam.masks.patterns.base import Choice, Pattern, Scores, check_exchange
+from sparsesam.masks.patterns.base import Choice, Pattern, Scores
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,9 @@ class PerLayer(Pattern):
             masks |= self.inner.draw({name: tensor}, generator, sparsity)
         return masks
 
-    def exchange(
-        self,
-        masks: Mapping[str, Tensor],
-        keep: Choice,
-        grow: Choice,
-        *,
-        sparsity: float | None = None,
-        ratio: float,
+    def _exchange(
+        self, masks: Mapping[str, Tensor], keep: Choice, grow: Choice, sparsity: float | None, ratio: float
     ) -> dict[str, Tensor]:
-        """See :meth:`Pattern.exchange`."""
-        check_exchange(masks, keep, grow, ratio)
         result: dict[str, Tensor] = {}
         for name, mask in masks.items():
             own_keep, own_grow = (c if isinstance(c, torch.Generator) else {name: c[name]} for c in (keep, grow))

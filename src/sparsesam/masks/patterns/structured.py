@@ -9,7 +9,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from sparsesam.masks.patterns.base import Choice, Pattern, Scores, check_choice, check_exchange, weight_budget
+from sparsesam.masks.patterns.base import Choice, Pattern, Scores, check_choice, weight_budget
 from sparsesam.masks.select import count_true, random_scores
 from sparsesam.masks.units import Unit, fill_greedily, spread, unit_count, unit_masks, unit_scores
 
@@ -41,17 +41,9 @@ class Structured(Pattern):
         units = unit_masks({name: torch.zeros_like(t, dtype=torch.bool) for name, t in like.items()}, self.unit)
         return self._fill(random_scores(units, generator=generator), like, sparsity)
 
-    def exchange(
-        self,
-        masks: Mapping[str, Tensor],
-        keep: Choice,
-        grow: Choice,
-        *,
-        sparsity: float | None = None,
-        ratio: float,
+    def _exchange(
+        self, masks: Mapping[str, Tensor], keep: Choice, grow: Choice, sparsity: float | None, ratio: float
     ) -> dict[str, Tensor]:
-        """See :meth:`Pattern.exchange`."""
-        check_exchange(masks, keep, grow, ratio)
         budget, kept, sizes = weight_budget(masks, sparsity, self), count_true(masks), self._sizes(masks)
         units = unit_masks(masks, self.unit)
         left = min(kept - round(ratio * kept), budget)

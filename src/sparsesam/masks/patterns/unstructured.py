@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsesam.masks.patterns.base import Choice, Pattern, Scores, check_exchange, weight_budget
+from sparsesam.masks.patterns.base import Choice, Pattern, Scores, weight_budget
 from sparsesam.masks.select import count_true, random_mask, top_mask
 
 
@@ -25,17 +25,9 @@ class Unstructured(Pattern):
     ) -> dict[str, Tensor]:
         return random_mask(like, weight_budget(like, sparsity, self), generator=generator)
 
-    def exchange(
-        self,
-        masks: Mapping[str, Tensor],
-        keep: Choice,
-        grow: Choice,
-        *,
-        sparsity: float | None = None,
-        ratio: float,
+    def _exchange(
+        self, masks: Mapping[str, Tensor], keep: Choice, grow: Choice, sparsity: float | None, ratio: float
     ) -> dict[str, Tensor]:
-        """See :meth:`Pattern.exchange`."""
-        check_exchange(masks, keep, grow, ratio)
         budget = weight_budget(masks, sparsity, self)
         kept = count_true(masks)
         left = min(kept - round(ratio * kept), budget)
