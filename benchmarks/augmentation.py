@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from benchmarks.timing import format_ratios, interleaved, print_provenance, ratios
-from sparsesam.data import Augment
-from sparsesam.models import build
+from sparsesam.lab.data import Augment
+from sparsesam.lab.models import build
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 OURS, PILLOW = "batch of tensors", "image by image, Pillow"

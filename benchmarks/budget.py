@@ -22,8 +22,8 @@ from benchmarks.steps import SGD, closure_of, sgd, void
 from benchmarks.timing import format_ratios, interleaved, print_provenance, ratios
 from sparsesam.budget import BudgetMask, BudgetUnit
 from sparsesam.budget.costs import LayerCosts, layer_costs
+from sparsesam.lab.models import resnet18
 from sparsesam.masks.scores import Fisher
-from sparsesam.models import resnet18
 
 UNITS: tuple[BudgetUnit, ...] = ("tensor", "filter")
 

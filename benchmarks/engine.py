@@ -24,8 +24,8 @@ from torch.nn.functional import cross_entropy
 import sparsesam
 from benchmarks.live_bytes import LiveBytes
 from benchmarks.timing import Timed, format_ratios, interleaved, print_provenance, ratios
-from sparsesam.experiment.provenance import provenance
-from sparsesam.models import build
+from sparsesam.lab.experiment.provenance import provenance
+from sparsesam.lab.models import build
 
 SGD: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3}
 Step = Callable[[], None]

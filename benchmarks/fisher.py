@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sparsesam.lab.models import resnet18
 from sparsesam.masks.fisher import fisher_diagonal
-from sparsesam.models import resnet18
 
 Squares = dict[str, Tensor]
 

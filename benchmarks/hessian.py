@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from benchmarks.timing import print_provenance
 from sparsesam.analysis import Objective, hessian_eigenvalues
-from sparsesam.data import load_digits_split
-from sparsesam.models import resnet18, small_cnn
+from sparsesam.lab.data import load_digits_split
+from sparsesam.lab.models import resnet18, small_cnn
 
 Array = npt.NDArray[np.float64]
 COUNT, TOLERANCE = 5, 1e-3

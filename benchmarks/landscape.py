@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from benchmarks.timing import print_provenance
 from sparsesam.analysis import Objective, loss_landscape
-from sparsesam.models import resnet18
+from sparsesam.lab.models import resnet18
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 import sparsesam
 from benchmarks.live_bytes import LiveBytes
 from benchmarks.timing import print_provenance
-from sparsesam.models import resnet18
+from sparsesam.lab.models import resnet18
 
 SPARSITIES = (0.5, 0.9)
 Wrap = Callable[[torch.optim.Optimizer, nn.Module], torch.optim.Optimizer]
@@ -60,7 +60,7 @@ def wraps(images: Tensor, labels: Tensor) -> dict[str, Wrap]:
             return sparsesam.SSAM(base, model, rho=0.1, mask=mask)
 
         def dynamic(base: torch.optim.Optimizer, model: nn.Module, sparsity: float = sparsity) -> torch.optim.Optimizer:
-            mask = sparsesam.dynamic_mask(sparsity=sparsity, total_steps=100, refresh=sparsesam.by_hand())
+            mask = sparsesam.dynamic_mask(sparsity=sparsity, total_steps=100, refresh=sparsesam.manual())
             return sparsesam.SSAM(base, model, rho=0.1, mask=mask)
 
         table[f"SSAM-F {sparsity}"] = fisher

@@ -23,8 +23,8 @@ from typing import Any
 import yaml
 
 from benchmarks.timing import print_provenance
-from sparsesam.experiment.config import TrainConfig
-from sparsesam.experiment.records import append_records
+from sparsesam.lab.experiment.config import TrainConfig
+from sparsesam.lab.experiment.records import append_records
 
 _SETTINGS = (
     {"optimizer": "sgd"},
@@ -43,7 +43,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         runs, page = Path(folder) / "runs", Path(folder) / "report.html"
         write_runs(runs, runs=options.runs, epochs=options.epochs)
-        command = [sys.executable, "-m", "sparsesam.cli", "report", str(runs), "-o", str(page)]
+        command = [sys.executable, "-m", "sparsesam.lab.cli", "report", str(runs), "-o", str(page)]
         start = time.perf_counter()
         subprocess.run(command, check=True, capture_output=True)
         seconds = time.perf_counter() - start

@@ -101,10 +101,10 @@ def main() -> None:
     masks = Unstructured().select(plain, 0.5)
     keep = squared_gaussians(generator)
     contenders = {
-        "Unstructured exchange, random growth": lambda: Unstructured().exchange(
+        "Unstructured drop_and_grow, random growth": lambda: Unstructured().drop_and_grow(
             masks, keep, generator, sparsity=0.5, ratio=0.5
         ),
-        "Unstructured exchange, growth by score": lambda: Unstructured().exchange(
+        "Unstructured drop_and_grow, growth by score": lambda: Unstructured().drop_and_grow(
             masks, keep, plain, sparsity=0.5, ratio=0.5
         ),
         "random_mask": lambda: random_mask(plain, size // 2, generator=generator),
@@ -117,8 +117,10 @@ def main() -> None:
         "tensor select": lambda: Structured("tensor").select(plain, 0.5),
     }
     two_of_four, filters = NM(2, 4).select(plain), Structured("filter").select(plain, 0.5)
-    contenders["2:4 exchange, random growth"] = lambda: NM(2, 4).exchange(two_of_four, keep, generator, ratio=0.5)
-    contenders["filter exchange, random growth"] = lambda: Structured("filter").exchange(
+    contenders["2:4 drop_and_grow, random growth"] = lambda: NM(2, 4).drop_and_grow(
+        two_of_four, keep, generator, ratio=0.5
+    )
+    contenders["filter drop_and_grow, random growth"] = lambda: Structured("filter").drop_and_grow(
         filters, keep, generator, sparsity=0.5, ratio=0.5
     )
     show(f"{size:,} weights, sparsity 0.5, ratio 0.5", medians(contenders, arguments.rounds), size)
@@ -136,8 +138,8 @@ def main() -> None:
         half = top_mask(scores, total // 2)
         contenders = {
             "top_mask": partial(top_mask, scores, total // 2),
-            "Unstructured exchange, random growth": partial(
-                Unstructured().exchange, half, scores, generator, sparsity=0.5, ratio=0.5
+            "Unstructured drop_and_grow, random growth": partial(
+                Unstructured().drop_and_grow, half, scores, generator, sparsity=0.5, ratio=0.5
             ),
         }
         show(f"growth with size: {total:,} weights", medians(contenders, max(3, arguments.rounds // 2)), total)

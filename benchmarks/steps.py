@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 import sparsesam
 from benchmarks.timing import format_ratios, interleaved, print_provenance, ratios
-from sparsesam.models import resnet18
+from sparsesam.lab.models import resnet18
 
 Step = Callable[[], None]
 SGD: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3}
@@ -47,7 +47,7 @@ def cases(batch: int) -> dict[str, Step]:
     labels = torch.randint(10, (batch,), generator=generator)
     torch.manual_seed(0)
     start = resnet18()
-    never = sparsesam.by_hand()
+    never = sparsesam.manual()
     masks: dict[str, sparsesam.MaskRule | None] = {
         "SAM": None,
         "SSAM-F 0.5": sparsesam.fisher_mask(

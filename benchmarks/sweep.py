@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.timing import print_provenance
-from sparsesam.experiment.config import Place, TrainConfig
-from sparsesam.experiment.run import run
-from sparsesam.experiment.run_directory import RunDirectory
-from sparsesam.experiment.sweep import Sweep, sweep_jobs
+from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
+from sparsesam.lab.experiment.run import run
+from sparsesam.lab.experiment.run_directory import RunDirectory
+from sparsesam.lab.experiment.sweep import Sweep, sweep_jobs
 
 TRIAL = TrainConfig(optimizer="sgd", epochs=20, augment="none")
 
@@ -37,7 +37,7 @@ def main() -> None:
         alone = _seconds(config, out / "alone")
         jobs = Sweep("equal", {"run": config}, range(1, options.runs + 1)).jobs(out)
         start = time.perf_counter()
-        sweep_jobs(jobs, Place(), workers=options.cores)
+        sweep_jobs(jobs, RunEnvironment(), workers=options.cores)
         took = time.perf_counter() - start
         running = sum(_lasted(RunDirectory(job.directory)) for job in jobs)
     ideal = options.runs / options.cores * alone
@@ -53,7 +53,7 @@ def _lasted(directory: RunDirectory) -> float:
 
 def _seconds(config: TrainConfig, out: Path) -> float:
     start = time.perf_counter()
-    run(config, Place(out=out, threads=1, tensorboard=False, quiet=True))
+    run(config, RunEnvironment(out=out, threads=1, tensorboard=False, quiet=True))
     return time.perf_counter() - start
 
 

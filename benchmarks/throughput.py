@@ -20,12 +20,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.timing import interleaved, print_provenance, ratios
-from sparsesam import models
-from sparsesam.data import Labelled, Splits
-from sparsesam.experiment.batches import InMemory, Share
-from sparsesam.experiment.config import TrainConfig
-from sparsesam.experiment.interrupt import StopOnSignal
-from sparsesam.experiment.training import Training
+from sparsesam.lab import models
+from sparsesam.lab.data import Labelled, Splits
+from sparsesam.lab.experiment.batches import InMemory, Share
+from sparsesam.lab.experiment.config import TrainConfig
+from sparsesam.lab.experiment.interrupt import StopOnSignal
+from sparsesam.lab.experiment.training import Training
 
 CPU = torch.device("cpu")
 

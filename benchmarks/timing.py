@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sparsesam.experiment.provenance import provenance
+from sparsesam.lab.experiment.provenance import provenance
 
 
 class Timed(NamedTuple):

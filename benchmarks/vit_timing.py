@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 
 import sparsesam
 from benchmarks.timing import interleaved, print_provenance, ratios
-from sparsesam.models.vit import vit
+from sparsesam.lab.models.vit import vit
 
 WIDTH = 8192
 #: Seconds of one iteration on an A100 (the paper's table nm_vit).
@@ -111,7 +111,7 @@ def _optimizer(
         return sparsesam.SAM(base, model, rho=0.2)
     options = dict(settings)
     mask = sparsesam.fisher_mask(
-        data, cross_entropy, pattern=options.pop("pattern"), samples=len(data[1]), refresh=sparsesam.by_hand()
+        data, cross_entropy, pattern=options.pop("pattern"), samples=len(data[1]), refresh=sparsesam.manual()
     )
     return sparsesam.SSAM(base, model, rho=0.2, mask=mask, **options)  # type: ignore[arg-type]
 

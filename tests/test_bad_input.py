@@ -34,7 +34,7 @@ def test_rho_set_wrong_later_is_caught_before_anything_moves():
 
 @pytest.mark.parametrize("sparsity", [-0.1, 1.2, float("nan")])
 @pytest.mark.parametrize(
-    "make", [sparsesam.random_mask, lambda **k: sparsesam.dynamic_mask(refresh=sparsesam.by_hand(), **k)]
+    "make", [sparsesam.random_mask, lambda **k: sparsesam.dynamic_mask(refresh=sparsesam.manual(), **k)]
 )
 def test_sparsity(make, sparsity):
     with pytest.raises(ValueError, match=r"sparsity must be in \[0, 1\], got"):
@@ -51,15 +51,15 @@ def test_sparsity(make, sparsity):
         (lambda: sparsesam.random_mask(pattern="3:2"), "3"),
         (lambda: sparsesam.random_mask(sparsity=0.5, pattern="filters"), "filter"),
         (
-            lambda: sparsesam.dynamic_mask(sparsity=0.5, drop="best", refresh=sparsesam.by_hand()),
+            lambda: sparsesam.dynamic_mask(sparsity=0.5, drop="best", refresh=sparsesam.manual()),
             "flattest, sharpest",
         ),
         (
-            lambda: sparsesam.dynamic_mask(sparsity=0.5, drop_ratio=2, refresh=sparsesam.by_hand()),
+            lambda: sparsesam.dynamic_mask(sparsity=0.5, drop_ratio=2, refresh=sparsesam.manual()),
             "drop_ratio",
         ),
         (
-            lambda: sparsesam.dynamic_mask(sparsity=0.5, total_steps=0, refresh=sparsesam.by_hand()),
+            lambda: sparsesam.dynamic_mask(sparsity=0.5, total_steps=0, refresh=sparsesam.manual()),
             "total_steps",
         ),
         (lambda: sparsesam.fisher_mask(cases.vectors(), sparsity=0.5), "loss_fn"),

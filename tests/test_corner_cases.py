@@ -58,7 +58,7 @@ def normalized():
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
 
 
-@pytest.mark.parametrize("options", [{"ascent": "momentum"}, {"every": 2, "between": "reuse"}, {"every": 2}, {}])
+@pytest.mark.parametrize("options", [{"ascent": "momentum"}, {"every": 2, "off_steps": "reuse"}, {"every": 2}, {}])
 @pytest.mark.parametrize("two_phase", [False, True])
 def test_statistics_move_once_in_every_step(options, two_phase):
     model = seeded(normalized)
@@ -76,7 +76,7 @@ def test_statistics_move_once_in_every_step(options, two_phase):
         assert model[1].num_batches_tracked == count
 
 
-@pytest.mark.parametrize("options", [{"ascent": "momentum"}, {"every": 2, "between": "reuse"}, {"every": 2}])
+@pytest.mark.parametrize("options", [{"ascent": "momentum"}, {"every": 2, "off_steps": "reuse"}, {"every": 2}])
 def test_statistics_move_once_also_where_a_loop_always_runs_both_passes(options):
     model = seeded(normalized)
     optimizer = sparsesam.SAM(sgd(model, momentum=0.9), model, **options)

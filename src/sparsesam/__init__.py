@@ -6,8 +6,8 @@ from sparsesam.masks.fixed import NORMALIZATION, FixedMask, fixed_mask
 from sparsesam.masks.mask import DynamicMask, Mask, MaskRule, RandomMask
 from sparsesam.masks.patterns import NM, NMFilters, Pattern, PerLayer, Structured, Unstructured, as_pattern
 from sparsesam.masks.recipes import dynamic_mask, fisher_mask, random_mask
-from sparsesam.masks.refresh import Refresh, by_hand, every_epochs, every_steps
-from sparsesam.masks.scores import BatchFisher, Fisher, GradientMagnitude, Inverted, Moment, Score
+from sparsesam.masks.refresh import Refresh, every_epochs, every_steps, manual
+from sparsesam.masks.scores import BatchFisher, Fisher, GradientMagnitude, Inverted, Score, ScoreContext
 from sparsesam.optimizer import SAM, SSAM
 from sparsesam.schedules import Constant, Cosine, InverseSqrt, RhoSchedule, Warmup
 from sparsesam.sharpness_aware import SharpnessAware
@@ -32,7 +32,6 @@ __all__ = [
     "Inverted",
     "Mask",
     "MaskRule",
-    "Moment",
     "NMFilters",
     "Pattern",
     "PerLayer",
@@ -40,18 +39,19 @@ __all__ = [
     "Refresh",
     "RhoSchedule",
     "Score",
+    "ScoreContext",
     "SharpnessAware",
     "Structured",
     "Unstructured",
     "Warmup",
     "as_pattern",
     "budget_mask",
-    "by_hand",
     "dynamic_mask",
     "every_epochs",
     "every_steps",
     "fisher_diagonal",
     "fisher_mask",
     "fixed_mask",
+    "manual",
     "random_mask",
 ]

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from sparsesam.ascent.explicit import Norm
 from sparsesam.ascent.plan import Ascent
-from sparsesam.cadence import Between, Cadence
+from sparsesam.ascent_schedule import AscentSchedule, OffSteps
 from sparsesam.masks.mask import MaskRule
 from sparsesam.schedules import RhoSchedule
 from sparsesam.sharpness_aware import SharpnessAware
@@ -27,7 +27,7 @@ class SAM(SharpnessAware):
     to change.
 
     To pay for fewer ascents: ``every=k`` ascends in every k-th step, and in between takes the base optimizer's step
-    or, with ``between="reuse"``, one pass at w + the last e; ``start=t`` begins with step t; ``ascent_fraction=0.25``
+    or, with ``off_steps="reuse"``, one pass at w + the last e; ``start=t`` begins with step t; ``ascent_fraction=0.25``
     ascends by a quarter of the batch; ``ascent="momentum"`` follows the base optimizer's momentum instead of a
     gradient, which takes no pass at all. ``engine=False`` computes everything, also what no perturbation needs.
     """
@@ -43,7 +43,7 @@ class SAM(SharpnessAware):
         ascent: Literal["explicit", "momentum"] = "explicit",
         rho_schedule: RhoSchedule | None = None,
         every: int = 1,
-        between: Between = "skip",
+        off_steps: OffSteps = "skip",
         start: int = 0,
         ascent_fraction: float = 1.0,
         engine: bool = True,
@@ -58,7 +58,7 @@ class SAM(SharpnessAware):
             norm="full",
             ascent=ascent,
             rho_schedule=rho_schedule,
-            cadence=Cadence(every, between, start),
+            cadence=AscentSchedule(every, off_steps, start),
             ascent_fraction=ascent_fraction,
             engine=engine,
         )
@@ -93,7 +93,7 @@ class SSAM(SharpnessAware):
         ascent: Ascent = "explicit",
         rho_schedule: RhoSchedule | None = None,
         every: int = 1,
-        between: Between = "skip",
+        off_steps: OffSteps = "skip",
         start: int = 0,
         ascent_fraction: float = 1.0,
         engine: bool = True,
@@ -113,7 +113,7 @@ class SSAM(SharpnessAware):
             norm=norm,
             ascent=ascent,
             rho_schedule=rho_schedule,
-            cadence=Cadence(every, between, start),
+            cadence=AscentSchedule(every, off_steps, start),
             ascent_fraction=ascent_fraction,
             engine=engine,
         )

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 GROUP_OPTIONS = ("rho", "adaptive", "eta", "perturb")
 
 
-class Participant(NamedTuple):
+class PerturbedParam(NamedTuple):
     """A parameter that takes part in the ascent."""
 
     name: str
@@ -60,13 +60,13 @@ def named(model: nn.Module, base: Optimizer) -> dict[Tensor, str]:
     return names
 
 
-def participants(base: Optimizer, names: dict[Tensor, str]) -> Iterator[Participant]:
+def perturbed_params(base: Optimizer, names: dict[Tensor, str]) -> Iterator[PerturbedParam]:
     """Trainable parameters of the groups that are perturbed."""
     for group in base.param_groups:
         if group["perturb"]:
             for parameter in group["params"]:
                 if parameter.requires_grad:
-                    yield Participant(names[parameter], parameter, group)
+                    yield PerturbedParam(names[parameter], parameter, group)
 
 
 def check_group(group: dict[str, Any]) -> None:

@@ -21,17 +21,17 @@ from sparsesam.ascent.first_pass import ClosureWatch
 from sparsesam.ascent.memo import EngineFallbackError
 from sparsesam.ascent.noise import Noise, NoiseState
 from sparsesam.ascent.plan import Ascent
-from sparsesam.ascent.portion import Portion
 from sparsesam.ascent.rewind import Rewind
 from sparsesam.ascent.statistics import StatisticsSnapshot, versions
-from sparsesam.cadence import Cadence, Kind
+from sparsesam.ascent.subset import AscentSubset
+from sparsesam.ascent_schedule import AscentSchedule, StepKind
 from sparsesam.closures import with_batch
-from sparsesam.masks.keeper import MaskKeeper
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.packed import PackedMask
-from sparsesam.masks.scores import Moment
+from sparsesam.masks.scores import ScoreContext
+from sparsesam.masks.state import MaskState
 from sparsesam.parameters import (
-    Participant,
+    PerturbedParam,
     check_group,
     named,
 )
@@ -45,7 +45,7 @@ PERSISTED = ("steps", "skipped_ascents", "skipped_steps")
 #: Attributes that a copy of the optimizer takes along and a checkpoint does not.
 CONFIGURATION = (
     *("base", "model", "defaults", "norm", "ascent", "rho_schedule", "cadence", "ascent_fraction"),
-    *("_keeper", "_engine_off"),
+    *("_mask_state", "_engine_off"),
 )
 # All others belong to one step of one process and are made by `_start`.
 
@@ -76,7 +76,7 @@ class SharpnessAware(OptimizerWrapper):
         norm: Norm,
         ascent: Ascent,
         rho_schedule: RhoSchedule | None,
-        cadence: Cadence,
+        cadence: AscentSchedule,
         ascent_fraction: float,
         engine: bool,
     ) -> None:
@@ -102,7 +102,7 @@ class SharpnessAware(OptimizerWrapper):
         self.steps = 0
         self.skipped_ascents = 0
         self.skipped_steps = 0
-        self._keeper = None if mask is None else MaskKeeper(mask)
+        self._mask_state = None if mask is None else MaskState(mask)
         self._engine_off = None if engine else "switched off"
         if engine and model is not self.model:
             self._engine_off = f"the model is wrapped in {type(model).__name__}"
@@ -113,33 +113,33 @@ class SharpnessAware(OptimizerWrapper):
     @property
     def masks(self) -> dict[str, Tensor]:
         """The current masks, ``{parameter name: bool tensor}``; empty before a mask's first use."""
-        if self._keeper is None:
+        if self._mask_state is None:
             return {p.name: torch.ones_like(p.parameter, dtype=torch.bool) for p in self._participants()}
-        return {name: mask.unpack() for name, mask in (self._keeper.masks or {}).items()}
+        return {name: mask.unpack() for name, mask in (self._mask_state.masks or {}).items()}
 
     @property
     def mask(self) -> MaskRule | None:
         """The rule that the masks come from."""
-        return None if self._keeper is None else self._keeper.rule
+        return None if self._mask_state is None else self._mask_state.rule
 
     @property
     def sparsity(self) -> float | None:
         """The share of weights that the current masks leave alone; None before a mask's first use."""
-        return 0.0 if self._keeper is None else self._keeper.sparsity
+        return 0.0 if self._mask_state is None else self._mask_state.sparsity
 
     @property
     def needs_first_pass(self) -> bool:
         """Whether the coming step needs a gradient at w before ``perturbed()``."""
-        return self._kind is Kind.ASCEND and self.ascent != "momentum"
+        return self._kind is StepKind.ASCEND and self.ascent != "momentum"
 
     @property
-    def _kind(self) -> Kind:
+    def _kind(self) -> StepKind:
         return self.cadence.kind(self.steps, has_last=bool(self._perturbation.last))
 
     @property
     def skipped_refreshes(self) -> int:
         """How often a mask was kept because its scores were not finite."""
-        return 0 if self._keeper is None else self._keeper.skipped
+        return 0 if self._mask_state is None else self._mask_state.skipped
 
     @torch.no_grad()
     def step(
@@ -201,9 +201,9 @@ class SharpnessAware(OptimizerWrapper):
 
     def refresh_mask(self, *, now: bool = False, batch: Any = None) -> None:
         """Make the mask anew in the next ascent, or ``now`` (for SSAM-D, after a backward pass)."""
-        if self._keeper is None:
+        if self._mask_state is None:
             raise RuntimeError("refresh_mask() needs a mask; SAM perturbs every weight")
-        self._keeper.asked = True
+        self._mask_state.asked = True
         if now:
             self._refresh(batch)
 
@@ -220,7 +220,7 @@ class SharpnessAware(OptimizerWrapper):
     def _own_state(self) -> dict[str, Any]:
         own: dict[str, Any] = {key: getattr(self, key) for key in PERSISTED}
         own["version"] = _CHECKPOINT_VERSION
-        own["mask"] = None if self._keeper is None else self._keeper.state_dict()
+        own["mask"] = None if self._mask_state is None else self._mask_state.state_dict()
         own["last_perturbation"] = dict(self._perturbation.last)
         return own
 
@@ -230,22 +230,22 @@ class SharpnessAware(OptimizerWrapper):
                 f"state_dict['sparsesam'] must be of version {_CHECKPOINT_VERSION}, got {own.get('version')}; "
                 "load it with the sparsesam that wrote it"
             )
-        if (own["mask"] is None) != (self._keeper is None):
+        if (own["mask"] is None) != (self._mask_state is None):
             saved, mine = ("SAM", "SSAM") if own["mask"] is None else ("SSAM", "SAM")
             raise ValueError(f"state_dict is of {saved}, but this optimizer is {mine}; load it into the same kind")
-        if self._keeper is not None:
-            self._keeper.check_state_dict(own["mask"], self.model)
+        if self._mask_state is not None:
+            self._mask_state.check_state_dict(own["mask"], self.model)
 
     def _load_own_state(self, own: dict[str, Any] | None) -> None:
         if own is None:
             for key in PERSISTED:
                 setattr(self, key, 0)
-            if self._keeper is not None:
-                self._keeper = MaskKeeper(self._keeper.rule)
+            if self._mask_state is not None:
+                self._mask_state = MaskState(self._mask_state.rule)
             self._start()
             return
-        if self._keeper is not None:
-            self._keeper.load_state_dict(own["mask"], self.model)
+        if self._mask_state is not None:
+            self._mask_state.load_state_dict(own["mask"], self.model)
         for key in PERSISTED:
             setattr(self, key, own[key])
         self._start({name: e.clone() for name, e in own["last_perturbation"].items()})
@@ -267,7 +267,7 @@ class SharpnessAware(OptimizerWrapper):
         self._phase = _Phase.IDLE
         self._ascent_failed = False
         self._warned: set[str] = set()
-        self._perturbation = Perturbation(remember=self.cadence.between == "reuse")
+        self._perturbation = Perturbation(remember=self.cadence.off_steps == "reuse")
         self._perturbation.last = last_perturbation or {}
         self._noise = Noise(self.model.parameters())
         self._engine = Engine(self.model)
@@ -278,7 +278,7 @@ class SharpnessAware(OptimizerWrapper):
 
     def _passes(self, closure: Callable[..., Any], batch: Any) -> Any:
         call = with_batch(closure, batch)
-        if self._kind is Kind.PLAIN:
+        if self._kind is StepKind.PLAIN:
             self._ascent_failed = False
             with torch.enable_grad():
                 loss = call(batch)
@@ -288,7 +288,7 @@ class SharpnessAware(OptimizerWrapper):
         self._arm()
         loss = noise = None
         if self.needs_first_pass:
-            if self._keeper is not None and not self._keeper.rule.needs_gradient:
+            if self._mask_state is not None and not self._mask_state.rule.needs_gradient:
                 self._refresh_if_due(batch)
             noise = self._noise.read()
             try:
@@ -312,7 +312,7 @@ class SharpnessAware(OptimizerWrapper):
                     f"batch must be given with ascent_fraction={self.ascent_fraction}, and the closure must take it: "
                     "opt.step(closure, batch=(x, y)) with def closure(batch): ..."
                 )
-            portion = Portion.of(batch, self.ascent_fraction)
+            portion = AscentSubset.of(batch, self.ascent_fraction)
             part, self._engine.portion = portion.part, portion
         plan = self._engine.plan
         if plan is None:
@@ -407,9 +407,9 @@ class SharpnessAware(OptimizerWrapper):
         self._ascent_failed = False
         self._set_rho()
         kind = self._kind
-        if kind is Kind.PLAIN:
+        if kind is StepKind.PLAIN:
             return False
-        if kind is Kind.REUSE:
+        if kind is StepKind.REUSE:
             self._perturbation.apply_last([self._target(one, one.parameter) for one in self._participants()])
             return True
         if self.ascent in ("implicit", "implicit-dense"):
@@ -463,7 +463,7 @@ class SharpnessAware(OptimizerWrapper):
         self._statistics_at = versions(self.model)
         self._arm()
 
-    def _target(self, one: Participant, direction: Tensor) -> Target:
+    def _target(self, one: PerturbedParam, direction: Tensor) -> Target:
         rho = float(one.group["rho"])
         return Target(one.name, one.parameter, direction, self._mask_of(one.name), rho, one.eta)
 
@@ -478,36 +478,36 @@ class SharpnessAware(OptimizerWrapper):
     # ---- mask and engine ---------------------------------------------------------------------------------
 
     def _mask_of(self, name: str) -> PackedMask | None:
-        if self._keeper is None or self._keeper.masks is None or self.ascent == "implicit-dense":
+        if self._mask_state is None or self._mask_state.masks is None or self.ascent == "implicit-dense":
             return None
-        return self._keeper.masks[name]
+        return self._mask_state.masks[name]
 
     def _refresh_due(self) -> bool:
         names = {one.name for one in self._participants()}
-        return self._keeper is not None and self._keeper.due(self.steps, names)
+        return self._mask_state is not None and self._mask_state.due(self.steps, names)
 
     def _refresh_if_due(self, batch: Any) -> None:
         if self._refresh_due():
             self._refresh(batch)
 
     def _refresh(self, batch: Any) -> None:
-        assert self._keeper is not None
+        assert self._mask_state is not None
         self._engine.listen(None)
         if any(is_sharded(one.parameter) for one in self._participants()):
             raise ValueError(
                 "mask must not be given with sharded parameters (fully_shard): a mask needs to see whole tensors; "
                 "use SAM, and perturb=False in the parameter groups that are to stay"
             )
-        moment = Moment(
+        context = ScoreContext(
             self.model,
             {one.name: one.parameter for one in self._participants()},
-            self._keeper.generator,
+            self._mask_state.generator,
             self.steps,
             directions=self._directions(),
-            previous=self._keeper.masks,
+            previous=self._mask_state.masks,
             batch=batch,
         )
-        self._keeper.refresh(moment)
+        self._mask_state.refresh(context)
         self._perturbation.forget()
         self._engine.plan = None
         self._arm()
@@ -518,7 +518,7 @@ class SharpnessAware(OptimizerWrapper):
         if reason is not None and self.ascent in ("implicit", "implicit-dense") and self.needs_first_pass:
             if not self._refresh_due():
                 raise ValueError(f"ascent={self.ascent!r} needs the engine, which is off: {reason}")
-        masks = (self._keeper.masks if self._keeper is not None else None) or {}
+        masks = (self._mask_state.masks if self._mask_state is not None else None) or {}
         moved = {one.name: masks.get(one.name) for one in self._participants()}  # a newcomer's mask is due: engine off
         self._engine.arm(reason, moved, self.ascent)
 
@@ -540,7 +540,7 @@ class SharpnessAware(OptimizerWrapper):
     def _why_not(self) -> str | None:
         if self._engine_off is not None:
             return self._engine_off
-        if self.norm == "full" and self._keeper is not None and self.ascent == "explicit":
+        if self.norm == "full" and self._mask_state is not None and self.ascent == "explicit":
             return 'norm="full" needs every gradient; norm="masked" does not'
         if not self.needs_first_pass:
             return "the coming step has only one pass"

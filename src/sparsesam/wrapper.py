@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsesam.parameters import GROUP_OPTIONS, Participant, check_base, check_group, named, participants, unwrap
+from sparsesam.parameters import GROUP_OPTIONS, PerturbedParam, check_base, check_group, named, perturbed_params, unwrap
 
 
 class OptimizerWrapper(Optimizer):
@@ -98,12 +98,12 @@ class OptimizerWrapper(Optimizer):
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
-    def _participants(self) -> Iterator[Participant]:
+    def _participants(self) -> Iterator[PerturbedParam]:
         for group in self.param_groups:
             self._complete(group)
         if any(parameter not in self._names for group in self.param_groups for parameter in group["params"]):
             self._names = named(self.model, self.base)
-        return participants(self.base, self._names)
+        return perturbed_params(self.base, self._names)
 
     def _complete(self, group: dict[str, Any]) -> None:
         for key in GROUP_OPTIONS:

@@ -120,7 +120,7 @@ def test_killed_landscape_leaves_a_state_to_go_on_from(tmp_path):
         from torch.nn import functional as F
         from sparsesam.analysis import grid, Objective, loss_landscape
         from tests.cases import mlp, vectors
-        grid.walk.__kwdefaults__["save_every"] = 0.0
+        grid.evaluate_grid.__kwdefaults__["save_every"] = 0.0
         def slowly(done, total):
             print(done, flush=True)
             time.sleep(0.2 if done > 4 else 0)

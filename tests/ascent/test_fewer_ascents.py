@@ -51,7 +51,7 @@ def test_every_kth_step_ascends_and_the_others_are_the_base_optimizers():
 
 @pytest.mark.parametrize("masks", [False, True])
 def test_the_last_perturbation_is_used_again_in_between(masks):
-    _, _, passes, moves = run(every=3, between="reuse", masks=masks)
+    _, _, passes, moves = run(every=3, off_steps="reuse", masks=masks)
     assert passes == [2, 1, 1, 2, 1, 1]
     torch.testing.assert_close(moves[1], moves[0], rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(moves[2], moves[0], rtol=1e-9, atol=1e-12)
@@ -65,7 +65,7 @@ def test_start_is_the_first_step_with_a_perturbation():
 
 @pytest.mark.parametrize("clone", ["checkpoint", "deepcopy"])
 def test_a_reused_perturbation_survives_a_resume(clone):
-    model, opt, _, _ = run(steps=4, every=3, between="reuse", masks=True)
+    model, opt, _, _ = run(steps=4, every=3, off_steps="reuse", masks=True)
     if clone == "deepcopy":
         twin, other = copy.deepcopy((model, opt))
     else:
@@ -74,7 +74,7 @@ def test_a_reused_perturbation_survives_a_resume(clone):
         file.seek(0)
         twin = copy.deepcopy(model)
         rule = sparsesam.fixed_mask(cases.half_masks(model))
-        other = sparsesam.SSAM(cases.sgd(twin), twin, rho=0.3, mask=rule, every=3, between="reuse")
+        other = sparsesam.SSAM(cases.sgd(twin), twin, rho=0.3, mask=rule, every=3, off_steps="reuse")
         other.load_state_dict(torch.load(file, weights_only=True))
     for m, o in ((model, opt), (twin, other)):
         closure, calls = counted(m, o, *cases.vectors(seed=9))
@@ -137,7 +137,7 @@ def test_two_phase_loops_can_ask_whether_the_first_pass_is_needed():
             F.cross_entropy(model(x), y).backward()
         opt.step()
 
-    for options in ({"every": 2}, {"every": 2, "between": "reuse"}, {"ascent": "momentum"}, {"start": 2}):
+    for options in ({"every": 2}, {"every": 2, "off_steps": "reuse"}, {"ascent": "momentum"}, {"start": 2}):
         model = cases.mlp()
         twin = copy.deepcopy(model)
         opt, other = (sparsesam.SAM(cases.sgd(m), m, rho=0.2, **options) for m in (model, twin))
@@ -261,7 +261,7 @@ def test_values_that_are_not_laid_out_by_samples_fall_back():
     ("options", "words"),
     [
         ({"every": 0}, "every must be"),
-        ({"between": "jump"}, "between must be"),
+        ({"off_steps": "jump"}, "off_steps must be"),
         ({"start": -1}, "start must be"),
         ({"ascent_fraction": 0}, "ascent_fraction must be"),
         ({"ascent_fraction": 1.5}, "ascent_fraction must be"),

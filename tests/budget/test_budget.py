@@ -19,7 +19,7 @@ from sparsesam.budget import BudgetMask, budget_mask, measured_cost
 from sparsesam.budget.costs import layer_costs
 from sparsesam.budget.knapsack import best_prefixes, best_subset
 from sparsesam.masks.errors import NonFiniteScoreError
-from sparsesam.masks.scores import Moment
+from sparsesam.masks.scores import ScoreContext
 from tests import cases
 
 
@@ -31,8 +31,8 @@ class Given:
     def __init__(self, scores):
         self.scores = scores
 
-    def __call__(self, moment):
-        return {name: self.scores[name].clone() for name in moment.parameters}
+    def __call__(self, context):
+        return {name: self.scores[name].clone() for name in context.parameters}
 
 
 def chain(depth=4, bias=True):
@@ -47,8 +47,8 @@ def random_scores(model, seed, sharp=3):
     return {n: torch.rand(p.shape, generator=generator).pow(sharp) for n, p in model.named_parameters()}
 
 
-def moment(model):
-    return Moment(model, dict(model.named_parameters()), torch.Generator(), 0)
+def context(model):
+    return ScoreContext(model, dict(model.named_parameters()), torch.Generator(), 0)
 
 
 def gathered(masks, scores):
@@ -131,7 +131,7 @@ CHAIN_COSTS = layer_costs(CHAIN, torch.randn(256, 7), how="count")
 @given(seed=st.integers(0, 999), budget=st.floats(1.13, 2.1))
 def test_the_choice_is_the_one_found_by_trying_all(seed, budget):
     scores = random_scores(CHAIN, seed)
-    masks = BudgetMask(CHAIN_COSTS, budget, Given(scores)).make(moment(CHAIN))
+    masks = BudgetMask(CHAIN_COSTS, budget, Given(scores)).make(context(CHAIN))
     assert CHAIN_COSTS.step(masks) <= budget + 1e-12
     assert gathered(masks, scores) == pytest.approx(best_by_trying_all(CHAIN, CHAIN_COSTS, scores, budget))
 
@@ -156,8 +156,8 @@ def best_by_trying_all(model, costs, scores, budget):
 @given(seed=st.integers(0, 999), budget=st.floats(1.13, 2.1))
 def test_filters_gather_at_least_as_much_as_tensors_and_fit(seed, budget):
     scores = random_scores(CHAIN, seed, sharp=6)
-    tensors = BudgetMask(CHAIN_COSTS, budget, Given(scores)).make(moment(CHAIN))
-    filters = BudgetMask(CHAIN_COSTS, budget, Given(scores), unit="filter").make(moment(CHAIN))
+    tensors = BudgetMask(CHAIN_COSTS, budget, Given(scores)).make(context(CHAIN))
+    filters = BudgetMask(CHAIN_COSTS, budget, Given(scores), unit="filter").make(context(CHAIN))
     assert CHAIN_COSTS.step(filters) <= budget + 1e-12
     assert gathered(filters, scores) >= gathered(tensors, scores) - 1e-9
     for mask in filters.values():
@@ -171,7 +171,7 @@ def test_normalization_and_biases_are_perturbed_behind_the_frontier_and_never_be
     model = conv_model()
     costs = layer_costs(model, cases.images(16)[0], how="count")
     rule = BudgetMask(costs, budget, Given(random_scores(model, 0)), unit)
-    masks = rule.make(moment(model))
+    masks = rule.make(context(model))
     frontier = min(costs.first_use[name] for name, mask in masks.items() if mask.any())
     for name, mask in masks.items():
         if mask.dim() < 2:
@@ -181,7 +181,7 @@ def test_normalization_and_biases_are_perturbed_behind_the_frontier_and_never_be
 def test_a_larger_budget_gathers_more():
     scores = random_scores(CHAIN, 1)
     rules = [BudgetMask(CHAIN_COSTS, budget, Given(scores)) for budget in (1.2, 1.3, 1.5, 1.8, 2.2)]
-    totals = [gathered(rule.make(moment(CHAIN)), scores) for rule in rules]
+    totals = [gathered(rule.make(context(CHAIN)), scores) for rule in rules]
     assert totals == sorted(totals)
 
 
@@ -205,13 +205,13 @@ def test_parallel_branches_are_never_charged_too_little():
     for seed, budget in itertools.product(range(5), (1.15, 1.3, 1.5, 1.7)):
         scores = random_scores(model, seed)
         for unit in ("tensor", "filter"):
-            masks = BudgetMask(costs, budget, Given(scores), unit).make(moment(model))
+            masks = BudgetMask(costs, budget, Given(scores), unit).make(context(model))
             assert costs.step(masks) <= budget + 1e-12
 
 
 @pytest.mark.parametrize("unit", ["tensor", "filter"])
 def test_a_budget_of_sam_and_more_perturbs_everything_without_looking_at_scores(unit):
-    masks = BudgetMask(CHAIN_COSTS, 2.5, Given({}), unit).make(moment(CHAIN))
+    masks = BudgetMask(CHAIN_COSTS, 2.5, Given({}), unit).make(context(CHAIN))
     assert all(mask.all() for mask in masks.values())
 
 
@@ -336,17 +336,17 @@ def test_a_budget_for_biases_alone_says_so():
     scores = random_scores(CHAIN, 0)
     with pytest.warns(UserWarning, match="no weight tensor fits into budget"):
         rule = BudgetMask(CHAIN_COSTS, bias, Given(scores))
-    masks = rule.make(moment(CHAIN))
+    masks = rule.make(context(CHAIN))
     assert [name for name, mask in masks.items() if mask.any()] == ["6.bias"]
 
 
 def test_another_model_is_refused():
     with pytest.raises(ValueError, match="make the rule anew"):
-        small().make(moment(conv_model()))
+        small().make(context(conv_model()))
 
 
 @pytest.mark.parametrize(("value", "error"), [(math.nan, NonFiniteScoreError), (-1.0, ValueError)])
 def test_scores_must_be_numbers_of_at_least_zero(value, error):
     scores = {name: torch.full(p.shape, value) for name, p in CHAIN.named_parameters()}
     with pytest.raises(error, match="the scores of"):
-        BudgetMask(CHAIN_COSTS, 1.5, Given(scores)).make(moment(CHAIN))
+        BudgetMask(CHAIN_COSTS, 1.5, Given(scores)).make(context(CHAIN))

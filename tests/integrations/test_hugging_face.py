@@ -89,7 +89,7 @@ def test_the_documented_trainer_equals_a_plain_loop(tmp_path):
     assert_same_weights(model, twin)
 
 
-@pytest.mark.parametrize("cadence", [{}, {"every": 2}, {"every": 2, "between": "reuse"}], ids=str)
+@pytest.mark.parametrize("cadence", [{}, {"every": 2}, {"every": 2, "off_steps": "reuse"}], ids=str)
 def test_micro_batches_equal_a_plain_loop(cadence, tmp_path):
     model = language_model()
     twin = copy.deepcopy(model)

@@ -141,7 +141,7 @@ def test_accumulation_equals_a_plain_loop(clip, tmp_path):
     assert_same_run(module, twin, plain(twin, batches(), count=2, clip=clip))
 
 
-@pytest.mark.parametrize("cadence", [{"every": 2}, {"every": 2, "between": "reuse"}], ids=str)
+@pytest.mark.parametrize("cadence", [{"every": 2}, {"every": 2, "off_steps": "reuse"}], ids=str)
 def test_accumulation_with_fewer_ascents_equals_a_plain_loop(cadence, tmp_path):
     module = Configured(cases.mlp(), mask=sparsesam.fixed_mask("4.*"), **cadence)
     twin = copy.deepcopy(module)

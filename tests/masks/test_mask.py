@@ -150,7 +150,7 @@ def refreshed_at(refresh, steps=7):
 def test_refresh_rules():
     assert refreshed_at(sparsesam.every_steps(3)) == [0, 3, 6]
     assert refreshed_at(sparsesam.every_epochs(2, steps_per_epoch=2)) == [0, 4]
-    assert refreshed_at(sparsesam.by_hand()) == [0]
+    assert refreshed_at(sparsesam.manual()) == [0]
 
 
 def test_refresh_by_hand():

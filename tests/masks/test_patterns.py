@@ -204,7 +204,7 @@ class TestLimits:
         like = {"w": torch.rand(8, 6, 3), "b": torch.rand(9)}
         sparsity = None if pattern.implied_sparsity else 0.5
         masks = pattern.select(like, sparsity)
-        same = pattern.exchange(
+        same = pattern.drop_and_grow(
             masks, {k: torch.rand(v.shape) for k, v in like.items()}, generator, sparsity=sparsity, ratio=0
         )
         assert all(torch.equal(same[name], masks[name]) for name in masks)
@@ -214,7 +214,7 @@ class TestLimits:
         generator = torch.Generator().manual_seed(0)
         old, keep, grow = ({"w": torch.rand(8, 6, 3, generator=generator)} for _ in range(3))
         sparsity = None if pattern.implied_sparsity else 0.5
-        masks = pattern.exchange(pattern.select(old, sparsity), keep, grow, sparsity=sparsity, ratio=1)
+        masks = pattern.drop_and_grow(pattern.select(old, sparsity), keep, grow, sparsity=sparsity, ratio=1)
         assert torch.equal(masks["w"], pattern.select(grow, sparsity)["w"])
 
     @pytest.mark.parametrize("pattern", FREE + FIXED, ids=repr)
@@ -241,7 +241,7 @@ class TestExchange:
         pattern, budget = Unstructured(), round((1 - sparsity) * size(old))
         masks = pattern.select(old, sparsity)
         growth = torch.Generator().manual_seed(seed) if random else grow
-        result = pattern.exchange(masks, keep, growth, sparsity=sparsity, ratio=ratio)
+        result = pattern.drop_and_grow(masks, keep, growth, sparsity=sparsity, ratio=ratio)
         kept = {name: mask.numpy() for name, mask in masks.items()}
         ranked = {name: np.where(kept[name], score, -np.inf) for name, score in oracle.as_float64(keep).items()}
         survivors = oracle.top(ranked, budget - round(ratio * budget))
@@ -269,7 +269,7 @@ class TestExchange:
         survivors = oracle.greedy(oracle.as_float64(keep), unit, number - round(ratio * number), kept)
         assert number - oracle.number(survivors) >= round(ratio * number)
         growth = torch.Generator().manual_seed(seed) if random else grow
-        result = pattern.exchange(masks, keep, growth, sparsity=sparsity, ratio=ratio)
+        result = pattern.drop_and_grow(masks, keep, growth, sparsity=sparsity, ratio=ratio)
         assert count_true(result) <= budget
         assert all(bool((result[name].numpy() | ~survivors[name]).all()) for name in result)
         if not random:
@@ -297,7 +297,7 @@ class TestExchange:
         ranked = {name: np.where(kept[name], score, -np.inf) for name, score in oracle.as_float64(keep).items()}
         survivors = oracle.top(ranked, number - round(ratio * number))
         growth = torch.Generator().manual_seed(7) if random else grow
-        result = pattern.exchange(masks, keep, growth, ratio=ratio)
+        result = pattern.drop_and_grow(masks, keep, growth, ratio=ratio)
         assert count_true(result) == count_true(masks)
         for name, mask in result.items():
             assert bool((mask.numpy() | ~survivors[name]).all())
@@ -314,7 +314,7 @@ class TestExchange:
         keep = {name: torch.rand(score.shape, generator=generator) for name, score in like.items()}
         pattern = NMFilters(2, 4)
         before = pattern.select(like)
-        after = pattern.exchange(before, keep, generator, ratio=0.5)
+        after = pattern.drop_and_grow(before, keep, generator, ratio=0.5)
         rows = {
             name: (b.flatten(1)[:, 0], a.flatten(1)[:, 0])
             for (name, b), a in zip(before.items(), after.values(), strict=True)
@@ -335,7 +335,7 @@ class TestExchange:
         keep = {name: torch.rand(mask.shape) for name, mask in masks.items()}
         seen = torch.zeros(20)
         for _ in range(400):
-            result = Structured("filter").exchange(masks, keep, generator, sparsity=0.95, ratio=1)
+            result = Structured("filter").drop_and_grow(masks, keep, generator, sparsity=0.95, ratio=1)
             seen += torch.cat([result["wide"][:, 0], result["slim"][:, 0]]).float()
         assert float(seen.sum()) == 400
         assert float(seen.min()) > 4
@@ -347,13 +347,13 @@ class TestExchange:
         masks = Unstructured().select(like, 0.37)
         for step in range(50):
             keep = {name: torch.rand(score.shape, generator=generator) for name, score in like.items()}
-            masks = Unstructured().exchange(masks, keep, generator, sparsity=0.37, ratio=step / 50)
+            masks = Unstructured().drop_and_grow(masks, keep, generator, sparsity=0.37, ratio=step / 50)
             assert count_true(masks) == round(0.63 * 540)
 
     @pytest.mark.parametrize("sparsity", [0.2, 0.8])
     def test_budget_follows_a_changed_sparsity(self, sparsity):
         like = {"w": torch.rand(10, 10)}
-        masks = Unstructured().exchange(
+        masks = Unstructured().drop_and_grow(
             Unstructured().select(like, 0.5), like, torch.Generator(), sparsity=sparsity, ratio=0.3
         )
         assert count_true(masks) == round((1 - sparsity) * 100)
@@ -364,7 +364,7 @@ class TestExchange:
             sparsity = None if pattern.implied_sparsity else 0.5
             masks = pattern.select(like, sparsity)
             one, two = (
-                pattern.exchange(masks, like, torch.Generator().manual_seed(5), sparsity=sparsity, ratio=0.4)
+                pattern.drop_and_grow(masks, like, torch.Generator().manual_seed(5), sparsity=sparsity, ratio=0.4)
                 for _ in "12"
             )
             assert all(torch.equal(one[name], two[name]) for name in masks)
@@ -378,8 +378,8 @@ class TestExchange:
         def run() -> list[torch.Tensor]:
             masks = pattern.select(like, sparsity)
             drawn = torch.Generator().manual_seed(2)
-            random = pattern.exchange(masks, like, drawn, sparsity=sparsity, ratio=0.4)
-            scored = pattern.exchange(random, like, like, sparsity=sparsity, ratio=0.4)
+            random = pattern.drop_and_grow(masks, like, drawn, sparsity=sparsity, ratio=0.4)
+            scored = pattern.drop_and_grow(random, like, like, sparsity=sparsity, ratio=0.4)
             return [*masks.values(), *random.values(), *scored.values()]
 
         host = run()
@@ -392,7 +392,7 @@ class TestExchange:
             sparsity = None if pattern.implied_sparsity else 0.5
             masks = pattern.select(like, sparsity)
             before = {name: mask.clone() for name, mask in masks.items()}
-            pattern.exchange(masks, like, torch.Generator(), sparsity=sparsity, ratio=1)
+            pattern.drop_and_grow(masks, like, torch.Generator(), sparsity=sparsity, ratio=1)
             assert all(torch.equal(before[name], masks[name]) for name in masks)
 
 
@@ -418,7 +418,7 @@ class TestErrors:
         masks = {"w": torch.ones(4, 4, dtype=torch.bool)}
         sparsity = None if pattern.implied_sparsity else 0.5
         with pytest.raises(ValueError, match=r"ratio must be in \[0, 1\]"):
-            pattern.exchange(masks, {"w": torch.rand(4, 4)}, torch.Generator(), sparsity=sparsity, ratio=ratio)
+            pattern.drop_and_grow(masks, {"w": torch.rand(4, 4)}, torch.Generator(), sparsity=sparsity, ratio=ratio)
 
     @pytest.mark.parametrize("make", [NM, NMFilters])
     def test_n_and_m(self, make):
@@ -450,17 +450,17 @@ class TestErrors:
         masks, scores = {"w": torch.ones(4, 4, dtype=torch.bool)}, {"w": torch.rand(4, 4)}
         sparsity = None if pattern.implied_sparsity else 0.5
         with pytest.raises(ValueError, match="keep must have the same names"):
-            pattern.exchange(masks, {"v": torch.rand(4, 4)}, scores, sparsity=sparsity, ratio=0.5)
+            pattern.drop_and_grow(masks, {"v": torch.rand(4, 4)}, scores, sparsity=sparsity, ratio=0.5)
         with pytest.raises(ValueError, match=r"grow.*shape"):
-            pattern.exchange(masks, scores, {"w": torch.rand(4)}, sparsity=sparsity, ratio=0.5)
+            pattern.drop_and_grow(masks, scores, {"w": torch.rand(4)}, sparsity=sparsity, ratio=0.5)
         with pytest.raises(ValueError, match="bool"):
-            pattern.exchange({"w": torch.ones(4, 4)}, scores, scores, sparsity=sparsity, ratio=0.5)
+            pattern.drop_and_grow({"w": torch.ones(4, 4)}, scores, scores, sparsity=sparsity, ratio=0.5)
 
     @pytest.mark.parametrize("pattern", [Structured("filter"), NMFilters(2, 4)], ids=repr)
     def test_exchange_needs_whole_units(self, pattern):
         masks = {"w": torch.eye(4, dtype=torch.bool)}
         with pytest.raises(ValueError, match=r"'w'.*part of a filter"):
-            pattern.exchange(masks, {"w": torch.rand(4, 4)}, torch.Generator(), sparsity=0.5, ratio=0.5)
+            pattern.drop_and_grow(masks, {"w": torch.rand(4, 4)}, torch.Generator(), sparsity=0.5, ratio=0.5)
 
 
 class TestNames:

@@ -27,7 +27,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Moving:
+class MovedTensor:
     """One tensor of the model on its way: base + a * along_x + b * along_y, base being a copy of what it was."""
 
     name: str
@@ -41,7 +41,7 @@ class Moving:
 class Grid:
     """Where the loss is wanted. ``y`` is empty for a line."""
 
-    moving: Sequence[Moving]
+    moving: Sequence[MovedTensor]
     x: Array
     y: Array
 
@@ -50,7 +50,7 @@ class Grid:
         return (len(self.y), len(self.x)) if len(self.y) else (len(self.x),)
 
 
-def walk(
+def evaluate_grid(
     objective: Objective,
     grid: Grid,
     *,
@@ -97,7 +97,7 @@ def walk(
 
 
 @torch.no_grad()
-def _row(moving: Sequence[Moving], b: float) -> list[Tensor]:
+def _row(moving: Sequence[MovedTensor], b: float) -> list[Tensor]:
     return [one.base if one.along_y is None else torch.add(one.base, one.along_y, alpha=b) for one in moving]
 
 
@@ -143,7 +143,7 @@ def _together(objective: Objective, grid: Grid, starts: list[Tensor], columns: l
 
 
 @contextmanager
-def _weights_kept(moving: Sequence[Moving]) -> Iterator[None]:
+def _weights_kept(moving: Sequence[MovedTensor]) -> Iterator[None]:
     try:
         yield
     finally:

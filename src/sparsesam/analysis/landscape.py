@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from sparsesam.analysis.directions import Direction, check_directions, random_directions
-from sparsesam.analysis.grid import Array, Grid, Moving, Progress, walk
+from sparsesam.analysis.grid import Array, Grid, MovedTensor, Progress, evaluate_grid
 from sparsesam.analysis.objective import Objective, ParameterFilter, check_state, state_kept
 from sparsesam.analysis.results import Result
 
@@ -75,7 +75,7 @@ def loss_landscape(
     grid = Grid(_moving(objective, chosen), x, x.copy() if dimensions == 2 else np.zeros(0))
     with objective.measuring():
         center = objective.loss()
-        loss = walk(objective, grid, state_file=state_file, progress=progress, points_at_once=points_at_once)
+        loss = evaluate_grid(objective, grid, state_file=state_file, progress=progress, points_at_once=points_at_once)
     kind = "given directions" if directions is not None else "filter-normalized random directions"
     notes = [] if directions is not None else [f"biases and normalization parameters: {one_dimensional}"]
     return _result(objective, kind, grid, loss, center, chosen, None if directions is not None else seed, notes)
@@ -131,27 +131,29 @@ def loss_between(
         grid = Grid(moving, np.linspace(*span, points), np.zeros(0))
         with objective.measuring():
             center = objective.loss()
-            loss = walk(objective, grid, state_file=state_file, progress=progress)
+            loss = evaluate_grid(objective, grid, state_file=state_file, progress=progress)
     frozen = objective.statistics == "frozen" and any(True for _ in objective.model.buffers())
     notes = ["running statistics are interpolated; statistics='recomputed' measures them anew"] if frozen else []
     direction = {one.name: one.along_x for one in moving if one.along_x is not None}
     return _result(objective, "line between two checkpoints", grid, loss, center, [direction], None, notes)
 
 
-def _line(objective: Objective, second: Mapping[str, Tensor]) -> list[Moving]:
+def _line(objective: Objective, second: Mapping[str, Tensor]) -> list[MovedTensor]:
     moving = []
     for name, tensor in (*objective.model.named_parameters(), *objective.model.named_buffers()):
         if name in second and tensor.is_floating_point():
             base = tensor.detach().clone()
-            moving.append(Moving(name, tensor.detach(), base, second[name].detach().to(base) - base))
+            moving.append(MovedTensor(name, tensor.detach(), base, second[name].detach().to(base) - base))
     return moving
 
 
-def _moving(objective: Objective, directions: Sequence[Direction]) -> list[Moving]:
+def _moving(objective: Objective, directions: Sequence[Direction]) -> list[MovedTensor]:
     parameters = dict(objective.model.named_parameters())
     names = {name: None for direction in directions for name in direction}
     return [
-        Moving(name, parameters[name].detach(), parameters[name].detach().clone(), *(d.get(name) for d in directions))
+        MovedTensor(
+            name, parameters[name].detach(), parameters[name].detach().clone(), *(d.get(name) for d in directions)
+        )
         for name in names
     ]
 

@@ -19,10 +19,10 @@ from sparsesam.ascent.first_pass import FirstPass
 from sparsesam.ascent.memo import EngineFallbackError, Memo
 from sparsesam.ascent.noise import Noise
 from sparsesam.ascent.plan import Ascent, describe, explicit_after_all, make_plan, saves_nothing
-from sparsesam.ascent.portion import Portion
 from sparsesam.ascent.recording import Plan, Recording
 from sparsesam.ascent.second_pass import SecondPass
 from sparsesam.ascent.statistics import statistics_of
+from sparsesam.ascent.subset import AscentSubset
 from sparsesam.masks.packed import PackedMask
 
 #: Forwards without a backward that are remembered: more are no part of one pass.
@@ -39,7 +39,7 @@ class Engine:
         self.model = model
         self.plan: Plan | None = None
         self.same_noise = False
-        self.portion: Portion | None = None
+        self.portion: AscentSubset | None = None
         self.only_within_steps = False  # after a closure: what the user's loop does between steps is not looked at
         self.within_step = False
         self.second = False

@@ -163,7 +163,7 @@ def _scaled(gradient: Tensor, weight: Tensor, eta: float | None, *, power: int) 
 
 
 def _add_dense(target: Target, saved: Tensor, scale: float | None, last: Tensor | None) -> None:
-    """W += scale * T² g, noted in ``last`` if there is one; without a scale, w += last."""
+    """w += scale * T² g, noted in ``last`` if there is one; without a scale, w += last."""
     if scale is None:
         assert last is not None
         target.weight.add_(last)

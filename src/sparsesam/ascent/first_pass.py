@@ -26,9 +26,9 @@ from sparsesam.ascent.calls import (
 from sparsesam.ascent.layers import LAYERS, nothing_passes
 from sparsesam.ascent.memo import PLAIN_TENSORS, EngineFallbackError, Unhashable, map_tensors, memory_of, tensors_in
 from sparsesam.ascent.noise import Noise, same_state
-from sparsesam.ascent.portion import Portion
 from sparsesam.ascent.recording import Plan, Recording
 from sparsesam.ascent.stand_in import KNOWN
+from sparsesam.ascent.subset import AscentSubset
 
 _MARK = "_sparsesam_mark"
 _USED = "_sparsesam_used"  # set on clean tensors whose value went into a dirty call
@@ -45,7 +45,7 @@ class FirstPass(TorchFunctionMode):
         *,
         record: bool,
         same_noise: bool,
-        portion: Portion | None = None,
+        portion: AscentSubset | None = None,
     ) -> None:
         super().__init__()
         self.plan, self.recording, self.noise = plan, recording, noise

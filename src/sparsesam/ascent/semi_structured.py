@@ -52,14 +52,14 @@ def is_two_of_four(mask: Tensor) -> bool:
 
 
 def sparse_input_gradient(dy: Tensor, weight: Tensor, mask: PackedMask) -> Tensor:
-    """DY · (W ⊙ m) by the sparse product; dY (…, out) to dX (…, in)."""
+    """dY · (W ⊙ m) by the sparse product; dY (…, out) to dX (…, in)."""
     masked = (weight * mask.unpack(weight.device)).t().contiguous()
     packed = torch.sparse.to_sparse_semi_structured(masked)
     return F.linear(dy.flatten(0, -2), packed).view(*dy.shape[:-1], weight.shape[1])
 
 
 def input_gradient(dy: Tensor, weight: Tensor, mask: PackedMask) -> Tensor:
-    """DY · (W ⊙ m), sparse where that can be, otherwise masked and dense."""
+    """dY · (W ⊙ m), sparse where that can be, otherwise masked and dense."""
     if can_pack(dy, weight, mask):
         return sparse_input_gradient(dy, weight, mask)
     return dy @ (weight * mask.unpack(weight.device)).conj()

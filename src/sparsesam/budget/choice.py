@@ -26,7 +26,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Opening:
+class FrontierOption:
     """One frontier: what comes with it, what that costs, and what more there is to choose from."""
 
     free: tuple[str, ...]  # normalization parameters and biases behind the frontier
@@ -42,7 +42,7 @@ class Opening:
         return self.fixed if self.free else self.fixed + self.cheapest
 
 
-def openings_of(costs: LayerCosts, shapes: Mapping[str, torch.Size], unit: BudgetUnit) -> Iterator[Opening]:
+def frontier_options(costs: LayerCosts, shapes: Mapping[str, torch.Size], unit: BudgetUnit) -> Iterator[FrontierOption]:
     """From the last layer to the first.
 
     An item is charged what it adds to the frontier's own passes. Two items that dirty the same calls are both
@@ -60,7 +60,7 @@ def openings_of(costs: LayerCosts, shapes: Mapping[str, torch.Size], unit: Budge
             for name in behind
             if name not in free
         )
-        yield Opening(free, passes + sum(costs.perturbing(name, 1) for name in free), items)
+        yield FrontierOption(free, passes + sum(costs.perturbing(name, 1) for name in free), items)
 
 
 def unit_count(costs: LayerCosts, name: str, unit: BudgetUnit) -> int:
@@ -87,10 +87,12 @@ def unit_sums(scores: Mapping[str, Tensor], counts: Mapping[str, int]) -> dict[s
     return sums
 
 
-def best_units(openings: Sequence[Opening], scores: Mapping[str, Floats], allowance: float) -> dict[str, list[int]]:
+def best_units(
+    options: Sequence[FrontierOption], scores: Mapping[str, Floats], allowance: float
+) -> dict[str, list[int]]:
     """The units to perturb, by parameter, of the frontier that gathers the most score."""
     best, chosen = -1.0, {}
-    for one in openings:
+    for one in options:
         left = allowance - one.fixed
         if left < 0:
             continue

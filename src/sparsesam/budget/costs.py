@@ -30,8 +30,8 @@ from sparsesam.ascent.explicit import Perturbation, Target, ascent_norm
 from sparsesam.ascent.noise import Noise
 from sparsesam.ascent.statistics import StatisticsSnapshot
 from sparsesam.budget.call_trace import KINDS, Call, Clock, How, Kind, stopwatch, trace
-from sparsesam.masks.left_as_found import left_as_found
 from sparsesam.masks.packed import PackedMask
+from sparsesam.masks.preserve_model_state import preserve_model_state
 from sparsesam.parameters import unwrap
 
 Flags = npt.NDArray[np.bool_]
@@ -218,7 +218,7 @@ def as_in_a_step(model: nn.Module) -> Iterator[None]:
     """Training mode and the parameters' own gradient flags, everything put back on the way out."""
     training = {module: module.training or not model.training for module in model.modules()}
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with left_as_found(model):
+    with preserve_model_state(model):
         for module, flag in training.items():
             module.training = flag
         statistics_found = StatisticsSnapshot(model)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Places = npt.NDArray[np.intp]
 
-#: Beyond so many undominated choices, those of nearly equal cost are thinned out.
+#: Beyond so many undominated choices, those of nearly equal cost are downsampled out.
 _STATES = 1 << 14
 
 

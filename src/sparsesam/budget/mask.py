@@ -11,12 +11,20 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from sparsesam.budget.choice import BudgetUnit, Opening, best_units, openings_of, spread, unit_count, unit_sums
+from sparsesam.budget.choice import (
+    BudgetUnit,
+    FrontierOption,
+    best_units,
+    frontier_options,
+    spread,
+    unit_count,
+    unit_sums,
+)
 from sparsesam.budget.costs import LayerCosts, layer_costs
 from sparsesam.budget.report import BudgetReport, report_of
 from sparsesam.masks.mask import MaskRule
-from sparsesam.masks.refresh import Refresh, by_hand
-from sparsesam.masks.scores import Fisher, Moment, Score
+from sparsesam.masks.refresh import Refresh, manual
+from sparsesam.masks.scores import Fisher, Score, ScoreContext
 
 LossFn = Callable[..., Tensor]
 
@@ -27,8 +35,8 @@ class GradientEnergy:
 
     needs_gradient: ClassVar[bool] = True
 
-    def __call__(self, moment: Moment) -> dict[str, Tensor]:
-        return {name: moment.gradient(name).square() for name in moment.parameters}
+    def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
+        return {name: context.gradient(name).square() for name in context.parameters}
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +55,7 @@ class BudgetMask(MaskRule):
     budget: float
     score: Score = field(default_factory=GradientEnergy)
     unit: BudgetUnit = "tensor"
-    refresh: Refresh = field(default_factory=by_hand)
+    refresh: Refresh = field(default_factory=manual)
     seed: int = 0
     _last: list[BudgetReport] = field(default_factory=list, init=False, repr=False)
 
@@ -59,9 +67,9 @@ class BudgetMask(MaskRule):
                 f"budget must be a finite number of at least 1, got {self.budget}; it is the cost of a step relative "
                 "to the base optimizer's, SAM's is about 2"
             )
-        openings = list(openings_of(self.costs, self.costs.shapes, self.unit))
-        self._require(openings)
-        weights = [one.fixed + one.cheapest for one in openings if one.items]
+        options = list(frontier_options(self.costs, self.costs.shapes, self.unit))
+        self._require(options)
+        weights = [one.fixed + one.cheapest for one in options if one.items]
         if weights and min(weights) > self._allowance:
             warnings.warn(
                 f"no weight {self.unit} fits into budget={self.budget}, only normalization parameters and biases near "
@@ -78,18 +86,18 @@ class BudgetMask(MaskRule):
         """What a step may cost beyond the base optimizer's, in the unit of the costs."""
         return (self.budget - 1) * self.costs.base
 
-    def make(self, moment: Moment) -> dict[str, Tensor]:
-        ones = {name: torch.ones_like(p, dtype=torch.bool) for name, p in moment.parameters.items()}
+    def make(self, context: ScoreContext) -> dict[str, Tensor]:
+        ones = {name: torch.ones_like(p, dtype=torch.bool) for name, p in context.parameters.items()}
         self._check_known(ones)
         if self.costs.step(ones) <= self.budget:
             made = ones
         else:
-            shapes = {name: p.shape for name, p in moment.parameters.items()}
-            openings = list(openings_of(self.costs, shapes, self.unit))
-            self._require(openings)
+            shapes = {name: p.shape for name, p in context.parameters.items()}
+            options = list(frontier_options(self.costs, shapes, self.unit))
+            self._require(options)
             counts = {name: unit_count(self.costs, name, self.unit) for name in shapes}
-            scores = unit_sums(self.score(moment), counts)
-            made = spread(best_units(openings, scores, self._allowance), moment.parameters, counts)
+            scores = unit_sums(self.score(context), counts)
+            made = spread(best_units(options, scores, self._allowance), context.parameters, counts)
         self._last[:] = [report_of(self.budget, self.costs, made)]
         return made
 
@@ -107,8 +115,8 @@ class BudgetMask(MaskRule):
                 "make the rule anew with budget_mask(model, ...), after freezing or unfreezing layers"
             )
 
-    def _require(self, openings: Sequence[Opening]) -> None:
-        least = min((one.least for one in openings), default=math.inf)
+    def _require(self, options: Sequence[FrontierOption]) -> None:
+        least = min((one.least for one in options), default=math.inf)
         if least > self._allowance:
             raise ValueError(
                 f"budget must be at least {1 + least / self.costs.base:.4f} for this model, got {self.budget}: "
@@ -153,4 +161,4 @@ def budget_mask(
             "data must be given with loss_fn or model_loss, got None; without a loss the scores are squared gradients"
         )
     costs = layer_costs(model, example_input, how=how)
-    return BudgetMask(costs, budget, score or GradientEnergy(), unit, refresh or by_hand(), seed)
+    return BudgetMask(costs, budget, score or GradientEnergy(), unit, refresh or manual(), seed)

@@ -28,8 +28,8 @@ from sparsesam.masks.closeness import close, different
 from sparsesam.masks.errors import NonFiniteScoreError
 from sparsesam.masks.fisher_problem import LossFn, ModelLoss, Problem, SampleLabels, problem_of
 from sparsesam.masks.layer_rules import Accumulators, Call, find_rule
-from sparsesam.masks.left_as_found import left_as_found, requiring_grad
 from sparsesam.masks.observer import Observer, Plan, Run, detached, floating, only_input, tensors_of
+from sparsesam.masks.preserve_model_state import preserve_model_state, requiring_grad
 from sparsesam.masks.samples import batch_size, leads_with, slice_batch
 
 
@@ -71,7 +71,7 @@ def fisher_diagonal(
     """
     problem = problem_of(loss_fn, model_loss, labels, sample_labels, generator)
     wanted = _wanted_parameters(model, parameters)
-    with left_as_found(model):
+    with preserve_model_state(model):
         measurement = _Measurement(model, problem, wanted)
         for batch in batches:
             measurement.add(_moved(batch, next(iter(wanted.values())).device))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsesam.masks.mask import MaskRule
-from sparsesam.masks.refresh import Refresh, by_hand
-from sparsesam.masks.scores import Moment
+from sparsesam.masks.refresh import Refresh, manual
+from sparsesam.masks.scores import ScoreContext
 
 #: Layers whose parameters SAM-ON perturbs.
 NORMALIZATION: tuple[type[nn.Module], ...] = (
@@ -30,7 +30,7 @@ class FixedMask(MaskRule):
     masks: Mapping[str, Tensor] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     types: tuple[type[nn.Module], ...] = ()
-    refresh: Refresh = field(default_factory=by_hand, init=False)
+    refresh: Refresh = field(default_factory=manual, init=False)
     seed: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -43,11 +43,11 @@ class FixedMask(MaskRule):
             if mask.dtype != torch.bool:
                 raise ValueError(f"masks[{name!r}] must be a bool tensor, got {mask.dtype}; use mask.bool()")
 
-    def make(self, moment: Moment) -> dict[str, Tensor]:
-        self._check(moment)
-        of_types, names = _parameters_of(moment.model, self.types), _names(moment.model)
+    def make(self, context: ScoreContext) -> dict[str, Tensor]:
+        self._check(context)
+        of_types, names = _parameters_of(context.model, self.types), _names(context.model)
         made = {}
-        for name, parameter in moment.parameters.items():
+        for name, parameter in context.parameters.items():
             if name in self.masks:
                 made[name] = self.masks[name].to(parameter.device)
             else:
@@ -55,22 +55,22 @@ class FixedMask(MaskRule):
                 made[name] = torch.full_like(parameter, whole, dtype=torch.bool)
         return made
 
-    def _check(self, moment: Moment) -> None:
-        names = _names(moment.model)
-        known = [name for parameter in moment.parameters.values() for name in names[id(parameter)]]
+    def _check(self, context: ScoreContext) -> None:
+        names = _names(context.model)
+        known = [name for parameter in context.parameters.values() for name in names[id(parameter)]]
         for name, mask in self.masks.items():
-            if name not in moment.parameters:
+            if name not in context.parameters:
                 raise ValueError(f"masks has {name!r}, which is no perturbed parameter; {_nearest(name, known)}")
-            if mask.shape != moment.parameters[name].shape:
+            if mask.shape != context.parameters[name].shape:
                 raise ValueError(
-                    f"masks[{name!r}] must have the parameter's shape {tuple(moment.parameters[name].shape)}, "
+                    f"masks[{name!r}] must have the parameter's shape {tuple(context.parameters[name].shape)}, "
                     f"got {tuple(mask.shape)}"
                 )
         for pattern in self.names:
             if not _matches(known, pattern):
                 raise ValueError(f"names has {pattern!r}, which matches no parameter; {_nearest(pattern, known)}")
-        perturbed = {id(parameter) for parameter in moment.parameters.values()}
-        if self.types and not _parameters_of(moment.model, self.types) & perturbed:
+        perturbed = {id(parameter) for parameter in context.parameters.values()}
+        if self.types and not _parameters_of(context.model, self.types) & perturbed:
             shown = ", ".join(layer.__name__ for layer in self.types)
             raise ValueError(f"types has {shown}, but the model has no such layer with parameters to perturb")
 

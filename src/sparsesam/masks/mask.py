@@ -13,8 +13,8 @@ from torch import Tensor
 
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.patterns import Pattern, Unstructured
-from sparsesam.masks.refresh import Refresh, by_hand
-from sparsesam.masks.scores import GradientMagnitude, Moment, Score
+from sparsesam.masks.refresh import Refresh, manual
+from sparsesam.masks.scores import GradientMagnitude, Score, ScoreContext
 
 
 class MaskRule(ABC):
@@ -33,8 +33,8 @@ class MaskRule(ABC):
         return False
 
     @abstractmethod
-    def make(self, moment: Moment) -> dict[str, Tensor]:
-        """Boolean masks, one per parameter of the moment."""
+    def make(self, context: ScoreContext) -> dict[str, Tensor]:
+        """Boolean masks, one per parameter of the context."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class Mask(MaskRule):
     score: Score
     pattern: Pattern = field(default_factory=Unstructured)
     sparsity: float | None = None
-    refresh: Refresh = field(default_factory=by_hand)
+    refresh: Refresh = field(default_factory=manual)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -54,9 +54,9 @@ class Mask(MaskRule):
     def needs_gradient(self) -> bool:
         return self.score.needs_gradient
 
-    def make(self, moment: Moment) -> dict[str, Tensor]:
-        trivial = _without_scores(moment.parameters, self.sparsity, self.pattern)
-        return trivial or self.pattern.select(self.score(moment), self.sparsity)
+    def make(self, context: ScoreContext) -> dict[str, Tensor]:
+        trivial = _without_scores(context.parameters, self.sparsity, self.pattern)
+        return trivial or self.pattern.select(self.score(context), self.sparsity)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,14 +65,14 @@ class RandomMask(MaskRule):
 
     pattern: Pattern = field(default_factory=Unstructured)
     sparsity: float | None = None
-    refresh: Refresh = field(default_factory=by_hand)
+    refresh: Refresh = field(default_factory=manual)
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_sparsity(self.sparsity, self.pattern)
 
-    def make(self, moment: Moment) -> dict[str, Tensor]:
-        return self.pattern.draw(moment.parameters, moment.generator, self.sparsity)
+    def make(self, context: ScoreContext) -> dict[str, Tensor]:
+        return self.pattern.draw(context.parameters, context.generator, self.sparsity)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ class DynamicMask(MaskRule):
     sparsity: float | None = None
     drop_ratio: float = 0.5
     total_steps: int | None = None
-    refresh: Refresh = field(default_factory=by_hand)
+    refresh: Refresh = field(default_factory=manual)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -113,18 +113,18 @@ class DynamicMask(MaskRule):
             return self.drop_ratio
         return self.drop_ratio / 2 * (1 + math.cos(math.pi * min(1.0, step / self.total_steps)))
 
-    def make(self, moment: Moment) -> dict[str, Tensor]:
-        trivial = _without_scores(moment.parameters, self.sparsity, self.pattern)
+    def make(self, context: ScoreContext) -> dict[str, Tensor]:
+        trivial = _without_scores(context.parameters, self.sparsity, self.pattern)
         if trivial:
             return trivial
-        if moment.previous is None:
-            return self.pattern.draw(moment.parameters, moment.generator, self.sparsity)
-        return self.pattern.exchange(
-            _unpacked(moment.previous, moment.parameters),
-            moment.generator if self.drop is None else self.drop(moment),
-            moment.generator if self.growth is None else self.growth(moment),
+        if context.previous is None:
+            return self.pattern.draw(context.parameters, context.generator, self.sparsity)
+        return self.pattern.drop_and_grow(
+            _unpacked(context.previous, context.parameters),
+            context.generator if self.drop is None else self.drop(context),
+            context.generator if self.growth is None else self.growth(context),
             sparsity=self.sparsity,
-            ratio=self.ratio(moment.step),
+            ratio=self.ratio(context.step),
         )
 
 

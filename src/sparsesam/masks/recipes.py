@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from sparsesam.masks.mask import DynamicMask, Mask, RandomMask
 from sparsesam.masks.patterns import Pattern, as_pattern
-from sparsesam.masks.refresh import Refresh, by_hand
+from sparsesam.masks.refresh import Refresh, manual
 from sparsesam.masks.scores import BatchFisher, Fisher, GradientMagnitude, Inverted, Score
 
 _DROPS: dict[str, Score | None] = {
@@ -46,7 +46,7 @@ def fisher_mask(
         score = BatchFisher(loss_fn, model_loss=model_loss, labels=labels)
     else:
         score = Fisher(data, loss_fn, samples=samples, model_loss=model_loss, labels=labels)
-    return Mask(score, as_pattern(pattern), sparsity, refresh or by_hand(), seed)
+    return Mask(score, as_pattern(pattern), sparsity, refresh or manual(), seed)
 
 
 def dynamic_mask(
@@ -81,7 +81,7 @@ def random_mask(
     seed: int = 0,
 ) -> RandomMask:
     """A mask at random, the ablations' baseline."""
-    return RandomMask(as_pattern(pattern), sparsity, refresh or by_hand(), seed)
+    return RandomMask(as_pattern(pattern), sparsity, refresh or manual(), seed)
 
 
 def _choose(argument: str, value: str, known: dict[str, Score | None]) -> Score | None:

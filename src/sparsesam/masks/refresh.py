@@ -13,7 +13,7 @@ class Refresh:
 
     def __post_init__(self) -> None:
         if self.every is not None and self.every < 1:
-            raise ValueError(f"every must be at least 1 step, got {self.every}; use by_hand() for no refreshes")
+            raise ValueError(f"every must be at least 1 step, got {self.every}; use manual() for no refreshes")
 
     def due(self, step: int, last: int) -> bool:
         """Whether the ascent of step 0, 1, 2, … begins with a new mask, the last having been made at ``last``."""
@@ -34,6 +34,6 @@ def every_epochs(epochs: int, *, steps_per_epoch: int) -> Refresh:
     return Refresh(epochs * steps_per_epoch)
 
 
-def by_hand() -> Refresh:
+def manual() -> Refresh:
     """One mask for the whole training, unless ``opt.refresh_mask()`` asks for another."""
     return Refresh(None)

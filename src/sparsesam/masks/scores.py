@@ -1,4 +1,4 @@
-"""How much each weight matters: a score is a function of the moment that gives one number per weight."""
+"""How much each weight matters: a score is a function of the context that gives one number per weight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparsesam.masks.samples import draw_batches
 
 
 @dataclass(frozen=True)
-class Moment:
+class ScoreContext:
     """What a score may look at: the model between the two passes of a step."""
 
     model: nn.Module
@@ -38,7 +38,7 @@ class Score(Protocol):
     @property
     def needs_gradient(self) -> bool: ...
 
-    def __call__(self, moment: Moment) -> dict[str, Tensor]:
+    def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
         """One number per weight, the larger the more it matters, under the parameters' names."""
         ...
 
@@ -67,16 +67,16 @@ class Fisher:
         if self.samples < 1:
             raise ValueError(f"samples must be at least 1, got {self.samples}; the paper uses 128")
 
-    def __call__(self, moment: Moment) -> dict[str, Tensor]:
-        batches = draw_batches(self.data, self.samples, generator=moment.generator, chunk=self.chunk)
+    def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
+        batches = draw_batches(self.data, self.samples, generator=context.generator, chunk=self.chunk)
         result = fisher_diagonal(
-            moment.model,
+            context.model,
             batches,
             self.loss_fn,
             model_loss=self.model_loss,
-            parameters=moment.parameters,
+            parameters=context.parameters,
             labels=self.labels,
-            generator=moment.generator,
+            generator=context.generator,
         )
         return _remember(self.paths, result)
 
@@ -93,20 +93,20 @@ class BatchFisher:
     paths: dict[str, str] = field(default_factory=dict, repr=False)
     needs_gradient: ClassVar[bool] = False
 
-    def __call__(self, moment: Moment) -> dict[str, Tensor]:
-        if moment.batch is None:
+    def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
+        if context.batch is None:
             raise ValueError(
                 "batch must be given where a mask takes its Fisher from the current batch, got None; "
                 "call opt.step(closure, batch=(x, y)) or opt.perturbed(batch=(x, y))"
             )
         result = fisher_diagonal(
-            moment.model,
-            [moment.batch],
+            context.model,
+            [context.batch],
             self.loss_fn,
             model_loss=self.model_loss,
-            parameters=moment.parameters,
+            parameters=context.parameters,
             labels=self.labels,
-            generator=moment.generator,
+            generator=context.generator,
         )
         return _remember(self.paths, result)
 
@@ -117,8 +117,8 @@ class GradientMagnitude:
 
     needs_gradient: ClassVar[bool] = True
 
-    def __call__(self, moment: Moment) -> dict[str, Tensor]:
-        return {name: moment.gradient(name).abs() for name in moment.parameters}
+    def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
+        return {name: context.gradient(name).abs() for name in context.parameters}
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ class Inverted:
     def needs_gradient(self) -> bool:
         return self.score.needs_gradient
 
-    def __call__(self, moment: Moment) -> dict[str, Tensor]:
-        return {name: -values for name, values in self.score(moment).items()}
+    def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
+        return {name: -values for name, values in self.score(context).items()}
 
 
 def _remember(paths: dict[str, str], result: FisherDiagonal) -> dict[str, Tensor]:

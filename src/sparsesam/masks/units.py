@@ -37,7 +37,7 @@ def unit_masks(masks: Mapping[str, Tensor], unit: Unit) -> dict[str, Tensor]:
         kept = view[0, :, 0]
         if not bool((view == kept[None, :, None]).all()):
             raise ValueError(
-                f"masks[{name!r}] keeps a part of a {unit}; exchange needs whole units, start from select()"
+                f"masks[{name!r}] keeps a part of a {unit}; drop_and_grow needs whole units, start from select()"
             )
         units[name] = torch.as_tensor(kept).clone()
     return units

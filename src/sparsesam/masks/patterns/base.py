@@ -37,7 +37,7 @@ class Pattern(ABC):
         """An allowed mask at random, uniform over the pattern's units, with the budget of :meth:`select`."""
         return self.select(random_scores(like, generator=generator), sparsity)
 
-    def exchange(
+    def drop_and_grow(
         self,
         masks: Mapping[str, Tensor],
         keep: Choice,
@@ -52,7 +52,7 @@ class Pattern(ABC):
         grows back to its budget among all weights that are not kept now, the just dropped included.
 
         Args:
-            masks: what is kept, as :meth:`select` or :meth:`exchange` returned it.
+            masks: what is kept, as :meth:`select` or :meth:`drop_and_grow` returned it.
             keep: scores of the kept weights; the paper's is |gradient|. A generator drops at random.
             grow: scores of which the largest grow, or a generator: then growth is uniformly random over the
                 pattern's units (entries, filters, ...).
@@ -60,13 +60,13 @@ class Pattern(ABC):
             ratio: part of the kept weights to drop, in [0, 1].
         """
         _check_exchange(masks, keep, grow, ratio)
-        return self._exchange(masks, keep, grow, sparsity, ratio)
+        return self._drop_and_grow(masks, keep, grow, sparsity, ratio)
 
     @abstractmethod
-    def _exchange(
+    def _drop_and_grow(
         self, masks: Mapping[str, Tensor], keep: Choice, grow: Choice, sparsity: float | None, ratio: float
     ) -> dict[str, Tensor]:
-        """What :meth:`exchange` says, of arguments that were checked."""
+        """What :meth:`drop_and_grow` says, of arguments that were checked."""
 
 
 def weight_budget(like: Mapping[str, Tensor], sparsity: float | None, pattern: Pattern) -> int:

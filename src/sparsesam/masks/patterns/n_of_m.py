@@ -24,7 +24,7 @@ class NM(Pattern):
     * kw. A last group with fewer than m entries is kept whole (remainder="dense") or refused ("error").
     Tensors with fewer than two dimensions are kept whole (vectors="dense") or never perturbed ("none").
 
-    :meth:`exchange` drops N_drop = round(ratio * kept) of the entries that are kept in full groups, over all
+    :meth:`drop_and_grow` drops N_drop = round(ratio * kept) of the entries that are kept in full groups, over all
     tensors together, and refills every group to n.
     """
 
@@ -53,7 +53,7 @@ class NM(Pattern):
             self._fill(name, score, masks[name])
         return masks
 
-    def _exchange(
+    def _drop_and_grow(
         self, masks: Mapping[str, Tensor], keep: Choice, grow: Choice, sparsity: float | None, ratio: float
     ) -> dict[str, Tensor]:
         _check_implied(self, sparsity)
@@ -104,7 +104,7 @@ class NM(Pattern):
 class NMFilters(Pattern):
     """``n`` of every ``m`` consecutive filters, by mean score: whole rows, which dense kernels can skip.
 
-    This is :class:`NM` along the output axis of the matrix of filter scores (O, 1), and its exchange drops
+    This is :class:`NM` along the output axis of the matrix of filter scores (O, 1), and its drop_and_grow drops
     round(ratio * kept) filters of those in full groups.
     """
 
@@ -126,12 +126,12 @@ class NMFilters(Pattern):
         _check_implied(self, sparsity)
         return self._spread(self._inner().select(self._means(scores)), scores)
 
-    def _exchange(
+    def _drop_and_grow(
         self, masks: Mapping[str, Tensor], keep: Choice, grow: Choice, sparsity: float | None, ratio: float
     ) -> dict[str, Tensor]:
         _check_implied(self, sparsity)
         units = _as_rows(unit_masks(masks, "filter"), masks)
-        inner = self._inner().exchange(units, self._choice(keep), self._choice(grow), ratio=ratio)
+        inner = self._inner().drop_and_grow(units, self._choice(keep), self._choice(grow), ratio=ratio)
         return self._spread(inner, masks)
 
     def _inner(self) -> NM:

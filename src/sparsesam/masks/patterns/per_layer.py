@@ -37,11 +37,11 @@ class PerLayer(Pattern):
             masks |= self.inner.draw({name: tensor}, generator, sparsity)
         return masks
 
-    def _exchange(
+    def _drop_and_grow(
         self, masks: Mapping[str, Tensor], keep: Choice, grow: Choice, sparsity: float | None, ratio: float
     ) -> dict[str, Tensor]:
         result: dict[str, Tensor] = {}
         for name, mask in masks.items():
             own_keep, own_grow = (c if isinstance(c, torch.Generator) else {name: c[name]} for c in (keep, grow))
-            result |= self.inner.exchange({name: mask}, own_keep, own_grow, sparsity=sparsity, ratio=ratio)
+            result |= self.inner.drop_and_grow({name: mask}, own_keep, own_grow, sparsity=sparsity, ratio=ratio)
         return result

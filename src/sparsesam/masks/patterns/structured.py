@@ -22,7 +22,7 @@ class Structured(Pattern):
     round((1 - sparsity) * d) weights, so the number kept is at most the budget and no further unit would fit.
     Each entry of a 1-D tensor is its own filter and column; a 0-D tensor is one unit.
 
-    :meth:`exchange` keeps, of the kept units, what fits into kept - N_drop weights by ``keep``: at least
+    :meth:`drop_and_grow` keeps, of the kept units, what fits into kept - N_drop weights by ``keep``: at least
     N_drop weights are dropped. Random growth draws once per unit.
     """
 
@@ -41,7 +41,7 @@ class Structured(Pattern):
         units = unit_masks({name: torch.zeros_like(t, dtype=torch.bool) for name, t in like.items()}, self.unit)
         return self._fill(random_scores(units, generator=generator), like, sparsity)
 
-    def _exchange(
+    def _drop_and_grow(
         self, masks: Mapping[str, Tensor], keep: Choice, grow: Choice, sparsity: float | None, ratio: float
     ) -> dict[str, Tensor]:
         budget, kept, sizes = weight_budget(masks, sparsity, self), count_true(masks), self._sizes(masks)

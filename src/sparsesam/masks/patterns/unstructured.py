@@ -25,7 +25,7 @@ class Unstructured(Pattern):
     ) -> dict[str, Tensor]:
         return random_mask(like, weight_budget(like, sparsity, self), generator=generator)
 
-    def _exchange(
+    def _drop_and_grow(
         self, masks: Mapping[str, Tensor], keep: Choice, grow: Choice, sparsity: float | None, ratio: float
     ) -> dict[str, Tensor]:
         budget = weight_budget(masks, sparsity, self)

@@ -1,7 +1,0 @@
-"""Training runs, sweeps of them, the paper's recipes, and the records they leave."""
-
-from sparsesam.experiment.mask_record import read_masks
-from sparsesam.experiment.provenance import provenance
-from sparsesam.experiment.records import append_records, read_records
-
-__all__ = ["append_records", "provenance", "read_masks", "read_records"]

@@ -1,0 +1,70 @@
+"""The ``sparsesam`` command."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from sparsesam import __version__
+from sparsesam.lab.commands import COMMANDS, find
+
+_NEEDS = "pip install 'sparsesam[experiment]'"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 0 done, 1 stopped, 2 not understood, 130 interrupted."""
+    command, *rest = [*(sys.argv[1:] if arguments is None else arguments), ""]
+    rest = rest[:-1]
+    if command in ("", "-h", "--help"):
+        print(_usage())
+        return 0 if command else 2
+    if command == "--version":
+        print(__version__)
+        return 0
+    try:
+        from sparsesam.lab.commands.parser import Parser
+        from sparsesam.lab.experiment.config import nearest
+        from sparsesam.lab.experiment.errors import Interrupted, RunError
+    except ImportError as error:
+        return _say(f"the command line needs {error.name}: {_NEEDS}", 2)
+    if command not in COMMANDS:
+        return _say(f"unknown command {command!r}; {nearest(command, COMMANDS)}", 2)
+    try:
+        module = find(command)
+        parser = Parser(f"sparsesam {command}", module.HELP)
+        module.add_arguments(parser)
+        rest = module.rewrite(rest) if hasattr(module, "rewrite") else rest
+        return int(module.run(parser.parse_args(rest)))
+    except Interrupted as error:
+        return _say(str(error), 130)
+    except KeyboardInterrupt:
+        return _say("interrupted", 130)
+    except (RunError, OSError) as error:
+        return _say(str(error), 1)
+    except (ImportError, ValueError) as error:
+        return _say(str(error), 2)
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: sparsesam COMMAND …",
+            "",
+            "Sparse sharpness-aware training.",
+            "",
+            *lines,
+            "",
+            "COMMAND --help tells more.",
+        ]
+    )
+
+
+def _say(text: str, code: int) -> int:
+    print(f"sparsesam: {text}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

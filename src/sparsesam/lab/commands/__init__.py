@@ -1,0 +1,23 @@
+"""The subcommands of ``sparsesam``.
+
+A subcommand is a module here with ``HELP``, ``add_arguments(parser)`` and ``run(options) -> exit code``, and a line
+in `COMMANDS`. It is imported only when it is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+COMMANDS = {
+    "train": "train one model",
+    "sweep": "train a grid of settings times seeds, on all cores",
+    "paper": "repeat a table or figure of the paper, beside its own numbers",
+    "data": "draw what the network will see",
+    "analyze": "look at trained runs: landscape, Hessian, gradients, masks, bounds",
+    "report": "one page about runs: tables, charts, analyses",
+}
+
+
+def find(name: str) -> ModuleType:
+    return importlib.import_module(f"sparsesam.lab.commands.{name}")

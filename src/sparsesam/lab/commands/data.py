@@ -1,0 +1,37 @@
+"""``sparsesam data show``: what the network will see."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from jsonargparse import ArgumentParser, Namespace
+
+from sparsesam.lab.commands.parser import add_settings, settings_of
+from sparsesam.lab.data import contact_sheet, load
+from sparsesam.lab.data.augment import denormalize
+from sparsesam.lab.experiment.batches import Share, make_batches
+
+HELP = "Draw training images as the network will see them, with noise, corruption and augmentation."
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.usage = "%(prog)s show [--out FILE.png] [--images 24] [--OPTION VALUE …]"
+    parser.add_argument("action", type=Literal["show"], help="draw the contact sheet")
+    parser.add_argument("--out", type=Path, default=Path("data.png"), help="the picture")
+    parser.add_argument("--images", type=int, default=24, help="how many")
+    add_settings(parser, leave_out=("out", "resume", "batch_size"))
+
+
+def run(options: Namespace) -> int:
+    config, place = settings_of(options)
+    config = replace(config, batch_size=options.images)
+    splits = load(config.dataset, place.data_dir, place.download)
+    batches = make_batches(config, splits, Share(), torch.device("cpu"), workers=0)
+    batch = next(batches.train(epoch=0))
+    titles = [splits.classes[label] for label in batch.labels.tolist()]
+    contact_sheet(denormalize(batch.images, splits.mean, splits.std), titles, options.out)
+    print(f"{len(titles)} images of {splits.name}: {options.out}")
+    return 0

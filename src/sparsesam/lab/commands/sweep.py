@@ -1,0 +1,89 @@
+"""``sparsesam sweep``: a grid of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from jsonargparse import ArgumentParser, Namespace
+from rich.console import Console
+from rich.table import Table
+
+from sparsesam.lab.experiment.config import RunEnvironment
+from sparsesam.lab.experiment.errors import Interrupted, RunError
+from sparsesam.lab.experiment.sweep import Job, default_workers, read_sweep, sweep_jobs
+from sparsesam.lab.experiment.sweep_table import live, table
+
+HELP = (
+    "Train every combination of settings in a YAML file, times seeds. Finished runs are not run again; a sweep cut "
+    "short goes on with the same command. `sparsesam sweep demo` comes with the package and takes two minutes."
+)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("file", type=str, help="YAML with settings, variants, grid and seeds; or demo")
+    add_execution(parser)
+    parser.add_argument("--seeds", type=int | None, default=None, help="so many seeds instead of the file's")
+
+
+def add_execution(parser: ArgumentParser) -> None:
+    """Options for running many runs, wherever they come from."""
+    parser.add_argument("--out", type=Path | None, default=None, help="directory of the runs; default runs/NAME")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings of all runs; they win")
+    parser.add_argument("--jobs", type=int | None, default=None, help="runs at a time; default one per core or GPU")
+    parser.add_argument("--gpus", type=int, default=0, help="spread the runs over so many GPUs of this machine")
+    parser.add_argument("--backend", type=Literal["loky", "ray"], default="loky", help="processes, or a Ray cluster")
+    parser.add_argument("--retry", action="store_true", help="run those again that failed")
+    parser.add_argument("--data-dir", type=Path | None, default=None, help="where the data set's files are")
+
+
+def run(options: Namespace) -> int:
+    sweep = read_sweep(options.file, overrides=overrides(options.set), seeds=options.seeds)
+    out = options.out or Path("runs") / Path(options.file).stem
+    jobs = sweep.jobs(out)
+    execute(jobs, options, lambda: table(sweep.title, jobs))
+    print(f"runs: {out}")
+    return report_failures(jobs)
+
+
+def execute(jobs: Sequence[Job], options: Namespace, draw: Callable[[], Table]) -> None:
+    """Run what is not finished, with a table that ``draw`` makes from the runs' directories."""
+    console = Console(highlight=False)
+    already = sum(job.is_finished for job in jobs)
+    if already:
+        console.print(f"{already} of {len(jobs)} runs are finished already")
+    try:
+        with live(draw, console):
+            sweep_jobs(
+                jobs,
+                RunEnvironment(data_dir=options.data_dir, accelerator="cuda" if options.gpus else "auto"),
+                workers=options.jobs or default_workers(options.gpus),
+                backend=options.backend,
+                retry=options.retry,
+                gpus=options.gpus,
+            )
+    except KeyboardInterrupt:
+        done = sum(job.is_finished for job in jobs)
+        raise Interrupted(f"{done} of {len(jobs)} runs are finished; the same command goes on with the rest") from None
+
+
+def report_failures(jobs: Sequence[Job]) -> int:
+    failed = {job.directory: failure for job in jobs if (failure := job.failure) is not None}
+    for directory, failure in failed.items():
+        print(f"failed: {directory}: {failure}")
+    if failed:
+        raise RunError(f"{len(failed)} of {len(jobs)} runs failed; --retry runs them again")
+    return 0
+
+
+def overrides(given: Sequence[str]) -> dict[str, Any]:
+    """``epochs=3`` as ``{"epochs": 3}``."""
+    values = {}
+    for one in given:
+        name, found, value = one.partition("=")
+        if not found:
+            raise ValueError(f"--set must be NAME=VALUE, got {one!r}; for example --set epochs=3")
+        values[name.replace("-", "_")] = yaml.safe_load(value)
+    return values

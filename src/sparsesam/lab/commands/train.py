@@ -1,0 +1,54 @@
+"""``sparsesam train``: one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jsonargparse import ArgumentParser, Namespace
+
+from sparsesam.lab.commands.parser import add_settings, settings_of
+
+HELP = "Train one model. Everything has a default: `sparsesam train` alone takes half a minute on a laptop."
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.usage = "%(prog)s [--config FILE.yaml] [--OPTION VALUE …]"
+    add_settings(parser)
+
+
+def rewrite(arguments: list[str]) -> list[str]:
+    """With ``--resume``, the settings of the run in ``--out`` come first, so that they need not be given again."""
+    from sparsesam.lab.experiment.errors import RunError
+    from sparsesam.lab.experiment.run_directory import RunDirectory
+
+    if "--resume" not in arguments:
+        return arguments
+    out = _value_of("--out", arguments)
+    if out is None:
+        raise RunError("--resume needs --out, the directory of the run to go on with")
+    saved = RunDirectory(Path(out)).config
+    if not saved.exists():
+        raise RunError(f"{out} holds no run to go on with; check --out, or leave out --resume to begin one")
+    return ["--config", str(saved), *arguments]
+
+
+def run(options: Namespace) -> int:
+    from sparsesam.lab.experiment.observers import for_terminal
+    from sparsesam.lab.experiment.run import run as run_one
+
+    config, place = settings_of(options)
+    result = run_one(config, place, for_terminal(quiet=place.quiet))
+    print(
+        f"test accuracy {result.test_accuracy:.2%}, best {result.best_test_accuracy:.2%}, "
+        f"{result.seconds:.1f} s of training; {place.directory(config)}"
+    )
+    return 0
+
+
+def _value_of(name: str, arguments: list[str]) -> str | None:
+    for place, argument in enumerate(arguments):
+        if argument == name and place + 1 < len(arguments):
+            return arguments[place + 1]
+        if argument.startswith(name + "="):
+            return argument.partition("=")[2]
+    return None

@@ -1,0 +1,158 @@
+"""Random crop, flip, cutout and normalization of whole batches, on the device where the images are.
+
+Every function takes the draws it needs as tensors, one entry per image; `Augment` makes the draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from sparsesam.lab.data.splits import FolderSplits, Splits
+
+
+@dataclass(frozen=True)
+class Augment:
+    """The pipeline: pad and crop, flip, normalize, cut out; what is 0 or False is left out.
+
+    ``images`` are (n, c, h, w), uint8 in 0..255 or floating in [0, 1]; the result is float32, or the images' own
+    floating type. A cut-out square is filled with 0 after normalization, the data set's mean colour; a centre is
+    any pixel, so the square may reach over the border, as in DeVries & Taylor (2017).
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    padding: int = 0
+    flip: bool = False
+    cutout: int = 0
+    cutout_probability: float = 0.5
+
+    def __post_init__(self) -> None:
+        if len(self.mean) != len(self.std) or not all(value > 0 for value in self.std):
+            raise ValueError(f"std must be positive, one per channel like mean, got {self.std} for mean {self.mean}")
+        for name in ("padding", "cutout"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 (none) or a number of pixels, got {getattr(self, name)}")
+        if not 0 <= self.cutout_probability <= 1:
+            raise ValueError(f"cutout_probability must be in [0, 1], got {self.cutout_probability}")
+
+    def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        """What the network sees of a training batch; draws come from ``generator``, on whichever device it is."""
+        count, _, height, width = images.shape
+
+        def draw(low: int, high: int) -> Tensor:
+            numbers = torch.randint(low, high, (count,), generator=generator, device=generator.device)
+            return numbers.to(images.device, non_blocking=True)
+
+        def happens(probability: float) -> Tensor:
+            numbers = torch.rand(count, generator=generator, device=generator.device)
+            return (numbers < probability).to(images.device, non_blocking=True)
+
+        if self.padding or self.flip:
+            tops, lefts = (draw(0, 2 * self.padding + 1) for _ in range(2))
+            flips = happens(0.5) if self.flip else None
+            images = crop_and_flip(images, tops, lefts, flips, padding=self.padding)
+        seen = self.plain(images)
+        if self.cutout:
+            half = self.cutout // 2
+            tops, lefts = draw(-half, height - half), draw(-half, width - half)
+            seen = cut_out_(seen, tops, lefts, happens(self.cutout_probability), size=self.cutout)
+        return seen
+
+    def plain(self, images: Tensor) -> Tensor:
+        """Normalization only: what the network sees of a test batch."""
+        return normalize(images, self.mean, self.std)
+
+
+def standard_augmentation(splits: Splits | FolderSplits, *, cutout: bool = True) -> Augment:
+    """The paper's for 32x32 images: pad-4 crop, flip, cutout 16 with probability 0.5, normalization.
+
+    Padding is an eighth and cutout half of the image's side. Images below 28 pixels are not cut, for it would hide
+    the object; data sets that are not ``mirrored`` are not flipped; images from folders come cropped and flipped.
+    The paper's experiments with noisy labels and corrupted images go without cutout.
+    """
+    if isinstance(splits, FolderSplits):
+        return Augment(splits.mean, splits.std)
+    side = splits.image_size
+    return Augment(
+        splits.mean,
+        splits.std,
+        padding=round(side / 8),
+        flip=splits.mirrored,
+        cutout=side // 2 if cutout and side >= 28 else 0,
+    )
+
+
+def crop_and_flip(images: Tensor, tops: Tensor, lefts: Tensor, flips: Tensor | None, *, padding: int) -> Tensor:
+    """Pad with zeros, take the (h, w) window at (top, left) of each padded image, mirror those with flip True.
+
+    A row of a window is w neighbours in memory, so that one `index_select` copies whole rows. The mirror image of
+    the window at ``left`` is the window at 2 padding - left of the mirrored image, which lies in memory as well.
+    """
+    count, channels, height, width = images.shape
+    sides = 1 if flips is None else 2
+    tall, wide = height + 2 * padding, width + 2 * padding
+    padded = images.new_zeros(sides, count, channels, tall, wide)
+    inside = padded[..., padding : padding + height, padding : padding + width]
+    inside[0].copy_(images)
+    starts = tops * wide + torch.arange(count, device=images.device) * (channels * tall * wide)
+    if flips is None:
+        starts = starts + lefts
+    else:
+        inside[1].copy_(images.flip(-1))
+        starts = starts + torch.where(flips, padded[0].numel() + 2 * padding - lefts, lefts)
+    planes = torch.arange(channels, device=images.device)[:, None] * (tall * wide)
+    rows = planes + torch.arange(height, device=images.device) * wide
+    windows = padded.as_strided((padded.numel() - width + 1, width), (1, 1))
+    return windows.index_select(0, (starts[:, None] + rows.flatten()).flatten()).view(images.shape)
+
+
+def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """(x - mean) / std per channel, with x in [0, 1]: uint8 images are divided by 255."""
+    if len(mean) != images.shape[1]:
+        raise ValueError(f"images must have {len(mean)} channels, as mean has, got shape {tuple(images.shape)}")
+    top = 1.0 if images.is_floating_point() else 255.0
+    dtype = images.dtype if images.is_floating_point() else torch.float32
+    scale, shift = _affine(tuple(mean), tuple(std), top, dtype, images.device)
+    return images.to(dtype, copy=True).mul_(scale).add_(shift)
+
+
+@lru_cache(maxsize=16)
+def _affine(
+    mean: tuple[float, ...], std: tuple[float, ...], top: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """1 / (top std) and -mean / std, (c, 1, 1); made once, for making them takes longer than a small batch."""
+    scale = [1 / (top * value) for value in std]
+    shift = [-m / s for m, s in zip(mean, std, strict=True)]
+    made = torch.tensor([scale, shift], dtype=dtype, device=device).view(2, -1, 1, 1)
+    return made[0], made[1]
+
+
+def denormalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """The uint8 images whose normalization this is, to look at."""
+    scale, shift = (torch.tensor(values, device=images.device).view(-1, 1, 1) for values in (std, mean))
+    return ((images.float() * scale + shift) * 255).round().clamp(0, 255).to(torch.uint8)
+
+
+def cut_out_(images: Tensor, tops: Tensor, lefts: Tensor, chosen: Tensor, *, size: int) -> Tensor:
+    """Zero, in place, rows top..top+size and columns left..left+size of the chosen images, where they lie inside.
+
+    A row of an image is kept whole or loses the columns at ``left``: few different rows, which are made once and
+    then looked up. ``left`` is in (-size, width).
+    """
+    height, width = images.shape[2:]
+    starts = torch.arange(1 - size, width + 1, device=images.device)  # the last cuts nothing
+    kept = (~_band(starts, size, width)).to(images.dtype)
+    cut_rows = _band(tops, size, height) & chosen[:, None]
+    patterns = torch.where(cut_rows, (lefts + (size - 1))[:, None], len(starts) - 1)
+    return images.mul_(kept.index_select(0, patterns.flatten()).view(-1, 1, height, width))
+
+
+def _band(starts: Tensor, size: int, length: int) -> Tensor:
+    """(n, length): True at start..start+size."""
+    distance = torch.arange(length, device=starts.device) - starts[:, None]
+    return (distance >= 0) & (distance < size)

@@ -1,0 +1,105 @@
+"""The paper's four corruptions of training images. It names them without their strengths; ours are constants below."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NOISE_STD = 0.1
+RESOLUTION_FACTOR = 2
+FOG_THINNEST, FOG_THICKEST, FOG_BRIGHTNESS = 0.3, 0.85, 0.9
+CHUNK = 4096
+"""Images are corrupted so many at a time, to keep the floating copy small."""
+
+
+class Corrupted(NamedTuple):
+    """``images`` as given but for the corrupted ones; ``kinds`` is (n,): a place in `CORRUPTIONS`, or -1 if clean."""
+
+    images: Tensor
+    kinds: Tensor
+
+
+def gaussian_noise(images: Tensor, generator: torch.Generator) -> Tensor:
+    """x + ε, with ε ~ N(0, 0.1²) for each pixel and channel."""
+    noise = torch.randn(images.shape, generator=generator, device=generator.device)
+    return images + NOISE_STD * noise.to(images.device)
+
+
+def resolution(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Down to half of the side, each pixel the mean of 2x2, and up again bilinearly."""
+    height, width = images.shape[-2:]
+    small = (max(1, height // RESOLUTION_FACTOR), max(1, width // RESOLUTION_FACTOR))
+    return F.interpolate(F.adaptive_avg_pool2d(images, small), size=(height, width), mode="bilinear")
+
+
+def fog(images: Tensor, generator: torch.Generator) -> Tensor:
+    """(1 - t) x + t A: light A scattered by a haze of thickness t, a plasma fractal between two bounds."""
+    haze = plasma(len(images), images.shape[-2], images.shape[-1], generator).to(images.device)
+    thickness = FOG_THINNEST + (FOG_THICKEST - FOG_THINNEST) * haze[:, None]
+    return images + thickness * (FOG_BRIGHTNESS - images)
+
+
+def occlusion(images: Tensor, generator: torch.Generator) -> Tensor:
+    """A black rectangle of half the height and half the width in the centre: a quarter of the image."""
+    height, width = images.shape[-2:]
+    top, left = height // 4, width // 4
+    covered = images.clone()
+    covered[:, :, top : top + round(height / 2), left : left + round(width / 2)] = 0
+    return covered
+
+
+CORRUPTIONS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
+    "gaussian-noise": gaussian_noise,
+    "resolution": resolution,
+    "fog": fog,
+    "occlusion": occlusion,
+}
+"""By name, on floating images in [0, 1]; results are clamped to that range."""
+
+
+def corrupt(images: Tensor, rate: float, kind: str, generator: torch.Generator) -> Corrupted:
+    """A copy of (n, c, h, w) uint8 images in which round(rate * n) are corrupted.
+
+    Which ones is uniform. ``kind`` is a name in `CORRUPTIONS`, or "mixed": equally many of each, to within one.
+    """
+    if not 0 <= rate <= 1:
+        raise ValueError(f"rate must be in [0, 1], got {rate}; 0 leaves every image, 1 corrupts all")
+    if images.dtype != torch.uint8 or images.dim() != 4:
+        raise ValueError(
+            f"images must be uint8 of shape (n, channels, height, width), got {images.dtype} {tuple(images.shape)}; "
+            "corrupt them before they are normalized"
+        )
+    names = list(CORRUPTIONS)
+    if kind != "mixed" and kind not in names:
+        nearest = difflib.get_close_matches(kind, [*names, "mixed"], n=5, cutoff=0)
+        raise ValueError(f"kind must be one of {', '.join(map(repr, nearest))}, got {kind!r}")
+    count = round(rate * len(images))
+    chosen = torch.randperm(len(images), generator=generator, device=generator.device)[:count].to(images.device)
+    kinds = torch.full((len(images),), -1, device=images.device)
+    kinds[chosen] = torch.arange(count, device=images.device) % len(names) if kind == "mixed" else names.index(kind)
+    corrupted = images.clone()
+    for place, function in enumerate(CORRUPTIONS.values()):
+        for part in (kinds == place).nonzero()[:, 0].split(CHUNK):
+            corrupted[part] = _bytes(function(images[part] / 255, generator))
+    return Corrupted(corrupted, kinds)
+
+
+def plasma(count: int, height: int, width: int, generator: torch.Generator) -> Tensor:
+    """(count, height, width) smooth random fields, each from 0 to 1: octaves of ever finer and weaker random grids."""
+    field = torch.zeros(count, 1, height, width, device=generator.device)
+    cells, weight = 2, 1.0
+    while cells < max(height, width):
+        grid = torch.rand(count, 1, cells, cells, generator=generator, device=generator.device)
+        field += weight * F.interpolate(grid, size=(height, width), mode="bicubic", align_corners=True)
+        cells, weight = 2 * cells, weight / 2
+    low, high = field.amin((2, 3), keepdim=True), field.amax((2, 3), keepdim=True)
+    return ((field - low) / (high - low).clamp_min(1e-12))[:, 0]
+
+
+def _bytes(images: Tensor) -> Tensor:
+    return images.mul(255).round_().clamp_(0, 255).to(torch.uint8)

@@ -1,0 +1,145 @@
+"""ImageNet-style folders: ROOT/class/*.jpeg, decoded with Pillow as they are asked for."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from sparsesam.lab.data.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
+View = Callable[["Image", torch.Generator], "Image"]
+"""What of an image the network sees; random choices come from the generator."""
+
+
+class ImageFolder(Dataset[tuple[Tensor, int]]):
+    """Pairs of a (3, size, size) uint8 image and its label, labels in the order of ``classes``.
+
+    The view of image i in epoch e is drawn from a generator seeded with (seed, e, i): how many workers decode,
+    and in which order, changes nothing. `set_epoch` reaches workers that are already running.
+    """
+
+    def __init__(self, root: Path, classes: tuple[str, ...], view: View, *, seed: int = 0) -> None:
+        self.paths, self.labels = _list(root, classes)
+        self.view = view
+        self.seed = seed
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        entropy = np.random.SeedSequence((self.seed, int(self._epoch), index)).generate_state(1, np.uint64)
+        generator = torch.Generator().manual_seed(int(entropy[0] >> 1))
+        seen = self.view(_decode(self.paths[index]), generator)
+        return torch.from_numpy(np.array(seen)).permute(2, 0, 1).contiguous(), self.labels[index]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw other views; call it before the epoch's iteration begins."""
+        self._epoch.fill_(epoch)
+
+
+def class_names(root: Path) -> tuple[str, ...]:
+    """The names of the subfolders, sorted: a class's label is its place among them."""
+    if not root.is_dir():
+        raise DataError(f"{root}: expected a folder with one subfolder of images per class, found no folder")
+    names = tuple(sorted(entry.name for entry in os.scandir(root) if entry.is_dir()))
+    if not names:
+        raise DataError(f"{root}: expected one subfolder of images per class, found none")
+    return names
+
+
+class RandomResizedCrop:
+    """A box of 8 to 100 % of the area and of aspect 3/4 to 4/3 (log-uniform), resized to a square; half are mirrored.
+
+    Ten boxes are tried; if none fits in the image, the largest central one of an allowed aspect is taken.
+    """
+
+    def __init__(self, size: int = 224, *, scale: tuple[float, float] = (0.08, 1.0), mirrored: bool = True) -> None:
+        self.size = size
+        self.scale = scale
+        self.mirrored = mirrored
+
+    def __call__(self, image: Image, generator: torch.Generator) -> Image:
+        from PIL.Image import Resampling, Transpose
+
+        box = random_box(image.size, self.scale, generator)
+        seen = image.resize((self.size, self.size), Resampling.BILINEAR, box=box)
+        if self.mirrored and torch.rand((), generator=generator).item() < 0.5:
+            seen = seen.transpose(Transpose.FLIP_LEFT_RIGHT)
+        return seen
+
+
+def random_box(
+    extent: tuple[int, int], scale: tuple[float, float], generator: torch.Generator
+) -> tuple[int, int, int, int]:
+    """Left, top, right and bottom of a random box in an image of that width and height."""
+    width, height = extent
+    low, high = 3 / 4, 4 / 3
+    for _ in range(10):
+        area, aspect, x, y = torch.rand(4, generator=generator, dtype=torch.float64).tolist()
+        area = width * height * (scale[0] + area * (scale[1] - scale[0]))
+        aspect = low * (high / low) ** aspect
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            left, top = int(x * (width - w + 1)), int(y * (height - h + 1))
+            return left, top, left + w, top + h
+    w, h = min(width, round(height * high)), min(height, round(width / low))
+    left, top = (width - w) // 2, (height - h) // 2
+    return left, top, left + w, top + h
+
+
+class CentreCrop:
+    """The shorter side resized to 256, then the central 224x224."""
+
+    def __init__(self, size: int = 224, *, resize: int = 256) -> None:
+        self.size = size
+        self.resize = resize
+
+    def __call__(self, image: Image, generator: torch.Generator) -> Image:
+        from PIL.Image import Resampling
+
+        factor = self.resize / min(image.size)
+        width, height = (max(self.resize, round(side * factor)) for side in image.size)
+        left, top = (width - self.size) // 2, (height - self.size) // 2
+        resized = image.resize((width, height), Resampling.BILINEAR)
+        return resized.crop((left, top, left + self.size, top + self.size))
+
+
+def _list(root: Path, classes: tuple[str, ...]) -> tuple[list[str], list[int]]:
+    if (found := class_names(root)) != classes:
+        missing, unknown = sorted(set(classes) - set(found)), sorted(set(found) - set(classes))
+        raise DataError(
+            f"{root}: expected the {len(classes)} class folders of the training images, found {len(found)}; "
+            f"missing: {', '.join(missing[:5]) or 'none'}; unknown: {', '.join(unknown[:5]) or 'none'}"
+        )
+    paths: list[str] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        images = sorted(e.path for e in os.scandir(root / name) if e.name.lower().endswith(SUFFIXES))
+        if not images:
+            raise DataError(f"{root / name}: expected images ({', '.join(SUFFIXES)}), found none")
+        paths += images
+        labels += [label] * len(images)
+    return paths, labels
+
+
+def _decode(path: str) -> Image:
+    import PIL.Image
+
+    try:
+        with PIL.Image.open(path) as image:
+            return image.convert("RGB")
+    except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
+        raise DataError(f"{path}: expected a complete image, found one that cannot be decoded ({error})") from error

@@ -1,0 +1,95 @@
+"""What a loaded data set is: two sets of labelled images, the names of the classes, two constants per channel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsesam.lab.data.errors import DataError
+from sparsesam.lab.data.image_folder import ImageFolder
+
+
+class Labelled(NamedTuple):
+    """(n, channels, height, width) uint8 images and their (n,) int64 labels."""
+
+    images: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class _Described:
+    _: KW_ONLY
+    name: str
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    mirrored: bool = True
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.classes)
+
+    @property
+    def in_channels(self) -> int:
+        return len(self.mean)
+
+
+@dataclass(frozen=True)
+class Splits(_Described):
+    """A data set in memory.
+
+    ``mean`` and ``std`` are per channel, of pixels scaled to [0, 1]. ``mirrored`` says that the mirror image of an
+    image is of the same class, so that training may flip it; a mirrored digit is no digit.
+    """
+
+    train: Labelled
+    test: Labelled
+
+    def __post_init__(self) -> None:
+        for part in ("train", "test"):  # a plain pair will do
+            object.__setattr__(self, part, Labelled(*getattr(self, part)))
+        for part, (images, labels) in (("train", self.train), ("test", self.test)):
+            _check(f"{self.name}: {part}", images, labels, channels=self.in_channels, classes=self.classes)
+        if missing := sorted(set(range(self.num_classes)) - set(self.train.labels.unique().tolist())):
+            names = ", ".join(repr(self.classes[index]) for index in missing[:5])
+            raise DataError(
+                f"{self.name}: every class needs a training image, but {len(missing)} of {self.num_classes} have none: "
+                f"{names}{', …' if len(missing) > 5 else ''}; are all files of the data set there?"
+            )
+
+    @property
+    def image_size(self) -> int:
+        return self.train.images.shape[-1]
+
+
+@dataclass(frozen=True)
+class FolderSplits(_Described):
+    """A data set too large for memory: map-style data sets that decode in a DataLoader's workers."""
+
+    train: ImageFolder
+    test: ImageFolder
+    image_size: int
+
+
+def _check(what: str, images: Tensor, labels: Tensor, *, channels: int, classes: Sequence[str]) -> None:
+    if images.dtype != torch.uint8 or images.dim() != 4 or images.shape[1] != channels:
+        raise DataError(
+            f"{what} images must be uint8 of shape (n, {channels}, height, width), with as many channels as `mean` "
+            f"has numbers, got {images.dtype} {tuple(images.shape)}"
+        )
+    if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
+        raise DataError(
+            f"{what} labels must be int64 of shape ({len(images)},), one per image, got {labels.dtype} "
+            f"{tuple(labels.shape)}"
+        )
+    if len(labels) == 0:
+        raise DataError(f"{what} images must be at least one, got none; is the file empty?")
+    if labels.min() < 0 or labels.max() >= len(classes):
+        raise DataError(
+            f"{what} labels must be in 0..{len(classes) - 1}, one number per class, got {int(labels.min())} to "
+            f"{int(labels.max())}"
+        )

@@ -1,0 +1,7 @@
+"""Training runs, sweeps of them, the paper's recipes, and the records they leave."""
+
+from sparsesam.lab.experiment.mask_record import read_masks
+from sparsesam.lab.experiment.provenance import provenance
+from sparsesam.lab.experiment.records import append_records, read_records
+
+__all__ = ["append_records", "provenance", "read_masks", "read_records"]

@@ -1,0 +1,219 @@
+"""What the network is shown: batches in an order, and with an augmentation, that only the seed and the place decide."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from copy import copy
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from sparsesam.lab.data import Augment, DataError, FolderSplits, Splits, corrupt, flip_labels, standard_augmentation
+from sparsesam.lab.data.image_folder import ImageFolder
+from sparsesam.lab.experiment.config import TrainConfig
+from sparsesam.lab.experiment.seeds import Purpose, derive, generator
+
+Split = Literal["train", "test"]
+
+_TEST_BATCH = 500
+
+
+class Share(NamedTuple):
+    """Which of the processes that train together this one is."""
+
+    rank: int = 0
+    world: int = 1
+
+    def of(self, indices: Tensor) -> Tensor:
+        """The part of this rank; those of the others are as large, to within one."""
+        return indices.tensor_split(self.world)[self.rank]
+
+
+class Batch(NamedTuple):
+    """What this rank sees of a step's images, normalized, and the number of images over all ranks."""
+
+    images: Tensor
+    labels: Tensor
+    of: int
+
+
+class Batches(ABC):
+    """The images of one run, in batches."""
+
+    def __init__(self, config: TrainConfig, count: int, share: Share, device: torch.device) -> None:
+        if config.batch_size < share.world:
+            raise ValueError(
+                f"batch_size must be at least one image per process, {share.world}, got {config.batch_size}"
+            )
+        self.seed, self.batch_size, self.count = config.seed, config.batch_size, count
+        self.share, self.device = share, device
+
+    @property
+    def steps(self) -> int:
+        """Steps per epoch. A last batch of fewer images than there are processes is left out."""
+        whole, rest = divmod(self.count, self.batch_size)
+        return max(1, whole + (rest >= self.share.world))
+
+    def order(self, epoch: int, first_step: int) -> Iterator[tuple[int, Tensor]]:
+        """The step and the places of its images among the training images."""
+        order = torch.randperm(self.count, generator=generator(self.seed, Purpose.ORDER, epoch))
+        for step in range(first_step, self.steps):
+            yield step, order[step * self.batch_size : (step + 1) * self.batch_size]
+
+    @abstractmethod
+    def train(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+        """An epoch's batches from ``first_step`` on."""
+
+    @abstractmethod
+    def test(self) -> Iterator[Batch]:
+        """The test images, or this rank's share of them."""
+
+    @abstractmethod
+    def unaugmented(self, split: Split = "train") -> Dataset[tuple[Tensor, Tensor]]:
+        """Single images as the network would see them in a test."""
+
+
+class InMemory(Batches):
+    """Everything on the training device; augmentation is of whole batches."""
+
+    def __init__(self, config: TrainConfig, splits: Splits, share: Share, device: torch.device) -> None:
+        self.augment = _augmentation(config, splits)
+        images, labels = _prepared(config, splits)
+        self.images, self.labels = images.to(device), labels.to(device)
+        chosen = _subset(len(splits.test.labels), config.test_size)
+        self.test_images, self.test_labels = (part[chosen].to(device) for part in splits.test)
+        super().__init__(config, len(labels), share, device)
+
+    def train(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+        for step, places in self.order(epoch, first_step):
+            # Every rank augments the whole batch and keeps its part, so that all draw what one process would.
+            drawn = generator(self.seed, Purpose.AUGMENT, epoch, step)
+            chosen = places.to(self.device)
+            images, labels = self.augment(self.images[chosen], drawn), self.labels[chosen]
+            if self.share.world > 1:
+                mine = self.share.of(torch.arange(len(places), device=self.device))
+                images, labels = images[mine], labels[mine]
+            yield Batch(images, labels, len(places))
+
+    def test(self) -> Iterator[Batch]:
+        mine = self.share.of(torch.arange(len(self.test_labels), device=self.device))
+        for chosen in mine.split(_TEST_BATCH):
+            images = self.augment.plain(self.test_images[chosen])
+            yield Batch(images, self.test_labels[chosen], len(self.test_labels))
+
+    def unaugmented(self, split: Split = "train") -> Dataset[tuple[Tensor, Tensor]]:
+        if split == "test":
+            return _Normalized(self.test_images, self.test_labels, self.augment)
+        return _Normalized(self.images, self.labels, self.augment)
+
+
+class FromFolder(Batches):
+    """Images that worker processes decode as they are needed."""
+
+    def __init__(
+        self, config: TrainConfig, splits: FolderSplits, share: Share, device: torch.device, workers: int
+    ) -> None:
+        if config.corruption_rate:
+            raise ValueError(f"corruption_rate must be 0 for images from folders, got {config.corruption_rate}")
+        self.augment = standard_augmentation(splits)
+        self.folder = copy(splits.train)
+        self.folder.seed = derive(config.seed, Purpose.VIEWS)
+        if config.label_noise:
+            self.folder.labels = _noisy(config, torch.tensor(splits.train.labels), splits.num_classes).tolist()
+        self.test_folder = splits.test
+        self.chosen = _subset(len(splits.train), config.train_size)
+        self.test_chosen = _subset(len(splits.test), config.test_size)
+        self.workers = workers
+        super().__init__(config, len(self.chosen), share, device)
+
+    def train(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+        self.folder.set_epoch(epoch)
+        steps = [self.chosen[places] for _, places in self.order(epoch, first_step)]
+        loaded = self._load(self.folder, [self.share.of(places) for places in steps])
+        for places, (images, labels) in zip(steps, loaded, strict=True):
+            yield Batch(self.augment.plain(images), labels, len(places))
+
+    def test(self) -> Iterator[Batch]:
+        parts = [part for part in self.share.of(self.test_chosen).split(_TEST_BATCH) if len(part)]
+        for images, labels in self._load(self.test_folder, parts):
+            yield Batch(self.augment.plain(images), labels, len(self.test_chosen))
+
+    def unaugmented(self, split: Split = "train") -> Dataset[tuple[Tensor, Tensor]]:
+        if split == "test":
+            return _FolderNormalized(self.test_folder, self.test_chosen, self.augment, self.device)
+        return _FolderNormalized(self.folder, self.chosen, self.augment, self.device)
+
+    def _load(self, folder: ImageFolder, batches: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        on_gpu = self.device.type == "cuda"
+        loader: DataLoader[Any] = DataLoader(
+            folder, batch_sampler=[part.tolist() for part in batches], num_workers=self.workers, pin_memory=on_gpu
+        )
+        try:
+            for images, labels in loader:
+                yield images.to(self.device, non_blocking=on_gpu), labels.to(self.device, non_blocking=on_gpu)
+        except DataError as error:  # of a worker, with its traceback as text around the message
+            raise DataError(str(error).rpartition("DataError: ")[2].strip()) from None
+
+
+def make_batches(
+    config: TrainConfig, splits: Splits | FolderSplits, share: Share, device: torch.device, workers: int
+) -> Batches:
+    if isinstance(splits, Splits):
+        return InMemory(config, splits, share, device)
+    return FromFolder(config, splits, share, device, workers)
+
+
+class _Normalized(Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self, images: Tensor, labels: Tensor, augment: Augment) -> None:
+        self.images, self.labels, self.augment = images, labels, augment
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.augment.plain(self.images[index : index + 1])[0], self.labels[index]
+
+
+class _FolderNormalized(Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self, folder: ImageFolder, chosen: Tensor, augment: Augment, device: torch.device) -> None:
+        self.folder, self.chosen, self.augment, self.device = folder, chosen, augment, device
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image, label = self.folder[int(self.chosen[index])]
+        return self.augment.plain(image[None].to(self.device))[0], torch.tensor(label, device=self.device)
+
+
+def _augmentation(config: TrainConfig, splits: Splits) -> Augment:
+    if config.augment == "none":
+        return Augment(splits.mean, splits.std)
+    return standard_augmentation(splits, cutout=config.augment == "standard")
+
+
+def _prepared(config: TrainConfig, splits: Splits) -> tuple[Tensor, Tensor]:
+    """The training images and labels, with the config's noise and corruption."""
+    chosen = _subset(len(splits.train.labels), config.train_size)
+    images, labels = splits.train.images[chosen], splits.train.labels[chosen]
+    if config.label_noise:
+        labels = _noisy(config, labels, splits.num_classes)
+    if config.corruption_rate:
+        drawn = generator(config.seed, Purpose.CORRUPTION)
+        images = corrupt(images, config.corruption_rate, config.corruption, drawn).images
+    return images, labels
+
+
+def _noisy(config: TrainConfig, labels: Tensor, num_classes: int) -> Tensor:
+    drawn = generator(config.seed, Purpose.LABEL_NOISE)
+    return flip_labels(labels, fraction=config.label_noise, num_classes=num_classes, generator=drawn)
+
+
+def _subset(count: int, size: int | None) -> Tensor:
+    """``size`` places of ``count``, the same for every seed of a run."""
+    if size is None or size >= count:
+        return torch.arange(count)
+    return torch.randperm(count, generator=generator(0, Purpose.SUBSET))[:size].sort().values

@@ -1,0 +1,116 @@
+"""A run's directory: one run at a time, its settings, its records, its two checkpoints and its result.
+
+config.yaml   every setting          last.pt     everything needed to go on
+records.jsonl one line per epoch     best.pt     the weights with the best test accuracy
+result.json   only of a finished run masks/      each mask as it was made
+analyses/     what was found out about it
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from filelock import FileLock, Timeout
+
+from sparsesam.lab.experiment.config import TrainConfig, differences, from_mapping
+from sparsesam.lab.experiment.errors import RunError
+from sparsesam.lab.experiment.mask_record import forget_masks_from
+from sparsesam.lab.experiment.records import append_records
+
+
+class RunDirectory:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.records = path / "records.jsonl"
+        self.last = path / "last.pt"
+        self.best = path / "best.pt"
+        self.result = path / "result.json"
+        self.masks = path / "masks"
+        self.analyses = path / "analyses"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Refuse a second run here. The lock goes with the process, however it ends."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        holder = self.path / "running.json"
+        lock = FileLock(self.path / "running.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise RunError(f"{self.path} is in use by {_holder(holder)}; choose another --out, or wait") from None
+        try:
+            holder.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+            yield
+        finally:
+            holder.unlink(missing_ok=True)
+            lock.release()
+
+    def begin(self, config: TrainConfig, *, resume: bool) -> None:
+        """Check that the run may begin here, and write its settings down."""
+        if self.result.exists():
+            raise RunError(f"{self.path} holds a finished run; choose another --out for a new one")
+        if resume and self.config.exists():
+            saved = self.saved_config()
+            if saved != config:
+                raise RunError(
+                    f"{self.path} was begun with other settings ({differences(saved, config)}); "
+                    "leave them out to go on, or choose another --out for a new run"
+                )
+            return
+        if self.last.exists():
+            raise RunError(f"{self.path} holds an unfinished run; go on with --resume, or choose another --out")
+        self.records.unlink(missing_ok=True)
+        forget_masks_from(self.masks, 0)
+        write_whole(self.config, yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False))
+
+    def saved_config(self) -> TrainConfig:
+        try:
+            return from_mapping(TrainConfig, yaml.safe_load(self.config.read_text()))
+        except (OSError, yaml.YAMLError, TypeError, ValueError) as error:
+            raise RunError(f"{self.config} must hold the settings of a run: {error}") from error
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        append_records(self.records, [record])
+
+    def forget_records_after(self, step: int) -> None:
+        """Drop what a killed run wrote after its last checkpoint, and a line that it did not finish."""
+        kept = []
+        for line in self.records.read_text().splitlines() if self.records.exists() else []:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if record.get("step", 0) <= step:
+                kept.append(line + "\n")
+        write_whole(self.records, "".join(kept))
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        write_whole(self.result, json.dumps(result, indent=1, sort_keys=True, allow_nan=False) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file at once."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    part.replace(path)
+
+
+def _holder(path: Path) -> str:
+    try:
+        holder = json.loads(path.read_text())
+        return f"process {holder['pid']} on {holder['host']}"
+    except (OSError, ValueError, KeyError):
+        return "another process"
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

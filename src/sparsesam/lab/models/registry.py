@@ -1,0 +1,84 @@
+"""Models by name: ours, or any importable function."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
+
+from sparsesam.lab.models.resnet import resnet10_small, resnet18, resnet50
+from sparsesam.lab.models.small_cnn import small_cnn
+from sparsesam.lab.models.vgg import vgg11_bn, vgg_small
+from sparsesam.lab.models.vit import vit_b_16, vit_one_block_8192, vit_s_16, vit_tiny_small
+from sparsesam.lab.models.wide_resnet import wide_resnet
+
+Builder = Callable[..., nn.Module]
+
+MODELS: dict[str, Builder] = {
+    "resnet18": resnet18,
+    "resnet50": resnet50,
+    "vgg11-bn": vgg11_bn,
+    "wrn-28-10": partial(wide_resnet, 28, 10),
+    "vit-b-16": vit_b_16,
+    "vit-s-16": vit_s_16,
+    "vit-one-block-8192": vit_one_block_8192,
+    "small-cnn": small_cnn,
+    "resnet10-small": resnet10_small,
+    "vgg-small": vgg_small,
+    "wrn-10-2": partial(wide_resnet, 10, 2),
+    "vit-tiny-small": vit_tiny_small,
+}
+
+
+def build(name: str, num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Module:
+    """The model called ``name`` for (batch, in_channels, image_size, image_size) images.
+
+    ``name`` may also be ``module:function`` of anything importable. The function is given, by name, those of
+    ``num_classes``, ``in_channels`` and ``image_size`` that it takes; ``num_classes`` it must take.
+    """
+    for argument, value in (("num_classes", num_classes), ("in_channels", in_channels), ("image_size", image_size)):
+        if value < 1:
+            raise ValueError(f"{argument} must be at least 1, got {value}")
+    choices = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
+    if ":" in name:
+        builder = _importable(name)
+        model = builder(**_taken(name, builder, choices))
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"{name} must return a torch.nn.Module, got {type(model).__name__}")
+        return model
+    key = name.lower().replace("_", "-")
+    if key not in MODELS:
+        nearest = difflib.get_close_matches(key, MODELS, n=len(MODELS), cutoff=0)
+        raise ValueError(f"model must be one of {', '.join(map(repr, nearest))} or a module:function, got {name!r}")
+    return MODELS[key](**_taken(name, MODELS[key], choices))
+
+
+def _importable(name: str) -> Builder:
+    try:
+        builder = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"model must be an importable module:function, got {name!r}: {error}; "
+            "PYTHONPATH=. makes the modules of the working directory importable"
+        ) from error
+    if not callable(builder):
+        raise TypeError(f"{name} must be callable, got {type(builder).__name__}")
+    function: Builder = builder
+    return function
+
+
+def _taken(name: str, builder: Builder, choices: dict[str, int]) -> dict[str, int]:
+    """The choices the builder names; of a builder with ``**kwargs`` we only know that it needs the classes."""
+    parameters = inspect.signature(builder).parameters
+    taken = {key: value for key, value in choices.items() if key in parameters}
+    if "num_classes" not in taken:
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+            raise TypeError(
+                f"{name} must take num_classes, the number of its outputs; it takes {', '.join(parameters)}"
+            )
+        taken["num_classes"] = choices["num_classes"]
+    return taken

@@ -1,0 +1,117 @@
+"""ResNets (He et al. 2016): with the SSAM paper's 3x3 stem and no max-pool on small images, else as published."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from sparsesam.lab.models.initialize import he_initialized
+from sparsesam.lab.models.stem import stem_convolution, stem_pool
+
+
+def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:
+    """A 1x1 convolution with normalization where the shape changes, the identity elsewhere."""
+    if stride == 1 and in_channels == out_channels:
+        return nn.Identity()
+    return nn.Sequential(
+        nn.Conv2d(in_channels, out_channels, 1, stride=stride, bias=False),
+        nn.BatchNorm2d(out_channels),
+    )
+
+
+class BasicBlock(nn.Module):
+    """relu(shortcut(x) + bn(conv(relu(bn(conv(x)))))), both convolutions 3x3."""
+
+    expansion = 1
+
+    def __init__(self, in_channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, width, 3, stride=stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.shortcut = _shortcut(in_channels, width, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, in_channels, h, w) to (batch, width, h / stride, w / stride)."""
+        inner: Tensor = self.bn1(self.conv1(x)).relu()
+        outer: Tensor = self.bn2(self.conv2(inner)) + self.shortcut(x)
+        return outer.relu()
+
+
+class Bottleneck(nn.Module):
+    """1x1 down to ``width``, 3x3, 1x1 up to four times the width, added to the shortcut.
+
+    The stride is the 3x3 convolution's, not the first 1x1's as in the paper: the usual departure (ResNet v1.5).
+    """
+
+    expansion = 4
+
+    def __init__(self, in_channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(4 * width)
+        self.shortcut = _shortcut(in_channels, 4 * width, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, in_channels, h, w) to (batch, 4 width, h / stride, w / stride)."""
+        inner: Tensor = self.bn1(self.conv1(x)).relu()
+        inner = self.bn2(self.conv2(inner)).relu()
+        outer: Tensor = self.bn3(self.conv3(inner)) + self.shortcut(x)
+        return outer.relu()
+
+
+def resnet(
+    block: type[BasicBlock] | type[Bottleneck],
+    depths: Sequence[int],
+    num_classes: int,
+    in_channels: int,
+    image_size: int,
+    *,
+    width: int = 64,
+) -> nn.Sequential:
+    """Stages of ``depths`` blocks; each stage after the first halves the side and doubles the width."""
+    stages: OrderedDict[str, nn.Module] = OrderedDict()
+    channels = width
+    for number, depth in enumerate(depths):
+        wide = width * 2**number
+        blocks: list[nn.Module] = []
+        for place in range(depth):
+            blocks.append(block(channels, wide, 2 if number and not place else 1))
+            channels = wide * block.expansion
+        stages[f"layer{number + 1}"] = nn.Sequential(*blocks)
+    return he_initialized(
+        nn.Sequential(
+            OrderedDict(
+                conv1=stem_convolution(in_channels, width, image_size),
+                bn1=nn.BatchNorm2d(width),
+                relu=nn.ReLU(),
+                **stem_pool(image_size),
+                **stages,
+                pool=nn.AdaptiveAvgPool2d(1),
+                flatten=nn.Flatten(),
+                fc=nn.Linear(channels, num_classes),
+            )
+        )
+    )
+
+
+def resnet18(num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Sequential:
+    """11,173,962 parameters for CIFAR-10, 11,689,512 for ImageNet."""
+    return resnet(BasicBlock, (2, 2, 2, 2), num_classes, in_channels, image_size)
+
+
+def resnet50(num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Sequential:
+    """23,520,842 parameters for CIFAR-10, 25,557,032 for ImageNet."""
+    return resnet(Bottleneck, (3, 4, 6, 3), num_classes, in_channels, image_size)
+
+
+def resnet10_small(num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Sequential:
+    """One block per stage and a quarter of the width: ResNet-18's shape for a laptop's CPU."""
+    return resnet(BasicBlock, (1, 1, 1, 1), num_classes, in_channels, image_size, width=16)

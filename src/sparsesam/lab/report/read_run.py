@@ -1,0 +1,113 @@
+"""One run's records as they are: what cannot be read is noted, and the rest is used."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from sparsesam.lab.experiment.config import TrainConfig
+from sparsesam.lab.experiment.run_directory import RunDirectory
+from sparsesam.lab.report.files import read_lines, read_mapping, read_object
+from sparsesam.lab.report.numbers import Number, number
+
+Status = Literal["finished", "failed", "unfinished", "analyses only"]
+_DEFAULTS = {one.name: one.default for one in dataclasses.fields(TrainConfig)}
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """``epochs`` are its records of that kind, the latest of each epoch; ``analyses`` what the files held, by name.
+
+    ``reason`` says why a run is not finished, ``problems`` what could not be read.
+    """
+
+    path: Path
+    status: Status
+    reason: str
+    settings: dict[str, Any]
+    epochs: list[dict[str, Any]]
+    result: dict[str, Any]
+    provenance: dict[str, Any]
+    analyses: dict[str, dict[str, Any]]
+    problems: list[str]
+
+    def measured(self, name: str) -> Number:
+        """A number of the result."""
+        return number(self.result.get(name))
+
+
+def read_run(path: Path) -> Run:
+    files, problems = RunDirectory(path), list[str]()
+    records = read_lines(files.records, problems)
+    analyses = _read_analyses(path / "analyses", problems)
+    written = read_object(files.result, problems)
+    failure = read_object(path / "failure.json", problems)
+    begun = _last(records, "run") | _last(records, "resume")
+    settings = read_mapping(files.config, problems) or _mapping(begun, "config") or _mapping(written, "config")
+    result = _mapping(written, "result") or _last(records, "result")
+    epochs = _epochs(records, problems)
+    status, reason = _status(path, settings, epochs, result, failure)
+    if not settings and status != "analyses only":
+        problems.append("its settings are nowhere to be read")
+    return Run(
+        path=path,
+        status=status,
+        reason=reason,
+        settings={**_DEFAULTS, **settings} if settings else {},
+        epochs=epochs,
+        result=result if status == "finished" else {},
+        provenance=_mapping(written, "provenance") or _mapping(begun, "provenance") or _mapping(failure, "provenance"),
+        analyses=analyses,
+        problems=problems,
+    )
+
+
+def _status(
+    path: Path, settings: dict[str, Any], epochs: list[Any], result: dict[str, Any], failure: dict[str, Any]
+) -> tuple[Status, str]:
+    if number(result.get("test_accuracy")) is not None:
+        return "finished", ""
+    if failure:
+        return "failed", str(failure.get("error", "no reason was written down"))
+    if not settings and not epochs and (path / "analyses").is_dir():
+        return "analyses only", ""
+    done = f"epoch {len(epochs)} of {settings.get('epochs', '?')}"
+    holder = read_object(path / "running.json", [])
+    if holder:
+        return "unfinished", f"{done}; process {holder.get('pid')} on {holder.get('host')} is at it, or was killed"
+    return "unfinished", f"stopped after {done}; sparsesam train --resume --out {path} goes on"
+
+
+def _epochs(records: list[dict[str, Any]], problems: list[str]) -> list[dict[str, Any]]:
+    """The latest record of each epoch, in order."""
+    found: dict[float, dict[str, Any]] = {}
+    for record in records:
+        if record.get("kind") == "epoch":
+            epoch = number(record.get("epoch"))
+            if epoch is None:
+                problems.append("records.jsonl: a record of an epoch without its number, left out")
+            else:
+                found[epoch] = record
+    return [found[epoch] for epoch in sorted(found)]
+
+
+def _read_analyses(folder: Path, problems: list[str]) -> dict[str, dict[str, Any]]:
+    found = {}
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
+        content = read_object(path, problems)
+        if isinstance(content.get("result"), dict):
+            found[path.stem] = content
+        elif content:
+            problems.append(f"analyses/{path.name} has no result")
+    return found
+
+
+def _last(records: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    return next((record for record in reversed(records) if record.get("kind") == kind), {})
+
+
+def _mapping(content: dict[str, Any], key: str) -> dict[str, Any]:
+    value = content.get(key)
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,91 @@
+"""Ours beside the paper's numbers, where the runs are those of one of its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sparsesam.lab.experiment.config import TrainConfig, from_mapping, names_of
+from sparsesam.lab.experiment.paper import Finished, Recipe, Scale, recipes, show_ours
+from sparsesam.lab.report.names import plural, setting_name
+from sparsesam.lab.report.read_run import Run
+from sparsesam.lab.report.section import Cell, ReportData, Section, Table, cells, value
+
+_SCALES: tuple[Scale, Scale] = ("laptop", "full")
+
+
+def build(material: ReportData) -> Section:
+    configs = [(run, config) for run in material.runs if (config := _config(run)) is not None]
+    tables = [
+        table
+        for recipe in recipes().values()
+        if any(recipe.paper(row) for row in recipe.rows("full"))
+        for scale in _SCALES
+        if (table := _table(recipe, scale, configs)) is not None
+    ]
+    return Section(
+        name="paper",
+        title="Beside the paper",
+        hint="runs of one of the paper’s tables; sparsesam paper list names them, sparsesam paper run makes them",
+        blocks=tables,
+    )
+
+
+def _config(run: Run) -> TrainConfig | None:
+    """With seed 0, which is how cells are looked up."""
+    try:
+        return from_mapping(TrainConfig, {**run.settings, "seed": 0}) if run.settings else None
+    except (TypeError, ValueError):  # of another version of sparsesam
+        return None
+
+
+def _table(recipe: Recipe, scale: Scale, configs: list[tuple[Run, TrainConfig]]) -> Table | None:
+    """A table is known by its directory, where `paper run` puts it, or else by a run for each of its cells."""
+    here = [(run, config) for run, config in configs if run.path.resolve().parts[-3:-1] == (recipe.label, scale)]
+    overrides = _overrides(recipe, scale, [config for _, config in here])
+    ours, theirs = recipe.columns(scale), recipe.columns("full")
+    finished: Finished = {}
+    for run, config in here or configs:
+        if run.status == "finished":
+            finished.setdefault(config, []).append({one.measure: run.measured(one.measure) for one in ours})
+    planned = [(row, column) for row in recipe.rows(scale) for column in ours]
+    # The first cell without a run ends the search: most tables are not these runs'.
+    if not here and not all(recipe.cell(row, column, finished, {}) for row, column in planned):
+        return None
+    found = [[recipe.cell(row, column, finished, overrides) for column in ours] for row in recipe.rows(scale)]
+    rows: list[list[Cell]] = []
+    for row, line in zip(recipe.rows(scale), found, strict=True):
+        own = [
+            value(cell.mean if cell else None, show_ours(cell, column.measure))
+            for cell, column in zip(line, ours, strict=True)
+        ]
+        printed = recipe.paper(row) + [None] * (len(theirs) - len(recipe.paper(row)))
+        paper = [value(one, "–" if one is None else f"{one:.2f}") for one in printed]
+        seeds = max((cell.seeds for cell in line if cell), default=0)
+        rows.append(cells(row, *own, *paper, value(seeds, str(seeds))))
+    columns = ["", *(f"ours: {one.label}" for one in ours), *(f"paper: {one.label}" for one in theirs), "our seeds"]
+    return Table(f"paper-{recipe.label}-{scale}", _caption(recipe, scale, overrides, len(here)), columns, rows)
+
+
+def _overrides(recipe: Recipe, scale: Scale, configs: list[TrainConfig]) -> dict[str, Any]:
+    """What `paper run --set` changed: settings that the table never varies, and all its runs have in common."""
+    if not configs:
+        return {}
+    cells_ = [recipe.config(row, column, {}) for row in recipe.rows(scale) for column in recipe.columns(scale)]
+    changed = {}
+    for name in names_of(TrainConfig):
+        planned, ran = {getattr(one, name) for one in cells_}, {getattr(one, name) for one in configs}
+        if name != "seed" and len(planned) == 1 and len(ran) == 1 and planned != ran:
+            changed[name] = ran.pop()
+    return changed
+
+
+def _caption(recipe: Recipe, scale: Scale, overrides: Mapping[str, Any], runs: int) -> str:
+    count = f", {plural(runs, 'run')}" if runs else ""
+    parts = [f"{recipe.title} ({recipe.label}, {scale} scale{count})."]
+    if scale == "laptop":
+        parts.append("Another data set than the paper’s: compare the differences between rows, not the values.")
+    if overrides:
+        changed = ", ".join(setting_name(name, one) for name, one in overrides.items())
+        parts.append(f"Ours were run with {changed} instead of the recipe’s.")
+    return " ".join(parts)

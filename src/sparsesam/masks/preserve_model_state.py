@@ -1,0 +1,75 @@
+"""Look at a model without leaving a trace on it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def preserve_model_state(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode with gradients on; flags, buffers and random states are put back on the way out."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.random.fork_rng(_cuda_devices(model)))
+        stack.callback(torch.clear_autocast_cache)
+        torch.clear_autocast_cache()
+        # torch's fused transformer kernels run only without gradients and hide the layers.
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+            # cuDNN refuses the backward of a recurrent layer in evaluation mode.
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
+            # Compiled graphs do not run the hooks.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            stack.enter_context(model.no_sync())
+        _remember_flags(model, stack)
+        _remember_buffers(model, stack)
+        yield
+
+
+def _cuda_devices(model: nn.Module) -> list[int]:
+    return sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+
+
+def _remember_flags(model: nn.Module, stack: ExitStack) -> None:
+    for module in model.modules():
+        stack.callback(setattr, module, "training", module.training)
+        # Not eval(): some modules change their weights there (merged adapters).
+        module.training = False
+    for parameter in model.parameters():
+        stack.callback(parameter.requires_grad_, parameter.requires_grad)
+        parameter.requires_grad_(False)
+
+
+def _remember_buffers(model: nn.Module, stack: ExitStack) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                stack.callback(_put_back, module, name, buffer, buffer._version, buffer.clone())
+
+
+def _put_back(module: nn.Module, name: str, buffer: Tensor, version: int, value: Tensor) -> None:
+    module._buffers[name] = buffer
+    if buffer._version != version:
+        with torch.no_grad():
+            buffer.copy_(value)
+
+
+@contextmanager
+def requiring_grad(parameters: Iterable[Tensor]) -> Iterator[None]:
+    chosen = list(parameters)
+    try:
+        for parameter in chosen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter in chosen:
+            parameter.requires_grad_(False)

@@ -1,0 +1,16 @@
+import pytest
+
+from tests.lab.data.server import serve
+
+
+@pytest.fixture
+def server():
+    with serve() as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An empty cache of the test's own."""
+    monkeypatch.setenv("SPARSESAM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"

@@ -1,0 +1,145 @@
+import pytest
+import torch
+
+from sparsesam.lab.data import Augment, load, standard_augmentation
+from sparsesam.lab.data.augment import crop_and_flip, cut_out_, denormalize, normalize
+
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+DTYPES = pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64])
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def batch(dtype, count=16, shape=(3, 12, 10)):
+    images = torch.randint(0, 256, (count, *shape), generator=generator(), dtype=torch.uint8)
+    return images if dtype == torch.uint8 else images.to(dtype) / 255
+
+
+def draws(low, high, count=16, seed=1):
+    return torch.randint(low, high, (count,), generator=generator(seed))
+
+
+def one_crop_and_flip(image, top, left, flip, padding):
+    channels, height, width = image.shape
+    padded = image.new_zeros(channels, height + 2 * padding, width + 2 * padding)
+    padded[:, padding : padding + height, padding : padding + width] = image
+    window = padded[:, top : top + height, left : left + width]
+    return window.flip(-1) if flip else window
+
+
+def one_cut_out(image, top, left, chosen, size):
+    image = image.clone()
+    if chosen:
+        image[:, max(0, top) : top + size, max(0, left) : left + size] = 0
+    return image
+
+
+@DTYPES
+@pytest.mark.parametrize("padding", [0, 1, 4])
+def test_crop_and_flip_is_the_loop_over_images(dtype, padding):
+    images = batch(dtype)
+    tops, lefts, flips = draws(0, 2 * padding + 1), draws(0, 2 * padding + 1, seed=2), draws(0, 2, seed=3).bool()
+    expected = [one_crop_and_flip(*each, padding) for each in zip(images, tops, lefts, flips, strict=True)]
+    assert torch.equal(crop_and_flip(images, tops, lefts, flips, padding=padding), torch.stack(expected))
+
+
+def test_crop_without_flip_is_the_loop_over_images():
+    images, tops, lefts = batch(torch.uint8), draws(0, 9), draws(0, 9, seed=2)
+    expected = [one_crop_and_flip(*each, False, 4) for each in zip(images, tops, lefts, strict=True)]
+    assert torch.equal(crop_and_flip(images, tops, lefts, None, padding=4), torch.stack(expected))
+
+
+@pytest.mark.parametrize("size", [1, 4, 7, 16])
+def test_cutout_is_the_loop_over_images(size):
+    images = batch(torch.float32) + 1
+    tops, lefts, chosen = draws(1 - size, 12), draws(1 - size, 10, seed=2), draws(0, 2, seed=3).bool()
+    expected = [one_cut_out(*each, size) for each in zip(images, tops, lefts, chosen, strict=True)]
+    assert torch.equal(cut_out_(images.clone(), tops, lefts, chosen, size=size), torch.stack(expected))
+
+
+@DTYPES
+def test_normalization_is_the_loop_over_images(dtype):
+    images = batch(dtype)
+    scaled = images.double() / (255 if dtype == torch.uint8 else 1)
+    expected = torch.stack(
+        [torch.stack([(plane - m) / s for plane, m, s in zip(image, MEAN, STD, strict=True)]) for image in scaled]
+    )
+    normalized = normalize(images, MEAN, STD)
+    assert normalized.dtype == (torch.float32 if dtype == torch.uint8 else dtype)
+    assert torch.allclose(normalized.double(), expected, atol=1e-6)
+
+
+def test_denormalization_undoes_it():
+    images = batch(torch.uint8)
+    assert torch.equal(denormalize(normalize(images, MEAN, STD), MEAN, STD), images)
+
+
+@DTYPES
+def test_the_pipeline_is_the_loop_over_images_with_the_same_draws(dtype):
+    images = batch(dtype)
+    augment = Augment(MEAN, STD, padding=2, flip=True, cutout=6)
+    draw = generator(5)
+    tops, lefts = (torch.randint(0, 5, (16,), generator=draw) for _ in range(2))
+    flips = torch.rand(16, generator=draw) < 0.5
+    cut_tops, cut_lefts = torch.randint(-3, 9, (16,), generator=draw), torch.randint(-3, 7, (16,), generator=draw)
+    chosen = torch.rand(16, generator=draw) < 0.5
+    expected = []
+    for i in range(16):
+        seen = normalize(one_crop_and_flip(images[i], tops[i], lefts[i], flips[i], 2)[None], MEAN, STD)[0]
+        expected.append(one_cut_out(seen, cut_tops[i], cut_lefts[i], chosen[i], 6))
+    assert torch.equal(augment(images, generator(5)), torch.stack(expected))
+
+
+def test_leaves_the_images_and_the_global_generator_alone():
+    for dtype in (torch.uint8, torch.float32):
+        images, before = batch(dtype), torch.random.get_rng_state()
+        copy = images.clone()
+        Augment(MEAN, STD, cutout=6)(images, generator())
+        assert torch.equal(images, copy)
+        assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_nothing_but_normalization_is_the_test_view():
+    images = batch(torch.uint8)
+    augment = Augment(MEAN, STD)
+    assert torch.equal(augment(images, generator()), augment.plain(images))
+
+
+def test_half_of_the_images_are_cut_and_half_flipped():
+    images = torch.full((2000, 1, 8, 8), 255, dtype=torch.uint8)
+    images[..., 0] = 0
+    seen = Augment((0.5,), (0.5,), flip=True, cutout=4)(images, generator())
+    assert 900 < (seen == 0).flatten(1).any(1).sum() < 1100
+    columns = Augment((0.5,), (0.5,), flip=True)(images, generator())[:, 0, 0, 0]
+    assert 900 < (columns == 1).sum() < 1100
+
+
+def test_the_standard_one_is_the_papers_on_cifar_and_gentle_on_digits():
+    digits = load("digits")
+    assert standard_augmentation(digits) == Augment(digits.mean, digits.std, padding=1)
+    images = torch.zeros(10, 3, 32, 32, dtype=torch.uint8)
+    cifar = type(digits)(*[(images, torch.arange(10))] * 2, name="", classes=digits.classes, mean=MEAN, std=STD)
+    assert standard_augmentation(cifar) == Augment(MEAN, STD, padding=4, flip=True, cutout=16, cutout_probability=0.5)
+    assert standard_augmentation(cifar, cutout=False).cutout == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"padding": -1}, "padding must be 0"),
+        ({"cutout": -2}, "cutout must be 0"),
+        ({"cutout_probability": 1.5}, r"cutout_probability must be in \[0, 1\], got 1.5"),
+        ({"std": (0.0, 1.0, 1.0)}, "std must be positive"),
+        ({"std": (1.0,)}, "one per channel"),
+    ],
+)
+def test_refuses_what_makes_no_sense(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Augment(**{"mean": MEAN, "std": STD, **changes})
+
+
+def test_the_channels_must_be_those_of_the_constants():
+    with pytest.raises(ValueError, match=r"images must have 3 channels, as mean has, got shape \(2, 1, 4, 4\)"):
+        normalize(torch.zeros(2, 1, 4, 4), MEAN, STD)

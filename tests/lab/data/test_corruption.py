@@ -1,0 +1,104 @@
+import pytest
+import torch
+
+from sparsesam.lab.data import CORRUPTIONS, corrupt
+from sparsesam.lab.data.corruption import fog, gaussian_noise, occlusion, plasma, resolution
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def images(count=40, channels=3, height=32, width=32):
+    return torch.randint(0, 256, (count, channels, height, width), generator=generator(1), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("kind", [*CORRUPTIONS, "mixed"])
+@pytest.mark.parametrize("rate", [0.0, 0.35, 1.0])
+def test_corrupts_exactly_the_asked_share_and_tells_which(kind, rate):
+    clean = images()
+    corrupted, kinds = corrupt(clean, rate, kind, generator())
+    changed = (corrupted != clean).flatten(1).any(1)
+    assert changed.sum() == 40 * rate
+    assert torch.equal(changed, kinds >= 0)
+    if kind != "mixed" and rate:
+        assert set(kinds[changed].tolist()) == {list(CORRUPTIONS).index(kind)}
+
+
+def test_mixed_has_equally_many_of_each():
+    assert corrupt(images(), 1.0, "mixed", generator()).kinds.bincount().tolist() == [10] * 4
+
+
+def test_what_is_told_is_what_was_done():
+    clean = images()
+    corrupted, kinds = corrupt(clean, 1.0, "mixed", generator())
+    hidden = (corrupted[:, :, 8:24, 8:24] == 0).flatten(1).all(1)
+    assert torch.equal(hidden, kinds == list(CORRUPTIONS).index("occlusion"))
+
+
+def test_the_generator_decides_everything():
+    before = torch.random.get_rng_state()
+    first, again, other = (corrupt(images(), 0.5, "mixed", generator(seed)).images for seed in (3, 3, 4))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("kind", CORRUPTIONS)
+@pytest.mark.parametrize("shape", [(1, 8, 8), (1, 28, 28), (3, 33, 20), (3, 1, 1)])
+def test_works_on_any_shape(kind, shape):
+    assert corrupt(images(3, *shape), 1.0, kind, generator()).images.shape == (3, *shape)
+
+
+def test_noise_has_its_standard_deviation():
+    grey = torch.full((20, 3, 32, 32), 0.5)
+    noisy = gaussian_noise(grey, generator())
+    assert noisy.mean().item() == pytest.approx(0.5, abs=0.002)
+    assert noisy.std().item() == pytest.approx(0.1, abs=0.002)
+
+
+def test_resolution_removes_detail_and_keeps_the_mean():
+    checkerboard = (torch.arange(16)[:, None] + torch.arange(16)).remainder(2).float().expand(1, 1, 16, 16)
+    assert torch.allclose(resolution(checkerboard, generator()), torch.tensor(0.5))
+
+
+def test_fog_whitens_and_flattens():
+    clean = images().float() / 255
+    foggy = fog(clean, generator())
+    assert foggy.mean() > clean.mean() + 0.1
+    assert (foggy.flatten(1).std(1) < 0.75 * clean.flatten(1).std(1)).all()
+
+
+def test_fog_is_smooth_and_differs_from_image_to_image():
+    fields = plasma(8, 32, 32, generator())
+    assert (fields.amin((1, 2)) == 0).all()
+    assert (fields.amax((1, 2)) == 1).all()
+    assert fields.diff(dim=2).abs().mean() < 0.1
+    assert fields.std(0).mean() > 0.1
+
+
+@pytest.mark.parametrize("side", [8, 28, 32])
+def test_occlusion_hides_a_central_quarter(side):
+    hidden = occlusion(torch.ones(1, 1, side, side), generator())[0, 0] == 0
+    assert hidden.float().mean() == 0.25
+    assert torch.equal(hidden, hidden.flip(0))
+    assert torch.equal(hidden, hidden.flip(1))
+
+
+def test_the_given_images_stay():
+    clean = images()
+    corrupt(clean, 1.0, "mixed", generator())
+    assert torch.equal(clean, images())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((images(2), 1.5, "fog"), r"rate must be in \[0, 1\], got 1.5"),
+        ((images(2), 0.5, "frog"), "kind must be one of 'fog', .*got 'frog'"),
+        ((images(2) / 255, 0.5, "fog"), "images must be uint8 .*got torch.float32"),
+    ],
+)
+def test_refuses_what_makes_no_sense(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        corrupt(*arguments, generator())

@@ -1,0 +1,56 @@
+import gzip
+
+import pytest
+import torch
+
+from sparsesam.lab.data import DataError, MissingData, load
+from sparsesam.lab.data.fashion_mnist import Files, load_fashion_mnist
+from tests.lab.data.files import fashion_files, idx, labels, remote, write_fashion
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("folder", ["", "FashionMNIST/raw"])
+def test_reads_local_files(tmp_path, folder, compressed):
+    write_fashion(tmp_path / folder, compressed=compressed)
+    splits = load("fashion-mnist", tmp_path, download=False)
+    assert splits.train.images.shape == (20, 1, 28, 28)
+    assert splits.test.labels.tolist() == list(range(10))
+    content = fashion_files()["train-images-idx3-ubyte"]
+    assert splits.train.images.flatten().tolist() == list(content[16:])
+
+
+def test_downloads_what_is_not_there(tmp_path, server, cache):
+    server.files = {f"{name}.gz": gzip.compress(content, mtime=0) for name, content in fashion_files().items()}
+    files = Files(tuple(remote(server.url(name), content) for name, content in server.files.items()))
+    first = load_fashion_mnist(files=files)
+    assert {path.name for path in (cache / "fashion-mnist").glob("*.gz")} == set(server.files)
+    assert torch.equal(load_fashion_mnist(files=files, download=False).train.images, first.train.images)
+
+
+def test_without_a_net_says_which_files_to_put_where(tmp_path):
+    with pytest.raises(MissingData) as caught:
+        load("fashion-mnist", tmp_path, download=False)
+    message = str(caught.value)
+    assert f"Put into {tmp_path}:" in message
+    assert "t10k-labels-idx1-ubyte.gz  MD5 bb300cfdad3c16e7a12a480ee83cd310  from https://" in message
+
+
+def test_a_missing_file_is_named(tmp_path):
+    write_fashion(tmp_path)
+    (tmp_path / "t10k-images-idx3-ubyte").unlink()
+    with pytest.raises(DataError, match="found no t10k-images-idx3-ubyte"):
+        load("fashion-mnist", tmp_path)
+
+
+def test_images_and_labels_must_be_as_many(tmp_path):
+    write_fashion(tmp_path)
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(labels(19)))
+    with pytest.raises(DataError, match=r"expected 20 labels, one per image of .*train-images.*, found 19"):
+        load("fashion-mnist", tmp_path)
+
+
+def test_a_class_without_images_is_named(tmp_path):
+    write_fashion(tmp_path)
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(labels(20) % 9))
+    with pytest.raises(DataError, match="1 of 10 have none: 'ankle boot'"):
+        load("fashion-mnist", tmp_path)

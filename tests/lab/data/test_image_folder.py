@@ -1,0 +1,135 @@
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from sparsesam.lab.data import DataError, MissingData, load
+from sparsesam.lab.data.image_folder import CentreCrop, RandomResizedCrop, random_box
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def gradient(width, height):
+    """Red grows to the right and green downwards, so that a pixel tells where it came from."""
+    red = Image.linear_gradient("L").rotate(90).resize((width, height))
+    green = Image.linear_gradient("L").resize((width, height))
+    return Image.merge("RGB", (red, green, Image.new("L", (width, height))))
+
+
+@pytest.fixture
+def root(tmp_path):
+    for part, count in (("train", 3), ("val", 2)):
+        for name in ("cat", "dog"):
+            (tmp_path / part / name).mkdir(parents=True)
+            for number in range(count):
+                gradient(300 + 10 * number, 260).save(tmp_path / part / name / f"{number}.jpeg")
+    return tmp_path
+
+
+def test_reads_pairs_in_the_order_of_classes(root):
+    (root / "train" / "cat" / "notes.txt").write_text("no image")
+    splits = load("imagenet", root)
+    assert splits.classes == ("cat", "dog")
+    assert (len(splits.train), len(splits.test), splits.image_size) == (6, 4, 224)
+    images, labels = zip(*splits.train, strict=False)
+    assert all(image.shape == (3, 224, 224) and image.dtype == torch.uint8 for image in images)
+    assert labels == (0, 0, 0, 1, 1, 1)
+
+
+def epoch(dataset, workers):
+    return torch.cat([images for images, _ in DataLoader(dataset, batch_size=2, num_workers=workers)])
+
+
+def test_workers_change_nothing(root):
+    train = load("imagenet", root).train
+    assert torch.equal(epoch(train, 0), epoch(train, 2))
+
+
+def test_each_epoch_sees_other_views_and_the_same_ones_again(root):
+    train = load("imagenet", root).train
+    loader = DataLoader(train, batch_size=6, num_workers=1, persistent_workers=True)
+    views = []
+    for number in (0, 1, 0):
+        train.set_epoch(number)
+        views.append(next(iter(loader))[0])
+    assert torch.equal(views[0], views[2])
+    assert not torch.equal(views[0], views[1])
+
+
+def test_test_images_are_always_the_same(root):
+    test = load("imagenet", root).test
+    before = test[0][0]
+    test.set_epoch(5)
+    assert torch.equal(before, test[0][0])
+
+
+@pytest.mark.parametrize("extent", [(500, 300), (300, 500), (256, 256), (100, 60)])
+def test_the_test_view_is_the_centre_of_the_resized_image(extent):
+    seen = CentreCrop()(gradient(*extent), generator())
+    assert seen.size == (224, 224)
+    red, green, _ = seen.getpixel((112, 112))
+    assert abs(red - 128) <= 3
+    assert abs(green - 128) <= 3
+
+
+def test_boxes_have_the_allowed_areas_and_aspects():
+    draws = generator()
+    boxes = torch.tensor([random_box((400, 300), (0.08, 1.0), draws) for _ in range(500)], dtype=torch.float)
+    left, top, right, bottom = boxes.T
+    assert left.min() >= 0
+    assert top.min() >= 0
+    assert right.max() <= 400
+    assert bottom.max() <= 300
+    area, aspect = (right - left) * (bottom - top) / 120_000, (right - left) / (bottom - top)
+    assert 0.075 < area.min() < 0.15
+    assert area.max() > 0.8
+    assert 0.74 < aspect.min() < 0.8
+    assert 1.25 < aspect.max() < 1.35
+
+
+def test_an_image_too_narrow_for_any_box_gives_its_centre():
+    assert random_box((1000, 10), (0.9, 1.0), generator()) == (493, 0, 506, 10)
+
+
+def test_half_of_the_training_views_are_mirrored():
+    view = RandomResizedCrop(8, scale=(1.0, 1.0))
+    draws = generator()
+    rising = [
+        seen.getpixel((7, 4))[0] > seen.getpixel((0, 4))[0]
+        for seen in (view(gradient(64, 64), draws) for _ in range(100))
+    ]
+    assert 30 < sum(rising) < 70
+
+
+def test_a_damaged_image_is_named(root):
+    path = root / "val" / "dog" / "1.jpeg"
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(DataError, match=r"1\.jpeg: expected a complete image, found one that cannot be decoded"):
+        load("imagenet", root).test[3]
+
+
+def test_a_class_missing_from_the_test_images_is_named(root):
+    (root / "val" / "dog").rename(root / "val" / "dig")
+    with pytest.raises(DataError, match=r"expected the 2 class folders .* missing: dog; unknown: dig"):
+        load("imagenet", root)
+
+
+def test_an_empty_class_is_named(root):
+    (root / "train" / "ant").mkdir()
+    with pytest.raises(DataError, match=r"ant: expected images \(.jpeg, .*\), found none"):
+        load("imagenet", root)
+
+
+def test_without_test_images_says_so(root):
+    (root / "val").rename(root / "elsewhere")
+    with pytest.raises(DataError, match="expected train and val"):
+        load("imagenet", root)
+
+
+def test_needs_a_directory(tmp_path):
+    with pytest.raises(MissingData, match="needs data_dir"):
+        load("imagenet")
+    with pytest.raises(DataError, match="train: expected a folder with one subfolder of images per class"):
+        load("imagenet", tmp_path)

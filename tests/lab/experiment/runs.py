@@ -1,0 +1,50 @@
+"""Short runs for the tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+
+import torch
+
+from sparsesam.lab.experiment import checkpoint
+from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
+from sparsesam.lab.experiment.observers import Silent
+from sparsesam.lab.experiment.run import run
+
+SHORT = TrainConfig(train_size=72, test_size=40, epochs=3, batch_size=16, fisher_samples=8, optimizer="sgd", rho=0.1)
+
+
+def train(out, observer=None, *, resume=False, tensorboard=False, **settings):
+    place = RunEnvironment(out=out, resume=resume, tensorboard=tensorboard, threads=1)
+    return run(replace(SHORT, **settings), place, observer)
+
+
+def state(out):
+    """Everything that a finished run saved, but for the time it took."""
+    content = checkpoint.load(out / "last.pt")
+    content["training"].pop("sums")
+    return content
+
+
+def same(first, second):
+    """Whether two trees of plain values and tensors are equal, bit for bit."""
+    if isinstance(first, torch.Tensor):
+        return first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(same, first, second))
+    return first == second
+
+
+class InterruptAt(Silent):
+    """Sends itself Ctrl-C after the given number of steps."""
+
+    def __init__(self, step):
+        self.at = step
+
+    def step(self, training):
+        if training.steps_taken == self.at:
+            os.kill(os.getpid(), signal.SIGINT)

@@ -1,0 +1,50 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, from_mapping
+
+
+def test_an_unknown_name_suggests_the_nearest():
+    with pytest.raises(ValueError, match=r"unknown option 'sparsty'; did you mean sparsity"):
+        from_mapping(TrainConfig, {"sparsty": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("epochs", 0, "at least 1"),
+        ("label_noise", 1.5, r"in \[0, 1\]"),
+        ("sparsity", -0.1, r"in \[0, 1\], or null"),
+        ("rho", -1.0, "at least 0"),
+        ("ema", 1.0, r"in \[0, 1\), or null"),
+        ("ascent_fraction", 0.0, r"in \(0, 1\]"),
+    ],
+)
+def test_a_value_out_of_range_is_refused(name, value, rule):
+    with pytest.raises(ValueError, match=f"{name} must be {rule}, got {value}"):
+        TrainConfig(**{name: value})
+
+
+def test_a_choice_that_is_none_of_the_allowed_is_refused_wherever_it_comes_from():
+    with pytest.raises(ValueError, match=r"optimizer must be one of 'sgd', .*, got 'ssam_f'"):
+        from_mapping(TrainConfig, {"optimizer": "ssam_f"})
+
+
+def test_the_hash_tells_configs_apart_and_equals_for_equal_ones():
+    assert TrainConfig().content_hash == TrainConfig().content_hash
+    assert TrainConfig(rho=0.2).content_hash != TrainConfig().content_hash
+    same = from_mapping(TrainConfig, {"betas": [0.9, 0.999], "label_noise": 0, "rho": "1e-1"})
+    assert same.content_hash == TrainConfig().content_hash
+
+
+def test_the_default_directory_tells_what_runs_there():
+    config = replace(TrainConfig(), model="my.module:net")
+    assert str(RunEnvironment().directory(config)) == f"runs/digits-my.module.net-ssam-f-{config.content_hash}"
+
+
+def test_the_command_to_go_on_names_the_data():
+    assert RunEnvironment(data_dir=Path("my data")).resume_command(Path("runs/a")) == (
+        "sparsesam train --resume --out runs/a --data-dir 'my data'"
+    )

@@ -1,0 +1,61 @@
+import pytest
+import torch
+
+from sparsesam.lab.experiment import checkpoint, read_masks
+from sparsesam.lab.experiment.config import TrainConfig
+from sparsesam.lab.experiment.errors import Interrupted, RunError
+from sparsesam.lab.experiment.mask_record import is_cheap, write_masks
+from sparsesam.masks.packed import PackedMask
+from tests.lab.experiment.runs import InterruptAt, same, train
+
+SPARSE = {"optimizer": "ssam-f", "mask_steps": 3, "model": "tests.lab.inspection.networks:linear"}
+
+
+def test_masks_come_back_as_they_were_written(tmp_path):
+    masks = {"a.weight": torch.rand(5, 3) > 0.5, "b": torch.zeros(9, dtype=torch.bool), "c": torch.tensor(True)}
+    write_masks(tmp_path / "masks", 12, masks)
+    write_masks(tmp_path / "masks", 7, {"a": ~masks["a.weight"]})
+    assert same(list(read_masks(tmp_path)), [(7, {"a": ~masks["a.weight"]}), (12, masks)])
+
+
+def test_a_run_writes_the_mask_of_every_refresh(tmp_path):
+    train(tmp_path, **SPARSE)
+    snapshots = list(read_masks(tmp_path))
+    assert [step for step, _ in snapshots] == [0, 3, 6, 9, 12]
+    saved = checkpoint.load(tmp_path / "last.pt")["training"]["optimizer"]["sparsesam"]["mask"]
+    assert saved["last_step"] == 12
+    assert same(snapshots[-1][1], {n: PackedMask.from_state_dict(s).unpack() for n, s in saved["masks"].items()})
+
+
+@pytest.mark.parametrize("step", [1, 2, 9])
+def test_a_resumed_run_has_the_masks_of_the_uninterrupted_one(tmp_path, step):
+    train(tmp_path / "whole", **SPARSE)
+    with pytest.raises(Interrupted):
+        train(tmp_path / "parts", InterruptAt(step), **SPARSE)
+    strange = {"1.weight": torch.ones(10, 64, dtype=torch.bool), "1.bias": torch.ones(10, dtype=torch.bool)}
+    position = checkpoint.load(tmp_path / "parts" / "last.pt")["training"]["position"]
+    # As a killed run leaves a mask that it made after its checkpoint.
+    write_masks(tmp_path / "parts" / "masks", 5 * position["epoch"] + position["step"], strange)
+    (tmp_path / "parts" / "masks" / "00000099.part").write_text("half")
+    train(tmp_path / "parts", resume=True, **SPARSE)
+    assert same(list(read_masks(tmp_path / "parts")), list(read_masks(tmp_path / "whole")))
+    assert not list((tmp_path / "parts" / "masks").glob("*.part"))
+
+
+def test_runs_without_a_mask_write_none(tmp_path):
+    train(tmp_path, optimizer="sam", model=SPARSE["model"])
+    assert not (tmp_path / "masks").exists()
+
+
+def test_masks_are_recorded_unasked_only_where_they_are_small():
+    config = TrainConfig(epochs=200)
+    assert is_cheap(config, 28_000, 400)
+    assert not is_cheap(config, 11_000_000, 400)
+    assert is_cheap(TrainConfig(epochs=200, mask_epochs=None), 11_000_000, 400)
+
+
+def test_a_file_that_holds_no_masks_is_told_by_name(tmp_path):
+    (tmp_path / "masks").mkdir()
+    (tmp_path / "masks" / "00000003.npz").write_bytes(b"nothing")
+    with pytest.raises(RunError, match=r"00000003\.npz must hold the masks of a run"):
+        list(read_masks(tmp_path))

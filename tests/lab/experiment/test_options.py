@@ -1,0 +1,51 @@
+"""Each option by itself: it trains for a few steps, or is refused with its reason."""
+
+import math
+
+import pytest
+
+from tests.lab.experiment.runs import train
+
+TRAINS = [
+    {"ema": 0.99, "label_smoothing": 0.1, "warmup_epochs": 0.5},
+    {"optimizer": "asam", "rho": 0.5},
+    {"adaptive": "all", "eta": 0.0},
+    {"base": "adamw", "lr": 0.001},
+    {"pattern": "filter", "ascent": "implicit", "norm": "masked"},
+    {"pattern": "2:4", "ascent": "implicit-dense"},
+    {"optimizer": "sam", "ascent": "momentum"},
+    {"ascent_fraction": 0.25},
+    {"ascent_every": 2, "ascent_fraction": 0.5, "ascent_start": 0.2},
+    {"rho_schedule": "cosine", "rho_final": 0.1},
+    {"mask_epochs": None, "fisher_labels": "sampled"},
+    {"optimizer": "ssam-d", "mask_steps": 1, "growth": "gradient"},
+    {"precision": "bf16", "pattern": "filter", "ascent": "implicit", "norm": "masked"},
+    {"precision": "fp16"},
+]
+REFUSED = [
+    ({"pattern": "filter", "ascent": "implicit"}, 'norm must be "masked" with ascent="implicit"'),
+    ({"optimizer": "sam", "ascent": "implicit"}, "ascent must be explicit or momentum for sam"),
+    ({"pattern": "fliter"}, "pattern must be a Pattern or one of 'filter'"),
+    ({"pattern": "2:4", "sparsity": 0.9}, "sparsity must be left out"),
+    ({"corruption": "fgo", "corruption_rate": 0.2}, "must be one of 'fog'"),
+    ({"model": "resnet10smal"}, "model must be one of 'resnet10-small'"),
+]
+
+
+def named(settings):
+    return " ".join(f"{name}={value}" for name, value in settings.items())
+
+
+@pytest.mark.parametrize("settings", TRAINS, ids=named)
+def test_trains(tmp_path, settings):
+    result = train(tmp_path, **{"optimizer": "ssam-f", "max_steps": 4, **settings})
+    assert result.steps == 4
+    assert math.isfinite(result.test_loss)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"), REFUSED, ids=lambda value: named(value) if isinstance(value, dict) else ""
+)
+def test_is_refused_with_the_reason(tmp_path, settings, reason):
+    with pytest.raises(ValueError, match=reason):
+        train(tmp_path, **{"optimizer": "ssam-f", **settings})

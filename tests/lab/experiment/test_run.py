@@ -1,0 +1,168 @@
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sparsesam.lab.data import load
+from sparsesam.lab.experiment import checkpoint, read_records
+from sparsesam.lab.experiment.errors import CheckpointError, DivergedError, Interrupted, RunError
+from sparsesam.lab.experiment.run_directory import RunDirectory
+from tests.lab.experiment.runs import SHORT, InterruptAt, same, state, train
+
+STATEFUL = {
+    "ssam-f": {"optimizer": "ssam-f"},
+    "ssam-d with momentum and an average": {"optimizer": "ssam-d", "ema": 0.9, "mask_steps": 3},
+    "reused perturbations": {"optimizer": "sam", "ascent_every": 2, "ascent_off_steps": "reuse"},
+    "adamw": {"optimizer": "adamw", "lr": 0.001},
+    "dropout": {"optimizer": "sam", "model": "tests.lab.experiment.test_run:with_dropout"},
+}
+
+
+def with_dropout(num_classes):
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Dropout(0.5), torch.nn.Linear(64, num_classes))
+
+
+def own_digits(data_dir):
+    return load("digits", data_dir)
+
+
+def test_leaves_settings_records_checkpoints_and_a_result_with_provenance(tmp_path):
+    result = train(tmp_path, tensorboard=True)
+    assert RunDirectory(tmp_path).saved_config() == SHORT
+    header, *epochs, last = read_records(tmp_path / "records.jsonl")
+    assert header["kind"] == "run"
+    assert header["provenance"]["threads"] == 1
+    assert [record["epoch"] for record in epochs] == [1, 2, 3]
+    assert last["kind"] == "result"
+    saved = json.loads((tmp_path / "result.json").read_text())
+    assert saved["hash"] == SHORT.content_hash
+    assert saved["result"]["test_accuracy"] == result.test_accuracy == epochs[-1]["test_accuracy"]
+    assert list((tmp_path / "tensorboard").iterdir())
+    assert not (tmp_path / "running.json").exists()
+
+
+def test_keeps_the_best_weights_apart_from_the_last(tmp_path):
+    train(tmp_path, lr=0.5)
+    accuracies = [r["test_accuracy"] for r in read_records(tmp_path / "records.jsonl") if r["kind"] == "epoch"]
+    best = checkpoint.load(tmp_path / "best.pt")
+    assert best["test_accuracy"] == max(accuracies)
+    assert best["epoch"] == accuracies.index(max(accuracies)) + 1
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize("step", [2, 5])  # within the first epoch, and at its end
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, name, step):
+    train(tmp_path / "whole", **STATEFUL[name])
+    with pytest.raises(Interrupted, match=r"go on with: sparsesam train --resume --out"):
+        train(tmp_path / "parts", InterruptAt(step), **STATEFUL[name])
+    train(tmp_path / "parts", resume=True, **STATEFUL[name])
+    assert same(state(tmp_path / "parts"), state(tmp_path / "whole"))
+
+
+def test_the_records_of_a_resumed_run_have_every_epoch_once(tmp_path):
+    with pytest.raises(Interrupted):
+        train(tmp_path, InterruptAt(7))
+    with (tmp_path / "records.jsonl").open("a") as file:
+        file.write('{"kind": "epoch", "epoch": 2, "step": 10}\n{"kind": "epo')  # as a kill leaves them
+    train(tmp_path, resume=True)
+    kinds = [(record["kind"], record.get("epoch")) for record in read_records(tmp_path / "records.jsonl")]
+    assert kinds == [("run", None), ("epoch", 1), ("resume", None), ("epoch", 2), ("epoch", 3), ("result", None)]
+
+
+def test_without_a_perturbation_every_optimizer_is_its_base(tmp_path):
+    train(tmp_path / "sgd")
+    for name in ("sam", "ssam-f", "ssam-d"):
+        train(tmp_path / name, optimizer=name, rho=0.0)
+        assert same(state(tmp_path / name)["training"]["model"], state(tmp_path / "sgd")["training"]["model"])
+
+
+def test_a_seed_repeats_and_another_differs(tmp_path):
+    for name, seed in (("once", 5), ("again", 5), ("other", 6)):
+        train(tmp_path / name, seed=seed, label_noise=0.3, corruption_rate=0.5)
+    once, again, other = (state(tmp_path / name)["training"]["model"] for name in ("once", "again", "other"))
+    assert same(once, again)
+    assert not torch.equal(once["0.weight"], other["0.weight"])
+
+
+def test_leaves_the_global_generator_and_threads_alone(tmp_path):
+    before = torch.random.get_rng_state()
+    train(tmp_path)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert torch.get_num_threads() == 1
+
+
+def test_max_steps_ends_a_run_early(tmp_path):
+    assert train(tmp_path, max_steps=7).steps == 7
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_trains_and_keeps_float32_weights(tmp_path, precision):
+    result = train(
+        tmp_path, precision=precision, optimizer="sam", max_steps=2, model="tests.lab.experiment.test_run:with_dropout"
+    )
+    assert result.train_loss < 10
+    content = state(tmp_path)["training"]
+    assert content["model"]["2.weight"].dtype == torch.float32
+    assert (content["scaler"] is not None) == (precision == "fp16")
+
+
+def test_a_loss_that_is_not_finite_stops_with_the_last_good_state_and_a_hint(tmp_path):
+    with pytest.raises(DivergedError, match=r"lower lr \(1e\+30\).*no epoch was complete"):
+        train(tmp_path / "at once", lr=1e30)
+    with pytest.raises(Interrupted):
+        train(tmp_path / "later", InterruptAt(6))
+    config = RunDirectory(tmp_path / "later").config
+    config.write_text(config.read_text().replace("\nlr: 0.05\n", "\nlr: 1.0e+30\n"))
+    before = (tmp_path / "later" / "last.pt").read_bytes()
+    with pytest.raises(DivergedError, match=r"the last good state is in .*last\.pt"):
+        train(tmp_path / "later", resume=True, lr=1e30)
+    assert (tmp_path / "later" / "last.pt").read_bytes() == before
+
+
+def test_two_runs_in_one_directory_are_refused(tmp_path):
+    with RunDirectory(tmp_path).locked(), pytest.raises(RunError, match=r"in use by process \d+ on "):
+        train(tmp_path)
+
+
+def test_a_directory_with_a_run_is_not_overwritten(tmp_path):
+    with pytest.raises(Interrupted):
+        train(tmp_path, InterruptAt(6))
+    with pytest.raises(RunError, match="holds an unfinished run; go on with --resume"):
+        train(tmp_path)
+    with pytest.raises(RunError, match=r"other settings \(lr: 0.05, now 0.1\)"):
+        train(tmp_path, resume=True, lr=0.1)
+    train(tmp_path, resume=True)
+    with pytest.raises(RunError, match="holds a finished run"):
+        train(tmp_path, resume=True)
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, monkeypatch):
+    with pytest.raises(Interrupted):
+        train(tmp_path, InterruptAt(6))
+    before = (tmp_path / "last.pt").read_bytes()
+
+    def full(content, file):
+        file.write(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        with pytest.raises(CheckpointError, match=r"No space left on device.*the one before it is intact"):
+            train(tmp_path, resume=True)
+    assert (tmp_path / "last.pt").read_bytes() == before
+    assert not list(tmp_path.glob("*.part"))
+    train(tmp_path, resume=True)
+
+
+def test_the_users_own_data_set_and_model_can_be_named_by_module_and_function(tmp_path):
+    module = "tests.lab.experiment.test_run"
+    assert train(tmp_path, dataset=f"{module}:own_digits", model=f"{module}:with_dropout").parameters == 650
+
+
+def test_subsets_are_the_same_for_every_seed():
+    from sparsesam.lab.experiment.batches import _subset
+
+    assert torch.equal(_subset(100, 10), _subset(100, 10))
+    assert len(_subset(100, 10).unique()) == 10
+    assert replace(SHORT, seed=1).content_hash != SHORT.content_hash

@@ -1,0 +1,39 @@
+from typing import Literal
+
+import pytest
+
+from sparsesam.lab.experiment.setting_types import fitted
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "expected"),
+    [
+        (1, float, 1.0),
+        ("1e-3", float, 0.001),  # text in YAML
+        (None, int | None, None),
+        ([0.9, 1], tuple[float, float], (0.9, 1.0)),
+        (True, bool | Literal["all"], True),
+        ("all", bool | Literal["all"], "all"),
+    ],
+)
+def test_values_take_the_type_of_their_setting(value, hint, expected):
+    found = fitted("name", value, hint)
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "rule"),
+    [
+        ("samm", Literal["sgd", "sam"], "one of 'sgd', 'sam', got 'samm'"),
+        (3.5, int, "a whole number, got 3.5"),
+        (True, int, "a whole number, got True"),
+        ("many", int | None, "a whole number or null, got 'many'"),
+        ("fast", float, "a number, got 'fast'"),
+        (1, bool, "true or false, got 1"),
+        ([0.9], tuple[float, float], r"a list of 2 numbers, got \[0.9\]"),
+    ],
+)
+def test_others_are_refused_with_the_rule(value, hint, rule):
+    with pytest.raises(ValueError, match=f"name must be {rule}"):
+        fitted("name", value, hint)

@@ -1,0 +1,30 @@
+"""Two processes: the same masks on both, and the weights that one process reaches with the same global batch."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.lab.experiment import two_ranks
+from tests.lab.experiment.runs import state
+
+
+@pytest.mark.parametrize("optimizer", ["ssam-d"])
+def test_two_ranks_reach_the_weights_of_one_with_equal_masks(optimizer, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir(), two.mkdir()
+    subprocess.run(
+        [sys.executable, "-m", "tests.lab.experiment.two_ranks", str(two), optimizer],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        check=True,
+        timeout=120,
+    )
+    two_ranks.main(one, optimizer, devices=1)
+    expected, *masks = (torch.load(p, weights_only=True) for p in (one / "masks-0.pt", *sorted(two.glob("masks-*"))))
+    assert len(masks) == 2
+    for found in masks:
+        assert all(torch.equal(found[name], mask) for name, mask in expected.items())
+    weights = (state(folder / "run")["training"]["model"] for folder in (two, one))
+    torch.testing.assert_close(*weights, rtol=1e-9, atol=1e-11)

@@ -1,0 +1,116 @@
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from sparsesam.lab.experiment import checkpoint, read_masks, read_records
+from sparsesam.lab.experiment.errors import CheckpointError, Interrupted, RunError
+from sparsesam.lab.inspection import load_run
+from tests.lab.experiment.runs import InterruptAt, same, train
+
+MODEL = "tests.lab.inspection.networks:normalized"
+
+
+def epochs_of(out):
+    return [record for record in read_records(out / "records.jsonl") if record["kind"] == "epoch"]
+
+
+def test_the_objective_is_the_runs_own_test_loss(tmp_path):
+    train(tmp_path, model=MODEL, label_smoothing=0.1)
+    objective = load_run(tmp_path, split="test", samples=None).objective
+    with objective.measuring():
+        assert objective.loss() == pytest.approx(epochs_of(tmp_path)[-1]["test_loss"], rel=1e-5)
+
+
+def test_the_best_weights_have_the_best_accuracy_and_the_mask_of_their_time(tmp_path):
+    train(tmp_path, model=MODEL, optimizer="ssam-f", mask_steps=2, lr=0.5, epochs=4)
+    accuracies = [record["test_accuracy"] for record in epochs_of(tmp_path)]
+    run = load_run(tmp_path, split="test", samples=None, checkpoint="best", batch_size=40)
+    [(images, labels)] = run.objective.batches
+    with run.objective.measuring():
+        right = (run.model(images).argmax(1) == labels).float().mean()
+    assert float(right) == pytest.approx(max(accuracies))
+    steps = epochs_of(tmp_path)[accuracies.index(max(accuracies))]["step"]
+    assert run.step == steps
+    assert run.mask_step == max(step for step in range(0, 20, 2) if step < steps)
+    assert same(run.masks, dict(read_masks(tmp_path))[run.mask_step])
+
+
+def test_with_a_moving_average_it_is_the_average_that_is_measured(tmp_path):
+    train(tmp_path, model=MODEL, ema=0.9)
+    objective = load_run(tmp_path, split="test", samples=None).objective
+    with objective.measuring():
+        assert objective.loss() == pytest.approx(epochs_of(tmp_path)[-1]["test_loss"], rel=1e-5)
+
+
+def test_training_images_have_the_runs_noise_and_no_augmentation(tmp_path):
+    train(tmp_path, model=MODEL, label_noise=0.5, label_smoothing=0.1, seed=3)
+    run = load_run(tmp_path, samples=None, batch_size=1000)
+    [(images, labels)] = run.objective.batches
+    assert torch.equal(labels, run.batches.labels)
+    assert not torch.equal(labels, load_clean(tmp_path, run))
+    expected = cross_entropy(run.model.eval()(images), labels, label_smoothing=0.1)
+    with run.objective.measuring():
+        assert run.objective.loss() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def load_clean(out, run):
+    from sparsesam.lab.experiment.batches import _subset
+
+    return run.splits.train.labels[_subset(len(run.splits.train.labels), run.config.train_size)]
+
+
+def test_the_sample_is_fixed_by_its_seed(tmp_path):
+    train(tmp_path, model=MODEL)
+    first, again, other = (load_run(tmp_path, samples=10, seed=seed).objective.batches for seed in (0, 0, 1))
+    assert first[0][0].shape[0] == 10
+    assert same(first, again)
+    assert not same(first, other)
+
+
+def test_the_mask_is_that_of_the_checkpoint_and_plain_runs_have_none(tmp_path):
+    train(tmp_path / "sparse", model=MODEL, optimizer="ssam-d", sparsity=0.75, mask_steps=2)
+    run = load_run(tmp_path / "sparse")
+    assert same(run.masks, list(read_masks(tmp_path / "sparse"))[-1][1])
+    assert run.mask_step == 14
+    train(tmp_path / "plain", model=MODEL)
+    assert load_run(tmp_path / "plain").masks is None
+
+
+def test_an_unfinished_run_will_do(tmp_path):
+    with pytest.raises(Interrupted):
+        train(tmp_path, InterruptAt(7), model=MODEL)
+    run = load_run(tmp_path)
+    assert run.step == 8  # the signal is seen one step later
+    assert same(dict(run.model.state_dict()), checkpoint.load(tmp_path / "last.pt")["training"]["model"])
+
+
+def test_loading_leaves_the_global_generator_alone(tmp_path):
+    train(tmp_path, model=MODEL)
+    before = torch.random.get_rng_state()
+    load_run(tmp_path).objective  # noqa: B018
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_a_directory_without_a_run_or_a_checkpoint_is_told(tmp_path):
+    with pytest.raises(RunError, match=r"holds no run: it has no config\.yaml"):
+        load_run(tmp_path)
+    train(tmp_path, model=MODEL)
+    (tmp_path / "last.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"last\.pt is not there.*--resume --out"):
+        load_run(tmp_path).model  # noqa: B018
+
+
+def test_a_checkpoint_that_does_not_fit_is_told_by_file_and_parameter(tmp_path):
+    train(tmp_path, model=MODEL)
+    config = tmp_path / "config.yaml"
+    config.write_text(config.read_text().replace(MODEL, "tests.lab.inspection.networks:linear"))
+    with pytest.raises(CheckpointError, match=r"last\.pt does not fit.*1\.weight.*config\.yaml says model"):
+        load_run(tmp_path).model  # noqa: B018
+
+
+def test_bad_choices_are_refused(tmp_path):
+    train(tmp_path, model=MODEL)
+    with pytest.raises(ValueError, match="samples must be at least 1, got 0"):
+        load_run(tmp_path, samples=0)
+    with pytest.raises(ValueError, match="device must be cpu, cuda, mps or auto"):
+        load_run(tmp_path, device="abacus").model  # noqa: B018

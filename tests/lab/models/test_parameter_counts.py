@@ -1,0 +1,41 @@
+"""The numbers of parameters in the literature. Models are built without memory, on the meta device."""
+
+import pytest
+import torch
+
+from sparsesam.lab.models import build
+
+
+@pytest.mark.parametrize(
+    ("name", "num_classes", "image_size", "published"),
+    [
+        ("resnet18", 10, 32, 11_173_962),
+        ("resnet18", 100, 32, 11_220_132),
+        ("resnet18", 1000, 224, 11_689_512),
+        ("resnet50", 10, 32, 23_520_842),
+        ("resnet50", 1000, 224, 25_557_032),
+        ("wrn-28-10", 10, 32, 36_479_194),
+        ("wrn-28-10", 100, 32, 36_536_884),
+        ("vgg11-bn", 10, 32, 9_231_114),
+        ("vgg11-bn", 1000, 224, 132_868_840),
+        ("vit-s-16", 1000, 224, 22_050_664),
+        ("vit-b-16", 1000, 224, 86_567_656),
+    ],
+)
+def test_has_the_published_number_of_parameters(name, num_classes, image_size, published):
+    with torch.device("meta"):
+        model = build(name, num_classes, 3, image_size)
+    assert sum(p.numel() for p in model.parameters()) == published
+
+
+def test_the_papers_one_block_vit_has_the_sizes_of_its_table():
+    with torch.device("meta"):
+        parameters = dict(build("vit-one-block-8192").named_parameters())
+    block = {name: tuple(p.shape) for name, p in parameters.items() if "blocks" in name and p.dim() == 2}
+    assert block == {
+        "blocks.0.attention.qkv.weight": (3 * 8192, 8192),
+        "blocks.0.attention.proj.weight": (8192, 8192),
+        "blocks.0.mlp.fc1.weight": (8192, 8192),
+        "blocks.0.mlp.fc2.weight": (8192, 8192),
+    }
+    assert parameters["position.table"].shape == (1, 32 * 32 + 1, 8192)

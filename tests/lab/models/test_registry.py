@@ -1,0 +1,83 @@
+import pytest
+import torch
+from torch import nn
+
+from sparsesam.lab.models import MODELS, build
+
+SMALL = ["small-cnn", "resnet10-small", "vgg-small", "wrn-10-2", "vit-tiny-small"]
+LARGE = sorted(set(MODELS) - set(SMALL))
+
+
+def mine(num_classes, image_size):
+    """A model of the user's own, named in the tests below."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(image_size**2, num_classes))
+
+
+def mine_with_anything(**choices):
+    assert list(choices) == ["num_classes"]
+    return nn.Linear(1, choices["num_classes"])
+
+
+def without_classes(width):
+    return nn.Linear(width, width)
+
+
+def no_model(num_classes):
+    return num_classes
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(("in_channels", "image_size"), [(1, 8), (1, 28), (3, 32)])
+def test_small_models_take_every_small_data_set(name, in_channels, image_size):
+    model = build(name, 7, in_channels, image_size)
+    scores = model(torch.randn(2, in_channels, image_size, image_size, generator=torch.Generator().manual_seed(0)))
+    assert scores.shape == (2, 7)
+    scores.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert sum(p.numel() for p in model.parameters()) < 400_000
+
+
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("image_size", [32, 224])
+def test_large_models_take_cifar_and_imagenet(name, image_size):
+    with torch.device("meta"):
+        assert build(name, 100, 3, image_size)(torch.empty(2, 3, image_size, image_size)).shape == (2, 100)
+
+
+def test_names_may_be_spelled_with_underscores():
+    assert isinstance(build("Small_CNN", in_channels=1), nn.Sequential)
+
+
+def test_an_unknown_name_gets_the_nearest():
+    with pytest.raises(ValueError, match=r"model must be one of 'resnet18', .* or a module:function, got 'resnet81'"):
+        build("resnet81")
+
+
+def test_takes_any_importable_function():
+    assert build("tests.lab.models.test_registry:mine", 5, 1, 8)(torch.zeros(2, 1, 8, 8)).shape == (2, 5)
+    assert build("tests.lab.models.test_registry:mine_with_anything", 5).out_features == 5
+
+
+@pytest.mark.parametrize("name", ["no_such_module:function", "tests.lab.models.test_registry:no_such"])
+def test_a_function_that_is_not_there_is_said(name):
+    with pytest.raises(ValueError, match=f"model must be an importable module:function, got '{name}'"):
+        build(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("without_classes", "must take num_classes, .*it takes width"),
+        ("no_model", r"must return a torch\.nn\.Module, got int"),
+        ("SMALL", "must be callable, got list"),
+    ],
+)
+def test_a_function_that_builds_no_classifier_is_refused(name, message):
+    with pytest.raises(TypeError, match=f"{name} {message}"):
+        build(f"tests.lab.models.test_registry:{name}")
+
+
+@pytest.mark.parametrize("argument", ["num_classes", "in_channels", "image_size"])
+def test_sizes_must_be_positive(argument):
+    with pytest.raises(ValueError, match=f"{argument} must be at least 1, got 0"):
+        build("small-cnn", **{argument: 0})

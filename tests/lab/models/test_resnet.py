@@ -1,0 +1,39 @@
+import torch
+
+from sparsesam.lab.models import resnet18
+
+
+def test_has_the_published_number_of_parameters():
+    assert sum(p.numel() for p in resnet18(10).parameters()) == 11_173_962
+
+
+def test_maps_cifar_images_to_class_scores():
+    assert resnet18(100)(torch.zeros(2, 3, 32, 32)).shape == (2, 100)
+
+
+def test_stem_keeps_the_resolution():
+    stem = resnet18()[:3]
+    assert stem(torch.zeros(1, 3, 32, 32)).shape == (1, 64, 32, 32)
+
+
+def test_every_parameter_receives_a_gradient():
+    model = resnet18()
+    model(torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+def test_large_images_get_the_imagenet_stem():
+    with torch.device("meta"):
+        stem = resnet18(image_size=224)[:4]
+        assert stem(torch.empty(1, 3, 224, 224)).shape == (1, 64, 56, 56)
+
+
+def test_the_names_of_the_parts_are_the_usual_ones():
+    parts = {name.partition(".")[0] for name, _ in resnet18().named_parameters()}
+    assert parts == {"conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "fc"}
+
+
+def test_convolutions_start_as_he_et_al_say():
+    torch.manual_seed(0)
+    weight = resnet18().layer4[1].conv2.weight
+    assert abs(weight.std().item() / (2 / (512 * 9)) ** 0.5 - 1) < 0.01

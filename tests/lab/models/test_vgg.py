@@ -1,0 +1,22 @@
+import torch
+from torch import nn
+
+from sparsesam.lab.models import vgg11_bn
+
+
+def test_small_images_get_one_linear_layer_and_large_ones_the_published_head():
+    with torch.device("meta"):
+        small, large = vgg11_bn(), vgg11_bn(1000, image_size=224)
+    assert isinstance(small.classifier, nn.Linear)
+    assert [layer.out_features for layer in large.classifier if isinstance(layer, nn.Linear)] == [4096, 4096, 1000]
+
+
+def test_has_eight_normalized_convolutions():
+    with torch.device("meta"):
+        kinds = [type(module) for module in vgg11_bn().features]
+    assert kinds.count(nn.Conv2d) == kinds.count(nn.BatchNorm2d) == 8
+
+
+def test_no_pool_is_left_to_shrink_a_single_pixel():
+    with torch.device("meta"):
+        assert vgg11_bn(in_channels=1, image_size=8)(torch.empty(2, 1, 8, 8)).shape == (2, 10)

@@ -1,0 +1,93 @@
+"""Directories as runs leave them, written in no time."""
+
+import dataclasses
+import functools
+import json
+
+import torch
+import torch.nn.functional as F
+import yaml
+
+from sparsesam import analysis
+from sparsesam.lab.experiment.config import TrainConfig
+
+PROVENANCE = {"cpu": "a chip", "machine": "Linux", "threads": 1, "torch": "2", "python": "3", "commit": "abc"}
+
+
+def write_run(path, *, accuracy=0.9, seconds=2.0, epochs=3, planned=None, finished=True, failure=None, **settings):
+    """A run of ``epochs`` epochs; those with a ``failure``, or not ``finished``, have no result."""
+    config = dataclasses.asdict(TrainConfig(epochs=planned or epochs, **settings))
+    path.mkdir(parents=True)
+    path.joinpath("config.yaml").write_text(yaml.safe_dump({**config, "betas": [0.9, 0.999]}))
+    sparsity = None if config["optimizer"] == "sgd" else config["sparsity"] or 0.0
+    lines = [{"kind": "run", "step": 0, "config": config, "hash": "0", "provenance": PROVENANCE}]
+    for epoch in range(1, epochs + 1):
+        measured = {"test_accuracy": accuracy * epoch / epochs, "train_accuracy": accuracy, "sparsity": sparsity}
+        losses = {"train_loss": 1 / epoch, "test_loss": 1.2 / epoch, "seconds": seconds}
+        lines.append({"kind": "epoch", "epoch": epoch, "step": 10 * epoch, **measured, **losses})
+    path.joinpath("records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if failure is not None:
+        path.joinpath("failure.json").write_text(json.dumps({"error": failure}))
+    elif finished:
+        result = {
+            "test_accuracy": accuracy,
+            "best_test_accuracy": accuracy,
+            "train_accuracy": accuracy,
+            "seconds_per_epoch": seconds,
+            "seconds_per_step": seconds / 10,
+            "sparsity": sparsity,
+        }
+        content = {"result": result, "config": config, "hash": "0", "provenance": PROVENANCE}
+        path.joinpath("result.json").write_text(json.dumps(content))
+    return path
+
+
+def write_analysis(run, name, result, **made):
+    folder = run / "analyses"
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.joinpath(f"{name}.json").write_text(json.dumps({"analysis": name, "result": result, "made": made}))
+
+
+def write_every_analysis(run):
+    """All that `sparsesam analyze` writes."""
+    for name, result in _analyses().items():
+        write_analysis(run, name, result, **({"other": str(run)} if name == "landscape-between" else {}))
+
+
+@functools.cache
+def _analyses():
+    """Measured on a network of a few weights."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+    x, y = torch.randn(24, 4), torch.randint(3, (24,))
+    objective = analysis.Objective(model, [(x, y)], F.cross_entropy)
+    masks = [{name: torch.rand(p.shape) < 0.5 for name, p in model.named_parameters()} for _ in range(4)]
+    last = masks[-1]
+    spectrum = analysis.hessian_eigenvalues(objective)
+    other = {name: value + 0.1 for name, value in model.state_dict().items()}
+    results = {
+        "gradients": analysis.gradient_difference(objective, masks=last),
+        "landscape-2d": analysis.loss_landscape(objective, points=9),
+        "landscape-1d": analysis.loss_landscape(objective, points=9, dimensions=1),
+        "landscape-eigenvectors": analysis.loss_landscape(objective, points=5, directions=spectrum.vectors[:2]),
+        "landscape-between": analysis.loss_between(objective, model.state_dict(), other, points=5),
+        "masks": analysis.masks_over_time(enumerate(masks)),
+        "fisher": analysis.fisher_vs_hessian(objective),
+    }
+    several = {
+        "hessian": {
+            "eigenvalues": spectrum,
+            "trace": analysis.hessian_trace(objective, probes=5),
+            "density": analysis.spectral_density(objective, points=50, steps=10, probes=2),
+        },
+        "sharpness": {"every": analysis.sharpness(objective), "masked": analysis.sharpness(objective, masks=last)},
+        "bound": {
+            "every": analysis.generalization_bound(objective, classes=3),
+            "masked": analysis.generalization_bound(objective, classes=3, masks=last),
+        },
+        "convergence": {
+            method: analysis.measure_convergence(method, steps=20, runs=2, points=8) for method in ("SAM", "SSAM")
+        },
+    }
+    together = {name: {part: one.to_dict() for part, one in parts.items()} for name, parts in several.items()}
+    return {name: one.to_dict() for name, one in results.items()} | together

@@ -1,0 +1,262 @@
+"""The page as a reader has it, in a headless Chromium."""
+
+import csv
+import io
+import os
+import shutil
+
+import pytest
+from benchmarks.report import write_runs
+
+from sparsesam.lab.report import write_report
+from sparsesam.lab.report.figure import Figure
+from sparsesam.lab.report.write import build
+from tests.lab.report.made_runs import write_every_analysis, write_run
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+if CHROMIUM is None and not os.environ.get("CI"):
+    pytest.skip("no Chromium here; install the package chromium to test the page", allow_module_level=True)
+
+OPTIONS = [
+    "--no-sandbox",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-gpu",
+    "--enable-unsafe-swiftshader",  # surfaces need WebGL, and there is no graphics card
+]
+EVIL = "<script>window.harmed = true</script><img src=x onerror='window.harmed = true'>"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    assert CHROMIUM is not None, "the checks need Chromium: apt-get install chromium"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Every section has something to show, and a model has a name that would do harm as HTML."""
+    folder = tmp_path_factory.mktemp("runs")
+    for seed in range(2):
+        write_run(folder / f"sgd{seed}", optimizer="sgd", seed=seed, accuracy=0.80 + seed / 50, model=EVIL)
+        sam = write_run(folder / f"sam{seed}", optimizer="sam", seed=seed, accuracy=0.9, seconds=4.0, model=EVIL)
+        ssam = {"optimizer": "ssam-f", "sparsity": 0.5, "accuracy": 0.95, "seconds": 4.4, "model": EVIL}
+        write_run(folder / f"ssam{seed}", seed=seed, **ssam)
+    write_every_analysis(sam)
+    write_every_analysis(folder / "ssam0")
+    for second_surface in folder.glob("*/analyses/landscape-eigenvectors.json"):
+        second_surface.unlink()
+    write_run(folder / "failed", optimizer="sam", seed=2, model=EVIL, failure=f"it broke: {EVIL}")
+    write_run(folder / "open", optimizer="sgd", seed=2, model=EVIL, epochs=1, planned=3, finished=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(runs, tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    write_report([runs], path, title=EVIL)
+    return path
+
+
+class Reader:
+    """Opens pages, and remembers what they complained about and what they asked the network for."""
+
+    def __init__(self, browser):
+        self.browser, self.contexts, self.told = browser, [], []
+
+    def open(self, path, **options):
+        usual = {"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"}
+        self.contexts.append(self.browser.new_context(**{**usual, **options}))
+        page = self.contexts[-1].new_page()
+        page.set_default_timeout(90_000)  # without a graphics card and beside other work, a surface takes its time
+        page.on("console", lambda message: self.told.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: self.told.append(str(error)))
+        page.on("request", lambda request: self.told.append(request.url) if _is_elsewhere(request.url) else None)
+        page.goto(path.as_uri())
+        return page
+
+    def close(self):
+        for context in self.contexts:
+            context.close()
+        assert self.told == []
+
+
+def _is_elsewhere(url):
+    return not url.startswith(("file:", "blob:", "data:"))
+
+
+@pytest.fixture(scope="module")
+def drawn(browser, report):
+    """The page with every figure drawn. Opening it takes seconds, so tests share it, each with figures of its own."""
+    reader = Reader(browser)
+    page = reader.open(report, accept_downloads=True)
+    draw_all(page)
+    yield page
+    reader.close()
+
+
+@pytest.fixture
+def opened(browser):
+    reader = Reader(browser)
+    yield reader.open
+    reader.close()
+
+
+def draw_all(page):
+    """Scroll past every figure, as a reader does, and wait until it is there."""
+    for figure in page.locator("figure").all():
+        figure.scroll_into_view_if_needed()
+        figure.locator(".main-svg").first.wait_for(state="attached")
+
+
+def saved(page, button):
+    with page.expect_download() as download:
+        button.click()
+    return download.value.suggested_filename, download.value.path().read_text()
+
+
+MARKS = {
+    "lines": ".scatterlayer path.js-line",
+    "points": ".scatterlayer path.point",
+    "bars": ".barlayer path",
+    "heatmap": ".heatmaplayer image",
+    "contour": ".contourlayer path",
+    "surface": ".gl-container canvas",
+}
+
+
+def test_every_figure_is_drawn(drawn, runs):
+    figures = [block for section in build([runs])[1] for block in section.blocks if isinstance(block, Figure)]
+    assert len(figures) > 20
+    for figure in figures:
+        marks = drawn.locator(f"#figure-{figure.name}").locator(MARKS[figure.kind])
+        assert marks.count() > 0, figure.name
+    # A canvas could be empty: the surface has many colours.
+    shot = drawn.locator("#figure-landscape-2d-surface .plot").screenshot()
+    assert len(_colors(shot)) > 200
+
+
+def _colors(png):
+    from PIL import Image
+
+    return Image.open(io.BytesIO(png)).convert("RGB").resize((200, 200)).getcolors(40_000)
+
+
+def test_names_of_runs_do_no_harm(drawn):
+    assert drawn.evaluate("window.harmed") is None
+    assert drawn.locator("h1").inner_text() == EVIL
+    assert drawn.locator("img").count() == 0
+
+
+def test_tables_sort_by_their_headings_with_the_keyboard_too(drawn):
+    heading = drawn.locator("#table-accuracy th", has=drawn.get_by_role("button", name="test accuracy", exact=True))
+    names = drawn.locator("#table-accuracy tbody th")
+    heading.get_by_role("button").click()
+    assert heading.get_attribute("aria-sort") == "ascending"
+    assert names.all_inner_texts() == ["SGD", "SAM", "SSAM-F"]
+    heading.get_by_role("button").focus()
+    drawn.keyboard.press("Enter")
+    assert heading.get_attribute("aria-sort") == "descending"
+    assert names.all_inner_texts() == ["SSAM-F", "SAM", "SGD"]
+
+
+def test_rows_without_a_number_sort_last(drawn):
+    sparsity = drawn.locator("#table-accuracy").get_by_role("button", name="sparsity")
+    for _ in range(2):
+        sparsity.click()
+        assert drawn.locator("#table-accuracy tbody th").all_inner_texts()[-1] == "SGD"
+
+
+def test_the_theme_follows_the_system_and_the_button(opened, report):
+    page = opened(report, color_scheme="dark")
+    background = "getComputedStyle(document.body).backgroundColor"
+    line = "getComputedStyle(document.querySelector('#figure-accuracy-against-cost .xtick text')).fill"
+    page.locator("#figure-accuracy-against-cost .xtick").first.wait_for(state="attached")
+    dark = page.evaluate(background), page.evaluate(line)
+    button = page.get_by_role("button", name="Dark")
+    assert button.get_attribute("aria-pressed") == "true"
+    button.press("Enter")
+    assert button.get_attribute("aria-pressed") == "false"
+    page.wait_for_function(f"{line} !== {dark[1]!r}")
+    light = page.evaluate(background), page.evaluate(line)
+    assert dark[0] != light[0]
+
+
+def test_a_phone_scrolls_only_downwards(opened, report):
+    page = opened(report, viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True)
+    draw_all(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_svg_and_csv_are_saved(drawn):
+    figure = drawn.locator("#figure-accuracy-against-cost")
+    name, svg = saved(drawn, figure.get_by_role("button", name="SVG"))
+    assert name == "accuracy-against-cost.svg"
+    assert svg.startswith("<svg")
+    assert "SSAM-F" in svg
+    name, text = saved(drawn, figure.get_by_role("button", name="CSV"))
+    assert name == "accuracy-against-cost.csv"
+    rows = list(csv.reader(io.StringIO(text)))
+    assert rows[0] == ["series", "time of an epoch, times SGD’s", "test accuracy (%)", "±"]
+    assert [row[:3] for row in rows[1:]] == [["SGD", "1", "81"], ["SAM", "2", "90"], ["SSAM-F", "2.2", "95"]]
+
+
+def test_a_surface_is_saved_and_turned_with_the_keyboard(drawn):
+    figure = drawn.locator("#figure-landscape-2d-surface")
+    eye = "document.querySelector('#figure-landscape-2d-surface .plot')._fullLayout.scene.camera.eye.x"
+    before = drawn.evaluate(eye)
+    figure.locator(".plot").press("ArrowRight")
+    assert drawn.evaluate(eye) != before
+    _, svg = saved(drawn, figure.get_by_role("button", name="SVG"))
+    assert "<image" in svg
+    _, text = saved(drawn, figure.get_by_role("button", name="CSV"))
+    assert len(text.splitlines()) == 1 + 2 * 81
+
+
+def test_series_can_be_hidden_and_panels_chosen(drawn):
+    curves = drawn.locator("#figure-test-accuracy")
+    button = curves.get_by_role("button", name="SAM", exact=True)
+    lines = curves.locator("path.js-line")
+    before = lines.count()
+    button.press("Enter")
+    assert button.get_attribute("aria-pressed") == "false"
+    assert lines.count() < before
+    assert drawn.evaluate("document.activeElement.textContent") == "SAM"
+    masks = drawn.locator("#figure-mask-density")
+    masks.locator("select").select_option(index=1)
+    assert drawn.evaluate("document.querySelector('#figure-mask-density .plot').data[0].name") == "SSAM-F"
+
+
+def test_the_first_tab_leads_past_the_navigation(opened, report):
+    page = opened(report)
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.getElementById('main').contains(document.activeElement)")
+
+
+def test_on_paper_everything_is_drawn_in_light(opened, runs, tmp_path):
+    write_report([runs / "sgd0"], tmp_path / "report.html")
+    page = opened(tmp_path / "report.html", color_scheme="dark")
+    assert page.locator("figure:not(:has(.main-svg))").count() > 0
+    page.pdf(path=tmp_path / "report.pdf", format="A4")
+    assert (tmp_path / "report.pdf").stat().st_size > 20_000
+    assert page.locator("figure:not(:has(.main-svg))").count() == 0
+
+
+def test_a_hundred_runs_are_a_page_below_10_mb_that_opens(opened, tmp_path):
+    write_runs(tmp_path / "runs", runs=100, epochs=100)
+    path = tmp_path / "report.html"
+    write_report([tmp_path / "runs"], path)
+    assert path.stat().st_size < 10e6
+    page = opened(path)
+    page.locator("#figure-accuracy-against-cost .main-svg").first.wait_for(state="attached")

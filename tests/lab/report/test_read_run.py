@@ -1,0 +1,89 @@
+import os
+
+import pytest
+
+from sparsesam.lab.report.read_run import read_run
+from tests.lab.report.made_runs import write_analysis, write_run
+
+
+def test_a_finished_run(tmp_path):
+    run = read_run(write_run(tmp_path / "a", optimizer="sam", accuracy=0.8))
+    assert (run.status, run.reason, run.problems) == ("finished", "", [])
+    assert run.measured("test_accuracy") == 0.8
+    assert [record["epoch"] for record in run.epochs] == [1, 2, 3]
+    assert run.settings["optimizer"] == "sam"
+    assert run.provenance["cpu"] == "a chip"
+
+
+def test_a_failed_run_says_why(tmp_path):
+    run = read_run(write_run(tmp_path / "a", failure="DivergedError: the loss is nan"))
+    assert (run.status, run.reason) == ("failed", "DivergedError: the loss is nan")
+
+
+def test_an_unfinished_run_says_how_far_it_came_and_how_to_go_on(tmp_path):
+    run = read_run(write_run(tmp_path / "a", epochs=2, planned=5, finished=False))
+    assert run.status == "unfinished"
+    assert run.reason == f"stopped after epoch 2 of 5; sparsesam train --resume --out {tmp_path / 'a'} goes on"
+    (tmp_path / "a" / "running.json").write_text('{"pid": 7, "host": "here"}')
+    assert "process 7 on here is at it, or was killed" in read_run(tmp_path / "a").reason
+
+
+def test_half_a_line_is_noted_and_the_others_are_read(tmp_path):
+    path = write_run(tmp_path / "a", finished=False)
+    with (path / "records.jsonl").open("a") as file:
+        file.write('{"kind": "epoch", "epo')
+    run = read_run(path)
+    assert len(run.epochs) == 3
+    assert run.problems == ["records.jsonl: 1 of 5 lines cannot be read (line 5), left out"]
+
+
+@pytest.mark.parametrize("text", ["[1]", "", "nonsense", "null", '{"kind": "epoch"}', '{"kind": "epoch", "epoch": []}'])
+def test_records_of_any_kind_are_survived_and_noted(tmp_path, text):
+    path = write_run(tmp_path / "a", finished=False)
+    (path / "records.jsonl").write_text(text)
+    run = read_run(path)
+    assert (run.status, run.epochs) == ("unfinished", [])
+    assert "records.jsonl" in run.problems[0]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"result": 3}', "\x00"])
+def test_an_unreadable_result_leaves_an_unfinished_run(tmp_path, text):
+    path = write_run(tmp_path / "a")
+    (path / "result.json").write_text(text)
+    assert read_run(path).status == "unfinished"
+
+
+def test_settings_that_cannot_be_read_come_from_the_records(tmp_path):
+    path = write_run(tmp_path / "a", optimizer="sam")
+    (path / "config.yaml").write_text("optimizer: [")
+    run = read_run(path)
+    assert run.settings["optimizer"] == "sam"
+    assert "config.yaml is not YAML" in run.problems[0]
+
+
+def test_a_run_of_an_older_version_has_today_s_defaults_for_what_it_lacks(tmp_path):
+    path = write_run(tmp_path / "a")
+    (path / "config.yaml").write_text("optimizer: sam\n")
+    assert read_run(path).settings["ascent_every"] == 1
+
+
+def test_a_pipe_in_place_of_the_records_is_not_waited_for(tmp_path):
+    path = write_run(tmp_path / "a", finished=False)
+    (path / "records.jsonl").unlink()
+    os.mkfifo(path / "records.jsonl")
+    assert read_run(path).epochs == []
+
+
+def test_analyses_are_read_and_the_unreadable_noted(tmp_path):
+    path = write_run(tmp_path / "a")
+    write_analysis(path, "hessian", {"trace": None})
+    (path / "analyses" / "masks.json").write_text("{")
+    (path / "analyses" / "bound.json").write_text('{"result": 1}')
+    run = read_run(path)
+    assert list(run.analyses) == ["hessian"]
+    assert [problem.partition(" ")[0] for problem in run.problems] == ["analyses/bound.json", "masks.json"]
+
+
+def test_a_directory_of_analyses_alone_is_no_run(tmp_path):
+    write_analysis(tmp_path / "theory", "convergence", {})
+    assert read_run(tmp_path / "theory").status == "analyses only"

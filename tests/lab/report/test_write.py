@@ -1,0 +1,66 @@
+import re
+
+import pytest
+
+from sparsesam.lab.cli import main
+from sparsesam.lab.report import write_report
+from tests.lab.report.made_runs import write_run
+
+
+def without_plotly(page):
+    """All but the one huge script."""
+    return max(re.split(r"<script>/\*\*.*?</script>", page, flags=re.DOTALL), key=len)
+
+
+def test_the_command_writes_the_page_and_says_what_is_in_it(tmp_path, capsys):
+    write_run(tmp_path / "runs" / "a")
+    write_run(tmp_path / "runs" / "b", seed=1, failure="it broke")
+    page = tmp_path / "new" / "report.html"
+    assert main(["report", str(tmp_path / "runs"), "-o", str(page)]) == 0
+    assert capsys.readouterr().out == f"{page}: 2 runs: 1 finished, 1 failed\n"
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_no_runs_end_with_a_reason(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert "holds no runs" in capsys.readouterr().err
+
+
+def test_the_page_is_not_written_over_a_directory(tmp_path):
+    write_run(tmp_path / "a")
+    with pytest.raises(ValueError, match="out must be a file"):
+        write_report([tmp_path / "a"], tmp_path)
+
+
+def test_what_runs_are_called_is_text(tmp_path):
+    evil = "<script>alert(1)</script><img src=x onerror=alert(1)>"
+    path = tmp_path / "<b>\"'&amp;"
+    write_run(path, model=evil, epochs=1, planned=2, finished=False)
+    (path / "analyses").mkdir()
+    (path / "analyses" / "x.json").write_text("</script>")
+    write_report([tmp_path], tmp_path / "report.html", title=evil)
+    page = without_plotly((tmp_path / "report.html").read_text())
+    assert "alert(1)" in page
+    assert "<script>alert" not in page
+    assert "<img" not in page
+    assert "<b>" not in page
+
+
+def test_a_name_that_is_no_text_does_no_harm(tmp_path):
+    write_run(tmp_path / b"caf\xe9".decode(errors="surrogateescape"))
+    write_report([tmp_path], tmp_path / "report.html")
+    assert "caf?" in (tmp_path / "report.html").read_text()
+
+
+def test_figures_are_written_beside_the_page(tmp_path):
+    write_run(tmp_path / "runs" / "a")
+    write_report([tmp_path / "runs"], tmp_path / "report.html", figures=tmp_path / "figures")
+    made = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert {"test-accuracy.csv", "test-accuracy.svg", "test-accuracy.pdf", "accuracy-against-cost.pdf"} <= made
+
+
+def test_the_template_is_in_the_package():
+    from importlib import resources
+
+    assets = resources.files("sparsesam.lab.report") / "assets"
+    assert {"page.html", "page.css", "page.js"} <= {one.name for one in assets.iterdir()}

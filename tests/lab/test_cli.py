@@ -1,0 +1,98 @@
+import pytest
+import yaml
+
+from sparsesam.lab.cli import main
+from sparsesam.lab.experiment import read_records
+
+SHORT = ["--train-size", "64", "--test-size", "40", "--epochs", "1", "--threads", "1", "--tensorboard", "false"]
+SHORT += ["--fisher-samples", "8"]
+
+
+def refused(*arguments):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    return exit_.value.code
+
+
+def test_train_prints_each_epoch_and_the_accuracy(tmp_path, capsys):
+    assert main(["train", *SHORT, "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "epoch   1  loss" in printed
+    assert "density 0.500  rho 0.1" in printed
+    assert "test accuracy" in printed
+
+
+def test_a_file_and_the_options_after_it_give_the_settings(tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text(yaml.safe_dump({"optimizer": "sam", "rho": 0.3, "batch_size": 32}))
+    main(["train", *SHORT, "--config", str(file), "--rho", "0.4", "--out", str(tmp_path / "run")])
+    config = read_records(tmp_path / "run" / "records.jsonl")[0]["config"]
+    assert (config["optimizer"], config["rho"], config["batch_size"], config["epochs"]) == ("sam", 0.4, 32, 1)
+
+
+def test_an_unknown_option_suggests_the_nearest(tmp_path, capsys):
+    assert refused("train", "--sparsty", "0.5") == 2
+    assert "unknown option 'sparsty'; did you mean sparsity" in capsys.readouterr().err
+    (tmp_path / "bad.yaml").write_text("epoch: 3\n")
+    assert refused("train", "--config", str(tmp_path / "bad.yaml")) == 2
+    assert "unknown option 'epoch'; did you mean epochs" in capsys.readouterr().err
+    assert main(["trian"]) == 2
+    assert "unknown command 'trian'; did you mean train?" in capsys.readouterr().err
+
+
+def test_a_bad_value_ends_with_its_reason(tmp_path, capsys):
+    assert refused("train", "--optimizer", "ssam") == 2
+    assert "--optimizer must be one of 'sgd', " in capsys.readouterr().err
+    assert refused("train", "--epochs", "many") == 2
+    assert "--epochs must be of type int, got 'many'" in capsys.readouterr().err
+    assert refused("train", "--adaptive", "fully") == 2
+    assert "--adaptive must be true or false or 'all', got 'fully'" in capsys.readouterr().err
+    assert main(["train", "--epochs", "0"]) == 2
+    assert "epochs must be at least 1, got 0" in capsys.readouterr().err
+    assert main(["train", *SHORT, "--dataset", "cifra10", "--out", str(tmp_path / "run")]) == 2
+    assert "dataset must be one of 'cifar10'" in capsys.readouterr().err
+
+
+def test_what_the_machine_does_not_have_is_told_in_a_line(tmp_path, capsys):
+    assert main(["train", *SHORT, "--accelerator", "tape", "--out", str(tmp_path / "run")]) == 2
+    assert "accelerator tape, devices 1, num_nodes 1 cannot be had here: " in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["train", *SHORT, "--out", str(tmp_path / "file" / "run")]) == 1
+    assert "Not a directory" in capsys.readouterr().err
+
+
+def test_resume_needs_a_run(tmp_path, capsys):
+    assert main(["train", "--resume"]) == 1
+    assert "--resume needs --out" in capsys.readouterr().err
+    assert main(["train", "--resume", "--out", str(tmp_path)]) == 1
+    assert "holds no run to go on with" in capsys.readouterr().err
+
+
+def test_data_show_draws_what_the_network_will_see(tmp_path, capsys):
+    from PIL import Image
+
+    picture = tmp_path / "sheet.png"
+    assert main(["data", "show", "--images", "6", "--label-noise", "0.3", "--out", str(picture)]) == 0
+    assert "6 images of digits" in capsys.readouterr().out
+    assert Image.open(picture).size[0] > 100
+
+
+def test_paper_lists_and_shows(capsys):
+    assert main(["paper", "list"]) == 0
+    assert "ablation-update-mask" in capsys.readouterr().out
+    assert main(["paper", "show", "rho-imagenet", "--scale", "full"]) == 0
+    assert "77.25" in capsys.readouterr().out
+    assert main(["paper", "show"]) == 2
+
+
+def test_without_a_command_the_commands_are_listed(capsys):
+    assert main([]) == 2
+    assert main(["--help"]) == 0
+    assert "sweep    train a grid" in capsys.readouterr().out
+
+
+def test_every_command_is_there():
+    from sparsesam.lab.commands import COMMANDS, find
+
+    for name in COMMANDS:
+        assert {"HELP", "add_arguments", "run"} <= set(dir(find(name)))
