@@ -7,12 +7,11 @@ from typing import Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from sparsesam.ascent.explicit import Norm
-from sparsesam.ascent.plan import Ascent
+from sparsesam.ascent.plan import Ascent, Norm
 from sparsesam.ascent_schedule import AscentSchedule, OffSteps
 from sparsesam.masks.mask import MaskRule
 from sparsesam.schedules import RhoSchedule
-from sparsesam.sharpness_aware import SharpnessAware
+from sparsesam.sharpness_aware import AscentScope, SharpnessAware
 
 
 class SAM(SharpnessAware):
@@ -30,6 +29,9 @@ class SAM(SharpnessAware):
     or, with ``off_steps="reuse"``, one pass at w + the last e; ``start=t`` begins with step t; ``ascent_fraction=0.25``
     ascends by a quarter of the batch; ``ascent="momentum"`` follows the base optimizer's momentum instead of a
     gradient, which takes no pass at all. ``engine=False`` computes everything, also what no perturbation needs.
+
+    With DistributedDataParallel the ascent follows the gradient of all ranks; ``ascent_scope="local"`` follows each
+    rank's own, which sends nothing (m-sharpness, with m the batch of a rank).
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class SAM(SharpnessAware):
         off_steps: OffSteps = "skip",
         start: int = 0,
         ascent_fraction: float = 1.0,
+        ascent_scope: AscentScope = "global",
         engine: bool = True,
     ) -> None:
         super().__init__(
@@ -58,8 +61,9 @@ class SAM(SharpnessAware):
             norm="full",
             ascent=ascent,
             rho_schedule=rho_schedule,
-            cadence=AscentSchedule(every, off_steps, start),
+            schedule=AscentSchedule(every, off_steps, start),
             ascent_fraction=ascent_fraction,
+            ascent_scope=ascent_scope,
             engine=engine,
         )
 
@@ -96,6 +100,7 @@ class SSAM(SharpnessAware):
         off_steps: OffSteps = "skip",
         start: int = 0,
         ascent_fraction: float = 1.0,
+        ascent_scope: AscentScope = "global",
         engine: bool = True,
     ) -> None:
         if not isinstance(mask, MaskRule):
@@ -113,7 +118,8 @@ class SSAM(SharpnessAware):
             norm=norm,
             ascent=ascent,
             rho_schedule=rho_schedule,
-            cadence=AscentSchedule(every, off_steps, start),
+            schedule=AscentSchedule(every, off_steps, start),
             ascent_fraction=ascent_fraction,
+            ascent_scope=ascent_scope,
             engine=engine,
         )

@@ -94,3 +94,20 @@ def check_base(base: object) -> None:
             "base must not be LBFGS: it evaluates the closure several times within a step and compares the losses, "
             "which has no meaning while weights are perturbed; use a first-order optimizer such as SGD or AdamW"
         )
+
+
+class OutsideGradients:
+    """Gradients of trainable parameters that the optimizer does not have, as they were before the first pass.
+
+    The optimizer clears its own gradients between the passes; of the others, the second pass is the only one that
+    counts.
+    """
+
+    def __init__(self, model: nn.Module, base: Optimizer) -> None:
+        own = {id(parameter) for group in base.param_groups for parameter in group["params"]}
+        others = [one for one in model.parameters() if one.requires_grad and id(one) not in own]
+        self._before = [(one, None if one.grad is None else one.grad.clone()) for one in others]
+
+    def restore(self) -> None:
+        for parameter, gradient in self._before:
+            parameter.grad = gradient

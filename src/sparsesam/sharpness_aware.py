@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
-import enum
 import math
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from sparsesam.ascent.attempt import Failure, attempt
 from sparsesam.ascent.engine import Engine
-from sparsesam.ascent.explicit import Norm, Perturbation, Target, ascent_norm, is_sharded
-from sparsesam.ascent.first_pass import ClosureWatch
-from sparsesam.ascent.memo import EngineFallbackError
-from sparsesam.ascent.noise import Noise, NoiseState
-from sparsesam.ascent.plan import Ascent
-from sparsesam.ascent.rewind import Rewind
+from sparsesam.ascent.explicit import Perturbation, Target, ascent_norm
+from sparsesam.ascent.plan import Ascent, Norm
+from sparsesam.ascent.report import explicit_after_all
+from sparsesam.ascent.rng import RNGState
 from sparsesam.ascent.statistics import StatisticsSnapshot, versions
 from sparsesam.ascent.subset import AscentSubset
+from sparsesam.ascent.tensors import map_tensors
 from sparsesam.ascent_schedule import AscentSchedule, StepKind
 from sparsesam.closures import with_batch
+from sparsesam.distributed import average_gradients, is_sharded, unsynchronized
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.scores import ScoreContext
 from sparsesam.masks.state import MaskState
-from sparsesam.parameters import (
-    PerturbedParam,
-    check_group,
-    named,
-)
+from sparsesam.parameters import OutsideGradients, PerturbedParam, check_group, named
 from sparsesam.schedules import RhoSchedule
+from sparsesam.step import Phase, Step
 from sparsesam.wrapper import OptimizerWrapper
+
+AscentScope = Literal["global", "local"]
 
 _CHECKPOINT_VERSION = 1
 
@@ -44,8 +43,8 @@ _CHECKPOINT_VERSION = 1
 PERSISTED = ("steps", "skipped_ascents", "skipped_steps")
 #: Attributes that a copy of the optimizer takes along and a checkpoint does not.
 CONFIGURATION = (
-    *("base", "model", "defaults", "norm", "ascent", "rho_schedule", "cadence", "ascent_fraction"),
-    *("_mask_state", "_engine_off"),
+    *("base", "model", "defaults", "norm", "ascent", "rho_schedule", "schedule", "ascent_fraction", "ascent_scope"),
+    *("_mask_state", "_engine_enabled", "_wrapped"),
 )
 # All others belong to one step of one process and are made by `_start`.
 
@@ -53,16 +52,10 @@ CONFIGURATION = (
 _MOMENTUM = ("momentum_buffer", "exp_avg")
 
 
-class _Phase(enum.Enum):
-    IDLE = enum.auto()  # nothing done yet
-    PERTURBED = enum.auto()  # weights are at w + e
-    READY = enum.auto()  # weights are back, the gradient is that at w + e
-
-
 class SharpnessAware(OptimizerWrapper):
     """The two-phase step. `SAM` and `SSAM` are the ones to use; see their docstrings."""
 
-    _phase: _Phase
+    _step: Step | None  # the one that is under way
 
     def __init__(
         self,
@@ -76,12 +69,19 @@ class SharpnessAware(OptimizerWrapper):
         norm: Norm,
         ascent: Ascent,
         rho_schedule: RhoSchedule | None,
-        cadence: AscentSchedule,
+        schedule: AscentSchedule,
         ascent_fraction: float,
+        ascent_scope: AscentScope,
         engine: bool,
     ) -> None:
         _check_choice("norm", norm, ("full", "masked"))
         _check_choice("ascent", ascent, get_args(Ascent))
+        _check_choice("ascent_scope", ascent_scope, get_args(AscentScope))
+        if ascent_scope == "local" and not isinstance(model, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                'model must be the DistributedDataParallel itself with ascent_scope="local", got '
+                f"{type(model).__name__}"
+            )
         if not 0 < ascent_fraction <= 1:
             raise ValueError(f"ascent_fraction must be in (0, 1], got {ascent_fraction}; the paper tries 0.25")
         if ascent == "implicit" and norm == "full":
@@ -97,15 +97,15 @@ class SharpnessAware(OptimizerWrapper):
         self.norm: Norm = norm
         self.ascent: Ascent = ascent
         self.rho_schedule = rho_schedule
-        self.cadence = cadence
+        self.schedule = schedule
         self.ascent_fraction = ascent_fraction
+        self.ascent_scope: AscentScope = ascent_scope
         self.steps = 0
         self.skipped_ascents = 0
         self.skipped_steps = 0
         self._mask_state = None if mask is None else MaskState(mask)
-        self._engine_off = None if engine else "switched off"
-        if engine and model is not self.model:
-            self._engine_off = f"the model is wrapped in {type(model).__name__}"
+        self._engine_enabled = engine
+        self._wrapped = weakref.ref(model)
         self._start()
 
     # ---- what the user sees ------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class SharpnessAware(OptimizerWrapper):
     def masks(self) -> dict[str, Tensor]:
         """The current masks, ``{parameter name: bool tensor}``; empty before a mask's first use."""
         if self._mask_state is None:
-            return {p.name: torch.ones_like(p.parameter, dtype=torch.bool) for p in self._participants()}
+            return {p.name: torch.ones_like(p.parameter, dtype=torch.bool) for p in self._perturbed_params()}
         return {name: mask.unpack() for name, mask in (self._mask_state.masks or {}).items()}
 
     @property
@@ -130,17 +130,19 @@ class SharpnessAware(OptimizerWrapper):
     @property
     def needs_first_pass(self) -> bool:
         """Whether the coming step needs a gradient at w before ``perturbed()``."""
-        return self._kind is StepKind.ASCEND and self.ascent != "momentum"
+        return self._takes_first_pass(self._kind)
 
     @property
-    def _kind(self) -> StepKind:
-        return self.cadence.kind(self.steps, has_last=bool(self._perturbation.last))
+    def in_second_pass(self) -> bool:
+        """Whether the weights are at w + e: metrics of such a pass are not those of the model."""
+        return self._step is not None and self._step.phase is Phase.PERTURBED
 
     @property
     def skipped_refreshes(self) -> int:
         """How often a mask was kept because its scores were not finite."""
         return 0 if self._mask_state is None else self._mask_state.skipped
 
+    @_disable_dynamo  # as torch.optim does; compiled, the weights would be moved twice
     @torch.no_grad()
     def step(
         self,
@@ -152,29 +154,45 @@ class SharpnessAware(OptimizerWrapper):
         """Take one step.
 
         With a closure (clear, compute, backward, return the loss), both passes run here, with the same random
-        numbers, and the loss at w is returned (at w + e, where a step has only that pass). Without one, the two
-        passes must have run already, the second inside ``perturbed()``.
+        numbers, and the loss at w is returned, without its graph (at w + e, where a step has only that pass). The
+        closure is called once for each pass. Without one, the two passes must have run already, the second inside
+        ``perturbed()``.
 
         ``batch`` is for a mask that takes its Fisher from the current batch, and for ``ascent_fraction``: a closure
         that has a parameter is called with the batch, or with the ascent's part of it. ``scaler`` is for a closure
         that scales its loss; call ``scaler.update()`` afterwards, as usual.
         """
-        if self._phase is _Phase.PERTURBED:
+        if self.in_second_pass:
             raise RuntimeError("step() inside perturbed() would update the weights at w + e; call it after the block")
         if closure is None:
-            if self._phase is not _Phase.READY:
+            if self._step is None or self._step.phase is not Phase.READY:
                 raise RuntimeError(
                     "step() needs a gradient at w + e: pass a closure, or run the second pass in "
                     "`with opt.perturbed(): loss_fn(model(x), y).backward()` before step()"
                 )
-            self._descend()
+            self._descend(self._step)
             return None
-        loss = self._passes(closure, batch)
+        step = self._begin()
+        loss = self._passes(step, with_batch(closure, batch), batch)
         if scaler is None:
-            self._descend()
+            self._descend(step)
         else:
             scaler.step(self)
         return loss
+
+    @contextmanager
+    def first_pass(self, *, batch: Any = None) -> Iterator[None]:
+        """Within the block, ``loss.backward()`` computes only the gradients that the ascent needs.
+
+        For loops with ``perturbed()``: run the forward and the backward of the first pass in this block, and the
+        engine may leave out what the mask makes unnecessary, here and in the second pass. Without it, nothing is
+        left out. Gradients of unperturbed weights are not there afterwards.
+        """
+        step = self._begin()
+        with self._discarded_on_error():
+            self._refresh_before_first_pass(step, batch)
+            with self._first_pass(step, in_closure=False):
+                yield
 
     @contextmanager
     def perturbed(self, *, batch: Any = None) -> Iterator[None]:
@@ -188,16 +206,23 @@ class SharpnessAware(OptimizerWrapper):
                 f"ascent_fraction={self.ascent_fraction} needs opt.step(closure, batch=...); in a loop with "
                 "perturbed() leave it at 1 and run your first pass on a part of the batch"
             )
-        self._engine.only_within_steps = False
-        after_first_pass = self.needs_first_pass or versions(self.model) != self._statistics_at
-        with self._excursion(batch, after_first_pass=after_first_pass):
+        if self.in_second_pass:
+            raise RuntimeError("perturbed() must not be entered twice; leave the first block before the next ascent")
+        step = self._step
+        if step is None or step.phase is not Phase.BEGUN:
+            step = self._begin()
+            self._engine.switched_off("the first pass was not in `with opt.first_pass():`")
+        self._require_unchanged(step)
+        after_first_pass = self._takes_first_pass(step.kind) or versions(self.model) != self._statistics_at
+        with self._discarded_on_error(), self._excursion(step, batch, statistics_return=after_first_pass):
             self.zero_grad()
-            yield
+            with self._engine.second_pass(step.first):
+                yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        if self._phase is _Phase.READY:  # the gradient at w + e is gone, and with it the step that it was for
-            self._phase = _Phase.IDLE
+        if self._step is not None and self._step.phase is Phase.READY:
+            self._step = None  # the gradient at w + e is gone, and with it the step that it was for
 
     def refresh_mask(self, *, now: bool = False, batch: Any = None) -> None:
         """Make the mask anew in the next ascent, or ``now`` (for SSAM-D, after a backward pass)."""
@@ -205,17 +230,15 @@ class SharpnessAware(OptimizerWrapper):
             raise RuntimeError("refresh_mask() needs a mask; SAM perturbs every weight")
         self._mask_state.asked = True
         if now:
-            self._refresh(batch)
+            if self._step is not None and not self._step.has_every_gradient and self._mask_state.rule.needs_gradient:
+                raise RuntimeError("refresh_mask(now=True) needs every gradient; call it outside of a first_pass()")
+            self._refresh(self._perturbed_params(), batch)
 
     def engine_report(self) -> dict[str, str]:
         """What the last step did not have to compute, by parameter; under "engine", whether and why (not)."""
         return self._engine.report()
 
     # ---- checkpoints and copies --------------------------------------------------------------------------
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        self._arm()
 
     def _own_state(self) -> dict[str, Any]:
         own: dict[str, Any] = {key: getattr(self, key) for key in PERSISTED}
@@ -251,10 +274,11 @@ class SharpnessAware(OptimizerWrapper):
         self._start({name: e.clone() for name, e in own["last_perturbation"].items()})
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._phase is _Phase.PERTURBED:
+        if self.in_second_pass:
             raise RuntimeError("an optimizer cannot be copied inside perturbed(): its weights are at w + e")
         kept = {key: self.__dict__[key] for key in (*CONFIGURATION, *PERSISTED)}
-        return {"last_perturbation": self._perturbation.last, **kept}
+        # A copy belongs to the copied model, whatever that will be wrapped in.
+        return {"last_perturbation": self._perturbation.last, **kept, "_wrapped": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         last = state.pop("last_perturbation")
@@ -264,129 +288,143 @@ class SharpnessAware(OptimizerWrapper):
 
     def _start(self, last_perturbation: dict[str, Tensor] | None = None) -> None:
         """Everything that belongs to one process: a copy or a loaded checkpoint begins here too."""
-        self._phase = _Phase.IDLE
-        self._ascent_failed = False
+        self._step = None
         self._warned: set[str] = set()
-        self._perturbation = Perturbation(remember=self.cadence.off_steps == "reuse")
+        self._perturbation = Perturbation(remember=self.schedule.off_steps == "reuse")
         self._perturbation.last = last_perturbation or {}
-        self._noise = Noise(self.model.parameters())
-        self._engine = Engine(self.model)
+        self._rng = RNGState(self.model.parameters())
+        wrapped = None if self._wrapped is None else self._wrapped()
+        self._engine = Engine(self.model, wrapped or self.model, enabled=self._engine_enabled)
         self._statistics_at = versions(self.model)
-        self._arm()
 
-    # ---- the step ----------------------------------------------------------------------------------------
+    # ---- a step ------------------------------------------------------------------------------------------
 
-    def _passes(self, closure: Callable[..., Any], batch: Any) -> Any:
-        call = with_batch(closure, batch)
-        if self._kind is StepKind.PLAIN:
-            self._ascent_failed = False
-            with torch.enable_grad():
-                loss = call(batch)
-            self._phase = _Phase.READY
-            return loss
-        self._engine.only_within_steps = True
-        self._arm()
-        loss = noise = None
-        if self.needs_first_pass:
-            if self._mask_state is not None and not self._mask_state.rule.needs_gradient:
-                self._refresh_if_due(batch)
-            noise = self._noise.read()
-            try:
-                loss = self._first_pass(call, batch)
-            except BaseException:
-                self._engine.forget()
-                raise
-        with self._excursion(batch, after_first_pass=self.needs_first_pass) as moved:
-            if moved or loss is None:  # otherwise the gradient of the first pass is already the one to use
-                there = self._second_pass(call, batch, noise)
-                loss = there if loss is None else loss
-        return loss
+    @property
+    def _kind(self) -> StepKind:
+        return self.schedule.kind(self.steps, has_last=bool(self._perturbation.last))
 
-    def _first_pass(self, call: Callable[[Any], Any], batch: Any) -> Any:
-        self._engine.forget()
-        self._engine.same_noise = self._engine.within_step = True
-        part = batch
+    def _takes_first_pass(self, kind: StepKind) -> bool:
+        return kind is StepKind.ASCEND and self.ascent != "momentum"
+
+    def _begin(self) -> Step:
+        """List and check once what takes part in the coming step."""
+        if self.in_second_pass:
+            raise RuntimeError("a step must not begin inside perturbed(): the weights are at w + e")
+        params = self._perturbed_params()
+        if self.rho_schedule is not None:
+            for group in self.param_groups:
+                group.setdefault("initial_rho", group["rho"])
+                group["rho"] = group["initial_rho"] * self.rho_schedule(self.steps + 1)
+                check_group(group)
+        self._step = Step(self._kind, params, self._masks_of(params))
+        return self._step
+
+    @contextmanager
+    def _discarded_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._step = None
+            raise
+
+    def _passes(self, step: Step, call: Callable[[Any], Any], batch: Any) -> Any:
+        """Both passes of a closure; the loss at w, or where there is only one pass, that of the pass."""
+        with self._discarded_on_error():
+            self._refresh_before_first_pass(step, batch)
+            if step.kind is StepKind.PLAIN:
+                with torch.enable_grad():
+                    loss = call(batch)
+                step.phase = Phase.READY
+                return map_tensors(Tensor.detach, loss)
+            here = rng = None
+            climbs = self._takes_first_pass(step.kind)
+            if climbs:
+                rng = self._rng.read()
+                here = self._closure_first_pass(step, call, batch)
+            with self._excursion(step, batch, statistics_return=climbs and self.ascent_fraction == 1):
+                self.zero_grad()
+                if rng is not None:
+                    self._rng.write(rng)
+                with self._engine.second_pass(step.first), torch.enable_grad():
+                    there = map_tensors(Tensor.detach, call(batch))
+            return here if climbs else there
+
+    def _closure_first_pass(self, step: Step, call: Callable[[Any], Any], batch: Any) -> Any:
+        part, statistics = batch, None
         if self.ascent_fraction < 1:
             if batch is None or not getattr(call, "takes_batch", False):
                 raise ValueError(
                     f"batch must be given with ascent_fraction={self.ascent_fraction}, and the closure must take it: "
                     "opt.step(closure, batch=(x, y)) with def closure(batch): ..."
                 )
-            portion = AscentSubset.of(batch, self.ascent_fraction)
-            part, self._engine.portion = portion.part, portion
-        plan = self._engine.plan
-        if plan is None:
-            with torch.enable_grad():
-                return call(part)
-        if self.ascent != "explicit":
-            return self._first_pass_by_engine(call, part)
-        before = Rewind(self.model, self._noise)
-        with ClosureWatch(plan):
-            loss, failure = attempt(lambda: call(part), lambda: False)
-        if failure is None:
-            return loss
-        self._engine.listen(None)
-        before.restore()
-        with torch.enable_grad():
-            loss = call(part)  # what it raises now is its own
-        self._warn_of_error(failure)
-        self._switch_off(failure.reason)
+            # Normalization statistics are those of the whole batch, which the second pass sees.
+            part, statistics = AscentSubset.of(batch, self.ascent_fraction).part, StatisticsSnapshot(self.model)
+        outside = OutsideGradients(self.model, self.base)
+        with self._first_pass(step, in_closure=True), torch.enable_grad():
+            loss = map_tensors(Tensor.detach, call(part))
+        outside.restore()
+        if statistics is not None:
+            statistics.restore()
         return loss
-
-    def _first_pass_by_engine(self, call: Callable[[Any], Any], part: Any) -> Any:
-        """The implicit forms cannot do without the engine."""
-        try:
-            with torch.enable_grad():
-                return call(part)
-        except EngineFallbackError as error:
-            self._switch_off(str(error))  # raises, and says what the implicit form needs
-            raise
-
-    def _second_pass(self, call: Callable[[Any], Any], batch: Any, noise: NoiseState | None) -> Any:
-        self._begin_second_pass(noise)
-        if not self._engine.is_at_work:
-            with torch.enable_grad():
-                return call(batch)
-        before = Rewind(self.model, self._noise)
-        loss, failure = attempt(lambda: call(batch), self._engine.missed_a_value)
-        if failure is None:
-            return loss
-        self._engine.compute_in_full(failure.reason)
-        before.restore()
-        self._begin_second_pass(noise)
-        with torch.enable_grad():
-            loss = call(batch)  # what it raises now is its own
-        self._warn_of_error(failure)
-        if self.ascent == "explicit" and self._engine.keeps_values and not failure.value_gone:
-            self._engine_off = failure.reason
-        self._engine.keeps_values = True
-        return loss
-
-    def _warn_of_error(self, failure: Failure) -> None:
-        if failure.is_foreign:
-            self._warn_once(
-                f"a closure failed and was called again: {failure.reason!r} did not come again without the engine; if "
-                "it is the model's or the loop's own, it went by unheard, and engine=False lets it through"
-            )
-
-    def _begin_second_pass(self, noise: NoiseState | None) -> None:
-        self.zero_grad()
-        if noise is not None:
-            self._noise.write(noise)
 
     @contextmanager
-    def _excursion(self, batch: Any, *, after_first_pass: bool) -> Iterator[bool]:
-        """To w + e and back; yields whether a second pass can tell anything that the first did not.
+    def _first_pass(self, step: Step, *, in_closure: bool) -> Iterator[None]:
+        """The block is the first pass of the step, with whatever the engine may leave out."""
+        ddp = self._engine.ddp
+        is_local = self.ascent_scope == "local"
+        reason = self._why_plain(step)
+        if reason is not None:
+            self._engine.switched_off(reason)
+            with unsynchronized(ddp if is_local else None):
+                yield
+            return
+        reuse = self.ascent_fraction == 1
+        with self._engine.first_pass(step.masks, self.ascent, self.norm, in_closure=in_closure, reuse=reuse) as first:
+            if first is None:
+                self._refuse_implicit()
+            averages = first is not None and first.plan.is_partial and not is_local
+            with unsynchronized(ddp if averages or is_local else None):
+                yield
+        step.first = first
+        if averages and first is not None and ddp is not None:
+            average_gradients(ddp, first.plan.needed)
 
-        Without a first pass before it, the pass at w + e is the one that moves normalization statistics.
-        """
-        if self._phase is _Phase.PERTURBED:
-            raise RuntimeError("perturbed() must not be entered twice; leave the first block before the next ascent")
-        self._phase = _Phase.PERTURBED
-        statistics = StatisticsSnapshot(self.model)
+    def _why_plain(self, step: Step) -> str | None:
+        """Why this step's first pass must compute everything."""
+        if not self._takes_first_pass(step.kind):
+            return "the step has only one pass"
+        if self._refresh_due(step.params):
+            return "the mask is made anew in this step, from its gradients"
+        return None
+
+    def _refuse_implicit(self) -> None:
+        if self.ascent in ("implicit", "implicit-dense"):
+            reason = self._engine.report()["engine"].removeprefix("off: ")
+            raise ValueError(f"ascent={self.ascent!r} needs the engine, which is off: {reason}")
+
+    def _require_unchanged(self, step: Step) -> None:
+        """Gradients that the first pass left out are not missing now."""
+        params = self._perturbed_params()
+        masks = self._masks_of(params)
+        if step.has_every_gradient:
+            step.params, step.masks = params, masks
+            return
+        same = step.masks.keys() == masks.keys() and all(step.masks[name] is mask for name, mask in masks.items())
+        if not same or (self._mask_state is not None and self._mask_state.asked):
+            raise RuntimeError(
+                "masks or parameter groups changed between first_pass() and perturbed(), and gradients of the newly "
+                "perturbed weights were not computed; make such changes before first_pass()"
+            )
+
+    @contextmanager
+    def _excursion(self, step: Step, batch: Any, *, statistics_return: bool) -> Iterator[None]:
+        """To w + e and back."""
+        step.phase = Phase.PERTURBED
+        statistics = StatisticsSnapshot(self.model) if statistics_return else None
         completed = False
         try:
-            yield self._ascend(batch)
+            self._ascend(step, batch)
+            yield
             completed = True
         except RuntimeError as error:
             if "modified by an inplace operation" in str(error) and sys.version_info >= (3, 11):
@@ -397,50 +435,45 @@ class SharpnessAware(OptimizerWrapper):
             raise
         finally:
             self._perturbation.undo()
-            if after_first_pass:
+            if statistics is not None:
                 statistics.restore()
-            self._engine.forget()
-            self._phase = _Phase.READY if completed else _Phase.IDLE
+            step.phase = Phase.READY if completed else Phase.BEGUN
 
     @torch.no_grad()
-    def _ascend(self, batch: Any) -> bool:
-        self._ascent_failed = False
-        self._set_rho()
-        kind = self._kind
-        if kind is StepKind.PLAIN:
-            return False
-        if kind is StepKind.REUSE:
-            self._perturbation.apply_last([self._target(one, one.parameter) for one in self._participants()])
-            return True
+    def _ascend(self, step: Step, batch: Any) -> None:
+        if step.kind is StepKind.PLAIN:
+            return
+        if step.kind is StepKind.REUSE:
+            self._perturbation.apply_last([self._target(step, one, one.parameter) for one in step.params])
+            return
         if self.ascent in ("implicit", "implicit-dense"):
-            self._check_implicit()
-        elif self.ascent != "momentum" and not self._engine.left_gradients_out:
+            self._check_implicit(step)
+        elif self.ascent != "momentum" and step.has_every_gradient:
             self._require_gradients("first")
-        self._refresh_if_due(batch)
-        complete = self.ascent_fraction == 1 and not self._engine.left_gradients_out
-        self._engine.begin_second()
-        directions = self._directions()
-        targets = [self._target(one, directions[one.name]) for one in self._participants() if one.name in directions]
+        if self._refresh_due(step.params):
+            self._refresh(step.params, batch)
+            step.masks = self._masks_of(step.params)
+        directions = self._directions(step.params)
+        targets = [self._target(step, one, directions[one.name]) for one in step.params if one.name in directions]
         if all(target.is_still for target in targets):
             self.skipped_ascents += not targets  # no gradient came through the unperturbed layers
-            return not complete
+            return
         norm = ascent_norm(targets, norm=self.norm)
         if norm > 0 and math.isfinite(norm):
             self._perturbation.apply(targets, norm)
-            return True
+            return
         self.skipped_ascents += 1
-        self._ascent_failed = norm != 0
-        if self._ascent_failed:
+        step.ascent_failed = norm != 0
+        if step.ascent_failed:
             self._warn_once(
                 f"the ascent gradient's norm is {norm}: this step is taken without perturbation and counted in "
                 "opt.skipped_ascents. Expected now and then with a GradScaler; otherwise lower learning rate or rho."
             )
-        return self._ascent_failed or not complete
 
-    def _directions(self) -> dict[str, Tensor]:
-        """What the ascent follows, for each participant that has it: its gradient, or its momentum."""
+    def _directions(self, params: list[PerturbedParam]) -> dict[str, Tensor]:
+        """What the ascent follows, for each parameter that has it: its gradient, or its momentum."""
         found = {}
-        for one in self._participants():
+        for one in params:
             if self.ascent == "momentum":
                 state = self.base.state.get(one.parameter, {})
                 direction = next((state[key] for key in _MOMENTUM if state.get(key) is not None), None)
@@ -451,106 +484,88 @@ class SharpnessAware(OptimizerWrapper):
         return found
 
     @torch.no_grad()
-    def _descend(self) -> None:
+    def _descend(self, step: Step) -> None:
         self._require_gradients("second")
-        self._phase = _Phase.IDLE
-        if self._ascent_failed and not self._gradients_finite():
+        self._step = None
+        if step.ascent_failed and not self._gradients_finite():
             self.skipped_steps += 1
             self._warn_once("both gradients of a step are not finite: the weights are left alone (opt.skipped_steps)")
         else:
             self.base.step()
         self.steps += 1
         self._statistics_at = versions(self.model)
-        self._arm()
 
-    def _target(self, one: PerturbedParam, direction: Tensor) -> Target:
-        rho = float(one.group["rho"])
-        return Target(one.name, one.parameter, direction, self._mask_of(one.name), rho, one.eta)
+    def _target(self, step: Step, one: PerturbedParam, direction: Tensor) -> Target:
+        mask = None if self.ascent == "implicit-dense" else step.masks[one.name]
+        return Target(one.name, one.parameter, direction, mask, float(one.group["rho"]), one.eta)
 
-    def _set_rho(self) -> None:
-        for group in self.param_groups:
-            self._complete(group)
-            if self.rho_schedule is not None:
-                group.setdefault("initial_rho", group["rho"])
-                group["rho"] = group["initial_rho"] * self.rho_schedule(self.steps + 1)
-            check_group(group)
+    # ---- masks -------------------------------------------------------------------------------------------
 
-    # ---- mask and engine ---------------------------------------------------------------------------------
+    def _masks_of(self, params: list[PerturbedParam]) -> dict[str, PackedMask | None]:
+        masks = {} if self._mask_state is None else self._mask_state.masks or {}
+        return {one.name: masks.get(one.name) for one in params}
 
-    def _mask_of(self, name: str) -> PackedMask | None:
-        if self._mask_state is None or self._mask_state.masks is None or self.ascent == "implicit-dense":
-            return None
-        return self._mask_state.masks[name]
+    def _refresh_due(self, params: list[PerturbedParam]) -> bool:
+        return self._mask_state is not None and self._mask_state.due(self.steps, {one.name for one in params})
 
-    def _refresh_due(self) -> bool:
-        names = {one.name for one in self._participants()}
-        return self._mask_state is not None and self._mask_state.due(self.steps, names)
+    def _refresh_before_first_pass(self, step: Step, batch: Any) -> None:
+        """A mask that does not look at the ascent's gradient is made before it, so that the pass can be narrowed.
 
-    def _refresh_if_due(self, batch: Any) -> None:
-        if self._refresh_due():
-            self._refresh(batch)
+        Where nothing is left to be perturbed, the step is the base optimizer's.
+        """
+        if not self._takes_first_pass(step.kind):
+            return
+        if self._refresh_due(step.params):
+            if self._mask_state is None or self._mask_state.rule.needs_gradient:
+                return
+            self._refresh(step.params, batch)
+            step.masks = self._masks_of(step.params)
+        if all(self._target(step, one, one.parameter).is_still for one in step.params):
+            step.kind = StepKind.PLAIN
 
-    def _refresh(self, batch: Any) -> None:
+    def _refresh(self, params: list[PerturbedParam], batch: Any) -> None:
         assert self._mask_state is not None
-        self._engine.listen(None)
-        if any(is_sharded(one.parameter) for one in self._participants()):
+        if any(is_sharded(one.parameter) for one in params):
             raise ValueError(
                 "mask must not be given with sharded parameters (fully_shard): a mask needs to see whole tensors; "
                 "use SAM, and perturb=False in the parameter groups that are to stay"
             )
         context = ScoreContext(
             self.model,
-            {one.name: one.parameter for one in self._participants()},
+            {one.name: one.parameter for one in params},
             self._mask_state.generator,
             self.steps,
-            directions=self._directions(),
+            directions=self._directions(params),
             previous=self._mask_state.masks,
             batch=batch,
         )
         self._mask_state.refresh(context)
         self._perturbation.forget()
-        self._engine.plan = None
-        self._arm()
 
-    def _arm(self) -> None:
-        """Decide whether the coming first pass may leave anything out."""
-        reason = self._why_not() or self._engine.why_not()
-        if reason is not None and self.ascent in ("implicit", "implicit-dense") and self.needs_first_pass:
-            if not self._refresh_due():
-                raise ValueError(f"ascent={self.ascent!r} needs the engine, which is off: {reason}")
-        masks = (self._mask_state.masks if self._mask_state is not None else None) or {}
-        moved = {one.name: masks.get(one.name) for one in self._participants()}  # a newcomer's mask is due: engine off
-        self._engine.arm(reason, moved, self.ascent)
-
-    def _check_implicit(self) -> None:
-        if not self._engine.left_gradients_out:
+    def _check_implicit(self, step: Step) -> None:
+        if step.first is None:
+            if not self._refresh_due(step.params):
+                raise RuntimeError(
+                    f"ascent={self.ascent!r} did not see the first pass: in a loop with perturbed(), run it in "
+                    "`with opt.first_pass():`"
+                )
             self._require_gradients("first")
-        explicit = self._engine.explicit_after_all()
-        if explicit and self._engine.recording is None:
+            return
+        explicit = explicit_after_all(step.first)
+        if not step.first.layers_called and step.first.plan.sliced:
             raise RuntimeError(
                 f"ascent={self.ascent!r} did not see the first pass: it must call the model itself that was given to "
-                f"the optimizer, {type(self.model).__name__}, and in a loop with perturbed() in training mode"
+                f"the optimizer, {type(self.model).__name__}, and its linear and convolution layers as modules"
+            )
+        if step.first.plan.is_partial and step.first.is_complete:
+            raise RuntimeError(
+                f"ascent={self.ascent!r} needs one plain loss.backward() in the first pass: {step.first.why_not}"
             )
         if explicit:
             self._warn_once(
-                f"ascent={self.ascent!r} acts in linear and convolution calls outside of checkpointed regions: the "
-                f"ascent was explicit for {', '.join(explicit[:5])}{' and more' if len(explicit) > 5 else ''}"
+                f"ascent={self.ascent!r} acts in calls of linear and convolution layers: the ascent was explicit for "
+                f"{', '.join(explicit[:5])}{' and more' if len(explicit) > 5 else ''}"
             )
-
-    def _why_not(self) -> str | None:
-        if self._engine_off is not None:
-            return self._engine_off
-        if self.norm == "full" and self._mask_state is not None and self.ascent == "explicit":
-            return 'norm="full" needs every gradient; norm="masked" does not'
-        if not self.needs_first_pass:
-            return "the coming step has only one pass"
-        if self._refresh_due():
-            return "the mask is made anew in the next step"
-        return None
-
-    def _switch_off(self, reason: str) -> None:
-        self._engine_off = reason
-        self._arm()
 
     def _warn_once(self, text: str) -> None:
         kind = text.split(":")[0]

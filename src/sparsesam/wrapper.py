@@ -98,12 +98,13 @@ class OptimizerWrapper(Optimizer):
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
-    def _participants(self) -> Iterator[PerturbedParam]:
+    def _perturbed_params(self) -> list[PerturbedParam]:
+        """The parameters that take part in an ascent now, their groups completed and checked."""
         for group in self.param_groups:
             self._complete(group)
         if any(parameter not in self._names for group in self.param_groups for parameter in group["params"]):
             self._names = named(self.model, self.base)
-        return perturbed_params(self.base, self._names)
+        return list(perturbed_params(self.base, self._names))
 
     def _complete(self, group: dict[str, Any]) -> None:
         for key in GROUP_OPTIONS:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
-from sparsesam.ascent.noise import Noise, NoiseState
+from sparsesam.ascent.rng import RNGSnapshot, RNGState
 from sparsesam.masks.fixed import NORMALIZATION
 from sparsesam.masks.samples import batch_size
 from sparsesam.parameters import unwrap
@@ -70,8 +70,8 @@ class Objective:
         self.sizes = _sizes(self.batches, pairs=loss_fn is not None)
         self.weights = _shares(self.sizes if weights is None else weights, len(self.batches))
         self._device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        self._noise = Noise(self.model.parameters())
-        self._draw: NoiseState | None = None
+        self._noise = RNGState(self.model.parameters())
+        self._draw: RNGSnapshot | None = None
         self._depth = 0
 
     @property

@@ -1,291 +1,223 @@
-"""Skips what the mask makes unnecessary. It may change the cost of a step, never its result.
+"""Leaves out what the masks make unnecessary. It may change the cost of a step, never its result.
 
-The engine listens to calls of the user's model: those before the ascent run as `FirstPass`, those at w + e as
-`SecondPass`. Nothing of the model is replaced, and nothing is left on it.
+    first pass     the backward computes only the gradients that the ascent needs       (first_pass.py)
+                   linear and convolution layers compute only the kept filters' part    (layers.py)
+    second pass    modules that ran before the first perturbed weight are not run again  (prefix.py)
+
+Modes and replaced calls live within the ``with`` blocks of one step. This is the place that decides what is left out,
+and that says why not.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.hooks import RemovableHandle
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from sparsesam.ascent.first_pass import FirstPass
-from sparsesam.ascent.memo import EngineFallbackError, Memo
-from sparsesam.ascent.noise import Noise
-from sparsesam.ascent.plan import Ascent, describe, explicit_after_all, make_plan, saves_nothing
-from sparsesam.ascent.recording import Plan, Recording
-from sparsesam.ascent.second_pass import SecondPass
-from sparsesam.ascent.statistics import statistics_of
-from sparsesam.ascent.subset import AscentSubset
+from sparsesam.ascent.layers import layer_forward
+from sparsesam.ascent.plan import Ascent, Norm, Plan, make_plan
+from sparsesam.ascent.prefix import Prefix
+from sparsesam.ascent.replaced_calls import Replacement, is_compiled, replaced_calls
+from sparsesam.ascent.report import describe
+from sparsesam.ascent.rng import RNGState
+from sparsesam.ascent.survey import Survey, hooks_left_out, survey
+from sparsesam.ascent.tensors import memory_of
+from sparsesam.distributed import all_agree, is_distributed, is_sharded, running_ddp
 from sparsesam.masks.packed import PackedMask
 
-#: Forwards without a backward that are remembered: more are no part of one pass.
-_FORWARDS = 8
+Masks = Mapping[str, PackedMask | None]
 
-#: torch's own, which have a fast path in evaluation mode
-_ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+COMPILED = (
+    "the whole model is compiled, which leaves no parts to leave out; compile its blocks instead, with "
+    "sparsesam.compile_blocks(model) or block.compile()"
+)
 
 
 class Engine:
-    """The two passes of one optimizer's steps."""
+    """What is known of one optimizer's model from step to step; what belongs to one step is a `FirstPass`."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, wrapped: nn.Module, *, enabled: bool) -> None:
         self.model = model
-        self.plan: Plan | None = None
-        self.same_noise = False
-        self.portion: AscentSubset | None = None
-        self.only_within_steps = False  # after a closure: what the user's loop does between steps is not looked at
-        self.within_step = False
-        self.second = False
-        self.recorded_forwards = 0  # those that the second pass has still to come to
-        self.recording: Recording | None = None
-        self.last: Recording | None = None
-        self.off: str | None = None
-        self.keeps_values = False  # of the first pass, even if no call of the second seems to need them
-        self.in_parallel = False  # seen inside of DistributedDataParallel, which waits for every gradient
-        self._plan_for: tuple[Any, ...] = ()
-        self._mode: FirstPass | SecondPass | None = None
-        self._depth = 0
-        self._had_gradient: set[int] = set()
-        self._noise = Noise(model.parameters())
-        self._handles: list[RemovableHandle] = []
-        self._finalizers: list[Any] = []
+        self.last: FirstPass | None = None
+        self._off = None if enabled else "switched off (engine=False)"
+        self._why_not: str | None = None
+        self._ddp: weakref.ref[DistributedDataParallel] | None = None
+        if isinstance(wrapped, DistributedDataParallel):
+            self._ddp = weakref.ref(wrapped)
+        elif isinstance(wrapped, DataParallel):
+            self._off = self._off or "DataParallel copies the model in each forward; use DistributedDataParallel"
+        elif is_compiled(wrapped):
+            self._off = self._off or COMPILED
+        self._known_for: tuple[Any, ...] = ()
+        self._known: tuple[Plan, Survey, frozenset[int | None]] | None = None
+        self._rng = RNGState(model.parameters())
 
-    # ---- life of a step ----------------------------------------------------------------------------------
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        return None if self._ddp is None else self._ddp()
 
-    def arm(self, why_not: str | None, moved: Mapping[str, PackedMask | None], ascent: Ascent) -> None:
-        """Prepare the coming first pass, in which these parameters move under these masks; or not at all.
+    # ---- decisions ---------------------------------------------------------------------------------------
 
-        A plan is kept until other parameters take part; whoever changes a mask sets ``plan`` to None.
-        """
-        trainable = (id(one) for one in self.model.parameters() if one.requires_grad)
-        plan_for = tuple(trainable), tuple(id(one) for one in statistics_of(self.model)), tuple(moved)
-        if plan_for != self._plan_for:
-            self.plan, self._plan_for = None, plan_for
-        plan = self.plan
-        if why_not is None and plan is None:
-            plan = make_plan(self.model, moved, ascent)
-            if saves_nothing(plan):
-                why_not = "every parameter is perturbed, and no mask is made of whole filters"
-        self.off = why_not
-        self.listen(plan if why_not is None else None)
-
-    def why_not(self) -> str | None:
+    def why_off(self) -> str | None:
         """What about the model keeps the engine from looking at it."""
-        for module in self.model.modules():
-            if _is_compiled(module):
-                return "a part of the model is compiled"
-            if isinstance(module, _ATTENTION) and self.model.training and not module.training:
-                return f"{type(module).__name__} in evaluation mode takes another path when it is looked at"
-        return "the model runs inside of DistributedDataParallel" if self.in_parallel else None
-
-    def report(self) -> dict[str, str]:
-        if self.plan is None:
-            return {"engine": f"off: {self.off}"}
-        if self.last is None:
-            return {"engine": "on: no step taken yet", **describe(self.plan, set())}
-        unusable = self.last.unusable
-        state = "on" if unusable is None else f"on, but the second pass was computed in full: {unusable}"
-        return {"engine": state, **describe(self.plan, self.last.reused, self.last.dealt_with)}
-
-    def listen(self, plan: Plan | None) -> None:
-        """From now on forwards are first passes under this plan; None: leave them alone."""
-        self.plan = plan
-        if plan is None:
-            self.drop()
-        elif not self._handles:
-            me = weakref.ref(self)
-            self._handles = [
-                nn.modules.module.register_module_forward_pre_hook(_before(me)),
-                nn.modules.module.register_module_forward_hook(_after(me), always_call=True),
-            ]
-            self._finalizers = [weakref.finalize(self, handle.remove) for handle in self._handles]
-
-    def drop(self) -> None:
-        """Stop listening and forget what was recorded."""
-        for handle, finalizer in zip(self._handles, self._finalizers, strict=True):
-            handle.remove()
-            finalizer.detach()
-        self._handles, self._finalizers = [], []
-        self.forget()
-
-    def forget(self) -> None:
-        if self._mode is not None:  # Ctrl-C in a forward: torch calls no hooks then
-            self._mode.__exit__(None, None, None)
-        self._mode, self._depth = None, 0
-        if self.recording is not None:
-            self.keeps_values = self.keeps_values or self.recording.needs_values
-            self.recording.let_go()
-        self.recording = None
-        self.portion = None
-        self.same_noise = False
-        self.within_step = False
-        self.second = False
-
-    @property
-    def left_gradients_out(self) -> bool:
-        """Whether the first pass of this step computed less than every gradient."""
-        return self.recording is not None and self.recording.dirty_calls > 0
-
-    def begin_second(self) -> None:
-        """The weights are at w + e: calls of the model are second passes until `forget`."""
-        self.second = True
-        recording = self.recording
-        if recording is None:
-            return
-        if recording.unusable is None and not recording.memo.is_as_left():
-            recording.unusable = "a clean value was written to outside of the model"
-        if recording.unusable is None and self._leaked():
-            recording.unusable = "a clean value left the model by another way than its output"
-        recording.memo.rewind()
-        self.recorded_forwards = recording.forwards
-        self.last = recording
-
-    @property
-    def is_at_work(self) -> bool:
-        """Whether the pass that runs now is not the plain one."""
-        return self.recording is not None and self.recording.unusable is None
-
-    def missed_a_value(self) -> bool:
-        """Whether the second pass that has just run asked for a value that was let go."""
-        return self.is_at_work and self.recording is not None and self.recording.memo.missed_a_value()
-
-    def compute_in_full(self, reason: str) -> None:
-        """The second pass did not work with what the first one left."""
-        if self.recording is not None:
-            self.recording.unusable = reason
-
-    def explicit_after_all(self) -> list[str]:
-        """The weights for which the implicit ascent of this step was an explicit one."""
-        if self.plan is None:
-            return []
-        return explicit_after_all(self.plan, set() if self.recording is None else self.recording.dealt_with)
-
-    def _leaked(self) -> bool:
-        """Whether the first backward went into the clean part: then a parameter there has a gradient."""
-        assert self.plan is not None
-        for parameter in self.model.parameters():
-            if id(parameter) in self.plan.still and parameter.grad is not None:
-                if id(parameter) not in self._had_gradient or bool(parameter.grad.any()):
-                    return True
-        return False
-
-    # ---- forwards ----------------------------------------------------------------------------------------
-
-    def before_forward(self) -> None:
-        self._depth += 1
-        if self._depth > 1 or self.plan is None or not torch.is_grad_enabled():
-            return
-        self.in_parallel = self.in_parallel or _inside_parallel()
-        if self.in_parallel:
-            return
-        if not (self.model.training or self.within_step) or (self.only_within_steps and not self.within_step):
-            return
-        if self.second:
-            if self.recording is not None and self.recording.unusable is None:
-                self._mode = SecondPass(self.plan, self.recording, self._noise)
-        else:
-            if self.recording is None:
-                # Between the phases of the user's own loop nobody could repeat a pass that lacks a value.
-                self.recording = Recording(Memo(light=self.within_step and not self.keeps_values))
-                self._had_gradient = {id(p) for p in self.model.parameters() if p.grad is not None}
-                record = True
-            else:  # another micro-batch: its activations are not worth their memory
-                record = self.recording.forwards < _FORWARDS and not self._backward_has_run()
-            self.recording.forwards += 1
-            self._mode = FirstPass(
-                self.plan,
-                self.recording,
-                self._noise,
-                record=record,
-                same_noise=self.same_noise,
-                portion=self.portion,
-            )
-        if self._mode is not None:
-            self._mode.__enter__()
-
-    def after_forward(self, output: Any) -> Any:
-        self._depth -= 1
-        if self._depth > 0 or self._mode is None:
-            return None
-        mode, self._mode = self._mode, None
-        mode.__exit__(None, None, None)
-        if isinstance(mode, SecondPass):
-            mode.require_fresh(output)
-            self.recorded_forwards -= 1
-            if self.recorded_forwards == 0 and mode.recording.memo.light:
-                mode.recording.memo.release()
-        else:
-            mode.recording.memo.settle()
-        return self._closed(mode, output) if isinstance(mode, FirstPass) else None
-
-    def _closed(self, mode: FirstPass, output: Any) -> Any:
-        """Clean results are handed out without their graph, which a backward pass would use up."""
-        leaves, structure = tree_flatten(output)
-        if any(not isinstance(leaf, Tensor | int | float | str | bool | None) for leaf in leaves):
-            mode.recording.unusable = (
-                mode.recording.unusable or "the model's output is an object that cannot be looked into"
-            )
-            return None
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if not tensors:  # also where the forward raised
-            return None
-        if not any(mode.is_dirty_output(tensor) for tensor in tensors):
-            if mode.portion is not None:
-                raise EngineFallbackError("no output depends on a perturbed weight")
-            if any(tensor.requires_grad for tensor in tensors):
-                mode.recording.unusable = mode.recording.unusable or "no output depends on a perturbed weight"
-                return None
-        only_ungraded = not any(tensor.requires_grad for tensor in tensors)
-        closed = [
-            mode.closed(leaf, only_ungraded=only_ungraded) if isinstance(leaf, Tensor) else leaf for leaf in leaves
-        ]
-        if all(a is b for a, b in zip(closed, leaves, strict=True)):
-            return None
-        return tree_unflatten(closed, structure)
-
-    def _backward_has_run(self) -> bool:
-        assert self.plan is not None
-        return any(
-            parameter.grad is not None and id(parameter) not in self._had_gradient
-            for parameter in self.model.parameters()
-            if id(parameter) in self.plan.perturbed
-        )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """By ``torch.compile(module)`` or by ``module.compile()``."""
-    return (
-        isinstance(getattr(module, "_orig_mod", None), nn.Module)
-        or getattr(module, "_compiled_call_impl", None) is not None
-    )
-
-
-def _inside_parallel() -> bool:
-    parallel = nn.parallel.DistributedDataParallel
-    return getattr(parallel, "_active_ddp_module", None) is not None
-
-
-def _before(engine: weakref.ref[Engine]) -> Callable[[nn.Module, Any], None]:
-    def hook(module: nn.Module, args: Any) -> None:
-        one = engine()
-        if one is not None and module is one.model:
-            one.before_forward()
-
-    return hook
-
-
-def _after(engine: weakref.ref[Engine]) -> Callable[[nn.Module, Any, Any], Any]:
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        one = engine()
-        if one is not None and module is one.model:
-            return one.after_forward(output)
+        if self._off is not None:
+            return self._off
+        if is_compiled(self.model):
+            return COMPILED
+        if any(is_sharded(parameter) for parameter in self.model.parameters()):
+            return "parameters are sharded (fully_shard, DTensor)"
+        if self.ddp is not None and self.ddp._comm_hooks:
+            return "a communication hook of DistributedDataParallel would not see the ascent's gradients"
         return None
 
-    return hook
+    def _plan(self, masks: Masks, ascent: Ascent, norm: Norm) -> tuple[Plan, Survey, frozenset[int | None]]:
+        """Kept until masks, modules or what is trainable change."""
+        parameters, modules = list(self.model.parameters()), list(self.model.modules())
+        key = (
+            [(p, p.requires_grad) for p in parameters],
+            [(m, is_compiled(m), bool(m._forward_hooks or m._forward_pre_hooks), m.training) for m in modules],
+            list(masks.items()),
+            (ascent, norm),
+        )
+        if self._known is None or not _same_key(key, self._known_for):
+            plan = make_plan(self.model, masks, ascent, norm)
+            memory = frozenset(map(memory_of, (*parameters, *self.model.buffers()))) - {None}
+            self._known, self._known_for = (plan, survey(self.model, plan), memory), key
+        return self._known
+
+    # ---- the two passes ----------------------------------------------------------------------------------
+
+    def switched_off(self, reason: str) -> None:
+        """Note for the report why a step computes everything."""
+        self.last, self._why_not = None, reason
+
+    @contextmanager
+    def first_pass(
+        self, masks: Masks, ascent: Ascent, norm: Norm, *, in_closure: bool, reuse: bool, narrow: bool = True
+    ) -> Iterator[FirstPass | None]:
+        """The block is a first pass in which these parameters take part under these masks.
+
+        Yields what it may leave out, or None where it computes everything.
+        """
+        reason = self.why_off()
+        plan, found, memory = self._plan(masks, ascent, norm)
+        reason = reason or hooks_left_out(self.model, plan)
+        if reason is None and not plan.needed:
+            reason = "nothing is perturbed"
+        if reason is None and not plan.is_partial and not found.clean:
+            reason = "every parameter is perturbed, and no mask is made of whole filters"
+        if reason is not None:
+            self.switched_off(reason)
+            yield None
+            return
+        prefix = self._prefix(plan, found) if reuse and found.clean else None
+        first = FirstPass(
+            plan,
+            prefix,
+            narrow=narrow,
+            in_closure=in_closure,
+            model_memory=memory,
+            before_calls=self._find_ddp if is_distributed() and self.ddp is None else None,
+        )
+
+        calls: dict[nn.Module, Replacement] = {}
+        if prefix is not None:
+            calls.update({module: partial(prefix.record, module) for module in found.clean})
+        for module, weight in found.layers.items():
+            calls[module] = partial(_call_layer, first, module, weight)
+        for module in found.unwatched:
+            calls[module] = _unwatched(first, calls.get(module), module in found.clean)
+        calls.setdefault(self.model, _plain_call)
+        with replaced_calls(calls) as seen, first:
+            yield first
+        if not seen and _has_compiled():
+            self._off = COMPILED
+        first.finish()
+        self.last, self._why_not = first, None
+
+    @contextmanager
+    def second_pass(self, first: FirstPass | None) -> Iterator[None]:
+        """The block runs at w + e; what the first pass recorded is used again."""
+        prefix = None if first is None else first.prefix
+        if prefix is None or prefix.is_empty:
+            yield
+            return
+        try:
+            with replaced_calls({module: partial(prefix.reuse, module) for module in prefix.modules}):
+                yield
+        finally:
+            prefix.release()
+
+    def _prefix(self, plan: Plan, found: Survey) -> Prefix:
+        ddp = self.ddp
+        agree: dict[nn.Module, Callable[[bool], bool]] = {}
+        if is_distributed():
+            group = None if ddp is None else ddp.process_group
+            for module, within in found.clean.items():
+                if any(isinstance(one, nn.SyncBatchNorm) for one in within):
+                    device = next(module.parameters(), next(self.model.parameters())).device
+                    agree[module] = partial(all_agree, device=device, group=group)
+        return Prefix(found.clean, plan.names, plan.moved, self._rng, agree)
+
+    def _find_ddp(self) -> bool:
+        found = running_ddp(self.model)
+        if found is not None:
+            self._ddp = weakref.ref(found)
+        return found is not None
+
+    # ---- report ------------------------------------------------------------------------------------------
+
+    def report(self) -> dict[str, str]:
+        if self.last is None:
+            return {"engine": f"off: {self._why_not}" if self._why_not else "on: no step taken yet"}
+        return describe(self.last)
+
+
+def _plain_call(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
+def _has_compiled() -> bool:
+    """Whether Dynamo has compiled anything: then a model none of whose modules was called may be part of it."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo is not None and bool(dynamo.utils.counters["frames"])
+
+
+def _call_layer(first: FirstPass, module: nn.Module, weight: int, forward: Any, args: Any, kwargs: Any) -> Any:
+    first.layers_called.add(weight)
+    if first.prefix is not None and weight in first.plan.moved:
+        first.prefix.close()
+    x = args[0] if args else kwargs["input"]
+    return layer_forward(module, x, first.plan.sliced.get(weight), first.switch)
+
+
+def _unwatched(first: FirstPass, replacement: Replacement | None, is_clean: bool) -> Replacement:
+    def call(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not is_clean and first.prefix is not None:
+            first.prefix.close()
+        hidden = partial(first.paused, forward)
+        quiet: Callable[..., Any] = lambda *a, **k: hidden(a, k)  # noqa: E731
+        return quiet(*args, **kwargs) if replacement is None else replacement(quiet, args, kwargs)
+
+    return call
+
+
+def _same_key(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
+    return len(left) == len(right) and all(map(_same_items, left, right))
+
+
+def _same_items(left: Any, right: Any) -> bool:
+    """By identity: tensors and modules may define an equality of their own."""
+    if len(left) != len(right):
+        return False
+    return all(
+        _same_items(a, b) if isinstance(a, tuple) and isinstance(b, tuple) else a is b or (type(a) is str and a == b)
+        for a, b in zip(left, right, strict=True)
+    )

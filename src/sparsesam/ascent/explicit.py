@@ -13,14 +13,13 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from sparsesam.ascent.plan import Norm
+from sparsesam.distributed import is_sharded
 from sparsesam.masks.packed import PackedMask
-
-Norm = Literal["full", "masked"]
 
 
 @dataclass
@@ -149,11 +148,6 @@ def _vector_norm(values: Tensor) -> Tensor:
     if is_sharded(norm):
         return norm.full_tensor()  # type: ignore[attr-defined,no-any-return]
     return norm
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor, without importing the slow module that defines it."""
-    return hasattr(tensor, "full_tensor")
 
 
 def _scaled(gradient: Tensor, weight: Tensor, eta: float | None, *, power: int) -> Tensor:

@@ -7,7 +7,8 @@ For y = W x with kept output rows R (filters), and dY the gradient of y:
     dX    = W[R]ᵀ · dY[R]                   implicit, whole rows
     dX    = (W ⊙ m)ᵀ · dY                   implicit, any mask
 
-The forward is that of the plain layer, call for call. Slicing channels keeps every product a dense one.
+The forward is that of the plain layer, call for call. Slicing channels keeps every product a dense one. While its
+`Switch` is off, a layer's backward is the plain one: only the ascent's own backward may leave anything out.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparsesam.ascent.semi_structured import input_gradient
@@ -34,42 +35,51 @@ class WeightGradient:
     dense: bool  # dW for every entry, whatever the mask
 
 
+@dataclass
+class Switch:
+    """On while the ascent's backward runs."""
+
+    on: bool = False
+
+
 class _LinearAscent(torch.autograd.Function):
+    """y = x Wᵀ + b for a matrix x; of a matrix the result is no view, so that in-place operations may follow."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, want: WeightGradient) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, want: WeightGradient, switch: Switch
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.set_materialize_grads(False)
-        ctx.want = want
+        ctx.want, ctx.switch = want, switch
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:  # nothing comes back through what lies downstream
-            return None, None, None, None
+            return None, None, None, None, None
         x, weight = ctx.saved_tensors
-        want: WeightGradient = ctx.want
+        want: WeightGradient | None = ctx.want if ctx.switch.on else None
         x, weight = x.to(dy.dtype), weight.to(dy.dtype)
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
-        rows = want.rows
-        flat = _samples(dy)  # selecting columns of a matrix is ten times faster than of a cube
-        kept = flat if rows is None else flat.index_select(1, rows)
+        rows = None if want is None else want.rows
+        kept = dy if rows is None else dy.index_select(1, rows)
         dx = dw = db = None
         if need_x:
-            if not want.implicit:
-                dx = flat @ weight.conj()
+            if want is None or not want.implicit:
+                dx = dy @ weight.conj()
             elif rows is not None:
                 dx = kept @ weight.index_select(0, rows).conj()
             else:
-                dx = input_gradient(flat, weight, want.mask)
-            dx = dx.view(x.shape)
+                dx = input_gradient(dy, weight, want.mask)
         if need_w:
-            if want.dense or rows is None:
-                dw = flat.t() @ _samples(x).conj()
+            if want is None or want.dense or rows is None:
+                dw = dy.t() @ x.conj()
             else:
-                dw = _scatter_rows(kept.t() @ _samples(x).conj(), rows, weight)
+                dw = _scatter_rows(kept.t() @ x.conj(), rows, weight)
         if need_b:
-            db = flat.sum(0)
-        return dx, dw, db, None
+            db = dy.sum(0)
+        return dx, dw, db, None, None
 
 
 class _ConvAscent(torch.autograd.Function):
@@ -82,43 +92,45 @@ class _ConvAscent(torch.autograd.Function):
         geometry: tuple[Any, ...],
         convolve: Callable[..., Tensor],
         want: WeightGradient,
+        switch: Switch,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.set_materialize_grads(False)
-        ctx.geometry, ctx.want = geometry, want
+        ctx.geometry, ctx.want, ctx.switch = geometry, want, switch
         return convolve(x, weight, bias, *geometry)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
-            return None, None, None, None, None, None
+            return None, None, None, None, None, None, None
         x, weight = ctx.saved_tensors
-        want: WeightGradient = ctx.want
+        want: WeightGradient | None = ctx.want if ctx.switch.on else None
         x, weight = x.to(dy.dtype), weight.to(dy.dtype)
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
-        rows = want.rows if ctx.geometry[3] == 1 else None  # filters of a grouped convolution see different inputs
+        # Filters of a grouped convolution see different inputs.
+        rows = want.rows if want is not None and ctx.geometry[3] == 1 else None
+        implicit = want is not None and want.implicit
         dx = dw = None
-        if rows is None:
-            through = weight * want.mask.unpack(weight.device) if want.implicit else weight
-            if need_x:
-                dx, _ = _conv_backward(dy, x, through, ctx.geometry, need_x=True)
-            if need_w:
-                _, dw = _conv_backward(dy, x, weight, ctx.geometry, need_w=True)
+        if want is None or rows is None:
+            through = weight * want.mask.unpack(weight.device) if want is not None and implicit else weight
+            if through is weight:
+                dx, dw = _conv_backward(dy, x, weight, ctx.geometry, need_x=need_x, need_w=need_w)
+            else:
+                dx, _ = _conv_backward(dy, x, through, ctx.geometry, need_x=need_x)
+                _, dw = _conv_backward(dy, x, weight, ctx.geometry, need_w=need_w)
         else:
-            kept, kept_weight = dy.index_select(1, rows), weight.index_select(0, rows)
-            through_kept = need_x and want.implicit
-            if need_x and not want.implicit:
+            if need_x and not implicit:
                 dx, _ = _conv_backward(dy, x, weight, ctx.geometry, need_x=True)
             if need_w and want.dense:
                 _, dw = _conv_backward(dy, x, weight, ctx.geometry, need_w=True)
-            if through_kept or (need_w and not want.dense):
-                some_dx, some_dw = _conv_backward(
-                    kept, x, kept_weight, ctx.geometry, need_x=through_kept, need_w=need_w and not want.dense
-                )
-                dx = some_dx if through_kept else dx
+            some_x, some_w = need_x and implicit, need_w and not want.dense
+            if some_x or some_w:
+                kept, kept_weight = dy.index_select(1, rows), weight.index_select(0, rows)
+                some_dx, some_dw = _conv_backward(kept, x, kept_weight, ctx.geometry, need_x=some_x, need_w=some_w)
+                dx = some_dx if some_x else dx
                 dw = dw if some_dw is None else _scatter_rows(some_dw, rows, weight)
         db = dy.transpose(0, 1).flatten(1).sum(1) if need_b else None
-        return dx, dw, db, None, None, None
+        return dx, dw, db, None, None, None, None
 
 
 def _conv_backward(
@@ -130,6 +142,8 @@ def _conv_backward(
     need_x: bool = False,
     need_w: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
+    if not (need_x or need_w):
+        return None, None
     stride, padding, dilation, groups = geometry
     zeros = [0] * len(stride)
     # oneDNN takes as long for a strided kernel of one pixel as if it were not strided.
@@ -163,34 +177,32 @@ def _scatter_rows(some: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
 
 class _NothingPasses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, switch: Switch) -> Tensor:
+        ctx.switch = switch
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> None:
-        return None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None]:
+        return None if ctx.switch.on else dy, None
 
 
-def nothing_passes(x: Tensor) -> Tensor:
-    """The same values, through which no gradient comes back, and upstream of which none is computed.
-
-    Unlike a detached tensor it still asks for a gradient, so that a ``backward()`` downstream has one to make.
-    """
-    return _NothingPasses.apply(x)  # type: ignore[no-any-return]
-
-
-def _samples(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+def nothing_passes(x: Tensor, switch: Switch) -> Tensor:
+    """The same values, through which no gradient comes back in the ascent: dX = dY · (W ⊙ 0)."""
+    return _NothingPasses.apply(x, switch)  # type: ignore[no-any-return]
 
 
 # The names of the arguments are torch's: a call may use them.
-def linear_ascent(want: WeightGradient, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _LinearAscent.apply(input, weight, bias, want)  # type: ignore[no-any-return]
+def linear_ascent(
+    want: WeightGradient, switch: Switch, input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    rows = input.reshape(-1, input.shape[-1])
+    return _LinearAscent.apply(rows, weight, bias, want, switch).view(*input.shape[:-1], len(weight))  # type: ignore[no-any-return]
 
 
 def convolution_ascent(convolve: Callable[..., Tensor], dimensions: int) -> Callable[..., Tensor]:
     def ascent(
         want: WeightGradient,
+        switch: Switch,
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
@@ -201,14 +213,14 @@ def convolution_ascent(convolve: Callable[..., Tensor], dimensions: int) -> Call
     ) -> Tensor:
         x = input
         if x.dim() == dimensions + 1:  # one sample without a batch dimension
-            return ascent(want, x[None], weight, bias, stride, padding, dilation, groups)[0]
+            return ascent(want, switch, x[None], weight, bias, stride, padding, dilation, groups)[0]
         stride, dilation = _tuple(stride, dimensions), _tuple(dilation, dimensions)
         if padding == "valid":
             padding = 0
         elif padding == "same":
             x, padding = _pad_same(x, weight, dilation), 0
         geometry = (stride, _tuple(padding, dimensions), dilation, groups)
-        return _ConvAscent.apply(x, weight, bias, geometry, convolve, want)  # type: ignore[no-any-return]
+        return _ConvAscent.apply(x, weight, bias, geometry, convolve, want, switch)  # type: ignore[no-any-return]
 
     return ascent
 
@@ -232,3 +244,26 @@ LAYERS: dict[Callable[..., Any], Callable[..., Tensor]] = {
     torch.conv2d: convolution_ascent(torch.conv2d, 2),
     torch.conv3d: convolution_ascent(torch.conv3d, 3),
 }
+
+_CONVOLUTIONS = {nn.Conv1d: torch.conv1d, nn.Conv2d: torch.conv2d, nn.Conv3d: torch.conv3d}
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether its forward is that of torch's linear or convolution layer, whatever its own class."""
+    kinds: tuple[Any, ...] = (nn.Linear, *_CONVOLUTIONS)
+    return "forward" not in module.__dict__ and any(type(module).forward is kind.forward for kind in kinds)
+
+
+def layer_forward(module: Any, x: Tensor, want: WeightGradient | None, switch: Switch) -> Tensor:
+    """The layer's output, by way of its ascent; without a ``want``, nothing passes back through it."""
+    if want is None:
+        blocked = nothing_passes(x, switch) if x.requires_grad else x
+        return type(module).forward(module, blocked)  # type: ignore[no-any-return]
+    for kind, function in _CONVOLUTIONS.items():
+        if isinstance(module, kind):
+            padding: Any = module.padding
+            if module.padding_mode != "zeros":
+                x, padding = F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode), 0
+            geometry = (module.stride, padding, module.dilation, module.groups)
+            return LAYERS[function](want, switch, x, module.weight, module.bias, *geometry)
+    return linear_ascent(want, switch, x, module.weight, module.bias)

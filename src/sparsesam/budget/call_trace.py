@@ -1,7 +1,7 @@
 """One training pass taken apart: what each call of the model costs, forward and backward, where it stands.
 
-Calls are seen as the engine sees them (``sparsesam.ascent.first_pass``): one per torch function that the model's own
-code calls. Nothing is run in isolation, so caches, memory and fused kernels are those of a real step.
+One call is one torch function that the model's own code calls. Nothing is run in isolation, so caches, memory and
+fused kernels are those of a real step.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from sparsesam.ascent.calls import is_attribute
-from sparsesam.ascent.layers import LAYERS
-from sparsesam.ascent.memo import map_tensors, tensors_in
-from sparsesam.ascent.plan import make_plan
+from sparsesam.ascent.layers import LAYERS, Switch, WeightGradient
+from sparsesam.ascent.plan import weight_gradient
+from sparsesam.ascent.tensors import map_tensors, tensors_in
 from sparsesam.masks.packed import PackedMask
 
 How = Literal["time", "cpu-time", "count"]
@@ -112,12 +111,11 @@ class _Trace(TorchFunctionMode):
         self._nodes: dict[int, Any] = {}
         self._last = 0.0
         self._token = object()  # marks tensors as seen by this trace; they may outlive it
-        some = {n: PackedMask.pack(_some_filters(p, kind)) for n, p in model.named_parameters() if p.dim() > 1}
-        self._filters = make_plan(model, some, "explicit").perturbed
+        self._filters = _filters_of(model, kind)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if is_attribute(func):
+        if getattr(func, "__name__", "") == "__get__":
             result = func(*args, **kwargs)
             if not isinstance(result, Tensor):
                 return result
@@ -160,7 +158,7 @@ class _Trace(TorchFunctionMode):
             args, kwargs = map_tensors(self._shield, args), map_tensors(self._shield, kwargs)
         elif self.kind in ("quarter", "three quarters") and one.sliced:
             weight = args[1] if len(args) > 1 else kwargs["weight"]
-            func = partial(LAYERS[func], self._filters[id(weight)])
+            func = partial(LAYERS[func], self._filters[id(weight)], Switch(on=True))
         for tensor in tensors_in(args, kwargs):
             if id(tensor) in self.names and tensor.requires_grad:
                 self._leaves[id(tensor)] = tensor
@@ -200,6 +198,17 @@ def _seeded(output: Any) -> tuple[list[Tensor], list[Tensor]]:
             "model must return a tensor that depends on its parameters, got none in its output for example_input"
         )
     return outputs, [torch.full_like(tensor, 1 / max(1, tensor.numel())) for tensor in outputs]
+
+
+def _filters_of(model: nn.Module, kind: Kind) -> dict[int, WeightGradient]:
+    """The weight gradients of some filters of every layer, by the identity of the weight."""
+    found = {}
+    for parameter in model.parameters():
+        if parameter.dim() > 1 and parameter.requires_grad:
+            want = weight_gradient(PackedMask.pack(_some_filters(parameter, kind)), parameter, "explicit", "masked")
+            if want is not None:
+                found[id(parameter)] = want
+    return found
 
 
 def _some_filters(parameter: Tensor, kind: Kind) -> Tensor:

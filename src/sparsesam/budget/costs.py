@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsesam.ascent.explicit import Perturbation, Target, ascent_norm
-from sparsesam.ascent.noise import Noise
+from sparsesam.ascent.rng import RNGState
 from sparsesam.ascent.statistics import StatisticsSnapshot
 from sparsesam.budget.call_trace import KINDS, Call, Clock, How, Kind, stopwatch, trace
 from sparsesam.masks.packed import PackedMask
@@ -200,7 +200,7 @@ def layer_costs(
     device = next(model.parameters()).device
     warmup, repeats = (0, 1) if how == "count" else (1, repeats)
     with as_in_a_step(model), stopwatch(how, device) as clock:
-        noise = Noise(model.parameters())
+        noise = RNGState(model.parameters())
         state = noise.read()
         for turn in range(warmup + repeats):
             for kind in KINDS:

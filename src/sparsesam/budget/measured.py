@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsesam.ascent.noise import Noise
+from sparsesam.ascent.rng import RNGState
 from sparsesam.budget.call_trace import call, stopwatch
 from sparsesam.masks.fixed import FixedMask
 from sparsesam.masks.mask import MaskRule
@@ -41,7 +41,7 @@ def measured_cost(
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}; 7 give a usable median")
     base = base or (lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9))
-    noise = Noise(model.parameters())
+    noise = RNGState(model.parameters())
     found = noise.read()
     try:
         steps = _plain_step(model, loss_fn, batch, base), _sparse_step(model, loss_fn, batch, base, rule, rho)

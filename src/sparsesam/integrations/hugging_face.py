@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from sparsesam.ascent.noise import Noise, NoiseState
+from sparsesam.ascent.rng import RNGSnapshot, RNGState
 from sparsesam.sharpness_aware import SharpnessAware
 
 
@@ -22,11 +22,11 @@ class SharpnessAwareTrainer(Trainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Called at the beginning of a step."""
-        self._micro_batches: list[tuple[Any, NoiseState]] = []
+        self._micro_batches: list[tuple[Any, RNGSnapshot]] = []
         return super().get_batch_samples(*args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        optimizer, noise = self._sharpness_aware(), Noise(model.parameters())
+        optimizer, noise = self._sharpness_aware(), RNGState(model.parameters())
         self._micro_batches.append((inputs, noise.read()))
         climbs = optimizer.needs_first_pass
         here = there = torch.zeros((), device=self.args.device)

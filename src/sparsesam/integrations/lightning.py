@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sparsesam.ascent.noise import Noise, NoiseState
+from sparsesam.ascent.rng import RNGSnapshot, RNGState
 
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningModule, Trainer
@@ -30,7 +30,7 @@ class AccumulatedAscent(Callback):
     """
 
     def __init__(self) -> None:
-        self._batches: list[tuple[tuple[Any, ...], NoiseState]] = []
+        self._batches: list[tuple[tuple[Any, ...], RNGSnapshot]] = []
         self._cleared = False
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -38,7 +38,7 @@ class AccumulatedAscent(Callback):
             self._batches = []
         takes_index = len(inspect.signature(pl_module.training_step).parameters) > 1
         arguments = (batch, batch_idx) if takes_index else (batch,)
-        self._batches.append((arguments, Noise(pl_module.parameters()).read()))
+        self._batches.append((arguments, RNGState(pl_module.parameters()).read()))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         self._cleared = all(parameter.grad is None for parameter in pl_module.parameters())
@@ -47,7 +47,7 @@ class AccumulatedAscent(Callback):
         """Called after each pass over the last batch, and before clipping."""
         if not self._cleared:
             return
-        noise = Noise(pl_module.parameters())
+        noise = RNGState(pl_module.parameters())
         now = noise.read()
         unsynchronized = getattr(trainer.strategy, "block_backward_sync", nullcontext)
         others = self._batches[:-1]

@@ -1,4 +1,4 @@
-"""The random streams of the devices a model lives on, so that both passes can see the same noise."""
+"""The random streams of the devices a model lives on, so that both passes can draw the same numbers."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-NoiseState = tuple[Tensor, ...]
+RNGSnapshot = tuple[Tensor, ...]
 
 
-class Noise:
+class RNGState:
     """Reads and sets the global generators that dropout and its kin draw from."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         devices = {tensor.device for tensor in tensors}
         self._devices = sorted((d for d in devices if d.type in ("cuda", "xpu", "mps")), key=str)
 
-    def read(self) -> NoiseState:
+    def read(self) -> RNGSnapshot:
         return (torch.get_rng_state(), *(_module(d).get_rng_state(*_index(d)) for d in self._devices))
 
-    def write(self, state: NoiseState) -> None:
+    def write(self, state: RNGSnapshot) -> None:
         torch.set_rng_state(state[0])
         for device, one in zip(self._devices, state[1:], strict=True):
             _module(device).set_rng_state(one, *_index(device))
 
 
-def same_state(left: NoiseState, right: NoiseState) -> bool:
+def same_state(left: RNGSnapshot, right: RNGSnapshot) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 

@@ -1,0 +1,266 @@
+"""The second pass starts where the perturbation does: what ran before it returns its first output, graph included.
+
+In the first pass, each outermost call of a module without perturbed weights is recorded, until a perturbed weight is
+used. In the second pass such a call returns its first output if everything that the output depends on is the same:
+inputs, parameters, buffers, attributes, flags, random numbers. What differs in anything simply runs.
+
+The graph of the output is still there: the first backward did not go into it, or kept it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from sparsesam.ascent.module_state import Inputs, ModuleState, strange_leaf
+from sparsesam.ascent.rng import RNGSnapshot, RNGState, same_state
+from sparsesam.ascent.statistics import statistics_of
+from sparsesam.ascent.tensors import memory_of, tensors_in
+
+Agree = Callable[[bool], bool]
+#: nodes of the graph between two modules that are looked at before it is taken for unknown
+_LONGEST_WAY = 2000
+
+
+@dataclass
+class _Record:
+    output: Any
+    versions: list[int]
+    inputs: Inputs
+    state: ModuleState
+    context: tuple[Any, ...]
+    drew: tuple[RNGSnapshot, RNGSnapshot] | None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in tree_leaves(self.output) if isinstance(leaf, Tensor)]
+
+
+class Prefix:
+    """The recorded calls of one step, in the order of each module's calls."""
+
+    def __init__(
+        self,
+        modules: Mapping[nn.Module, Sequence[nn.Module]],
+        trainable: Mapping[int, str],
+        moved: frozenset[int],
+        rng: RNGState,
+        agree: Mapping[nn.Module, Agree],
+    ) -> None:
+        self.modules = modules  # each with all modules in it
+        self.is_open = True  # no perturbed weight has been used yet
+        self.reused: set[str] = set()
+        self.why_not: str | None = None
+        self._trainable, self._moved, self._rng, self._agree = trainable, moved, rng, agree
+        self._records: dict[int, list[_Record | None]] = {}
+        self._memory: set[int | None] = set()
+        self._statistics: set[int] = set()
+        self._ends: set[Any] = set()  # nodes of outputs that were used again
+        self._inside = False
+        self._fault: str | None = None
+        self._outside_random = _other_random_states()
+
+    # ---- first pass --------------------------------------------------------------------------------------
+
+    def record(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not self.is_open or self._inside or _is_hidden():
+            return forward(*args, **kwargs)
+        with _unwatched():
+            inputs = Inputs.of(args, kwargs)
+            state, context, before = ModuleState(self.modules[module]), _context(), self._rng.read()
+        self._inside, self._fault = True, None
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            self._inside = False
+        with _unwatched():
+            made: _Record | None = None
+            fault = self._why_not_recorded(module, inputs, state, output)
+            if fault is not None:
+                self.note(f"{type(module).__name__}: {fault}")
+            elif self.is_open and inputs is not None:
+                after = self._rng.read()
+                drew = None if same_state(before, after) else (before, after)
+                made = _Record(output, [], inputs, state, context, drew)
+                made.versions = [tensor._version for tensor in made.tensors]
+                self._memory.update(map(memory_of, made.tensors))
+                self._statistics.update(id(buffer) for buffer in statistics_of(self.modules[module]))
+            self._records.setdefault(id(module), []).append(made)
+        return output
+
+    def _why_not_recorded(
+        self, module: nn.Module, inputs: Inputs | None, state: ModuleState, output: Any
+    ) -> str | None:
+        if inputs is None:
+            return "an argument cannot be compared between the passes (Hugging Face models: pass use_cache=False)"
+        if not inputs.are_unchanged:
+            return "it writes to its input in place"
+        strange = strange_leaf(output)
+        if strange is not None:
+            return f"its output holds a {strange}"
+        return self._fault or state.difference(ModuleState(self.modules[module]))
+
+    def close(self) -> None:
+        """A perturbed weight is used: from here on nothing is recorded."""
+        self.is_open = False
+
+    def fault_inside(self, reason: str) -> None:
+        """A module that is being recorded does something that cannot be left out."""
+        if self._inside:
+            self._fault = self._fault or reason
+
+    def require_unread(self, *arguments: Any) -> None:
+        """A module that is not run again does not move its statistics again, which other code could notice."""
+        if self._statistics and not self._inside:
+            if any(id(tensor) in self._statistics for tensor in tensors_in(*arguments)):
+                self.drop("normalization statistics are read outside of their layer")
+
+    def drop(self, reason: str) -> None:
+        """The graph or the values may no longer be what they were."""
+        self.note(reason)
+        self._records, self._statistics, self.is_open = {}, set(), False
+
+    def holds(self, tensor: Tensor) -> bool:
+        memory = memory_of(tensor)
+        return memory is not None and memory in self._memory
+
+    def note(self, reason: str) -> None:
+        self.why_not = self.why_not or reason
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(made for calls in self._records.values() for made in calls)
+
+    def release(self) -> None:
+        """Free the activations; what is left is for the report."""
+        self._records, self._ends = {}, set()
+
+    # ---- second pass -------------------------------------------------------------------------------------
+
+    def check_values(self) -> None:
+        """Between the passes: outputs must be as they were when their module returned."""
+        if self._outside_random != _other_random_states():
+            self.drop("random numbers of Python or numpy are drawn")
+        for calls in self._records.values():
+            for place, made in enumerate(calls):
+                if made is not None and any(map(_was_touched, made.tensors, made.versions)):
+                    self.note("an output of a module is written to in place, or has a hook")
+                    calls[place] = None
+
+    def reuse(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._inside or _is_hidden():
+            return forward(*args, **kwargs)
+        calls = self._records.get(id(module), [])
+        made = calls.pop(0) if calls else None
+        fault = "it was not recorded" if made is None else self._difference(made, module, args, kwargs)
+        agree = self._agree.get(module)
+        if agree is not None and not agree(fault is None):
+            fault = fault or "another rank computes it"
+        if made is None or fault is not None:
+            if made is not None:
+                self.note(f"{type(module).__name__}: {fault}")
+            self._inside = True
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._inside = False
+        if made.drew is not None:
+            self._rng.write(made.drew[1])
+        for one in self.modules[module]:
+            self.reused.update(self._trainable[id(p)] for p in one._parameters.values() if id(p) in self._trainable)
+        output = tree_map(_alias, made.output)
+        self._ends.update(leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        return output
+
+    def _difference(self, made: _Record, module: nn.Module, args: Any, kwargs: Any) -> str | None:
+        inputs = Inputs.of(args, kwargs)
+        if inputs is None or inputs.structure != made.inputs.structure or _context() != made.context:
+            return "it is called in another way"
+        if made.drew is not None and not same_state(self._rng.read(), made.drew[0]):
+            return "it draws other random numbers"
+        fault = made.state.difference(ModuleState(self.modules[module]))
+        if fault is not None:
+            return fault
+        if not made.inputs.are_unchanged or not all(map(self._same, inputs.leaves, made.inputs.leaves)):
+            return "its input is another"
+        return None
+
+    def _same(self, now: Any, then: Any) -> bool:
+        if now is then:
+            return True
+        if not isinstance(now, Tensor):
+            return bool(now == then)
+        if not isinstance(then, Tensor) or (now.shape, now.dtype, now.device) != (then.shape, then.dtype, then.device):
+            return False
+        if now.requires_grad != then.requires_grad or not self._leads_only_here(now):
+            return False
+        return torch.equal(now, then)
+
+    def _leads_only_here(self, tensor: Tensor) -> bool:
+        """Whether its gradient goes only into outputs used again and unperturbed weights of the model."""
+        if not tensor.requires_grad:
+            return True
+        waiting, seen = [tensor.grad_fn], set()
+        while waiting:
+            node = waiting.pop()
+            if node in self._ends or node in seen:
+                continue
+            seen.add(node)
+            if node is None or len(seen) > _LONGEST_WAY:  # a leaf of the user's own
+                return False
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and (id(leaf) not in self._trainable or id(leaf) in self._moved):
+                return False
+            waiting += [following for following, _ in node.next_functions if following is not None]
+        return True
+
+
+#: what is done here is no part of the pass
+_unwatched = torch._C.DisableTorchFunction
+
+
+def _alias(leaf: Any) -> Any:
+    """A tensor of the second pass's own: hooks and attributes of one pass do not meet those of the other."""
+    return leaf.view_as(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _was_touched(tensor: Tensor, version: int) -> bool:
+    return tensor._version != version or bool(tensor._backward_hooks) or tensor.retains_grad
+
+
+def _context() -> tuple[Any, ...]:
+    """What a forward depends on beside module and inputs."""
+    autocast = [
+        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda", "xpu", "mps")
+    ]
+    return (torch.is_grad_enabled(), *autocast)
+
+
+def _is_hidden() -> bool:
+    """Inside of a checkpointed region, which runs again in the backward, and of torch.func's transforms."""
+    return in_backward() or _saved_tensor_hooks() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _saved_tensor_hooks() -> bool:
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks("sparsesam looks whether there are any"):
+            return False
+    except RuntimeError:
+        return True
+
+
+def _other_random_states() -> tuple[Any, ...]:
+    """Of the generators that some models draw layers and masks from, beside torch's."""
+    state: Any = np.random.get_state()  # noqa: NPY002 (what models draw from)
+    return random.getstate(), *(part.tobytes() if isinstance(part, np.ndarray) else part for part in state)

@@ -1,0 +1,78 @@
+"""Modules whose calls go another way within a block, and nowhere else."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+#: takes the module's own forward and the arguments of the call
+Replacement = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class _ReplacedCall:
+    """Stands in a module's ``__dict__`` in place of its forward."""
+
+    def __init__(
+        self, module: nn.Module, forward: Callable[..., Any], replacement: Replacement, seen: set[nn.Module]
+    ) -> None:
+        self.module, self.__wrapped__, self.replacement, self.seen = module, forward, replacement, seen
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.__wrapped__(*args, **kwargs)
+        self.seen.add(self.module)
+        return self.replacement(self.__wrapped__, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the module, made within the block, has its own forward."""
+        copied = memo[id(self.module)]
+        return types.MethodType(type(copied).forward, copied)
+
+
+@contextmanager
+def replaced_calls(replacements: Mapping[nn.Module, Replacement]) -> Iterator[set[nn.Module]]:
+    """Within the block, calls of these modules go through their replacements; yields those that were called.
+
+    ``module.compile()`` keeps its compiled call in another place than ``forward``, which Dynamo guards on.
+    """
+    undo: list[tuple[dict[str, Any], str, Any]] = []
+    seen: set[nn.Module] = set()
+    try:
+        for module, replacement in replacements.items():
+            own = module.__dict__
+            key = "_compiled_call_impl" if is_compiled_in_place(module) else "forward"
+            forward = getattr(module, key)
+            undo.append((own, key, own.get(key)))
+            own[key] = _ReplacedCall(module, forward, replacement, seen)
+        yield seen
+    finally:
+        try:
+            _undo(undo)
+        except BaseException:  # Ctrl-C: it is raised once all is as before
+            _undo(undo)
+            raise
+
+
+def _undo(undo: list[tuple[dict[str, Any], str, Any]]) -> None:
+    while undo:
+        own, key, before = undo[-1]
+        if before is None:
+            own.pop(key, None)
+        else:
+            own[key] = before
+        undo.pop()
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """By ``module.compile()``."""
+    return module.__dict__.get("_compiled_call_impl") is not None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """By ``module.compile()``, or what ``torch.compile(module)`` returned."""
+    return is_compiled_in_place(module) or "_orig_mod" in module._modules

@@ -1,0 +1,48 @@
+"""What a step did not have to compute, in words."""
+
+from __future__ import annotations
+
+from sparsesam.ascent.first_pass import FirstPass
+from sparsesam.ascent.plan import Plan
+
+
+def describe(first: FirstPass) -> dict[str, str]:
+    """Under "engine" the whole, then one line for each trainable parameter."""
+    reused = set() if first.prefix is None else first.prefix.reused
+    state = "on" if first.why_not is None else f"on, but the first backward was computed in full: {first.why_not}"
+    if first.prefix is not None and not reused and first.prefix.why_not is not None:
+        state = f"on, but the second pass was computed in full: {first.prefix.why_not}"
+    lines = {"engine": state}
+    for key, name in first.plan.names.items():
+        again = "; forward and graph of the first pass used again" if name in reused else ""
+        lines[name] = _gradients(first, key) + again
+    return lines
+
+
+def _gradients(first: FirstPass, key: int) -> str:
+    plan = first.plan
+    needed = any(id(parameter) == key for parameter in plan.needed)
+    want, called = plan.sliced.get(key), key in first.layers_called
+    if first.is_complete:
+        text = "full weight gradient in the ascent"
+    elif not needed:
+        text = "not perturbed: no weight gradient in the ascent"
+    elif want is None:
+        text = "perturbed: full weight gradient in the ascent"
+    elif not called:
+        text = "full weight gradient: not used by a call of a linear or convolution layer"
+    elif want.rows is not None and not want.dense:
+        text = f"weight gradient for {len(want.rows)} of {want.mask.shape[0]} filters"
+    else:
+        text = "full weight gradient: the mask is not made of whole filters"
+    if want is not None and want.implicit and called:
+        text += "; input gradient through the masked weights"
+    if key in plan.blocking and called:
+        text += "; no input gradient passes"
+    return text
+
+
+def explicit_after_all(first: FirstPass) -> list[str]:
+    """Weights whose layer did not send its input gradient through the mask, though the ascent is implicit."""
+    plan: Plan = first.plan
+    return [plan.names[key] for key, want in plan.sliced.items() if want.implicit and key not in first.layers_called]

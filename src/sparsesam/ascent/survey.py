@@ -1,0 +1,87 @@
+"""Which modules of a model a step may treat in a way of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from sparsesam.ascent.layers import is_layer
+from sparsesam.ascent.plan import Plan
+from sparsesam.ascent.replaced_calls import is_compiled, is_compiled_in_place
+
+#: torch's own; in evaluation mode they take a fast path, unless a mode watches them
+_ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+
+
+@dataclass
+class Survey:
+    """``clean`` modules hold no perturbed weight; each is listed with all modules in it.
+
+    ``layers`` are linear and convolution layers whose ascent computes less; ``unwatched`` ones must not see a mode.
+    """
+
+    clean: dict[nn.Module, list[nn.Module]] = field(default_factory=dict)
+    layers: dict[nn.Module, int] = field(default_factory=dict)
+    unwatched: list[nn.Module] = field(default_factory=list)
+
+
+def survey(model: nn.Module, plan: Plan) -> Survey:
+    found = Survey()
+    _visit(model, plan, found)
+    return found
+
+
+def _visit(module: nn.Module, plan: Plan, found: Survey) -> tuple[bool, list[nn.Module]]:
+    """Whether a module is free of perturbed weights and of hooks inside, and all modules in it."""
+    within, free = [module], True
+    is_script = isinstance(module, torch.jit.ScriptModule)
+    is_closed = is_compiled(module) or is_script
+    for child in module.children():
+        if is_closed:  # what is inside is out of reach
+            child_free, below = not _holds(child, plan.moved), list(child.modules())
+        elif child in found.clean:
+            child_free, below = not _has_hooks(child), found.clean[child]
+        else:
+            child_free, below = _visit(child, plan, found)
+            child_free = child_free and not _has_hooks(child)
+        free = free and child_free
+        within += below
+    free = free and not any(id(parameter) in plan.moved for parameter in module.parameters(recurse=False))
+    if is_compiled(module) or (isinstance(module, _ATTENTION) and not module.training):
+        found.unwatched.append(module)
+    is_called = not is_script and type(module).forward is not nn.Module.forward
+    if free and is_called and not (is_compiled_in_place(module) and _has_hooks(module)):
+        found.clean[module] = list(dict.fromkeys(within))
+    if not is_closed and is_layer(module):
+        weight = module._parameters.get("weight")
+        if id(weight) in plan.sliced or id(weight) in plan.blocking:
+            found.layers[module] = id(weight)
+    return free, within
+
+
+def _holds(module: nn.Module, moved: frozenset[int]) -> bool:
+    return any(id(parameter) in moved for parameter in module.parameters())
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def hooks_left_out(model: nn.Module, plan: Plan) -> str | None:
+    """Hooks that the user expects to be called in both passes, and that would not be."""
+    every = nn.modules.module
+    if every._global_backward_hooks or every._global_backward_pre_hooks:
+        return "backward hooks are registered for all modules"
+    if every._global_forward_hooks or every._global_forward_pre_hooks:
+        return "forward hooks are registered for all modules"
+    for module in model.modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            return f"a backward hook is registered on {type(module).__name__}"
+    whole = {id(parameter) for parameter in plan.needed} - plan.sliced.keys()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in whole:
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                return f"a gradient hook is registered on {name}"
+    return None

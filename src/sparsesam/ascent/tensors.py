@@ -1,0 +1,45 @@
+"""Tensors inside arguments and results, and where their values are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def tensors_in(*trees: Any) -> Iterator[Tensor]:
+    """Tensors in tuples, lists and dictionaries, in order."""
+    for tree in trees:
+        if isinstance(tree, Tensor):
+            yield tree
+        elif isinstance(tree, tuple | list):
+            yield from tensors_in(*tree)
+        elif isinstance(tree, dict):
+            yield from tensors_in(*tree.values())
+
+
+def map_tensors(change: Callable[[Tensor], Any], tree: Any) -> Any:
+    """The same arguments with changed tensors."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, tuple):
+        items = [map_tensors(change, item) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
+    if isinstance(tree, list):
+        return [map_tensors(change, item) for item in tree]
+    if isinstance(tree, dict):
+        return {key: map_tensors(change, value) for key, value in tree.items()}
+    return tree
+
+
+def memory_of(tensor: Tensor) -> int | None:
+    """The address of its storage; None if it has none of its own (sparse, nested, sharded, empty, meta, vmap)."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    return tensor.untyped_storage().data_ptr() or None

@@ -1,0 +1,63 @@
+"""What ranks must agree on: the ascent's gradient, and what the second pass leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor, without importing the slow module that defines it."""
+    return hasattr(tensor, "full_tensor")
+
+
+def is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def running_ddp(model: nn.Module) -> DistributedDataParallel | None:
+    """The DistributedDataParallel whose forward runs now, if it holds the model."""
+    active = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    holds = active is not None and any(module is model for module in active.modules())
+    return active if holds else None
+
+
+@contextmanager
+def unsynchronized(ddp: DistributedDataParallel | None) -> Iterator[None]:
+    """Within the block gradients stay local, as in ``ddp.no_sync()``."""
+    if ddp is None:
+        yield
+        return
+    with ddp.no_sync():
+        yield
+
+
+def average_gradients(ddp: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
+    """The mean of the ranks' gradients, for these parameters alone.
+
+    A parameter that some rank did not use counts as zero there, as it does for ``find_unused_parameters=True``.
+    """
+    group = ddp.process_group
+    size = dist.get_world_size(group)
+    may_differ = ddp.find_unused_parameters or ddp.static_graph
+    works = []
+    for parameter in parameters:
+        if parameter.grad is None and may_differ:
+            parameter.grad = torch.zeros_like(parameter)
+        if parameter.grad is not None:
+            works.append((dist.all_reduce(parameter.grad, group=group, async_op=True), parameter.grad))
+    for work, gradient in works:
+        work.wait()
+        gradient.div_(size)
+
+
+def all_agree(flag: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether the flag is set on every rank."""
+    vote = torch.tensor(int(flag), device=device)
+    dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group)
+    return bool(vote)
