@@ -4,7 +4,7 @@ THREADS ?= 2
 BENCH ?= steps fisher selection memory engine budget vit_timing throughput augmentation sweep hessian landscape report
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test slow lint bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 16
@@ -22,6 +22,9 @@ demo: .venv/.installed  ## train with SGD, SAM and SSAM side by side, about two 
 
 test: .venv/.installed  ## run the tests
 	@$(BIN)/python -m pytest -q
+
+slow: .venv/.installed  ## run the slow tests: many architectures, compilers, processes
+	@$(BIN)/python -m pytest -q -m slow
 
 lint: .venv/.installed  ## style, types and the direction of imports
 	@$(BIN)/ruff check .
