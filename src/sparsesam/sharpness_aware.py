@@ -186,13 +186,25 @@ class SharpnessAware(OptimizerWrapper):
 
         For loops with ``perturbed()``: run the forward and the backward of the first pass in this block, and the
         engine may leave out what the mask makes unnecessary, here and in the second pass. Without it, nothing is
-        left out. Gradients of unperturbed weights are not there afterwards.
+        left out. Gradients of unperturbed weights are not there afterwards. Micro-batches may share a block or have
+        one each.
         """
-        step = self._begin()
+        step = self._step
+        if (
+            step is not None
+            and step.phase is Phase.BETWEEN
+            and any(one.parameter.grad is not None for one in step.params)
+        ):
+            self._require_unchanged(step)
+            step.phase = Phase.FIRST
+        else:
+            step = self._begin()
         with self._discarded_on_error():
-            self._refresh_before_first_pass(step, batch)
+            if step.first is None:
+                self._refresh_before_first_pass(step, batch)
             with self._first_pass(step, in_closure=False):
                 yield
+        step.phase = Phase.BETWEEN
 
     @contextmanager
     def perturbed(self, *, batch: Any = None) -> Iterator[None]:
@@ -209,7 +221,7 @@ class SharpnessAware(OptimizerWrapper):
         if self.in_second_pass:
             raise RuntimeError("perturbed() must not be entered twice; leave the first block before the next ascent")
         step = self._step
-        if step is None or step.phase is not Phase.BEGUN:
+        if step is None or step.phase is not Phase.BETWEEN:
             step = self._begin()
             self._engine.switched_off("the first pass was not in `with opt.first_pass():`")
         self._require_unchanged(step)
@@ -221,8 +233,8 @@ class SharpnessAware(OptimizerWrapper):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        if self._step is not None and self._step.phase is Phase.READY:
-            self._step = None  # the gradient at w + e is gone, and with it the step that it was for
+        if self._step is not None and self._step.phase in (Phase.BETWEEN, Phase.READY):
+            self._step = None  # its gradient is gone
 
     def refresh_mask(self, *, now: bool = False, batch: Any = None) -> None:
         """Make the mask anew in the next ascent, or ``now`` (for SSAM-D, after a backward pass)."""
@@ -378,14 +390,20 @@ class SharpnessAware(OptimizerWrapper):
             with unsynchronized(ddp if is_local else None):
                 yield
             return
-        reuse = self.ascent_fraction == 1
-        with self._engine.first_pass(step.masks, self.ascent, self.norm, in_closure=in_closure, reuse=reuse) as first:
+        no_reuse = None
+        if self.ascent_fraction < 1:
+            no_reuse = "the ascent is on a part of the batch"
+        elif step.first is not None:
+            no_reuse = "several backward passes: activations of the first are not kept"
+        with self._engine.first_pass(
+            step.masks, self.ascent, self.norm, in_closure=in_closure, no_reuse=no_reuse
+        ) as first:
             if first is None:
                 self._refuse_implicit()
             averages = first is not None and first.plan.is_partial and not is_local
             with unsynchronized(ddp if averages or is_local else None):
                 yield
-        step.first = first
+        step.passed(first)
         if averages and first is not None and ddp is not None:
             average_gradients(ddp, first.plan.needed)
 
@@ -437,7 +455,7 @@ class SharpnessAware(OptimizerWrapper):
             self._perturbation.undo()
             if statistics is not None:
                 statistics.restore()
-            step.phase = Phase.READY if completed else Phase.BEGUN
+            step.phase = Phase.READY if completed else Phase.BETWEEN
 
     @torch.no_grad()
     def _ascend(self, step: Step, batch: Any) -> None:

@@ -14,25 +14,30 @@ from sparsesam.parameters import PerturbedParam
 
 
 class Phase(enum.Enum):
-    BEGUN = enum.auto()  # the first pass runs, or has run
+    FIRST = enum.auto()  # the first pass runs
+    BETWEEN = enum.auto()  # its gradients are there
     PERTURBED = enum.auto()  # weights are at w + e
     READY = enum.auto()  # weights are back, the gradient is that at w + e
 
 
 @dataclass
 class Step:
-    """``params`` take part in the ascent, under ``masks`` (None: all of it). ``first`` tells what the first pass left
-    out; None: nothing.
+    """``params`` take part in the ascent, under ``masks`` (None: all of it).
+
+    ``first`` tells what the first pass left out, the last of its blocks if it has several; None: nothing.
+    ``has_every_gradient``: no block of it left out a gradient.
     """
 
     kind: StepKind
     params: list[PerturbedParam]
     masks: dict[str, PackedMask | None]
-    phase: Phase = Phase.BEGUN
+    phase: Phase = Phase.FIRST
     first: FirstPass | None = None
+    has_every_gradient: bool = True
     ascent_failed: bool = False
     directions: dict[str, Tensor] = field(default_factory=dict)
 
-    @property
-    def has_every_gradient(self) -> bool:
-        return self.first is None or self.first.is_complete
+    def passed(self, first: FirstPass | None) -> None:
+        """A block of the first pass is over."""
+        self.first = first
+        self.has_every_gradient &= first is None or first.is_complete

@@ -100,11 +100,12 @@ class Engine:
 
     @contextmanager
     def first_pass(
-        self, masks: Masks, ascent: Ascent, norm: Norm, *, in_closure: bool, reuse: bool, narrow: bool = True
+        self, masks: Masks, ascent: Ascent, norm: Norm, *, in_closure: bool, no_reuse: str | None
     ) -> Iterator[FirstPass | None]:
         """The block is a first pass in which these parameters take part under these masks.
 
-        Yields what it may leave out, or None where it computes everything.
+        ``no_reuse``: why the second pass cannot use anything again. Yields what the block may leave out, or None
+        where it computes everything.
         """
         reason = self.why_off()
         plan, found, memory = self._plan(masks, ascent, norm)
@@ -117,11 +118,12 @@ class Engine:
             self.switched_off(reason)
             yield None
             return
-        prefix = self._prefix(plan, found) if reuse and found.clean else None
+        prefix = self._prefix(plan, found) if found.clean else None
+        if prefix is not None and no_reuse is not None:
+            prefix.drop(no_reuse)
         first = FirstPass(
             plan,
             prefix,
-            narrow=narrow,
             in_closure=in_closure,
             model_memory=memory,
             before_calls=self._find_ddp if is_distributed() and self.ddp is None else None,

@@ -34,7 +34,6 @@ class FirstPass(TorchFunctionMode):
         plan: Plan,
         prefix: Prefix | None,
         *,
-        narrow: bool,
         in_closure: bool,
         model_memory: frozenset[int | None],
         before_calls: Callable[[], bool] | None,
@@ -44,7 +43,7 @@ class FirstPass(TorchFunctionMode):
         self.layers_called: set[int] = set()
         self.is_complete = True  # every gradient is there
         self.why_not: str | None = None  # the backward was not narrowed
-        self._narrow, self._in_closure = narrow and plan.is_partial, in_closure
+        self._narrow, self._in_closure = plan.is_partial, in_closure
         self._model_memory = model_memory
         self._before_calls = before_calls
         self._backwards = 0

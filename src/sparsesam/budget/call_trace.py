@@ -35,6 +35,14 @@ _MARK = "_sparsesam_call"
 
 
 @dataclass
+class ModuleCall:
+    """The innermost call of a module that a function is called in."""
+
+    held: frozenset[str]  # the module's parameters
+    end: int = 0  # the number of functions called before it returned
+
+
+@dataclass
 class Call:
     """One call of a torch function: what it used, what it depends on, and what it cost."""
 
@@ -43,6 +51,7 @@ class Call:
     upstream: frozenset[int]  # earlier calls that it depends on, directly or through others
     leads_back: bool  # whether an input needs a gradient
     sliced: bool  # whether its weight gradient can be had for some filters alone
+    module: ModuleCall
     forward: float = 0.0
     backward: float = 0.0
 
@@ -88,7 +97,7 @@ def trace(model: nn.Module, inputs: Any, clock: Clock, kind: Kind) -> list[Call]
     """Run the model forward and backward once, in its present mode, and leave no gradients behind."""
     mode = _Trace(model, clock, kind)
     inputs = map_tensors(Tensor.detach, inputs)
-    with mode:
+    with mode, mode.told_of_modules(model):
         output = call(model, inputs)
     mode.differentiate(output)
     return mode.calls
@@ -112,6 +121,28 @@ class _Trace(TorchFunctionMode):
         self._last = 0.0
         self._token = object()  # marks tensors as seen by this trace; they may outlive it
         self._filters = _filters_of(model, kind)
+        self._running: list[ModuleCall] = []
+        self._held = {module: self._names_in(module) for module in model.modules()}
+
+    def _names_in(self, module: nn.Module) -> frozenset[str]:
+        return frozenset(self.names[id(p)] for p in module.parameters() if p.requires_grad)
+
+    @contextmanager
+    def told_of_modules(self, model: nn.Module) -> Iterator[None]:
+        """Within the block, the trace knows which module's forward is running."""
+        hooks = [one.register_forward_pre_hook(self._enter) for one in model.modules()]
+        hooks += [one.register_forward_hook(self._leave, always_call=True) for one in model.modules()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, module: nn.Module, *_: Any) -> None:
+        self._running.append(ModuleCall(self._held[module]))
+
+    def _leave(self, *_: Any) -> None:
+        self._running.pop().end = len(self.calls)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -128,6 +159,7 @@ class _Trace(TorchFunctionMode):
             upstream=frozenset().union(*(self._reached(t) for t in given)),
             leads_back=any(t.requires_grad for t in given),
             sliced=self._can_slice(func, args, kwargs),
+            module=self._running[-1],
         )
         func, args, kwargs = self._replaced(one, func, args, kwargs)
         versions = [t._version for t in given]

@@ -1,14 +1,15 @@
 """What each layer costs, and what a step costs that perturbs some of them and skips the rest.
 
-With P the perturbed parameters, a call of the model's forward is *dirty* if it uses one of P or depends on a call
-that does. Beyond the base optimizer's step, a step with the engine and norm="masked" costs
+With P the perturbed parameters, a call is used again in the second pass if the module in whose forward it stands
+holds none of P and returns before the first use of any. Beyond the base optimizer's step, a step with the engine and
+norm="masked" costs
 
-    sum of F over dirty calls                          the second forward
-  + sum of dX over calls that depend on dirty ones     the ascent's way back to the frontier
+    sum of F over calls that are not used again        the second forward
+  + sum of dX over calls that depend on a use of P     the ascent's way back to the frontier
   + sum of dW(kept share) over P                       the ascent's weight gradients
   + moving P to w + e and back
 
-Whatever is upstream of the earliest perturbed layer, the frontier, costs nothing extra.
+Modules upstream of the earliest perturbed layer, the frontier, cost nothing extra.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from sparsesam.ascent.explicit import Perturbation, Target, ascent_norm
 from sparsesam.ascent.rng import RNGState
 from sparsesam.ascent.statistics import StatisticsSnapshot
-from sparsesam.budget.call_trace import KINDS, Call, Clock, How, Kind, stopwatch, trace
+from sparsesam.budget.call_trace import KINDS, Call, Clock, How, Kind, ModuleCall, stopwatch, trace
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.preserve_model_state import preserve_model_state
 from sparsesam.parameters import unwrap
@@ -45,6 +46,7 @@ class CallCost:
     layer: str
     parameters: tuple[str, ...]
     upstream: frozenset[int]
+    module: ModuleCall
     forward: float
     input_gradient: float
     weight_gradient: float
@@ -128,11 +130,15 @@ class LayerCosts:
 
     def passing(self, names: Iterable[str]) -> float:
         """The second forward and the ascent's input gradients, when these parameters are perturbed."""
-        uses = np.zeros(len(self.calls), dtype=bool)
+        uses, held = np.zeros((2, len(self.calls)), dtype=bool)
+        frontier = len(self.calls)
         for name in names:
             uses |= self._used_by[name]
+            held |= self._held_by[name]
+            frontier = min(frontier, self.first_use[name])
         after = (self._depends & uses).any(1)
-        return float(self._forward[uses | after].sum() + self._input_gradient[after].sum())
+        runs = held | (self._ends > frontier)
+        return float(self._forward[runs].sum() + self._input_gradient[after].sum())
 
     def perturbing(self, name: str, share: float, *, sliced: bool = True) -> float:
         """The ascent's weight gradient for a share of a parameter's filters, and moving them there and back."""
@@ -156,6 +162,14 @@ class LayerCosts:
     @cached_property
     def _used_by(self) -> dict[str, Flags]:
         return {name: np.array([name in call.parameters for call in self.calls]) for name in self.first_use}
+
+    @cached_property
+    def _held_by(self) -> dict[str, Flags]:
+        return {name: np.array([name in call.module.held for call in self.calls]) for name in self.first_use}
+
+    @cached_property
+    def _ends(self) -> npt.NDArray[np.intp]:
+        return np.array([call.module.end for call in self.calls])
 
     @cached_property
     def _depends(self) -> Flags:
@@ -251,7 +265,7 @@ def _combined(traces: Mapping[Kind, list[list[Call]]]) -> tuple[CallCost, ...]:
 
 def _cost(call: Call, forward: float, backward: Mapping[Kind, float]) -> CallCost:
     if not call.parameters:
-        return CallCost(call.function, (), call.upstream, forward, backward["everything"], 0.0, None)
+        return CallCost(call.function, (), call.upstream, call.module, forward, backward["everything"], 0.0, None)
     layer = call.parameters[0].rpartition(".")[0] or call.parameters[0]
     # Differences of measurements: a part may not cost less than its share, nor anything less than nothing.
     inputs = min(backward["inputs"], backward["everything"]) if call.leads_back else 0.0
@@ -260,7 +274,7 @@ def _cost(call: Call, forward: float, backward: Mapping[Kind, float]) -> CallCos
     if call.sliced:
         quarter = max(backward["quarter"] - inputs, 0.25 * weight)
         sliced = quarter, max(backward["three quarters"] - inputs, 0.75 * weight, quarter)
-    return CallCost(layer, call.parameters, call.upstream, forward, inputs, weight, sliced)
+    return CallCost(layer, call.parameters, call.upstream, call.module, forward, inputs, weight, sliced)
 
 
 def _median(traces: list[list[Call]], index: int, what: Literal["forward", "backward"]) -> float:

@@ -31,7 +31,8 @@ class SharpnessAwareTrainer(Trainer):
         climbs = optimizer.needs_first_pass
         here = there = torch.zeros((), device=self.args.device)
         if climbs:
-            here = super().training_step(model, inputs, *args, **kwargs)
+            with optimizer.first_pass():
+                here = super().training_step(model, inputs, *args, **kwargs)
         if not self.accelerator.sync_gradients:
             return here
         with optimizer.perturbed():
