@@ -154,9 +154,9 @@ class SharpnessAware(OptimizerWrapper):
         """Take one step.
 
         With a closure (clear, compute, backward, return the loss), both passes run here, with the same random
-        numbers, and the loss at w is returned, without its graph (at w + e, where a step has only that pass). The
-        closure is called once for each pass. Without one, the two passes must have run already, the second inside
-        ``perturbed()``.
+        numbers, and the loss at w is returned, without its graph. It is the one at w + e where only that pass sees
+        the whole batch: with ``ascent_fraction`` below 1, and in a step that has no other pass. The closure is called
+        once for each pass. Without one, the two passes must have run already, the second inside ``perturbed()``.
 
         ``batch`` is for a mask that takes its Fisher from the current batch, and for ``ascent_fraction``: a closure
         that has a parameter is called with the batch, or with the ascent's part of it. ``scaler`` is for a closure
@@ -359,7 +359,8 @@ class SharpnessAware(OptimizerWrapper):
                     self._rng.write(rng)
                 with self._engine.second_pass(step.first), torch.enable_grad():
                     there = map_tensors(Tensor.detach, call(batch))
-            return here if climbs else there
+            # Like the normalization statistics, the loss is of the whole batch.
+            return here if climbs and self.ascent_fraction == 1 else there
 
     def _closure_first_pass(self, step: Step, call: Callable[[Any], Any], batch: Any) -> Any:
         part, statistics = batch, None

@@ -215,6 +215,24 @@ def test_normalization_statistics_are_those_of_the_whole_batch(engine):
     assert model.head[1].num_batches_tracked == 1
 
 
+def test_the_loss_returned_is_that_of_the_whole_batch():
+    model = cases.mlp()
+    opt = sparsesam.SAM(cases.sgd(model), model, rho=0.3, ascent_fraction=0.25)
+    x, y = cases.vectors(16)
+    seen = []
+
+    def closure(batch):
+        opt.zero_grad()
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        seen.append((len(batch[1]), loss.item()))
+        return loss
+
+    loss = opt.step(closure, batch=(x, y))
+    assert [count for count, _ in seen] == [4, 16]
+    assert loss.item() == seen[1][1]
+
+
 @pytest.mark.parametrize("masked", ["head.*", "*"])
 def test_a_part_of_the_batch_with_batch_normalization(masked):
     """The engine changes nothing here either: the ascent's part is normalized by itself."""

@@ -49,7 +49,7 @@ class Fisher:
 
         F = 1/N_F * sum_i (grad_w loss(w; x_i, y_i))²
 
-    ``labels="data"`` is the empirical Fisher (eq. 6 of the paper), ``labels="sampled"`` draws
+    ``labels="data"`` is the empirical Fisher (eq. 5 of the paper), ``labels="sampled"`` draws
     y_i from the model's own distribution. Normalization statistics are frozen while it is measured.
     ``paths`` tells, after the first use, how each parameter's squares were computed.
     """

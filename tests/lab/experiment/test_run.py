@@ -1,4 +1,5 @@
 import json
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -166,3 +167,47 @@ def test_subsets_are_the_same_for_every_seed():
     assert torch.equal(_subset(100, 10), _subset(100, 10))
     assert len(_subset(100, 10).unique()) == 10
     assert replace(SHORT, seed=1).content_hash != SHORT.content_hash
+
+
+def test_training_figures_are_of_the_whole_batch_also_where_the_ascent_sees_a_part(tmp_path):
+    """At rho 0 the ascent goes nowhere, so that the loss at w + e is the one at w."""
+    for fraction in (1.0, 0.25):
+        train(tmp_path / str(fraction), optimizer="sam", rho=0.0, ascent_fraction=fraction)
+    whole, part = (
+        [r for r in read_records(tmp_path / name / "records.jsonl") if r["kind"] == "epoch"] for name in ("1.0", "0.25")
+    )
+    for name in ("train_loss", "train_accuracy"):
+        assert [record[name] for record in part] == pytest.approx([record[name] for record in whole], rel=1e-5)
+
+
+def test_normalization_statistics_are_of_the_whole_batch_also_where_the_ascent_sees_a_part(tmp_path):
+    for fraction in (1.0, 0.25):
+        train(tmp_path / str(fraction), optimizer="sam", rho=0.0, ascent_fraction=fraction)
+    whole, part = (state(tmp_path / name)["training"]["model"] for name in ("1.0", "0.25"))
+    running = [name for name in whole if "running" in name]
+    assert running
+    for name in running:
+        torch.testing.assert_close(part[name], whole[name])
+
+
+def test_times_of_the_steps_are_recorded_on_demand(tmp_path):
+    result = train(tmp_path / "with", optimizer="ssam-f", record_times=True)
+    records = [r for r in read_records(tmp_path / "with" / "records.jsonl") if r["kind"] == "epoch"]
+    seconds = [one for record in records for one in record["step_seconds"]]
+    assert len(seconds) == result.steps
+    assert 0 < sum(seconds) + sum(record["mask_seconds"] for record in records) < result.seconds
+    assert result.warm_seconds_per_step == statistics.median(seconds[5:])
+    assert result.warm_seconds_per_epoch == pytest.approx(5 * result.warm_seconds_per_step)
+    masks = [one for record in records for one in record["seconds_of_masks"]]
+    assert result.seconds_per_mask == statistics.median(masks[1:])
+    without = train(tmp_path / "without", optimizer="ssam-f")
+    assert without.warm_seconds_per_step is None
+    assert "step_seconds" not in read_records(tmp_path / "without" / "records.jsonl")[1]
+
+
+def test_an_interrupted_epoch_keeps_the_times_of_its_steps(tmp_path):
+    with pytest.raises(Interrupted):
+        train(tmp_path, InterruptAt(2), record_times=True)
+    train(tmp_path, resume=True, record_times=True)
+    records = [r for r in read_records(tmp_path / "records.jsonl") if r["kind"] == "epoch"]
+    assert [len(record["step_seconds"]) for record in records] == [5, 5, 5]

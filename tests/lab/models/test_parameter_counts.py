@@ -17,6 +17,7 @@ from sparsesam.lab.models import build
         ("wrn-28-10", 10, 32, 36_479_194),
         ("wrn-28-10", 100, 32, 36_536_884),
         ("vgg11-bn", 10, 32, 9_231_114),
+        ("vgg11-bn-4096", 10, 32, 28_149_514),
         ("vgg11-bn", 1000, 224, 132_868_840),
         ("vit-s-16", 1000, 224, 22_050_664),
         ("vit-b-16", 1000, 224, 86_567_656),
@@ -39,3 +40,15 @@ def test_the_papers_one_block_vit_has_the_sizes_of_its_table():
         "blocks.0.mlp.fc2.weight": (8192, 8192),
     }
     assert parameters["position.table"].shape == (1, 32 * 32 + 1, 8192)
+
+
+def test_pooling_and_projection_of_the_papers_vit_can_be_chosen():
+    with torch.device("meta"):
+        names = {
+            name: set(dict(build(f"vit-one-block-8192{name}").named_parameters()))
+            for name in ("", "-mean", "-no-projection", "-mean-no-projection")
+        }
+    projection = {"blocks.0.attention.proj.weight", "blocks.0.attention.proj.bias"}
+    assert names[""] - names["-mean"] == {"class_token.token"}
+    assert names[""] - names["-no-projection"] == projection
+    assert names[""] - names["-mean-no-projection"] == {"class_token.token", *projection}

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from sparsesam.lab.models import vgg11_bn
+from sparsesam.lab.models import vgg11_bn, vgg11_bn_4096
 
 
 def test_small_images_get_one_linear_layer_and_large_ones_the_published_head():
@@ -20,3 +20,12 @@ def test_has_eight_normalized_convolutions():
 def test_no_pool_is_left_to_shrink_a_single_pixel():
     with torch.device("meta"):
         assert vgg11_bn(in_channels=1, image_size=8)(torch.empty(2, 1, 8, 8)).shape == (2, 10)
+
+
+def test_the_published_head_can_be_had_on_small_images():
+    with torch.device("meta"):
+        model = vgg11_bn_4096()
+        layers = [(one.in_features, one.out_features) for one in model.classifier if isinstance(one, nn.Linear)]
+        assert model(torch.empty(2, 3, 32, 32)).shape == (2, 10)
+    assert layers == [(512, 4096), (4096, 4096), (4096, 10)]
+    assert sum(isinstance(one, nn.Dropout) for one in model.classifier) == 2

@@ -42,3 +42,12 @@ def test_patches_must_tile_the_image():
 def test_heads_must_divide_the_dimension():
     with pytest.raises(ValueError, match="heads must divide dim, got heads=5 for dim=12"):
         vit(4, 1, 8, patch_size=4, dim=12, depth=1, heads=5)
+
+
+def test_the_head_may_look_at_the_mean_over_the_patches():
+    torch.manual_seed(0)
+    model = vit(4, 1, 8, patch_size=4, dim=12, depth=1, heads=3, pool="mean", projects=False).eval()
+    images = torch.randn(2, 1, 8, 8)
+    tokens = model[:-2](images)
+    assert tokens.shape == (2, 4, 12)
+    assert torch.allclose(model(images), model.head(tokens.mean(1)))

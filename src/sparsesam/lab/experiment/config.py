@@ -77,6 +77,7 @@ class TrainConfig:
     mask_epochs: int | None = _option(1, "T_m: make the mask anew every so many epochs; null: never")
     mask_steps: int | None = _option(None, "make the mask anew every so many steps instead")
     fisher_samples: int = _option(128, "N_F: images that the Fisher information is measured on")
+    fisher_batch: int = _option(128, "so many of them at a time, less memory for fewer")
     fisher_labels: Literal["data", "sampled"] = _option("data", "labels of the Fisher information")
     drop: Literal["flattest", "random", "sharpest"] = _option("flattest", "what ssam-d drops")
     drop_ratio: float = _option(0.5, "share of the kept weights that ssam-d drops at first")
@@ -93,7 +94,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name, hint in _hints().items():
             object.__setattr__(self, name, fitted(name, getattr(self, name), hint))
-        for name in ("epochs", "batch_size", "fisher_samples", "ascent_every"):
+        for name in ("epochs", "batch_size", "fisher_samples", "fisher_batch", "ascent_every"):
             _check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
         for name in ("train_size", "test_size", "mask_epochs", "mask_steps", "max_steps"):
             value = getattr(self, name)
@@ -149,6 +150,7 @@ class RunEnvironment:
     checkpoint_steps: int | None = _option(None, "save every so many steps too, not only after each epoch")
     tensorboard: bool = _option(True, "write curves for TensorBoard into `out`")
     record_masks: bool | None = _option(None, "write each mask into `out`; null: if they take at most 16 MB together")
+    record_times: bool = _option(False, "write the seconds of each step into the records")
     quiet: bool = _option(False, "print nothing but the result")
 
     def __post_init__(self) -> None:

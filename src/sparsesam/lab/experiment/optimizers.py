@@ -17,13 +17,13 @@ from sparsesam.lab.experiment.seeds import Purpose, derive
 
 
 class TimedMask(sparsesam.MaskRule):
-    """Another rule, with the number of its masks and the seconds they took to make."""
+    """Another rule, with the seconds that each of its masks took to make."""
 
     def __init__(self, rule: sparsesam.MaskRule) -> None:
         self.rule = rule
         self.refresh = rule.refresh
         self.seed = rule.seed
-        self.count, self.seconds = 0, 0.0
+        self.seconds: list[float] = []
 
     @property
     def needs_gradient(self) -> bool:
@@ -34,8 +34,9 @@ class TimedMask(sparsesam.MaskRule):
         try:
             return self.rule.make(moment)
         finally:
-            self.seconds += time.perf_counter() - start
-            self.count += 1
+            if any(one.is_cuda for one in moment.parameters.values()):
+                torch.cuda.synchronize()
+            self.seconds.append(time.perf_counter() - start)
 
 
 def make_optimizer(
@@ -103,7 +104,12 @@ def _mask(config: TrainConfig, fisher_data: Any, steps_per_epoch: int) -> sparse
     }
     if config.optimizer == "ssam-f":
         return sparsesam.fisher_mask(
-            fisher_data, cross_entropy, samples=config.fisher_samples, labels=config.fisher_labels, **common
+            fisher_data,
+            cross_entropy,
+            samples=config.fisher_samples,
+            chunk=config.fisher_batch,
+            labels=config.fisher_labels,
+            **common,
         )
     if config.optimizer == "ssam-d":
         return sparsesam.dynamic_mask(

@@ -32,10 +32,17 @@ from sparsesam.lab.experiment.training import Sums, Training
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+#: Steps that warm times leave out.
+WARM_UP = 5
+
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished run came to. Accuracies are shares of the test images; times are of training steps only."""
+    """What a finished run came to. Accuracies are shares of the test images; times are of training steps only.
+
+    ``seconds_per_mask`` leaves the first mask out where there are more. The warm times, of runs with ``record_times``,
+    are medians over the steps after the first few, without the masks they make.
+    """
 
     test_accuracy: float
     best_test_accuracy: float
@@ -48,6 +55,8 @@ class Result:
     seconds_per_epoch: float
     seconds_per_step: float
     seconds_per_mask: float | None
+    warm_seconds_per_step: float | None
+    warm_seconds_per_epoch: float | None
     images_per_second: float
     sparsity: float | None
     parameters: int
@@ -103,7 +112,7 @@ def _training(config: TrainConfig, splits: Splits | FolderSplits, fabric: Fabric
     batches = make_batches(config, splits, share, fabric.device, _workers(place))
     seed_global(derive(config.seed, Purpose.WEIGHTS), fabric.device)
     model = models.build(config.model, splits.num_classes, splits.in_channels, splits.image_size)
-    return Training(config, model, batches, fabric)
+    return Training(config, model, batches, fabric, record_times=place.record_times)
 
 
 def _workers(place: RunEnvironment) -> int:
@@ -142,9 +151,9 @@ def _train(
         nonlocal saved, made
         observer.step(training)
         # Before the checkpoint: a resumed run drops the masks that come after it, and makes them again.
-        if records_masks and training.masks_made[0] > made:
+        if records_masks and len(training.mask_seconds) > made:
             write_masks(directory.masks, training.steps_taken - 1, training.masks)
-            made = training.masks_made[0]
+            made = len(training.mask_seconds)
         due = place.checkpoint_steps is not None and training.steps_taken - saved >= place.checkpoint_steps
         if main and due and training.looked:
             _save(training, config, directory)
@@ -159,7 +168,7 @@ def _train(
                         f"stopped after {training.steps_taken} steps, all saved; "
                         f"go on with: {place.resume_command(directory.path)}"
                     )
-                _complete_epoch(config, training, directory, observer, board)
+                _complete_epoch(config, place, training, directory, observer, board)
         except DivergedError as error:
             kept = f"the last good state is in {directory.last}" if directory.last.exists() else "no epoch was complete"
             raise DivergedError(f"{error}; {kept}") from None
@@ -177,7 +186,12 @@ def _train(
 
 
 def _complete_epoch(
-    config: TrainConfig, training: Training, directory: RunDirectory, observer: Observer, board: SummaryWriter | None
+    config: TrainConfig,
+    place: RunEnvironment,
+    training: Training,
+    directory: RunDirectory,
+    observer: Observer,
+    board: SummaryWriter | None,
 ) -> None:
     """Test, record and save; the last checkpoint comes last, so that a run killed in between does this epoch again."""
     test_loss, test_accuracy = training.test()
@@ -194,11 +208,14 @@ def _complete_epoch(
         "rho": training.rho,
         "sparsity": training.sparsity,
         "seconds": sums.seconds,
-        "masks": sums.masks,
-        "mask_seconds": sums.mask_seconds,
+        "masks": len(sums.mask_seconds),
+        "mask_seconds": sum(sums.mask_seconds),
         "images_per_second": sums.images / sums.seconds,
         "skipped_ascents": getattr(training.optimizer, "skipped_ascents", 0),
     }
+    if place.record_times:
+        record["step_seconds"] = sums.step_seconds
+        record["seconds_of_masks"] = sums.mask_seconds
     is_best = training.best is None or test_accuracy > training.best["test_accuracy"]
     if is_best:
         training.best = {"test_accuracy": test_accuracy, "epoch": record["epoch"]}
@@ -235,7 +252,7 @@ def _save_if(main: bool, training: Training, config: TrainConfig, directory: Run
 def _result(training: Training, records: list[dict[str, Any]]) -> Result:
     epochs = [record for record in records if record["kind"] == "epoch"]
     last, seconds = epochs[-1], [record["seconds"] for record in epochs]
-    count, masks = training.steps_taken, sum(record["masks"] for record in epochs)
+    count, warm = training.steps_taken, _warm_seconds(epochs)
     assert training.best is not None
     return Result(
         test_accuracy=last["test_accuracy"],
@@ -248,11 +265,26 @@ def _result(training: Training, records: list[dict[str, Any]]) -> Result:
         seconds=sum(seconds),
         seconds_per_epoch=statistics.median(seconds),
         seconds_per_step=sum(seconds) / count,
-        seconds_per_mask=sum(record["mask_seconds"] for record in epochs) / masks if masks else None,
+        seconds_per_mask=_seconds_per_mask(epochs),
+        warm_seconds_per_step=warm,
+        warm_seconds_per_epoch=None if warm is None else warm * training.batches.steps,
         images_per_second=statistics.median(record["images_per_second"] for record in epochs),
         sparsity=training.sparsity,
         parameters=sum(parameter.numel() for parameter in training.module.parameters()),
     )
+
+
+def _seconds_per_mask(epochs: list[dict[str, Any]]) -> float | None:
+    """The median; the first mask of a run is slower, and counts only where there is no other."""
+    recorded = [seconds for record in epochs for seconds in record.get("seconds_of_masks", [])]
+    per_mask = recorded or [record["mask_seconds"] / record["masks"] for record in epochs if record["masks"]]
+    return statistics.median(per_mask[1:] or per_mask) if per_mask else None
+
+
+def _warm_seconds(epochs: list[dict[str, Any]]) -> float | None:
+    """The median over the recorded steps but the first few: caches, allocators and autotuners warm up in those."""
+    steps = [seconds for record in epochs for seconds in record.get("step_seconds", [])]
+    return statistics.median(steps[WARM_UP:] or steps) if steps else None
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -42,15 +42,22 @@ class Sums:
     correct: float = 0.0
     images: float = 0.0
     seconds: float = 0.0
-    masks: float = 0.0
-    mask_seconds: float = 0.0
+    mask_seconds: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
 
 
 class Training:
-    """Model, optimizer and place of one run. `advance` takes steps until the epoch ends or ``stop`` says so."""
+    """Model, optimizer and place of one run. `advance` takes steps until the epoch ends or ``stop`` says so.
 
-    def __init__(self, config: TrainConfig, model: nn.Module, batches: Batches, fabric: Fabric) -> None:
+    ``record_times`` keeps the seconds of every step, without the mask it makes and the images it waits for; on a GPU
+    each step then waits until it is done.
+    """
+
+    def __init__(
+        self, config: TrainConfig, model: nn.Module, batches: Batches, fabric: Fabric, *, record_times: bool = False
+    ) -> None:
         self.config, self.batches, self.fabric = config, batches, fabric
+        self.record_times = record_times
         self.position, self.sums = Position(), Sums()
         self.best: dict[str, float] | None = None
         self.looked = False  # whether the loss is known to be finite up to this step
@@ -101,32 +108,31 @@ class Training:
         return self.optimizer.masks if isinstance(self.optimizer, sparsesam.SharpnessAware) else {}
 
     @property
-    def masks_made(self) -> tuple[int, float]:
-        """How many masks this process has made, and in how many seconds."""
+    def mask_seconds(self) -> list[float]:
+        """The seconds that each mask took which this process has made."""
         rule = getattr(self.optimizer, "mask", None)
-        return (rule.count, rule.seconds) if isinstance(rule, TimedMask) else (0, 0.0)
+        return rule.seconds if isinstance(rule, TimedMask) else []
 
     # ---- training ----------------------------------------------------------------------------------------
 
     def advance(self, stop: Callable[[], bool], on_step: Callable[[], None]) -> bool:
         """Train to the end of the epoch, or until all ranks know that one of them was told to stop.
 
-        Returns whether the epoch is complete. ``sums`` then hold its loss and accuracy over all ranks, of each
-        step's first pass; ``seconds`` is the time of the steps, augmentation and mask updates included.
+        Returns whether the epoch is complete. ``sums`` then hold its loss and accuracy over all ranks, of the first
+        pass of each step that sees the whole batch; ``seconds`` is the time of the steps, augmentation and mask
+        updates included.
         """
         self.model.train()
         totals = torch.zeros(2, device=self.fabric.device)
-        before, start, made = asdict(self.sums), time.perf_counter(), self.masks_made
+        before, start, made = asdict(self.sums), time.perf_counter(), len(self.mask_seconds)
         told = False
         look_every = 1 if self.fabric.device.type == "cpu" and self.fabric.world_size == 1 else LOOK_EVERY
         for batch in self.batches.train(self.position.epoch, self.position.step):
-            totals += self._step(batch)
+            totals += self._timed_step(batch) if self.record_times else self._step(batch)
             self.position.step += 1
             self.sums.images += batch.of
             self.sums.seconds = before["seconds"] + time.perf_counter() - start
-            count, seconds = self.masks_made
-            self.sums.masks = before["masks"] + count - made[0]
-            self.sums.mask_seconds = before["mask_seconds"] + seconds - made[1]
+            self.sums.mask_seconds = before["mask_seconds"] + self.mask_seconds[made:]
             ended = self.position.step == self.batches.steps or self.finished
             self.looked = self.position.step % look_every == 0 or ended
             if self.looked:
@@ -155,11 +161,26 @@ class Training:
         precision = "" if self.config.precision == "fp32" else ", or train with precision fp32"
         return f"lower lr ({self.config.lr}){rho}, warm up longer ({self.config.warmup_epochs} epochs){precision}"
 
+    def _timed_step(self, batch: Batch) -> Tensor:
+        self._wait()
+        start, masks = time.perf_counter(), len(self.mask_seconds)
+        result = self._step(batch)
+        self._wait()
+        self.sums.step_seconds.append(time.perf_counter() - start - sum(self.mask_seconds[masks:]))
+        return result
+
+    def _wait(self) -> None:
+        if self.fabric.device.type == "cuda":
+            torch.cuda.synchronize(self.fabric.device)
+
     def _step(self, batch: Batch) -> Tensor:
-        """One step; returns this rank's sum of losses and number of right answers, of the step's first pass."""
+        """One step; returns this rank's sum of losses and number of right answers over the whole batch.
+
+        They are those at w, but with ``ascent_fraction`` below 1 those at w + e, where alone the whole batch is seen.
+        """
         step = self.steps_taken
         self._prepare(step)
-        first: list[Tensor] = []
+        figures: list[Tensor] = []
         # Ranks' gradients are averaged as if their parts were equal; the scale makes up for those that are not.
         scale = len(batch.labels) * self.fabric.world_size / batch.of
 
@@ -169,9 +190,9 @@ class Training:
             scores = self._forward(images)
             loss = cross_entropy(scores, labels, label_smoothing=self.config.label_smoothing)
             self.fabric.backward(loss if scale == 1 else loss * scale)
-            if not first:
+            if not figures and len(labels) == len(batch.labels):
                 correct = (scores.detach().argmax(1) == labels).sum(dtype=loss.dtype)
-                first.extend((loss.detach() * len(labels), correct))
+                figures.extend((loss.detach() * len(labels), correct))
             return loss.detach()
 
         whole = (batch.images, batch.labels)
@@ -187,7 +208,7 @@ class Training:
             self.scaler.update()
         if self.ema is not None:
             self.ema.update_parameters(self.module)
-        return torch.stack(first)
+        return torch.stack(figures)
 
     def _prepare(self, step: int) -> None:
         factor = lr_factor(self.config, step, self.batches.steps)

@@ -3,7 +3,7 @@
 from sparsesam.lab.models.registry import MODELS, build
 from sparsesam.lab.models.resnet import resnet10_small, resnet18, resnet50
 from sparsesam.lab.models.small_cnn import small_cnn
-from sparsesam.lab.models.vgg import vgg11_bn, vgg_small
+from sparsesam.lab.models.vgg import vgg11_bn, vgg11_bn_4096, vgg_small
 from sparsesam.lab.models.vit import vit, vit_b_16, vit_one_block_8192, vit_s_16, vit_tiny_small
 from sparsesam.lab.models.wide_resnet import wide_resnet
 
@@ -15,6 +15,7 @@ __all__ = [
     "resnet50",
     "small_cnn",
     "vgg11_bn",
+    "vgg11_bn_4096",
     "vgg_small",
     "vit",
     "vit_b_16",

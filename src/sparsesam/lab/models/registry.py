@@ -12,7 +12,7 @@ from torch import nn
 
 from sparsesam.lab.models.resnet import resnet10_small, resnet18, resnet50
 from sparsesam.lab.models.small_cnn import small_cnn
-from sparsesam.lab.models.vgg import vgg11_bn, vgg_small
+from sparsesam.lab.models.vgg import vgg11_bn, vgg11_bn_4096, vgg_small
 from sparsesam.lab.models.vit import vit_b_16, vit_one_block_8192, vit_s_16, vit_tiny_small
 from sparsesam.lab.models.wide_resnet import wide_resnet
 
@@ -22,10 +22,14 @@ MODELS: dict[str, Builder] = {
     "resnet18": resnet18,
     "resnet50": resnet50,
     "vgg11-bn": vgg11_bn,
+    "vgg11-bn-4096": vgg11_bn_4096,
     "wrn-28-10": partial(wide_resnet, 28, 10),
     "vit-b-16": vit_b_16,
     "vit-s-16": vit_s_16,
     "vit-one-block-8192": vit_one_block_8192,
+    "vit-one-block-8192-mean": partial(vit_one_block_8192, pool="mean"),
+    "vit-one-block-8192-no-projection": partial(vit_one_block_8192, projects=False),
+    "vit-one-block-8192-mean-no-projection": partial(vit_one_block_8192, pool="mean", projects=False),
     "small-cnn": small_cnn,
     "resnet10-small": resnet10_small,
     "vgg-small": vgg_small,

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Literal
 
 from torch import nn
 
 from sparsesam.lab.models.initialize import he_initialized
 from sparsesam.lab.models.stem import is_small
 
+Head = Literal["linear", "4096"]
 
-def vgg(stages: Sequence[Sequence[int]], num_classes: int, in_channels: int, image_size: int) -> nn.Sequential:
+
+def vgg(
+    stages: Sequence[Sequence[int]],
+    num_classes: int,
+    in_channels: int,
+    image_size: int,
+    *,
+    head: Head | None = None,
+) -> nn.Sequential:
     """Stages of 3x3 convolutions with the given channels, each stage closed by a 2x2 max-pool.
 
-    Large images get the published head: 7x7 pooling, two hidden layers of 4096 with dropout. Small ones get the
-    head that is usual for CIFAR: the mean over positions and one linear layer. A pool is left out once the side is
-    a single pixel.
+    The published ``head`` is "4096": two hidden layers of that many with dropout, over 7x7 positions of large images
+    and one of small ones. For CIFAR "linear" is as usual: the mean over positions and one linear layer. The default
+    is "4096" for large images, "linear" for small ones. A pool is left out once the side is a single pixel.
     """
-    small = is_small(image_size)
+    side_of_head = 1 if is_small(image_size) else 7
+    is_linear = (head or ("linear" if is_small(image_size) else "4096")) == "linear"
     features: list[nn.Module] = []
     side = image_size
     for stage in stages:
@@ -36,17 +47,19 @@ def vgg(stages: Sequence[Sequence[int]], num_classes: int, in_channels: int, ima
         nn.Sequential(
             OrderedDict(
                 features=nn.Sequential(*features),
-                pool=nn.AdaptiveAvgPool2d(1 if small else 7),
+                pool=nn.AdaptiveAvgPool2d(1 if is_linear else side_of_head),
                 flatten=nn.Flatten(),
-                classifier=nn.Linear(in_channels, num_classes) if small else _published_head(in_channels, num_classes),
+                classifier=nn.Linear(in_channels, num_classes)
+                if is_linear
+                else _published_head(side_of_head**2 * in_channels, num_classes),
             )
         )
     )
 
 
-def _published_head(channels: int, num_classes: int) -> nn.Sequential:
+def _published_head(features: int, num_classes: int) -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(49 * channels, 4096),
+        nn.Linear(features, 4096),
         nn.ReLU(),
         nn.Dropout(),
         nn.Linear(4096, 4096),
@@ -56,10 +69,17 @@ def _published_head(channels: int, num_classes: int) -> nn.Sequential:
     )
 
 
+_ELEVEN = ((64,), (128,), (256, 256), (512, 512), (512, 512))
+
+
 def vgg11_bn(num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Sequential:
     """9,231,114 parameters for CIFAR-10 (one linear layer as head), 132,868,840 for ImageNet."""
-    stages = ((64,), (128,), (256, 256), (512, 512), (512, 512))
-    return vgg(stages, num_classes, in_channels, image_size)
+    return vgg(_ELEVEN, num_classes, in_channels, image_size)
+
+
+def vgg11_bn_4096(num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Sequential:
+    """The published head on small images too, 512-4096-4096 with dropout: 28,149,514 parameters for CIFAR-10."""
+    return vgg(_ELEVEN, num_classes, in_channels, image_size, head="4096")
 
 
 def vgg_small(num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Sequential:

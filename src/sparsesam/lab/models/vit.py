@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -47,16 +48,19 @@ class PositionEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention over (batch, tokens, dim): softmax(q kᵀ / √(dim / heads)) v, then a projection."""
+    """Multi-head self-attention over (batch, tokens, dim): softmax(q kᵀ / √(dim / heads)) v, then a projection.
 
-    def __init__(self, dim: int, heads: int, dropout: float) -> None:
+    With one head some implementations leave the projection out: ``projects`` False.
+    """
+
+    def __init__(self, dim: int, heads: int, dropout: float, *, projects: bool = True) -> None:
         super().__init__()
         if dim % heads:
             raise ValueError(f"heads must divide dim, got heads={heads} for dim={dim}")
         self.heads = heads
         self.dropout = dropout
         self.qkv = nn.Linear(dim, 3 * dim)
-        self.proj = nn.Linear(dim, dim)
+        self.proj: nn.Module = nn.Linear(dim, dim) if projects else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, dim = x.shape
@@ -70,10 +74,10 @@ class Attention(nn.Module):
 class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, dim: int, heads: int, hidden: int, dropout: float) -> None:
+    def __init__(self, dim: int, heads: int, hidden: int, dropout: float, *, projects: bool = True) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=EPSILON)
-        self.attention = Attention(dim, heads, dropout)
+        self.attention = Attention(dim, heads, dropout, projects=projects)
         self.norm2 = nn.LayerNorm(dim, eps=EPSILON)
         self.mlp = nn.Sequential(OrderedDict(fc1=nn.Linear(dim, hidden), act=nn.GELU(), fc2=nn.Linear(hidden, dim)))
         self.drop = nn.Dropout(dropout)
@@ -91,6 +95,13 @@ class FirstToken(nn.Module):
         return tokens[:, 0]
 
 
+class MeanToken(nn.Module):
+    """(batch, tokens, dim) to (batch, dim): the mean over the tokens."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens.mean(dim=1)
+
+
 def vit(
     num_classes: int,
     in_channels: int,
@@ -103,24 +114,31 @@ def vit(
     mlp_ratio: float = 4.0,
     dropout: float = 0.0,
     position_std: float = 0.02,
+    pool: Literal["class", "mean"] = "class",
+    projects: bool = True,
 ) -> nn.Sequential:
     """Patches, class token, positions, ``depth`` blocks, a last normalization and a linear head on the class token.
+
+    ``pool="mean"`` puts the head on the mean over the patches instead, and there is no class token. ``projects``
+    False leaves out the linear layer after the attention.
 
     Weights start as in the paper's code (Xavier; 1 / √fan-in for the patches), but for the head, which there starts
     at zero: the first gradients, and so the first Fisher scores, of all other weights would be zero too.
     """
     if image_size % patch_size:
         raise ValueError(f"image_size must be a multiple of the patch size {patch_size}, got {image_size}")
-    blocks = [TransformerBlock(dim, heads, round(mlp_ratio * dim), dropout) for _ in range(depth)]
+    blocks = [TransformerBlock(dim, heads, round(mlp_ratio * dim), dropout, projects=projects) for _ in range(depth)]
+    by_class, patches = pool == "class", (image_size // patch_size) ** 2
+    token = {"class_token": ClassToken(dim)} if by_class else {}
     model = nn.Sequential(
         OrderedDict(
             patches=PatchEmbedding(in_channels, patch_size, dim),
-            class_token=ClassToken(dim),
-            position=PositionEmbedding((image_size // patch_size) ** 2 + 1, dim, position_std),
+            **token,
+            position=PositionEmbedding(patches + by_class, dim, position_std),
             drop=nn.Dropout(dropout),
             blocks=nn.Sequential(*blocks),
             norm=nn.LayerNorm(dim, eps=EPSILON),
-            first=FirstToken(),
+            pool=FirstToken() if by_class else MeanToken(),
             head=nn.Linear(dim, num_classes),
         )
     )
@@ -145,9 +163,31 @@ def vit_s_16(num_classes: int = 1000, in_channels: int = 3, image_size: int = 22
     return vit(num_classes, in_channels, image_size, patch_size=16, dim=384, depth=12, heads=6)
 
 
-def vit_one_block_8192(num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Sequential:
-    """The SSAM paper's, of one very wide block, whose N:M products it times: 1x1 patches, one head, mlp ratio 1."""
-    return vit(num_classes, in_channels, image_size, patch_size=1, dim=8192, depth=1, heads=1, mlp_ratio=1.0)
+def vit_one_block_8192(
+    num_classes: int = 10,
+    in_channels: int = 3,
+    image_size: int = 32,
+    *,
+    pool: Literal["class", "mean"] = "class",
+    projects: bool = True,
+) -> nn.Sequential:
+    """The SSAM paper's, of one very wide block, whose N:M products it times: 1x1 patches, one head, mlp ratio 1.
+
+    The paper follows the original design, which has a class token and a projection; its text does not exclude the
+    others.
+    """
+    return vit(
+        num_classes,
+        in_channels,
+        image_size,
+        patch_size=1,
+        dim=8192,
+        depth=1,
+        heads=1,
+        mlp_ratio=1.0,
+        pool=pool,
+        projects=projects,
+    )
 
 
 def vit_tiny_small(num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Sequential:
