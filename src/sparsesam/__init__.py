@@ -8,7 +8,7 @@ from sparsesam.masks.patterns import NM, NMFilters, Pattern, PerLayer, Structure
 from sparsesam.masks.recipes import dynamic_mask, fisher_mask, random_mask
 from sparsesam.masks.refresh import Refresh, every_epochs, every_steps, manual
 from sparsesam.masks.scores import BatchFisher, Fisher, GradientMagnitude, Inverted, Score, ScoreContext
-from sparsesam.optimizer import SAM, SSAM
+from sparsesam.optimizer import SAM, SSAM, ExtrapolatedSAM
 from sparsesam.schedules import Constant, Cosine, InverseSqrt, RhoSchedule, Warmup
 from sparsesam.sharpness_aware import SharpnessAware
 
@@ -24,6 +24,7 @@ __all__ = [
     "Constant",
     "Cosine",
     "DynamicMask",
+    "ExtrapolatedSAM",
     "Fisher",
     "FisherDiagonal",
     "FixedMask",

@@ -1,13 +1,14 @@
-"""The two optimizers: SAM perturbs every weight, SSAM those that its mask keeps."""
+"""The optimizers: SAM perturbs every weight, SSAM those that its mask keeps, ExtrapolatedSAM by the last update."""
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
-from sparsesam.ascent.plan import Ascent, Norm
+from sparsesam.ascent.plan import Norm
 from sparsesam.ascent_schedule import AscentSchedule, OffSteps
 from sparsesam.masks.mask import MaskRule
 from sparsesam.schedules import RhoSchedule
@@ -27,8 +28,13 @@ class SAM(SharpnessAware):
 
     To pay for fewer ascents: ``every=k`` ascends in every k-th step, and in between takes the base optimizer's step
     or, with ``off_steps="reuse"``, one pass at w + the last e; ``start=t`` begins with step t; ``ascent_fraction=0.25``
-    ascends by a quarter of the batch; ``ascent="momentum"`` follows the base optimizer's momentum instead of a
-    gradient, which takes no pass at all. ``engine=False`` computes everything, also what no perturbation needs.
+    ascends by a quarter of the batch. ``engine=False`` computes everything, also what no perturbation needs.
+
+    ``ascent="momentum"`` is Momentum-SAM: e = -rho * v / ||v|| with v the base optimizer's momentum (Adam and its kin:
+    the first moment), *ahead* along the coming steps. It takes no pass of its own, so a step costs what the base's
+    costs, and wants a rho five to fifteen times larger than SAM. ``"momentum-climbing"`` is the opposite sign, an
+    ablation that trains worse. In such steps of one pass the loss returned is that at w + e, and normalization
+    statistics are those of w + e as well.
 
     With DistributedDataParallel the ascent follows the gradient of all ranks; ``ascent_scope="local"`` follows each
     rank's own, which sends nothing (m-sharpness, with m the batch of a rank).
@@ -42,7 +48,7 @@ class SAM(SharpnessAware):
         *,
         adaptive: bool | Literal["all"] = False,
         eta: float = 0.01,
-        ascent: Literal["explicit", "momentum"] = "explicit",
+        ascent: Literal["explicit", "momentum", "momentum-climbing"] = "explicit",
         rho_schedule: RhoSchedule | None = None,
         every: int = 1,
         off_steps: OffSteps = "skip",
@@ -94,7 +100,7 @@ class SSAM(SharpnessAware):
         adaptive: bool | Literal["all"] = False,
         eta: float = 0.01,
         norm: Norm = "full",
-        ascent: Ascent = "explicit",
+        ascent: Literal["explicit", "implicit", "implicit-dense", "momentum", "momentum-climbing"] = "explicit",
         rho_schedule: RhoSchedule | None = None,
         every: int = 1,
         off_steps: OffSteps = "skip",
@@ -122,4 +128,59 @@ class SSAM(SharpnessAware):
             ascent_fraction=ascent_fraction,
             ascent_scope=ascent_scope,
             engine=engine,
+        )
+
+
+class ExtrapolatedSAM(SharpnessAware):
+    """Sharpness-awareness at the base optimizer's price: the gradient is taken ``steps_ahead`` = k last updates ahead,
+
+        e = k * m ⊙ (w - w_before),    w <- base's update of w with the gradient at w + e
+
+    in one pass per step, with every base optimizer, because nothing of it but the weights is looked at. There is no
+    norm and no rho: the perturbation shrinks with the learning rate by itself. k near 1 is Nesterov's look-ahead;
+    sharpness-awareness needs k of 30 to 100. ``mask`` perturbs some entries only (as in `SSAM`), and only their updates
+    are kept: the memory is that of SAM, 4 bytes for each perturbed weight. A mask that is made from gradients
+    (`dynamic_mask`, `GradientMagnitude`) sees the base's momentum.
+
+    k stands in the parameter groups as ``rho``, where it may differ by group and be changed; ``schedule`` multiplies it
+    over the steps, ``every`` and ``start`` are `SAM`'s. The first step, and one after a step that a GradScaler skipped,
+    is the base's own. The loss returned is that at w + e, and so are normalization statistics: they are those of w once
+    the learning rate has decayed.
+
+    Relatives: super-acceleration (Nakerst, Brennan, Haque 2020) looks several steps of SGD's momentum ahead to converge
+    faster; extrapolation from the past (Popov 1980; Lin et al. 2020 for large batches) goes along the last gradient;
+    Momentum-SAM fixes the length, here ``SAM(ascent="momentum")``. Not to be mistaken for the Lookahead optimizer
+    (Zhang et al. 2019), Lookahead-SAM (Yu et al. 2024) or LookSAM (Liu et al. 2022).
+    """
+
+    def __init__(
+        self,
+        base: Optimizer,
+        model: nn.Module,
+        steps_ahead: float = 60.0,
+        *,
+        mask: MaskRule | None = None,
+        schedule: RhoSchedule | None = None,
+        every: int = 1,
+        start: int = 0,
+    ) -> None:
+        if not isinstance(steps_ahead, int | float) or not 0 <= steps_ahead < math.inf:
+            raise ValueError(
+                f"steps_ahead must be a finite number of at least 0, got {steps_ahead}; 0 is the base optimizer, 30 to "
+                "100 are usual"
+            )
+        super().__init__(
+            base,
+            model,
+            rho=steps_ahead,
+            mask=mask,
+            adaptive=False,
+            eta=0.01,
+            norm="masked",
+            ascent="extrapolation",
+            rho_schedule=schedule,
+            schedule=AscentSchedule(every, "skip", start),
+            ascent_fraction=1.0,
+            ascent_scope="global",
+            engine=False,
         )

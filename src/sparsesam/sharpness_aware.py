@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 
 from sparsesam.ascent.engine import Engine
 from sparsesam.ascent.explicit import Perturbation, Target, ascent_norm
-from sparsesam.ascent.plan import Ascent, Norm
+from sparsesam.ascent.extrapolation import Extrapolation, TrackedWeight
+from sparsesam.ascent.momentum import momentum_of, require_momentum, require_momentum_setting
+from sparsesam.ascent.plan import ONE_PASS, Ascent, Norm
 from sparsesam.ascent.report import explicit_after_all
 from sparsesam.ascent.rng import RNGState
 from sparsesam.ascent.statistics import StatisticsSnapshot, versions
@@ -47,9 +49,6 @@ CONFIGURATION = (
     *("_mask_state", "_engine_enabled", "_wrapped"),
 )
 # All others belong to one step of one process and are made by `_start`.
-
-#: Where torch's optimizers keep their momentum: SGD, RMSprop; Adam and its kin.
-_MOMENTUM = ("momentum_buffer", "exp_avg")
 
 
 class SharpnessAware(OptimizerWrapper):
@@ -84,6 +83,9 @@ class SharpnessAware(OptimizerWrapper):
             )
         if not 0 < ascent_fraction <= 1:
             raise ValueError(f"ascent_fraction must be in (0, 1], got {ascent_fraction}; the paper tries 0.25")
+        if ascent in ONE_PASS and (ascent_fraction < 1 or schedule.off_steps == "reuse"):
+            what = f"ascent_fraction={ascent_fraction}" if ascent_fraction < 1 else 'off_steps="reuse"'
+            raise ValueError(f"{what} has no use with ascent={ascent!r}, which takes no pass of its own; leave it out")
         if ascent == "implicit" and norm == "full":
             raise ValueError(
                 'norm must be "masked" with ascent="implicit", got "full": gradients outside the mask are not computed'
@@ -94,6 +96,8 @@ class SharpnessAware(OptimizerWrapper):
                 "the mask is to save"
             )
         super().__init__(base, model, {"rho": rho, "adaptive": adaptive, "eta": eta, "perturb": True})
+        if ascent in ("momentum", "momentum-climbing"):
+            require_momentum_setting(base)
         self.norm: Norm = norm
         self.ascent: Ascent = ascent
         self.rho_schedule = rho_schedule
@@ -257,6 +261,7 @@ class SharpnessAware(OptimizerWrapper):
         own["version"] = _CHECKPOINT_VERSION
         own["mask"] = None if self._mask_state is None else self._mask_state.state_dict()
         own["last_perturbation"] = dict(self._perturbation.last)
+        own["last_update"] = dict(self._extrapolation.updates)
         return own
 
     def _check_own_state(self, own: dict[str, Any]) -> None:
@@ -283,27 +288,37 @@ class SharpnessAware(OptimizerWrapper):
             self._mask_state.load_state_dict(own["mask"], self.model)
         for key in PERSISTED:
             setattr(self, key, own[key])
-        self._start({name: e.clone() for name, e in own["last_perturbation"].items()})
+        self._start(
+            {name: e.clone() for name, e in own["last_perturbation"].items()},
+            {name: update.clone() for name, update in own.get("last_update", {}).items()},
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         if self.in_second_pass:
             raise RuntimeError("an optimizer cannot be copied inside perturbed(): its weights are at w + e")
         kept = {key: self.__dict__[key] for key in (*CONFIGURATION, *PERSISTED)}
         # A copy belongs to the copied model, whatever that will be wrapped in.
-        return {"last_perturbation": self._perturbation.last, **kept, "_wrapped": None}
+        last = {"last_perturbation": self._perturbation.last, "last_update": self._extrapolation.updates}
+        return {**last, **kept, "_wrapped": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        last = state.pop("last_perturbation")
+        last, updates = state.pop("last_perturbation"), state.pop("last_update")
         super().__setstate__(state)
         self._names = named(self.model, self.base)
-        self._start(last)
+        self._start(last, updates)
 
-    def _start(self, last_perturbation: dict[str, Tensor] | None = None) -> None:
+    def _start(
+        self, last_perturbation: dict[str, Tensor] | None = None, last_update: dict[str, Tensor] | None = None
+    ) -> None:
         """Everything that belongs to one process: a copy or a loaded checkpoint begins here too."""
         self._step = None
         self._warned: set[str] = set()
         self._perturbation = Perturbation(remember=self.schedule.off_steps == "reuse")
         self._perturbation.last = last_perturbation or {}
+        devices = {name: parameter.device for parameter, name in self._names.items()}
+        self._extrapolation = Extrapolation(
+            {name: update.to(devices[name]) for name, update in (last_update or {}).items() if name in devices}
+        )
         self._rng = RNGState(self.model.parameters())
         wrapped = None if self._wrapped is None else self._wrapped()
         self._engine = Engine(self.model, wrapped or self.model, enabled=self._engine_enabled)
@@ -316,7 +331,7 @@ class SharpnessAware(OptimizerWrapper):
         return self.schedule.kind(self.steps, has_last=bool(self._perturbation.last))
 
     def _takes_first_pass(self, kind: StepKind) -> bool:
-        return kind is StepKind.ASCEND and self.ascent != "momentum"
+        return kind is StepKind.ASCEND and self.ascent not in ONE_PASS
 
     def _begin(self) -> Step:
         """List and check once what takes part in the coming step."""
@@ -328,6 +343,7 @@ class SharpnessAware(OptimizerWrapper):
                 group.setdefault("initial_rho", group["rho"])
                 group["rho"] = group["initial_rho"] * self.rho_schedule(self.steps + 1)
                 check_group(group)
+        self._extrapolation.begin()
         self._step = Step(self._kind, params, self._masks_of(params))
         return self._step
 
@@ -454,6 +470,7 @@ class SharpnessAware(OptimizerWrapper):
             raise
         finally:
             self._perturbation.undo()
+            self._extrapolation.undo()
             if statistics is not None:
                 statistics.restore()
             step.phase = Phase.READY if completed else Phase.BETWEEN
@@ -467,11 +484,17 @@ class SharpnessAware(OptimizerWrapper):
             return
         if self.ascent in ("implicit", "implicit-dense"):
             self._check_implicit(step)
-        elif self.ascent != "momentum" and step.has_every_gradient:
+        elif self.ascent not in ONE_PASS and step.has_every_gradient:
             self._require_gradients("first")
         if self._refresh_due(step.params):
+            if self.ascent in ONE_PASS and self._awaits_momentum(step.params):
+                return
             self._refresh(step.params, batch)
             step.masks = self._masks_of(step.params)
+        if self.ascent == "extrapolation":
+            tracked = [one for one in self._tracked(step) if not one.is_still]
+            self.skipped_ascents += not self._extrapolation.move(tracked) and bool(tracked)
+            return
         directions = self._directions(step.params)
         targets = [self._target(step, one, directions[one.name]) for one in step.params if one.name in directions]
         if all(target.is_still for target in targets):
@@ -493,14 +516,33 @@ class SharpnessAware(OptimizerWrapper):
         """What the ascent follows, for each parameter that has it: its gradient, or its momentum."""
         found = {}
         for one in params:
-            if self.ascent == "momentum":
-                state = self.base.state.get(one.parameter, {})
-                direction = next((state[key] for key in _MOMENTUM if state.get(key) is not None), None)
-            else:
-                direction = one.parameter.grad
+            by_momentum = self.ascent in ONE_PASS
+            direction = momentum_of(self.base, one.parameter) if by_momentum else one.parameter.grad
             if direction is not None:
                 found[one.name] = direction.to_dense() if direction.is_sparse else direction
+        if self.ascent in ("momentum", "momentum-climbing") and not found:
+            require_momentum(self.base, [one.parameter for one in params])
         return found
+
+    def _awaits_momentum(self, params: list[PerturbedParam]) -> bool:
+        """Whether a mask that is made from the ascent's direction must wait for the base optimizer's first step."""
+        if self._mask_state is None or not self._mask_state.rule.needs_gradient or self._directions(params):
+            return False
+        require_momentum(self.base, [one.parameter for one in params])
+        return True
+
+    def _tracked(self, step: Step) -> list[TrackedWeight]:
+        return [
+            TrackedWeight(one.name, one.parameter, step.masks[one.name], float(one.group["rho"])) for one in step.params
+        ]
+
+    def _base_step(self, step: Step) -> None:
+        """The base optimizer's update, kept where the next step extrapolates it."""
+        next_kind = self.schedule.kind(self.steps + 1, has_last=False)
+        tracked = self._tracked(step) if self.ascent == "extrapolation" and next_kind is StepKind.ASCEND else []
+        self._extrapolation.hold(tracked)
+        self.base.step()
+        self._extrapolation.record(tracked)
 
     @torch.no_grad()
     def _descend(self, step: Step) -> None:
@@ -510,13 +552,14 @@ class SharpnessAware(OptimizerWrapper):
             self.skipped_steps += 1
             self._warn_once("both gradients of a step are not finite: the weights are left alone (opt.skipped_steps)")
         else:
-            self.base.step()
+            self._base_step(step)
         self.steps += 1
         self._statistics_at = versions(self.model)
 
     def _target(self, step: Step, one: PerturbedParam, direction: Tensor) -> Target:
         mask = None if self.ascent == "implicit-dense" else step.masks[one.name]
-        return Target(one.name, one.parameter, direction, mask, float(one.group["rho"]), one.eta)
+        sign = -1 if self.ascent == "momentum" else 1
+        return Target(one.name, one.parameter, direction, mask, sign * float(one.group["rho"]), one.eta)
 
     # ---- masks -------------------------------------------------------------------------------------------
 
@@ -558,8 +601,11 @@ class SharpnessAware(OptimizerWrapper):
             previous=self._mask_state.masks,
             batch=batch,
         )
+        before = self._masks_of(params)
         self._mask_state.refresh(context)
         self._perturbation.forget()
+        for one in params:
+            self._extrapolation.change_mask(one.name, one.parameter, before[one.name], self._masks_of([one])[one.name])
 
     def _check_implicit(self, step: Step) -> None:
         if step.first is None:

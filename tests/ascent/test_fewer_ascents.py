@@ -110,7 +110,7 @@ def test_momentum_as_the_direction_takes_one_pass(base, masks):
         if seed > 0:
             flat = oracles.flat(held)
             mask = oracles.flat([m.double() for m in opt.masks.values()])
-            expected = oracles.perturbation(flat, here, mask, rho=0.3)
+            expected = -oracles.perturbation(flat, here, mask, rho=0.3)
         opt.step(closure)
         assert len(calls) == 1
         if seed > 0:

@@ -12,7 +12,9 @@ from sparsesam.ascent.layers import WeightGradient
 from sparsesam.ascent.tensors import memory_of
 from sparsesam.masks.packed import PackedMask
 
-Ascent = Literal["explicit", "implicit", "implicit-dense", "momentum"]
+Ascent = Literal["explicit", "implicit", "implicit-dense", "momentum", "momentum-climbing", "extrapolation"]
+#: Ascents that need no gradient at w, so that a step is one pass at w + e.
+ONE_PASS = ("momentum", "momentum-climbing", "extrapolation")
 Norm = Literal["full", "masked"]
 
 

@@ -14,6 +14,8 @@ TRAINS = [
     {"pattern": "filter", "ascent": "implicit", "norm": "masked"},
     {"pattern": "2:4", "ascent": "implicit-dense"},
     {"optimizer": "sam", "ascent": "momentum"},
+    {"optimizer": "sam", "ascent": "extrapolation", "steps_ahead": 5.0, "rho_schedule": "warmup"},
+    {"optimizer": "ssam-d", "ascent": "extrapolation"},
     {"ascent_fraction": 0.25},
     {"ascent_every": 2, "ascent_fraction": 0.5, "ascent_start": 0.2},
     {"rho_schedule": "cosine", "rho_final": 0.1},
@@ -24,7 +26,7 @@ TRAINS = [
 ]
 REFUSED = [
     ({"pattern": "filter", "ascent": "implicit"}, 'norm must be "masked" with ascent="implicit"'),
-    ({"optimizer": "sam", "ascent": "implicit"}, "ascent must be explicit or momentum for sam"),
+    ({"optimizer": "sam", "ascent": "implicit"}, "ascent must not be 'implicit' for sam"),
     ({"pattern": "fliter"}, "pattern must be a Pattern or one of 'filter'"),
     ({"pattern": "2:4", "sparsity": 0.9}, "sparsity must be left out"),
     ({"corruption": "fgo", "corruption_rate": 0.2}, "must be one of 'fog'"),

@@ -66,9 +66,10 @@ class TrainConfig:
     sparsity: float | None = _option(None, "share of weights not perturbed; 0.5 unless the pattern implies another")
     pattern: str = _option("unstructured", "unstructured, tensor, filter, column, 2:4, '2:4 input' or '2:4 filters'")
     norm: Literal["full", "masked"] = _option("full", "divide by the norm of the whole gradient, or of its masked part")
-    ascent: Literal["explicit", "implicit", "implicit-dense", "momentum"] = _option(
-        "explicit", "what the mask is applied to; momentum ascends without a pass of its own"
+    ascent: Literal["explicit", "implicit", "implicit-dense", "momentum", "momentum-climbing", "extrapolation"] = (
+        _option("explicit", "what the mask is applied to; momentum and extrapolation take no pass of their own")
     )
+    steps_ahead: float = _option(60.0, "of the extrapolation: so many times the last update")
     ascent_fraction: float = _option(1.0, "share of each batch that the perturbation is computed from")
     ascent_every: int = _option(1, "perturb in every so many steps only")
     ascent_off_steps: Literal["skip", "reuse"] = _option("skip", "in between, take plain steps or use the last again")
@@ -105,6 +106,7 @@ class TrainConfig:
             "lr",
             "weight_decay",
             "rho",
+            "steps_ahead",
             "warmup_epochs",
             "rho_warmup_epochs",
             "rho_final",

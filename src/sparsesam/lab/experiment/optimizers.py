@@ -46,6 +46,8 @@ def make_optimizer(
     base = _base(config, model)
     if config.is_plain:
         return base
+    if config.ascent == "extrapolation":
+        return _extrapolated(config, base, model, fisher_data, steps_per_epoch)
     common: dict[str, Any] = {
         "rho": config.rho,
         "adaptive": config.adaptive or config.optimizer == "asam",
@@ -59,11 +61,26 @@ def make_optimizer(
         "engine": engine,
     }
     if config.optimizer in ("sam", "asam"):
-        if config.ascent not in ("explicit", "momentum"):
-            raise ValueError(f"ascent must be explicit or momentum for {config.optimizer}, got {config.ascent!r}")
+        if config.ascent.startswith("implicit"):
+            raise ValueError(f"ascent must not be {config.ascent!r} for {config.optimizer}: it acts through a mask")
         return sparsesam.SAM(base, model, **common)
     mask = TimedMask(_mask(config, fisher_data, steps_per_epoch))
     return sparsesam.SSAM(base, model, mask=mask, norm=config.norm, **common)
+
+
+def _extrapolated(
+    config: TrainConfig, base: Optimizer, model: nn.Module, fisher_data: Any, steps_per_epoch: int
+) -> Optimizer:
+    masked = config.optimizer not in ("sam", "asam")
+    return sparsesam.ExtrapolatedSAM(
+        base,
+        model,
+        config.steps_ahead,
+        mask=TimedMask(_mask(config, fisher_data, steps_per_epoch)) if masked else None,
+        schedule=_rho_schedule(config, steps_per_epoch),
+        every=config.ascent_every,
+        start=round(config.ascent_start * steps_per_epoch),
+    )
 
 
 def lr_factor(config: TrainConfig, step: int, steps_per_epoch: int) -> float:

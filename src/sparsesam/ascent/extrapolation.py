@@ -1,0 +1,124 @@
+"""The base optimizer's last update, extrapolated: a perturbation that costs no pass and knows nothing of the base.
+
+    e = k * m ⊙ (w - w_before)
+
+One buffer for each perturbed tensor, with room for its kept entries only. Between steps it holds the last update;
+while the weights are away it holds w, from which they return bit for bit, and from which the next update is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsesam.masks.packed import PackedMask
+
+
+class TrackedWeight(NamedTuple):
+    """A weight whose updates are followed where its mask is 1 (None: everywhere), and how far they are extrapolated."""
+
+    name: str
+    weight: Tensor
+    mask: PackedMask | None
+    steps_ahead: float
+
+    @property
+    def is_still(self) -> bool:
+        return self.steps_ahead == 0 or (self.mask is not None and self.mask.is_empty)
+
+
+class Extrapolation:
+    """Moves weights k updates ahead and back.
+
+    The order of calls in a step: ``begin``, ``move`` and ``undo`` (not in a plain step), ``hold`` before the base
+    optimizer's update, ``record`` after it. A step that ends early leaves no update behind, and the next one is not
+    perturbed.
+    """
+
+    def __init__(self, updates: dict[str, Tensor] | None = None) -> None:
+        self.updates: dict[str, Tensor] = updates or {}
+        self._held: dict[str, Tensor] = {}
+        self._moved: list[TrackedWeight] = []
+
+    def begin(self) -> None:
+        """Let go of weights that were held for an update which did not come."""
+        self._held = {}
+
+    @torch.no_grad()
+    def move(self, tracked: Iterable[TrackedWeight]) -> bool:
+        """Move w to w + k (w - w_before); False where no update is known yet."""
+        ahead = [one for one in tracked if one.name in self.updates and not one.is_still]
+        for one in ahead:
+            update = self.updates.pop(one.name)
+            here = kept_entries(one.weight, one.mask)
+            there = torch.add(here, update, alpha=one.steps_ahead)
+            self._held[one.name] = update.copy_(here)
+            # Listed before it is moved, so that an interruption half-way is undone too.
+            self._moved.append(one)
+            _write(one.weight, one.mask, there)
+        torch.clear_autocast_cache()
+        return bool(ahead)
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Bring back w, bit for bit; an interruption (Ctrl-C) is raised only after that."""
+        try:
+            self._put_back()
+        except BaseException:
+            self._put_back()
+            raise
+
+    def _put_back(self) -> None:
+        while self._moved:
+            one = self._moved[-1]
+            _write(one.weight, one.mask, self._held[one.name])
+            self._moved.pop()
+        torch.clear_autocast_cache()
+
+    @torch.no_grad()
+    def hold(self, tracked: Iterable[TrackedWeight]) -> None:
+        """Keep w, where the step has not done so already."""
+        for one in tracked:
+            if one.name not in self._held and not (one.mask is not None and one.mask.is_empty):
+                here = kept_entries(one.weight, one.mask)
+                old = self.updates.pop(one.name, None)
+                self._held[one.name] = here.clone() if old is None or old.shape != here.shape else old.copy_(here)
+
+    @torch.no_grad()
+    def record(self, tracked: Iterable[TrackedWeight]) -> None:
+        """The update that the base optimizer has just made."""
+        for one in tracked:
+            if one.name in self._held:
+                before = self._held.pop(one.name)
+                self.updates[one.name] = before.neg_().add_(kept_entries(one.weight, one.mask))
+
+    @torch.no_grad()
+    def change_mask(self, name: str, weight: Tensor, old: PackedMask | None, new: PackedMask | None) -> None:
+        """Keep the updates of entries that both masks keep; of entries that only the new one keeps none is known."""
+        update = self.updates.pop(name, None)
+        if update is None or (new is not None and new.is_empty):
+            return
+        dense = torch.zeros_like(weight)
+        _write(dense, old, update)
+        self.updates[name] = kept_entries(dense, new).clone()
+
+
+def kept_entries(weight: Tensor, mask: PackedMask | None) -> Tensor:
+    """The weight itself where all of it is kept, whole rows if the mask is made of them, otherwise a vector."""
+    if mask is None or mask.is_full:
+        return weight.detach()
+    if mask.rows is not None:
+        return weight.index_select(0, mask.rows)
+    return weight.masked_select(mask.unpack(weight.device))
+
+
+def _write(weight: Tensor, mask: PackedMask | None, values: Tensor) -> None:
+    if mask is None or mask.is_full:
+        weight.copy_(values)
+    elif mask.rows is not None:
+        weight.index_copy_(0, mask.rows, values)
+    else:
+        weight.masked_scatter_(mask.unpack(weight.device), values)

@@ -1,0 +1,51 @@
+"""Steps of one pass on two ranks reach the weights that one rank reaches with the whole batch."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import distributed as dist
+from torch import multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
+
+import sparsesam
+from tests import cases
+
+MASK = {"sparsity": 0.5, "refresh": sparsesam.every_steps(2)}
+KINDS = {
+    "momentum": lambda base, model: sparsesam.SAM(base, model, rho=0.5, ascent="momentum"),
+    "extrapolation": lambda base, model: sparsesam.ExtrapolatedSAM(base, model, 5.0),
+    "masked extrapolation": lambda base, model: sparsesam.ExtrapolatedSAM(
+        base, model, 5.0, mask=sparsesam.dynamic_mask(**MASK)
+    ),
+}
+
+
+def train(wrap, part):
+    reached = {}
+    for kind, make in KINDS.items():
+        model = cases.mlp()
+        wrapped = wrap(model)
+        opt = make(cases.sgd(model), wrapped)
+        for seed in range(5):
+            opt.step(cases.closure_for(wrapped, opt, *part(cases.vectors(16, seed=seed))))
+        reached[kind] = model.state_dict()
+    return reached
+
+
+def worker(rank, folder):
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    torch.save(train(DistributedDataParallel, lambda batch: [t.chunk(2)[rank] for t in batch]), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_ranks_equal_one(tmp_path):
+    mp.spawn(worker, (str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+    alone = train(lambda model: model, lambda batch: batch)
+    for kind in KINDS:
+        assert cases.same_bits(first[kind].values(), second[kind].values())
+        torch.testing.assert_close(dict(first[kind]), dict(alone[kind]), rtol=1e-9, atol=1e-11)
