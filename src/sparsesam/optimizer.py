@@ -22,9 +22,9 @@ class SAM(SharpnessAware):
 
     ``adaptive=True`` is ASAM: e = rho * T² g / ||T g|| with T = |w| + eta on weights and 1 on biases
     (``"all"``: on biases too); it wants a rho about ten times larger. ``rho``, ``adaptive``, ``eta`` and
-    ``perturb=False`` may stand in the base optimizer's parameter groups; a group that is not perturbed does not
-    count in the norm. ``rho_schedule`` multiplies each group's first rho; without one, ``group["rho"]`` is yours
-    to change.
+    ``perturb=False`` may stand in the base optimizer's parameter groups (as ``sam_rho`` and so on where the base has an
+    option of that name itself, like Adadelta); a group that is not perturbed does not count in the norm.
+    ``rho_schedule`` multiplies each group's first rho; without one, ``group["rho"]`` is yours to change.
 
     To pay for fewer ascents: ``every=k`` ascends in every k-th step, and in between takes the base optimizer's step
     or, with ``off_steps="reuse"``, one pass at w + the last e; ``start=t`` begins with step t; ``ascent_fraction=0.25``

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,20 +14,38 @@ from torch.optim import Optimizer
 GROUP_OPTIONS = ("rho", "adaptive", "eta", "perturb")
 
 
+def option_keys(base: Optimizer) -> dict[str, str]:
+    """The key under which a parameter group holds each of `GROUP_OPTIONS`.
+
+    It is the option's name, or ``"sam_"`` and the name where the base optimizer has such an option itself: in a group
+    of Adadelta, ``"rho"`` is Adadelta's and ``"sam_rho"`` is the radius of the perturbation.
+    """
+    return {option: f"sam_{option}" if option in base.defaults else option for option in GROUP_OPTIONS}
+
+
 class PerturbedParam(NamedTuple):
-    """A parameter that takes part in the ascent."""
+    """A parameter that takes part in the ascent, with its group; ``keys`` are the base's `option_keys`.
+
+    ``maximize``: the base optimizer maximizes the loss, so that the sharpest direction is downhill.
+    """
 
     name: str
     parameter: Tensor
     group: dict[str, Any]
+    keys: Mapping[str, str]
+    maximize: bool
+
+    @property
+    def rho(self) -> float:
+        return float(self.group[self.keys["rho"]])
 
     @property
     def eta(self) -> float | None:
         """ASAM's eta where T = |w| + eta applies, None where T = 1. Biases keep T = 1, as in its paper."""
-        adaptive = self.group["adaptive"]
+        adaptive = self.group[self.keys["adaptive"]]
         is_bias = self.name.rpartition(".")[2].endswith("bias")
         if adaptive == "all" or (adaptive and not is_bias):
-            return float(self.group["eta"])
+            return float(self.group[self.keys["eta"]])
         return None
 
 
@@ -62,25 +80,31 @@ def named(model: nn.Module, base: Optimizer) -> dict[Tensor, str]:
 
 def perturbed_params(base: Optimizer, names: dict[Tensor, str]) -> Iterator[PerturbedParam]:
     """Trainable parameters of the groups that are perturbed."""
+    keys = option_keys(base)
+    # torch's optimizers have it in their groups, others (pytorch-optimizer's) as an attribute.
+    maximize = getattr(base, "maximize", False)
     for group in base.param_groups:
-        if group["perturb"]:
+        if group[keys["perturb"]]:
             for parameter in group["params"]:
                 if parameter.requires_grad:
-                    yield PerturbedParam(names[parameter], parameter, group)
+                    is_maximized = bool(group.get("maximize", maximize))
+                    yield PerturbedParam(names[parameter], parameter, group, keys, is_maximized)
 
 
-def check_group(group: dict[str, Any]) -> None:
-    rho, eta, adaptive = group["rho"], group["eta"], group["adaptive"]
+def check_group(group: Mapping[str, Any], keys: Mapping[str, str]) -> None:
+    """Refuse options that make no sense, naming them as the group does."""
+    rho, eta, adaptive = (group[keys[option]] for option in ("rho", "eta", "adaptive"))
     if isinstance(rho, Tensor):
         rho = rho.item()
     if not isinstance(rho, int | float) or not 0 <= rho < math.inf:
         raise ValueError(
-            f"rho must be a finite number of at least 0, got {rho}; 0 is the base optimizer, 0.05 a usual start"
+            f"{keys['rho']} must be a finite number of at least 0, got {rho}; 0 is the base optimizer, 0.05 a usual "
+            "start"
         )
     if not isinstance(eta, int | float) or not 0 <= eta < math.inf:
-        raise ValueError(f"eta must be a finite number of at least 0, got {eta}; ASAM uses 0.01")
+        raise ValueError(f"{keys['eta']} must be a finite number of at least 0, got {eta}; ASAM uses 0.01")
     if adaptive not in (False, True, "all"):
-        raise ValueError(f'adaptive must be False, True (weights only) or "all", got {adaptive!r}')
+        raise ValueError(f'{keys["adaptive"]} must be False, True (weights only) or "all", got {adaptive!r}')
 
 
 def check_base(base: object) -> None:

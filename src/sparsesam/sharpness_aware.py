@@ -20,6 +20,7 @@ from sparsesam.ascent.explicit import Perturbation, Target, ascent_norm
 from sparsesam.ascent.extrapolation import Extrapolation, TrackedWeight
 from sparsesam.ascent.momentum import momentum_of, require_momentum, require_momentum_setting
 from sparsesam.ascent.plan import ONE_PASS, Ascent, Norm
+from sparsesam.ascent.renormalized import RenormalizedWeights
 from sparsesam.ascent.report import explicit_after_all
 from sparsesam.ascent.rng import RNGState
 from sparsesam.ascent.statistics import StatisticsSnapshot, versions
@@ -32,7 +33,7 @@ from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.scores import ScoreContext
 from sparsesam.masks.state import MaskState
-from sparsesam.parameters import OutsideGradients, PerturbedParam, check_group, named
+from sparsesam.parameters import OutsideGradients, PerturbedParam, check_group, named, option_keys
 from sparsesam.schedules import RhoSchedule
 from sparsesam.step import Phase, Step
 from sparsesam.wrapper import OptimizerWrapper
@@ -254,6 +255,14 @@ class SharpnessAware(OptimizerWrapper):
         """What the last step did not have to compute, by parameter; under "engine", whether and why (not)."""
         return self._engine.report()
 
+    def _mode(self, name: str) -> Callable[[], None]:
+        switch = super()._mode(name)
+        if self.in_second_pass:
+            raise RuntimeError(
+                f"{name}() inside perturbed() would move weights that are at w + e; call it after the block"
+            )
+        return switch
+
     # ---- checkpoints and copies --------------------------------------------------------------------------
 
     def _own_state(self) -> dict[str, Any]:
@@ -339,10 +348,12 @@ class SharpnessAware(OptimizerWrapper):
             raise RuntimeError("a step must not begin inside perturbed(): the weights are at w + e")
         params = self._perturbed_params()
         if self.rho_schedule is not None:
+            keys = option_keys(self.base)
+            rho, first = keys["rho"], f"initial_{keys['rho']}"
             for group in self.param_groups:
-                group.setdefault("initial_rho", group["rho"])
-                group["rho"] = group["initial_rho"] * self.rho_schedule(self.steps + 1)
-                check_group(group)
+                group.setdefault(first, group[rho])
+                group[rho] = group[first] * self.rho_schedule(self.steps + 1)
+                check_group(group, keys)
         self._extrapolation.begin()
         self._step = Step(self._kind, params, self._masks_of(params))
         return self._step
@@ -456,6 +467,7 @@ class SharpnessAware(OptimizerWrapper):
         """To w + e and back."""
         step.phase = Phase.PERTURBED
         statistics = StatisticsSnapshot(self.model) if statistics_return else None
+        renormalized = RenormalizedWeights(self.model)
         completed = False
         try:
             self._ascend(step, batch)
@@ -471,6 +483,7 @@ class SharpnessAware(OptimizerWrapper):
         finally:
             self._perturbation.undo()
             self._extrapolation.undo()
+            renormalized.restore()
             if statistics is not None:
                 statistics.restore()
             step.phase = Phase.READY if completed else Phase.BETWEEN
@@ -558,8 +571,9 @@ class SharpnessAware(OptimizerWrapper):
 
     def _target(self, step: Step, one: PerturbedParam, direction: Tensor) -> Target:
         mask = None if self.ascent == "implicit-dense" else step.masks[one.name]
-        sign = -1 if self.ascent == "momentum" else 1
-        return Target(one.name, one.parameter, direction, mask, sign * float(one.group["rho"]), one.eta)
+        # A momentum is of what the base minimizes, a gradient is of the loss; Momentum-SAM goes against the momentum.
+        is_reversed = self.ascent == "momentum" if self.ascent in ONE_PASS else one.maximize
+        return Target(one.name, one.parameter, direction, mask, -one.rho if is_reversed else one.rho, one.eta)
 
     # ---- masks -------------------------------------------------------------------------------------------
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsesam.parameters import GROUP_OPTIONS, PerturbedParam, check_base, check_group, named, perturbed_params, unwrap
+from sparsesam.parameters import PerturbedParam, check_base, check_group, named, option_keys, perturbed_params, unwrap
 
 
 class OptimizerWrapper(Optimizer):
@@ -25,7 +25,8 @@ class OptimizerWrapper(Optimizer):
             raise TypeError(f"base must be a plain optimizer, got {type(base).__name__}; wrap its base instead")
         self.base = base
         self.model = unwrap(model)
-        self.defaults = {**base.defaults, **options}
+        keys = option_keys(base)
+        self.defaults = {**base.defaults, **{keys[option]: value for option, value in options.items()}}
         super().__setstate__({})  # torch's own hooks; its __init__ would make a second set of parameter groups
         for group in base.param_groups:
             self._complete(group)
@@ -50,6 +51,20 @@ class OptimizerWrapper(Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         return self.base.state
+
+    @property
+    def train(self) -> Callable[[], None]:
+        """The base optimizer's own ``train()``, where it has one (schedule-free optimizers)."""
+        return self._mode("train")
+
+    @property
+    def eval(self) -> Callable[[], None]:
+        """The base optimizer's own ``eval()``, where it has one (schedule-free optimizers)."""
+        return self._mode("eval")
+
+    def _mode(self, name: str) -> Callable[[], None]:
+        switch: Callable[[], None] = getattr(self.base, name)  # hasattr(opt, "train") is that of the base
+        return switch
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.base.zero_grad(set_to_none)
@@ -86,9 +101,8 @@ class OptimizerWrapper(Optimizer):
         else:
             self._check_own_state(own)
         # A scheduled rho begins again where it began.
-        options = [
-            {key: group.get(f"initial_{key}", group[key]) for key in GROUP_OPTIONS} for group in self.param_groups
-        ]
+        keys = option_keys(self.base).values()
+        options = [{key: group.get(f"initial_{key}", group[key]) for key in keys} for group in self.param_groups]
         self.base.load_state_dict(state_dict)
         for group, mine in zip(self.param_groups, options, strict=True):
             for key, value in mine.items():
@@ -107,9 +121,10 @@ class OptimizerWrapper(Optimizer):
         return list(perturbed_params(self.base, self._names))
 
     def _complete(self, group: dict[str, Any]) -> None:
-        for key in GROUP_OPTIONS:
+        keys = option_keys(self.base)
+        for key in keys.values():
             group.setdefault(key, self.defaults[key])
-        check_group(group)
+        check_group(group, keys)
 
     def _gradients(self) -> Iterator[Tensor]:
         for group in self.param_groups:

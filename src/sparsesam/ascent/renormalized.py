@@ -1,0 +1,28 @@
+"""Embeddings with ``max_norm`` scale their rows in place in every forward; those of the second pass are taken back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class RenormalizedWeights:
+    """The weights that a forward writes to, to be put back later: whole rows change, whatever the mask keeps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._weights = _renormalized_in_forward(model)
+        self._values = [weight.detach().clone() for weight in self._weights]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for weight, value in zip(self._weights, self._values, strict=True):
+            weight.copy_(value)
+
+
+def _renormalized_in_forward(model: nn.Module) -> list[Tensor]:
+    found = {}
+    for module in model.modules():
+        weight = getattr(module, "weight", None) if getattr(module, "max_norm", None) is not None else None
+        if isinstance(weight, Tensor):
+            found[id(weight)] = weight
+    return list(found.values())
