@@ -545,9 +545,7 @@ class SharpnessAware(OptimizerWrapper):
         return True
 
     def _tracked(self, step: Step) -> list[TrackedWeight]:
-        return [
-            TrackedWeight(one.name, one.parameter, step.masks[one.name], float(one.group["rho"])) for one in step.params
-        ]
+        return [TrackedWeight(one.name, one.parameter, step.masks[one.name], one.rho) for one in step.params]
 
     def _base_step(self, step: Step) -> None:
         """The base optimizer's update, kept where the next step extrapolates it."""
