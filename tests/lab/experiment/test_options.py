@@ -16,6 +16,8 @@ TRAINS = [
     {"optimizer": "sam", "ascent": "momentum"},
     {"optimizer": "sam", "ascent": "extrapolation", "steps_ahead": 5.0, "rho_schedule": "warmup"},
     {"optimizer": "ssam-d", "ascent": "extrapolation"},
+    {"optimizer": "sam-on", "norm": "masked"},
+    {"optimizer": "ssam-g", "ascent": "momentum"},
     {"ascent_fraction": 0.25},
     {"ascent_every": 2, "ascent_fraction": 0.5, "ascent_start": 0.2},
     {"rho_schedule": "cosine", "rho_final": 0.1},

@@ -45,8 +45,8 @@ class TrainConfig:
     model: str = _option("small-cnn", "a model of sparsesam.lab.models or module:function")
     compile: bool = _option(False, "torch.compile the model")
     # ---- descent
-    optimizer: Literal["sgd", "adam", "adamw", "sam", "asam", "ssam-f", "ssam-d", "ssam-random"] = _option(
-        "ssam-f", "the first three take plain steps; the others perturb, around `base`"
+    optimizer: Literal["sgd", "adam", "adamw", "sam", "asam", "sam-on", "ssam-f", "ssam-d", "ssam-g", "ssam-random"] = (
+        _option("ssam-f", "the first three take plain steps; the others perturb, around `base`")
     )
     base: Literal["sgd", "adam", "adamw"] = _option("sgd", "what SAM and SSAM descend with")
     lr: float = _option(0.05, "largest learning rate")

@@ -109,6 +109,8 @@ def _base(config: TrainConfig, model: nn.Module) -> Optimizer:
 
 
 def _mask(config: TrainConfig, fisher_data: Any, steps_per_epoch: int) -> sparsesam.MaskRule:
+    if config.optimizer == "sam-on":
+        return sparsesam.fixed_mask(types=sparsesam.NORMALIZATION)
     pattern = sparsesam.as_pattern(config.pattern)
     sparsity = config.sparsity
     if sparsity is None and pattern.implied_sparsity is None:
@@ -136,6 +138,8 @@ def _mask(config: TrainConfig, fisher_data: Any, steps_per_epoch: int) -> sparse
             total_steps=config.epochs * steps_per_epoch,
             **common,
         )
+    if config.optimizer == "ssam-g":
+        return sparsesam.Mask(score=sparsesam.GradientMagnitude(), **common)
     return sparsesam.random_mask(**common)
 
 

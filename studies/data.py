@@ -1,0 +1,82 @@
+"""The studies' data sets, each as a function for ``sparsesam train --dataset studies.data:NAME``.
+
+Training images are the same in ``NAME_validation``, which strengths are tuned on, and ``NAME_test``, which is looked at
+once. The test images of one are never in the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool2d
+
+from sparsesam.lab.data import Labelled, Splits, load
+
+#: Where Debian's package dataset-fashion-mnist puts its files.
+_FASHION = Path("/usr/share/datasets/fashion-mnist")
+
+
+def digits_validation(data_dir: Path | None) -> Splits:
+    return _digits(slice(0, 297))
+
+
+def digits_test(data_dir: Path | None) -> Splits:
+    return _digits(slice(297, None))
+
+
+def fashion_validation(data_dir: Path | None) -> Splits:
+    return _fashion(data_dir, final=False)
+
+
+def fashion_test(data_dir: Path | None) -> Splits:
+    return _fashion(data_dir, final=True)
+
+
+def cifar_validation(data_dir: Path | None) -> Splits:
+    return _subset(_half_size(load("cifar10", data_dir)), train=4000, validation=2000, final=False)
+
+
+def cifar_test(data_dir: Path | None) -> Splits:
+    return _subset(_half_size(load("cifar10", data_dir)), train=4000, validation=2000, final=True)
+
+
+def _digits(part: slice) -> Splits:
+    """1000 for training; of the other 797, the first 297 for validation and 500 for the test."""
+    whole = load("digits")
+    assert isinstance(whole, Splits)
+    order = _order(len(whole.test.labels))[part]
+    return replace(whole, test=Labelled(*(tensor[order] for tensor in whole.test)))
+
+
+def _fashion(data_dir: Path | None, *, final: bool) -> Splits:
+    place = data_dir or (_FASHION if _FASHION.is_dir() else None)
+    return _subset(_half_size(load("fashion-mnist", place)), train=1500, validation=2000, final=final)
+
+
+def _subset(whole: Splits, *, train: int, validation: int, final: bool) -> Splits:
+    """The first ``train`` of a fixed order of the training images, and the next ``validation``, or the test images."""
+    order = _order(len(whole.train.labels))
+    chosen, held_out = order[:train], order[train : train + validation]
+    test = whole.test if final else Labelled(*(tensor[held_out] for tensor in whole.train))
+    return replace(whole, train=Labelled(*(tensor[chosen] for tensor in whole.train)), test=test)
+
+
+def _half_size(whole: object) -> Splits:
+    """Means of 2x2 pixels: a quarter of the work per image, so that a study has enough seeds."""
+    assert isinstance(whole, Splits)
+    return replace(
+        whole,
+        train=Labelled(_pooled(whole.train.images), whole.train.labels),
+        test=Labelled(_pooled(whole.test.images), whole.test.labels),
+    )
+
+
+def _pooled(images: Tensor) -> Tensor:
+    return torch.cat([avg_pool2d(part.float(), 2).round().to(torch.uint8) for part in images.split(5000)])
+
+
+def _order(count: int) -> Tensor:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,123 @@
+"""What a study consists of: its tasks and methods from YAML, and the runs that they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+
+from sparsesam.lab.experiment.config import TrainConfig, from_mapping
+
+HERE = Path(__file__).parent
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run. ``stage`` is "tune", judged on validation images, or "final", judged on test images."""
+
+    task: str
+    method: str
+    stage: str
+    settings: Mapping[str, Any]
+    flatness: bool = False
+
+    @property
+    def config(self) -> TrainConfig:
+        return from_mapping(TrainConfig, self.settings)
+
+
+@dataclass(frozen=True)
+class Task:
+    name: str
+    content: Mapping[str, Any]
+    methods: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def core(self) -> list[str]:
+        return list(self.content["methods"])
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.core, *self.content.get("then", [])]
+
+    def axis(self, method: str) -> tuple[str, list[float]]:
+        """The setting that a method tunes, and its values."""
+        ((name, values),) = self.methods[method]["tune"].items()
+        return name, self.content.get("tune", {}).get(method, values)
+
+    def tuning(self, method: str) -> list[Job]:
+        name, values = self.axis(method)
+        return [
+            self._job(method, "tune", {name: value, "seed": seed})
+            for value in values
+            for seed in self.content["tune_seeds"]
+        ]
+
+    def finals(self, method: str, records: Iterable[Record]) -> list[Job]:
+        """The runs with the strength that was best on validation images; none before all of the tuning is done."""
+        best = self.best(method, records)
+        if best is None:
+            return []
+        name, _ = self.axis(method)
+        return [self._job(method, "final", {name: best, "seed": seed}) for seed in range(self.content["seeds"])]
+
+    def best(self, method: str, records: Iterable[Record]) -> float | None:
+        """The value with the highest mean accuracy over the tuning seeds; the first of equals."""
+        found = self.tuned(method, records)
+        return max(found, key=lambda value: found[value]) if found is not None else None
+
+    def tuned(self, method: str, records: Iterable[Record]) -> dict[float, float] | None:
+        """Validation accuracy by value; None while a run is missing."""
+        name, values = self.axis(method)
+        mine = [r for r in records if (r["task"], r["method"], r["stage"]) == (self.name, method, "tune")]
+        found = {}
+        for value in values:
+            seeds = {r["settings"]["seed"]: r["accuracy"] for r in mine if r["settings"][name] == value}
+            if not set(self.content["tune_seeds"]) <= seeds.keys():
+                return None
+            found[value] = fmean(seeds[seed] for seed in self.content["tune_seeds"])
+        return found
+
+    def _job(self, method: str, stage: str, own: Mapping[str, Any]) -> Job:
+        rule, common = self.methods[method], dict(self.content["settings"])
+        common["dataset"] = self.content["data"] + ("_validation" if stage == "tune" else "_test")
+        settings = {**common, **rule["settings"], **own}
+        base = self.content.get("base", "sgd")
+        if settings["optimizer"] == "sgd":
+            settings["optimizer"] = base
+        else:
+            settings["base"] = base
+        settings["epochs"] *= rule.get("epochs", 1)
+        if "start" in rule:
+            settings["ascent_start"] = rule["start"] * settings["epochs"]
+        wanted = self.content.get("flatness", {"methods": [], "seeds": 0})
+        flatness = stage == "final" and method in wanted["methods"] and own["seed"] < wanted["seeds"]
+        return Job(self.name, method, stage, settings, flatness)
+
+
+def read_task(name: str) -> Task:
+    methods = yaml.safe_load((HERE / "methods.yaml").read_text())
+    content = yaml.safe_load((HERE / "tasks" / f"{name}.yaml").read_text())
+    return Task(name, content, methods)
+
+
+def task_names() -> list[str]:
+    return sorted(path.stem for path in (HERE / "tasks").glob("*.yaml"))
+
+
+def passes_per_step(config: TrainConfig, steps: int, images: int) -> float:
+    """Forward-backwards of a whole batch per step, those of the Fisher information included."""
+    if config.is_plain or config.ascent in ("momentum", "momentum-climbing", "extrapolation"):
+        ascents = 0.0
+    else:
+        per_epoch = steps / config.epochs
+        ascents = (1 - config.ascent_start * per_epoch / steps) / config.ascent_every
+    fisher = 0.0
+    if config.optimizer == "ssam-f" and config.mask_epochs is not None:
+        fisher = config.fisher_samples * -(-config.epochs // config.mask_epochs) / (images * config.epochs)
+    return 1 + ascents * config.ascent_fraction + fisher

@@ -1,0 +1,144 @@
+"""Run a study's tasks, one run after the other: ``python -m studies.run digits-30 vit-30``.
+
+Each run is what ``sparsesam train`` does with the same settings, except that it is tested once, at the end. Results are
+appended to records/TASK.jsonl; what is there already is not run again, so that a study may be stopped at any time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_fabric import Fabric
+from torch.nn.functional import cross_entropy
+
+import sparsesam
+from sparsesam.analysis import Objective, hessian_eigenvalues, sharpness
+from sparsesam.lab import models
+from sparsesam.lab.data import Splits, load
+from sparsesam.lab.experiment.batches import Share, make_batches
+from sparsesam.lab.experiment.errors import DivergedError
+from sparsesam.lab.experiment.provenance import provenance
+from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
+from sparsesam.lab.experiment.training import Training
+from studies.plan import HERE, Job, Record, Task, passes_per_step, read_task, task_names
+
+#: Radius of the sharpness that is measured on trained networks.
+RADIUS = 0.5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tasks", nargs="*", default=task_names(), help="default: all")
+    parser.add_argument("--records", type=Path, default=HERE / "records")
+    parser.add_argument("--data-dir", type=Path, help="where a data set's files are")
+    parser.add_argument("--core", action="store_true", help="only the methods that every task has")
+    parser.add_argument("--stop", help="begin no run after this time of day, HH:MM (UTC)")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in options.tasks:
+        run_task(read_task(name), options.records, options.data_dir, options.stop, core=options.core)
+
+
+def run_task(task: Task, folder: Path, data_dir: Path | None, stop: str | None, *, core: bool) -> None:
+    file = folder / f"{task.name}.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    origin = {**provenance(), "commit": os.environ.get("STUDY_COMMIT") or provenance()["commit"]}
+    append(file, {"task": task.name, "method": "", "stage": "provenance", "settings": {}, **origin})
+    for method in task.core if core else task.names:
+        while due := [job for job in jobs_of(task, method, read(file)) if not is_done(job, read(file))]:
+            for job in due:
+                if stop is not None and time.strftime("%H:%M", time.gmtime()) >= stop:
+                    return
+                record = {**described(job), **measure(job, data_dir)}
+                append(file, record)
+                print(time.strftime("%H:%M:%S"), task.name, method, job.stage, record, flush=True)
+
+
+def jobs_of(task: Task, method: str, records: list[Record]) -> Iterator[Job]:
+    yield from task.tuning(method)
+    yield from task.finals(method, records)
+
+
+def described(job: Job) -> Record:
+    return {"task": job.task, "method": job.method, "stage": job.stage, "settings": dict(job.settings)}
+
+
+def is_done(job: Job, records: list[Record]) -> bool:
+    wanted = described(job)
+    return any(all(record[key] == value for key, value in wanted.items()) for record in records)
+
+
+def measure(job: Job, data_dir: Path | None) -> Record:
+    """Train, test once; an accuracy of 0 where the loss was not finite."""
+    config, fabric = job.config, Fabric(accelerator="cpu", devices=1)
+    splits = load(config.dataset, data_dir)
+    assert isinstance(splits, Splits)
+    batches = make_batches(config, splits, Share(), fabric.device, 0)
+    seed_global(derive(config.seed, Purpose.WEIGHTS), fabric.device)
+    model = models.build(config.model, splits.num_classes, splits.in_channels, splits.image_size)
+    training = Training(config, model, batches, fabric)
+    start, lengths, diverged = time.process_time(), [], False
+    try:
+        while not training.finished:
+            last = training.sums
+            training.sums = type(last)()
+            training.advance(lambda: False, lambda: None)
+            lengths.append(extrapolated_length(training.optimizer))
+    except DivergedError:
+        diverged = True
+    seconds = time.process_time() - start
+    loss, accuracy = (None, 0.0) if diverged else training.test()
+    record: Record = {
+        "hash": config.content_hash,
+        "accuracy": accuracy,
+        "loss": loss,
+        "train_accuracy": None if diverged else training.sums.correct / training.sums.images,
+        "steps": training.steps_taken,
+        "passes": passes_per_step(config, config.epochs * batches.steps, len(splits.train.labels)),
+        "cpu_seconds": round(seconds, 3),
+    }
+    if any(length is not None for length in lengths):
+        record["perturbation"] = [round(length, 4) for length in lengths if length is not None]
+    if job.flatness and not diverged:
+        record |= flatness(model, batches)
+    return record
+
+
+def extrapolated_length(optimizer: object) -> float | None:
+    """||e|| of the coming step, where it is a number of last updates."""
+    if not isinstance(optimizer, sparsesam.ExtrapolatedSAM):
+        return None
+    updates = optimizer.state_dict()["sparsesam"]["last_update"].values()
+    steps = float(optimizer.param_groups[0]["rho"])
+    return steps * float(torch.stack([update.norm() for update in updates]).norm()) if updates else None
+
+
+def flatness(model: torch.nn.Module, batches: Any) -> dict[str, float]:
+    """Largest eigenvalue of the training loss's Hessian, and its largest rise within a ball."""
+    data = batches.unaugmented()
+    pairs = [data[index] for index in range(len(data))]
+    images, labels = torch.stack([x for x, _ in pairs]), torch.tensor([int(y) for _, y in pairs])
+    objective = Objective(model, list(zip(images.split(500), labels.split(500), strict=True)), cross_entropy)
+    largest = hessian_eigenvalues(objective, count=1, tolerance=1e-2).eigenvalues[0]
+    found = sharpness(objective, RADIUS, steps=10)
+    return {"lambda_1": float(largest), "sharpness": found.increase, "train_loss_at_w": found.loss}
+
+
+def read(file: Path) -> list[Record]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def append(file: Path, record: Record) -> None:
+    with file.open("a") as stream:
+        stream.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()
