@@ -131,7 +131,7 @@ def test_a_closure_that_makes_no_gradients():
         opt.step(lambda: torch.tensor(1.0))
 
     def only_once():
-        if opt._perturbation.active:
+        if opt.in_second_pass:
             return None
         return cases.closure_for(model, opt, *cases.vectors())()
 

@@ -1,4 +1,4 @@
-"""Closures with and without the batch as an argument."""
+"""Both passes of a closure."""
 
 from __future__ import annotations
 
@@ -6,16 +6,74 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
 
-def with_batch(closure: Callable[..., Any], batch: Any) -> Callable[[Any], Any]:
-    """The closure as a function of the batch; torch.optim's takes none."""
-    takes_batch = batch is not None and any(
+from sparsesam.ascent.statistics import StatisticsSnapshot
+from sparsesam.ascent.subset import ascent_part
+from sparsesam.ascent.tensors import map_tensors
+from sparsesam.ascent_schedule import StepKind
+from sparsesam.parameters import OutsideGradients
+from sparsesam.step import Phase, Step
+
+Closure = Callable[..., Any]
+
+
+def run_closure(step: Step, closure: Closure, batch: Any, zero_grad: Callable[[], None]) -> Any:
+    """Call the closure once for each pass of the step.
+
+    Returns the loss at w; at w + e where only that pass sees the whole batch, or there is no other.
+    """
+    takes_batch = batch is not None and _has_parameter(closure)
+    call: Callable[[Any], Any] = lambda part: closure(part) if takes_batch else closure()  # noqa: E731
+    fraction = step.context.settings.ascent_fraction
+    step.refresh_before_first_pass(batch)
+    if step.kind is StepKind.PLAIN:
+        loss = _pass(call, batch)
+        step.phase = Phase.READY
+        return loss
+    climbs, here, rng = step.climbs, None, None
+    if climbs:
+        if fraction < 1 and not takes_batch:
+            raise ValueError(
+                f"batch must be given with ascent_fraction={fraction}, and the closure must take it: "
+                "opt.step(closure, batch=(x, y)) with def closure(batch): ..."
+            )
+        rng = step.context.rng.read()
+        here = _first_pass(step, call, batch)
+    with step.away(batch, statistics_return=climbs and fraction == 1):
+        zero_grad()
+        if rng is not None:
+            step.context.rng.write(rng)
+        with step.context.engine.second_pass(step.first):
+            there = _pass(call, batch)
+    # Like the normalization statistics, the loss is of the whole batch.
+    return here if climbs and fraction == 1 else there
+
+
+def _first_pass(step: Step, call: Callable[[Any], Any], batch: Any) -> Any:
+    context, part, statistics = step.context, batch, None
+    if context.settings.ascent_fraction < 1:
+        # Normalization statistics are those of the whole batch, which the second pass sees.
+        part = ascent_part(batch, context.settings.ascent_fraction)
+        statistics = StatisticsSnapshot(context.model)
+    outside = OutsideGradients(context.model, context.base)
+    with step.first_pass(in_closure=True):
+        loss = _pass(call, part)
+    outside.restore()
+    if statistics is not None:
+        statistics.restore()
+    return loss
+
+
+def _pass(call: Callable[[Any], Any], batch: Any) -> Any:
+    with torch.enable_grad():
+        return map_tensors(Tensor.detach, call(batch))
+
+
+def _has_parameter(closure: Closure) -> bool:
+    """Whether it takes the batch; torch.optim's takes nothing."""
+    return any(
         p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         for p in inspect.signature(closure).parameters.values()
     )
-
-    def call(part: Any) -> Any:
-        return closure(part) if takes_batch else closure()
-
-    call.takes_batch = takes_batch  # type: ignore[attr-defined]
-    return call

@@ -12,7 +12,8 @@ from sparsesam.ascent.plan import Norm
 from sparsesam.ascent_schedule import AscentSchedule, OffSteps
 from sparsesam.masks.mask import MaskRule
 from sparsesam.schedules import RhoSchedule
-from sparsesam.sharpness_aware import AscentScope, SharpnessAware
+from sparsesam.settings import AscentScope, Settings
+from sparsesam.sharpness_aware import SharpnessAware
 
 
 class SAM(SharpnessAware):
@@ -57,13 +58,7 @@ class SAM(SharpnessAware):
         ascent_scope: AscentScope = "global",
         engine: bool = True,
     ) -> None:
-        super().__init__(
-            base,
-            model,
-            rho=rho,
-            mask=None,
-            adaptive=adaptive,
-            eta=eta,
+        settings = Settings(
             norm="full",
             ascent=ascent,
             rho_schedule=rho_schedule,
@@ -72,6 +67,7 @@ class SAM(SharpnessAware):
             ascent_scope=ascent_scope,
             engine=engine,
         )
+        super().__init__(base, model, settings, rho=rho, mask=None, adaptive=adaptive, eta=eta)
 
 
 class SSAM(SharpnessAware):
@@ -114,13 +110,7 @@ class SSAM(SharpnessAware):
                 f"mask must be a mask rule, got {mask!r}; for example fisher_mask(train_set, loss_fn, sparsity=0.5), "
                 "dynamic_mask(...), random_mask(...) or fixed_mask({name: bool tensor})"
             )
-        super().__init__(
-            base,
-            model,
-            rho=rho,
-            mask=mask,
-            adaptive=adaptive,
-            eta=eta,
+        settings = Settings(
             norm=norm,
             ascent=ascent,
             rho_schedule=rho_schedule,
@@ -129,6 +119,7 @@ class SSAM(SharpnessAware):
             ascent_scope=ascent_scope,
             engine=engine,
         )
+        super().__init__(base, model, settings, rho=rho, mask=mask, adaptive=adaptive, eta=eta)
 
 
 class ExtrapolatedSAM(SharpnessAware):
@@ -169,13 +160,7 @@ class ExtrapolatedSAM(SharpnessAware):
                 f"steps_ahead must be a finite number of at least 0, got {steps_ahead}; 0 is the base optimizer, 30 to "
                 "100 are usual"
             )
-        super().__init__(
-            base,
-            model,
-            rho=steps_ahead,
-            mask=mask,
-            adaptive=False,
-            eta=0.01,
+        settings = Settings(
             norm="masked",
             ascent="extrapolation",
             rho_schedule=schedule,
@@ -184,3 +169,4 @@ class ExtrapolatedSAM(SharpnessAware):
             ascent_scope="global",
             engine=False,
         )
+        super().__init__(base, model, settings, rho=steps_ahead, mask=mask, adaptive=False, eta=0.01)

@@ -120,6 +120,21 @@ def check_base(base: object) -> None:
         )
 
 
+def gradients_of(base: Optimizer) -> Iterator[Tensor]:
+    for group in base.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                yield parameter.grad
+
+
+def require_gradients(base: Optimizer, which: str) -> None:
+    if next(gradients_of(base), None) is None:
+        raise RuntimeError(
+            f"the {which} pass made no gradients: the closure (or your loop) must call backward() on a loss that "
+            "depends on the optimizer's parameters, and must not clear the gradients afterwards"
+        )
+
+
 class OutsideGradients:
     """Gradients of trainable parameters that the optimizer does not have, as they were before the first pass.
 

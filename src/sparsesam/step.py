@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from sparsesam.ascent.explicit import Target, ascent_norm
+from sparsesam.ascent.extrapolation import TrackedWeight
 from sparsesam.ascent.first_pass import FirstPass
+from sparsesam.ascent.plan import ONE_PASS
+from sparsesam.ascent.renormalized import RenormalizedWeights
+from sparsesam.ascent.report import explicit_after_all
+from sparsesam.ascent.statistics import StatisticsSnapshot
 from sparsesam.ascent_schedule import StepKind
-from sparsesam.masks.packed import PackedMask
-from sparsesam.parameters import PerturbedParam
+from sparsesam.distributed import average_gradients, unsynchronized
+from sparsesam.parameters import PerturbedParam, require_gradients
+from sparsesam.step_context import StepContext
 
 
 class Phase(enum.Enum):
@@ -20,24 +32,205 @@ class Phase(enum.Enum):
     READY = enum.auto()  # weights are back, the gradient is that at w + e
 
 
-@dataclass
 class Step:
-    """``params`` take part in the ascent, under ``masks`` (None: all of it).
+    """Made at the beginning of a step and gone at its end.
 
-    ``first`` tells what the first pass left out, the last of its blocks if it has several; None: nothing.
-    ``has_every_gradient``: no block of it left out a gradient.
+    ``params`` take part in the ascent, under ``masks`` (None: all of it). ``first`` tells what the first pass left
+    out, the last of its blocks if it has several; None: nothing.
     """
 
-    kind: StepKind
-    params: list[PerturbedParam]
-    masks: dict[str, PackedMask | None]
-    phase: Phase = Phase.FIRST
-    first: FirstPass | None = None
-    has_every_gradient: bool = True
-    ascent_failed: bool = False
-    directions: dict[str, Tensor] = field(default_factory=dict)
+    def __init__(self, context: StepContext, kind: StepKind, params: list[PerturbedParam]) -> None:
+        self.context, self.kind, self.params = context, kind, params
+        self.masks = context.masks_of(params)
+        self.phase = Phase.FIRST
+        self.first: FirstPass | None = None
+        self.has_every_gradient = True  # no block of the first pass left out a gradient
+        self.ascent_failed = False
 
-    def passed(self, first: FirstPass | None) -> None:
-        """A block of the first pass is over."""
+    @property
+    def climbs(self) -> bool:
+        """Whether it needs a first pass."""
+        return self.context.settings.takes_first_pass(self.kind)
+
+    # ---- first pass --------------------------------------------------------------------------------------
+
+    def refresh_before_first_pass(self, batch: Any) -> None:
+        """A mask that does not look at the ascent's gradient is made before it, so that the pass can be narrowed.
+
+        Where nothing is left to be perturbed, the step is the base optimizer's.
+        """
+        context = self.context
+        if not self.climbs:
+            return
+        if context.refresh_due(self.params):
+            if context.masks.needs_gradient:
+                return
+            context.refresh(self.params, batch)
+            self.masks = context.masks_of(self.params)
+        if all(self._target(one, one.parameter).is_still for one in self.params):
+            self.kind = StepKind.PLAIN
+
+    @contextmanager
+    def first_pass(self, *, in_closure: bool) -> Iterator[None]:
+        """The block is the first pass of the step, or a part of it, with whatever the engine may leave out."""
+        settings, engine = self.context.settings, self.context.engine
+        ddp = engine.ddp
+        is_local = settings.ascent_scope == "local"
+        reason = self._why_plain()
+        if reason is not None:
+            engine.switched_off(reason)
+            with unsynchronized(ddp if is_local else None):
+                yield
+            return
+        no_reuse = None
+        if settings.ascent_fraction < 1:
+            no_reuse = "the ascent is on a part of the batch"
+        elif self.first is not None:
+            no_reuse = "several backward passes: activations of the first are not kept"
+        with engine.first_pass(
+            self.masks, settings.ascent, settings.norm, in_closure=in_closure, no_reuse=no_reuse
+        ) as first:
+            if first is None and settings.is_implicit:
+                reason = engine.report()["engine"].removeprefix("off: ")
+                raise ValueError(f"ascent={settings.ascent!r} needs the engine, which is off: {reason}")
+            averages = first is not None and first.plan.is_partial and not is_local
+            with unsynchronized(ddp if averages or is_local else None):
+                yield
         self.first = first
         self.has_every_gradient &= first is None or first.is_complete
+        if averages and first is not None and ddp is not None:
+            average_gradients(ddp, first.plan.needed)
+
+    def _why_plain(self) -> str | None:
+        """Why this step's first pass must compute everything."""
+        if not self.climbs:
+            return "the step has only one pass"
+        if self.context.refresh_due(self.params):
+            return "the mask is made anew in this step, from its gradients"
+        return None
+
+    def require_unchanged(self, params: list[PerturbedParam]) -> None:
+        """Gradients that the first pass left out are not missing now, whatever takes part now."""
+        masks = self.context.masks_of(params)
+        if self.has_every_gradient:
+            self.params, self.masks = params, masks
+            return
+        same = self.masks.keys() == masks.keys() and all(self.masks[name] is mask for name, mask in masks.items())
+        if not same or self.context.masks.asked:
+            raise RuntimeError(
+                "masks or parameter groups changed between first_pass() and perturbed(), and gradients of the newly "
+                "perturbed weights were not computed; make such changes before first_pass()"
+            )
+
+    # ---- to w + e and back -------------------------------------------------------------------------------
+
+    @contextmanager
+    def away(self, batch: Any, *, statistics_return: bool) -> Iterator[None]:
+        """Within the block the weights are at w + e; on the way out they are back, exceptions included."""
+        self.phase = Phase.PERTURBED
+        statistics = StatisticsSnapshot(self.context.model) if statistics_return else None
+        renormalized = RenormalizedWeights(self.context.model)
+        completed = False
+        try:
+            self._ascend(batch)
+            yield
+            completed = True
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error) and sys.version_info >= (3, 11):
+                error.add_note(
+                    "sparsesam: the weights were moved to w + e between the passes; the second pass must run its "
+                    "own forward instead of a graph kept from the first."
+                )
+            raise
+        finally:
+            self.context.perturbation.undo()
+            self.context.extrapolation.undo()
+            renormalized.restore()
+            if statistics is not None:
+                statistics.restore()
+            self.phase = Phase.READY if completed else Phase.BETWEEN
+
+    @torch.no_grad()
+    def _ascend(self, batch: Any) -> None:
+        context = self.context
+        if self.kind is StepKind.PLAIN:
+            return
+        if self.kind is StepKind.REUSE:
+            context.perturbation.apply_last([self._target(one, one.parameter) for one in self.params])
+            return
+        if context.settings.is_implicit:
+            self._check_implicit()
+        elif self.climbs and self.has_every_gradient:
+            require_gradients(context.base, "first")
+        if context.refresh_due(self.params):
+            if context.awaits_momentum(self.params):
+                return
+            context.refresh(self.params, batch)
+            self.masks = context.masks_of(self.params)
+        if context.settings.ascent == "extrapolation":
+            tracked = [one for one in self._tracked() if not one.is_still]
+            context.counters.skipped_ascents += not context.extrapolation.move(tracked) and bool(tracked)
+            return
+        directions = context.directions(self.params)
+        targets = [self._target(one, directions[one.name]) for one in self.params if one.name in directions]
+        if all(target.is_still for target in targets):
+            context.counters.skipped_ascents += not targets  # no gradient came through the unperturbed layers
+            return
+        norm = ascent_norm(targets, norm=context.settings.norm)
+        if norm > 0 and math.isfinite(norm):
+            context.perturbation.apply(targets, norm)
+            return
+        context.counters.skipped_ascents += 1
+        self.ascent_failed = norm != 0
+        if self.ascent_failed:
+            context.warn_once(
+                f"the ascent gradient's norm is {norm}: this step is taken without perturbation and counted in "
+                "opt.skipped_ascents. Expected now and then with a GradScaler; otherwise lower learning rate or rho."
+            )
+
+    def _target(self, one: PerturbedParam, direction: Tensor) -> Target:
+        ascent = self.context.settings.ascent
+        mask = None if ascent == "implicit-dense" else self.masks[one.name]
+        # A momentum is of what the base minimizes, a gradient is of the loss; Momentum-SAM goes against the momentum.
+        is_reversed = ascent == "momentum" if ascent in ONE_PASS else one.maximize
+        return Target(one.name, one.parameter, direction, mask, -one.rho if is_reversed else one.rho, one.eta)
+
+    def _tracked(self) -> list[TrackedWeight]:
+        return [TrackedWeight(one.name, one.parameter, self.masks[one.name], one.rho) for one in self.params]
+
+    def _check_implicit(self) -> None:
+        """The first pass did send its gradient through the masks."""
+        context, first, ascent = self.context, self.first, self.context.settings.ascent
+        if first is None:
+            if not context.refresh_due(self.params):
+                raise RuntimeError(
+                    f"ascent={ascent!r} did not see the first pass: in a loop with perturbed(), run it in "
+                    "`with opt.first_pass():`"
+                )
+            require_gradients(context.base, "first")
+            return
+        if not first.layers_called and first.plan.sliced:
+            raise RuntimeError(
+                f"ascent={ascent!r} did not see the first pass: it must call the model itself that was given to "
+                f"the optimizer, {type(context.model).__name__}, and its linear and convolution layers as modules"
+            )
+        if first.plan.is_partial and first.is_complete:
+            raise RuntimeError(f"ascent={ascent!r} needs one plain loss.backward() in the first pass: {first.why_not}")
+        explicit = explicit_after_all(first)
+        if explicit:
+            context.warn_once(
+                f"ascent={ascent!r} acts in calls of linear and convolution layers: the ascent was explicit for "
+                f"{', '.join(explicit[:5])}{' and more' if len(explicit) > 5 else ''}"
+            )
+
+    # ---- update ------------------------------------------------------------------------------------------
+
+    def update(self) -> None:
+        """The base optimizer's update, kept where the next step extrapolates it."""
+        context, settings = self.context, self.context.settings
+        next_kind = settings.schedule.kind(context.counters.steps + 1, has_last=False)
+        extrapolates = settings.ascent == "extrapolation" and next_kind is StepKind.ASCEND
+        tracked = self._tracked() if extrapolates else []
+        context.extrapolation.hold(tracked)
+        context.base.step()
+        context.extrapolation.record(tracked)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from sparsesam.parameters import PerturbedParam, check_base, check_group, named, option_keys, perturbed_params, unwrap
@@ -125,19 +125,3 @@ class OptimizerWrapper(Optimizer):
         for key in keys.values():
             group.setdefault(key, self.defaults[key])
         check_group(group, keys)
-
-    def _gradients(self) -> Iterator[Tensor]:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    yield parameter.grad
-
-    def _require_gradients(self, which: str) -> None:
-        if next(self._gradients(), None) is None:
-            raise RuntimeError(
-                f"the {which} pass made no gradients: the closure (or your loop) must call backward() on a loss that "
-                "depends on the optimizer's parameters, and must not clear the gradients afterwards"
-            )
-
-    def _gradients_finite(self) -> bool:
-        return all(bool(gradient.isfinite().all()) for gradient in self._gradients())

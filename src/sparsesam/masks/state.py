@@ -16,24 +16,36 @@ from sparsesam.masks.scores import ScoreContext
 
 
 class MaskState:
-    """Holds what a mask rule itself does not: its masks, its random generator and when they were last made."""
+    """Holds what a mask rule itself does not: its masks, its random generator and when they were last made.
 
-    def __init__(self, rule: MaskRule) -> None:
+    Without a rule every weight is perturbed, and there is nothing to make.
+    """
+
+    def __init__(self, rule: MaskRule | None) -> None:
         self.rule = rule
         self.masks: dict[str, PackedMask] | None = None
-        self.generator = torch.Generator().manual_seed(rule.seed)
+        self.generator = torch.Generator().manual_seed(0 if rule is None else rule.seed)
         self.asked = False
         self.last_step = -1
         self.skipped = 0
 
     @property
     def sparsity(self) -> float | None:
+        if self.rule is None:
+            return 0.0
         if self.masks is None:
             return None
         total = sum(mask.numel for mask in self.masks.values())
         return 1 - sum(mask.count for mask in self.masks.values()) / total if total else 1.0
 
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether masks are made from the ascent's gradient."""
+        return self.rule is not None and self.rule.needs_gradient
+
     def due(self, step: int, names: set[str]) -> bool:
+        if self.rule is None:
+            return False
         if self.masks is None or self.masks.keys() != names:
             return True
         if self.last_step == step:  # a step that a GradScaler skipped comes twice
@@ -42,6 +54,8 @@ class MaskState:
 
     @torch.no_grad()
     def refresh(self, context: ScoreContext) -> None:
+        if self.rule is None:
+            raise RuntimeError("refresh_mask() needs a mask; SAM perturbs every weight")
         try:
             made = self.rule.make(context)
         except NonFiniteScoreError as error:
@@ -59,7 +73,9 @@ class MaskState:
         self.last_step = context.step
         self.asked = False
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any] | None:
+        if self.rule is None:
+            return None
         masks = None
         if self.masks is not None:
             masks = {name: mask.state_dict() for name, mask in self.masks.items()}
@@ -71,10 +87,16 @@ class MaskState:
             "skipped": self.skipped,
         }
 
-    def check_state_dict(self, state: dict[str, Any], model: nn.Module) -> None:
-        _fitting(state["masks"], dict(model.named_parameters()))
+    def check_state_dict(self, state: dict[str, Any] | None, model: nn.Module) -> None:
+        if (state is None) != (self.rule is None):
+            saved, mine = ("SAM", "SSAM") if state is None else ("SSAM", "SAM")
+            raise ValueError(f"state_dict is of {saved}, but this optimizer is {mine}; load it into the same kind")
+        if state is not None:
+            _fitting(state["masks"], dict(model.named_parameters()))
 
-    def load_state_dict(self, state: dict[str, Any], model: nn.Module) -> None:
+    def load_state_dict(self, state: dict[str, Any] | None, model: nn.Module) -> None:
+        if state is None:
+            return
         self.masks = _fitting(state["masks"], dict(model.named_parameters()))
         self.generator.set_state(state["generator"].cpu())
         self.asked, self.last_step, self.skipped = state["asked"], state["last_step"], state["skipped"]

@@ -1,0 +1,75 @@
+"""What an optimizer was told to do, checked when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch import nn
+
+from sparsesam.ascent.plan import ONE_PASS, Ascent, Norm
+from sparsesam.ascent_schedule import AscentSchedule, StepKind
+from sparsesam.masks.mask import MaskRule
+from sparsesam.schedules import RhoSchedule
+
+AscentScope = Literal["global", "local"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `SAM` and `SSAM` that hold for every step; see their docstrings."""
+
+    norm: Norm
+    ascent: Ascent
+    rho_schedule: RhoSchedule | None
+    schedule: AscentSchedule
+    ascent_fraction: float
+    ascent_scope: AscentScope
+    engine: bool
+
+    def __post_init__(self) -> None:
+        _check_choice("norm", self.norm, get_args(Norm))
+        _check_choice("ascent", self.ascent, get_args(Ascent))
+        _check_choice("ascent_scope", self.ascent_scope, get_args(AscentScope))
+        if not 0 < self.ascent_fraction <= 1:
+            raise ValueError(f"ascent_fraction must be in (0, 1], got {self.ascent_fraction}; the paper tries 0.25")
+        if self.ascent in ONE_PASS and (self.ascent_fraction < 1 or self.schedule.off_steps == "reuse"):
+            what = f"ascent_fraction={self.ascent_fraction}" if self.ascent_fraction < 1 else 'off_steps="reuse"'
+            raise ValueError(
+                f"{what} has no use with ascent={self.ascent!r}, which takes no pass of its own; leave it out"
+            )
+        if self.ascent == "implicit" and self.norm == "full":
+            raise ValueError(
+                'norm must be "masked" with ascent="implicit", got "full": gradients outside the mask are not computed'
+            )
+
+    def check_model(self, model: object) -> None:
+        if self.ascent_scope == "local" and not isinstance(model, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                'model must be the DistributedDataParallel itself with ascent_scope="local", got '
+                f"{type(model).__name__}"
+            )
+
+    def check_mask(self, mask: MaskRule | None) -> None:
+        if mask is not None and mask.needs_masked_norm and self.norm == "full":
+            raise ValueError(
+                f'norm must be "masked" with {type(mask).__name__}, got "full": the norm of every gradient costs what '
+                "the mask is to save"
+            )
+
+    @property
+    def follows_momentum(self) -> bool:
+        return self.ascent in ("momentum", "momentum-climbing")
+
+    @property
+    def is_implicit(self) -> bool:
+        return self.ascent in ("implicit", "implicit-dense")
+
+    def takes_first_pass(self, kind: StepKind) -> bool:
+        """Whether a step of this kind needs a gradient at w."""
+        return kind is StepKind.ASCEND and self.ascent not in ONE_PASS
+
+
+def _check_choice(argument: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{argument} must be one of {', '.join(known)}, got {value!r}")

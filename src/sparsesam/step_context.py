@@ -1,0 +1,106 @@
+"""What the steps of one optimizer have in common: model, masks, counters, the engine, the way to w + e and back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sparsesam.ascent.engine import Engine
+from sparsesam.ascent.explicit import Perturbation
+from sparsesam.ascent.extrapolation import Extrapolation
+from sparsesam.ascent.momentum import momentum_of, require_momentum
+from sparsesam.ascent.plan import ONE_PASS
+from sparsesam.ascent.rng import RNGState
+from sparsesam.distributed import is_sharded
+from sparsesam.masks.packed import PackedMask
+from sparsesam.masks.scores import ScoreContext
+from sparsesam.masks.state import MaskState
+from sparsesam.parameters import PerturbedParam
+from sparsesam.settings import Settings
+
+
+@dataclass
+class Counters:
+    """Saved in checkpoints, and shown as attributes of the optimizer."""
+
+    steps: int = 0
+    skipped_ascents: int = 0
+    skipped_steps: int = 0
+
+
+@dataclass
+class StepContext:
+    """Lives as long as its optimizer; a copy or a loaded checkpoint makes a new one."""
+
+    model: nn.Module
+    base: Optimizer
+    settings: Settings
+    masks: MaskState
+    counters: Counters
+    engine: Engine
+    perturbation: Perturbation
+    extrapolation: Extrapolation
+    rng: RNGState
+    _warned: set[str] = field(default_factory=set)
+
+    def masks_of(self, params: Sequence[PerturbedParam]) -> dict[str, PackedMask | None]:
+        """Their current masks; None: all of the parameter is perturbed."""
+        masks = self.masks.masks or {}
+        return {one.name: masks.get(one.name) for one in params}
+
+    def refresh_due(self, params: Sequence[PerturbedParam]) -> bool:
+        return self.masks.due(self.counters.steps, {one.name for one in params})
+
+    def refresh(self, params: Sequence[PerturbedParam], batch: Any) -> None:
+        """Make the masks anew."""
+        if any(is_sharded(one.parameter) for one in params):
+            raise ValueError(
+                "mask must not be given with sharded parameters (fully_shard): a mask needs to see whole tensors; "
+                "use SAM, and perturb=False in the parameter groups that are to stay"
+            )
+        before = self.masks_of(params)
+        self.masks.refresh(
+            ScoreContext(
+                self.model,
+                {one.name: one.parameter for one in params},
+                self.masks.generator,
+                self.counters.steps,
+                directions=self.directions(params),
+                previous=self.masks.masks,
+                batch=batch,
+            )
+        )
+        self.perturbation.forget()
+        after = self.masks_of(params)
+        for one in params:
+            self.extrapolation.change_mask(one.name, one.parameter, before[one.name], after[one.name])
+
+    def directions(self, params: Sequence[PerturbedParam]) -> dict[str, Tensor]:
+        """What the ascent follows, for each parameter that has it: its gradient, or its momentum."""
+        found = {}
+        for one in params:
+            by_momentum = self.settings.ascent in ONE_PASS
+            direction = momentum_of(self.base, one.parameter) if by_momentum else one.parameter.grad
+            if direction is not None:
+                found[one.name] = direction.to_dense() if direction.is_sparse else direction
+        if self.settings.follows_momentum and not found:
+            require_momentum(self.base, [one.parameter for one in params])
+        return found
+
+    def awaits_momentum(self, params: Sequence[PerturbedParam]) -> bool:
+        """Whether a mask that is made from the ascent's direction must wait for the base optimizer's first step."""
+        if self.settings.ascent not in ONE_PASS or not self.masks.needs_gradient or self.directions(params):
+            return False
+        require_momentum(self.base, [one.parameter for one in params])
+        return True
+
+    def warn_once(self, text: str) -> None:
+        kind = text.split(":")[0]
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
