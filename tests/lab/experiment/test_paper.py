@@ -1,11 +1,11 @@
 import json
 
 import pytest
+import torch
 
-from sparsesam.lab.commands.paper import comparison
 from sparsesam.lab.data import DATASETS
-from sparsesam.lab.experiment.paper import finished_results, recipe, recipes, show_ours
-from sparsesam.lab.models import MODELS
+from sparsesam.lab.experiment.paper import TIMES, default_out, finished_results, recipe, recipes, show_ours
+from sparsesam.lab.models import MODELS, build
 from sparsesam.masks.patterns import as_pattern
 
 SCALES = ("laptop", "full")
@@ -15,14 +15,14 @@ SCALES = ("laptop", "full")
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_cell_is_a_run_that_exists(label, scale):
     one = recipe(label)
-    for row in one.rows(scale):
+    for row, column in one.cells(scale):
         assert len(one.paper(row)) <= len(one.columns("full"))
-        for column in one.columns(scale):
-            config = one.config(row, column, {})
-            assert config.dataset in DATASETS
-            assert config.model in MODELS
-            as_pattern(config.pattern)
-            assert scale == "full" or config.dataset == "digits"
+        assert column.relative_to is None or column.relative_to in one.rows(scale)
+        config = one.config(row, column, {})
+        assert config.dataset in DATASETS
+        assert config.model in MODELS
+        as_pattern(config.pattern)
+        assert scale == "full" or config.dataset == "digits"
 
 
 def test_the_paper_s_hyper_parameters_at_full_scale():
@@ -47,24 +47,140 @@ def test_the_paper_s_numbers():
 
 
 def test_columns_that_measure_the_same_runs_add_none():
-    assert len(recipe("smallbsz4ga").sweep("laptop", [0], {}).variants) == 6
+    one = recipe("smallbsz4ga")
+    variants = one.sweep("laptop", [0], {}).variants
+    assert len(variants) == 12  # time and speed are of the same six runs
+    assert len(one.timed("laptop", {})) == 6
 
 
-def test_ours_stand_beside_the_paper_s_with_mean_and_spread(tmp_path):
-    one = recipe("mask-strategy")
-    jobs = one.sweep("laptop", [0, 1], {}).jobs(tmp_path)
-    for job, accuracy in zip([job for job in jobs if job.config.optimizer == "sam"], (0.5, 0.7), strict=True):
-        job.directory.mkdir()
-        (job.directory / "result.json").write_text(json.dumps({"result": {"test_accuracy": accuracy}}))
+@pytest.mark.parametrize("label", recipes())
+def test_times_come_from_short_runs_of_their_own(label):
+    one = recipe(label)
+    for scale in SCALES:
+        timed = one.timed(scale, {})
+        assert all(config.max_steps is not None for config in timed)
+        others = {one.config(row, column, {}) for row, column in one.cells(scale) if column.measure not in TIMES}
+        assert not timed & others
+
+
+def results_of(tmp_path, label, values, measure="test_accuracy", settings=None, chosen=lambda config: True):
+    """A recipe whose runs have finished with ``values`` by (optimizer, seed)."""
+    one = recipe(label)
+    jobs = one.sweep("laptop", sorted({seed for _, seed in values}), settings or {}).jobs(tmp_path)
+    for job in jobs:
+        found = values.get((job.config.optimizer, job.config.seed))
+        if found is not None and chosen(job.config):
+            job.directory.mkdir()
+            content = {"result": {measure: found}, "provenance": {"cpu": "a CPU", "threads": 1, "torch": "2.x"}}
+            (job.directory / "result.json").write_text(json.dumps(content))
+    return one, jobs
+
+
+def test_ours_have_mean_and_spread_over_the_seeds(tmp_path):
+    one, jobs = results_of(tmp_path, "mask-strategy", {("sam", 0): 0.5, ("sam", 1): 0.7})
     cell = one.cell("SAM", one.columns("laptop")[0], finished_results(jobs), {})
     assert (cell.mean, cell.seeds) == (0.6, 2)
-    assert show_ours(cell, "test_accuracy") == "60.00 ± 14.14"
-    drawn = comparison(one, "laptop", jobs, {})
-    assert list(drawn.columns[1].cells)[:3] == ["–", "60.00 ± 14.14", "–"]
-    assert list(drawn.columns[2].cells)[:3] == ["76.67", "77.25", "77.08"]
-    assert drawn.caption == "ours: small-cnn on digits; laptop scale, 2 of 14 runs, 2 seed(s) each"
+    assert show_ours(cell) == "60.00 ± 14.14"
 
 
-def test_an_unknown_table_suggests_the_nearest():
+def test_a_speed_is_the_reference_s_time_divided_by_one_s_own(tmp_path):
+    values = {("sam", 0): 3.0, ("ssam-f", 0): 1.5}
+    one, jobs = results_of(tmp_path, "nm_vit", values, "warm_seconds_per_step")
+    seconds, speed = one.columns("laptop")
+    finished = finished_results(jobs)
+    assert one.cell("SSAM-F implicit 2:4", seconds, finished, {}).mean == 1.5
+    assert show_ours(one.cell("SSAM-F implicit 2:4", speed, finished, {})) == "×2.00"
+    assert one.paper("SSAM-F implicit 2:4") == [3.53, 1.2]
+
+
+def test_table_4_has_rows_for_both_units_of_the_text():
+    """Whole tensors cannot reach any sparsity, filters can."""
+    one = recipe("cifar_structure")
+    assert {one.config(row, one.columns("full")[0], {}).pattern for row in one.rows("full")[2:]} == {"filter", "tensor"}
+    assert one.paper("SSAM-F explicit 98 %, by filter") == one.paper("SSAM-F explicit 98 %, by tensor")
+    worst = {"filter": 0.0, "tensor": 0.0}
+    shapes = {name: p.shape for name, p in build("resnet18").named_parameters()}
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        scores = {name: torch.rand(shape, generator=generator) for name, shape in shapes.items()}
+        for unit in worst:
+            masks = as_pattern(unit).select(scores, sparsity=0.5)
+            kept = sum(int(mask.sum()) for mask in masks.values())
+            worst[unit] = max(worst[unit], abs(0.5 - kept / sum(mask.numel() for mask in masks.values())))
+    assert worst["filter"] < 1e-3
+    assert worst["tensor"] > 1e-2
+
+
+def test_sparsity_acc_has_the_rows_of_the_paper_s_tables_and_no_others():
+    one = recipe("sparsity-acc")
+    assert [row for row in one.rows("full") if row.startswith("SSAM-F")] == [
+        f"SSAM-F {share} %" for share in (50, 80, 90, 95, 98, 99)
+    ]
+    on_imagenet = {row for row, column in one.cells("full") if "ImageNet" in column.label}
+    assert on_imagenet == {"SAM", *(f"SSAM-{kind} {share} %" for kind in "FD" for share in (50, 80, 90))}
+    resnet = recipe("resnet_cifar")
+    for row in one.rows("full"):
+        assert one.paper(row)[:2] == resnet.paper(row)[2:]
+
+
+def test_the_timed_vit_runs_in_the_precision_that_sparse_tensor_cores_have():
+    for label in ("nm_vit", "speedup"):
+        one = recipe(label)
+        assert {one.config(row, column, {}).precision for row, column in one.cells("full")} == {"bf16"}
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("hessian", "hessian"),
+        ("fig:hessian", "hessian"),
+        ("Figure 7", "hessian"),
+        ("fig7", "hessian"),
+        ("landscape", "vis-landscape"),
+        ("vis-landscape", "vis-landscape"),
+        ("train-curve", "train-curve"),
+        ("grad_diff", "grad-diff"),
+        ("speedup", "speedup"),
+        ("corruption", "corruption"),
+        ("tab:corruption", "corruption"),
+        ("table 4", "cifar_structure"),
+        ("Tab. 13", "ablation-num-samples"),
+    ],
+)
+def test_names_that_people_look_for(name, label):
+    assert recipe(name).label == label
+
+
+def test_no_two_recipes_answer_to_one_name():
+    names = [name for one in recipes().values() for name in (*one.names, one.place)]
+    assert len(names) == len(set(names))
+    for one in recipes().values():
+        assert all(recipe(name) is one for name in (*one.names, one.place))
+
+
+def test_an_unknown_name_suggests_the_nearest():
     with pytest.raises(ValueError, match="did you mean nm_cifar"):
         recipe("nm_cfar")
+    with pytest.raises(ValueError, match="did you mean hessian"):
+        recipe("hesian")
+
+
+@pytest.mark.parametrize(
+    ("label", "name", "words"),
+    [
+        ("rho-imagenet", "rho", r"differ in it \(0.01, 0.02, 0.05, 0.07, 0.1, 0.2\)"),
+        ("resnet_cifar", "model", "differ in it"),
+        ("label-noise", "optimizer", "differ in it"),
+        ("mask-strategy", "seed", "--seeds says how many"),
+    ],
+)
+def test_what_rows_or_columns_vary_cannot_be_set(label, name, words):
+    with pytest.raises(ValueError, match=words):
+        recipe(label).check_overrides("laptop", {name: 0.5})
+    recipe(label).check_overrides("laptop", {"epochs": 2})
+
+
+def test_figures_that_need_the_same_networks_share_them():
+    assert default_out(recipe("hessian"), "laptop") == default_out(recipe("landscape"), "laptop")
+    assert recipe("hessian").sweep("full", [0], {}).variants == recipe("landscape").sweep("full", [0], {}).variants
+    assert default_out(recipe("sparsity-acc"), "full").parts[-2:] == ("sparsity-acc", "full")

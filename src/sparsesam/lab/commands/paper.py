@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, Namespace
@@ -11,22 +12,25 @@ from rich.console import Console
 from rich.table import Table
 
 from sparsesam.lab.commands.sweep import add_execution, execute, overrides, report_failures
-from sparsesam.lab.experiment.paper import Recipe, Scale, default_out, finished_results, recipe, recipes, show_ours
+from sparsesam.lab.experiment.paper import Recipe, Scale, default_out, recipe, recipes
 from sparsesam.lab.experiment.sweep import Job
+from sparsesam.lab.paper.comparison import Comparison
 
 HELP = (
-    "Repeat a table or figure of the paper. `list` names them, `show TABLE` tells what it runs and the paper's "
-    "numbers, `run TABLE` trains it and prints ours beside theirs."
+    "Repeat a table or figure of the paper. `list` names them, `show NAME` tells what it runs and where each setting "
+    "comes from, `run NAME` trains it, prints ours beside theirs, and draws the figures. NAME is a label of the paper "
+    "(fig:hessian), another name (landscape) or a number (table 4)."
 )
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("action", type=Literal["list", "show", "run"], help="what to do")
-    parser.add_argument("table", type=str | None, nargs="?", default=None, help="its label in the paper")
+    parser.add_argument("name", type=str | None, nargs="?", default=None, help="of a table or figure")
     parser.add_argument(
         "--scale", type=Literal["laptop", "full"], default="laptop", help="minutes on digits, or the paper's own runs"
     )
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each setting")
+    parser.add_argument("--seeds", type=int | None, default=None, help="runs of each setting; default 3, figures 1")
+    parser.add_argument("--plot", type=Path | None, default=None, help="of a figure, FILE.png, .svg or .pdf")
     add_execution(parser)
 
 
@@ -35,54 +39,62 @@ def run(options: Namespace) -> int:
     if options.action == "list":
         console.print(_list())
         return 0
-    if options.table is None:
-        raise ValueError(f"`paper {options.action}` needs a table; `sparsesam paper list` names them")
-    chosen, scale, settings = recipe(options.table), options.scale, overrides(options.set)
-    out = options.out or default_out(chosen.label, scale)
-    jobs = chosen.sweep(scale, range(options.seeds), settings).jobs(out)
+    if options.name is None:
+        raise ValueError(f"`paper {options.action}` needs a table or figure; `sparsesam paper list` names them")
+    chosen, scale, settings = recipe(options.name), options.scale, overrides(options.set)
+    chosen.check_overrides(scale, settings)
+    out = options.out or default_out(chosen, scale)
+    jobs = chosen.sweep(scale, range(_seeds(chosen, options.seeds)), settings).jobs(out)
     if options.action == "show":
         _show(chosen, scale, settings, jobs, console)
         return 0
-    execute(jobs, options, lambda: comparison(chosen, scale, jobs, settings))
-    print(f"runs: {out}")
-    return report_failures(jobs)
+    return _run(chosen, options, settings, jobs, out, console)
 
 
-def comparison(chosen: Recipe, scale: Scale, jobs: Sequence[Job], settings: Mapping[str, Any]) -> Table:
-    """Ours, mean ± sample standard deviation over the seeds, and beside it the paper's."""
-    columns, theirs = chosen.columns(scale), chosen.columns("full")
-    seeds = len({job.config.seed for job in jobs})
-    finished = finished_results(jobs)
-    done = f"{sum(map(len, finished.values()))} of {len(jobs)} runs"
-    trained = ", ".join(dict.fromkeys(f"{job.config.model} on {job.config.dataset}" for job in jobs))
-    drawn = Table(title=chosen.title, caption=f"ours: {trained}; {scale} scale, {done}, {seeds} seed(s) each")
-    drawn.add_column("")
-    for column in columns:
-        drawn.add_column(f"ours\n{column.label}", justify="right")
-    for column in theirs:
-        drawn.add_column(f"paper\n{column.label}", justify="right")
-    for row in chosen.rows(scale):
-        cells = [show_ours(chosen.cell(row, column, finished, settings), column.measure) for column in columns]
-        numbers = [f"{number:.2f}" for number in chosen.paper(row)]
-        drawn.add_row(row, *cells, *numbers, *["–"] * (len(theirs) - len(numbers)))
-    return drawn
+def _run(
+    chosen: Recipe, options: Namespace, settings: Mapping[str, Any], jobs: Sequence[Job], out: Path, console: Console
+) -> int:
+    compared = Comparison(chosen, options.scale, jobs, settings)
+    if jobs:
+        timed = chosen.timed(options.scale, settings)
+        execute(jobs, options, compared.table, timed=[job for job in jobs if replace(job.config, seed=0) in timed])
+        for sentence in compared.sentences():
+            console.print(f"- {sentence}", soft_wrap=True, markup=False)
+        console.print(f"runs: {out}", soft_wrap=True)
+        report_failures(jobs)
+    return 0
+
+
+def _seeds(chosen: Recipe, asked: int | None) -> int:
+    if asked is None:
+        return 3 if chosen.has_numbers else 1
+    if asked < 1:
+        raise ValueError(f"--seeds must be at least 1, got {asked}")
+    return asked
 
 
 def _list() -> Table:
     drawn = Table()
-    for heading in ("table", "", "runs per seed: laptop", "full"):
+    drawn.add_column("", no_wrap=True)
+    drawn.add_column("name", no_wrap=True)
+    for heading in ("", "runs per seed: laptop", "full"):
         drawn.add_column(heading)
-    for label, one in recipes().items():
+    for one in sorted(recipes().values(), key=_order):
         counts = [str(len(one.sweep(scale, [0], {}).variants)) for scale in ("laptop", "full")]
-        drawn.add_row(label, one.title, *counts)
+        drawn.add_row(one.place, one.label, one.title, *counts)
     return drawn
 
 
+def _order(one: Recipe) -> tuple[bool, int]:
+    """Tables, then figures, as they are numbered."""
+    kind, number = one.place.split()
+    return kind == "Figure", int(number)
+
+
 def _show(chosen: Recipe, scale: Scale, settings: Mapping[str, Any], jobs: Sequence[Job], console: Console) -> None:
-    """The settings that all runs share and those that differ, then the paper's numbers with what we have."""
     values = [asdict(job.config) for job in jobs]
-    varied = [name for name in values[0] if len({str(one[name]) for one in values}) > 1]
-    console.print(f"{chosen.title}\n\nall runs:")
+    varied = chosen.varied(scale)
+    console.print(f"{chosen.place}: {chosen.title}\n\nall runs:")
     console.print("  " + ", ".join(f"{name} {value}" for name, value in values[0].items() if name not in varied))
     console.print(f"\ndiffering: {', '.join(varied)}\n")
-    console.print(comparison(chosen, scale, jobs, settings))
+    console.print(Comparison(chosen, scale, jobs, settings).table())

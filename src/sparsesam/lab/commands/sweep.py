@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,22 +49,22 @@ def run(options: Namespace) -> int:
     return report_failures(jobs)
 
 
-def execute(jobs: Sequence[Job], options: Namespace, draw: Callable[[], Table]) -> None:
-    """Run what is not finished, with a table that ``draw`` makes from the runs' directories."""
+def execute(jobs: Sequence[Job], options: Namespace, draw: Callable[[], Table], *, timed: Sequence[Job] = ()) -> None:
+    """Run what is not finished, with a table that ``draw`` makes from the runs' directories.
+
+    The ``timed`` among the jobs come last, one at a time, and record the time of each step.
+    """
     console = Console(highlight=False)
     already = sum(job.is_finished for job in jobs)
     if already:
         console.print(f"{already} of {len(jobs)} runs are finished already")
+    place = RunEnvironment(data_dir=options.data_dir, accelerator="cuda" if options.gpus else "auto")
+    common = {"backend": options.backend, "retry": options.retry, "gpus": options.gpus}
     try:
         with live(draw, console):
-            sweep_jobs(
-                jobs,
-                RunEnvironment(data_dir=options.data_dir, accelerator="cuda" if options.gpus else "auto"),
-                workers=options.jobs or default_workers(options.gpus),
-                backend=options.backend,
-                retry=options.retry,
-                gpus=options.gpus,
-            )
+            rest = [job for job in jobs if job not in timed]
+            sweep_jobs(rest, place, workers=options.jobs or default_workers(options.gpus), **common)
+            sweep_jobs(timed, replace(place, record_times=True), workers=1, **common)
     except KeyboardInterrupt:
         done = sum(job.is_finished for job in jobs)
         raise Interrupted(f"{done} of {len(jobs)} runs are finished; the same command goes on with the rest") from None

@@ -1,10 +1,12 @@
-"""The paper's tables as recipes: their runs at two scales, and the paper's own numbers beside ours."""
+"""The paper's tables and figures as recipes: their runs at two scales, and the paper's own numbers beside ours."""
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -16,23 +18,38 @@ from sparsesam.lab.experiment.sweep import Job, Sweep
 
 Scale = Literal["laptop", "full"]
 Finished = dict[TrainConfig, list[dict[str, Any]]]
-_SECONDS = ("seconds_per_step", "seconds_per_epoch", "seconds_per_mask")
+#: Measures of time: of short runs that nothing else disturbs, warm, and of steps without the masks they make.
+TIMES = ("warm_seconds_per_step", "warm_seconds_per_epoch", "seconds_per_mask")
+#: Figures share their networks, under names that say what they are.
+_SHARED_DIRECTORY = "figures"
 
 
 @dataclass(frozen=True)
 class Column:
+    """``measure`` of a run's result; with ``relative_to``, that row's measure divided by it."""
+
     label: str
     measure: str
     settings: Mapping[str, Any]
+    relative_to: str | None = None
+
+    @property
+    def is_timed(self) -> bool:
+        return self.measure in TIMES
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Ours: mean, sample standard deviation (None for one seed) and number of seeds; None before any is finished."""
+    """Ours: mean, sample standard deviation (None for one seed) and number of seeds; None before any is finished.
+
+    ``values`` are the seeds' own.
+    """
 
     mean: float
     spread: float | None
     seeds: int
+    kind: Literal["share", "seconds", "speed"] = "share"
+    values: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -43,16 +60,50 @@ class Recipe:
     title: str
     content: Mapping[str, Any]
 
+    @property
+    def place(self) -> str:
+        """Its number in the paper, such as "Table 4"."""
+        return str(self.content["place"])
+
+    @property
+    def names(self) -> list[str]:
+        """Everything it answers to."""
+        return [self.label, *self.content.get("aliases", [])]
+
+    @property
+    def notes(self) -> list[str]:
+        return list(self.content.get("notes", []))
+
+    @property
+    def figure(self) -> str | None:
+        """The drawing that it ends in; None for a table alone."""
+        return self.content.get("figure")
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether the paper prints numbers that ours can stand beside."""
+        return any(self.paper(row) for row in self.rows("full"))
+
     def columns(self, scale: Scale) -> list[Column]:
         shared = self.content[scale].get("settings", {})
         columns = []
         for label, own in self.content[scale]["columns"].items():
             settings = {**shared, **own}
-            columns.append(Column(label, settings.pop("measure", "test_accuracy"), settings))
+            measure, relative_to = settings.pop("measure", "test_accuracy"), settings.pop("relative_to", None)
+            columns.append(Column(label, measure, settings, relative_to))
         return columns
 
     def rows(self, scale: Scale) -> list[str]:
         return list(self.content[scale].get("rows", self.content["rows"]))
+
+    def cells(self, scale: Scale) -> list[tuple[str, Column]]:
+        """Every row and column that is there; the paper has no numbers for some."""
+        return [
+            (row, column)
+            for row in self.rows(scale)
+            for column in self.columns(scale)
+            if column.label not in self.content["rows"][row].get("without", [])
+        ]
 
     def paper(self, row: str) -> list[float]:
         return list(self.content["rows"][row]["paper"])
@@ -64,53 +115,114 @@ class Recipe:
             values["weight_decay"] = sgd_weight_decay
         return from_mapping(TrainConfig, {**values, **overrides})
 
+    def check_overrides(self, scale: Scale, overrides: Mapping[str, Any]) -> None:
+        """ValueError for a setting that rows or columns vary: one run would be printed in several cells."""
+        for name in overrides:
+            if name == "seed":
+                raise ValueError("--set must leave seed alone; --seeds says how many there are")
+            values = self.varied(scale).get(name)
+            if values is not None:
+                shown = ", ".join(str(value) for value in values[:6]) + (", …" if len(values) > 6 else "")
+                raise ValueError(
+                    f"--set must leave {name} alone: the runs of {self.label} differ in it ({shown}), and would be one "
+                    f"run in several cells; `sparsesam train --{name.replace('_', '-')} …` makes a run of your own"
+                )
+
+    def varied(self, scale: Scale) -> dict[str, list[Any]]:
+        """The settings that runs of the table differ in, with their values; runs for times are apart."""
+        groups = [
+            [self.config(row, column, {}) for row, column in self.cells(scale) if column.is_timed is timed]
+            for timed in (False, True)
+        ]
+        found = {}
+        for name in TrainConfig.__dataclass_fields__:
+            values = [list(dict.fromkeys(getattr(config, name) for config in group)) for group in groups]
+            if any(len(one) > 1 for one in values):
+                found[name] = list(dict.fromkeys(value for one in values for value in one))
+        return found
+
     def sweep(self, scale: Scale, seeds: Sequence[int], overrides: Mapping[str, Any]) -> Sweep:
         """All runs; columns that only measure something else of the same runs add none."""
         variants: dict[str, TrainConfig] = {}
-        for row in self.rows(scale):
-            for column in self.columns(scale):
-                config = self.config(row, column, overrides)
-                if config not in variants.values():
-                    variants[f"{row}, {column.label}"] = config
+        for row, column in self.cells(scale):
+            config = self.config(row, column, overrides)
+            if config not in variants.values():
+                variants[f"{row}, {column.label}"] = config
         return Sweep(f"{self.title} ({scale})", variants, seeds)
 
+    def timed(self, scale: Scale, overrides: Mapping[str, Any]) -> set[TrainConfig]:
+        """The runs whose time is measured, with seed 0."""
+        return {self.config(row, column, overrides) for row, column in self.cells(scale) if column.is_timed}
+
     def cell(self, row: str, column: Column, finished: Finished, overrides: Mapping[str, Any]) -> Cell | None:
-        results = finished.get(replace(self.config(row, column, overrides), seed=0), [])
-        values = [result[column.measure] for result in results if result[column.measure] is not None]
+        values = self._values(row, column, finished, overrides)
+        if column.relative_to is not None:
+            reference = self._values(column.relative_to, column, finished, overrides)
+            values = {seed: reference[seed] / value for seed, value in values.items() if seed in reference}
         if not values:
             return None
-        return Cell(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+        kind: Literal["share", "seconds", "speed"]
+        kind = "speed" if column.relative_to is not None else "seconds" if column.is_timed else "share"
+        numbers = list(values.values())
+        spread = statistics.stdev(numbers) if len(numbers) > 1 else None
+        return Cell(statistics.fmean(numbers), spread, len(numbers), kind, values)
+
+    def _values(self, row: str, column: Column, finished: Finished, overrides: Mapping[str, Any]) -> dict[int, float]:
+        results = finished.get(replace(self.config(row, column, overrides), seed=0), [])
+        found = {result.get("seed", place): result[column.measure] for place, result in enumerate(results)}
+        return {seed: value for seed, value in found.items() if value is not None}
 
 
 def finished_results(jobs: Sequence[Job]) -> Finished:
-    """The results there are, by config with seed 0."""
+    """The results there are, each with its seed, by config with seed 0."""
     found: Finished = {}
     for job in jobs:
         if (result := job.result) is not None:
-            found.setdefault(replace(job.config, seed=0), []).append(result)
+            found.setdefault(replace(job.config, seed=0), []).append({**result, "seed": job.config.seed})
     return found
 
 
+@cache
 def recipes() -> dict[str, Recipe]:
     content = yaml.safe_load((resources.files("sparsesam.lab.experiment") / "paper.yaml").read_text())
     return {label: Recipe(label, one["title"], one) for label, one in content["recipes"].items()}
 
 
-def recipe(label: str) -> Recipe:
-    known = recipes()
-    if label not in known:
-        raise ValueError(f"unknown table {label!r}; {nearest(label, known)} `sparsesam paper list` lists all")
-    return known[label]
+def recipe(name: str) -> Recipe:
+    """By its label in the paper, also with LaTeX's prefix, by another name, or by its number: "figure 7"."""
+    plain = _plain(name)
+    known = {_plain(one): found for found in recipes().values() for one in (*found.names, found.place)}
+    if plain not in known:
+        names = [one for found in recipes().values() for one in found.names]
+        raise ValueError(f"unknown table or figure {name!r}; {nearest(name, names)} `sparsesam paper list` lists all")
+    return known[plain]
 
 
-def default_out(label: str, scale: Scale) -> Path:
-    return Path("runs") / "paper" / label / scale
+def _plain(name: str) -> str:
+    plain = re.sub(r"[\s_.]+", "-", name.strip().lower())
+    plain = re.sub(r"^(fig|figure|tab|table):", "", plain)
+    return re.sub(
+        r"^(fig|figure|tab|table)-*(\d+)$", lambda found: f"{found[1].replace('ure', '')[:3]}-{found[2]}", plain
+    )
 
 
-def show_ours(cell: Cell | None, measure: str) -> str:
-    """Accuracies in percent, times in seconds."""
+def default_out(chosen: Recipe, scale: Scale) -> Path:
+    is_shared = chosen.figure is not None and not chosen.has_numbers
+    return Path("runs") / "paper" / (_SHARED_DIRECTORY if is_shared else chosen.label) / scale
+
+
+def show_ours(cell: Cell | None) -> str:
+    """Accuracies in percent, times in seconds, speeds as factors; ± is the sample standard deviation."""
     if cell is None:
         return "–"
-    if measure in _SECONDS:
+    if cell.kind == "seconds":
         return f"{cell.mean:.3g}" + ("" if cell.spread is None else f" ± {cell.spread:.2g}")
+    if cell.kind == "speed":
+        return f"×{cell.mean:.2f}" + ("" if cell.spread is None else f" ± {cell.spread:.2f}")
     return f"{100 * cell.mean:.2f}" + ("" if cell.spread is None else f" ± {100 * cell.spread:.2f}")
+
+
+def show_theirs(number: float | None, column: Column) -> str:
+    if number is None:
+        return "–"
+    return f"×{number:g}" if column.relative_to is not None else f"{number:.2f}"

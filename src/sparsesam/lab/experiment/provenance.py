@@ -25,6 +25,7 @@ def provenance() -> dict[str, str | int | None]:
         "numpy": np.__version__,
         "machine": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": torch.get_num_threads(),
     }
 

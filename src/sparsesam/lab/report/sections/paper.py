@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparsesam.lab.experiment.config import TrainConfig, from_mapping, names_of
-from sparsesam.lab.experiment.paper import Finished, Recipe, Scale, recipes, show_ours
+from sparsesam.lab.experiment.paper import Finished, Recipe, Scale, recipes, show_ours, show_theirs
 from sparsesam.lab.report.names import plural, setting_name
 from sparsesam.lab.report.read_run import Run
 from sparsesam.lab.report.section import Cell, ReportData, Section, Table, cells, value
@@ -19,7 +19,7 @@ def build(material: ReportData) -> Section:
     tables = [
         table
         for recipe in recipes().values()
-        if any(recipe.paper(row) for row in recipe.rows("full"))
+        if recipe.has_numbers
         for scale in _SCALES
         if (table := _table(recipe, scale, configs)) is not None
     ]
@@ -48,19 +48,15 @@ def _table(recipe: Recipe, scale: Scale, configs: list[tuple[Run, TrainConfig]])
     for run, config in here or configs:
         if run.status == "finished":
             finished.setdefault(config, []).append({one.measure: run.measured(one.measure) for one in ours})
-    planned = [(row, column) for row in recipe.rows(scale) for column in ours]
     # The first cell without a run ends the search: most tables are not these runs'.
-    if not here and not all(recipe.cell(row, column, finished, {}) for row, column in planned):
+    if not here and not all(recipe.cell(row, column, finished, {}) for row, column in recipe.cells(scale)):
         return None
     found = [[recipe.cell(row, column, finished, overrides) for column in ours] for row in recipe.rows(scale)]
     rows: list[list[Cell]] = []
     for row, line in zip(recipe.rows(scale), found, strict=True):
-        own = [
-            value(cell.mean if cell else None, show_ours(cell, column.measure))
-            for cell, column in zip(line, ours, strict=True)
-        ]
+        own = [value(cell.mean if cell else None, show_ours(cell)) for cell in line]
         printed = recipe.paper(row) + [None] * (len(theirs) - len(recipe.paper(row)))
-        paper = [value(one, "–" if one is None else f"{one:.2f}") for one in printed]
+        paper = [value(one, show_theirs(one, column)) for one, column in zip(printed, theirs, strict=True)]
         seeds = max((cell.seeds for cell in line if cell), default=0)
         rows.append(cells(row, *own, *paper, value(seeds, str(seeds))))
     columns = ["", *(f"ours: {one.label}" for one in ours), *(f"paper: {one.label}" for one in theirs), "our seeds"]
@@ -71,7 +67,7 @@ def _overrides(recipe: Recipe, scale: Scale, configs: list[TrainConfig]) -> dict
     """What `paper run --set` changed: settings that the table never varies, and all its runs have in common."""
     if not configs:
         return {}
-    cells_ = [recipe.config(row, column, {}) for row in recipe.rows(scale) for column in recipe.columns(scale)]
+    cells_ = [recipe.config(row, column, {}) for row, column in recipe.cells(scale)]
     changed = {}
     for name in names_of(TrainConfig):
         planned, ran = {getattr(one, name) for one in cells_}, {getattr(one, name) for one in configs}

@@ -1,0 +1,1 @@
+"""What ``sparsesam paper`` does with the recipes: dry runs, tables, figures, and where each setting comes from."""

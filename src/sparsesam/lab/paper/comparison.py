@@ -1,0 +1,146 @@
+"""The table in the terminal: ours beside the paper's, and in words what may be read from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from sparsesam.lab.experiment.interval import differ, half_width
+from sparsesam.lab.experiment.paper import Cell, Column, Recipe, Scale, finished_results, show_theirs
+from sparsesam.lab.experiment.run_directory import RunDirectory
+from sparsesam.lab.experiment.sweep import Job
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A recipe's runs as far as they are finished."""
+
+    recipe: Recipe
+    scale: Scale
+    jobs: Sequence[Job]
+    overrides: Mapping[str, Any]
+
+    def table(self) -> Table:
+        """Ours, the mean over the seeds with its 95 % interval, and beside it the paper's."""
+        recipe, scale, cells = self.recipe, self.scale, self._cells()
+        columns, theirs = recipe.columns(scale), recipe.columns("full") if recipe.has_numbers else []
+        done = sum(job.is_finished for job in self.jobs)
+        drawn = Table(title=f"{recipe.place}: {recipe.title}", caption=f"{done} of {len(self.jobs)} runs")
+        drawn.add_column("")
+        for column in columns:
+            drawn.add_column(f"ours\n{column.label}", justify="right")
+        for column in theirs:
+            drawn.add_column(f"paper\n{column.label}", justify="right")
+        for row in recipe.rows(scale):
+            printed = [*recipe.paper(row), *[None] * len(theirs)]
+            drawn.add_row(
+                row,
+                *(show_interval(cells.get((row, column.label))) for column in columns),
+                *(show_theirs(number, column) for number, column in zip(printed, theirs, strict=False)),
+            )
+        return drawn
+
+    def sentences(self) -> list[str]:
+        """What the table does not show: what ran, where, and what cannot be concluded from it."""
+        return [*self._what_ran(), *self._where(), *self._told_apart()]
+
+    def _what_ran(self) -> list[str]:
+        configs = [job.config for job in self.jobs]
+        trained = ", ".join(dict.fromkeys(f"{one.model} on {one.dataset}" for one in configs))
+        said = [f"Ours: {trained}; {self.scale} scale."]
+        if self.overrides:
+            changed = ", ".join(f"{name}={value}" for name, value in self.overrides.items())
+            said.append(f"Overridden by --set in every run: {changed}. These are not the recipe's own settings.")
+        if self.scale == "laptop":
+            noise = sorted({one.label_noise for one in configs if one.label_noise})
+            if noise:
+                shares = " or ".join(f"{share:.0%}" for share in noise)
+                said.append(f"{shares} of the training labels are wrong; the test labels are clean.")
+            said.append("Another network and other data than the paper's: compare rows, not values.")
+        return [*said, *self.recipe.notes, *self._times()]
+
+    def _times(self) -> list[str]:
+        if not any(column.is_timed for column in self.recipe.columns(self.scale)):
+            return []
+        return [
+            "Times are of short runs of their own, with no other run of this table beside them: medians over the steps "
+            "after the first five, without the masks they make and the loading of images; of masks, medians without "
+            "the first."
+        ]
+
+    def _where(self) -> list[str]:
+        """The machines, and the number of seeds behind each mean."""
+        machines = dict.fromkeys(_machine(job) for job in self.jobs if job.is_finished)
+        seeds = sorted({cell.seeds for cell in self._cells().values()})
+        if not seeds:
+            return []
+        count = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
+        intervals = "brackets hold the 95 % interval of the mean (Student's t)"
+        if seeds[-1] == 1:
+            intervals = "one seed has no interval"
+        return [f"On {'; '.join(machines)}. {count} seed(s) for each number; {intervals}."]
+
+    def _told_apart(self) -> list[str]:
+        """For each column the rows that the seeds cannot tell from the best."""
+        said, cells = [], self._cells()
+        for column in self.recipe.columns(self.scale):
+            if column.relative_to is not None:
+                continue
+            found = {
+                row: cells[row, column.label] for row in self.recipe.rows(self.scale) if (row, column.label) in cells
+            }
+            if len(found) > 1:
+                said.append(_best_of(column, found))
+        return said
+
+    def _cells(self) -> dict[tuple[str, str], Cell]:
+        finished = finished_results(self.jobs)
+        found = {
+            (row, column.label): self.recipe.cell(row, column, finished, self.overrides)
+            for row, column in self.recipe.cells(self.scale)
+        }
+        return {place: cell for place, cell in found.items() if cell is not None}
+
+
+def _best_of(column: Column, found: Mapping[str, Cell]) -> str:
+    order = sorted(found, key=lambda row: found[row].mean, reverse=not column.is_timed)
+    best, others = order[0], order[1:]
+    apart = {row: differ(found[best].values, found[row].values) for row in others}
+    if any(told is None for told in apart.values()):
+        return f"{column.label}: one seed cannot tell rows apart; --seeds 3 or more can."
+    alike = [row for row in others if not apart[row]]
+    what = "fastest" if column.is_timed else "best"
+    if not alike:
+        return f"{column.label}: {best} is {what}, and every other row is told apart from it."
+    if len(alike) == len(others):
+        return f"{column.label}: {best} is {what}, but no row can be told apart from it with these seeds."
+    return f"{column.label}: {best} is {what}, but cannot be told apart from {_listed(alike)} with these seeds."
+
+
+def _listed(rows: Sequence[str]) -> str:
+    return rows[0] if len(rows) == 1 else f"{'; '.join(rows[:-1])} and {rows[-1]}"
+
+
+def show_interval(cell: Cell | None) -> str:
+    """A mean and its 95 % interval: percentages, seconds or factors."""
+    if cell is None:
+        return "–"
+    scale, form = {"share": (100.0, ".2f"), "seconds": (1.0, ".3g"), "speed": (1.0, ".2f")}[cell.kind]
+    sign = "×" if cell.kind == "speed" else ""
+    text = f"{sign}{scale * cell.mean:{form}}"
+    width = half_width(list(cell.values.values()))
+    if width is None:
+        return text
+    return f"{text} ({scale * (cell.mean - width):{form}} to {scale * (cell.mean + width):{form}})"
+
+
+def _machine(job: Job) -> str:
+    origin = json.loads(RunDirectory(job.directory).result.read_text()).get("provenance", {})
+    threads = origin.get("threads")
+    parts = [origin.get("gpu"), origin.get("cpu"), f"{threads} thread(s)" if threads else None]
+    parts.append(f"torch {origin['torch']}" if "torch" in origin else None)
+    return ", ".join(str(part) for part in parts if part) or "an unknown machine"

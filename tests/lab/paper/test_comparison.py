@@ -1,0 +1,59 @@
+import pytest
+
+from sparsesam.lab.paper.comparison import Comparison
+from tests.lab.experiment.test_paper import results_of
+
+SEEDS = {("sgd", seed): 0.8 + 0.01 * seed for seed in range(3)}
+APART = {("sam", seed): 0.9 + 0.011 * seed for seed in range(3)}
+ALIKE = {("ssam-random", seed): value for seed, value in enumerate((0.93, 0.88, 0.91))}
+
+
+def compared(tmp_path, values, label="mask-strategy", measure="test_accuracy", **settings):
+    one, jobs = results_of(tmp_path, label, values, measure, settings)
+    return Comparison(one, "laptop", jobs, settings)
+
+
+def test_ours_with_an_interval_beside_the_paper_s(tmp_path):
+    drawn = compared(tmp_path, SEEDS | APART).table()
+    assert drawn.title.startswith("Table 9")
+    assert list(drawn.columns[1].cells)[:3] == ["81.00 (78.52 to 83.48)", "91.10 (88.37 to 93.83)", "–"]
+    assert list(drawn.columns[2].cells)[:3] == ["76.67", "77.25", "77.08"]
+    assert drawn.caption == "6 of 21 runs"
+
+
+def test_what_was_overridden_and_what_the_laptop_changes_is_said(tmp_path):
+    words = " ".join(compared(tmp_path, SEEDS, epochs=2).sentences())
+    assert "Overridden by --set in every run: epochs=2." in words
+    assert "30% of the training labels are wrong" in words
+    assert "compare rows, not values" in words
+    assert "On a CPU, 1 thread(s), torch 2.x. 3 seed(s) for each number" in words
+    assert "Overridden" not in " ".join(compared(tmp_path / "other", {}).sentences())
+
+
+def test_rows_that_the_seeds_cannot_tell_apart_are_named(tmp_path):
+    (sentence,) = [one for one in compared(tmp_path, SEEDS | APART | ALIKE).sentences() if one.startswith("digits")]
+    assert sentence == ("digits: SAM is best, but cannot be told apart from SSAM-F random mask with these seeds.")
+
+
+def test_rows_that_are_all_apart_are_said_to_be(tmp_path):
+    (sentence,) = [one for one in compared(tmp_path, SEEDS | APART).sentences() if one.startswith("digits")]
+    assert sentence == "digits: SAM is best, and every other row is told apart from it."
+
+
+def test_one_seed_tells_nothing_apart(tmp_path):
+    told = compared(tmp_path, {("sgd", 0): 0.8, ("sam", 0): 0.9}).sentences()
+    assert any("one seed cannot tell rows apart" in one for one in told)
+    assert any("one seed has no interval" in one for one in told)
+
+
+def test_times_say_how_they_were_measured(tmp_path):
+    values = {("sam", 0): 3.0, ("ssam-f", 0): 1.5}
+    told = compared(tmp_path, values, "nm_vit", "warm_seconds_per_step")
+    assert any(one.startswith("Times are of short runs of their own") for one in told.sentences())
+    assert list(told.table().columns[2].cells) == ["×1.00", "×2.00", "×2.00"]
+    assert list(told.table().columns[4].cells) == ["×1", "×1.2", "×1.2"]
+
+
+@pytest.mark.parametrize("label", ["cifar_structure", "vgg_cifar", "nm_vit"])
+def test_what_the_text_leaves_open_is_said(tmp_path, label):
+    assert any("text" in one for one in compared(tmp_path, {}, label).sentences())
