@@ -162,11 +162,12 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing():
     opt = make("ssam-d", model)
     run(model, opt, range(2))
     saved = opt.state_dict()
-    saved["sparsesam"]["mask"]["masks"]["0.weight"]["shape"] = [1, 2]
+    saved["state"][0]["sparsesam_mask"] = torch.ones(1, 2, dtype=torch.bool)
     before = {name: mask.clone() for name, mask in opt.masks.items()}
     with pytest.raises(ValueError, match=r"0\.weight"):
         opt.load_state_dict(saved)
-    saved = {**opt.state_dict(), "sparsesam": {"version": 99}}
+    saved = opt.state_dict()
+    saved["param_groups"][0]["sparsesam"]["version"] = 99
     with pytest.raises(ValueError, match="version"):
         opt.load_state_dict(saved)
     assert all(torch.equal(before[name], mask) for name, mask in opt.masks.items())

@@ -18,8 +18,8 @@ from sparsesam.ascent.explicit import Perturbation
 from sparsesam.ascent.extrapolation import Extrapolation
 from sparsesam.ascent.momentum import require_momentum_setting
 from sparsesam.ascent.rng import RNGState
+from sparsesam.ascent.saved_entries import dense_entries, kept_in
 from sparsesam.ascent.statistics import versions
-from sparsesam.ascent.tensors import map_tensors
 from sparsesam.ascent_schedule import StepKind
 from sparsesam.closures import run_closure
 from sparsesam.masks.mask import MaskRule
@@ -28,9 +28,9 @@ from sparsesam.parameters import gradients_of, named, option_keys, require_gradi
 from sparsesam.settings import Settings
 from sparsesam.step import Phase, Step
 from sparsesam.step_context import Counters, StepContext
-from sparsesam.wrapper import OptimizerWrapper
+from sparsesam.wrapper import OptimizerWrapper, OwnTensors
 
-_CHECKPOINT_VERSION = 1
+_CHECKPOINT_VERSION = 2
 
 
 class SharpnessAware(OptimizerWrapper):
@@ -132,6 +132,9 @@ class SharpnessAware(OptimizerWrapper):
         if self.in_second_pass:
             raise RuntimeError("step() inside perturbed() would update the weights at w + e; call it after the block")
         if closure is None:
+            if self._step is None and self._only_makes_state():
+                self.base.step()
+                return None
             if self._step is None or self._step.phase is not Phase.READY:
                 raise RuntimeError(
                     "step() needs a gradient at w + e: pass a closure, or run the second pass in "
@@ -226,32 +229,38 @@ class SharpnessAware(OptimizerWrapper):
 
     # ---- checkpoints and copies --------------------------------------------------------------------------
 
-    def _own_state(self) -> dict[str, Any]:
-        return {
-            **asdict(self._context.counters),
-            "version": _CHECKPOINT_VERSION,
-            "mask": self._context.masks.state_dict(),
-            "last_perturbation": dict(self._context.perturbation.last),
-            "last_update": dict(self._context.extrapolation.updates),
-        }
+    def _own_state(self) -> tuple[dict[str, Any], OwnTensors]:
+        context, parameters = self._context, {one.name: one.parameter for one in self._perturbed_params()}
+        values, masks = context.masks.state_dict(parameters)
+        kept = {"last": context.perturbation.last, "update": context.extrapolation.updates}
+        own = {**asdict(context.counters), "version": _CHECKPOINT_VERSION, "mask": values}
+        own |= {kind: list(entries) for kind, entries in kept.items()}
+        tensors = {"mask": masks}
+        if self.settings.schedule.off_steps == "reuse":
+            tensors["last"] = dense_entries(kept["last"], context.masks.masks, parameters)
+        if self.settings.ascent == "extrapolation":
+            tensors["update"] = dense_entries(kept["update"], context.masks.masks, parameters)
+        return own, tensors
 
-    def _check_own_state(self, own: dict[str, Any]) -> None:
+    def _check_own_state(self, own: dict[str, Any], tensors: OwnTensors) -> None:
         if own.get("version") != _CHECKPOINT_VERSION:
             raise ValueError(
-                f"state_dict['sparsesam'] must be of version {_CHECKPOINT_VERSION}, got {own.get('version')}; "
+                f"the checkpoint must be of version {_CHECKPOINT_VERSION}, got {own.get('version')}; "
                 "load it with the sparsesam that wrote it"
             )
-        self._context.masks.check_state_dict(own["mask"], self.model)
+        self._context.masks.check_state_dict(own["mask"], tensors.get("mask", {}), self.model)
 
-    def _load_own_state(self, own: dict[str, Any] | None) -> None:
+    def _load_own_state(self, own: dict[str, Any] | None, tensors: OwnTensors) -> None:
         if own is None:
             self._start(MaskState(self.mask), Counters())
             return
+        devices = {name: parameter.device for parameter, name in self._names.items()}
+        here = {kind: {n: t.to(devices[n]) for n, t in of.items() if n in devices} for kind, of in tensors.items()}
         masks = self._context.masks
-        masks.load_state_dict(own["mask"], self.model)
+        masks.load_state_dict(own["mask"], here.get("mask", {}))
         counters = Counters(**{key: own[key] for key in asdict(self._context.counters)})
-        last, update = own["last_perturbation"], own.get("last_update", {})
-        self._start(masks, counters, map_tensors(Tensor.clone, last), map_tensors(Tensor.clone, update))
+        kept = [kept_in(here.get(kind, {}), own[kind], masks.masks) for kind in ("last", "update")]
+        self._start(masks, counters, *kept)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.in_second_pass:
@@ -276,8 +285,6 @@ class SharpnessAware(OptimizerWrapper):
         last_update: dict[str, Tensor] | None = None,
     ) -> None:
         """Everything that belongs to one process: a copy or a loaded checkpoint begins here too."""
-        devices = {name: parameter.device for parameter, name in self._names.items()}
-        update = {name: one.to(devices[name]) for name, one in (last_update or {}).items() if name in devices}
         wrapped = None if self._wrapped is None else self._wrapped()
         self._step = None
         self._context = StepContext(
@@ -288,7 +295,7 @@ class SharpnessAware(OptimizerWrapper):
             counters,
             Engine(self.model, wrapped or self.model, enabled=self.settings.engine),
             Perturbation(remember=self.settings.schedule.off_steps == "reuse"),
-            Extrapolation(update),
+            Extrapolation(last_update),
             RNGState(self.model.parameters()),
         )
         self._context.perturbation.last = last_perturbation or {}
@@ -304,6 +311,8 @@ class SharpnessAware(OptimizerWrapper):
         """List and check once what takes part in the coming step."""
         if self.in_second_pass:
             raise RuntimeError("a step must not begin inside perturbed(): the weights are at w + e")
+        self._check_join(self._context.engine.ddp)
+        self._context.is_joining = self._is_joining
         if self.settings.rho_schedule is not None:
             rho = option_keys(self.base)["rho"]
             for group in self.param_groups:

@@ -105,6 +105,8 @@ class Step:
         """Why this step's first pass must compute everything."""
         if not self.climbs:
             return "the step has only one pass"
+        if self.context.is_joining:
+            return "within Join, ranks that are out of inputs answer only the collectives of a whole backward"
         if self.context.refresh_due(self.params):
             return "the mask is made anew in this step, from its gradients"
         return None

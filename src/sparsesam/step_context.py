@@ -46,6 +46,7 @@ class StepContext:
     perturbation: Perturbation
     extrapolation: Extrapolation
     rng: RNGState
+    is_joining: bool = False  # within torch's Join, where ranks answer no collectives but those of DDP
     _warned: set[str] = field(default_factory=set)
 
     def masks_of(self, params: Sequence[PerturbedParam]) -> dict[str, PackedMask | None]:
@@ -73,7 +74,9 @@ class StepContext:
                 directions=self.directions(params),
                 previous=self.masks.masks,
                 batch=batch,
-            )
+            ),
+            group=None if self.engine.ddp is None else self.engine.ddp.process_group,
+            is_joining=self.is_joining,
         )
         self.perturbation.forget()
         after = self.masks_of(params)

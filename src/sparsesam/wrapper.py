@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from sparsesam.parameters import PerturbedParam, check_base, check_group, named, option_keys, perturbed_params, unwrap
+from sparsesam.distributed import StateJoinHook, is_joining, refuse_fsdp1
+from sparsesam.parameters import (
+    PerturbedParam,
+    check_base,
+    check_group,
+    gradients_of,
+    named,
+    option_keys,
+    perturbed_params,
+    unwrap,
+)
+
+#: Where a checkpoint holds what is ours: values in the first parameter group, under this key, and tensors in the
+#: parameters' state, under keys that begin with it. torch.distributed.checkpoint keeps nothing else.
+OWN = "sparsesam"
+
+#: By kind (such as "mask") and parameter name.
+OwnTensors = dict[str, dict[str, Tensor]]
 
 
-class OptimizerWrapper(Optimizer):
+class OptimizerWrapper(Optimizer, Joinable):
     """Around any optimizer, with options of its own in the parameter groups and state of its own in checkpoints.
 
     ``param_groups`` and ``state`` are the base optimizer's own, so a scheduler may drive either of the two.
@@ -27,22 +49,34 @@ class OptimizerWrapper(Optimizer):
         self.model = unwrap(model)
         keys = option_keys(base)
         self.defaults = {**base.defaults, **{keys[option]: value for option, value in options.items()}}
-        super().__setstate__({})  # torch's own hooks; its __init__ would make a second set of parameter groups
+        OptimizerWrapper.__setstate__(
+            self, {}
+        )  # torch's own hooks; its __init__ would make a second set of parameter groups
         for group in base.param_groups:
             self._complete(group)
+        self._keep_place()
         self._names = named(self.model, base)
+        refuse_fsdp1(self._names)
 
     @abstractmethod
-    def _own_state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the base optimizer's state."""
+    def _own_state(self) -> tuple[dict[str, Any], OwnTensors]:
+        """What a checkpoint holds beside the base optimizer's state: plain values, and tensors like the parameters.
+
+        Which tensors there are must not depend on the steps taken: torch.distributed.checkpoint loads into what it
+        finds.
+        """
 
     @abstractmethod
-    def _check_own_state(self, own: dict[str, Any]) -> None:
+    def _check_own_state(self, own: dict[str, Any], tensors: OwnTensors) -> None:
         """Refuse a state that does not fit, before anything changes."""
 
     @abstractmethod
-    def _load_own_state(self, own: dict[str, Any] | None) -> None:
+    def _load_own_state(self, own: dict[str, Any] | None, tensors: OwnTensors) -> None:
         """Take over a checked state; None: the checkpoint was the bare base optimizer's."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Optimizer.__setstate__(self, state)
+        Joinable.__init__(self)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -79,10 +113,12 @@ class OptimizerWrapper(Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """The base optimizer's checkpoint with one more entry, ``"sparsesam"``; safe for ``weights_only=True``."""
+        """The base optimizer's checkpoint with our values and tensors in it; safe for ``weights_only=True``."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        state = {**self.base.state_dict(), "sparsesam": self._own_state()}
+        values, tensors = self._own_state()
+        names = [self._names[parameter] for group in self.param_groups for parameter in group["params"]]
+        state = _with_own(self.base.state_dict(), {**values, "names": names}, tensors)
         for after in self._optimizer_state_dict_post_hooks.values():
             state = after(self, state) or state
         return state
@@ -92,30 +128,70 @@ class OptimizerWrapper(Optimizer):
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        own = state_dict.pop("sparsesam", None)
+        plain, own, tensors = split_own(state_dict)
         if own is None:
             warnings.warn(
                 "the checkpoint is of a bare base optimizer: its state is loaded, step counters and masks start anew",
                 stacklevel=2,
             )
         else:
-            self._check_own_state(own)
+            self._check_own_state(own, tensors)
         # A scheduled rho begins again where it began.
         keys = option_keys(self.base).values()
         options = [{key: group.get(f"initial_{key}", group[key]) for key in keys} for group in self.param_groups]
-        self.base.load_state_dict(state_dict)
+        self.base.load_state_dict(plain)
         for group, mine in zip(self.param_groups, options, strict=True):
             for key, value in mine.items():
                 group.setdefault(key, value)
+        self._keep_place()
         self._names = named(self.model, self.base)
-        self._load_own_state(own)
+        self._load_own_state(own, tensors)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
+
+    def _keep_place(self) -> None:
+        """torch's flattened state dicts load only the keys that they find in the groups."""
+        if self.base.param_groups:
+            self.base.param_groups[0].setdefault(OWN, None)
+
+    def _only_makes_state(self) -> bool:
+        """Whether a step is the one by which torch.distributed.checkpoint has the base optimizer make its state.
+
+        It sets every learning rate and every gradient to zero, so that nothing moves.
+        """
+        rates = [float(group["lr"]) for group in self.param_groups if "lr" in group]
+        still = not self.base.state and bool(rates) and not any(rates)
+        return still and all(not bool(gradient.any()) for gradient in gradients_of(self.base))
+
+    # ---- torch.distributed.algorithms.Join ---------------------------------------------------------------
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        return StateJoinHook(self, self.join_process_group)
+
+    @property
+    def join_device(self) -> torch.device:
+        return next(iter(self._names)).device
+
+    @property
+    def join_process_group(self) -> Any:
+        return dist.group.WORLD
+
+    @property
+    def _is_joining(self) -> bool:
+        return bool(self._join_config.enable)
+
+    def _check_join(self, ddp: DistributedDataParallel | None) -> None:
+        """Ranks that stop early must take over counters and masks, or later refreshes would wait for them forever."""
+        if is_joining(ddp) and not self._is_joining:
+            raise RuntimeError("Join must have the optimizer too: write `with Join([model, opt]):`")
+        if self._is_joining and self._join_config.is_first_joinable:
+            raise RuntimeError("Join must have the model first: write `with Join([model, opt]):`")
 
     def _perturbed_params(self) -> list[PerturbedParam]:
         """The parameters that take part in an ascent now, their groups completed and checked."""
         for group in self.param_groups:
             self._complete(group)
+        refuse_fsdp1(self._names)
         if any(parameter not in self._names for group in self.param_groups for parameter in group["params"]):
             self._names = named(self.model, self.base)
         return list(perturbed_params(self.base, self._names))
@@ -125,3 +201,30 @@ class OptimizerWrapper(Optimizer):
         for key in keys.values():
             group.setdefault(key, self.defaults[key])
         check_group(group, keys)
+
+
+def split_own(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None, OwnTensors]:
+    """The base optimizer's part of a checkpoint, our values (None: there are none) and our tensors."""
+    groups = [dict(group) for group in state_dict["param_groups"]]
+    state = {key: dict(entries) for key, entries in state_dict["state"].items()}
+    own = groups[0].pop(OWN, None) if groups else None
+    tensors: OwnTensors = {}
+    if own is not None:
+        places = itertools.chain.from_iterable(group["params"] for group in groups)
+        for place, name in zip(places, own["names"], strict=True):
+            for key in [key for key in state.get(place, {}) if key.startswith(f"{OWN}_")]:
+                tensors.setdefault(key.removeprefix(f"{OWN}_"), {})[name] = state[place].pop(key)
+        state = {place: entries for place, entries in state.items() if entries}
+    return {**state_dict, "state": state, "param_groups": groups}, own, tensors
+
+
+def _with_own(state_dict: dict[str, Any], values: dict[str, Any], tensors: OwnTensors) -> dict[str, Any]:
+    groups = [dict(group) for group in state_dict["param_groups"]]
+    state = {key: dict(entries) for key, entries in state_dict["state"].items()}
+    groups[0][OWN] = values
+    places = itertools.chain.from_iterable(group["params"] for group in groups)
+    for place, name in zip(places, values["names"], strict=True):
+        for kind, by_name in tensors.items():
+            if name in by_name:
+                state.setdefault(place, {})[f"{OWN}_{kind}"] = by_name[name]
+    return {**state_dict, "state": state, "param_groups": groups}

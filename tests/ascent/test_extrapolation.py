@@ -143,7 +143,7 @@ def test_weights_loaded_between_steps_do_not_count_as_an_update():
     model = cases.mlp()
     opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 50.0)
     steps_of(model, opt, range(2))
-    update = {name: u.clone() for name, u in opt.state_dict()["sparsesam"]["last_update"].items()}
+    update = {name: u.clone() for name, u in opt._context.extrapolation.updates.items()}
     model.load_state_dict(cases.mlp(seed=7).state_dict())
     here = cases.weights_of(model)
     with opt.perturbed():
@@ -173,7 +173,7 @@ def test_memory_is_kept_for_the_perturbed_entries_only():
     rule = sparsesam.random_mask(sparsity=0.75)
     opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 5.0, mask=rule)
     steps_of(model, opt, range(3))
-    kept = sum(update.numel() for update in opt.state_dict()["sparsesam"]["last_update"].values())
+    kept = sum(update.numel() for update in opt._context.extrapolation.updates.values())
     assert kept == sum(int(mask.sum()) for mask in opt.masks.values())
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch import distributed as dist
 
-from sparsesam.masks.broadcast import broadcast_masks
+from sparsesam.masks.agreement import agree_on_masks
 from sparsesam.masks.errors import NonFiniteScoreError
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.packed import PackedMask
@@ -53,7 +56,10 @@ class MaskState:
         return self.asked or self.rule.refresh.due(step, self.last_step)
 
     @torch.no_grad()
-    def refresh(self, context: ScoreContext) -> None:
+    def refresh(
+        self, context: ScoreContext, *, group: dist.ProcessGroup | None = None, is_joining: bool = False
+    ) -> None:
+        """Make the masks anew; the ranks of ``group`` compare them, but for those that are ``is_joining``."""
         if self.rule is None:
             raise RuntimeError("refresh_mask() needs a mask; SAM perturbs every weight")
         try:
@@ -69,49 +75,52 @@ class MaskState:
                 stacklevel=2,
             )
             return
-        self.masks = broadcast_masks({name: PackedMask.pack(mask) for name, mask in made.items()})
+        masks = {name: PackedMask.pack(mask) for name, mask in made.items()}
+        self.masks = masks if is_joining else agree_on_masks(masks, group)
         self.last_step = context.step
         self.asked = False
 
-    def state_dict(self) -> dict[str, Any] | None:
+    def state_dict(self, parameters: Mapping[str, Tensor]) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
+        """Plain values, and a mask for each of the parameters: zeros before the first was made."""
         if self.rule is None:
-            return None
-        masks = None
-        if self.masks is not None:
-            masks = {name: mask.state_dict() for name, mask in self.masks.items()}
-        return {
-            "masks": masks,
-            "generator": self.generator.get_state(),
+            return None, {}
+        values = {
+            "is_made": self.masks is not None,
+            # Not a tensor: torch.distributed.checkpoint takes those for shards of the model's size and device.
+            "generator": self.generator.get_state().cpu().numpy().tobytes().hex(),
             "asked": self.asked,
             "last_step": self.last_step,
             "skipped": self.skipped,
         }
+        masks = self.masks or {}
+        return values, {
+            name: masks[name].unpack(one.device) if name in masks else torch.zeros_like(one, dtype=torch.bool)
+            for name, one in parameters.items()
+        }
 
-    def check_state_dict(self, state: dict[str, Any] | None, model: nn.Module) -> None:
-        if (state is None) != (self.rule is None):
-            saved, mine = ("SAM", "SSAM") if state is None else ("SSAM", "SAM")
+    def check_state_dict(self, values: Mapping[str, Any] | None, masks: Mapping[str, Tensor], model: nn.Module) -> None:
+        """Refuse masks that are not the model's, or that got lost on the way."""
+        if (values is None) != (self.rule is None):
+            saved, mine = ("SAM", "SSAM") if values is None else ("SSAM", "SAM")
             raise ValueError(f"state_dict is of {saved}, but this optimizer is {mine}; load it into the same kind")
-        if state is not None:
-            _fitting(state["masks"], dict(model.named_parameters()))
-
-    def load_state_dict(self, state: dict[str, Any] | None, model: nn.Module) -> None:
-        if state is None:
-            return
-        self.masks = _fitting(state["masks"], dict(model.named_parameters()))
-        self.generator.set_state(state["generator"].cpu())
-        self.asked, self.last_step, self.skipped = state["asked"], state["last_step"], state["skipped"]
-
-
-def _fitting(saved: dict[str, Any] | None, parameters: dict[str, nn.Parameter]) -> dict[str, PackedMask] | None:
-    if saved is None:
-        return None
-    masks = {}
-    for name, state in saved.items():
-        mask = PackedMask.from_state_dict(state)
-        if name not in parameters or parameters[name].shape != mask.shape:
+        if values is not None and values["is_made"] and not masks:
             raise ValueError(
-                f"state_dict has a mask of shape {tuple(mask.shape)} for {name!r}, which the model does not have; "
-                "load it into the model it was saved with"
+                "state_dict says that masks were made, but holds none; with torch.distributed.checkpoint, leave "
+                "flatten_optimizer_state_dict at False"
             )
-        masks[name] = mask.to(parameters[name].device)
-    return masks
+        parameters = dict(model.named_parameters())
+        for name, mask in masks.items():
+            if name not in parameters or parameters[name].shape != mask.shape:
+                raise ValueError(
+                    f"state_dict has a mask of shape {tuple(mask.shape)} for {name!r}, which the model does not have; "
+                    "load it into the model it was saved with"
+                )
+
+    def load_state_dict(self, values: Mapping[str, Any] | None, masks: Mapping[str, Tensor]) -> None:
+        """Take over what `check_state_dict` did not refuse."""
+        if values is None:
+            return
+        self.masks = {name: PackedMask.pack(mask) for name, mask in masks.items()} if values["is_made"] else None
+        state = np.frombuffer(bytes.fromhex(values["generator"]), dtype=np.uint8)
+        self.generator.set_state(torch.from_numpy(state.copy()))
+        self.asked, self.last_step, self.skipped = values["asked"], values["last_step"], values["skipped"]

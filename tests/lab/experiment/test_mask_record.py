@@ -5,7 +5,7 @@ from sparsesam.lab.experiment import checkpoint, read_masks
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.mask_record import is_cheap, write_masks
-from sparsesam.masks.packed import PackedMask
+from sparsesam.wrapper import split_own
 from tests.lab.experiment.runs import InterruptAt, same, train
 
 SPARSE = {"optimizer": "ssam-f", "mask_steps": 3, "model": "tests.lab.inspection.networks:linear"}
@@ -22,9 +22,9 @@ def test_a_run_writes_the_mask_of_every_refresh(tmp_path):
     train(tmp_path, **SPARSE)
     snapshots = list(read_masks(tmp_path))
     assert [step for step, _ in snapshots] == [0, 3, 6, 9, 12]
-    saved = checkpoint.load(tmp_path / "last.pt")["training"]["optimizer"]["sparsesam"]["mask"]
-    assert saved["last_step"] == 12
-    assert same(snapshots[-1][1], {n: PackedMask.from_state_dict(s).unpack() for n, s in saved["masks"].items()})
+    _, own, tensors = split_own(checkpoint.load(tmp_path / "last.pt")["training"]["optimizer"])
+    assert own["mask"]["last_step"] == 12
+    assert same(snapshots[-1][1], tensors["mask"])
 
 
 @pytest.mark.parametrize("step", [1, 2, 9])

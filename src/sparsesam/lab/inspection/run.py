@@ -22,7 +22,7 @@ from sparsesam.lab.experiment.errors import CheckpointError, RunError
 from sparsesam.lab.experiment.mask_record import mask_files, read_mask_file
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.inspection.options import option
-from sparsesam.masks.packed import PackedMask
+from sparsesam.wrapper import split_own
 
 
 @dataclass(frozen=True)
@@ -208,11 +208,10 @@ def check_fits(model: nn.Module, run: Run) -> None:
 
 
 def _masks_of(content: dict[str, Any]) -> tuple[int | None, dict[str, Tensor] | None]:
-    own = (content["training"]["optimizer"].get("sparsesam") or {}).get("mask")
-    if own is None or own["masks"] is None:
+    _, own, tensors = split_own(content["training"]["optimizer"])
+    if own is None or own["mask"] is None or not own["mask"]["is_made"]:
         return None, None
-    masks = {name: PackedMask.from_state_dict(state).unpack() for name, state in own["masks"].items()}
-    return int(own["last_step"]), masks
+    return int(own["mask"]["last_step"]), tensors["mask"]
 
 
 def _sample(images: Dataset[tuple[Tensor, Tensor]], on: MeasuredOn) -> list[tuple[Tensor, Tensor]]:

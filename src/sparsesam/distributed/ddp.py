@@ -1,4 +1,4 @@
-"""What ranks must agree on: the ascent's gradient, and what the second pass leaves out."""
+"""DistributedDataParallel: the ascent's gradient, averaged or not."""
 
 from __future__ import annotations
 
@@ -11,20 +11,16 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor, without importing the slow module that defines it."""
-    return hasattr(tensor, "full_tensor")
-
-
-def is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def running_ddp(model: nn.Module) -> DistributedDataParallel | None:
     """The DistributedDataParallel whose forward runs now, if it holds the model."""
     active = getattr(DistributedDataParallel, "_active_ddp_module", None)
     holds = active is not None and any(module is model for module in active.modules())
     return active if holds else None
+
+
+def is_joining(ddp: DistributedDataParallel | None) -> bool:
+    """Whether it runs within ``Join``, where ranks that are out of inputs answer DDP's collectives and no others."""
+    return ddp is not None and bool(ddp._join_config.enable)
 
 
 @contextmanager
@@ -54,10 +50,3 @@ def average_gradients(ddp: DistributedDataParallel, parameters: Sequence[Tensor]
     for work, gradient in works:
         work.wait()
         gradient.div_(size)
-
-
-def all_agree(flag: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether the flag is set on every rank."""
-    vote = torch.tensor(int(flag), device=device)
-    dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group)
-    return bool(vote)

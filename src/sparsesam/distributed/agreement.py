@@ -1,0 +1,64 @@
+"""Whether all ranks have the same: told by hashes, so that a comparison sends eight bytes per rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+
+def is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def all_agree(flag: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether the flag is set on every rank."""
+    vote = torch.tensor(int(flag), device=device)
+    dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group)
+    return bool(vote)
+
+
+def communication_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where a tensor must be for the group's collectives."""
+    if "nccl" in str(dist.get_backend(group)):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def hash_of(parts: Iterable[Tensor | int | str]) -> int:
+    """64 bits that differ, but for a chance of 2^-64, where any of the parts does."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        if isinstance(part, Tensor):
+            digest.update(part.detach().cpu().contiguous().numpy().tobytes())
+        else:
+            digest.update(str(part).encode() + b"\0")
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def ranks_that_differ(number: int, group: dist.ProcessGroup | None = None) -> list[int]:
+    """The global ranks that do not have rank 0's number (of the group's first rank)."""
+    mine = torch.tensor([number], dtype=torch.int64, device=communication_device(group))
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyones, mine, group=group)
+    numbers = [int(one) for one in everyones]
+    ranks = dist.get_process_group_ranks(group) if group is not None else range(len(numbers))
+    return [rank for rank, one in zip(ranks, numbers, strict=True) if one != numbers[0]]
+
+
+def require_same(parts: Iterable[Tensor | int | str], what: str, group: dist.ProcessGroup | None = None) -> None:
+    """Raise RuntimeError on every rank, naming those that differ."""
+    different = ranks_that_differ(hash_of(parts), group)
+    if different:
+        raise RuntimeError(
+            f"{what} of {name_ranks(different)} differ from rank 0's; every rank must make the optimizer with the same "
+            "arguments and seed, take the same steps, and load the same checkpoint"
+        )
+
+
+def name_ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

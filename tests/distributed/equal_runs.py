@@ -1,0 +1,73 @@
+"""The same twenty steps on one process and on several: whatever the ranks, the weights must come out the same."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import sparsesam
+from tests import cases
+
+STEPS = 20
+
+
+def network(seed=0):
+    """No normalization over the batch, whose statistics would differ by rank; 3 classes do not divide by 2 or 4."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.Tanh(), nn.Conv2d(8, 6, 2), nn.Tanh(), nn.Flatten(), nn.Linear(54, 3)
+    ).double()
+
+
+def fisher(**options):
+    data = cases.images(32, torch.float64)
+    return sparsesam.fisher_mask(data, F.cross_entropy, samples=8, refresh=sparsesam.every_steps(5), **options)
+
+
+def dynamic(**options):
+    return sparsesam.dynamic_mask(refresh=sparsesam.every_steps(4), total_steps=STEPS, **options)
+
+
+RULES = {
+    "sam": lambda: None,
+    "fisher": lambda: fisher(sparsity=0.5),
+    "dynamic": lambda: dynamic(sparsity=0.5),
+    "random": lambda: sparsesam.random_mask(sparsity=0.7, refresh=sparsesam.every_steps(3)),
+    "fixed": lambda: sparsesam.fixed_mask(cases.half_masks(network())),
+    "fixed layers": lambda: sparsesam.fixed_mask("5.*"),
+    "fisher filter": lambda: fisher(sparsity=0.5, pattern="filter"),
+    "dynamic filter": lambda: dynamic(sparsity=0.5, pattern="filter"),
+    "fisher 2:4": lambda: fisher(pattern="2:4"),
+    "dynamic 2:4": lambda: dynamic(pattern="2:4"),
+}
+
+
+def optimizer(kind, model, *, base=cases.sgd, **options):
+    rule = RULES[kind]()
+    if rule is None:
+        return sparsesam.SAM(base(model), model, rho=0.1, **options)
+    return sparsesam.SSAM(base(model), model, rho=0.1, mask=rule, **options)
+
+
+def train(model, opt, share=(0, 1), steps=range(STEPS)):
+    """Steps on the given share, (rank, ranks), of each batch of sixteen."""
+    rank, ranks = share
+    for seed in steps:
+        x, y = (tensor.chunk(ranks)[rank] for tensor in cases.images(16, torch.float64, seed=seed))
+        opt.step(cases.closure_for(model, opt, x, y))
+
+
+def alone(kind, **options):
+    """Weights and masks of one process."""
+    model = network()
+    opt = optimizer(kind, model, **options)
+    train(model, opt)
+    return {name: p.detach() for name, p in model.named_parameters()}, opt.masks
+
+
+def assert_equal(found, kind, **options):
+    weights, masks = alone(kind, **options)
+    torch.testing.assert_close(found[0], weights, rtol=1e-10, atol=1e-10)
+    assert found[1].keys() == masks.keys()
+    assert all(torch.equal(found[1][name], mask) for name, mask in masks.items())
