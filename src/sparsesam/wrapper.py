@@ -49,9 +49,8 @@ class OptimizerWrapper(Optimizer, Joinable):
         self.model = unwrap(model)
         keys = option_keys(base)
         self.defaults = {**base.defaults, **{keys[option]: value for option, value in options.items()}}
-        OptimizerWrapper.__setstate__(
-            self, {}
-        )  # torch's own hooks; its __init__ would make a second set of parameter groups
+        # torch's own hooks; its __init__ would make a second set of parameter groups.
+        OptimizerWrapper.__setstate__(self, {})
         for group in base.param_groups:
             self._complete(group)
         self._keep_place()
