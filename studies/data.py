@@ -7,6 +7,7 @@ once. The test images of one are never in the other.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -36,11 +37,11 @@ def fashion_test(data_dir: Path | None) -> Splits:
 
 
 def cifar_validation(data_dir: Path | None) -> Splits:
-    return _subset(_half_size(load("cifar10", data_dir)), train=4000, validation=2000, final=False)
+    return _subset(_half_size("cifar10", data_dir), train=4000, validation=2000, final=False)
 
 
 def cifar_test(data_dir: Path | None) -> Splits:
-    return _subset(_half_size(load("cifar10", data_dir)), train=4000, validation=2000, final=True)
+    return _subset(_half_size("cifar10", data_dir), train=4000, validation=2000, final=True)
 
 
 def _digits(part: slice) -> Splits:
@@ -53,7 +54,7 @@ def _digits(part: slice) -> Splits:
 
 def _fashion(data_dir: Path | None, *, final: bool) -> Splits:
     place = data_dir or (_FASHION if _FASHION.is_dir() else None)
-    return _subset(_half_size(load("fashion-mnist", place)), train=1500, validation=2000, final=final)
+    return _subset(_half_size("fashion-mnist", place), train=1500, validation=2000, final=final)
 
 
 def _subset(whole: Splits, *, train: int, validation: int, final: bool) -> Splits:
@@ -64,8 +65,10 @@ def _subset(whole: Splits, *, train: int, validation: int, final: bool) -> Split
     return replace(whole, train=Labelled(*(tensor[chosen] for tensor in whole.train)), test=test)
 
 
-def _half_size(whole: object) -> Splits:
+@cache
+def _half_size(name: str, data_dir: Path | None) -> Splits:
     """Means of 2x2 pixels: a quarter of the work per image, so that a study has enough seeds."""
+    whole = load(name, data_dir)
     assert isinstance(whole, Splits)
     return replace(
         whole,

@@ -53,7 +53,7 @@ class Task:
     def tuning(self, method: str) -> list[Job]:
         name, values = self.axis(method)
         return [
-            self._job(method, "tune", {name: value, "seed": seed})
+            self.job(method, "tune", {name: value, "seed": seed})
             for value in values
             for seed in self.content["tune_seeds"]
         ]
@@ -64,7 +64,7 @@ class Task:
         if best is None:
             return []
         name, _ = self.axis(method)
-        return [self._job(method, "final", {name: best, "seed": seed}) for seed in range(self.content["seeds"])]
+        return [self.job(method, "final", {name: best, "seed": seed}) for seed in range(self.content["seeds"])]
 
     def best(self, method: str, records: Iterable[Record]) -> float | None:
         """The value with the highest mean accuracy over the tuning seeds; the first of equals."""
@@ -83,7 +83,7 @@ class Task:
             found[value] = fmean(seeds[seed] for seed in self.content["tune_seeds"])
         return found
 
-    def _job(self, method: str, stage: str, own: Mapping[str, Any]) -> Job:
+    def job(self, method: str, stage: str, own: Mapping[str, Any]) -> Job:
         rule, common = self.methods[method], dict(self.content["settings"])
         common["dataset"] = self.content["data"] + ("_validation" if stage == "tune" else "_test")
         settings = {**common, **rule["settings"], **own}

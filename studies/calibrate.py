@@ -1,0 +1,106 @@
+"""What a step of each method costs: ``python -m studies.calibrate``, on a machine that does nothing else.
+
+The methods of a task take turns of a few steps each, and a method's cost is the median, over the rounds, of its CPU
+time divided by that of SGD in the same round. Masks are timed apart and shared out over the steps between two of them.
+Writes records/cost.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+from lightning_fabric import Fabric
+
+from sparsesam.lab import models
+from sparsesam.lab.data import Splits, load
+from sparsesam.lab.experiment.batches import Share, make_batches
+from sparsesam.lab.experiment.config import TrainConfig, from_mapping
+from sparsesam.lab.experiment.provenance import provenance
+from sparsesam.lab.experiment.training import Training
+from studies.plan import HERE, Record, Task, read_task, task_names
+from studies.run import append, read
+
+#: Runs of twice the epochs have SGD's steps.
+_SGD, _TWICE = "SGD", "SGD, 2 x epochs"
+
+
+class Stopwatch:
+    """A method's training, a few steps at a time."""
+
+    def __init__(self, task: Task, method: str, records: list[Record], data_dir: Path | None) -> None:
+        name, values = task.axis(method)
+        best = task.best(method, records)
+        settings = {**task.job(method, "tune", {name: values[0] if best is None else best, "seed": 0}).settings}
+        settings.pop("ascent_start", None)
+        self.share = 1 - task.methods[method].get("start", 0.0)  # of the training that is perturbed
+        config = from_mapping(TrainConfig, settings)
+        fabric = Fabric(accelerator="cpu", devices=1)
+        splits = load(config.dataset, data_dir)
+        assert isinstance(splits, Splits)
+        batches = make_batches(config, splits, Share(), fabric.device, 0)
+        model = models.build(config.model, splits.num_classes, splits.in_channels, splits.image_size)
+        self.training = Training(config, model, batches, fabric)
+        self.period = _steps_between_masks(config.mask_epochs, config.mask_steps, batches.steps)
+        self.steps: list[float] = []
+
+    def run(self, steps: int) -> None:
+        """CPU seconds per step, masks left out."""
+        masks = sum(self.training.mask_seconds)
+        start, target = time.process_time(), self.training.steps_taken + steps
+        while self.training.steps_taken < target:
+            self.training.advance(lambda: self.training.steps_taken + 1 >= target, lambda: None)
+        spent = time.process_time() - start - (sum(self.training.mask_seconds) - masks)
+        self.steps.append(spent / steps)
+
+    @property
+    def mask_seconds(self) -> float:
+        """Per step."""
+        made = self.training.mask_seconds
+        return median(made[1:] or made) / self.period if made and self.period else 0.0
+
+
+def _steps_between_masks(epochs: int | None, steps: int | None, per_epoch: int) -> int | None:
+    return steps if steps is not None else None if epochs is None else epochs * per_epoch
+
+
+def measure(task: Task, records: list[Record], data_dir: Path | None, *, rounds: int, steps: int) -> dict[str, float]:
+    """Times SGD, by method."""
+    names = [name for name in task.names if name != _TWICE]
+    watches = {name: Stopwatch(task, name, records, data_dir) for name in [_SGD, *(n for n in names if n != _SGD)]}
+    for watch in watches.values():
+        watch.run(steps)
+        watch.steps.clear()  # warm-up
+    for _ in range(rounds):
+        for watch in watches.values():
+            watch.run(steps)
+    sgd = watches[_SGD].steps
+    found = {}
+    for name, watch in watches.items():
+        ratios = [(own + watch.mask_seconds) / base for own, base in zip(watch.steps, sgd, strict=True)]
+        found[name] = 1 + (median(ratios) - 1) * watch.share
+    return {**found, _TWICE: 2.0}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tasks", nargs="*", default=task_names())
+    parser.add_argument("--records", type=Path, default=HERE / "records")
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=16)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in options.tasks:
+        records = read(options.records / f"{name}.jsonl")
+        cost = measure(read_task(name), records, options.data_dir, rounds=options.rounds, steps=options.steps)
+        append(options.records / "cost.jsonl", {"task": name, "cost": cost, **provenance()})
+        for method, ratio in cost.items():
+            print(f"{name}  {method:45s} {ratio:.3f} x SGD", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""From records to tables and a chart: ``python -m studies.report``.
+
+Writes results.md beside this file, and docs/accuracy-cost.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from studies.plan import HERE, Record, Task, read_task, task_names
+from studies.run import read
+from studies.statistics import Mean, paired, verdict
+
+ONE_PASS = "extrapolation"
+#: (what the paper says, the better, the worse, points within which they count as equal)
+ORDERINGS: list[tuple[str, str, str, float | None]] = [
+    ("SAM > SGD", "SAM", "SGD", None),
+    ("SSAM-F 50 % = SAM, within 1 point", "SSAM-F 50 %", "SAM", 1.0),
+    ("SSAM-F 90 % > SGD", "SSAM-F 90 %", "SGD", None),
+    ("SSAM-F 99 % > SGD", "SSAM-F 99 %", "SGD", None),
+    ("Fisher > random, 50 %", "SSAM-F 50 %", "random 50 %", None),
+    ("Fisher > random, 90 %", "SSAM-F 90 %", "random 90 %", None),
+    ("Fisher > random, 99 %", "SSAM-F 99 %", "random 99 %", None),
+    ("drop flattest > random", "SSAM-D 90 %, drop flattest", "SSAM-D 90 %, drop random", None),
+    ("drop random > sharpest", "SSAM-D 90 %, drop random", "SSAM-D 90 %, drop sharpest", None),
+    ("2:4 >= filters", "SSAM-F 2:4", "SSAM-F filters 50 %", None),
+    ("implicit = explicit, within 1 point", "SSAM-F 2:4, implicit", "SSAM-F 2:4", 1.0),
+    ("a quarter of the batch = all of it, within 1 point", "SAM, 1/4 of the batch", "SAM", 1.0),
+    ("in one pass: Fisher > random, 90 %", "extrapolation, Fisher 90 %", "extrapolation, random 90 %", None),
+    ("in one pass: extrapolation > Momentum-SAM", "extrapolation", "Momentum-SAM", None),
+    ("in one pass: ahead > climbing", "Momentum-SAM", "momentum, climbing", None),
+]
+
+
+class Results:
+    """All records of one data set and setting, over the task files that share it."""
+
+    def __init__(self, tasks: list[Task], records: list[Record], costs: dict[str, dict[str, float]]) -> None:
+        self.tasks, self.records = tasks, records
+        self.cost = {name: ratio for task in tasks for name, ratio in costs.get(task.name, {}).items()}
+        self.accuracy: dict[str, dict[int, float]] = defaultdict(dict)
+        for record in filter(self._is_chosen, records):
+            self.accuracy[record["method"]][record["settings"]["seed"]] = 100 * record["accuracy"]
+
+    def _is_chosen(self, record: Record) -> bool:
+        """Whether a run was tested with the strength that the tuning, as it is now, finds best."""
+        if record["stage"] != "final":
+            return False
+        task = next(task for task in self.tasks if task.name == record["task"])
+        name, _ = task.axis(record["method"])
+        return bool(record["settings"][name] == task.best(record["method"], self.records))
+
+    @property
+    def title(self) -> str:
+        return str(self.tasks[0].content["title"])
+
+    def mean(self, method: str) -> Mean:
+        return Mean.of(list(self.accuracy[method].values()))
+
+    def task_of(self, method: str) -> Task:
+        return next(task for task in self.tasks if method in task.names)
+
+    def strength(self, method: str) -> str:
+        task = self.task_of(method)
+        best = task.best(method, self.records)
+        return "" if best is None else f"{task.axis(method)[0].replace('_', ' ')} {best:g}"
+
+    def passes(self, method: str) -> float:
+        own = [r for r in self.records if r["method"] == method and r["stage"] == "final"]
+        factor = self.task_of(method).methods[method].get("epochs", 1)
+        return fmean(float(r["passes"]) for r in own) * float(factor)
+
+    def methods(self) -> list[str]:
+        """Those with finished runs, the cheapest first."""
+        return sorted((m for m in self.accuracy if len(self.accuracy[m]) > 1), key=self.passes)
+
+
+def load_results(folder: Path) -> list[Results]:
+    costs: dict[str, dict[str, float]] = {r["task"]: r["cost"] for r in read(folder / "cost.jsonl")}
+    groups: dict[str, list[Task]] = defaultdict(list)
+    for name in task_names():
+        groups[name.removesuffix("-masks")].append(read_task(name))
+    found = []
+    for tasks in groups.values():
+        records = [record for task in tasks for record in read(folder / f"{task.name}.jsonl")]
+        results = Results(tasks, records, costs)
+        if results.methods():
+            found.append(results)
+    return found
+
+
+def accuracy_table(results: Results) -> list[str]:
+    lines = [
+        "| method | test accuracy | n | tuned | passes | time / SGD |",
+        "|---|---|---|---|---|---|",
+    ]
+    for method in results.methods():
+        mean = results.mean(method)
+        cost = f"{results.cost[method]:.2f}" if method in results.cost else "–"
+        lines.append(
+            f"| {method} | {mean.value:.1f} ± {mean.interval:.1f} | {mean.count} | {results.strength(method)} "
+            f"| {results.passes(method):.2f} | {cost} |"
+        )
+    return lines
+
+
+def bar_table(every: list[Results]) -> list[str]:
+    """How close the one pass comes to SAM, against SAM's standard error."""
+    lines = [
+        "| task | SGD | SAM | one pass | SAM's standard error | one pass - SAM, seed by seed | share of SAM's gain "
+        "| within one standard error |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for results in every:
+        if not {"SGD", "SAM", ONE_PASS} <= set(results.methods()):
+            continue
+        sgd, sam, ours = (results.mean(name) for name in ("SGD", "SAM", ONE_PASS))
+        difference = paired(results.accuracy[ONE_PASS], results.accuracy["SAM"])
+        gain = sam.value - sgd.value
+        share = (
+            f"{100 * (ours.value - sgd.value) / gain:.0f} %" if gain > 2 * sam.standard_error else "no gain to share"
+        )
+        reached = "yes" if ours.value >= sam.value - sam.standard_error else "no"
+        lines.append(
+            f"| {results.title} | {sgd.value:.1f} | {sam.value:.1f} | {ours.value:.1f} | {sam.standard_error:.2f} "
+            f"| {difference.value:+.1f} ± {difference.interval:.1f} | {share} | {reached} |"
+        )
+    return lines
+
+
+def ordering_table(every: list[Results]) -> list[str]:
+    lines = ["| task | claim | difference, points | n | verdict |", "|---|---|---|---|---|"]
+    for claim, better, worse, equal_within in ORDERINGS:
+        for results in every:
+            if min(len(results.accuracy[better]), len(results.accuracy[worse])) < 2:
+                continue
+            difference = paired(results.accuracy[better], results.accuracy[worse])
+            told = verdict(difference, equal_within=equal_within)
+            lines.append(
+                f"| {results.tasks[0].name} | {claim} | {difference.value:+.1f} ± {difference.interval:.1f} "
+                f"| {difference.count} | {told} |"
+            )
+    return lines
+
+
+def strength_table(results: Results) -> list[str]:
+    """Validation accuracy by strength."""
+    lines = ["| method | tuned | validation accuracy by value |", "|---|---|---|"]
+    for task in results.tasks:
+        for method in task.names:
+            found = task.tuned(method, results.records)
+            if found is not None:
+                shown = ", ".join(f"{value:g}: {100 * accuracy:.1f}" for value, accuracy in found.items())
+                lines.append(f"| {method} | {task.axis(method)[0].replace('_', ' ')} | {shown} |")
+    return lines
+
+
+def flatness_table(results: Results) -> list[str]:
+    lines = ["| method | λ₁ | rise of the loss within 0.5 | training loss | n |", "|---|---|---|---|---|"]
+    for method in results.methods():
+        own = [r for r in results.records if r["method"] == method and "lambda_1" in r]
+        if own:
+            columns = [Mean.of([r[key] for r in own]) for key in ("lambda_1", "sharpness", "train_loss_at_w")]
+            shown = " | ".join(f"{column.value:.3g} ± {column.interval:.2g}" for column in columns)
+            lines.append(f"| {method} | {shown} | {len(own)} |")
+    return lines if len(lines) > 2 else []
+
+
+def draw(every: list[Results], file: Path) -> None:
+    """Accuracy against cost, a panel for each task; the line joins what nothing cheaper beats."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot as plt
+
+    plt.rcParams.update({"svg.hashsalt": "sparsesam", "font.size": 9})
+    columns = min(4, len(every))
+    rows = -(-len(every) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(3.6 * columns, 3.1 * rows), squeeze=False)
+    for axis in axes.flat[len(every) :]:
+        axis.remove()
+    for axis, results in zip(axes.flat, every, strict=False):
+        _panel(axis, results)
+    figure.tight_layout()
+    figure.savefig(file, metadata={"Date": None})
+
+
+_STYLES = {
+    "SGD": ("#666666", "o"),
+    "SGD, 2 x epochs": ("#666666", "s"),
+    "SAM": ("#1f6fb4", "o"),
+    "SSAM-F 50 %": ("#2a9d5c", "o"),
+    "Momentum-SAM": ("#c98a1b", "o"),
+    ONE_PASS: ("#c2334d", "o"),
+}
+
+
+def _panel(axis: Any, results: Results) -> None:
+    points = {name: (results.cost.get(name, results.passes(name)), results.mean(name)) for name in results.methods()}
+    for name, (cost, mean) in points.items():
+        color, marker = _STYLES.get(name, ("#bbbbbb", "."))
+        known = name in _STYLES
+        axis.errorbar(
+            cost, mean.value, yerr=mean.interval, color=color, marker=marker, markersize=6 if known else 4,
+            linestyle="", capsize=2, zorder=3 if known else 1, elinewidth=1 if known else 0.5,
+        )  # fmt: skip
+        if known:
+            axis.annotate(name, (cost, mean.value), textcoords="offset points", xytext=(6, -3), color=color, fontsize=7)
+    best, frontier = -1.0, []
+    for cost, mean in sorted(points.values(), key=lambda point: point[0]):
+        if mean.value > best:
+            best = mean.value
+            frontier.append((cost, mean.value))
+    axis.plot(*zip(*frontier, strict=True), color="#c2334d", linewidth=0.8, alpha=0.4, zorder=0)
+    axis.set_title(results.title.replace(", ", ",\n", 1), fontsize=8)
+    axis.set_xlim(0.9, 2.55)
+    axis.set_xlabel("time of a step / SGD")
+    axis.set_ylabel("test accuracy, %")
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--records", type=Path, default=HERE / "records")
+    parser.add_argument("--out", type=Path, default=HERE / "results.md")
+    parser.add_argument("--chart", type=Path, default=HERE.parent / "docs" / "accuracy-cost.svg")
+    options = parser.parse_args()
+    every = load_results(options.records)
+    lines = [
+        "# Results",
+        "",
+        "Written by `python -m studies.report` from `records/`. ± is a 95 % confidence interval.",
+        "",
+    ]
+    lines += ["## Against SAM", "", *bar_table(every), "", "## Orderings", "", *ordering_table(every), ""]
+    for results in every:
+        lines += [f"## {results.title}", "", *accuracy_table(results), ""]
+        if flatness := flatness_table(results):
+            lines += ["Flatness of the training loss at the end:", "", *flatness, ""]
+        lines += ["<details><summary>Tuning</summary>", "", *strength_table(results), "", "</details>", ""]
+    options.out.write_text("\n".join(lines))
+    draw(every, options.chart)
+
+
+if __name__ == "__main__":
+    main()
