@@ -15,6 +15,8 @@ from sparsesam.lab.commands.sweep import add_execution, execute, overrides, repo
 from sparsesam.lab.experiment.paper import Recipe, Scale, default_out, recipe, recipes
 from sparsesam.lab.experiment.sweep import Job
 from sparsesam.lab.paper.comparison import Comparison
+from sparsesam.lab.paper.cost import PAPER_TFLOPS
+from sparsesam.lab.paper.dry_run import Rehearsal, cost_table, dry_run
 
 HELP = (
     "Repeat a table or figure of the paper. `list` names them, `show NAME` tells what it runs and where each setting "
@@ -31,6 +33,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--seeds", type=int | None, default=None, help="runs of each setting; default 3, figures 1")
     parser.add_argument("--plot", type=Path | None, default=None, help="of a figure, FILE.png, .svg or .pdf")
+    parser.add_argument("--dry-run", action="store_true", help="build every run, take two steps, and tell the cost")
+    parser.add_argument(
+        "--tflops", type=float, default=round(PAPER_TFLOPS, 1), help="operations a second for the dry run's GPU hours"
+    )
     add_execution(parser)
 
 
@@ -48,6 +54,9 @@ def run(options: Namespace) -> int:
     if options.action == "show":
         _show(chosen, scale, settings, jobs, console)
         return 0
+    if options.dry_run:
+        _rehearse(chosen, options, settings, console)
+        return 0
     return _run(chosen, options, settings, jobs, out, console)
 
 
@@ -63,6 +72,29 @@ def _run(
         console.print(f"runs: {out}", soft_wrap=True)
         report_failures(jobs)
     return 0
+
+
+def _rehearse(chosen: Recipe, options: Namespace, settings: Mapping[str, Any], console: Console) -> None:
+    if options.tflops <= 0:
+        raise ValueError(f"--tflops must be positive, got {options.tflops}")
+
+    def told(label: str, one: Rehearsal) -> None:
+        done = f"{one.steps} steps" if one.steps else f"built, no steps: {one.reason}"
+        console.print(f"{label}: {done}", soft_wrap=True, markup=False)
+
+    found = dry_run(chosen, options.scale, settings, told)
+    console.print(cost_table(chosen, found, seeds=_seeds(chosen, options.seeds), tflops=options.tflops))
+    source = (
+        ", what table 10 of the paper implies of its A100 (ResNet-18 with SAM, 13.60 s an epoch)"
+        if options.tflops == round(PAPER_TFLOPS, 1)
+        else ""
+    )
+    console.print(
+        f"- Hours at {options.tflops:g} TFLOP/s{source}; --tflops states another. All numbers are estimates: a "
+        "backward counts as two forwards, a Fisher information as one forward-backward of its samples.",
+        soft_wrap=True,
+        markup=False,
+    )
 
 
 def _seeds(chosen: Recipe, asked: int | None) -> int:

@@ -68,7 +68,7 @@ def run(config: TrainConfig, place: RunEnvironment, observer: Observer | None = 
     Raises `Interrupted` after a signal, `DivergedError` for a loss that is not finite, and `CheckpointError`: each
     leaves the last good checkpoint in place.
     """
-    fabric = _fabric(config, place)
+    fabric = make_fabric(config, place)
     directory = RunDirectory(place.directory(config))
     main = fabric.global_rank == 0
     with directory.locked() if main else nullcontext(), torch.random.fork_rng(), _threads(place.threads):
@@ -82,7 +82,7 @@ def run(config: TrainConfig, place: RunEnvironment, observer: Observer | None = 
         return _train(config, place, training, directory, (observer if main else None) or Silent())
 
 
-def _fabric(config: TrainConfig, place: RunEnvironment) -> Fabric:
+def make_fabric(config: TrainConfig, place: RunEnvironment) -> Fabric:
     options: dict[str, Any] = {
         "accelerator": place.accelerator,
         "devices": place.devices,

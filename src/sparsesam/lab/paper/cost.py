@@ -1,0 +1,148 @@
+"""What a run will cost, before it is begun: steps, passes, floating-point operations, hours and memory of a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from sparsesam.lab import models
+from sparsesam.lab.data.cifar import CIFAR10, CIFAR100
+from sparsesam.lab.experiment.config import TrainConfig
+
+#: Operations per second that the paper's table 10 implies of its A100: ResNet-18, 50,000 images an epoch, two
+#: forward-backwards each of three times the forward's 1.11 GFLOP, in 13.60 s.
+PAPER_TFLOPS = 50_000 * 2 * 3 * 1.1108 / 13.60 / 1e3
+
+
+class Shape(NamedTuple):
+    """Of a data set: what a model must be built for, and how many images an epoch has."""
+
+    classes: int
+    channels: int
+    side: int
+    train: int
+
+
+SHAPES = {
+    "digits": Shape(10, 1, 8, 1437),
+    "cifar10": Shape(len(CIFAR10.classes), 3, 32, CIFAR10.train_records),
+    "cifar100": Shape(len(CIFAR100.classes), 3, 32, CIFAR100.train_records),
+    "imagenet": Shape(1000, 3, 224, 1_281_167),
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one run, or the sum of many: ``memory`` is then the largest. ``passes`` are forward-backwards of a batch."""
+
+    runs: int
+    steps: int
+    passes: float
+    flops: float
+    memory: float
+
+    def hours(self, tflops: float) -> float:
+        return self.flops / (tflops * 1e12) / 3600
+
+
+def cost(config: TrainConfig) -> Cost:
+    """An estimate: a backward takes twice its forward, a step's arithmetic outside of the model nothing."""
+    shape, model = shape_of(config), measured_model(config.model, *shape_of(config)[:3])
+    images = min(config.train_size or shape.train, shape.train)
+    per_epoch = math.ceil(images / config.batch_size)
+    steps = min(config.epochs * per_epoch, config.max_steps or config.epochs * per_epoch)
+    masks = _masks(config, steps, per_epoch) if config.optimizer == "ssam-f" else 0
+    passes = steps * _passes_per_step(config, steps, per_epoch) + masks * config.fisher_samples / config.batch_size
+    flops = passes * 3 * model.forward_flops * config.batch_size
+    return Cost(1, steps, passes, flops, _memory(config, model))
+
+
+def total(costs: Iterable[Cost]) -> Cost:
+    found = list(costs)
+    return Cost(
+        runs=sum(one.runs for one in found),
+        steps=sum(one.steps for one in found),
+        passes=sum(one.passes for one in found),
+        flops=sum(one.flops for one in found),
+        memory=max((one.memory for one in found), default=0.0),
+    )
+
+
+def shape_of(config: TrainConfig) -> Shape:
+    try:
+        return SHAPES[config.dataset]
+    except KeyError:
+        raise ValueError(
+            f"dataset must be one of {', '.join(SHAPES)} for a dry run, which loads no data, got {config.dataset!r}"
+        ) from None
+
+
+@dataclass(frozen=True)
+class MeasuredModel:
+    """Per image: operations of a forward, and bytes that a float32 forward keeps for its backward."""
+
+    parameters: int
+    forward_flops: float
+    saved_bytes: float
+
+
+@cache
+def measured_model(name: str, classes: int, channels: int, side: int) -> MeasuredModel:
+    """Without memory or arithmetic, on the meta device."""
+    with torch.device("meta"):
+        model = models.build(name, classes, channels, side)
+        images = torch.empty(2, channels, side, side)
+    storages: dict[int, int] = {}
+    kept: list[Tensor] = []  # so that no storage takes the place of another
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+        scores = model(images)
+    del scores
+    of_weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    saved = sum(size for storage, size in storages.items() if storage not in of_weights)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return MeasuredModel(parameters, counter.get_total_flops() / len(images), saved / len(images))
+
+
+def _passes_per_step(config: TrainConfig, steps: int, per_epoch: int) -> float:
+    if config.is_plain or config.ascent == "momentum":
+        return 1.0
+    ascending = max(0.0, 1 - config.ascent_start * per_epoch / steps) / config.ascent_every
+    return 1 + config.ascent_fraction * ascending
+
+
+def _masks(config: TrainConfig, steps: int, per_epoch: int) -> int:
+    every = config.mask_steps or (config.mask_epochs * per_epoch if config.mask_epochs is not None else steps)
+    return math.ceil(steps / every)
+
+
+def _memory(config: TrainConfig, model: MeasuredModel) -> float:
+    """The larger of a step's bytes and of a Fisher measurement's.
+
+    Both hold weights, gradients and the base optimizer's state. A step adds the weights that come back after the
+    ascent, a mask, and the batch's activations, half as large in 16 bits but with 16-bit copies of the weights. The
+    Fisher information adds sums and scores, and in float32 its batch's activations with their gradients.
+    """
+    is_adam = (config.optimizer if config.is_plain else config.base) != "sgd"
+    held = model.parameters * (4 + 4 + (8 if is_adam else 4))
+    halves = config.precision != "fp32"
+    step = config.batch_size * model.saved_bytes * (0.5 if halves else 1) + model.parameters * (2 if halves else 0)
+    if not config.is_plain:
+        step += model.parameters * 4.125
+    fisher = 0.0
+    if config.optimizer == "ssam-f":
+        samples = min(config.fisher_batch, config.fisher_samples)
+        fisher = 2 * samples * model.saved_bytes + model.parameters * 8
+    return held + max(step, fisher)

@@ -1,0 +1,162 @@
+"""A rehearsal of a recipe: every model and optimizer is built, and takes two steps on made-up images."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_fabric import Fabric
+from rich.table import Table
+
+from sparsesam.lab import models
+from sparsesam.lab.data import Labelled, Splits
+from sparsesam.lab.experiment.batches import Share, make_batches
+from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
+from sparsesam.lab.experiment.errors import RunError
+from sparsesam.lab.experiment.optimizers import make_optimizer
+from sparsesam.lab.experiment.paper import Recipe, Scale
+from sparsesam.lab.experiment.run import make_fabric
+from sparsesam.lab.experiment.training import Training
+from sparsesam.lab.paper.cost import Cost, cost, measured_model, shape_of, total
+
+STEPS = 2
+#: Images a step on a CPU, where the ascent uses all of them; a quarter must be one at least.
+CPU_BATCH = 2
+#: A CPU does some 50 GFLOP a second on a core: more than this is minutes.
+CPU_FLOPS = 2e12
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """``steps`` taken, and why not more."""
+
+    config: TrainConfig
+    cost: Cost
+    steps: int
+    reason: str = ""
+
+
+def rehearse(config: TrainConfig, fabric: Fabric | None = None) -> Rehearsal:
+    """Build the run's model and optimizer, and take two steps where memory and patience allow.
+
+    Errors are those that the run itself would end with. A GPU gets the run's own batch size, a CPU a few images.
+    """
+    fabric = fabric or make_fabric(config, RunEnvironment())
+    estimate = cost(config)
+    reason = _too_much(config, estimate, fabric.device)
+    if reason:
+        build(config)
+        return Rehearsal(config, estimate, 0, reason)
+    batch = config.batch_size if fabric.device.type == "cuda" else max(CPU_BATCH, round(1 / config.ascent_fraction))
+    short = replace(config, batch_size=batch, train_size=STEPS * batch, test_size=1, max_steps=None)
+    if fabric.device.type != "cuda":
+        short = replace(short, fisher_samples=2, fisher_batch=2)
+    if not config.is_plain:
+        short = replace(short, mask_steps=1)  # so that a mask is made, and made anew
+    splits = _made_up(config, short)
+    shape = shape_of(config)
+    torch.manual_seed(0)
+    model = models.build(config.model, shape.classes, shape.channels, shape.side)
+    training = Training(short, model, make_batches(short, splits, Share(), fabric.device, 0), fabric)
+    training.advance(lambda: False, lambda: None)
+    return Rehearsal(config, estimate, training.steps_taken)
+
+
+def dry_run(
+    chosen: Recipe, scale: Scale, overrides: Mapping[str, Any], told: Callable[[str, Rehearsal], None]
+) -> list[Rehearsal]:
+    """Rehearse every run of a recipe with one seed; ``told`` hears of each."""
+    found = []
+    for label, config in chosen.sweep(scale, [0], overrides).variants.items():
+        try:
+            found.append(rehearse(config))
+        except Exception as error:
+            raise RunError(f"{chosen.label}: {label} cannot run: {type(error).__name__}: {error}") from error
+        told(label, found[-1])
+    return found
+
+
+def cost_table(chosen: Recipe, found: Iterable[Rehearsal], *, seeds: int, tflops: float) -> Table:
+    """Each kind of run with its cost, and the sum over the seeds."""
+    rehearsals = list(found)
+    drawn = Table(title=f"{chosen.place}, estimated", caption="passes are forward-backwards of a batch")
+    drawn.add_column("one seed")
+    headings = ("runs", "steps", "passes", "PFLOP", "GPU hours", "memory", "taken")
+    for heading in headings:
+        drawn.add_column(heading, justify="right")
+    groups: dict[str, list[Rehearsal]] = {}
+    for one in rehearsals:
+        groups.setdefault(f"{one.config.model} on {one.config.dataset}, {one.config.optimizer}", []).append(one)
+    for label, members in groups.items():
+        steps = sorted({one.steps for one in members})
+        drawn.add_row(label, *_shown(total(one.cost for one in members), tflops), "/".join(map(str, steps)) + " steps")
+    once = total(one.cost for one in rehearsals)
+    every = replace(once, runs=seeds * once.runs, steps=seeds * once.steps)
+    every = replace(every, passes=seeds * once.passes, flops=seeds * once.flops)
+    drawn.add_section()
+    drawn.add_row(f"all, {seeds} seed(s)", *_shown(every, tflops), "")
+    return drawn
+
+
+def _shown(one: Cost, tflops: float) -> list[str]:
+    return [
+        str(one.runs),
+        f"{one.steps:,}",
+        f"{one.passes:,.0f}",
+        f"{one.flops / 1e15:,.1f}",
+        f"{one.hours(tflops):,.1f}",
+        f"{one.memory / 2**30:.1f} GiB",
+    ]
+
+
+def build(config: TrainConfig) -> None:
+    """Model and optimizer without memory."""
+    shape = shape_of(config)
+    with torch.device("meta"):
+        model = models.build(config.model, shape.classes, shape.channels, shape.side)
+    steps = math.ceil(shape.train / config.batch_size)
+    make_optimizer(config, model, fisher_data=[], steps_per_epoch=steps, engine=config.engine)
+
+
+def _made_up(config: TrainConfig, short: TrainConfig) -> Splits:
+    """Random images of the data set's shape; all are views of one batch, whatever their number."""
+    shape, generator = shape_of(config), torch.Generator().manual_seed(0)
+    assert short.train_size is not None
+    count = max(shape.classes, short.train_size)
+    size = (1, shape.channels, shape.side, shape.side)
+    image = torch.randint(0, 256, size, generator=generator, dtype=torch.uint8)
+    images, labels = image.expand(count, -1, -1, -1), torch.arange(count) % shape.classes
+    classes = tuple(str(number) for number in range(shape.classes))
+    mean, std = (0.5,) * shape.channels, (0.25,) * shape.channels
+    whole = Labelled(images, labels)
+    return Splits(train=whole, test=whole, name=config.dataset, classes=classes, mean=mean, std=std)
+
+
+def _too_much(config: TrainConfig, estimate: Cost, device: torch.device) -> str:
+    """Why this machine should not take the steps."""
+    free: float | None
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        needed = estimate.memory
+    else:
+        model = measured_model(config.model, *shape_of(config)[:3])
+        flops = STEPS * 6 * CPU_BATCH * model.forward_flops
+        if flops > CPU_FLOPS:
+            return f"two steps are {flops / 1e12:.0f} TFLOP, too many for a CPU"
+        free, needed = _free_memory(), 36.0 * model.parameters + 2 * CPU_BATCH * model.saved_bytes
+    if free is not None and needed > free:
+        return f"two steps need about {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} are free"
+    return ""
+
+
+def _free_memory() -> float | None:
+    """Bytes that can be had without swapping; None where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
