@@ -53,7 +53,7 @@ def _lasted(directory: RunDirectory) -> float:
 
 def _seconds(config: TrainConfig, out: Path) -> float:
     start = time.perf_counter()
-    run(config, RunEnvironment(out=out, threads=1, tensorboard=False, quiet=True))
+    run(config, RunEnvironment(out=out, threads=1, logger="none", quiet=True))
     return time.perf_counter() - start
 
 

@@ -4,7 +4,7 @@ import yaml
 from sparsesam.lab.cli import main
 from sparsesam.lab.experiment import read_records
 
-SHORT = ["--train-size", "64", "--test-size", "40", "--epochs", "1", "--threads", "1", "--tensorboard", "false"]
+SHORT = ["--train-size", "64", "--test-size", "40", "--epochs", "1", "--threads", "1", "--logger", "none"]
 SHORT += ["--fisher-samples", "8"]
 
 
@@ -17,7 +17,7 @@ def refused(*arguments):
 def test_train_prints_each_epoch_and_the_accuracy(tmp_path, capsys):
     assert main(["train", *SHORT, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "epoch   1  loss" in printed
+    assert "epoch 1/1  loss" in printed
     assert "density 0.500  rho 0.1" in printed
     assert "test accuracy" in printed
 
@@ -55,10 +55,10 @@ def test_a_bad_value_ends_with_its_reason(tmp_path, capsys):
 
 def test_what_the_machine_does_not_have_is_told_in_a_line(tmp_path, capsys):
     assert main(["train", *SHORT, "--accelerator", "tape", "--out", str(tmp_path / "run")]) == 2
-    assert "accelerator tape, devices 1, num_nodes 1 cannot be had here: " in capsys.readouterr().err
+    assert "accelerator tape, devices 1, num_nodes 1 is not available on this machine: " in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert main(["train", *SHORT, "--out", str(tmp_path / "file" / "run")]) == 1
-    assert "Not a directory" in capsys.readouterr().err
+    assert "is not a directory" in capsys.readouterr().err
 
 
 def test_resume_needs_a_run(tmp_path, capsys):

@@ -118,7 +118,7 @@ def test_a_class_missing_from_the_test_images_is_named(root):
 
 def test_an_empty_class_is_named(root):
     (root / "train" / "ant").mkdir()
-    with pytest.raises(DataError, match=r"ant: expected images \(.jpeg, .*\), found none"):
+    with pytest.raises(DataError, match=r"ant: expected images \(.jpeg, .*\), found nothing"):
         load("imagenet", root)
 
 
@@ -133,3 +133,38 @@ def test_needs_a_directory(tmp_path):
         load("imagenet")
     with pytest.raises(DataError, match="train: expected a folder with one subfolder of images per class"):
         load("imagenet", tmp_path)
+
+
+def test_any_folder_is_a_data_set_of_the_size_asked_for(root):
+    splits = load("folder", root, image_size=40)
+    assert (splits.name, splits.image_size, splits.train[0][0].shape) == ("folder", 40, (3, 40, 40))
+
+
+def test_the_first_frame_of_a_gif_is_read_and_other_files_are_named(root):
+    for path in (root / "train" / "cat").iterdir():
+        path.unlink()
+    frames = [Image.new("RGB", (30, 30), color) for color in ("red", "blue")]
+    frames[0].save(root / "train" / "cat" / "a.gif", save_all=True, append_images=frames[1:])
+    image, _ = load("folder", root, image_size=8).train[0]
+    assert image[:, 4, 4].tolist() == [255, 0, 0]
+    (root / "train" / "cat" / "a.gif").rename(root / "train" / "cat" / "a.heic")
+    with pytest.raises(DataError, match=r"cat: expected images \(.*\), found \.heic"):
+        load("folder", root)
+
+
+def test_tiny_imagenet_is_read_as_it_is_published(tmp_path):
+    for name in ("n01", "n02"):
+        (tmp_path / "train" / name / "images").mkdir(parents=True)
+        (tmp_path / "train" / name / f"{name}_boxes.txt").touch()
+        Image.new("RGB", (64, 64)).save(tmp_path / "train" / name / "images" / f"{name}_0.JPEG")
+    (tmp_path / "val" / "images").mkdir(parents=True)
+    for number in range(2):
+        Image.new("RGB", (64, 64), "white").save(tmp_path / "val" / "images" / f"val_{number}.JPEG")
+    annotations = tmp_path / "val" / "val_annotations.txt"
+    annotations.write_text("val_0.JPEG\tn02\t0\t32\t44\t62\nval_1.JPEG\tn01\t52\t55\t57\t59\n")
+    splits = load("tiny-imagenet", tmp_path)
+    assert (splits.image_size, len(splits.train), splits.test.labels) == (64, 2, [1, 0])
+    assert splits.test[0][0].shape == (3, 64, 64)
+    annotations.write_text("val_0.JPEG\tn03\t0\t32\t44\t62\n")
+    with pytest.raises(DataError, match="line 1: expected a file and one of the classes"):
+        load("tiny-imagenet", tmp_path)

@@ -16,8 +16,8 @@ from sparsesam.lab.experiment.run import run
 SHORT = TrainConfig(train_size=72, test_size=40, epochs=3, batch_size=16, fisher_samples=8, optimizer="sgd", rho=0.1)
 
 
-def train(out, observer=None, *, resume=False, tensorboard=False, record_times=False, **settings):
-    place = RunEnvironment(out=out, resume=resume, tensorboard=tensorboard, threads=1, record_times=record_times)
+def train(out, observer=None, *, resume=False, logger="none", record_times=False, **settings):
+    place = RunEnvironment(out=out, resume=resume, logger=logger, threads=1, record_times=record_times)
     return run(replace(SHORT, **settings), place, observer)
 
 

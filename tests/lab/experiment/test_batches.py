@@ -52,11 +52,13 @@ def test_label_noise_and_corruption_reach_the_training_images_only(splits):
     clean, noisy = batches(splits), batches(splits, label_noise=0.25, corruption_rate=0.5)
     assert (clean.labels != noisy.labels).sum() == 18
     assert (clean.images != noisy.images).flatten(1).any(1).sum() <= 36
-    assert torch.equal(clean.test_images, noisy.test_images)
+    assert all(
+        torch.equal(a.images, b.images) for a, b in zip(clean.evaluation("test"), noisy.evaluation("test"), strict=True)
+    )
 
 
 def test_test_images_are_shared_out(splits):
-    counts = [sum(len(b.labels) for b in batches(splits, Share(rank, 3)).test()) for rank in range(3)]
+    counts = [sum(len(b.labels) for b in batches(splits, Share(rank, 3)).evaluation("test")) for rank in range(3)]
     assert counts == [14, 13, 13]
 
 
@@ -72,7 +74,7 @@ def test_a_damaged_image_is_named_in_one_line(tmp_path, workers):
         Image.effect_noise((64, 64), 50).save(tmp_path / part / "cat" / "1.jpeg")
     path = tmp_path / "train" / "cat" / "1.jpeg"
     path.write_bytes(path.read_bytes()[:500])
-    made = make_batches(SHORT, load("imagenet", tmp_path), ONE, CPU, workers=workers)
+    made = make_batches(SHORT, load("folder", tmp_path), ONE, CPU, workers=workers)
     with pytest.raises(DataError) as caught:
         list(made.train(0))
     assert str(caught.value).startswith(f"{path}: expected a complete image")

@@ -32,7 +32,9 @@ def files_no_larger_than(size):
 
 def test_a_disk_that_is_full_halfway_leaves_the_checkpoint_before(tmp_path):
     checkpoint.save(tmp_path / "a.pt", {"weights": torch.arange(3)})
-    full = pytest.raises(CheckpointError, match=r"a\.pt could not be written .*File too large.* before it is intact")
+    full = pytest.raises(
+        CheckpointError, match=r"a\.pt could not be written .*File too large.*previous checkpoint is intact"
+    )
     with files_no_larger_than(20_000), full:
         checkpoint.save(tmp_path / "a.pt", {"weights": torch.zeros(100_000)})
     assert torch.equal(checkpoint.load(tmp_path / "a.pt")["weights"], torch.arange(3))
@@ -48,7 +50,7 @@ def test_a_hostile_pickle_is_refused_and_not_run(tmp_path, capfd):
 
 def test_another_version_is_refused(tmp_path):
     torch.save({"format": checkpoint.FORMAT, "version": 99}, tmp_path / "a.pt")
-    with pytest.raises(CheckpointError, match="must be of version 1, got 99"):
+    with pytest.raises(CheckpointError, match="must be of version 2, got 99"):
         checkpoint.load(tmp_path / "a.pt")
 
 
@@ -62,10 +64,21 @@ def test_a_cut_off_file_is_refused(tmp_path):
     checkpoint.save(tmp_path / "a.pt", {"weights": torch.zeros(1000)})
     whole = (tmp_path / "a.pt").read_bytes()
     (tmp_path / "a.pt").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(CheckpointError, match="damaged"):
+    with pytest.raises(CheckpointError, match=r"damaged or truncated .*--init-from"):
         checkpoint.load(tmp_path / "a.pt")
 
 
 def test_a_missing_file_is_told(tmp_path):
-    with pytest.raises(CheckpointError, match="is not there"):
+    with pytest.raises(CheckpointError, match="does not exist"):
+        checkpoint.load(tmp_path / "a.pt")
+
+
+def test_three_changed_bytes_are_noticed(tmp_path):
+    checkpoint.save(tmp_path / "a.pt", {"weights": torch.zeros(1000)})
+    content = bytearray((tmp_path / "a.pt").read_bytes())
+    middle = content.find(bytes(4000))
+    assert middle > 0
+    content[middle + 500 : middle + 503] = b"abc"
+    (tmp_path / "a.pt").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"damaged or truncated \(the checksum of .* does not match\)"):
         checkpoint.load(tmp_path / "a.pt")

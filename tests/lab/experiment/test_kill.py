@@ -8,7 +8,7 @@ import time
 
 from tests.lab.experiment.runs import same, state
 
-SETTINGS = "--train-size 200 --test-size 50 --epochs 25 --optimizer ssam-f --threads 1 --quiet true --tensorboard false"
+SETTINGS = "--train-size 200 --test-size 50 --epochs 25 --optimizer ssam-f --threads 1 --quiet true --logger none"
 
 
 def start(out, *more):

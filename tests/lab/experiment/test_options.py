@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from sparsesam.lab.experiment.errors import CheckpointError
 from tests.lab.experiment.runs import train
 
 TRAINS = [
@@ -25,13 +26,25 @@ TRAINS = [
     {"optimizer": "ssam-d", "mask_steps": 1, "growth": "gradient"},
     {"precision": "bf16", "pattern": "filter", "ascent": "implicit", "norm": "masked"},
     {"precision": "fp16"},
+    {"mixup": 0.2, "label_smoothing": 0.1, "ascent_fraction": 0.5},
+    {"randaugment": 2, "val_size": 100},
+    {"clip_grad_norm": 0.1, "accumulate": 4, "precision": "fp16"},
+    {"lr_schedule": "step", "lr_milestones": [1, 2]},
 ]
 REFUSED = [
     ({"pattern": "filter", "ascent": "implicit"}, 'norm must be "masked" with ascent="implicit"'),
     ({"optimizer": "sam", "ascent": "implicit"}, "ascent must not be 'implicit' for sam"),
     ({"pattern": "fliter"}, "pattern must be a Pattern or one of 'filter'"),
     ({"pattern": "2:4", "sparsity": 0.9}, "sparsity must be left out"),
-    ({"corruption": "fgo", "corruption_rate": 0.2}, "must be one of 'fog'"),
+    ({"corruption": "fgo", "corruption_rate": 0.2}, "corruption must be one of .*did you mean fog"),
+    ({"corruption": "snow"}, "corruption must be one of"),
+    ({"lr_schedule": "step"}, "lr_milestones must be given"),
+    ({"accumulate": 100}, "accumulate must be at most batch_size, 16"),
+    ({"val_size": 1000}, "val_size must be below the number of training images, 1000"),
+    ({"image_size": 32}, "image_size must be null for digits"),
+    ({"init_from": "nowhere.pt"}, "nowhere.pt does not exist"),
+    ({"dataset": "digitz"}, "dataset must be one of 'digits'"),
+    ({"model": "vit-s-16"}, "image_size"),
     ({"model": "resnet10smal"}, "model must be one of 'resnet10-small'"),
 ]
 
@@ -51,5 +64,6 @@ def test_trains(tmp_path, settings):
     ("settings", "reason"), REFUSED, ids=lambda value: named(value) if isinstance(value, dict) else ""
 )
 def test_is_refused_with_the_reason(tmp_path, settings, reason):
-    with pytest.raises(ValueError, match=reason):
-        train(tmp_path, **{"optimizer": "ssam-f", **settings})
+    with pytest.raises((ValueError, CheckpointError), match=reason):
+        train(tmp_path / "run", **{"optimizer": "ssam-f", **settings})
+    assert not (tmp_path / "run").exists()

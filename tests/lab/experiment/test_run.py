@@ -29,7 +29,7 @@ def own_digits(data_dir):
 
 
 def test_leaves_settings_records_checkpoints_and_a_result_with_provenance(tmp_path):
-    result = train(tmp_path, tensorboard=True)
+    result = train(tmp_path, logger="tensorboard")
     assert RunDirectory(tmp_path).saved_config() == SHORT
     header, *epochs, last = read_records(tmp_path / "records.jsonl")
     assert header["kind"] == "run"
@@ -55,7 +55,7 @@ def test_keeps_the_best_weights_apart_from_the_last(tmp_path):
 @pytest.mark.parametrize("step", [2, 5])  # within the first epoch, and at its end
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, name, step):
     train(tmp_path / "whole", **STATEFUL[name])
-    with pytest.raises(Interrupted, match=r"go on with: sparsesam train --resume --out"):
+    with pytest.raises(Interrupted, match=r"continue with: sparsesam train --resume --out"):
         train(tmp_path / "parts", InterruptAt(step), **STATEFUL[name])
     train(tmp_path / "parts", resume=True, **STATEFUL[name])
     assert same(state(tmp_path / "parts"), state(tmp_path / "whole"))
@@ -129,7 +129,7 @@ def test_two_runs_in_one_directory_are_refused(tmp_path):
 def test_a_directory_with_a_run_is_not_overwritten(tmp_path):
     with pytest.raises(Interrupted):
         train(tmp_path, InterruptAt(6))
-    with pytest.raises(RunError, match="holds an unfinished run; go on with --resume"):
+    with pytest.raises(RunError, match="holds an unfinished run; continue it with --resume"):
         train(tmp_path)
     with pytest.raises(RunError, match=r"other settings \(lr: 0.05, now 0.1\)"):
         train(tmp_path, resume=True, lr=0.1)
@@ -149,7 +149,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", full)
-        with pytest.raises(CheckpointError, match=r"No space left on device.*the one before it is intact"):
+        with pytest.raises(CheckpointError, match=r"No space left on device.*the previous checkpoint is intact"):
             train(tmp_path, resume=True)
     assert (tmp_path / "last.pt").read_bytes() == before
     assert not list(tmp_path.glob("*.part"))

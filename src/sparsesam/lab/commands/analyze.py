@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sparsesam.lab.commands.parser import Parser
-from sparsesam.lab.experiment.config import nearest
+from sparsesam.lab.experiment.names import nearest
 from sparsesam.lab.inspection import ANALYSES, MeasuredOn, load_run, write_analysis
 from sparsesam.lab.inspection.base import Analysis, Progress, remarks
 from sparsesam.lab.inspection.convergence import Convergence

@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse._actions import ActionConfigFile
 
-from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, nearest
+from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
+from sparsesam.lab.experiment.names import nearest
 from sparsesam.lab.experiment.setting_types import describe
 
 

@@ -12,12 +12,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from sparsesam.lab.data.rand_augment import rand_augment
 from sparsesam.lab.data.splits import FolderSplits, Splits
 
 
 @dataclass(frozen=True)
 class Augment:
-    """The pipeline: pad and crop, flip, normalize, cut out; what is 0 or False is left out.
+    """Pad and crop, flip, RandAugment, normalize, cut out; what is 0 or False is left out.
 
     ``images`` are (n, c, h, w), uint8 in 0..255 or floating in [0, 1]; the result is float32, or the images' own
     floating type. A cut-out square is filled with 0 after normalization, the data set's mean colour; a centre is
@@ -30,6 +31,8 @@ class Augment:
     flip: bool = False
     cutout: int = 0
     cutout_probability: float = 0.5
+    randaugment: int = 0
+    randaugment_magnitude: float = 9.0
 
     def __post_init__(self) -> None:
         if len(self.mean) != len(self.std) or not all(value > 0 for value in self.std):
@@ -56,6 +59,8 @@ class Augment:
             tops, lefts = (draw(0, 2 * self.padding + 1) for _ in range(2))
             flips = happens(0.5) if self.flip else None
             images = crop_and_flip(images, tops, lefts, flips, padding=self.padding)
+        if self.randaugment:
+            images = rand_augment(images, generator, count=self.randaugment, magnitude=self.randaugment_magnitude)
         seen = self.plain(images)
         if self.cutout:
             half = self.cutout // 2

@@ -1,10 +1,10 @@
-"""ImageNet-style folders: ROOT/class/*.jpeg, decoded with Pillow as they are asked for."""
+"""Folders of images, ROOT/CLASS/*.jpeg, decoded with Pillow when an image is needed."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,13 +18,15 @@ from sparsesam.lab.data.errors import DataError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
+SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff")
 View = Callable[["Image", torch.Generator], "Image"]
-"""What of an image the network sees; random choices come from the generator."""
+"""Crops and resizes an image; random choices come from the generator."""
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
     """Pairs of a (3, size, size) uint8 image and its label, labels in the order of ``classes``.
+
+    Images are those in ROOT/CLASS, or in ROOT/CLASS/images. Of an animated file the first frame is used.
 
     The view of image i in epoch e is drawn from a generator seeded with (seed, e, i): how many workers decode,
     and in which order, changes nothing. `set_epoch` reaches workers that are already running.
@@ -35,6 +37,14 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         self.view = view
         self.seed = seed
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    @classmethod
+    def of_files(cls, files: Sequence[tuple[str, int]], view: View, *, seed: int = 0) -> ImageFolder:
+        """Of paths and labels that are known already."""
+        made = cls.__new__(cls)
+        made.paths, made.labels = [path for path, _ in files], [label for _, label in files]
+        made.view, made.seed, made._epoch = view, seed, torch.zeros((), dtype=torch.int64).share_memory_()
+        return made
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -127,9 +137,14 @@ def _list(root: Path, classes: tuple[str, ...]) -> tuple[list[str], list[int]]:
     paths: list[str] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        images = sorted(e.path for e in os.scandir(root / name) if e.name.lower().endswith(SUFFIXES))
+        folder = root / name / "images" if (root / name / "images").is_dir() else root / name
+        files = sorted(entry.path for entry in os.scandir(folder) if entry.is_file())
+        images = [file for file in files if file.lower().endswith(SUFFIXES)]
         if not images:
-            raise DataError(f"{root / name}: expected images ({', '.join(SUFFIXES)}), found none")
+            others = sorted({Path(file).suffix or "files without a suffix" for file in files})
+            raise DataError(
+                f"{folder}: expected images ({', '.join(SUFFIXES)}), found {', '.join(others) or 'nothing'}"
+            )
         paths += images
         labels += [label] * len(images)
     return paths, labels

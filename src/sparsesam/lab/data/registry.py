@@ -1,4 +1,4 @@
-"""Data sets by name: ours, or any importable function."""
+"""Data sets by name: ours, those of the Hugging Face hub, or any importable function."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from sparsesam.lab.data.cifar import CIFAR10, CIFAR100, load_cifar
 from sparsesam.lab.data.digits import digits_splits
 from sparsesam.lab.data.download import Progress
 from sparsesam.lab.data.fashion_mnist import load_fashion_mnist
-from sparsesam.lab.data.imagenet import load_image_folder
+from sparsesam.lab.data.folders import load_image_folder
+from sparsesam.lab.data.hugging_face import load_hugging_face
 from sparsesam.lab.data.splits import FolderSplits, Splits
 
-Loader = Callable[[Path | None, bool, Progress | None], Splits | FolderSplits]
+Loader = Callable[[Path | None, bool, Progress | None], Splits]
 
-DATASETS: dict[str, Loader] = {
+IN_MEMORY: dict[str, Loader] = {
     "digits": lambda data_dir, download, progress: digits_splits(),
     "fashion-mnist": load_fashion_mnist,
     "cifar10": partial(load_cifar, CIFAR10),
     "cifar100": partial(load_cifar, CIFAR100),
-    "imagenet": lambda data_dir, download, progress: load_image_folder(data_dir),
 }
+#: Images in folders, with the side in pixels that they are resized to unless asked otherwise.
+FOLDERS = {"imagenet": 224, "tiny-imagenet": 64, "folder": 224}
+DATASETS = (*IN_MEMORY, *FOLDERS)
 
 
 def load(
@@ -32,22 +35,33 @@ def load(
     data_dir: str | PathLike[str] | None = None,
     download: bool = True,
     progress: Progress | None = None,
+    *,
+    image_size: int | None = None,
 ) -> Splits | FolderSplits:
     """The data set called ``name``, from ``data_dir`` if its files are there, else from the cache or the net.
 
-    ``name`` may also be ``module:function`` of anything importable; the function is called with the directory (a
-    Path or None) and returns `Splits` or `FolderSplits`. "imagenet" reads any ImageNet-style folder.
+    ``name`` is one of `DATASETS`, ``hf/NAME`` for an image data set of the Hugging Face hub, or ``module:function``
+    of anything importable; the function is called with the directory (a Path or None) and returns `Splits` or
+    `FolderSplits`. ``image_size`` is the side in pixels for data sets that are read from folders or the hub.
     """
     place = Path(data_dir).expanduser() if data_dir is not None else None
     if place is not None and not place.is_dir():
         raise ValueError(f"data_dir must be an existing directory, got {str(data_dir)!r}")
+    if name.startswith("hf/"):
+        return load_hugging_face(name.removeprefix("hf/"), place, download, size=image_size)
+    key = name.lower().replace("_", "-")
+    if key in FOLDERS:
+        return load_image_folder(place, name=key, size=image_size or FOLDERS[key])
+    if image_size is not None:
+        raise ValueError(f"image_size must be null for {name}, got {image_size}: its images have a size of their own")
     if ":" in name:
         return _from_user(name, place)
-    key = name.lower().replace("_", "-")
-    if key not in DATASETS:
+    if key not in IN_MEMORY:
         nearest = difflib.get_close_matches(key, DATASETS, n=len(DATASETS), cutoff=0)
-        raise ValueError(f"dataset must be one of {', '.join(map(repr, nearest))} or a module:function, got {name!r}")
-    return DATASETS[key](place, download, progress)
+        raise ValueError(
+            f"dataset must be one of {', '.join(map(repr, nearest))}, hf/NAME or a module:function, got {name!r}"
+        )
+    return IN_MEMORY[key](place, download, progress)
 
 
 def _from_user(name: str, data_dir: Path | None) -> Splits | FolderSplits:
@@ -58,7 +72,10 @@ def _from_user(name: str, data_dir: Path | None) -> Splits | FolderSplits:
             f"dataset must be an importable module:function, got {name!r}: {error}; "
             "PYTHONPATH=. makes the modules of the working directory importable"
         ) from error
-    splits = function(data_dir)
+    try:
+        splits = function(data_dir)
+    except TypeError as error:
+        raise ValueError(f"{name} must take one argument, the data directory (a Path or None): {error}") from error
     if not isinstance(splits, Splits | FolderSplits):
         raise TypeError(
             f"{name} must return sparsesam.lab.data.Splits or FolderSplits, got {type(splits).__name__}; "

@@ -1,24 +1,35 @@
-"""What the network is shown: batches in an order, and with an augmentation, that only the seed and the place decide."""
+"""Batches of a run; their order and augmentation depend only on the seed, the epoch and the step."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from copy import copy
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from sparsesam.lab.data import Augment, DataError, FolderSplits, Splits, corrupt, flip_labels, standard_augmentation
+from sparsesam.lab.data import (
+    Augment,
+    DataError,
+    FolderSplits,
+    Labelled,
+    Splits,
+    corrupt,
+    flip_labels,
+    standard_augmentation,
+)
 from sparsesam.lab.data.image_folder import ImageFolder
+from sparsesam.lab.data.mixup import mixup
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.seeds import Purpose, derive, generator
 
-Split = Literal["train", "test"]
+Split = Literal["train", "val", "test"]
 
-_TEST_BATCH = 500
+_EVALUATION_BATCH = 500
 
 
 class Share(NamedTuple):
@@ -33,7 +44,10 @@ class Share(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What this rank sees of a step's images, normalized, and the number of images over all ranks."""
+    """The part of a step's images, that this rank computes on, normalized, and the images of all ranks.
+
+    ``labels`` are (n,) classes, or (n, classes) probabilities with mixup.
+    """
 
     images: Tensor
     labels: Tensor
@@ -49,7 +63,8 @@ class Batches(ABC):
                 f"batch_size must be at least one image per process, {share.world}, got {config.batch_size}"
             )
         self.seed, self.batch_size, self.count = config.seed, config.batch_size, count
-        self.share, self.device = share, device
+        self.share, self.device, self.mixup = share, device, config.mixup
+        self.has_validation = config.val_size is not None
 
     @property
     def steps(self) -> int:
@@ -68,83 +83,109 @@ class Batches(ABC):
         """An epoch's batches from ``first_step`` on."""
 
     @abstractmethod
-    def test(self) -> Iterator[Batch]:
-        """The test images, or this rank's share of them."""
+    def evaluation(self, split: Literal["val", "test"]) -> Iterator[Batch]:
+        """The validation or test images, or this rank's share of them."""
 
     @abstractmethod
     def unaugmented(self, split: Split = "train") -> Dataset[tuple[Tensor, Tensor]]:
-        """Single images as the network would see them in a test."""
+        """Single images, normalized only."""
+
+    def _mixed(self, images: Tensor, labels: Tensor, drawn: torch.Generator, num_classes: int) -> tuple[Tensor, Tensor]:
+        if not self.mixup:
+            return images, labels
+        return mixup(images, labels, alpha=self.mixup, num_classes=num_classes, generator=drawn)
 
 
 class InMemory(Batches):
-    """Everything on the training device; augmentation is of whole batches."""
+    """All images on the training device; whole batches are augmented."""
 
     def __init__(self, config: TrainConfig, splits: Splits, share: Share, device: torch.device) -> None:
         self.augment = _augmentation(config, splits)
-        images, labels = _prepared(config, splits)
-        self.images, self.labels = images.to(device), labels.to(device)
-        chosen = _subset(len(splits.test.labels), config.test_size)
-        self.test_images, self.test_labels = (part[chosen].to(device) for part in splits.test)
+        self.num_classes = splits.num_classes
+        chosen, held_out = _choose(len(splits.train.labels), config)
+        images, labels = _prepared(config, splits, chosen)
+        tested = _subset(len(splits.test.labels), config.test_size)
+        self._sets: dict[Split, Labelled] = {
+            "train": Labelled(images.to(device), labels.to(device)),
+            "val": Labelled(*(part[held_out].to(device) for part in splits.train)),
+            "test": Labelled(*(part[tested].to(device) for part in splits.test)),
+        }
         super().__init__(config, len(labels), share, device)
+
+    @property
+    def images(self) -> Tensor:
+        return self._sets["train"].images
+
+    @property
+    def labels(self) -> Tensor:
+        return self._sets["train"].labels
 
     def train(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         for step, places in self.order(epoch, first_step):
             # Every rank augments the whole batch and keeps its part, so that all draw what one process would.
             drawn = generator(self.seed, Purpose.AUGMENT, epoch, step)
             chosen = places.to(self.device)
-            images, labels = self.augment(self.images[chosen], drawn), self.labels[chosen]
+            images = self.augment(self.images[chosen], drawn)
+            images, labels = self._mixed(images, self.labels[chosen], drawn, self.num_classes)
             if self.share.world > 1:
                 mine = self.share.of(torch.arange(len(places), device=self.device))
                 images, labels = images[mine], labels[mine]
             yield Batch(images, labels, len(places))
 
-    def test(self) -> Iterator[Batch]:
-        mine = self.share.of(torch.arange(len(self.test_labels), device=self.device))
-        for chosen in mine.split(_TEST_BATCH):
-            images = self.augment.plain(self.test_images[chosen])
-            yield Batch(images, self.test_labels[chosen], len(self.test_labels))
+    def evaluation(self, split: Literal["val", "test"]) -> Iterator[Batch]:
+        images, labels = self._sets[split]
+        mine = self.share.of(torch.arange(len(labels), device=self.device))
+        for chosen in mine.split(_EVALUATION_BATCH):
+            yield Batch(self.augment.plain(images[chosen]), labels[chosen], len(labels))
 
     def unaugmented(self, split: Split = "train") -> Dataset[tuple[Tensor, Tensor]]:
-        if split == "test":
-            return _Normalized(self.test_images, self.test_labels, self.augment)
-        return _Normalized(self.images, self.labels, self.augment)
+        return _Normalized(*self._sets[split], self.augment)
 
 
 class FromFolder(Batches):
-    """Images that worker processes decode as they are needed."""
+    """Images that worker processes decode when they are needed."""
 
     def __init__(
         self, config: TrainConfig, splits: FolderSplits, share: Share, device: torch.device, workers: int
     ) -> None:
         if config.corruption_rate:
             raise ValueError(f"corruption_rate must be 0 for images from folders, got {config.corruption_rate}")
-        self.augment = standard_augmentation(splits)
+        self.augment = _augmentation(config, splits)
+        self.num_classes = splits.num_classes
         self.folder = copy(splits.train)
         self.folder.seed = derive(config.seed, Purpose.VIEWS)
+        if config.augment == "none":
+            self.folder.view = splits.test.view
         if config.label_noise:
             self.folder.labels = _noisy(config, torch.tensor(splits.train.labels), splits.num_classes).tolist()
-        self.test_folder = splits.test
-        self.chosen = _subset(len(splits.train), config.train_size)
-        self.test_chosen = _subset(len(splits.test), config.test_size)
+        self.chosen, held_out = _choose(len(splits.train), config)
+        unseen = copy(splits.train)
+        unseen.view = splits.test.view
+        self._sets: dict[Split, tuple[ImageFolder, Tensor]] = {
+            "train": (self.folder, self.chosen),
+            "val": (unseen, held_out),
+            "test": (splits.test, _subset(len(splits.test), config.test_size)),
+        }
         self.workers = workers
         super().__init__(config, len(self.chosen), share, device)
 
     def train(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         self.folder.set_epoch(epoch)
-        steps = [self.chosen[places] for _, places in self.order(epoch, first_step)]
-        loaded = self._load(self.folder, [self.share.of(places) for places in steps])
-        for places, (images, labels) in zip(steps, loaded, strict=True):
-            yield Batch(self.augment.plain(images), labels, len(places))
+        steps = [(step, self.chosen[places]) for step, places in self.order(epoch, first_step)]
+        loaded = self._load(self.folder, [self.share.of(places) for _, places in steps])
+        for (step, places), (images, labels) in zip(steps, loaded, strict=True):
+            drawn = generator(self.seed, Purpose.AUGMENT, epoch, step, self.share.rank)
+            images, labels = self._mixed(self.augment(images, drawn), labels, drawn, self.num_classes)
+            yield Batch(images, labels, len(places))
 
-    def test(self) -> Iterator[Batch]:
-        parts = [part for part in self.share.of(self.test_chosen).split(_TEST_BATCH) if len(part)]
-        for images, labels in self._load(self.test_folder, parts):
-            yield Batch(self.augment.plain(images), labels, len(self.test_chosen))
+    def evaluation(self, split: Literal["val", "test"]) -> Iterator[Batch]:
+        folder, chosen = self._sets[split]
+        parts = [part for part in self.share.of(chosen).split(_EVALUATION_BATCH) if len(part)]
+        for images, labels in self._load(folder, parts):
+            yield Batch(self.augment.plain(images), labels, len(chosen))
 
     def unaugmented(self, split: Split = "train") -> Dataset[tuple[Tensor, Tensor]]:
-        if split == "test":
-            return _FolderNormalized(self.test_folder, self.test_chosen, self.augment, self.device)
-        return _FolderNormalized(self.folder, self.chosen, self.augment, self.device)
+        return _FolderNormalized(*self._sets[split], self.augment, self.device)
 
     def _load(self, folder: ImageFolder, batches: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         on_gpu = self.device.type == "cuda"
@@ -189,15 +230,27 @@ class _FolderNormalized(Dataset[tuple[Tensor, Tensor]]):
         return self.augment.plain(image[None].to(self.device))[0], torch.tensor(label, device=self.device)
 
 
-def _augmentation(config: TrainConfig, splits: Splits) -> Augment:
+def _augmentation(config: TrainConfig, splits: Splits | FolderSplits) -> Augment:
     if config.augment == "none":
-        return Augment(splits.mean, splits.std)
-    return standard_augmentation(splits, cutout=config.augment == "standard")
+        augment = Augment(splits.mean, splits.std)
+    else:
+        augment = standard_augmentation(splits, cutout=config.augment == "standard")
+    return replace(augment, randaugment=config.randaugment, randaugment_magnitude=config.randaugment_magnitude)
 
 
-def _prepared(config: TrainConfig, splits: Splits) -> tuple[Tensor, Tensor]:
-    """The training images and labels, with the config's noise and corruption."""
-    chosen = _subset(len(splits.train.labels), config.train_size)
+def _choose(count: int, config: TrainConfig) -> tuple[Tensor, Tensor]:
+    """Which of ``count`` training images are trained on, and which are held out for validation."""
+    if config.val_size is None:
+        return _subset(count, config.train_size), torch.arange(0)
+    if config.val_size >= count:
+        raise ValueError(f"val_size must be below the number of training images, {count}, got {config.val_size}")
+    shuffled = torch.randperm(count, generator=generator(0, Purpose.VALIDATION))
+    held_out, rest = shuffled[: config.val_size].sort().values, shuffled[config.val_size :].sort().values
+    return rest[_subset(len(rest), config.train_size)], held_out
+
+
+def _prepared(config: TrainConfig, splits: Splits, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """The chosen training images and labels, with the config's noise and corruption."""
     images, labels = splits.train.images[chosen], splits.train.labels[chosen]
     if config.label_noise:
         labels = _noisy(config, labels, splits.num_classes)

@@ -1,9 +1,13 @@
-"""Checkpoints: written whole or not at all, read without running anything that is in them."""
+"""Checkpoints: replaced atomically, checked when they are read, and loaded without executing code from the file.
+
+torch.save writes a zip archive with a CRC-32 of every record; torch.load does not check it, `load` does.
+"""
 
 from __future__ import annotations
 
 import os
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +16,16 @@ import torch
 from sparsesam.lab.experiment.errors import CheckpointError
 
 FORMAT = "sparsesam run"
-VERSION = 1
+VERSION = 2
+
+_REMEDY = (
+    "delete it and give the command again with --resume to train from the beginning, or begin a new run from the "
+    "weights of another file with --init-from"
+)
 
 
 def save(path: Path, content: dict[str, Any]) -> None:
-    """Replace ``path`` at once: whoever dies, or whatever fails meanwhile, leaves the old file in place."""
+    """Replace ``path`` atomically: if writing fails or the process dies, the old file stays."""
     part = path.with_suffix(".part")
     try:
         with part.open("wb") as file:
@@ -26,37 +35,48 @@ def save(path: Path, content: dict[str, Any]) -> None:
         part.replace(path)
     except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
         part.unlink(missing_ok=True)
-        kept = "the one before it is intact" if path.exists() else "there is none before it"
+        kept = "the previous checkpoint is intact" if path.exists() else "there is no previous checkpoint"
         raise CheckpointError(
             f"{path} could not be written ({_reason(error)}); {kept}; "
-            "make room, then give the command again with --resume"
+            "free some space, then give the command again with --resume"
         ) from error
 
 
 def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The content of a checkpoint of ours; anything else is refused."""
+    """The content of a checkpoint of ours; damaged files and others are refused."""
     try:
+        _verify(path)
         content = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is not there: the run had not finished an epoch; start it anew") from None
+        raise CheckpointError(
+            f"{path} does not exist: the run stopped before its first checkpoint; start it again"
+        ) from None
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} is refused: it holds more than tensors and plain values, and loading it could run code. "
             "It was not written by sparsesam, or was changed since"
         ) from error
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: it is damaged, or no checkpoint at all ({error})") from error
+    except (OSError, RuntimeError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{path} is damaged or truncated ({error}); {_REMEDY}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path} must be a checkpoint of `sparsesam train`, but is another file; check the path")
     if content.get("version") != VERSION:
         raise CheckpointError(
             f"{path} must be of version {VERSION}, got {content.get('version')}; "
-            "go on with the sparsesam that wrote it, or start anew in another directory"
+            "continue with the version of sparsesam that wrote it, or start again in another directory"
         )
     return content
 
 
+def _verify(path: Path) -> None:
+    """Compare every record of the archive with its checksum."""
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise ValueError(f"the checksum of {damaged} does not match")
+
+
 def _reason(error: BaseException) -> BaseException:
-    """What the system said, beneath what torch made of it."""
+    """The system's error, if torch has replaced it by one of its own."""
     beneath = error.__context__
     return beneath if isinstance(beneath, OSError) else error

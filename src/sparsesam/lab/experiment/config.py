@@ -1,52 +1,68 @@
-"""What a run is: every choice that its result depends on, and apart from them where and how it runs.
+"""The settings of a run: those that its result depends on, and those that say where and how it runs.
 
-Both dataclasses are the one source of the command line's options and of the YAML files' keys.
+Both dataclasses define the options of the command line and the keys of the YAML files.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import shlex
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import sparsesam
+from sparsesam.lab.data import CORRUPTIONS, DATASETS
+from sparsesam.lab.experiment.identity import canonical
+from sparsesam.lab.experiment.names import check_names, nearest
 from sparsesam.lab.experiment.setting_types import fitted
+from sparsesam.lab.models import MODELS
 
-#: Optimizers that take one pass per step, and what `base` they are.
+#: Optimizers that take one pass per step.
 PLAIN = ("sgd", "adam", "adamw")
 Settings = TypeVar("Settings", "TrainConfig", "RunEnvironment")
 
+#: Part of every hash; to be raised when the default of a setting changes.
+_HASH_VERSION = 2
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
+
+def _option(default: Any, text: str, *, group: str | None = None) -> Any:
+    """A field with its help text. ``group`` is the heading in ``--help`` for this field and those after it."""
+    return field(default=default, metadata={"help": text, "group": group})
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """Everything the result depends on. Two runs of one config reach the same weights on the same machine."""
 
-    # ---- data and model
-    dataset: str = _option("digits", "digits, fashion-mnist, cifar10, cifar100, imagenet or module:function")
-    train_size: int | None = _option(None, "train on so many images only, the same for every seed")
-    test_size: int | None = _option(None, "test on so many images only")
-    augment: Literal["standard", "no-cutout", "none"] = _option(
-        "standard", "crop, flip and cutout as in the paper; its noise experiments go without cutout"
+    dataset: str = _option("digits", f"{', '.join(DATASETS)}, hf/NAME (Hugging Face) or module:function", group="data")
+    train_size: int | None = _option(None, "train on this many images only, the same for every seed")
+    val_size: int | None = _option(
+        None, "hold out this many training images, the same for every seed, and choose best.pt on them"
     )
-    label_noise: float = _option(0.0, "share of training labels changed to another class")
-    corruption: str = _option("mixed", "gaussian-noise, resolution, fog, occlusion, or mixed: all four")
-    corruption_rate: float = _option(0.0, "share of training images that are corrupted")
-    model: str = _option("small-cnn", "a model of sparsesam.lab.models or module:function")
+    test_size: int | None = _option(None, "test on this many images only")
+    image_size: int | None = _option(None, "side in pixels of images from folders; default 224")
+    augment: Literal["standard", "no-cutout", "none"] = _option(
+        "standard", "crop, flip and cutout as in the paper; its noise experiments use no-cutout"
+    )
+    randaugment: int = _option(0, "number of RandAugment operations per image; 0 turns it off")
+    randaugment_magnitude: float = _option(9.0, "strength of the RandAugment operations, from 0 to 10")
+    mixup: float = _option(0.0, "alpha of mixup's Beta(alpha, alpha) distribution; 0 turns it off")
+    label_noise: float = _option(0.0, "fraction of training labels changed to another class")
+    corruption: str = _option("mixed", f"{', '.join(CORRUPTIONS)}, or mixed: all of them in equal parts")
+    corruption_rate: float = _option(0.0, "fraction of training images that are corrupted")
+    model: str = _option("small-cnn", f"{', '.join(MODELS)}, timm/NAME or module:function", group="model")
+    init_from: str | None = _option(
+        None, "initial weights: a checkpoint of ours, a state_dict (.pt) or .safetensors; a head of other size is new"
+    )
     compile: bool = _option(False, "torch.compile the model")
-    # ---- descent
     optimizer: Literal["sgd", "adam", "adamw", "sam", "asam", "sam-on", "ssam-f", "ssam-d", "ssam-g", "ssam-random"] = (
-        _option("ssam-f", "the first three take plain steps; the others perturb, around `base`")
+        _option("ssam-f", "the first three take plain steps; the others perturb, around `base`", group="optimizer")
     )
     base: Literal["sgd", "adam", "adamw"] = _option("sgd", "what SAM and SSAM descend with")
     lr: float = _option(0.05, "largest learning rate")
@@ -54,10 +70,14 @@ class TrainConfig:
     nesterov: bool = _option(False, "SGD with Nesterov's momentum")
     betas: tuple[float, float] = _option((0.9, 0.999), "of Adam and AdamW")
     weight_decay: float = _option(5e-4, "the paper's: 5e-4 for SGD, 1e-3 for SAM and SSAM")
-    lr_schedule: Literal["cosine", "constant"] = _option("cosine", "to 0 along half a cosine, step by step; or not")
-    warmup_epochs: float = _option(0.0, "the learning rate rises linearly over so many epochs first")
-    # ---- ascent
-    rho: float = _option(0.1, "length of the perturbation")
+    lr_schedule: Literal["cosine", "step", "constant"] = _option(
+        "cosine", "cosine: to 0 over the whole run, at every step; step: times `lr_gamma` at each of `lr_milestones`"
+    )
+    lr_milestones: tuple[float, ...] = _option((), "epochs at which the step schedule lowers the learning rate")
+    lr_gamma: float = _option(0.1, "factor of the step schedule")
+    warmup_epochs: float = _option(0.0, "epochs of linear warm-up of the learning rate")
+    clip_grad_norm: float | None = _option(None, "clip the norm of the gradient that the optimizer steps with")
+    rho: float = _option(0.1, "length of the perturbation", group="perturbation")
     rho_schedule: Literal["constant", "warmup", "cosine", "inverse-sqrt"] = _option("constant", "of rho over the steps")
     rho_warmup_epochs: float = _option(1.0, "for the warmup of rho")
     rho_final: float = _option(0.0, "share of rho left at the end of its cosine")
@@ -83,41 +103,32 @@ class TrainConfig:
     drop: Literal["flattest", "random", "sharpest"] = _option("flattest", "what ssam-d drops")
     drop_ratio: float = _option(0.5, "share of the kept weights that ssam-d drops at first")
     growth: Literal["random", "gradient"] = _option("random", "what ssam-d grows")
-    # ---- training
-    epochs: int = _option(30, "times through the training images")
-    max_steps: int | None = _option(None, "stop after so many steps; schedules still follow `epochs`")
+    epochs: int = _option(30, "passes over the training images", group="training")
+    max_steps: int | None = _option(None, "stop after this many steps; schedules still follow `epochs`")
     batch_size: int = _option(64, "images per step, over all devices together")
+    accumulate: int = _option(1, "compute the gradient of a step in this many parts, to save memory")
     label_smoothing: float = _option(0.0, "of the training loss")
     ema: float | None = _option(None, "test an exponential moving average of the weights, with this decay")
     precision: Literal["fp32", "bf16", "fp16"] = _option("fp32", "bf16 and fp16 are mixed: weights stay float32")
     seed: int = _option(0, "of the first weights, the batches, the augmentation, the noise and the masks")
 
     def __post_init__(self) -> None:
-        for name, hint in _hints().items():
-            object.__setattr__(self, name, fitted(name, getattr(self, name), hint))
-        for name in ("epochs", "batch_size", "fisher_samples", "fisher_batch", "ascent_every"):
-            _check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
-        for name in ("train_size", "test_size", "mask_epochs", "mask_steps", "max_steps"):
-            value = getattr(self, name)
-            _check(name, value, value is None or value >= 1, "at least 1, or null")
-        for name in ("label_noise", "corruption_rate", "drop_ratio"):
-            _check(name, getattr(self, name), 0 <= getattr(self, name) <= 1, "in [0, 1]")
-        for name in (
-            "lr",
-            "weight_decay",
-            "rho",
-            "steps_ahead",
-            "warmup_epochs",
-            "rho_warmup_epochs",
-            "rho_final",
-            "ascent_start",
-            "seed",
-        ):
-            _check(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
-        _check("sparsity", self.sparsity, self.sparsity is None or 0 <= self.sparsity <= 1, "in [0, 1], or null")
-        _check("label_smoothing", self.label_smoothing, 0 <= self.label_smoothing < 1, "in [0, 1)")
-        _check("ascent_fraction", self.ascent_fraction, 0 < self.ascent_fraction <= 1, "in (0, 1]")
-        _check("ema", self.ema, self.ema is None or 0 <= self.ema < 1, "in [0, 1), or null")
+        _check_types(self)
+        for rule, (is_valid, names) in _RULES.items():
+            for name in names:
+                value = getattr(self, name)
+                if not is_valid(value):
+                    raise ValueError(f"{name} must be {rule}, got {value}")
+        if self.corruption not in (*CORRUPTIONS, "mixed"):
+            raise ValueError(
+                f"corruption must be one of {', '.join(CORRUPTIONS)} or mixed, got {self.corruption!r}; "
+                f"{nearest(self.corruption, [*CORRUPTIONS, 'mixed'])}"
+            )
+        if self.lr_schedule == "step" and not self.lr_milestones:
+            raise ValueError("lr_milestones must be given with lr_schedule step, for example [60, 120, 160], got none")
+        if self.batch_size < self.accumulate:
+            raise ValueError(f"accumulate must be at most batch_size, {self.batch_size}, got {self.accumulate}")
+        sparsesam.as_pattern(self.pattern)
 
     @property
     def is_plain(self) -> bool:
@@ -126,22 +137,70 @@ class TrainConfig:
 
     @property
     def content_hash(self) -> str:
-        """Twelve hexadecimal digits of all that the result depends on."""
-        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        """Twelve hexadecimal digits that are equal for two configs if and only if their results are.
+
+        Only settings that have an influence and are not at their default count, so that a setting that a later
+        version adds leaves the hashes of existing runs alone.
+        """
+        default, used = TrainConfig(), self.canonical
+        chosen = {name: value for name, value in dataclasses.asdict(used).items() if value != getattr(default, name)}
+        text = json.dumps({"version": _HASH_VERSION, **chosen}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @property
+    def canonical(self) -> TrainConfig:
+        """The same run with every setting that it does not use at its default (rho of SGD, for example)."""
+        return canonical(self)
+
+
+#: Rules for values, with the settings that they apply to.
+_RULES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
+    "at least 1": (
+        lambda value: value >= 1,
+        ("epochs", "batch_size", "accumulate", "fisher_samples", "fisher_batch", "ascent_every"),
+    ),
+    "at least 1, or null": (
+        lambda value: value is None or value >= 1,
+        ("train_size", "val_size", "test_size", "image_size", "mask_epochs", "mask_steps", "max_steps"),
+    ),
+    "in [0, 1]": (lambda value: 0 <= value <= 1, ("label_noise", "corruption_rate", "drop_ratio", "lr_gamma")),
+    "at least 0": (
+        lambda value: value >= 0,
+        (
+            *("lr", "weight_decay", "rho", "warmup_epochs", "rho_warmup_epochs", "rho_final", "ascent_start", "seed"),
+            *("steps_ahead", "mixup", "randaugment"),
+        ),
+    ),
+    "in [0, 1], or null": (lambda value: value is None or 0 <= value <= 1, ("sparsity",)),
+    "in [0, 1)": (lambda value: 0 <= value < 1, ("label_smoothing",)),
+    "in (0, 1]": (lambda value: 0 < value <= 1, ("ascent_fraction",)),
+    "in [0, 1), or null": (lambda value: value is None or 0 <= value < 1, ("ema",)),
+    "greater than 0, or null": (lambda value: value is None or value > 0, ("clip_grad_norm",)),
+    "in [0, 10]": (lambda value: 0 <= value <= 10, ("randaugment_magnitude",)),
+}
 
 
 @cache
-def _hints() -> dict[str, Any]:
-    return typing.get_type_hints(TrainConfig)
+def types_of(kind: Any) -> dict[str, Any]:
+    """The type of every setting."""
+    return typing.get_type_hints(kind)
+
+
+def _check_types(settings: Any) -> None:
+    kind: Any = type(settings)
+    for name, hint in types_of(kind).items():
+        object.__setattr__(settings, name, fitted(name, getattr(settings, name), hint))
 
 
 @dataclass(frozen=True)
 class RunEnvironment:
     """Where and how a run happens; nothing here changes its result beyond rounding."""
 
-    out: Path | None = _option(None, "directory of the run; default runs/DATASET-MODEL-OPTIMIZER-HASH")
-    resume: bool = _option(False, "go on with the run in `out`; its own settings need not be given again")
+    name: str | None = _option(
+        None, "name of the run in tables and reports, and of its directory runs/NAME", group="files and machine"
+    )
+    out: Path | None = _option(None, "directory of the run; default runs/NAME or runs/DATASET-MODEL-OPTIMIZER-HASH")
+    resume: bool = _option(False, "continue the run in `out` with its own settings; a larger --epochs extends it")
     data_dir: Path | None = _option(None, "where the data set's files are; default the user's cache, else a download")
     download: bool = _option(True, "fetch a data set that is not there")
     workers: int | None = _option(None, "processes that decode images from folders; default one per core, at most 4")
@@ -150,23 +209,26 @@ class RunEnvironment:
     num_nodes: int = _option(1, "machines; start the command on each, with MASTER_ADDR and NODE_RANK set")
     threads: int | None = _option(None, "torch threads per process; default torch's own")
     checkpoint_steps: int | None = _option(None, "save every so many steps too, not only after each epoch")
-    tensorboard: bool = _option(True, "write curves for TensorBoard into `out`")
+    logger: Literal["tensorboard", "wandb", "mlflow", "none"] = _option(
+        "tensorboard", "where curves are logged, in `out`; wandb logs offline unless WANDB_MODE says otherwise"
+    )
     record_masks: bool | None = _option(None, "write each mask into `out`; null: if they take at most 16 MB together")
     record_times: bool = _option(False, "write the seconds of each step into the records")
     quiet: bool = _option(False, "print nothing but the result")
 
     def __post_init__(self) -> None:
-        for name in ("out", "data_dir"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, Path(getattr(self, name)))
-        for name in ("threads", "checkpoint_steps"):
-            _check(name, getattr(self, name), getattr(self, name) is None or getattr(self, name) >= 1, "at least 1")
-        _check("workers", self.workers, self.workers is None or self.workers >= 0, "at least 0")
+        _check_types(self)
+        for name, least in (("threads", 1), ("checkpoint_steps", 1), ("num_nodes", 1), ("workers", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
 
     def directory(self, config: TrainConfig) -> Path:
         if self.out is not None:
             return self.out
-        words = (config.dataset, config.model, config.optimizer, config.content_hash)
+        words = [config.dataset, config.model, config.optimizer, config.content_hash]
+        if self.name is not None:
+            words = [self.name]
         return Path("runs") / "-".join(word.replace(":", ".").replace("/", ".") for word in words)
 
     def resume_command(self, path: Path) -> str:
@@ -185,25 +247,7 @@ def from_mapping(kind: type[Settings], values: Mapping[str, Any]) -> Settings:
     return kind(**values)
 
 
-def check_names(given: Iterable[str], known: Iterable[str]) -> None:
-    known = list(known)
-    for name in given:
-        if name not in known:
-            raise ValueError(f"unknown option {name!r}; {nearest(name, known)}")
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A sentence with the most similar names."""
-    found = difflib.get_close_matches(name, list(known), n=3, cutoff=0.4)
-    return f"did you mean {' or '.join(found)}?" if found else "--help lists all"
-
-
 def differences(old: TrainConfig, new: TrainConfig) -> str:
     """What each setting that differs was and is now."""
     before, after = dataclasses.asdict(old), dataclasses.asdict(new)
     return "; ".join(f"{name}: {before[name]}, now {after[name]}" for name in before if before[name] != after[name])
-
-
-def _check(name: str, value: Any, right: bool, rule: str) -> None:
-    if not right:
-        raise ValueError(f"{name} must be {rule}, got {value}")

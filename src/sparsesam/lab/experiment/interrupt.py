@@ -1,4 +1,4 @@
-"""Ctrl-C, or a scheduler's SIGTERM, as a wish that a run grants between two steps."""
+"""Stop after the current step on Ctrl-C or a scheduler's SIGTERM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import FrameType, TracebackType
 
 
 class StopOnSignal:
-    """Within the block, the first signal sets ``asked``; a second one interrupts at once, as usual."""
+    """Within the block, the first signal sets ``asked``; a second one raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.asked = False

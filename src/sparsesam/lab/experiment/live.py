@@ -1,7 +1,8 @@
-"""The live bar of one run in a terminal."""
+"""The progress bar of one run in a terminal."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,12 +10,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sparsesam.lab.experiment.config import TrainConfig
-from sparsesam.lab.experiment.observers import epoch_line, headline
+from sparsesam.lab.experiment.observers import Lines, Observer, Silent, epoch_line, headline, total_steps
 from sparsesam.lab.experiment.training import Training
 
 
 class Live:
-    """Epoch, loss, accuracy, images per second, mask density, rho and the time left; each epoch leaves a line."""
+    """Epoch, loss, accuracy, images per second, mask density, rho and time remaining; a line stays for each epoch."""
 
     def __init__(self) -> None:
         self.console = Console(highlight=False)
@@ -23,14 +24,15 @@ class Live:
             BarColumn(bar_width=20),
             TextColumn("{task.fields[latest]}"),
             TimeRemainingColumn(),
+            TextColumn("remaining"),
         )
         self.bar = Progress(*columns, console=self.console, refresh_per_second=4)
         self.task = self.bar.add_task("", total=None, latest="")
 
     def begin(self, config: TrainConfig, training: Training, where: str) -> None:
         self.console.print(headline(config, training, where))
-        total = config.max_steps or config.epochs * training.batches.steps
-        self.bar.reset(self.task, total=total, completed=training.steps_taken)
+        self.epochs = config.epochs
+        self.bar.reset(self.task, total=total_steps(config, training), completed=training.steps_taken)
         self.bar.start()
 
     def step(self, training: Training) -> None:
@@ -43,7 +45,7 @@ class Live:
         self.bar.update(
             self.task,
             completed=training.steps_taken,
-            description=f"epoch {training.position.epoch + 1}",
+            description=f"epoch {min(training.position.epoch + 1, self.epochs)}/{self.epochs}",
             latest=latest,
         )
 
@@ -52,3 +54,10 @@ class Live:
 
     def end(self) -> None:
         self.bar.stop()
+
+
+def for_terminal(*, quiet: bool) -> Observer:
+    """A progress bar on a terminal, a line per epoch elsewhere."""
+    if quiet:
+        return Silent()
+    return Live() if sys.stdout.isatty() else Lines()

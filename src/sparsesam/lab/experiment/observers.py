@@ -1,8 +1,8 @@
-"""Who is told how a run goes: a terminal, a log, or nobody."""
+"""Progress of a run as lines, for logs; `sparsesam.lab.experiment.live` has the bar for terminals."""
 
 from __future__ import annotations
 
-import sys
+import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -18,14 +18,14 @@ class Observer(Protocol):
         """A step was taken."""
 
     def epoch(self, record: Mapping[str, Any]) -> None:
-        """An epoch is complete and tested."""
+        """An epoch is complete and evaluated."""
 
     def end(self) -> None:
-        """Nothing more will come, whether or not the run is complete."""
+        """The last call, whether or not the run is complete."""
 
 
 class Silent:
-    """Tells nobody."""
+    """Shows nothing."""
 
     def begin(self, config: TrainConfig, training: Training, where: str) -> None: ...
 
@@ -37,22 +37,30 @@ class Silent:
 
 
 class Lines:
-    """A line per epoch, for logs."""
+    """A line per epoch with the time remaining, for logs."""
 
     def begin(self, config: TrainConfig, training: Training, where: str) -> None:
         print(headline(config, training, where), flush=True)
+        self._start, self._first, self._total = time.monotonic(), training.steps_taken, total_steps(config, training)
 
     def step(self, training: Training) -> None: ...
 
     def epoch(self, record: Mapping[str, Any]) -> None:
-        print(epoch_line(record), flush=True)
+        taken, left = record["step"] - self._first, self._total - record["step"]
+        remaining = (time.monotonic() - self._start) * left / taken
+        print(f"{epoch_line(record)}{f'  {duration(remaining)} remaining' if left else ''}", flush=True)
 
     def end(self) -> None: ...
 
 
+def total_steps(config: TrainConfig, training: Training) -> int:
+    whole = config.epochs * training.batches.steps
+    return min(whole, config.max_steps or whole)
+
+
 def headline(config: TrainConfig, training: Training, where: str) -> str:
     count = sum(parameter.numel() for parameter in training.module.parameters())
-    begun = f", going on after {training.steps_taken} steps" if training.steps_taken else ""
+    begun = f", resumed after {training.steps_taken} steps" if training.steps_taken else ""
     return (
         f"{config.optimizer} on {config.dataset} with {config.model} ({count:,} parameters), "
         f"{config.epochs} epochs of {training.batches.steps} steps{begun}; {where}"
@@ -61,18 +69,17 @@ def headline(config: TrainConfig, training: Training, where: str) -> str:
 
 def epoch_line(record: Mapping[str, Any]) -> str:
     perturbed = "" if record["sparsity"] is None else f"  density {1 - record['sparsity']:.3f}  rho {record['rho']:.3g}"
+    validation = "" if record["val_accuracy"] is None else f"val {record['val_accuracy']:6.2%}  "
     return (
-        f"epoch {record['epoch']:3d}  loss {record['train_loss']:.4f}  train {record['train_accuracy']:6.2%}  "
-        f"test {record['test_accuracy']:6.2%}  {record['images_per_second']:,.0f} images/s{perturbed}"
+        f"epoch {record['epoch']}/{record['epochs']}  loss {record['train_loss']:.4f}  "
+        f"train {record['train_accuracy']:6.2%}  {validation}test {record['test_accuracy']:6.2%}  "
+        f"{record['images_per_second']:,.0f} images/s{perturbed}"
     )
 
 
-def for_terminal(*, quiet: bool) -> Observer:
-    """A live bar on a terminal, a line per epoch elsewhere."""
-    if quiet:
-        return Silent()
-    if not sys.stdout.isatty():
-        return Lines()
-    from sparsesam.lab.experiment.live import Live
-
-    return Live()
+def duration(seconds: float) -> str:
+    """45 s, 12 min, 3 h 20 min."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,9 +1,10 @@
-"""From a config to an optimizer, its mask and its schedules."""
+"""The optimizer of a config, with its mask and its schedules."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,28 +14,35 @@ from torch.optim import Optimizer
 
 import sparsesam
 from sparsesam.lab.experiment.config import TrainConfig
+from sparsesam.lab.experiment.cost import FlopCounter
 from sparsesam.lab.experiment.seeds import Purpose, derive
+from sparsesam.masks.scores import ScoreContext
 
 
-class TimedMask(sparsesam.MaskRule):
-    """Another rule, with the seconds that each of its masks took to make."""
+class MaskTimer:
+    """The seconds that each mask of a rule took to make, and the operations of the first.
 
-    def __init__(self, rule: sparsesam.MaskRule) -> None:
-        self.rule = rule
-        self.refresh = rule.refresh
-        self.seed = rule.seed
+    It replaces the rule's ``make``, so that the optimizer has the rule itself and not a wrapper.
+    """
+
+    def __init__(self, rule: sparsesam.MaskRule | None) -> None:
         self.seconds: list[float] = []
+        self.flops = 0
+        if rule is not None:
+            self._make = rule.make
+            object.__setattr__(rule, "make", self)  # rules are frozen
 
-    @property
-    def needs_gradient(self) -> bool:
-        return self.rule.needs_gradient
-
-    def make(self, moment: Any) -> dict[str, Tensor]:
+    def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
         start = time.perf_counter()
         try:
-            return self.rule.make(moment)
+            if self.seconds:
+                return self._make(context)
+            with FlopCounter() as counter:
+                masks = self._make(context)
+            self.flops = counter.flops
+            return masks
         finally:
-            if any(one.is_cuda for one in moment.parameters.values()):
+            if any(one.is_cuda for one in context.parameters.values()):
                 torch.cuda.synchronize()
             self.seconds.append(time.perf_counter() - start)
 
@@ -44,6 +52,8 @@ def make_optimizer(
 ) -> Optimizer:
     """The config's optimizer for ``model``; ``fisher_data`` is what the Fisher information is measured on."""
     base = _base(config, model)
+    if config.clip_grad_norm is not None:
+        base.register_step_pre_hook(_clip(config.clip_grad_norm))
     if config.is_plain:
         return base
     if config.ascent == "extrapolation":
@@ -64,7 +74,7 @@ def make_optimizer(
         if config.ascent.startswith("implicit"):
             raise ValueError(f"ascent must not be {config.ascent!r} for {config.optimizer}: it acts through a mask")
         return sparsesam.SAM(base, model, **common)
-    mask = TimedMask(_mask(config, fisher_data, steps_per_epoch))
+    mask = _mask(config, fisher_data, steps_per_epoch)
     return sparsesam.SSAM(base, model, mask=mask, norm=config.norm, **common)
 
 
@@ -76,7 +86,7 @@ def _extrapolated(
         base,
         model,
         config.steps_ahead,
-        mask=TimedMask(_mask(config, fisher_data, steps_per_epoch)) if masked else None,
+        mask=_mask(config, fisher_data, steps_per_epoch) if masked else None,
         schedule=_rho_schedule(config, steps_per_epoch),
         every=config.ascent_every,
         start=round(config.ascent_start * steps_per_epoch),
@@ -84,13 +94,29 @@ def _extrapolated(
 
 
 def lr_factor(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
-    """min(1, (t + 1) / warm-up), times (1 + cos(pi * t / T)) / 2 over the steps t after the warm-up."""
+    """The learning rate of ``step`` in units of the config's.
+
+    (t + 1) / warm-up during the warm-up, then (1 + cos(pi t / T)) / 2 over the T steps after it, gamma to the number
+    of milestones passed, or 1.
+    """
     warmup = round(config.warmup_epochs * steps_per_epoch)
     if step < warmup:
         return (step + 1) / warmup
     if config.lr_schedule == "constant":
         return 1.0
+    if config.lr_schedule == "step":
+        return config.lr_gamma ** sum(step >= round(epoch * steps_per_epoch) for epoch in config.lr_milestones)
     return (1 + math.cos(math.pi * (step - warmup) / max(1, config.epochs * steps_per_epoch - warmup))) / 2
+
+
+def _clip(largest: float) -> Callable[[Optimizer, Any, Any], None]:
+    """A hook of the base optimizer: it sees the gradient at w + e, averaged over ranks and unscaled."""
+
+    def clip(base: Optimizer, args: Any, kwargs: Any) -> None:
+        parameters = [parameter for group in base.param_groups for parameter in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, largest)
+
+    return clip
 
 
 def _base(config: TrainConfig, model: nn.Module) -> Optimizer:

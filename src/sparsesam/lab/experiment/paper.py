@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 import yaml
 
-from sparsesam.lab.experiment.config import TrainConfig, from_mapping, nearest
+from sparsesam.lab.experiment.config import TrainConfig, from_mapping
+from sparsesam.lab.experiment.names import nearest
 from sparsesam.lab.experiment.sweep import Job, Sweep
 
 Scale = Literal["laptop", "full"]

@@ -1,9 +1,9 @@
-"""A run's directory: one run at a time, its settings, its records, its two checkpoints and its result.
+"""A run's directory: its settings, records, checkpoints and result. It belongs to one process at a time.
 
-config.yaml   every setting          last.pt     everything needed to go on
-records.jsonl one line per epoch     best.pt     the weights with the best test accuracy
-result.json   only of a finished run masks/      each mask as it was made
-analyses/     what was found out about it
+config.yaml   every setting            last.pt   everything needed to resume
+records.jsonl one line per epoch       best.pt   the weights with the best validation (or test) accuracy
+result.json   only of a finished run   masks/    each mask, written when it is made
+analyses/     results of `sparsesam analyze`
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Refuse a second run here. The lock goes with the process, however it ends."""
+        """Refuse a second run here. The lock ends with the process, even if it is killed."""
         self.path.mkdir(parents=True, exist_ok=True)
         holder = self.path / "running.json"
         lock = FileLock(self.path / "running.lock")
@@ -54,23 +54,50 @@ class RunDirectory:
             holder.unlink(missing_ok=True)
             lock.release()
 
-    def begin(self, config: TrainConfig, *, resume: bool) -> None:
-        """Check that the run may begin here, and write its settings down."""
-        if self.result.exists():
+    def check(self, config: TrainConfig, *, resume: bool) -> None:
+        """Refuse a run that may not begin here; nothing is written."""
+        nearest_existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        if not nearest_existing.is_dir():
+            raise RunError(f"{self.path} cannot be made: {nearest_existing} is not a directory; choose another --out")
+        if resume and self.config.exists():
+            self._check_settings(config)
+        elif self.result.exists():
             raise RunError(f"{self.path} holds a finished run; choose another --out for a new one")
+        elif self.last.exists():
+            raise RunError(f"{self.path} holds an unfinished run; continue it with --resume, or choose another --out")
+
+    def begin(self, config: TrainConfig, *, resume: bool) -> int | None:
+        """Write the settings; the number of epochs that the run had before, if this run extends it."""
+        self.check(config, resume=resume)
+        before = None
         if resume and self.config.exists():
             saved = self.saved_config()
-            if saved != config:
-                raise RunError(
-                    f"{self.path} was begun with other settings ({differences(saved, config)}); "
-                    "leave them out to go on, or choose another --out for a new run"
-                )
-            return
-        if self.last.exists():
-            raise RunError(f"{self.path} holds an unfinished run; go on with --resume, or choose another --out")
-        self.records.unlink(missing_ok=True)
-        forget_masks_from(self.masks, 0)
+            if saved.epochs == config.epochs:
+                return None
+            before = saved.epochs
+            self.result.unlink(missing_ok=True)
+        else:
+            self.records.unlink(missing_ok=True)
+            forget_masks_from(self.masks, 0)
         write_whole(self.config, yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False))
+        return before
+
+    def _check_settings(self, config: TrainConfig) -> None:
+        saved = self.saved_config()
+        extends = config.epochs > saved.epochs
+        if (
+            saved.canonical != dataclasses.replace(config, epochs=saved.epochs).canonical
+            or config.epochs < saved.epochs
+        ):
+            raise RunError(
+                f"{self.path} was begun with other settings ({differences(saved, config)}); "
+                "leave them out to continue it (only --epochs may grow), or choose another --out for a new run"
+            )
+        if self.result.exists() and not extends:
+            raise RunError(
+                f"{self.path} holds a finished run of {saved.epochs} epochs; a larger --epochs extends it, "
+                "another --out begins a new one"
+            )
 
     def saved_config(self) -> TrainConfig:
         try:
@@ -82,7 +109,7 @@ class RunDirectory:
         append_records(self.records, [record])
 
     def forget_records_after(self, step: int) -> None:
-        """Drop what a killed run wrote after its last checkpoint, and a line that it did not finish."""
+        """Remove records that a killed run wrote after its last checkpoint, and an incomplete last line."""
         kept = []
         for line in self.records.read_text().splitlines() if self.records.exists() else []:
             try:
@@ -98,7 +125,7 @@ class RunDirectory:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file at once."""
+    """Replace a file atomically."""
     part = path.with_name(path.name + ".part")
     part.write_text(text)
     part.replace(path)

@@ -24,6 +24,7 @@ class Purpose(IntEnum):
     STEP = 6  # dropout and whatever else the model draws
     SUBSET = 7
     VIEWS = 8
+    VALIDATION = 9
 
 
 def derive(seed: int, purpose: Purpose, *place: int) -> int:

@@ -1,22 +1,25 @@
-"""The types of settings, wherever they come from: a YAML file says less about types than the command line."""
+"""The types of settings: values from YAML and from the command line are converted and checked here."""
 
 from __future__ import annotations
 
 import types
 import typing
+from pathlib import Path
 from typing import Any
+
+from sparsesam.lab.experiment.names import nearest
 
 
 def fitted(name: str, value: Any, hint: Any) -> Any:
-    """``value`` as ``hint`` wants it: 1 becomes 1.0, and "1e-3", which YAML takes for text, 0.001; or a ValueError.
+    """``value`` converted to the type ``hint``, or a ValueError.
 
-    Equal settings so have equal hashes, however they were written.
+    1 becomes 1.0, and "1e-3", which YAML reads as text, 0.001, so that equal settings have equal hashes.
     """
     for one in _alternatives(hint):
         found = _as(value, one)
         if found is not _UNFIT:
             return found
-    raise ValueError(f"{name} must be {describe(hint)}, got {value!r}")
+    raise ValueError(f"{name} must be {describe(hint)}, got {value!r}{_suggestion(value, hint)}")
 
 
 def describe(hint: Any) -> str:
@@ -25,8 +28,23 @@ def describe(hint: Any) -> str:
     return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
 
 
+def _suggestion(value: Any, hint: Any) -> str:
+    choices = [
+        one for kind in _alternatives(hint) if typing.get_origin(kind) is typing.Literal for one in kind.__args__
+    ]
+    meant = nearest(str(value), [one for one in choices if isinstance(one, str)], otherwise="")
+    return meant and f"; {meant}"
+
+
 _UNFIT = object()
-_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    type(None): "null",
+    Path: "a path",
+}
 
 
 def _as(value: Any, kind: Any) -> Any:
@@ -34,6 +52,8 @@ def _as(value: Any, kind: Any) -> Any:
         return value if value in typing.get_args(kind) and not isinstance(value, bool) else _UNFIT
     if typing.get_origin(kind) is tuple:
         return _as_tuple(value, typing.get_args(kind))
+    if kind is Path and isinstance(value, str | Path):
+        return Path(value).expanduser()
     if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
         try:
             return float(value)
@@ -43,7 +63,11 @@ def _as(value: Any, kind: Any) -> Any:
 
 
 def _as_tuple(value: Any, kinds: tuple[Any, ...]) -> Any:
-    if not isinstance(value, list | tuple) or len(value) != len(kinds):
+    if not isinstance(value, list | tuple):
+        return _UNFIT
+    if kinds[-1] is Ellipsis:
+        kinds = kinds[:1] * len(value)
+    if len(value) != len(kinds):
         return _UNFIT
     found = tuple(_as(one, kind) for one, kind in zip(value, kinds, strict=True))
     return _UNFIT if _UNFIT in found else found
@@ -58,5 +82,6 @@ def _word(kind: Any) -> str:
         choices = [repr(choice) for choice in typing.get_args(kind)]
         return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
     if typing.get_origin(kind) is tuple:
-        return f"a list of {len(typing.get_args(kind))} numbers"
+        kinds = typing.get_args(kind)
+        return "a list of numbers" if kinds[-1] is Ellipsis else f"a list of {len(kinds)} numbers"
     return _WORDS.get(kind, getattr(kind, "__name__", str(kind)))

@@ -17,8 +17,9 @@ import joblib
 import yaml
 from filelock import FileLock, Timeout
 
-from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, check_names, from_mapping, names_of, nearest
+from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, from_mapping, names_of
 from sparsesam.lab.experiment.errors import Interrupted
+from sparsesam.lab.experiment.names import check_names, nearest
 from sparsesam.lab.experiment.run_directory import RunDirectory, write_whole
 
 Backend = Literal["loky", "ray"]
@@ -128,7 +129,7 @@ def sweep_jobs(
     its machines must share the directory that the runs go to.
     """
     due = [job for job in jobs if not job.is_finished and (retry or job.failure is None)]
-    place = replace(place, resume=True, quiet=True, threads=place.threads or 1, tensorboard=False)
+    place = replace(place, resume=True, quiet=True, threads=place.threads or 1, logger="none")
     with _on(backend), joblib.parallel_config(backend=backend, n_jobs=workers):
         parallel = joblib.Parallel(batch_size=1, pre_dispatch=workers)
         done = parallel(joblib.delayed(_run_job)(job, place, gpus) for job in due)

@@ -1,12 +1,12 @@
-"""The training loop: what a run has in memory, and how it moves on by steps and epochs."""
+"""The training loop: the state of a run, its steps, epochs and evaluations."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning_fabric import Fabric
@@ -18,17 +18,18 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import sparsesam
 from sparsesam.lab.experiment.batches import Batch, Batches
 from sparsesam.lab.experiment.config import TrainConfig
+from sparsesam.lab.experiment.cost import FlopCounter, StepCost, StepName, plain_pass
 from sparsesam.lab.experiment.errors import DivergedError
-from sparsesam.lab.experiment.optimizers import TimedMask, lr_factor, make_optimizer
+from sparsesam.lab.experiment.optimizers import MaskTimer, lr_factor, make_optimizer
 from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
 
-#: On a GPU a look at the loss waits for it, and ranks must look together: not at every step.
+#: Reading the loss synchronizes with a GPU, and all ranks must do it together: only every so many steps there.
 LOOK_EVERY = 20
 
 
 @dataclass
 class Position:
-    """Where the run is: epochs finished, and steps taken in the one that is not."""
+    """Epochs finished, and steps taken in the one after them."""
 
     epoch: int = 0
     step: int = 0
@@ -36,7 +37,7 @@ class Position:
 
 @dataclass
 class Sums:
-    """What an epoch adds up."""
+    """Sums over an epoch."""
 
     loss: float = 0.0
     correct: float = 0.0
@@ -47,10 +48,11 @@ class Sums:
 
 
 class Training:
-    """Model, optimizer and place of one run. `advance` takes steps until the epoch ends or ``stop`` says so.
+    """Model, optimizer and position of one run. `advance` takes steps until the epoch ends or ``stop`` returns True.
 
+    ``best`` are the accuracies of the best epoch so far, on validation images where the run has them.
     ``record_times`` keeps the seconds of every step, without the mask it makes and the images it waits for; on a GPU
-    each step then waits until it is done.
+    each step is then synchronized.
     """
 
     def __init__(
@@ -59,9 +61,13 @@ class Training:
         self.config, self.batches, self.fabric = config, batches, fabric
         self.record_times = record_times
         self.position, self.sums = Position(), Sums()
-        self.best: dict[str, float] | None = None
+        self.best: dict[str, Any] | None = None
         self.looked = False  # whether the loss is known to be finite up to this step
         self.module = model
+        first = next(batches.train(0))
+        self.cost = StepCost(plain_pass(model.to(fabric.device), first.images, first.labels))
+        if config.compile:  # operations of compiled code are not seen
+            self.cost.per_image = {"ascent": 1 + config.ascent_fraction, "plain": 1.0}
         self.ema = _averaged(model, config.ema).to(fabric.device) if config.ema is not None else None
         compiled: nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
         # Only the module goes through Fabric: its optimizer wrapper would hand our closure to a GradScaler,
@@ -77,6 +83,7 @@ class Training:
             # Distributed data parallel waits for every gradient, also those that the engine would leave out.
             engine=config.engine and fabric.world_size == 1,
         )
+        self._mask_timer = MaskTimer(getattr(self.optimizer, "mask", None))
         precision = fabric.strategy.precision
         self.scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
         self._rate = [group["lr"] for group in self.optimizer.param_groups]
@@ -110,8 +117,12 @@ class Training:
     @property
     def mask_seconds(self) -> list[float]:
         """The seconds that each mask took which this process has made."""
-        rule = getattr(self.optimizer, "mask", None)
-        return rule.seconds if isinstance(rule, TimedMask) else []
+        return self._mask_timer.seconds
+
+    @property
+    def forward_backwards(self) -> float:
+        """Cost of the steps so far in forward and backward passes over a batch."""
+        return self.cost.total(self.config.batch_size)
 
     # ---- training ----------------------------------------------------------------------------------------
 
@@ -125,6 +136,7 @@ class Training:
         self.model.train()
         totals = torch.zeros(2, device=self.fabric.device)
         before, start, made = asdict(self.sums), time.perf_counter(), len(self.mask_seconds)
+        masks_before = self.cost.masks
         told = False
         look_every = 1 if self.fabric.device.type == "cpu" and self.fabric.world_size == 1 else LOOK_EVERY
         for batch in self.batches.train(self.position.epoch, self.position.step):
@@ -133,6 +145,8 @@ class Training:
             self.sums.images += batch.of
             self.sums.seconds = before["seconds"] + time.perf_counter() - start
             self.sums.mask_seconds = before["mask_seconds"] + self.mask_seconds[made:]
+            self.cost.per_mask = self._mask_timer.flops / self.cost.unit or self.cost.per_mask
+            self.cost.masks = masks_before + len(self.mask_seconds) - made
             ended = self.position.step == self.batches.steps or self.finished
             self.looked = self.position.step % look_every == 0 or ended
             if self.looked:
@@ -178,22 +192,40 @@ class Training:
 
         They are those at w, but with ``ascent_fraction`` below 1 those at w + e, where alone the whole batch is seen.
         """
-        step = self.steps_taken
-        self._prepare(step)
+        self._prepare(self.steps_taken)
+        climbs = isinstance(self.optimizer, sparsesam.SharpnessAware) and self.optimizer.needs_first_pass
+        figures = self._counted("ascent" if climbs else "plain", batch)
+        if self.scaler is not None:
+            self.scaler.update()
+        if self.ema is not None:
+            self.ema.update_parameters(self.module)
+        return figures
+
+    def _counted(self, kind: StepName, batch: Batch) -> Tensor:
+        """The passes of a step, added to the run's cost."""
+        self.cost.images[kind] += batch.of
+        if kind in self.cost.per_image:
+            return self._passes(batch)
+        made = len(self.mask_seconds)
+        with FlopCounter() as counter:
+            figures = self._passes(batch)
+        made = len(self.mask_seconds) - made
+        if not made or self.config.mask_steps == 1:  # a step that makes a mask leaves nothing out
+            flops = counter.flops - made * self._mask_timer.flops
+            self.cost.per_image[kind] = flops / len(batch.images) / self.cost.unit
+        return figures
+
+    def _passes(self, batch: Batch) -> Tensor:
         figures: list[Tensor] = []
-        # Ranks' gradients are averaged as if their parts were equal; the scale makes up for those that are not.
+        # Ranks' gradients are averaged as if their parts were equal; the scale corrects for parts that are not.
         scale = len(batch.labels) * self.fabric.world_size / batch.of
 
         def closure(part: tuple[Tensor, Tensor]) -> Tensor:
-            images, labels = part
             self.optimizer.zero_grad()
-            scores = self._forward(images)
-            loss = cross_entropy(scores, labels, label_smoothing=self.config.label_smoothing)
-            self.fabric.backward(loss if scale == 1 else loss * scale)
-            if not figures and len(labels) == len(batch.labels):
-                correct = (scores.detach().argmax(1) == labels).sum(dtype=loss.dtype)
-                figures.extend((loss.detach() * len(labels), correct))
-            return loss.detach()
+            loss, correct = self._accumulated(*part, scale)
+            if not figures and len(part[1]) == len(batch.labels):
+                figures.extend((loss * len(part[1]), correct))
+            return loss
 
         whole = (batch.images, batch.labels)
         if isinstance(self.optimizer, sparsesam.SharpnessAware):
@@ -204,11 +236,25 @@ class Training:
                 self.optimizer.step()
             else:
                 self.scaler.step(self.optimizer)
-        if self.scaler is not None:
-            self.scaler.update()
-        if self.ema is not None:
-            self.ema.update_parameters(self.module)
         return torch.stack(figures)
+
+    def _accumulated(self, images: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Add the gradient of the mean loss, in as many parts as asked for; the loss, and the right answers."""
+        count = self.config.accumulate
+        parts = list(zip(images.tensor_split(count), labels.tensor_split(count), strict=True))
+        losses, correct = [], []
+        for number, (some, targets) in enumerate(parts):
+            if not len(some):
+                continue
+            with self.fabric.no_backward_sync(self.model, enabled=number < len(parts) - 1):
+                scores = self._forward(some)
+                loss = cross_entropy(scores, targets, label_smoothing=self.config.label_smoothing)
+                share = scale * len(some) / len(images)
+                self.fabric.backward(loss if share == 1 else loss * share)
+            losses.append(loss.detach() * (len(some) / len(images)))
+            classes = targets if targets.dim() == 1 else targets.argmax(1)
+            correct.append((scores.detach().argmax(1) == classes).sum(dtype=loss.dtype))
+        return torch.stack(losses).sum(), torch.stack(correct).sum()
 
     def _prepare(self, step: int) -> None:
         factor = lr_factor(self.config, step, self.batches.steps)
@@ -217,22 +263,14 @@ class Training:
         place = (step, self.fabric.global_rank)
         seed_global(derive(self.config.seed, Purpose.STEP, *place), self.fabric.device)
 
-    # ---- test --------------------------------------------------------------------------------------------
+    # ---- evaluation --------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def test(self) -> tuple[float, float]:
-        """Mean loss and accuracy on the test images, over all ranks."""
+    def evaluate(self, split: Literal["val", "test"]) -> tuple[float, float]:
+        """Mean loss and accuracy on the validation or test images, over all ranks."""
         self._agree_on_buffers()
-        # Not the wrapped model: its forward would wait for ranks that have fewer test batches.
+        # Not the wrapped model: its forward would wait for ranks that have fewer batches.
         model = self.module if self.ema is None else self.ema
-        model.eval()
-        totals = torch.zeros(3, device=self.fabric.device)
-        for batch in self.batches.test():
-            with self.fabric.autocast():
-                scores = model(batch.images)
-            scores = scores.float()
-            right, count = (scores.argmax(1) == batch.labels).sum(), scores.new_tensor(len(scores))
-            totals += torch.stack((cross_entropy(scores, batch.labels, reduction="sum"), right, count))
+        totals = loss_and_accuracy(model, self.batches.evaluation(split), self.fabric)
         if self.fabric.world_size > 1:
             totals = self.fabric.all_reduce(totals, reduce_op="sum")  # type: ignore[assignment]
         loss, correct, images = totals.tolist()
@@ -244,14 +282,15 @@ class Training:
             for buffer in self.module.buffers():
                 torch.distributed.broadcast(buffer, 0)
 
-    # ---- to go on later ----------------------------------------------------------------------------------
+    # ---- checkpoints -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything; order of images, augmentation, learning rate and dropout follow from the position."""
+        """All state; the order of images, augmentation, learning rate and dropout follow from the position."""
         return {
             "position": asdict(self.position),
             "sums": asdict(self.sums),
             "best": self.best,
+            "cost": self.cost.state_dict(),
             "model": self.module.state_dict(),
             "ema": None if self.ema is None else self.ema.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -261,6 +300,7 @@ class Training:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position, self.sums = Position(**state["position"]), Sums(**state["sums"])
         self.best = state["best"]
+        self.cost = StepCost(**state["cost"])
         self.module.load_state_dict(state["model"])
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
@@ -271,3 +311,17 @@ class Training:
 
 def _averaged(model: nn.Module, decay: float) -> AveragedModel:
     return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+
+
+@torch.no_grad()
+def loss_and_accuracy(model: nn.Module, batches: Iterable[Batch], fabric: Fabric) -> Tensor:
+    """Sum of losses, right answers and images, over this rank's batches."""
+    model.eval()
+    totals = torch.zeros(3, device=fabric.device)
+    for batch in batches:
+        with fabric.autocast():
+            scores = model(batch.images)
+        scores = scores.float()
+        right, count = (scores.argmax(1) == batch.labels).sum(), scores.new_tensor(len(scores))
+        totals += torch.stack((cross_entropy(scores, batch.labels, reduction="sum"), right, count))
+    return totals

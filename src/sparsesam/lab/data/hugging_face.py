@@ -1,0 +1,78 @@
+"""Image data sets of the Hugging Face hub, read with the ``datasets`` package into memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsesam.lab.data.errors import DataError
+from sparsesam.lab.data.splits import Labelled, Splits
+
+
+def load_hugging_face(name: str, data_dir: Path | None, download: bool, *, size: int | None = None) -> Splits:
+    """The splits "train" and "test" (or "validation") of a data set with an image column and a class-label column.
+
+    ``data_dir`` is a directory written by ``DatasetDict.save_to_disk``; otherwise the data set comes from the hub or
+    its cache. ``size`` resizes the images, which must otherwise all have the same size.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError("data sets of the Hugging Face hub need datasets: pip install datasets pillow") from error
+    mode = None if download else datasets.DownloadConfig(local_files_only=True)
+    try:
+        found: Any = (
+            datasets.load_from_disk(data_dir) if data_dir else datasets.load_dataset(name, download_config=mode)
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise DataError(f"hf/{name}: expected a data set that can be loaded, found none ({reason})") from error
+    test = next((split for split in ("test", "validation", "valid", "val") if split in found), None)
+    if "train" not in found or test is None:
+        raise DataError(f"hf/{name}: expected the splits train and test (or validation), found {', '.join(found)}")
+    image, label, classes = _columns(name, found["train"].features)
+    train = _labelled(f"hf/{name}: train", found["train"], image, label, size)
+    mean, std = _statistics(train.images)
+    return Splits(
+        train=train,
+        test=_labelled(f"hf/{name}: {test}", found[test], image, label, size),
+        name=f"hf/{name}",
+        classes=classes,
+        mean=mean,
+        std=std,
+    )
+
+
+def _columns(name: str, features: Any) -> tuple[str, str, tuple[str, ...]]:
+    kinds = {column: type(feature).__name__ for column, feature in features.items()}
+    image = next((column for column, kind in kinds.items() if kind == "Image"), None)
+    label = next((column for column, kind in kinds.items() if kind == "ClassLabel"), None)
+    if image is None or label is None:
+        told = ", ".join(f"{column} ({kind})" for column, kind in kinds.items())
+        raise DataError(f"hf/{name}: expected an Image and a ClassLabel column, found {told}")
+    return image, label, tuple(features[label].names)
+
+
+def _labelled(what: str, split: Any, image: str, label: str, size: int | None) -> Labelled:
+    images = []
+    for picture in split[image]:
+        picture = picture if picture.mode == "L" else picture.convert("RGB")
+        if size is not None:
+            picture = picture.resize((size, size))
+        images.append(np.array(picture))
+    shapes = {one.shape for one in images}
+    if len(shapes) > 1:
+        raise DataError(f"{what}: expected images of one size and mode, found {len(shapes)}; pass image_size")
+    pixels = torch.from_numpy(np.stack(images))
+    pixels = pixels[:, None] if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2).contiguous()
+    return Labelled(pixels, torch.tensor(list(split[label])))
+
+
+def _statistics(images: torch.Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation per channel, of pixels in [0, 1]."""
+    scaled = images[:: max(1, len(images) // 5000)].float() / 255
+    mean, std = scaled.mean((0, 2, 3)), scaled.std((0, 2, 3)).clamp_min(1e-3)
+    return tuple(mean.tolist()), tuple(std.tolist())

@@ -1,0 +1,153 @@
+"""RandAugment (Cubuk et al. 2020) on batches of uint8 tensors, on the device where the images are.
+
+For every image, ``count`` operations are drawn uniformly from the paper's fourteen and applied one after the other
+with one magnitude in [0, 10]. The operations follow Pillow's, except that rotated, sheared and translated images are
+interpolated bilinearly and padded with black.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LARGEST_ANGLE, LARGEST_SHEAR, LARGEST_SHIFT, LARGEST_BLEND = 30.0, 0.3, 0.33, 0.9
+
+
+def rand_augment(images: Tensor, generator: torch.Generator, *, count: int, magnitude: float) -> Tensor:
+    """(n, c, h, w) uint8 images, each after ``count`` random operations."""
+
+    def draw(number: int) -> Tensor:
+        return torch.rand(number, generator=generator, device=generator.device).to(images.device)
+
+    for _ in range(count):
+        chosen = (draw(len(images)) * len(OPERATIONS)).long()
+        result = images.clone()
+        for place, operation in enumerate(OPERATIONS.values()):
+            mine = (chosen == place).nonzero()[:, 0]
+            signs = torch.where(draw(len(mine)) < 0.5, -1.0, 1.0)
+            if len(mine):
+                changed = operation(images[mine].float(), magnitude / 10, signs)
+                result[mine] = changed.round().clamp(0, 255).to(torch.uint8)
+        images = result
+    return images
+
+
+def _identity(images: Tensor, strength: float, signs: Tensor) -> Tensor:
+    return images
+
+
+def _auto_contrast(images: Tensor, strength: float, signs: Tensor) -> Tensor:
+    """Stretch each channel to 0..255; a channel of one value stays."""
+    low, high = images.amin((2, 3), keepdim=True), images.amax((2, 3), keepdim=True)
+    return torch.where(high > low, (images - low) * 255 / (high - low).clamp_min(1), images)
+
+
+def _equalize(images: Tensor, strength: float, signs: Tensor) -> Tensor:
+    """Each channel's values replaced by 255 times their cumulative frequency, as Pillow's ImageOps.equalize does."""
+    values = images.long().flatten(2).flatten(0, 1)
+    histogram = torch.zeros(len(values), 256, device=images.device).scatter_add_(
+        1, values, torch.ones_like(images).view_as(values)
+    )
+    largest = histogram.gather(1, values.amax(1, keepdim=True))
+    step = ((values.shape[1] - largest) / 255).floor()
+    table = ((histogram.cumsum(1) - histogram + (step / 2).floor()) / step.clamp_min(1)).floor().clamp(0, 255)
+    equalized = torch.where(step > 0, table.gather(1, values), values.float())
+    return equalized.view_as(images)
+
+
+def _posterize(images: Tensor, strength: float, signs: Tensor) -> Tensor:
+    """Keep 8 to 4 of the bits of each value."""
+    size = float(2 ** round(4 * strength))
+    return (images / size).floor() * size
+
+
+def _solarize(images: Tensor, strength: float, signs: Tensor) -> Tensor:
+    """Invert values from a threshold on, 255 at strength 0."""
+    return torch.where(images >= 255 * (1 - strength), 255 - images, images)
+
+
+def _blend(images: Tensor, other: Tensor, strength: float, signs: Tensor) -> Tensor:
+    """other + factor (images - other), with a factor of 1 ± 0.9 strength."""
+    factor = (1 + LARGEST_BLEND * strength * signs).view(-1, 1, 1, 1)
+    return other + factor * (images - other)
+
+
+def _color(images: Tensor, strength: float, signs: Tensor) -> Tensor:
+    return _blend(images, _gray(images), strength, signs)
+
+
+def _contrast(images: Tensor, strength: float, signs: Tensor) -> Tensor:
+    return _blend(images, _gray(images).mean((1, 2, 3), keepdim=True), strength, signs)
+
+
+def _brightness(images: Tensor, strength: float, signs: Tensor) -> Tensor:
+    return _blend(images, torch.zeros_like(images), strength, signs)
+
+
+def _sharpness(images: Tensor, strength: float, signs: Tensor) -> Tensor:
+    """Away from, or towards, the image smoothed with Pillow's 3x3 kernel; the border stays."""
+    kernel = torch.tensor([[1.0, 1.0, 1.0], [1.0, 5.0, 1.0], [1.0, 1.0, 1.0]], device=images.device) / 13
+    smooth = images.clone()
+    if min(images.shape[2:]) > 2:
+        channels = images.shape[1]
+        smooth[:, :, 1:-1, 1:-1] = F.conv2d(images, kernel.expand(channels, 1, 3, 3), groups=channels)
+    return _blend(images, smooth, strength, signs)
+
+
+def _rotate(images: Tensor, strength: float, signs: Tensor) -> Tensor:
+    angles = torch.deg2rad(LARGEST_ANGLE * strength * signs)
+    return _affine(images, angles.cos(), -angles.sin(), 0, angles.sin(), angles.cos(), 0)
+
+
+def _shear_x(images: Tensor, strength: float, signs: Tensor) -> Tensor:
+    return _affine(images, 1, LARGEST_SHEAR * strength * signs, 0, 0, 1, 0)
+
+
+def _shear_y(images: Tensor, strength: float, signs: Tensor) -> Tensor:
+    return _affine(images, 1, 0, 0, LARGEST_SHEAR * strength * signs, 1, 0)
+
+
+def _translate_x(images: Tensor, strength: float, signs: Tensor) -> Tensor:
+    return _affine(images, 1, 0, 2 * LARGEST_SHIFT * strength * signs, 0, 1, 0)
+
+
+def _translate_y(images: Tensor, strength: float, signs: Tensor) -> Tensor:
+    return _affine(images, 1, 0, 0, 0, 1, 2 * LARGEST_SHIFT * strength * signs)
+
+
+def _affine(images: Tensor, *entries: float | Tensor) -> Tensor:
+    """Where each output pixel comes from: (x, y) -> (a x + b y + c, d x + e y + f), in units of half the side."""
+    count = len(images)
+    columns = [torch.as_tensor(entry, dtype=images.dtype, device=images.device).expand(count) for entry in entries]
+    grid = F.affine_grid(torch.stack(columns, 1).view(count, 2, 3), list(images.shape), align_corners=False)
+    return F.grid_sample(images, grid, align_corners=False)
+
+
+def _gray(images: Tensor) -> Tensor:
+    """Luminance (ITU-R 601) of colour images, (n, 1, h, w); images of one channel are gray already."""
+    if images.shape[1] != 3:
+        return images.mean(1, keepdim=True)
+    weights = torch.tensor([0.299, 0.587, 0.114], device=images.device).view(1, 3, 1, 1)
+    return (images * weights).sum(1, keepdim=True)
+
+
+OPERATIONS: dict[str, Callable[[Tensor, float, Tensor], Tensor]] = {
+    "identity": _identity,
+    "auto-contrast": _auto_contrast,
+    "equalize": _equalize,
+    "rotate": _rotate,
+    "solarize": _solarize,
+    "color": _color,
+    "posterize": _posterize,
+    "contrast": _contrast,
+    "brightness": _brightness,
+    "sharpness": _sharpness,
+    "shear-x": _shear_x,
+    "shear-y": _shear_y,
+    "translate-x": _translate_x,
+    "translate-y": _translate_y,
+}
+"""By name, on floating images in 0..255; each takes a strength in [0, 1] and a sign per image."""

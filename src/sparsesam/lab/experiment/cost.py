@@ -1,0 +1,76 @@
+"""What a run has computed, in units of one forward and backward pass over one batch.
+
+The unit does not depend on the machine or on what else runs there. It is counted in floating-point operations of
+matrix products and convolutions (torch.utils.flop_counter), so that what the engine leaves out of a step counts less.
+Steps of one kind cost the same; one step of each kind is counted.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+
+class FlopCounter(TorchDispatchMode):
+    """Within the block, ``flops`` adds up.
+
+    torch's FlopCounterMode also tracks modules by hooks on their tensors, which the engine would see.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None:
+            self.flops += int(formula(*args, **kwargs, out_val=result))
+        return result
+
+
+StepName = Literal["ascent", "plain"]
+
+
+@dataclass
+class StepCost:
+    """Cost of the steps so far, by kind: with a first pass at w ("ascent") or without one ("plain").
+
+    ``images`` counts the training images that each kind of step has seen, ``per_image`` its cost for one image in
+    units of ``unit``, the operations of a forward and backward pass for one image; ``per_mask`` that of one mask.
+    """
+
+    unit: float
+    images: dict[StepName, int] = field(default_factory=lambda: {"ascent": 0, "plain": 0})
+    per_image: dict[StepName, float] = field(default_factory=dict)
+    masks: int = 0
+    per_mask: float = 0.0
+
+    def total(self, batch_size: int) -> float:
+        """Forward and backward passes over a batch of ``batch_size``, masks included."""
+        steps: float = sum(images * self.per_image.get(kind, 1.0) for kind, images in self.images.items())
+        return (steps + self.masks * self.per_mask) / batch_size
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plain_pass(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Operations of one forward and backward pass of ``model`` for one image; the model itself is left alone.
+
+    Raises the model's own error where it does not take such images, before a run has written anything.
+    """
+    trial = deepcopy(model).train()
+    devices = [] if images.device.type == "cpu" else [images.device]
+    with torch.random.fork_rng(devices=devices, device_type=images.device.type), FlopCounter() as counter:
+        scores = trial(images)
+        cross_entropy(scores.float(), labels).backward()
+    return float(counter.flops / len(images))

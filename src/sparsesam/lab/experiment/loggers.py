@@ -1,0 +1,78 @@
+"""Curves of a run through Lightning's loggers: TensorBoard, Weights & Biases, MLflow."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
+
+METRICS = (
+    *("train_loss", "train_accuracy", "val_loss", "val_accuracy", "test_loss", "test_accuracy"),
+    *("lr", "rho", "sparsity", "forward_backwards"),
+)
+_NEEDS = {"tensorboard": "tensorboard", "wandb": "pytorch-lightning wandb", "mlflow": "pytorch-lightning mlflow"}
+
+LogEpoch = Callable[[Mapping[str, Any]], None]
+"""Takes the record of an epoch."""
+
+
+@contextmanager
+def open_logger(config: TrainConfig, place: RunEnvironment, folder: Path) -> Iterator[LogEpoch]:
+    """A function that logs an epoch's record; it does nothing with ``logger="none"``."""
+    if place.logger == "none":
+        yield lambda record: None
+        return
+    logger = _logger(place.logger, folder, name=place.name or folder.name)
+    logger.log_hyperparams({name: _loggable(value) for name, value in vars(config).items()})
+
+    def log(record: Mapping[str, Any]) -> None:
+        metrics = {name.replace("_", "/", 1): record[name] for name in METRICS if record.get(name) is not None}
+        logger.log_metrics(metrics, step=record["epoch"])
+
+    status = "failed"
+    try:
+        yield log
+        status = "success"
+    finally:
+        logger.finalize(status)
+
+
+def check_logger(name: str) -> None:
+    """Refuse a logger that is not installed before a run writes anything."""
+    try:
+        if name == "tensorboard":
+            import torch.utils.tensorboard  # noqa: F401
+        elif name == "wandb":
+            import pytorch_lightning
+            import wandb  # noqa: F401
+        elif name == "mlflow":
+            import mlflow  # noqa: F401
+            import pytorch_lightning  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"--logger {name} needs {error.name}: pip install {_NEEDS[name]}; or --logger none"
+        ) from error
+
+
+def _logger(kind: str, folder: Path, name: str) -> Any:
+    if kind == "tensorboard":
+        from lightning_fabric.loggers.tensorboard import TensorBoardLogger
+
+        return TensorBoardLogger(root_dir=folder, name="tensorboard", version="")
+    if kind == "wandb":
+        from pytorch_lightning.loggers import WandbLogger
+
+        offline = os.environ.get("WANDB_MODE", "offline") == "offline"
+        return WandbLogger(name=name, save_dir=folder, project="sparsesam", offline=offline)
+    from pytorch_lightning.loggers import MLFlowLogger
+
+    tracking = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
+    return MLFlowLogger("sparsesam", run_name=name, tracking_uri=tracking)
+
+
+def _loggable(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | str) else str(value)

@@ -1,0 +1,67 @@
+import pytest
+import torch
+from torch import nn
+
+from sparsesam.lab.experiment.cost import FlopCounter, plain_pass
+from tests.lab.experiment.runs import train
+
+
+def cost(tmp_path, **settings):
+    return train(tmp_path / "run", train_size=64, epochs=2, **settings).forward_backwards_per_step
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"optimizer": "sgd"}, 1),
+        ({"optimizer": "sam"}, 2),
+        ({"optimizer": "sam", "ascent_fraction": 0.25}, 1.25),
+        ({"optimizer": "sam", "ascent_every": 2}, 1.5),
+        ({"optimizer": "sam", "ascent_start": 1}, 1.5),
+        ({"optimizer": "sgd", "accumulate": 2}, 1),
+        ({"optimizer": "ssam-random", "mask_epochs": None}, 2),
+        ({"optimizer": "sam", "compile": True, "ascent_every": 2}, 1.5),
+    ],
+    ids=str,
+)
+def test_passes_are_counted_in_units_of_a_plain_one(tmp_path, settings, expected):
+    assert cost(tmp_path, **settings) == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_the_engine_leaves_out_is_not_counted(tmp_path):
+    settings = {"optimizer": "ssam-random", "pattern": "filter", "sparsity": 0.9, "norm": "masked", "mask_epochs": None}
+    assert cost(tmp_path, **settings) < 1.9
+
+
+def test_masks_count_too(tmp_path):
+    # Eight samples of a batch of sixteen, once in eight steps; rules for layers may cost more than a plain pass.
+    found = cost(tmp_path, optimizer="ssam-f", mask_epochs=None, fisher_samples=8)
+    assert 2 + 0.5 / 8 * 0.5 < found < 2 + 0.5 / 8 * 3
+
+
+def test_an_interrupted_run_counts_the_same(tmp_path):
+    from sparsesam.lab.experiment.errors import Interrupted
+    from tests.lab.experiment.runs import InterruptAt
+
+    whole = train(tmp_path / "whole", optimizer="ssam-f")
+    with pytest.raises(Interrupted):
+        train(tmp_path / "parts", InterruptAt(7), optimizer="ssam-f")
+    assert train(tmp_path / "parts", resume=True, optimizer="ssam-f").forward_backwards == whole.forward_backwards
+
+
+def test_operations_of_a_linear_layer_are_counted_exactly_and_nothing_changes():
+    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(12), nn.Linear(12, 5))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    # Forward and weight gradient, 2 * 12 * 5 each, and the input gradient for the normalization's weights.
+    assert plain_pass(model, torch.ones(4, 12), torch.zeros(4, dtype=torch.long)) == 3 * 2 * 12 * 5
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_counting_does_not_change_a_result():
+    torch.manual_seed(0)
+    layer, x = nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16)
+    layer(x).square().sum().backward()
+    expected, layer.weight.grad = layer.weight.grad, None
+    with FlopCounter():
+        layer(x).square().sum().backward()
+    assert torch.equal(layer.weight.grad, expected)

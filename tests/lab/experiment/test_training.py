@@ -1,0 +1,86 @@
+"""Validation, accumulation, clipping and schedules, by their effect on the weights and records."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sparsesam.lab.data import load
+from sparsesam.lab.experiment import checkpoint, read_records
+from sparsesam.lab.experiment.batches import Share, make_batches
+from sparsesam.lab.experiment.config import TrainConfig
+from sparsesam.lab.experiment.optimizers import lr_factor
+from tests.lab.experiment.runs import SHORT, state, train
+
+PLAIN = "tests.lab.experiment.plain_model:build"
+
+
+def epochs(out):
+    return [record for record in read_records(out / "records.jsonl") if record["kind"] == "epoch"]
+
+
+def test_the_best_weights_are_chosen_on_validation_images(tmp_path):
+    result = train(tmp_path, val_size=50, epochs=6, lr=0.3)
+    accuracies = [record["val_accuracy"] for record in epochs(tmp_path)]
+    best = checkpoint.load(tmp_path / "best.pt")
+    assert best["epoch"] == result.best_epoch == accuracies.index(max(accuracies)) + 1
+    assert result.best_test_accuracy == epochs(tmp_path)[best["epoch"] - 1]["test_accuracy"]
+    assert result.best_chosen_on == "val"
+    assert train(tmp_path / "without", max_steps=1).best_chosen_on == "test"
+
+
+def test_validation_images_are_not_trained_on_and_are_those_of_every_seed():
+    splits = load("digits")
+    made = [
+        make_batches(replace(SHORT, val_size=60, train_size=None, seed=seed), splits, Share(), torch.device("cpu"), 0)
+        for seed in (0, 1)
+    ]
+    held_out = [next(one.evaluation("val")).images for one in made]
+    assert torch.equal(*held_out)
+    assert len(made[0].images) == 1000 - 60
+    trained = {image.numpy().tobytes() for image in made[0].augment.plain(made[0].images)}
+    unseen = [image for image in held_out[0] if image.numpy().tobytes() not in trained]
+    assert len(unseen) == 60
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "sam", "ssam-f"])
+def test_accumulated_parts_give_the_gradient_of_the_whole_batch(tmp_path, optimizer):
+    for parts in (1, 3):
+        train(tmp_path / str(parts), optimizer=optimizer, model=PLAIN, accumulate=parts)
+    one, three = (state(tmp_path / name)["training"]["model"] for name in ("1", "3"))
+    torch.testing.assert_close(one, three, rtol=1e-9, atol=1e-11)
+
+
+def test_the_gradient_of_the_step_is_clipped_and_the_perturbation_is_not(tmp_path):
+    """Without momentum, a step is at most lr times the largest norm."""
+    settings = {"optimizer": "sam", "model": PLAIN, "momentum": 0.0, "weight_decay": 0.0, "lr_schedule": "constant"}
+    train(tmp_path / "start", **settings, lr=0.0, max_steps=1)
+    train(tmp_path / "clipped", **settings, lr=1.0, max_steps=1, clip_grad_norm=0.01)
+    start, clipped = (state(tmp_path / name)["training"]["model"] for name in ("start", "clipped"))
+    moved = torch.cat([(clipped[name] - start[name]).flatten() for name in start]).norm()
+    assert moved == pytest.approx(0.01, rel=1e-4)
+
+
+def test_a_step_schedule_lowers_the_learning_rate_at_its_milestones(tmp_path):
+    train(tmp_path, lr=0.1, epochs=4, lr_schedule="step", lr_milestones=[1, 3], lr_gamma=0.5)
+    assert [record["lr"] for record in epochs(tmp_path)] == pytest.approx([0.1, 0.05, 0.05, 0.025])
+    config = TrainConfig(lr_schedule="step", lr_milestones=(2,), warmup_epochs=1)
+    assert [lr_factor(config, step, 4) for step in (0, 3, 7, 8)] == pytest.approx([0.25, 1, 1, 0.1])
+
+
+def test_a_larger_number_of_epochs_extends_a_finished_run(tmp_path):
+    train(tmp_path, epochs=2)
+    assert train(tmp_path, resume=True, epochs=3).epochs == 3
+    kinds = [record["kind"] for record in read_records(tmp_path / "records.jsonl")]
+    assert kinds == ["run", "epoch", "epoch", "result", "extend", "epoch", "result"]
+    extended = read_records(tmp_path / "records.jsonl")[4]
+    assert (extended["epochs_before"], extended["config"]["epochs"], extended["step"]) == (2, 3, 10)
+
+
+def test_a_run_keeps_its_name(tmp_path, monkeypatch):
+    from sparsesam.lab.experiment.config import RunEnvironment
+    from sparsesam.lab.experiment.run import run
+
+    monkeypatch.chdir(tmp_path)
+    run(replace(SHORT, max_steps=1), RunEnvironment(name="my run", logger="none"))
+    assert read_records(tmp_path / "runs" / "my run" / "records.jsonl")[0]["name"] == "my run"
