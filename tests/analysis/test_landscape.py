@@ -1,8 +1,4 @@
 import json
-import os
-import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -37,24 +33,6 @@ def naive_loss(objective, moves):
     return loss
 
 
-def test_every_filter_of_a_direction_has_its_weights_norm():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ConvTranspose2d(4, 5, 2), nn.Linear(6, 7))
-    (direction,) = random_directions(model, 1)
-    assert set(direction) == {"0.weight", "2.weight", "3.weight"}
-    for i in range(4):
-        assert direction["0.weight"][i].norm() == pytest.approx(model[0].weight[i].norm().item(), rel=1e-5)
-    for i in range(5):
-        assert direction["2.weight"][:, i].norm() == pytest.approx(model[2].weight[:, i].norm().item(), rel=1e-5)
-
-
-def test_biases_and_normalization_move_only_when_asked_each_entry_by_itself():
-    model = convnet()
-    assert set(random_directions(model, 1)[0]) == {"0.weight", "4.weight"}
-    (moved,) = random_directions(model, 1, one_dimensional="normalize")
-    assert torch.equal(moved["1.weight"].abs(), model[1].weight.abs())
-    assert torch.equal(moved["0.weight"], random_directions(model, 1)[0]["0.weight"])
-
-
 def test_plane_is_the_loss_at_each_point():
     objective = objective_of(mlp())
     result = loss_landscape(objective, points=4, seed=3)
@@ -71,104 +49,6 @@ def test_default_grid_is_fifty_by_fifty_over_minus_one_to_one():
     result = loss_landscape(objective)
     assert result.loss.shape == (50, 50)
     assert (result.x[0], result.x[-1]) == (-1, 1)
-
-
-def test_several_points_at_once_are_the_same_points():
-    objective = objective_of(mlp())
-    one, many = (loss_landscape(objective, points=5, points_at_once=n).loss for n in (1, 3))
-    assert np.allclose(one, many, rtol=1e-12)
-
-
-@pytest.mark.parametrize("points_at_once", [1, 2])
-def test_weights_come_back_bit_for_bit_also_from_an_exception(points_at_once):
-    model = mlp(torch.float32)
-    objective = Objective(model, [vectors(4, torch.float32)], F.cross_entropy)
-    before = weights_of(model)
-
-    def stop(done, total):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        loss_landscape(objective, points=3, progress=stop, points_at_once=points_at_once)
-    assert same_bits(model.parameters(), before)
-    loss_landscape(objective, points=3, points_at_once=points_at_once)
-    assert same_bits(model.parameters(), before)
-
-
-def test_stopped_landscape_goes_on_where_it_was_and_equals_the_uninterrupted(tmp_path):
-    objective, file = objective_of(mlp()), tmp_path / "deep" / "state.npz"
-    whole = loss_landscape(objective, points=4)
-
-    def stop_at_seven(done, total):
-        if done == 7:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        loss_landscape(objective, points=4, state_file=file, progress=stop_at_seven)
-    seen = []
-    again = loss_landscape(
-        objective, points=4, state_file=file, progress=lambda done, total: seen.append((done, total))
-    )
-    assert seen == [(done, 16) for done in range(8, 17)]
-    assert np.array_equal(again.loss, whole.loss)
-    assert [path.name for path in file.parent.iterdir()] == ["state.npz"]
-
-
-def test_killed_landscape_leaves_a_state_to_go_on_from(tmp_path):
-    program = """if True:
-        import sys, time, torch
-        from torch.nn import functional as F
-        from sparsesam.analysis import grid, Objective, loss_landscape
-        from tests.cases import mlp, vectors
-        grid.evaluate_grid.__kwdefaults__["save_every"] = 0.0
-        def slowly(done, total):
-            print(done, flush=True)
-            time.sleep(0.2 if done > 4 else 0)
-        objective = Objective(mlp(), [vectors(12), vectors(5, seed=2)], F.cross_entropy)
-        loss_landscape(objective, points=4, state_file=sys.argv[1], progress=slowly)
-    """
-    file = tmp_path / "state.npz"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])}
-    child = subprocess.Popen(
-        [sys.executable, "-c", program, str(file)], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    try:
-        while int(child.stdout.readline() or 99) < 5:
-            pass
-    finally:
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
-    seen = []
-    result = loss_landscape(
-        objective_of(mlp()), points=4, state_file=file, progress=lambda done, total: seen.append(done)
-    )
-    assert 5 < seen[0] <= 8
-    assert np.array_equal(result.loss, loss_landscape(objective_of(mlp()), points=4).loss)
-
-
-def test_state_file_of_something_else_is_refused_and_kept(tmp_path):
-    file = tmp_path / "state.npz"
-    loss_landscape(objective_of(mlp()), points=3, state_file=file)
-    content = file.read_bytes()
-    for other in (objective_of(mlp(seed=1)), objective_of(mlp(), statistics="batch")):
-        with pytest.raises(ValueError, match="another landscape"):
-            loss_landscape(other, points=3, state_file=file)
-    with pytest.raises(ValueError, match="another landscape"):
-        loss_landscape(objective_of(mlp()), points=3, seed=1, state_file=file)
-    assert file.read_bytes() == content
-    file.write_bytes(content[:40])
-    with pytest.raises(ValueError, match="no landscape's state"):
-        loss_landscape(objective_of(mlp()), points=3, state_file=file)
-
-
-def test_finished_landscape_is_read_without_evaluating(tmp_path):
-    objective = objective_of(mlp())
-    first = loss_landscape(objective, points=3, state_file=tmp_path / "s.npz")
-    again = loss_landscape(
-        objective, points=3, state_file=tmp_path / "s.npz", progress=lambda *_: pytest.fail("evaluated")
-    )
-    assert np.array_equal(first.loss, again.loss)
 
 
 def test_compared_checkpoints_share_the_draw_and_the_model_keeps_its_state():

@@ -74,7 +74,7 @@ def test_random_loss_is_refused_unless_asked_for_and_then_is_one_draw():
     objective = Objective(model, batches, F.cross_entropy, allow_random=True)
     with objective.measuring():
         assert objective.loss() == objective.loss()
-    assert "one draw" in objective.describe()["random_loss"]
+    assert "one draw" in objective.describe().random_loss
 
 
 def test_dropout_layers_are_off_unless_modes_are_unchanged():

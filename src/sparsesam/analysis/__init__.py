@@ -1,7 +1,7 @@
-"""Looking at a trained model: gradient differences, loss landscapes, Hessian spectra, masks, bounds.
+"""Analyses of a trained model: gradient differences, loss landscapes, Hessian spectra, masks, bounds.
 
 Every analysis takes an `Objective`: a model, its loss and a fixed list of batches. Results are dataclasses with
-``to_dict()`` for JSON.
+``to_dict()`` for JSON and ``from_dict()`` to read it again.
 
 >>> objective = Objective(model, [(x, y)], F.cross_entropy)
 >>> loss_landscape(objective, points=25, state_file="landscape.npz")
@@ -26,24 +26,27 @@ from sparsesam.analysis.hessian import (
     hessian_trace,
     spectral_density,
 )
-from sparsesam.analysis.hessian_products import Hessian
+from sparsesam.analysis.hessian_operator import HessianOperator
 from sparsesam.analysis.landscape import Landscape, compare_landscapes, loss_between, loss_landscape
 from sparsesam.analysis.masks_over_time import FisherAgreement, MaskHistory, fisher_vs_hessian, masks_over_time
-from sparsesam.analysis.objective import Objective, check_state, select_parameters
+from sparsesam.analysis.objective import Objective, ObjectiveSummary, check_state, select_parameters
+from sparsesam.analysis.results import AnalysisResult
 from sparsesam.analysis.sharpness import Sharpness, sharpness
 from sparsesam.analysis.theory import GeneralizationBound, complexity_terms, generalization_bound
 
 __all__ = [
+    "AnalysisResult",
     "Convergence",
     "FisherAgreement",
     "GeneralizationBound",
     "GradientDifference",
-    "Hessian",
+    "HessianOperator",
     "HessianSpectrum",
     "HessianTrace",
     "Landscape",
     "MaskHistory",
     "Objective",
+    "ObjectiveSummary",
     "Sharpness",
     "SmoothProblem",
     "SpectralDensity",

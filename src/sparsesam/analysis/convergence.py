@@ -1,12 +1,12 @@
-"""Theorems 1 and 2 against a measured run: constants, curves, and whether the assumptions hold.
+"""Theorems 1 and 2 compared with measured runs: constants, curves, and whether the assumptions hold.
 
     1/T sum_t E||∇f(w_t)||² <= C_1 / sqrt(T) + C_2 log T / sqrt(T)        eta_t = eta_0 / sqrt(t)
                                                                          rho_t = rho_0 / sqrt(t)
     SAM    C_1 = 2 / eta_0 (f(w_0) - E f(w_T))                             C_2 = 2 (L sigma² eta_0 + L G rho_0)
     SSAM   C_3 = 2 / eta_0 (f(w_0) - E f(w_T) + L³ eta_0² rho_0² π² / 6)    C_4 = C_2
 
-The proofs bound sum_{t<=T} 1/t by log T. It is at most 1 + log T, and is 1 where log T is 0; with the harmonic
-number itself in place of log T the steps of the proofs are right, so both curves are given.
+The proofs bound sum_{t<=T} 1/t by log T, which is too small: the sum is at most 1 + log T, and at T = 1 it is 1 while
+log T is 0. With the harmonic number itself in place of log T the proofs hold, so both curves are computed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, hessian
 
-from sparsesam.analysis.results import Result
+from sparsesam.analysis.results import AnalysisResult
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.recipes import random_mask
 from sparsesam.optimizer import SAM, SSAM
@@ -76,11 +76,11 @@ def nonconvex_logistic(*, samples: int = 200, size: int = 20, weight: float = 0.
 
     smooth = float(torch.linalg.matrix_norm(x, 2)) ** 2 / (4 * samples) + 2 * weight
     gradient = float(x.norm(dim=1).mean()) + weight * math.sqrt(size) * 3 * math.sqrt(3) / 8
-    return SmoothProblem(make, "logistic loss with the non-convex regulariser w² / (1 + w²)", smooth, gradient)
+    return SmoothProblem(make, "logistic loss with the non-convex regularizer w² / (1 + w²)", smooth, gradient)
 
 
 def tanh_network(*, samples: int = 64, hidden: int = 5, seed: int = 0) -> SmoothProblem:
-    """Squared error of a small tanh network on noisy targets: smooth; L and G are known only where it was."""
+    """Squared error of a small tanh network on noisy targets: smooth; L and G are known only along the runs."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(samples, 3, generator=generator, dtype=torch.float64)
     y = torch.sin(x.sum(1, keepdim=True)) + 0.1 * torch.randn(samples, 1, generator=generator, dtype=torch.float64)
@@ -101,7 +101,7 @@ def tanh_network(*, samples: int = 64, hidden: int = 5, seed: int = 0) -> Smooth
 
 
 @dataclass(frozen=True)
-class Assumption(Result):
+class Assumption(AnalysisResult):
     """One condition of the theorem, with both sides."""
 
     text: str
@@ -112,12 +112,23 @@ class Assumption(Result):
 
 
 @dataclass(frozen=True)
-class Convergence(Result):
+class Smoothness(AnalysisResult):
+    """Bounds of a stochastic problem: smoothness L, gradient norm G, gradient noise sigma."""
+
+    L: float
+    G: float
+    sigma: float
+
+
+@dataclass(frozen=True)
+class Convergence(AnalysisResult):
     """``measured`` and ``deviation``: mean and standard deviation over the runs of 1/T sum_{t<=T} ||∇f(w_t)||², at
     ``T``. ``bound`` is the theorem's right-hand side as printed, ``bound_harmonic`` with sum 1/t for log T.
 
-    ``constants``: L, G, sigma, C_1 and C_2 (C_3 and C_4 for SSAM), with f(w_T) of the last step. ``slope`` is that
-    of log measured against log T over the second half of the points; O(log T / sqrt T) has about -0.5.
+    ``assumed`` are the constants in the bound, ``observed`` the largest values along the runs. ``constant`` and
+    ``log_constant`` are the factors of 1 / sqrt(T) and log T / sqrt(T) at the last T: C_1 and C_2 for SAM, C_3 and
+    C_4 for SSAM. ``slope`` is that of log measured against log T over the second half of the points; O(log T / sqrt T)
+    has about -0.5.
     """
 
     method: str
@@ -128,7 +139,10 @@ class Convergence(Result):
     bound: Array
     bound_harmonic: Array
     loss: Array
-    constants: dict[str, float]
+    assumed: Smoothness
+    observed: Smoothness
+    constant: float
+    log_constant: float
     assumptions: list[Assumption]
     slope: float
     within_bound: bool
@@ -137,15 +151,19 @@ class Convergence(Result):
     eta_0: float
     rho_0: float
     sparsity: float
-    words: list[str]
+    notes: list[str]
+
+    def __post_init__(self) -> None:
+        if any(one.shape != self.T.shape for one in (self.measured, self.deviation, self.bound, self.bound_harmonic)):
+            raise ValueError(f"every curve must have {len(self.T)} points, one per T")
 
 
 def theorem_constants(
-    method: Literal["SAM", "SSAM"], *, eta_0: float, rho_0: float, L: float, G: float, sigma: float, decrease: Any
+    method: Literal["SAM", "SSAM"], assumed: Smoothness, *, eta_0: float, rho_0: float, decrease: Any
 ) -> tuple[Any, float]:
     """C_1 and C_2 of theorem 1, or C_3 and C_4 of theorem 2; ``decrease`` = f(w_0) - E f(w_T)."""
-    extra = L**3 * eta_0**2 * rho_0**2 * math.pi**2 / 6 if method == "SSAM" else 0.0
-    return 2 / eta_0 * (decrease + extra), 2 * (L * sigma**2 * eta_0 + L * G * rho_0)
+    extra = assumed.L**3 * eta_0**2 * rho_0**2 * math.pi**2 / 6 if method == "SSAM" else 0.0
+    return 2 / eta_0 * (decrease + extra), 2 * assumed.L * (assumed.sigma**2 * eta_0 + assumed.G * rho_0)
 
 
 def measure_convergence(
@@ -161,7 +179,7 @@ def measure_convergence(
     points: int = 40,
     seed: int = 0,
 ) -> Convergence:
-    """Run SAM or SSAM on a smooth non-convex problem and set the theorem's curve beside it.
+    """Run SAM or SSAM on a smooth non-convex problem and compare it with the theorem's bound.
 
     The stochastic gradient is ∇f(w) + xi with xi drawn anew each step, Gaussian with E||xi||² = sigma², and the
     same in both passes of a step: the gradient of f(w) + <xi, w>, as smooth as f. eta_0 is 1 / L by default and
@@ -183,26 +201,19 @@ def measure_convergence(
     at = np.unique(np.geomspace(1, steps, points).round().astype(np.int64))
     means = np.stack([np.cumsum(trace.squared)[at - 1] / at for trace in traces])
     losses = np.stack([trace.loss for trace in traces])
-    seen = {
-        "L": max(trace.smoothness for trace in traces),
-        "G": math.sqrt(max(float(trace.squared.max()) for trace in traces)),
-        "sigma": math.sqrt(float(np.mean([trace.noise for trace in traces]))),
-    }
-    used = {"L": problem.L or seen["L"], "G": problem.G or seen["G"], "sigma": sigma}
+    observed = Smoothness(
+        L=max(trace.smoothness for trace in traces),
+        G=math.sqrt(max(float(trace.squared.max()) for trace in traces)),
+        sigma=math.sqrt(float(np.mean([trace.noise for trace in traces]))),
+    )
+    assumed = Smoothness(L=problem.L or observed.L, G=problem.G or observed.G, sigma=sigma)
     expected = losses.mean(axis=0)
-    first, second = theorem_constants(method, eta_0=eta_0, rho_0=rho_0, **used, decrease=expected[0] - expected[at])
+    first, second = theorem_constants(method, assumed, eta_0=eta_0, rho_0=rho_0, decrease=expected[0] - expected[at])
     harmonic = np.cumsum(1 / np.arange(1, steps + 1))[at - 1]
     bound = first / np.sqrt(at) + second * np.log(at) / np.sqrt(at)
     bound_harmonic = first / np.sqrt(at) + second * harmonic / np.sqrt(at)
-    names = ("C_1", "C_2") if method == "SAM" else ("C_3", "C_4")
-    constants = {
-        **used,
-        **{f"{key} along the run": value for key, value in seen.items()},
-        names[0]: float(first[-1]),
-        names[1]: second,
-    }
     measured = means.mean(axis=0)
-    assumptions = _assumptions(problem, seen, used, eta_0, rho_0, divisor, steps * runs)
+    assumptions = _assumptions(problem, observed, assumed, eta_0, rho_0, divisor, steps * runs)
     return Convergence(
         method=method,
         problem=problem.name,
@@ -212,7 +223,10 @@ def measure_convergence(
         bound=bound,
         bound_harmonic=bound_harmonic,
         loss=expected[at],
-        constants=constants,
+        assumed=assumed,
+        observed=observed,
+        constant=float(first[-1]),
+        log_constant=second,
         assumptions=assumptions,
         slope=_slope(at, measured),
         within_bound=bool(np.all(measured <= bound)),
@@ -221,7 +235,7 @@ def measure_convergence(
         eta_0=eta_0,
         rho_0=rho_0,
         sparsity=0.0 if method == "SAM" else sparsity,
-        words=_words(at, measured, bound, bound_harmonic, assumptions, problem),
+        notes=_notes(at, measured, bound, bound_harmonic, assumptions, problem),
     )
 
 
@@ -230,7 +244,7 @@ def measure_convergence(
 
 @dataclass(frozen=True)
 class _Trace:
-    """||∇f(w_t)||² for t = 1..T and f(w_t) for t = 1..T+1, the largest curvature and the mean noise seen."""
+    """||∇f(w_t)||² for t = 1..T and f(w_t) for t = 1..T+1, the largest curvature and the mean noise."""
 
     squared: Array
     loss: Array
@@ -312,36 +326,36 @@ def _gradient_norm(model: nn.Module) -> float:
     return math.sqrt(sum(float(g.square().sum()) for g in gradients))
 
 
-# ---- what to make of it ------------------------------------------------------------------------------------------
+# ---- assumptions and notes -----------------------------------------------------------------------------------------
 
 
 def _assumptions(
     problem: SmoothProblem,
-    seen: dict[str, float],
-    used: dict[str, float],
+    observed: Smoothness,
+    assumed: Smoothness,
     eta_0: float,
     rho_0: float,
     divisor: int,
     draws: int,
 ) -> list[Assumption]:
     def known(value: float | None) -> str:
-        return "proved for all weights" if value is not None else "seen along the run only, not proved"
+        return "proved for all weights" if value is not None else "observed along the runs only, not proved"
 
     def check(text: str, left: float, right: float, how: str, slack: float = 1e-9) -> Assumption:
         return Assumption(text, left, right, left <= right * (1 + slack), how)
 
     return [
-        check("||∇f(w)|| <= G", seen["G"], used["G"], known(problem.G)),
-        check("||Hessian|| <= L", seen["L"], used["L"], known(problem.L)),
+        check("||∇f(w)|| <= G", observed.G, assumed.G, known(problem.G)),
+        check("||Hessian|| <= L", observed.L, assumed.L, known(problem.L)),
         check(
             "E||g - ∇f||² <= sigma²",
-            seen["sigma"] ** 2,
-            used["sigma"] ** 2,
+            observed.sigma**2,
+            assumed.sigma**2,
             "equal by construction; the left is a sample's mean, up to five standard errors above",
             slack=5 * math.sqrt(2 / draws),
         ),
-        check(f"rho_0 <= G eta_0 / {divisor}", rho_0, used["G"] * eta_0 / divisor, "the theorem's"),
-        check("eta_0 <= 1 / L", eta_0, 1 / used["L"], "the lemmas'; the theorems in the main text leave it out"),
+        check(f"rho_0 <= G eta_0 / {divisor}", rho_0, assumed.G * eta_0 / divisor, "the theorem's"),
+        check("eta_0 <= 1 / L", eta_0, 1 / assumed.L, "the lemmas'; the theorems in the main text leave it out"),
     ]
 
 
@@ -352,7 +366,7 @@ def _slope(at: npt.NDArray[np.int64], measured: Array) -> float:
     return float(np.polyfit(np.log(at[half:]), np.log(measured[half:]), 1)[0])
 
 
-def _words(
+def _notes(
     at: npt.NDArray[np.int64],
     measured: Array,
     bound: Array,
@@ -360,23 +374,23 @@ def _words(
     assumptions: list[Assumption],
     problem: SmoothProblem,
 ) -> list[str]:
-    words = []
+    notes = []
     failed = [one.text for one in assumptions if not one.holds]
     if failed:
-        words.append(f"not satisfied: {'; '.join(failed)}; the theorem promises nothing for this run")
+        notes.append(f"not satisfied: {'; '.join(failed)}; the theorem does not apply to these runs")
     above = at[measured > bound]
     if len(above):
-        words.append(
+        notes.append(
             f"the measured mean is above the printed bound at T = {', '.join(str(t) for t in above)}: the proof's "
             "sum of 1/t <= log T does not hold (at T = 1 it says 1 <= 0)"
         )
     if np.all(measured <= harmonic):
-        words.append(
+        notes.append(
             f"with sum 1/t in place of log T the bound holds at every T, {harmonic[-1] / measured[-1]:.3g} x above"
         )
     else:
-        words.append("even with sum 1/t in place of log T the measured mean is above the bound somewhere")
+        notes.append("even with sum 1/t in place of log T the measured mean is above the bound somewhere")
     if problem.L is None or problem.G is None:
-        words.append("L or G is the largest value seen along these runs, a lower bound of the true constant")
-    words.append("the expectation is a mean over few runs; the bound's shape, not its size, is what a run can confirm")
-    return words
+        notes.append("L or G is the largest value observed along these runs, a lower bound of the true constant")
+    notes.append("the expectation is a mean over few runs; the bound's shape, not its size, is what a run can confirm")
+    return notes

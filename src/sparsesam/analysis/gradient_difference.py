@@ -1,4 +1,4 @@
-"""How much SAM's gradient differs from SGD's, weight by weight (figure 1 of the paper):
+"""How much SAM's gradient differs from SGD's, for each weight (figure 1 of the paper):
 
     r = log |(g_SAM - g_SGD) / g_SGD|
 
@@ -10,15 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sparsesam.analysis.objective import Objective, ParameterFilter, check_masks, put_back, select_parameters
-from sparsesam.analysis.results import Result
+from sparsesam.analysis.objective import (
+    Objective,
+    ObjectiveSummary,
+    ParameterFilter,
+    check_masks,
+    put_back,
+    select_parameters,
+)
+from sparsesam.analysis.results import AnalysisResult
 
 Array = npt.NDArray[np.float64]
 Logarithm = Literal["10", "e"]
@@ -27,7 +34,7 @@ _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 @dataclass(frozen=True)
-class Differences(Result):
+class Differences(AnalysisResult):
     """One group of weights.
 
     Of ``weights`` entries, ``both_zero`` have g_SAM = g_SGD = 0 and no r; ``from_zero`` have g_SGD = 0 only and
@@ -50,7 +57,7 @@ class Differences(Result):
 
 
 @dataclass(frozen=True)
-class GradientDifference(Result):
+class GradientDifference(AnalysisResult):
     """``inside`` and ``outside`` split the weights by the masks, and are None without masks."""
 
     logarithm: str
@@ -61,7 +68,12 @@ class GradientDifference(Result):
     inside: Differences | None
     outside: Differences | None
     gradient_norm: float
-    measured_on: dict[str, Any]
+    measured_on: ObjectiveSummary | None
+
+    def __post_init__(self) -> None:
+        for group in (self.every, self.inside, self.outside, *self.layers.values()):
+            if group is not None and len(group.histogram) != len(self.edges) - 1:
+                raise ValueError(f"{len(self.edges)} edges do not fit a histogram of {len(group.histogram)} bins")
 
 
 def gradient_difference(
@@ -116,9 +128,9 @@ def compare_gradients(
     logarithm: Logarithm = "10",
     edges: Array | None = None,
     rho: float | None = None,
-    measured_on: dict[str, Any] | None = None,
+    measured_on: ObjectiveSummary | None = None,
 ) -> GradientDifference:
-    """The same of two gradients at hand, by parameter name, for example of one training step."""
+    """The same for two given gradients by parameter name, for example those of one training step."""
     if logarithm not in ("10", "e"):
         raise ValueError(f"logarithm must be '10' or 'e', got {logarithm!r}")
     if plain.keys() != perturbed.keys() or any(plain[name].shape != perturbed[name].shape for name in plain):
@@ -151,7 +163,7 @@ def compare_gradients(
         inside=None if full is None else within.summary(),
         outside=None if full is None else without.summary(),
         gradient_norm=float(sum(float(g.double().square().sum()) for g in plain.values()) ** 0.5),
-        measured_on=measured_on or {},
+        measured_on=measured_on,
     )
 
 

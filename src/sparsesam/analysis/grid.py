@@ -1,4 +1,4 @@
-"""The loss at the points of a grid through weight space, resumable and leaving the weights as they were."""
+"""The loss at the points of a grid in weight space; resumable, and the weights are restored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class MovedTensor:
-    """One tensor of the model on its way: base + a * along_x + b * along_y, base being a copy of what it was."""
+    """One tensor of the model at base + a * along_x + b * along_y, where base is a copy of its original value."""
 
     name: str
     tensor: Tensor
@@ -39,7 +39,7 @@ class MovedTensor:
 
 @dataclass(frozen=True)
 class Grid:
-    """Where the loss is wanted. ``y`` is empty for a line."""
+    """The points where the loss is evaluated. ``y`` is empty for a line."""
 
     moving: Sequence[MovedTensor]
     x: Array
@@ -61,8 +61,8 @@ def evaluate_grid(
 ) -> Array:
     """The loss at every point of the grid, row by row. Call inside ``objective.measuring()``.
 
-    With a ``state_file`` the points done so far are written every ``save_every`` seconds and on the way out,
-    and a later call with the same weights, directions, grid and batches goes on from there.
+    With a ``state_file`` the points done so far are written every ``save_every`` seconds and on exit,
+    and a later call with the same weights, directions, grid and batches continues from there.
     """
     if points_at_once < 1 or (points_at_once > 1 and (objective.statistics != "frozen" or objective.allow_random)):
         raise ValueError(
@@ -114,7 +114,7 @@ def _losses(objective: Objective, grid: Grid, starts: list[Tensor], columns: lis
 
 
 class _LossOf(nn.Module):
-    """The objective as a module, so that torch can put other weights into its model."""
+    """The objective as a module, so that functional_call can replace the weights of its model."""
 
     def __init__(self, objective: Objective) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class _State:
                 fingerprint, kept, kept_done = str(saved["fingerprint"]), saved["loss"], saved["done"]
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise ValueError(
-                f"state_file {self.path} is no landscape's state ({error}); remove it or choose another name"
+                f"state_file {self.path} is not the state of a landscape ({error}); remove it or choose another name"
             ) from error
         if fingerprint != self.fingerprint:
             raise ValueError(
@@ -208,13 +208,13 @@ def _saved_on_exit(state: _State | None, losses: Array, done: npt.NDArray[np.boo
 
 def _fingerprint(objective: Objective, grid: Grid) -> str:
     """Of everything the losses depend on, except the code of model and loss."""
-    digest = hashlib.blake2b(repr(sorted(objective.describe().items())).encode(), digest_size=16)
+    digest = hashlib.blake2b(repr(objective.describe()).encode(), digest_size=16)
     digest.update(repr((objective.weights, grid.x.tolist(), grid.y.tolist())).encode())
     for one in grid.moving:
         digest.update(one.name.encode())
         for part in (one.base, one.along_x, one.along_y):
             _feed(digest, part)
-    # What stands still matters too: other checkpoints, other buffers.
+    # Tensors that do not move matter too: another checkpoint has other ones.
     for tensor in (*objective.model.parameters(), *objective.model.buffers()):
         _feed(digest, tensor)
     for leaf in tree_leaves(objective.batches):

@@ -1,30 +1,29 @@
-"""Eigenvalues, trace, spectral density and diagonal of a loss's Hessian, all made of products with vectors."""
+"""Eigenvalues, trace, spectral density and diagonal of a loss's Hessian, from products with vectors only."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sparsesam.analysis.hessian_products import Hessian
+from sparsesam.analysis.hessian_operator import HessianOperator
 from sparsesam.analysis.lanczos import Which, lanczos, top_eigenpairs
-from sparsesam.analysis.objective import Objective, ParameterFilter
-from sparsesam.analysis.results import Result
+from sparsesam.analysis.objective import Objective, ObjectiveSummary, ParameterFilter
+from sparsesam.analysis.results import AnalysisResult
 
 Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class HessianSpectrum(Result):
+class HessianSpectrum(AnalysisResult):
     """Largest eigenvalues first. ``error_bounds`` are estimates of |computed - true|, by the residuals.
 
-    ``ratio`` is lambda_1 / lambda_5, the paper's measure; None when fewer than five were asked for.
+    ``ratio`` is lambda_1 / lambda_5, the paper's measure; None when fewer than five were requested.
     ``vectors`` are unit eigenvectors as directions, and are not part of `to_dict`.
     """
 
@@ -36,9 +35,9 @@ class HessianSpectrum(Result):
     products: int
     size: int
     parameters: list[str]
-    measured_on: dict[str, Any]
+    measured_on: ObjectiveSummary
     notes: list[str]
-    vectors: list[dict[str, Tensor]] = field(repr=False, metadata={"plain": False})
+    vectors: list[dict[str, Tensor]] = field(repr=False, default_factory=list, metadata={"stored": False})
 
 
 def hessian_eigenvalues(
@@ -55,11 +54,11 @@ def hessian_eigenvalues(
 ) -> HessianSpectrum:
     """The ``count`` eigenvalues that are "largest", "smallest" or largest in "magnitude", to relative ``tolerance``.
 
-    Lanczos with full reorthogonalisation from one random vector, thickly restarted only when ``max_basis``
-    vectors are held, until every residual is below 0.3 * tolerance * |eigenvalue|. Of a multiple eigenvalue one copy
-    is seen, as in any Krylov method with one start vector, and of several very close ones possibly too few.
+    Lanczos with full reorthogonalization from one random vector, with thick restarts only when ``max_basis``
+    vectors are stored, until every residual is below 0.3 * tolerance * |eigenvalue|. Of a multiple eigenvalue one copy
+    is found, as in any Krylov method with one start vector, and of several very close ones possibly too few.
     """
-    hessian = Hessian(objective, parameters=parameters, keep_graph=keep_graph)
+    hessian = HessianOperator(objective, parameters=parameters, keep_graph=keep_graph)
     if not 1 <= count <= hessian.size:
         raise ValueError(f"count must be between 1 and the number of weights, {hessian.size}, got {count}")
     generator = torch.Generator().manual_seed(seed)
@@ -95,7 +94,7 @@ def hessian_eigenvalues(
 
 
 @dataclass(frozen=True)
-class HessianTrace(Result):
+class HessianTrace(AnalysisResult):
     """trace = mean over probes of z'Hz; ``standard_error`` is that of this mean."""
 
     trace: float
@@ -104,7 +103,7 @@ class HessianTrace(Result):
     products: int
     size: int
     parameters: list[str]
-    measured_on: dict[str, Any]
+    measured_on: ObjectiveSummary
     notes: list[str]
 
 
@@ -124,7 +123,7 @@ def hessian_trace(
     """
     if probes < 2:
         raise ValueError(f"probes must be at least 2, got {probes}; fewer have no error estimate")
-    hessian = Hessian(objective, parameters=parameters, keep_graph=keep_graph)
+    hessian = HessianOperator(objective, parameters=parameters, keep_graph=keep_graph)
     generator = torch.Generator().manual_seed(seed)
     values: list[float] = []
     with hessian.measuring():
@@ -150,7 +149,7 @@ def _standard_error(values: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True)
-class SpectralDensity(Result):
+class SpectralDensity(AnalysisResult):
     """The share of eigenvalues per unit length: ``density`` over ``grid``, integrating to 1.
 
     ``nodes`` and ``shares`` are the quadrature itself, one row per probe (rows may differ in length): the share
@@ -165,8 +164,12 @@ class SpectralDensity(Result):
     products: int
     size: int
     parameters: list[str]
-    measured_on: dict[str, Any]
+    measured_on: ObjectiveSummary
     notes: list[str]
+
+    def __post_init__(self) -> None:
+        if self.grid.shape != self.density.shape:
+            raise ValueError(f"grid has {len(self.grid)} points, but density {len(self.density)}")
 
     def moment(self, power: int) -> float:
         """The mean of lambda^power over the eigenvalues; the first, times ``size``, estimates the trace."""
@@ -189,14 +192,14 @@ def spectral_density(
 
     For a random unit vector v, the nodes are the eigenvalues of the Lanczos matrix T and the shares the squared
     first components of its eigenvectors, so that sum shares * p(nodes) = v'p(H)v for polynomials up to degree
-    2 * steps - 1. Where Krylov space ends early, the shorter quadrature is exact already. ``width`` is 1 % of
+    2 * steps - 1. If the Krylov space is exhausted early, the shorter quadrature is already exact. ``width`` is 1 % of
     the range by default.
     """
     if steps < 1 or probes < 1 or points < 2:
         raise ValueError(f"steps, probes and points must be positive, got {steps}, {probes} and {points}")
     if width is not None and not width > 0:
         raise ValueError(f"width must be positive, got {width}; it is the Gaussians' standard deviation")
-    hessian = Hessian(objective, parameters=parameters, keep_graph=keep_graph)
+    hessian = HessianOperator(objective, parameters=parameters, keep_graph=keep_graph)
     generator = torch.Generator().manual_seed(seed)
     nodes, shares = [], []
     with hessian.measuring():
@@ -232,7 +235,7 @@ def _smoothed(grid: Array, nodes: Sequence[Array], shares: Sequence[Array], widt
     return total / len(nodes)
 
 
-def hessian_diagonal(hessian: Hessian, *, probes: int | None = None, seed: int = 0) -> Array:
+def hessian_diagonal(hessian: HessianOperator, *, probes: int | None = None, seed: int = 0) -> Array:
     """The diagonal: exactly, by one product per weight, or as the mean of z ⊙ Hz over ``probes`` random signs."""
     if probes is not None and probes < 1:
         raise ValueError(f"probes must be at least 1, or None for the exact diagonal, got {probes}")

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from sparsesam.analysis.directions import Direction, check_directions, random_directions
 from sparsesam.analysis.grid import Array, Grid, MovedTensor, Progress, evaluate_grid
-from sparsesam.analysis.objective import Objective, ParameterFilter, check_state, state_kept
-from sparsesam.analysis.results import Result
+from sparsesam.analysis.objective import Objective, ObjectiveSummary, ParameterFilter, check_state, state_kept
+from sparsesam.analysis.results import AnalysisResult
 
 
 @dataclass(frozen=True)
-class Landscape(Result):
+class Landscape(AnalysisResult):
     """loss[j, i] = f(w + x[i] * d_x + y[j] * d_y); a line has an empty ``y`` and loss[i].
 
     ``lengths`` are the norms of the directions: x * lengths[0] is a distance in weight space. ``seed`` is None
@@ -35,8 +35,13 @@ class Landscape(Result):
     weights_moved: int
     seed: int | None
     not_finite: int
-    measured_on: dict[str, Any]
+    measured_on: ObjectiveSummary
     notes: list[str]
+
+    def __post_init__(self) -> None:
+        shape = (len(self.y), len(self.x)) if len(self.y) else (len(self.x),)
+        if self.loss.shape != shape:
+            raise ValueError(f"loss must have the shape {shape} of the grid, got {self.loss.shape}")
 
 
 def loss_landscape(
@@ -50,14 +55,16 @@ def loss_landscape(
     parameters: ParameterFilter = None,
     one_dimensional: Literal["ignore", "normalize"] = "ignore",
     state_file: str | os.PathLike[str] | None = None,
+    save_every: float = 10.0,
     progress: Progress | None = None,
     points_at_once: int = 1,
 ) -> Landscape:
     """The loss on ``points`` (by ``points``) points over ``span`` along filter-normalized random directions.
 
     ``directions`` replaces the random ones, for example by ``HessianSpectrum.vectors``; they are used as they
-    are, so unit vectors make x and y distances. ``state_file`` makes it resumable, ``progress(done, total)`` is
-    called after every point. The weights come back bit for bit, also from an exception.
+    are, so unit vectors make x and y distances. ``state_file``, written every ``save_every``
+    seconds, makes it resumable; ``progress(done, total)`` is called after every point. The weights are restored bit
+    for bit, also after an exception.
 
     ``points_at_once`` evaluates several points in one vmap over stacked weights. It is exact to rounding, but
     on a CPU faster only for networks of a few hundred weights, so the default is one at a time, in place.
@@ -75,7 +82,14 @@ def loss_landscape(
     grid = Grid(_moving(objective, chosen), x, x.copy() if dimensions == 2 else np.zeros(0))
     with objective.measuring():
         center = objective.loss()
-        loss = evaluate_grid(objective, grid, state_file=state_file, progress=progress, points_at_once=points_at_once)
+        loss = evaluate_grid(
+            objective,
+            grid,
+            state_file=state_file,
+            save_every=save_every,
+            progress=progress,
+            points_at_once=points_at_once,
+        )
     kind = "given directions" if directions is not None else "filter-normalized random directions"
     notes = [] if directions is not None else [f"biases and normalization parameters: {one_dimensional}"]
     return _result(objective, kind, grid, loss, center, chosen, None if directions is not None else seed, notes)

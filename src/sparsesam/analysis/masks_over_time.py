@@ -1,4 +1,4 @@
-"""Masks over a training run, and how well the Fisher information that makes them stands for the Hessian."""
+"""Masks over a training run, and the agreement of Fisher information with the Hessian's diagonal."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from sparsesam.analysis.hessian import hessian_diagonal
-from sparsesam.analysis.hessian_products import Hessian
-from sparsesam.analysis.objective import Objective, ParameterFilter
-from sparsesam.analysis.results import Result
+from sparsesam.analysis.hessian_operator import HessianOperator
+from sparsesam.analysis.objective import Objective, ObjectiveSummary, ParameterFilter
+from sparsesam.analysis.results import AnalysisResult
 from sparsesam.masks.fisher import fisher_diagonal
 
 Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class MaskHistory(Result):
+class MaskHistory(AnalysisResult):
     """Snapshots of masks, S of them over L layers (parameters).
 
     ``density``: (S,) and per layer (S,), the share of ones. ``overlap``: (S - 1,), the Jaccard index
@@ -41,6 +41,13 @@ class MaskHistory(Result):
     ever: float
     ever_by_layer: dict[str, float]
     always: float
+
+    def __post_init__(self) -> None:
+        count = len(self.steps)
+        per_mask = [self.density, *self.density_by_layer.values()]
+        per_change = [self.overlap, self.overlap_by_chance, *self.overlap_by_layer.values()]
+        if any(len(one) != count for one in per_mask) or any(len(one) != count - 1 for one in per_change):
+            raise ValueError(f"{count} masks must have {count} densities and {count - 1} overlaps")
 
 
 def masks_over_time(snapshots: Iterable[tuple[int, Mapping[str, Tensor]]]) -> MaskHistory:
@@ -133,7 +140,7 @@ def _share(part: int, whole: int) -> float:
 
 
 @dataclass(frozen=True)
-class FisherAgreement(Result):
+class FisherAgreement(AnalysisResult):
     """Fisher diagonal F against Hessian diagonal h over all weights.
 
     ``pearson`` and ``spearman`` correlate F with h; ``*_magnitude`` with |h|, which is what flatness means where
@@ -152,7 +159,7 @@ class FisherAgreement(Result):
     products: int
     labels: str
     scatter: Array
-    measured_on: dict[str, Any]
+    measured_on: ObjectiveSummary
     notes: list[str]
 
 
@@ -171,7 +178,7 @@ def fisher_vs_hessian(
     The Hessian's is exact, at one product per weight, up to ``exact_up_to`` weights; beyond that ``probes``
     random sign vectors must be given, and their noise lowers the correlation.
     """
-    hessian = Hessian(objective, parameters=parameters)
+    hessian = HessianOperator(objective, parameters=parameters)
     if probes is None and hessian.size > exact_up_to:
         raise ValueError(
             f"the exact diagonal takes one product per weight, {hessian.size} of them; "

@@ -1,10 +1,11 @@
-"""What every analysis looks at: a model, its loss, and a fixed list of batches."""
+"""What every analysis measures: a model, its loss, and a fixed list of batches."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
+from sparsesam.analysis.results import AnalysisResult
 from sparsesam.ascent.rng import RNGSnapshot, RNGState
 from sparsesam.masks.fixed import NORMALIZATION
 from sparsesam.masks.samples import batch_size
@@ -24,8 +26,19 @@ ParameterFilter = Callable[[str], bool] | Iterable[str] | str | None
 _STATISTICS = ("frozen", "recomputed", "batch")
 
 
+@dataclass(frozen=True)
+class ObjectiveSummary(AnalysisResult):
+    """What a result was measured on, as part of it."""
+
+    batches: int
+    samples: int
+    statistics: str
+    mode: str
+    random_loss: str
+
+
 class Objective:
-    """The loss of a model over fixed batches, as a function of the weights the model has at the moment:
+    """The loss of a model over fixed batches, as a function of the model's current weights:
 
         f(w) = sum_b n_b * loss(w; batch_b) / sum_b n_b
 
@@ -34,8 +47,8 @@ class Objective:
     number of samples of a batch, which makes f the mean over all samples where the loss is a batch's mean;
     ``weights`` replaces it.
 
-    The model is measured in evaluation mode (``mode="unchanged"`` leaves its modes alone) and left as it was
-    found: modes, weights, buffers, gradients, random states. ``statistics`` says where normalization layers take
+    The model is measured in evaluation mode (``mode="unchanged"`` keeps its modes), and everything is restored
+    afterwards: modes, weights, buffers, gradients, random states. ``statistics`` says where normalization layers take
     theirs from: "frozen" are the running ones; "recomputed" are averaged over the batches anew wherever the
     weights are, at twice the cost; "batch" are each batch's own, as in training.
 
@@ -78,26 +91,26 @@ class Objective:
     def samples(self) -> int:
         return sum(self.sizes)
 
-    def describe(self) -> dict[str, Any]:
-        """What was measured on, for a result's reader."""
-        return {
-            "batches": len(self.batches),
-            "samples": self.samples,
-            "statistics": self.statistics,
-            "mode": self.mode,
-            "random_loss": "one draw, the same at every point" if self.allow_random else "refused",
-        }
+    def describe(self) -> ObjectiveSummary:
+        """What a result was measured on."""
+        return ObjectiveSummary(
+            batches=len(self.batches),
+            samples=self.samples,
+            statistics=self.statistics,
+            mode=self.mode,
+            random_loss="one draw, the same at every point" if self.allow_random else "refused",
+        )
 
     # ---- numbers -----------------------------------------------------------------------------------------
 
     def batch_loss(self, index: int) -> Tensor:
-        """The loss of one batch, to be differentiated; only inside `measuring`."""
+        """The loss of one batch, differentiable; call inside `measuring`."""
         self._same_noise(index)
         return self._loss_of(self._on_device(self.batches[index]))
 
     @torch.no_grad()
     def loss(self) -> float:
-        """The loss f at the weights the model has now; only inside `measuring`. May be infinite or NaN."""
+        """The loss f at the current weights; call inside `measuring`. May be infinite or NaN."""
         self.recompute_statistics()
         return sum(weight * float(self.batch_loss(index)) for index, weight in enumerate(self.weights))
 
@@ -116,7 +129,7 @@ class Objective:
 
     @torch.no_grad()
     def recompute_statistics(self) -> None:
-        """Average the normalization statistics over the batches at the present weights, if that was asked for."""
+        """With "recomputed" statistics, average them over the batches at the current weights."""
         if self.statistics != "recomputed":
             return
         # Only batch normalization can average its statistics over batches (momentum=None).
@@ -132,15 +145,15 @@ class Objective:
             for layer, momentum in zip(layers, momenta, strict=True):
                 layer.momentum, layer.training = momentum, False
 
-    # ---- around a measurement ----------------------------------------------------------------------------
+    # ---- context of a measurement ------------------------------------------------------------------------
 
     @contextmanager
     def measuring(self, parameters: Iterable[Tensor] = ()) -> Iterator[None]:
-        """The model in the mode of measurement, with gradients for ``parameters`` and for nothing else."""
+        """Put the model into the mode of measurement, with gradients for ``parameters`` only; restore it on exit."""
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
-            # Fused attention has no second derivative, and another rounding than with gradients.
+            # Fused attention has no second derivative, and rounds differently without gradients.
             stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
             torch.backends.mha.set_fastpath_enabled(False)
             stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
@@ -182,7 +195,7 @@ class Objective:
             return
         self._noise.write(self._draw)
         for _ in range(index):
-            torch.rand(1)  # each batch its own draw, the same at every visit
+            torch.rand(1)  # each batch has its own draw, the same at every evaluation
 
     def _loss_of(self, batch: Any) -> Tensor:
         if self.model_loss is not None:
@@ -207,7 +220,7 @@ class Objective:
 
 
 def select_parameters(model: nn.Module, parameters: ParameterFilter = None) -> dict[str, nn.Parameter]:
-    """The floating-point parameters that an analysis is about, by name.
+    """The floating-point parameters to analyze, by name.
 
     None takes those that are trained (``requires_grad``); name patterns such as "layer4.*", or a function of the
     name, choose among all, frozen ones included.
@@ -278,7 +291,7 @@ def state_kept(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def put_back(tensors: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
-    """Copy the saved values; an interruption (Ctrl-C) is raised only after that."""
+    """Copy the saved values back; an interruption (Ctrl-C) is raised only after that."""
     try:
         for tensor, value in zip(tensors, saved, strict=True):
             tensor.copy_(value)
@@ -288,7 +301,7 @@ def put_back(tensors: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
         raise
 
 
-# ---- small helpers -----------------------------------------------------------------------------------------
+# ---- helpers -------------------------------------------------------------------------------------------------
 
 
 def _as_list(batches: Iterable[Any]) -> list[Any]:

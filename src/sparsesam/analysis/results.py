@@ -1,27 +1,62 @@
-"""Results as plain data: numbers, lists and dictionaries that JSON can hold."""
+"""Results of analyses: dataclasses that can be written as JSON and read again with their types."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
 
+Self = TypeVar("Self", bound="AnalysisResult")
 
-class Result:
-    """A dataclass that can be written as JSON. NaN and infinity, which JSON lacks, become None."""
+
+class AnalysisResult:
+    """Base of the result dataclasses. In JSON, which has neither NaN nor infinity, both become null."""
 
     def to_dict(self) -> dict[str, Any]:
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        shown = {field.name: plain(getattr(self, field.name)) for field in fields if field.metadata.get("plain", True)}
+        """The fields as numbers, strings, lists and dictionaries, and ``"analysis"``, the class's name."""
+        shown = {name: plain(getattr(self, name)) for name in _stored_fields(type(self))}
         return {"analysis": type(self).__name__, **shown}
+
+    @classmethod
+    def from_dict(cls: type[Self], content: Mapping[str, Any]) -> Self:
+        """What `to_dict` wrote, with its types; null numbers become NaN. ValueError names the field that is wrong."""
+        if not isinstance(content, Mapping):
+            raise ValueError(f"{cls.__name__} must be an object, got {type(content).__name__}")
+        values = {}
+        for name, hint in _stored_fields(cls).items():
+            if name not in content:
+                raise ValueError(f"{cls.__name__} has no field {name!r}")
+            values[name] = _decode(hint, content[name], f"{cls.__name__}.{name}")
+        return cls(**values)
+
+    def remarks(self) -> list[str]:
+        """Every note of this result and of those within it, once, in order."""
+        return list(dict.fromkeys(self._each_note()))
+
+    def _each_note(self) -> Iterator[str]:
+        for name in _stored_fields(type(self)):
+            value = getattr(self, name)
+            if name == "notes":
+                yield from value
+            elif isinstance(value, AnalysisResult):
+                yield from value._each_note()
+
+
+def _stored_fields(kind: type[Any]) -> dict[str, Any]:
+    """Names and types of the fields that are part of the JSON."""
+    hints = typing.get_type_hints(kind)
+    return {one.name: hints[one.name] for one in dataclasses.fields(kind) if one.metadata.get("stored", True)}
 
 
 def plain(value: Any) -> Any:
     """The same value made of what JSON knows."""
-    if isinstance(value, Result):
+    if isinstance(value, AnalysisResult):
         return value.to_dict()
     if isinstance(value, dict):
         return {str(key): plain(part) for key, part in value.items()}
@@ -33,4 +68,45 @@ def plain(value: Any) -> Any:
         return plain(value.item())
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    return value
+
+
+def _decode(hint: Any, value: Any, name: str) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        return _decode(next(one for one in arguments if one is not type(None)), value, name)
+    if isinstance(hint, type) and issubclass(hint, AnalysisResult):
+        return hint.from_dict(value)
+    if origin is typing.Literal:
+        return _checked(value in arguments, value, value, name, f"one of {', '.join(map(str, arguments))}")
+    if origin is np.ndarray:
+        return _decode_array(arguments[1], value, name)
+    if origin is list:
+        _checked(isinstance(value, list), value, value, name, "a list")
+        return [_decode(arguments[0], part, name) for part in value]
+    if origin is dict:
+        _checked(isinstance(value, dict), value, value, name, "an object")
+        return {key: _decode(arguments[1], part, f"{name}[{key!r}]") for key, part in value.items()}
+    if hint is float:
+        is_number = value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+        return _checked(is_number, math.nan if value is None else value, value, name, "a number")
+    is_instance = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
+    return _checked(is_instance, value, value, name, f"of type {hint.__name__}")
+
+
+def _decode_array(dtype: Any, value: Any, name: str) -> Any:
+    (scalar,) = typing.get_args(dtype)
+    try:
+        return np.array(_checked(isinstance(value, list), value, value, name, "a list of numbers"), dtype=scalar)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be an array of numbers: {error}") from None
+
+
+def _checked(right: bool, value: Any, got: Any, name: str, rule: str) -> Any:
+    if not right:
+        raise ValueError(f"{name} must be {rule}, got {got!r:.60}")
     return value

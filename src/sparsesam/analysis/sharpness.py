@@ -5,18 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsesam.analysis.objective import Objective, ParameterFilter, check_masks, put_back, select_parameters
-from sparsesam.analysis.results import Result
+from sparsesam.analysis.objective import (
+    Objective,
+    ObjectiveSummary,
+    ParameterFilter,
+    check_masks,
+    put_back,
+    select_parameters,
+)
+from sparsesam.analysis.results import AnalysisResult
 
 
 @dataclass(frozen=True)
-class Sharpness(Result):
-    """``increase`` = max_{||e|| <= rho} f(w + m ⊙ e) - f(w), as far as the ascent found it: a lower bound.
+class Sharpness(AnalysisResult):
+    """``increase`` = max_{||e|| <= rho} f(w + m ⊙ e) - f(w), as found by gradient ascent: a lower bound.
 
     ``one_step`` is the increase by SAM's own single step. ``path`` holds the best loss after each evaluation.
     """
@@ -29,7 +35,7 @@ class Sharpness(Result):
     path: list[float]
     masked: bool
     weights_perturbed: int
-    measured_on: dict[str, Any]
+    measured_on: ObjectiveSummary
     notes: list[str]
 
 
@@ -59,7 +65,7 @@ def sharpness(
     kept = None if masks is None else list(check_masks(masks, chosen).values())
     perturbed = sum(t.numel() for t in chosen.values()) if kept is None else sum(int(mask.sum()) for mask in kept)
     if perturbed == 0:
-        raise ValueError("masks keep no weight, so that nothing can be perturbed; sharpness needs at least one")
+        raise ValueError("masks keep no weight, so nothing can be perturbed; at least one is needed")
     generator = torch.Generator().manual_seed(seed)
     with objective.measuring(chosen.values()):
         climb = _Climb(objective, list(chosen.values()), kept, rho)
@@ -97,7 +103,7 @@ class _Climb:
 
     def run(self, steps: int, generator: torch.Generator | None) -> None:
         direction = self.home if generator is None else self._random(generator)
-        if direction is None:  # a critical point: every direction is as good as any other
+        if direction is None:  # a critical point: any direction will do
             direction = self._random(torch.Generator().manual_seed(0))
         place, at, stride = [torch.zeros_like(t) for t in self.tensors], -math.inf, self.rho
         for _ in range(steps):

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
-from sparsesam.analysis.objective import Objective, ParameterFilter, select_parameters
-from sparsesam.analysis.results import Result
+from sparsesam.analysis.objective import Objective, ObjectiveSummary, ParameterFilter, select_parameters
+from sparsesam.analysis.results import AnalysisResult
 from sparsesam.analysis.sharpness import sharpness
 
 
 @dataclass(frozen=True)
-class GeneralizationBound(Result):
+class GeneralizationBound(AnalysisResult):
     """L_D(w) <= max_loss + complexity, with
 
         complexity = sqrt((dimension_term + confidence_term + remainder) / (n - 1))
@@ -23,8 +23,8 @@ class GeneralizationBound(Result):
         confidence_term = 4 log(n / delta)
         remainder       = 8 log(6n + 3k), the paper's O(1) as its proof has it
 
-    ``vacuous`` says that a guess does as well: the bound is above 1 for a loss within [0, 1], or above log C for
-    the cross-entropy of C classes.
+    ``vacuous``: a uniform prediction does as well, because the bound is at least ``threshold``, 1 for a loss within
+    [0, 1] or log C for the cross-entropy of C classes.
     """
 
     bound: float
@@ -42,12 +42,22 @@ class GeneralizationBound(Result):
     threshold: float
     vacuous: bool
     masked: bool
-    measured_on: dict[str, Any]
-    words: list[str]
+    measured_on: ObjectiveSummary
+    notes: list[str]
 
 
-def complexity_terms(*, squared_norm: float, k: int, n: int, delta: float, rho: float) -> dict[str, float]:
+@dataclass(frozen=True)
+class ComplexityTerms:
     """The terms under the root of theorem 3, and the root."""
+
+    dimension_term: float
+    confidence_term: float
+    remainder: float
+    complexity: float
+
+
+def complexity_terms(*, squared_norm: float, k: int, n: int, delta: float, rho: float) -> ComplexityTerms:
+    """The terms of theorem 3 for k weights of squared norm ||w||² and n samples."""
     if n < 2:
         raise ValueError(f"n must be at least 2, got {n}; it is the number of training samples")
     if k < 1:
@@ -59,12 +69,8 @@ def complexity_terms(*, squared_norm: float, k: int, n: int, delta: float, rho: 
     dimension = k * math.log1p(squared_norm / rho**2 * (1 + math.sqrt(math.log(n) / k)) ** 2)
     confidence = 4 * math.log(n / delta)
     remainder = 8 * math.log(6 * n + 3 * k)
-    return {
-        "dimension_term": dimension,
-        "confidence_term": confidence,
-        "remainder": remainder,
-        "complexity": math.sqrt((dimension + confidence + remainder) / (n - 1)),
-    }
+    complexity = math.sqrt((dimension + confidence + remainder) / (n - 1))
+    return ComplexityTerms(dimension, confidence, remainder, complexity)
 
 
 def generalization_bound(
@@ -80,24 +86,24 @@ def generalization_bound(
 ) -> GeneralizationBound:
     """Evaluate theorem 3 at the model's weights.
 
-    ``n`` is the size of the training set, by default the objective's samples, which should be the training set
-    then. ``classes`` gives log C to compare the cross-entropy with; without it the loss is taken to lie in [0, 1].
+    ``n`` is the size of the training set; by default the objective's samples are taken for it. ``classes`` gives
+    log C to compare the cross-entropy with; without it the loss is assumed to be in [0, 1].
     """
     if classes is not None and classes < 2:
-        raise ValueError(f"classes must be at least 2, got {classes}: with one class there is nothing to generalize")
+        raise ValueError(f"classes must be at least 2, got {classes}: one class leaves nothing to predict")
     chosen = select_parameters(objective.model, parameters)
     count = objective.samples if n is None else n
     squared_norm = sum(float(p.detach().double().square().sum()) for p in chosen.values())
     k = sum(p.numel() for p in chosen.values())
     terms = complexity_terms(squared_norm=squared_norm, k=k, n=count, delta=delta, rho=rho)
     measured = sharpness(objective, rho, steps=steps, masks=masks, parameters=parameters)
-    bound = measured.max_loss + terms["complexity"]
+    bound = measured.max_loss + terms.complexity
     threshold = 1.0 if classes is None else math.log(classes)
     return GeneralizationBound(
         bound=bound,
         max_loss=measured.max_loss,
         loss=measured.loss,
-        **terms,
+        **dataclasses.asdict(terms),
         squared_norm=squared_norm,
         k=k,
         n=count,
@@ -107,11 +113,19 @@ def generalization_bound(
         vacuous=not bound < threshold,
         masked=masks is not None,
         measured_on=objective.describe(),
-        words=_words(bound, terms["complexity"], threshold, classes, squared_norm, rho, k, count),
+        notes=_notes(bound, terms.complexity, threshold, classes, squared_norm, rho, k, count),
     )
 
 
-def _words(
+#: What holds of every bound of this kind.
+CAVEATS = (
+    "the theorem assumes a loss within [0, 1]; for cross-entropy, which is not bounded, the bound is a heuristic",
+    "the maximum is found by gradient ascent and may be too small, and the bound with it",
+    "the theorem assumes that Gaussian noise on the masked weights does not lower the test loss; this is not checked",
+)
+
+
+def _notes(
     bound: float,
     complexity: float,
     threshold: float,
@@ -121,23 +135,19 @@ def _words(
     k: int,
     n: int,
 ) -> list[str]:
-    guess = "1, the most a loss within [0, 1] can be" if classes is None else f"log {classes}, the loss of a guess"
-    words = []
-    if not bound < threshold:
-        words.append(f"vacuous: {bound:.4g} is not below {threshold:.4g} ({guess}); it says nothing about this model")
+    guess = (
+        "1, the largest loss within [0, 1]" if classes is None else f"log {classes}, the loss of a uniform prediction"
+    )
+    if bound < threshold:
+        notes = [f"not vacuous: {bound:.4g} is below {threshold:.4g} ({guess})"]
+    else:
+        notes = [f"vacuous: {bound:.4g} is not below {threshold:.4g} ({guess})"]
         if not complexity < threshold:
-            words.append(
+            notes.append(
                 f"the complexity term alone is {complexity:.4g}: with {k} weights and {n} samples no training loss, "
                 "not even 0, would make the bound informative"
             )
-    else:
-        words.append(f"not vacuous: {bound:.4g} is below {threshold:.4g} ({guess})")
-    # exp(4n / k) overflows for small models of much data, where the case never occurs.
+    # exp(4n / k) overflows for small models with much data, where the case never occurs.
     if 4 * n / k < 700 and squared_norm > rho**2 * math.expm1(4 * n / k):
-        words.append("||w||² > rho² (exp(4n/k) - 1): the case that the proof sets aside because the bound exceeds 1")
-    words.append(
-        "the theorem supposes a loss within [0, 1]; for cross-entropy, which is not bounded, it is a heuristic"
-    )
-    words.append("the maximum is found by gradient ascent and so may be too small, and the bound with it")
-    words.append("it supposes that Gaussian noise on the masked weights does not lower the test loss, not checked here")
-    return words
+        notes.append("||w||² > rho² (exp(4n/k) - 1): the case that the proof excludes because the bound exceeds 1")
+    return [*notes, *CAVEATS]

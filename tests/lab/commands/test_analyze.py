@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from sparsesam import analysis
-from sparsesam.analysis.results import plain
 from sparsesam.lab.cli import main
+from sparsesam.lab.display.numbers import significant
 from sparsesam.lab.experiment import read_masks
 from sparsesam.lab.experiment.errors import Interrupted
 from sparsesam.lab.inspection import ANALYSES, load_run
@@ -117,7 +117,7 @@ def test_hessian(runs, capsys):
     assert found["eigenvalues"] == analysis.hessian_eigenvalues(objective, 5).to_dict()
     assert found["trace"] == analysis.hessian_trace(objective, probes=4, tolerance=0.01).to_dict()
     assert found["density"] == analysis.spectral_density(objective, steps=6, probes=2).to_dict()
-    assert f"{found['eigenvalues']['ratio']:.4g}" in capsys.readouterr().out
+    assert significant(found["eigenvalues"]["ratio"]) in capsys.readouterr().out
 
 
 def test_hessian_of_some_layers_keeps_the_whole_models_result(runs):
@@ -143,7 +143,7 @@ def test_masks_over_time(runs, capsys):
     assert found["result"] == analysis.masks_over_time(read_masks(runs / "ssam-f")).to_dict()
     assert found["result"]["steps"] == [0, 3, 6, 9, 12]
     assert found["made"]["checkpoint"] is None
-    assert "weights ever perturbed" in capsys.readouterr().out
+    assert "ever perturbed" in capsys.readouterr().out
 
 
 def test_fisher_is_compared_with_the_exact_diagonal_of_a_small_model(runs):
@@ -158,19 +158,18 @@ def test_the_bound_counts_every_training_image(runs):
     assert analyze("bound", runs / "ssam-f", *SAMPLES, "--steps", 2, "--delta", 0.1) == 0
     run, found = load_run(runs / "ssam-f", samples=40), result_of(runs / "ssam-f", "bound")
     options = {"n": 72, "delta": 0.1, "classes": 10, "steps": 2}
-    expected = plain(analysis.generalization_bound(run.objective, 0.2, **options))
-    assert found["every"]["bound"] == expected["bound"]
+    assert found["every"]["bound"] == analysis.generalization_bound(run.objective, 0.2, **options).bound
     assert (
         found["masked"]["bound"] == analysis.generalization_bound(run.objective, 0.2, masks=run.masks, **options).bound
     )
-    assert any("40 of the 72 images" in word for word in found["every"]["words"])
+    assert any("40 of the 72 images" in word for word in found["every"]["notes"])
 
 
 def test_convergence_needs_no_run(tmp_path, capsys):
-    assert analyze("convergence", "--steps", 20, "--repeats", 2, "--out", tmp_path) == 0
+    assert analyze("convergence", tmp_path, "--steps", 20, "--repeats", 2) == 0
     found = result_of(tmp_path, "convergence")
     for method in ("SAM", "SSAM"):
-        assert found[method] == analysis.measure_convergence(method, steps=20, runs=2).to_dict()
+        assert found[method.lower()] == analysis.measure_convergence(method, steps=20, runs=2).to_dict()
     assert "all satisfied" in capsys.readouterr().out
 
 
@@ -208,16 +207,12 @@ def test_pictures_of_two_runs(runs, tmp_path, words):
     kind, *options = words.split()
     picture = tmp_path / "a" / "picture.png"
     assert analyze(kind, runs / "sgd", runs / "ssam-f", *options, *SAMPLES, "--plot", picture) == 0
-    drawn = np.asarray(Image.open(picture).convert("L"))
-    assert drawn.shape[1] > 1.2 * drawn.shape[0] or kind == "landscape"
-    assert (drawn < 128).mean() > 0.002
+    assert (np.asarray(Image.open(picture).convert("L")) < 128).mean() > 0.002
 
 
 def test_pictures_of_masks_and_convergence(runs, tmp_path):
     assert analyze("masks", runs / "ssam-f", "--plot", tmp_path / "masks.svg") == 0
-    assert (
-        analyze("convergence", "--steps", 9, "--repeats", 1, "--out", tmp_path, "--plot", tmp_path / "curves.pdf") == 0
-    )
+    assert analyze("convergence", tmp_path, "--steps", 9, "--repeats", 1, "--plot", tmp_path / "curves.pdf") == 0
     assert "<svg" in (tmp_path / "masks.svg").read_text()
     assert (tmp_path / "curves.pdf").read_bytes().startswith(b"%PDF")
 
@@ -243,7 +238,7 @@ def test_an_interrupted_landscape_goes_on(runs, monkeypatch, capsys):
 
     monkeypatch.setattr(module, "loss_landscape", stopping(10))
     assert analyze(*words) == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "the same command continues" in capsys.readouterr().err
     monkeypatch.setattr(module, "loss_landscape", stopping(None))
     assert analyze(*words) == 0
     assert evaluated == list(range(1, 37))
@@ -280,6 +275,8 @@ def test_a_path_that_holds_no_run_is_told(runs, tmp_path, capsys):
 
 def test_masks_of_a_run_that_has_none(runs, tmp_path, capsys):
     assert "its optimizer is sgd" in refused(capsys, "masks", runs / "sgd")[1]
+    assert analyze("masks", runs / "sgd", runs / "ssam-f") == 0
+    assert "left out" in capsys.readouterr().out
     train(tmp_path, optimizer="ssam-f", model=f"{NETWORKS}:linear", max_steps=1)
     (tmp_path / "masks" / "00000000.npz").unlink()
     code, line = refused(capsys, "masks", tmp_path)
@@ -329,7 +326,7 @@ def test_bad_values_are_told_before_anything_is_measured(runs, capsys):
     assert "plot must end in .png" in refused(capsys, "gradients", runs / "sgd", "--plot", "a.gif")[1]
     assert "samples must be at least 1, got 0" in refused(capsys, "gradients", runs / "sgd", "--samples", 0)[1]
     assert (
-        "layers must fit a parameter's name, such as 1.weight, 1.bias, got 'encoder.*'"
+        "layers must match a parameter's name, such as 1.weight, 1.bias, got 'encoder.*'"
         in refused(capsys, "hessian", runs / "sgd", "--layers", "encoder.*")[1]
     )
     assert "split must be train" in refused(capsys, "bound", runs / "sgd", "--split", "test")[1]

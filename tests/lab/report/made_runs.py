@@ -1,4 +1,4 @@
-"""Directories as runs leave them, written in no time."""
+"""Directories with the files of runs, without training."""
 
 import dataclasses
 import functools
@@ -10,6 +10,11 @@ import yaml
 
 from sparsesam import analysis
 from sparsesam.lab.experiment.config import TrainConfig
+from sparsesam.lab.inspection.bound import BoundResult
+from sparsesam.lab.inspection.convergence import ConvergenceResult
+from sparsesam.lab.inspection.hessian import HessianResult
+from sparsesam.lab.inspection.origin import Origin
+from sparsesam.lab.inspection.sharpness import SharpnessResult
 
 PROVENANCE = {"cpu": "a chip", "machine": "Linux", "threads": 1, "torch": "2", "python": "3", "commit": "abc"}
 
@@ -45,18 +50,19 @@ def write_run(path, *, accuracy=0.9, seconds=2.0, epochs=3, planned=None, finish
 def write_analysis(run, name, result, **made):
     folder = run / "analyses"
     folder.mkdir(parents=True, exist_ok=True)
-    folder.joinpath(f"{name}.json").write_text(json.dumps({"analysis": name, "result": result, "made": made}))
+    content = {"analysis": name, "result": result, "made": Origin(**made).to_dict()}
+    folder.joinpath(f"{name}.json").write_text(json.dumps(content))
 
 
 def write_every_analysis(run):
     """All that `sparsesam analyze` writes."""
-    for name, result in _analyses().items():
+    for name, result in analyses().items():
         write_analysis(run, name, result, **({"other": str(run)} if name == "landscape-between" else {}))
 
 
 @functools.cache
-def _analyses():
-    """Measured on a network of a few weights."""
+def analyses():
+    """The results of all analyses, as their files hold them, of a network of a few weights."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
     x, y = torch.randn(24, 4), torch.randint(3, (24,))
@@ -65,6 +71,11 @@ def _analyses():
     last = masks[-1]
     spectrum = analysis.hessian_eigenvalues(objective)
     other = {name: value + 0.1 for name, value in model.state_dict().items()}
+    trace = analysis.hessian_trace(objective, probes=5)
+    density = analysis.spectral_density(objective, points=50, steps=10, probes=2)
+    masked_sharpness = analysis.sharpness(objective, masks=last)
+    masked_bound = analysis.generalization_bound(objective, classes=3, masks=last)
+    convergence = [analysis.measure_convergence(method, steps=20, runs=2, points=8) for method in ("SAM", "SSAM")]
     results = {
         "gradients": analysis.gradient_difference(objective, masks=last),
         "landscape-2d": analysis.loss_landscape(objective, points=9),
@@ -73,21 +84,9 @@ def _analyses():
         "landscape-between": analysis.loss_between(objective, model.state_dict(), other, points=5),
         "masks": analysis.masks_over_time(enumerate(masks)),
         "fisher": analysis.fisher_vs_hessian(objective),
+        "hessian": HessianResult(spectrum, trace, density),
+        "sharpness": SharpnessResult(analysis.sharpness(objective), masked_sharpness),
+        "bound": BoundResult(analysis.generalization_bound(objective, classes=3), masked_bound),
+        "convergence": ConvergenceResult(*convergence),
     }
-    several = {
-        "hessian": {
-            "eigenvalues": spectrum,
-            "trace": analysis.hessian_trace(objective, probes=5),
-            "density": analysis.spectral_density(objective, points=50, steps=10, probes=2),
-        },
-        "sharpness": {"every": analysis.sharpness(objective), "masked": analysis.sharpness(objective, masks=last)},
-        "bound": {
-            "every": analysis.generalization_bound(objective, classes=3),
-            "masked": analysis.generalization_bound(objective, classes=3, masks=last),
-        },
-        "convergence": {
-            method: analysis.measure_convergence(method, steps=20, runs=2, points=8) for method in ("SAM", "SSAM")
-        },
-    }
-    together = {name: {part: one.to_dict() for part, one in parts.items()} for name, parts in several.items()}
-    return {name: one.to_dict() for name, one in results.items()} | together
+    return {name: one.to_dict() for name, one in results.items()}

@@ -23,9 +23,9 @@ def test_a_failed_run_says_why(tmp_path):
 def test_an_unfinished_run_says_how_far_it_came_and_how_to_go_on(tmp_path):
     run = read_run(write_run(tmp_path / "a", epochs=2, planned=5, finished=False))
     assert run.status == "unfinished"
-    assert run.reason == f"stopped after epoch 2 of 5; sparsesam train --resume --out {tmp_path / 'a'} goes on"
+    assert run.reason == f"stopped after epoch 2 of 5; sparsesam train --resume --out {tmp_path / 'a'} continues it"
     (tmp_path / "a" / "running.json").write_text('{"pid": 7, "host": "here"}')
-    assert "process 7 on here is at it, or was killed" in read_run(tmp_path / "a").reason
+    assert "process 7 on here is running it, or was killed" in read_run(tmp_path / "a").reason
 
 
 def test_half_a_line_is_noted_and_the_others_are_read(tmp_path):

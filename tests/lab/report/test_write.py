@@ -53,7 +53,8 @@ def test_a_name_that_is_no_text_does_no_harm(tmp_path):
 
 
 def test_figures_are_written_beside_the_page(tmp_path):
-    write_run(tmp_path / "runs" / "a")
+    for optimizer in ("sgd", "sam"):
+        write_run(tmp_path / "runs" / optimizer, optimizer=optimizer)
     write_report([tmp_path / "runs"], tmp_path / "report.html", figures=tmp_path / "figures")
     made = {path.name for path in (tmp_path / "figures").iterdir()}
     assert {"test-accuracy.csv", "test-accuracy.svg", "test-accuracy.pdf", "accuracy-against-cost.pdf"} <= made

@@ -1,4 +1,4 @@
-"""``sparsesam analyze``: what the trained weights of runs look like."""
+"""``sparsesam analyze``: measurements of trained runs."""
 
 from __future__ import annotations
 
@@ -15,92 +15,77 @@ from rich import progress as rich
 from rich.console import Console
 from rich.table import Table
 
+from sparsesam.analysis import AnalysisResult
 from sparsesam.lab.commands.parser import Parser
+from sparsesam.lab.display.colors import assign_colors
+from sparsesam.lab.display.drawing import check_plot, write_plot
 from sparsesam.lab.experiment.names import nearest
-from sparsesam.lab.inspection import ANALYSES, MeasuredOn, load_run, write_analysis
-from sparsesam.lab.inspection.base import Analysis, Progress, remarks
-from sparsesam.lab.inspection.convergence import Convergence
+from sparsesam.lab.inspection import ANALYSES, Analysis, Measured, write_analysis
+from sparsesam.lab.inspection.analysis import Prepared, Progress
 from sparsesam.lab.inspection.options import options_of
-from sparsesam.lab.inspection.pictures import check_plot, draw
 
-HELP = "Look at trained runs: print a table, and write RUN/analyses/NAME.json (docs/analyses.md)."
+HELP = "Analyze trained runs: print a table, and write RUN/analyses/NAME.json (docs/analyses.md)."
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.usage = f"%(prog)s {{{','.join(ANALYSES)}}} RUN… [--OPTION VALUE …]"
-    kinds = parser.add_subcommands(dest="kind")
+    commands = parser.add_subcommands(dest="kind")
     for kind, analysis in ANALYSES.items():
-        one = Parser(f"sparsesam analyze {kind}", f"{analysis.help[0].upper()}{analysis.help[1:]}.")
-        _add_fields(one, analysis)
-        if issubclass(analysis, Convergence):
-            one.add_argument("--out", type=Path, required=True, help="directory of the result")
-        else:
-            one.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="directory of a run")
-            _add_fields(one, MeasuredOn)
-        one.add_argument("--plot", type=Path | None, default=None, help="draw it, FILE.png, .svg or .pdf")
-        kinds.add_subcommand(kind, one, help=analysis.help)
-        one.prog = f"sparsesam analyze {kind}"  # it was given the usage of the whole command
+        command = Parser(f"sparsesam analyze {kind}", f"{analysis.help[0].upper()}{analysis.help[1:]}.")
+        metavar, text = analysis.argument
+        command.add_argument("paths", type=Path, nargs="+", metavar=metavar, help=text)
+        _add_options(command, analysis)
+        _add_options(command, analysis.settings)
+        command.add_argument("--plot", type=Path | None, default=None, help="draw it to FILE.png, .svg or .pdf")
+        commands.add_subcommand(kind, command, help=analysis.help)
+        command.prog = f"sparsesam analyze {kind}"  # add_subcommand replaces it by the usage of the whole command
 
 
 def rewrite(arguments: list[str]) -> list[str]:
-    """Only a check: argparse would answer an unknown kind with a list of all."""
+    """Only a check: argparse would answer an unknown analysis with a list of all."""
     if arguments and not arguments[0].startswith("-") and arguments[0] not in ANALYSES:
         raise ValueError(f"unknown analysis {arguments[0]!r}; {nearest(arguments[0], ANALYSES)}")
     return arguments
 
 
 def run(options: Namespace) -> int:
-    kind: str = options.kind
-    given: dict[str, Any] = options[kind].as_dict()
+    kind = ANALYSES[options.kind]
+    given: dict[str, Any] = options[options.kind].as_dict()
     if given["plot"] is not None:
         check_plot(given["plot"])
-    analysis = _made_of(ANALYSES[kind], given)
-    console = Console(highlight=False)
-    if isinstance(analysis, Convergence):
-        results = {given["out"]: _without_run(analysis, given["out"])}
-    else:
-        analysis, results = _of_runs(analysis, given["runs"], _made_of(MeasuredOn, given))
-    console.print(_table(analysis, results))
-    for remark in dict.fromkeys(remark for result in results.values() for remark in remarks(result)):
-        console.print(f"- {remark}")
-    for directory in results:
-        console.print(f"written: {directory / 'analyses' / analysis.name}.json", soft_wrap=True)
+    analysis, settings = _from_options(kind, given), _from_options(kind.settings, given)
+    prepared = analysis.prepare([analysis.load(path, settings) for path in given["paths"]])
+    measured = _measure(prepared)
+    name, console = prepared.analysis.name, Console(highlight=False)
+    console.print(_table(prepared.analysis, measured))
+    for note in dict.fromkeys((*prepared.notes, *(note for one in measured for note in one.result.remarks()))):
+        console.print(f"- {note}")
+    for subject in prepared.subjects:
+        console.print(f"written: {subject.path / 'analyses' / name}.json", soft_wrap=True)
     if given["plot"] is not None:
-        draw(kind, {str(directory): result for directory, result in results.items()}, given["plot"])
-        console.print(f"picture: {given['plot']}", soft_wrap=True)
+        write_plot(kind.figures(name, measured), given["plot"])
+        console.print(f"plot: {given['plot']}", soft_wrap=True)
     return 0
 
 
-def _without_run(analysis: Convergence, out: Path) -> dict[str, Any]:
-    start = time.perf_counter()
-    with _bar(analysis.name) as progress:
-        result = analysis.measure(None, progress)
-    _write(out, analysis, result, analysis.made(None), time.perf_counter() - start)
-    return result
-
-
-def _of_runs(analysis: Analysis, paths: Sequence[Path], on: MeasuredOn) -> tuple[Analysis, dict[Path, dict[str, Any]]]:
-    """Measure one run after the other, each result being written before the next begins."""
-    settings = {name: getattr(on, name) for name in options_of(on)}
-    analysis, runs = analysis.prepare([load_run(path, **settings) for path in paths])
-    results = {}
-    for one in runs:
+def _measure(prepared: Prepared) -> list[Measured[AnalysisResult]]:
+    """Measure one subject after the other; each result is written before the next begins."""
+    analysis, subjects, _ = prepared
+    optimizers = [getattr(getattr(subject, "config", None), "optimizer", "") for subject in subjects]
+    measured = []
+    for subject, (color, number) in zip(subjects, assign_colors(optimizers), strict=True):
         start = time.perf_counter()
-        with _bar(f"{analysis.name} of {one.path}") as progress:
-            result = analysis.measure(one, progress)
-        _write(one.path, analysis, result, analysis.made(one), time.perf_counter() - start)
-        results[one.path] = result
-    return analysis, results
-
-
-def _write(directory: Path, analysis: Analysis, result: dict[str, Any], made: dict[str, Any], seconds: float) -> None:
-    made = {**made, "options": options_of(analysis), "seconds": seconds}
-    write_analysis(directory, analysis.name, result, made)
+        with _progress_bar(f"{analysis.name} of {subject.path}") as progress:
+            result = analysis.measure(subject, progress)
+        origin, seconds = analysis.origin(subject), time.perf_counter() - start
+        write_analysis(subject.path, analysis.name, result, origin, options=options_of(analysis), seconds=seconds)
+        measured.append(Measured(str(subject.path), result, color, number, origin.other or ""))
+    return measured
 
 
 @contextmanager
-def _bar(title: str) -> Iterator[Progress]:
-    """How far an analysis is, on a terminal; nothing elsewhere."""
+def _progress_bar(title: str) -> Iterator[Progress]:
+    """On a terminal; nothing elsewhere."""
     columns = (
         rich.TextColumn("{task.description}"),
         rich.BarColumn(),
@@ -113,21 +98,21 @@ def _bar(title: str) -> Iterator[Progress]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _table(analysis: Analysis, results: Mapping[Path, dict[str, Any]]) -> Table:
-    drawn = Table(title=analysis.name)
-    drawn.add_column("")
-    for directory in results:
-        drawn.add_column(str(directory), justify="right", overflow="fold")
-    columns = [analysis.summary(result) for result in results.values()]
+def _table(analysis: Analysis[Any], measured: Sequence[Measured[AnalysisResult]]) -> Table:
+    table = Table(title=analysis.name)
+    table.add_column("")
+    for one in measured:
+        table.add_column(one.label, justify="right", overflow="fold")
+    columns = [analysis.summary(one.result) for one in measured]
     for row in columns[0]:
-        drawn.add_row(row, *(column[row] for column in columns))
-    return drawn
+        table.add_row(row, *(column[row].text for column in columns))
+    return table
 
 
-def _add_fields(parser: ArgumentParser, kind: type) -> None:
+def _add_options(parser: ArgumentParser, settings: type) -> None:
     """An option for every field that has a help text."""
-    hints = typing.get_type_hints(kind)
-    for name, one in options_of(kind).items():
+    hints = typing.get_type_hints(settings)
+    for name, one in options_of(settings).items():
         flag, text = f"--{name.replace('_', '-')}", one.metadata["help"]
         if one.default is False:
             parser.add_argument(flag, action="store_true", help=text)
@@ -137,5 +122,5 @@ def _add_fields(parser: ArgumentParser, kind: type) -> None:
             parser.add_argument(flag, type=hints[name], default=one.default, help=text)
 
 
-def _made_of(kind: Any, given: Mapping[str, Any]) -> Any:
-    return kind(**{name: given[name] for name in options_of(kind) if name in given})
+def _from_options(settings: Any, given: Mapping[str, Any]) -> Any:
+    return settings(**{name: given[name] for name in options_of(settings) if name in given})

@@ -7,7 +7,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 
 HELP = (
-    "Write one self-contained page about runs: accuracies, costs, curves, and whatever `sparsesam analyze` found. "
+    "Write one self-contained page about runs: accuracies, costs, curves, and the results of `sparsesam analyze`. "
     "RUNS are their directories, or directories above them. Only records are read, never a checkpoint."
 )
 
@@ -15,7 +15,8 @@ HELP = (
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("runs", type=str, nargs="+", help="directories of runs, or above them")
     parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), help="the page")
-    parser.add_argument("--title", type=str, default="sparsesam report", help="of the page")
+    parser.add_argument("--title", type=str, default="sparsesam report", help="title of the page")
+    parser.add_argument("--bounds", action="store_true", help="show generalization bounds even if they are vacuous")
     parser.add_argument(
         "--figures", type=Path | None, default=None, help="directory for each figure as SVG and PDF, its data as CSV"
     )
@@ -24,9 +25,15 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> int:
     from sparsesam.lab.experiment.provenance import provenance
     from sparsesam.lab.report import write_report
-    from sparsesam.lab.report.page import count
 
     command = str(provenance()["command"])
-    material = write_report(options.runs, options.out, title=options.title, figures=options.figures, command=command)
-    print(f"{options.out}: {count(material.runs)}")
+    data = write_report(
+        options.runs,
+        options.out,
+        title=options.title,
+        figures=options.figures,
+        bounds=options.bounds,
+        command=command,
+    )
+    print(f"{options.out}: {data.count()}")
     return 0

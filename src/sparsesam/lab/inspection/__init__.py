@@ -1,32 +1,35 @@
-"""Analyses of trained runs: from a run's directory to the result in ``RUN/analyses/NAME.json``.
+"""Analyses of trained runs: from a run's directory to the result in ``RUN/analyses/NAME.json``, and to its figures.
 
-An analysis is a module here with one dataclass, whose fields are the options of ``sparsesam analyze``, and a line in
-`ANALYSES`.
+An analysis is one class in a module of its own, and a line in `ANALYSES`. Its fields are the options of ``sparsesam
+analyze``; it measures a typed result, summarizes it for a table, and describes its figures, which ``--plot``, the
+report's page and the report's files draw.
 
 >>> run = load_run("runs/a", samples=256)  # run.model, run.objective, run.masks, run.config
 """
 
-from sparsesam.lab.inspection.base import Analysis
-from sparsesam.lab.inspection.bound import Bound
-from sparsesam.lab.inspection.convergence import Convergence
-from sparsesam.lab.inspection.fisher import Fisher
-from sparsesam.lab.inspection.gradients import Gradients
-from sparsesam.lab.inspection.hessian import Hessian
-from sparsesam.lab.inspection.landscape import Landscape
-from sparsesam.lab.inspection.masks import Masks
-from sparsesam.lab.inspection.run import MeasuredOn, Run, load_run
-from sparsesam.lab.inspection.sharpness import Sharpness
-from sparsesam.lab.inspection.store import write_analysis
+from typing import Any
 
-ANALYSES: dict[str, type[Analysis]] = {
-    "gradients": Gradients,
-    "landscape": Landscape,
-    "hessian": Hessian,
-    "sharpness": Sharpness,
-    "masks": Masks,
-    "fisher": Fisher,
-    "bound": Bound,
-    "convergence": Convergence,
+from sparsesam.lab.inspection.analysis import Analysis, Measured
+from sparsesam.lab.inspection.bound import BoundAnalysis
+from sparsesam.lab.inspection.convergence import ConvergenceAnalysis
+from sparsesam.lab.inspection.fisher import FisherAnalysis
+from sparsesam.lab.inspection.gradients import GradientAnalysis
+from sparsesam.lab.inspection.hessian import HessianAnalysis
+from sparsesam.lab.inspection.landscape import LandscapeAnalysis
+from sparsesam.lab.inspection.masks import MaskAnalysis
+from sparsesam.lab.inspection.sharpness import SharpnessAnalysis
+from sparsesam.lab.inspection.store import write_analysis
+from sparsesam.lab.inspection.trained_run import MeasuredOn, TrainedRun, load_run
+
+ANALYSES: dict[str, type[Analysis[Any]]] = {
+    "landscape": LandscapeAnalysis,
+    "hessian": HessianAnalysis,
+    "sharpness": SharpnessAnalysis,
+    "gradients": GradientAnalysis,
+    "masks": MaskAnalysis,
+    "fisher": FisherAnalysis,
+    "bound": BoundAnalysis,
+    "convergence": ConvergenceAnalysis,
 }
 
-__all__ = ["ANALYSES", "Analysis", "MeasuredOn", "Run", "load_run", "write_analysis"]
+__all__ = ["ANALYSES", "Analysis", "Measured", "MeasuredOn", "TrainedRun", "load_run", "write_analysis"]

@@ -3,47 +3,66 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from sparsesam.analysis import generalization_bound
-from sparsesam.lab.inspection.base import Analysis, Progress, number, usable_masks, with_shared_rho
+from torch import Tensor
+
+from sparsesam.analysis import AnalysisResult, GeneralizationBound, generalization_bound
+from sparsesam.analysis.theory import CAVEATS
+from sparsesam.lab.display.figure import Axis, Figure, Series
+from sparsesam.lab.display.numbers import significant
+from sparsesam.lab.display.table import Cell, number_cell
+from sparsesam.lab.inspection.analysis import Analysis, Measured, Prepared, Progress, usable_masks, with_shared_rho
 from sparsesam.lab.inspection.options import option
-from sparsesam.lab.inspection.run import Run
+from sparsesam.lab.inspection.trained_run import TrainedRun
+
+_TERMS = {"dimension": "dimension_term", "confidence": "confidence_term", "remainder": "remainder"}
 
 
 @dataclass(frozen=True)
-class Bound(Analysis):
+class BoundResult(AnalysisResult):
+    """``masked`` is None for runs without a mask."""
+
+    every: GeneralizationBound
+    masked: GeneralizationBound | None
+
+    @property
+    def bounds(self) -> list[GeneralizationBound]:
+        return [self.every, *([] if self.masked is None else [self.masked])]
+
+
+@dataclass(frozen=True)
+class BoundAnalysis(Analysis[BoundResult]):
     help = "the bound of theorem 3 with every term, over every weight and over those of the mask"
+    title = "Generalization bound"
+    caption = "Test loss ≤ largest loss within rho + complexity. It is vacuous if not below the loss of a guess."
+    files = ("bound",)
+    result_type = BoundResult
 
     rho: float | None = option(None, "radius; default the first run's")
     delta: float = option(0.05, "the bound holds with probability 1 - delta")
     steps: int = option(20, "gradients of the ascent that finds the largest loss")
 
-    @property
-    def name(self) -> str:
-        return "bound"
+    def prepare(self, subjects: Sequence[TrainedRun]) -> Prepared:
+        return with_shared_rho(self, subjects)
 
-    def prepare(self, runs: Sequence[Run]) -> tuple[Bound, Sequence[Run]]:
-        return with_shared_rho(self, runs)
-
-    def measure(self, run: Run, progress: Progress) -> dict[str, Any]:
-        if run.on.split != "train":
+    def measure(self, subject: TrainedRun, progress: Progress) -> BoundResult:
+        if subject.on.split != "train":
             raise ValueError(
-                f"split must be train for the bound, which is made of the training loss, got {run.on.split}"
+                f"split must be train for the bound, which depends on the training loss, got {subject.on.split}"
             )
-        masks = usable_masks(run)
-        every = self._bound(run, None)
+        masks = usable_masks(subject)
+        every = self._bound(subject, None)
         progress(1, 2)
-        masked = None if masks is None else self._bound(run, masks)
+        masked = None if masks is None else self._bound(subject, masks)
         progress(2, 2)
-        return {"every": every, "masked": masked}
+        return BoundResult(every, masked)
 
-    def _bound(self, run: Run, masks: Any) -> dict[str, Any]:
+    def _bound(self, run: TrainedRun, masks: Mapping[str, Tensor] | None) -> GeneralizationBound:
         assert self.rho is not None
         n = run.batches.count
-        found = generalization_bound(
+        bound = generalization_bound(
             run.objective,
             self.rho,
             n=n,
@@ -53,22 +72,64 @@ class Bound(Analysis):
             steps=self.steps,
         )
         if run.objective.samples < n:
-            word = f"the training loss is that of {run.objective.samples} of the {n} images (--samples null: of all)"
-            found = dataclasses.replace(found, words=[*found.words, word])
-        return found.to_dict()
+            note = f"the training loss is that of {run.objective.samples} of the {n} images (--samples null: of all)"
+            bound = dataclasses.replace(bound, notes=[*bound.notes, note])
+        return bound
 
-    def summary(self, result: dict[str, Any]) -> dict[str, str]:
-        every, masked = result["every"], result["masked"]
-        rows = {
-            "bound": number(every["bound"]),
-            "= largest loss within rho": number(every["max_loss"]),
-            "+ complexity": number(every["complexity"]),
-            "  dimension term": number(every["dimension_term"]),
-            "  confidence term": number(every["confidence_term"]),
-            "  remainder": number(every["remainder"]),
-            "loss of a guess": number(every["threshold"]),
-            "says something": "no, vacuous" if every["vacuous"] else "yes",
-            "k, n, delta, rho": ", ".join(number(every[key]) for key in ("k", "n", "delta", "rho")),
-            "||w||²": number(every["squared_norm"]),
+    @classmethod
+    def summary(cls, result: BoundResult) -> dict[str, Cell]:
+        every, masked = result.every, result.masked
+        return {
+            "bound": number_cell(every.bound),
+            "= largest loss within rho": number_cell(every.max_loss),
+            "+ complexity": number_cell(every.complexity),
+            "loss of a guess": number_cell(every.threshold),
+            "informative": Cell("no, vacuous", status="failed") if every.vacuous else Cell("yes", status="finished"),
+            "bound, mask only": number_cell(None if masked is None else masked.bound),
+            "dimension term": number_cell(every.dimension_term),
+            "confidence term": number_cell(every.confidence_term),
+            "remainder": number_cell(every.remainder),
+            "k": number_cell(every.k),
+            "n": number_cell(every.n),
+            "delta": number_cell(every.delta),
+            "rho": number_cell(every.rho),
+            "||w||²": number_cell(every.squared_norm),
         }
-        return rows | {"bound, mask only": "–" if masked is None else number(masked["bound"])}
+
+    @classmethod
+    def figures(cls, name: str, measured: Sequence[Measured[BoundResult]]) -> list[Figure]:
+        return [
+            Figure(
+                name="bound-terms",
+                title="Terms of the complexity",
+                caption="complexity = sqrt((dimension + confidence + remainder) / (n − 1)).",
+                kind="bars",
+                x=Axis("term"),
+                y=Axis("value", log=True),
+                panels={"": [series for one in measured for series in _terms(one)]},
+            )
+        ]
+
+    @classmethod
+    def notes(cls, measured: Sequence[Measured[BoundResult]]) -> list[str]:
+        """Of every bound; notes on a run's own numbers are in its file."""
+        return list(CAVEATS)
+
+    @classmethod
+    def all_vacuous(cls, measured: Sequence[Measured[BoundResult]]) -> str:
+        """One sentence instead of the section where no bound is informative, else empty."""
+        bounds = [bound for one in measured for bound in one.result.bounds]
+        if not bounds or not all(bound.vacuous for bound in bounds):
+            return ""
+        least = min(bounds, key=lambda bound: bound.bound)
+        return (
+            f"Generalization bound (theorem 3): vacuous for every run; the smallest is {significant(least.bound)}, "
+            f"while a guess has a loss of {significant(least.threshold)}."
+        )
+
+
+def _terms(one: Measured[BoundResult]) -> Iterator[Series]:
+    for bound in one.result.bounds:
+        label = f"{one.label} (masked)" if bound.masked else one.label
+        values = [getattr(bound, name) for name in _TERMS.values()]
+        yield Series(label, one.color, list(_TERMS), values, one.number, faint=bound.masked)

@@ -1,68 +1,147 @@
-"""Theorems 1 and 2 against measured runs of a smooth problem; this one looks at no run of ours."""
+"""Theorems 1 and 2 compared with measured runs of a smooth problem."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Literal
 
-from sparsesam.analysis import SmoothProblem, measure_convergence, nonconvex_logistic, tanh_network
-from sparsesam.lab.inspection.base import Analysis, Progress, number
-from sparsesam.lab.inspection.options import option
+import numpy as np
+
+from sparsesam.analysis import (
+    AnalysisResult,
+    Convergence,
+    SmoothProblem,
+    measure_convergence,
+    nonconvex_logistic,
+    tanh_network,
+)
+from sparsesam.lab.display.figure import Axis, Figure, Series
+from sparsesam.lab.display.numbers import numbers
+from sparsesam.lab.display.table import Cell, number_cell
+from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress
+from sparsesam.lab.inspection.options import NoSettings, option
+from sparsesam.lab.inspection.origin import Origin
 
 _PROBLEMS: dict[str, Callable[..., SmoothProblem]] = {"logistic": nonconvex_logistic, "tanh-network": tanh_network}
 
 
 @dataclass(frozen=True)
-class Convergence(Analysis):
-    help = "theorems 1 and 2 against measured runs of a smooth problem; needs no run"
+class ResultDirectory:
+    """Where a result goes that belongs to no run."""
+
+    path: Path
+
+
+@dataclass(frozen=True)
+class ConvergenceResult(AnalysisResult):
+    sam: Convergence
+    ssam: Convergence
+
+    @property
+    def methods(self) -> list[Convergence]:
+        return [self.sam, self.ssam]
+
+
+@dataclass(frozen=True)
+class ConvergenceAnalysis(Analysis[ConvergenceResult]):
+    help = "theorems 1 and 2 compared with measured runs of a smooth problem; needs no trained run"
+    title = "Convergence"
+    caption = "1/T Σ ||∇f(w_t)||² at the last T, the theorem’s bound, and whether its assumptions hold."
+    files = ("convergence",)
+    result_type = ConvergenceResult
+    settings = NoSettings
+    argument = ("DIR", "directory for the result")
 
     problem: Literal["logistic", "tanh-network"] = option("logistic", "smooth and not convex")
-    steps: int = option(1000, "of each run")
-    repeats: int = option(4, "runs that the expectation is a mean of")
-    sigma: float = option(0.5, "standard deviation of the gradient's noise")
+    steps: int = option(1000, "steps of each run")
+    repeats: int = option(4, "runs that the expectation is averaged over")
+    sigma: float = option(0.5, "standard deviation of the gradient noise")
     sparsity: float = option(0.5, "share of weights that SSAM does not perturb")
     eta_0: float | None = option(None, "first learning rate; default 1 / L")
     rho_0: float | None = option(None, "first rho; default the largest that the theorem allows")
-    seed: int = option(0, "of the problem, the noise and the mask")
+    seed: int = option(0, "seed of the problem, the noise and the mask")
 
-    @property
-    def name(self) -> str:
-        return "convergence"
+    def load(self, path: Path, settings: NoSettings) -> ResultDirectory:
+        return ResultDirectory(path)
 
-    def measure(self, run: object, progress: Progress) -> dict[str, Any]:
-        results = {}
-        for done, method in enumerate(("SAM", "SSAM")):
-            progress(done, 2)
-            results[method] = measure_convergence(
-                method,  # type: ignore[arg-type]
-                problem=_PROBLEMS[self.problem](seed=self.seed),
-                steps=self.steps,
-                runs=self.repeats,
-                sigma=self.sigma,
-                sparsity=self.sparsity,
-                eta_0=self.eta_0,
-                rho_0=self.rho_0,
-                seed=self.seed,
-            ).to_dict()
+    def measure(self, subject: ResultDirectory, progress: Progress) -> ConvergenceResult:
+        sam = self._measure_method("SAM")
+        progress(1, 2)
+        ssam = self._measure_method("SSAM")
         progress(2, 2)
-        return results
+        return ConvergenceResult(sam, ssam)
 
-    def made(self, run: object) -> dict[str, Any]:
-        return {"seed": self.seed}
+    def _measure_method(self, method: Literal["SAM", "SSAM"]) -> Convergence:
+        return measure_convergence(
+            method,
+            problem=_PROBLEMS[self.problem](seed=self.seed),
+            steps=self.steps,
+            runs=self.repeats,
+            sigma=self.sigma,
+            sparsity=self.sparsity,
+            eta_0=self.eta_0,
+            rho_0=self.rho_0,
+            seed=self.seed,
+        )
 
-    def summary(self, result: dict[str, Any]) -> dict[str, str]:
-        rows: dict[str, str] = {}
-        for method, found in result.items():
-            failed = [one["text"] for one in found["assumptions"] if not one["holds"]]
-            names = [name for name in found["constants"] if name.startswith(("C_", "L", "G", "sigma"))]
-            constants = ", ".join(f"{name} {number(found['constants'][name])}" for name in names if " " not in name)
-            rows |= {
-                f"{method}: mean ||∇f||² at T = {found['T'][-1]}": number(found["measured"][-1]),
-                f"{method}: bound as printed": number(found["bound"][-1]),
-                f"{method}: bound with sum 1/t": number(found["bound_harmonic"][-1]),
-                f"{method}: slope in log T": number(found["slope"]),
-                f"{method}: constants": constants,
-                f"{method}: assumptions": f"not satisfied: {'; '.join(failed)}" if failed else "all satisfied",
+    def origin(self, subject: ResultDirectory) -> Origin:
+        return Origin(seed=self.seed)
+
+    @classmethod
+    def summary(cls, result: ConvergenceResult) -> dict[str, Cell]:
+        row: dict[str, Cell] = {}
+        for one in result.methods:
+            failed = [assumption.text for assumption in one.assumptions if not assumption.holds]
+            row |= {
+                f"{one.method}: mean ||∇f||² at T = {one.T[-1]:,}": number_cell(one.measured[-1]),
+                f"{one.method}: bound as printed": number_cell(one.bound[-1]),
+                f"{one.method}: bound with Σ 1/t": number_cell(one.bound_harmonic[-1]),
+                f"{one.method}: slope in log T": number_cell(one.slope),
+                f"{one.method}: assumptions": _assumptions_cell(failed),
             }
-        return rows
+        return row
+
+    @classmethod
+    def figures(cls, name: str, measured: Sequence[Measured[ConvergenceResult]]) -> list[Figure]:
+        several = len(measured) > 1
+        panels = {
+            f"{one.method}, {found.label}" if several else one.method: _curves(one)
+            for found in measured
+            for one in found.result.methods
+        }
+        return [
+            Figure(
+                name="convergence",
+                title="Measured and bound",
+                caption="1/T Σ ||∇f(w_t)||², mean and standard deviation over the runs, and the theorem’s bound: as "
+                "printed, with log T, and with Σ 1/t in its place, which the proof needs.",
+                kind="lines",
+                x=Axis("T", log=True),
+                y=Axis("mean squared gradient norm", log=True),
+                panels=panels,
+            )
+        ]
+
+    @classmethod
+    def notes(cls, measured: Sequence[Measured[ConvergenceResult]]) -> list[str]:
+        notes = [f"{one.method}: {note}" for found in measured for one in found.result.methods for note in one.notes]
+        return list(dict.fromkeys(notes))
+
+
+def _assumptions_cell(failed: Sequence[str]) -> Cell:
+    if failed:
+        return Cell(f"not satisfied: {'; '.join(failed)}", status="failed")
+    return Cell("all satisfied", status="finished")
+
+
+def _curves(one: Convergence) -> list[Series]:
+    steps = one.T.tolist()
+    # The printed bound can be 0 or less at T = 1, which a logarithmic axis cannot show.
+    bounds = [numbers(np.where(curve > 0, curve, np.nan).tolist()) for curve in (one.bound, one.bound_harmonic)]
+    return [
+        Series(f"measured, {one.method}", "blue", steps, numbers(one.measured), error=numbers(one.deviation)),
+        Series("bound, log T", "orange", steps, bounds[0], number=1),
+        Series("bound, Σ 1/t", "green", steps, bounds[1], number=2),
+    ]

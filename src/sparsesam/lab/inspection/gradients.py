@@ -4,36 +4,86 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from sparsesam.analysis import gradient_difference
-from sparsesam.lab.inspection.base import Analysis, Progress, number, share, with_shared_rho
+from sparsesam.analysis import GradientDifference, gradient_difference
+from sparsesam.lab.display.figure import Axis, Figure, Series
+from sparsesam.lab.display.numbers import numbers, percent
+from sparsesam.lab.display.table import Cell, number_cell
+from sparsesam.lab.inspection.analysis import Analysis, Measured, Prepared, Progress, with_shared_rho
 from sparsesam.lab.inspection.options import option
-from sparsesam.lab.inspection.run import Run
+from sparsesam.lab.inspection.trained_run import TrainedRun
+
+_GROUPS = {"every": "every weight", "inside": "inside the mask", "outside": "outside the mask"}
 
 
 @dataclass(frozen=True)
-class Gradients(Analysis):
-    help = "the difference of SAM's gradient from SGD's, weight by weight, inside and outside the mask"
+class GradientAnalysis(Analysis[GradientDifference]):
+    help = "the difference of SAM's gradient from SGD's for each weight, inside and outside the mask"
+    title = "Gradient difference"
+    caption = "The share of weights with r < 0, among those that have an r."
+    files = ("gradients",)
+    result_type = GradientDifference
 
     rho: float | None = option(None, "length of SAM's ascent; default the first run's")
     logarithm: Literal["10", "e"] = option("10", "base of the logarithm in r")
 
-    @property
-    def name(self) -> str:
-        return "gradients"
+    def prepare(self, subjects: Sequence[TrainedRun]) -> Prepared:
+        return with_shared_rho(self, subjects)
 
-    def prepare(self, runs: Sequence[Run]) -> tuple[Gradients, Sequence[Run]]:
-        return with_shared_rho(self, runs)
-
-    def measure(self, run: Run, progress: Progress) -> dict[str, Any]:
+    def measure(self, subject: TrainedRun, progress: Progress) -> GradientDifference:
         assert self.rho is not None
-        return gradient_difference(run.objective, self.rho, masks=run.masks, logarithm=self.logarithm).to_dict()
+        return gradient_difference(subject.objective, self.rho, masks=subject.masks, logarithm=self.logarithm)
 
-    def summary(self, result: dict[str, Any]) -> dict[str, str]:
-        rows = {"rho": number(result["rho"]), "norm of the gradient": number(result["gradient_norm"])}
-        groups = {"every weight": result["every"], "inside the mask": result["inside"], "outside": result["outside"]}
-        for label, group in groups.items():
-            rows[f"r < 0, {label}"] = "–" if group is None else share(group["share_below_zero"])
-            rows[f"median r, {label}"] = "–" if group is None else number(group["quantiles"]["0.5"])
-        return rows
+    @classmethod
+    def summary(cls, result: GradientDifference) -> dict[str, Cell]:
+        groups = {title: getattr(result, name) for name, title in _GROUPS.items()}
+        shares = {
+            f"r < 0, {title}": number_cell(group and group.share_below_zero, percent) for title, group in groups.items()
+        }
+        medians = {
+            f"median r, {title}": number_cell(group and group.quantiles["0.5"]) for title, group in groups.items()
+        }
+        norm = number_cell(result.gradient_norm)
+        return {**shares, **medians, "gradient norm": norm, "rho": number_cell(result.rho)}
+
+    @classmethod
+    def figures(cls, name: str, measured: Sequence[Measured[GradientDifference]]) -> list[Figure]:
+        logarithm = " or ".join(sorted({one.result.logarithm for one in measured}))
+        panels = {title: _histograms(measured, group) for group, title in _GROUPS.items()}
+        histogram = Figure(
+            name="gradient-difference",
+            title="Histogram of r",
+            caption=f"r = {logarithm} |(g_SAM − g_SGD) / g_SGD| of each weight. Left of 0, SAM’s gradient differs by "
+            "less than the gradient itself: the perturbation hardly matters there.",
+            kind="lines",
+            x=Axis("r"),
+            y=Axis("share of weights per bin"),
+            panels={title: panel for title, panel in panels.items() if panel},
+        )
+        layers = Figure(
+            name="gradient-difference-layers",
+            title="By layer",
+            caption="The share of each layer’s weights with r < 0.",
+            kind="bars",
+            x=Axis("parameter"),
+            y=Axis("share with r < 0 (%)"),
+            panels={"": [_layers(one) for one in measured]},
+        )
+        return [histogram, layers]
+
+
+def _histograms(measured: Sequence[Measured[GradientDifference]], group: str) -> list[Series]:
+    series = []
+    for one in measured:
+        differences = getattr(one.result, group)
+        if differences is not None:
+            middles = (one.result.edges[1:] + one.result.edges[:-1]) / 2
+            shares = differences.histogram / max(differences.weights, 1)
+            series.append(Series(one.label, one.color, middles.tolist(), shares.tolist(), one.number))
+    return series
+
+
+def _layers(one: Measured[GradientDifference]) -> Series:
+    shares = [100 * layer.share_below_zero for layer in one.result.layers.values()]
+    return Series(one.label, one.color, list(one.result.layers), numbers(shares), one.number)

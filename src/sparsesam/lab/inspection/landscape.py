@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sparsesam.analysis import Landscape as Result
-from sparsesam.analysis import hessian_eigenvalues, loss_between, loss_landscape
+import numpy as np
+
+from sparsesam.analysis import Landscape, hessian_eigenvalues, loss_between, loss_landscape
+from sparsesam.lab.display.figure import Axis, Figure, Series
+from sparsesam.lab.display.numbers import Number, numbers
+from sparsesam.lab.display.table import Cell, number_cell
 from sparsesam.lab.experiment.errors import Interrupted
-from sparsesam.lab.inspection.base import Analysis, Progress, number
+from sparsesam.lab.inspection.analysis import Analysis, Measured, Prepared, Progress
 from sparsesam.lab.inspection.options import option
-from sparsesam.lab.inspection.run import Run, check_fits
+from sparsesam.lab.inspection.origin import Origin
+from sparsesam.lab.inspection.trained_run import TrainedRun, check_fits
+
+#: If the largest loss is this many times the median, its logarithm is drawn: the rest would be flat.
+_WIDE_RANGE = 100
 
 
 @dataclass(frozen=True)
-class Landscape(Analysis):
+class LandscapeAnalysis(Analysis[Landscape]):
     help = "the loss around the weights, or on the line between two runs"
+    title = "Loss landscapes"
+    caption = "The loss at the run’s weights, and the smallest and largest on the grid."
+    files = ("landscape-2d", "landscape-eigenvectors", "landscape-1d", "landscape-between")
+    result_type = Landscape
 
     dimensions: Literal[1, 2] = option(2, "a line or a square")
     points: int | None = option(None, "in each dimension; default 50, or 51 with --between")
@@ -30,40 +43,40 @@ class Landscape(Analysis):
         "ignore", "whether random directions move biases and normalization parameters"
     )
     between: bool = option(False, "from the first run to the second instead; running statistics are interpolated too")
-    other: Run | None = None
+    other: TrainedRun | None = None
 
     def __post_init__(self) -> None:
         if self.between and self.along == "eigenvectors":
-            raise ValueError("along must be random with --between, got eigenvectors; the line is given by the two runs")
+            raise ValueError("along must be random with --between, got eigenvectors; the two runs define the line")
 
     @property
     def name(self) -> str:
         kind = "between" if self.between else "eigenvectors" if self.along == "eigenvectors" else f"{self.dimensions}d"
         return f"landscape-{kind}"
 
-    def prepare(self, runs: Sequence[Run]) -> tuple[Landscape, Sequence[Run]]:
-        different = sorted({run.config.model for run in runs})
+    def prepare(self, subjects: Sequence[TrainedRun]) -> Prepared:
+        different = sorted({run.config.model for run in subjects})
         if len(different) > 1:
             raise ValueError(
                 f"runs must be of one model to have the same directions, got {', '.join(different)}; "
-                "analyze them one after the other"
+                "analyze them separately"
             )
         if not self.between:
-            return self, runs
-        if len(runs) != 2:
-            raise ValueError(f"--between needs two runs, got {len(runs)}")
-        return dataclasses.replace(self, other=runs[1]), runs[:1]
+            return Prepared(self, subjects)
+        if len(subjects) != 2:
+            raise ValueError(f"--between needs two runs, got {len(subjects)}")
+        return Prepared(dataclasses.replace(self, other=subjects[1]), subjects[:1])
 
-    def measure(self, run: Run, progress: Progress) -> dict[str, Any]:
-        state = run.directory.analyses / f"{self.name}.unfinished.npz"
+    def measure(self, subject: TrainedRun, progress: Progress) -> Landscape:
+        state = subject.directory.analyses / f"{self.name}.unfinished.npz"
         try:
-            result = self._result(run, progress, state)
+            result = self._landscape(subject, progress, state)
         except KeyboardInterrupt:
-            raise Interrupted(f"the points so far are in {state}; the same command goes on") from None
+            raise Interrupted(f"the points so far are in {state}; the same command continues") from None
         state.unlink(missing_ok=True)
-        return result.to_dict()
+        return result
 
-    def _result(self, run: Run, progress: Progress, state: Path) -> Result:
+    def _landscape(self, run: TrainedRun, progress: Progress, state: Path) -> Landscape:
         low, high = self.span or ((0.0, 1.0) if self.between else (-1.0, 1.0))
         common: dict[str, Any] = {"span": (low, high), "state_file": state, "progress": progress}
         if self.other is not None:
@@ -79,18 +92,102 @@ class Landscape(Analysis):
             found, kind="Hessian eigenvectors", notes=[*found.notes, f"eigenvalues {values}", *spectrum.notes]
         )
 
-    def made(self, run: Run) -> dict[str, Any]:
-        return run.made() | ({} if self.other is None else {"other": str(self.other.path)})
+    def origin(self, subject: TrainedRun) -> Origin:
+        other = None if self.other is None else str(self.other.path)
+        return dataclasses.replace(subject.origin(), other=other)
 
-    def summary(self, result: dict[str, Any]) -> dict[str, str]:
-        rows = result["loss"] if result["y"] else [result["loss"]]
-        finite = [value for row in rows for value in row if value is not None]
-        center = "loss at the first run" if self.between else "loss at the center"
+    @classmethod
+    def summary(cls, result: Landscape) -> dict[str, Cell]:
+        finite = result.loss[np.isfinite(result.loss)]
         return {
-            center: number(result["center_loss"]),
-            "smallest": number(min(finite, default=None)),
-            "largest": number(max(finite, default=None)),
-            "points": str(sum(map(len, rows))),
-            "not finite": str(result["not_finite"]),
-            "normalization statistics": result["measured_on"]["statistics"],
+            "loss at the weights": number_cell(result.center_loss),
+            "smallest": number_cell(float(finite.min()) if len(finite) else None),
+            "largest": number_cell(float(finite.max()) if len(finite) else None),
+            "points": number_cell(result.loss.size),
+            "not finite": number_cell(result.not_finite),
+            "normalization statistics": Cell(result.measured_on.statistics),
         }
+
+    @classmethod
+    def figures(cls, name: str, measured: Sequence[Measured[Landscape]]) -> list[Figure]:
+        surfaces = [one for one in measured if len(one.result.y)]
+        lines = [one for one in measured if not len(one.result.y)]
+        return [*(_surface_figures(name, surfaces) if surfaces else []), *([_lines(name, lines)] if lines else [])]
+
+
+def _lines(name: str, measured: Sequence[Measured[Landscape]]) -> Figure:
+    between = name == "landscape-between"
+    return Figure(
+        name=f"{name}-line",
+        title="Loss between two runs" if between else "Loss along a line",
+        caption="On the straight line from one run’s weights (0) to another’s (1)."
+        if between
+        else "The same random numbers for all runs, scaled to each run’s own filters.",
+        kind="lines",
+        x=Axis("share of the way from the first run to the second" if between else "distance along the direction"),
+        y=Axis("loss"),
+        panels={"": [_line(one) for one in measured]},
+    )
+
+
+def _line(one: Measured[Landscape]) -> Series:
+    label = f"{one.label} to {one.other}" if one.other else one.label
+    return Series(label, one.color, one.result.x.tolist(), numbers(one.result.loss.tolist()), one.number)
+
+
+def _surface_figures(name: str, measured: Sequence[Measured[Landscape]]) -> list[Figure]:
+    """Surface, contours and a cut: all runs on one scale, so that flat and sharp can be told apart by eye."""
+    losses = np.sort(np.concatenate([one.result.loss[np.isfinite(one.result.loss)] for one in measured]))
+    if not len(losses):
+        return []
+    log = bool(losses[0] > 0 and losses[-1] > _WIDE_RANGE * losses[len(losses) // 2])
+    low, high = (math.log10(losses[0]), math.log10(losses[-1])) if log else (float(losses[0]), float(losses[-1]))
+    series = [_surface(one, log) for one in measured]
+    eigenvectors = name == "landscape-eigenvectors"
+    x, y = (Axis(f"{'eigenvector' if eigenvectors else 'direction'} {place}") for place in (1, 2))
+    z = Axis("log10 of the loss" if log else "loss")
+    words = "the Hessian’s two leading eigenvectors" if eigenvectors else "filter-normalized random directions"
+    title_end = " along eigenvectors" if eigenvectors else ""
+    scale = f"Along {words}; all runs on one scale."
+    panels = {one.name: [one] for one in series}
+    surface = Figure(
+        name=f"{name}-surface",
+        title=f"Surface{title_end}",
+        caption=f"{scale} On the page, drag to turn it, or use the arrow keys.",
+        kind="surface",
+        x=x,
+        y=y,
+        z=z,
+        panels=panels,
+        range_z=(low, high),
+    )
+    contours = dataclasses.replace(
+        surface,
+        name=f"{name}-contours",
+        title=f"Contours{title_end}",
+        caption=f"{scale} The run’s weights are in the middle.",
+        kind="contour",
+    )
+    cut = Figure(
+        name=f"{name}-cut",
+        title=f"Cut through the middle{title_end}",
+        caption="The row of each surface that is nearest to the run’s weights: the wider, the flatter.",
+        kind="lines",
+        x=x,
+        y=z,
+        panels={"": [_cut(one) for one in series]},
+    )
+    return [surface, contours, cut]
+
+
+def _surface(one: Measured[Landscape], log: bool) -> Series:
+    landscape = one.result
+    loss = np.where(landscape.loss > 0, landscape.loss, np.nan) if log else landscape.loss
+    z: list[list[Number]] = [numbers(row) for row in (np.log10(loss) if log else loss).tolist()]
+    return Series(one.label, one.color, landscape.x.tolist(), landscape.y.tolist(), one.number, z=z)
+
+
+def _cut(surface: Series) -> Series:
+    assert surface.z is not None
+    row = min(range(len(surface.y)), key=lambda place: abs(surface.y[place]))
+    return Series(surface.name, surface.color, surface.x, surface.z[row], surface.number)

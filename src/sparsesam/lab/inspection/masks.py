@@ -2,44 +2,112 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
-from typing import Any
+from pathlib import Path
 
-from sparsesam.analysis import masks_over_time
+import numpy as np
+
+from sparsesam.analysis import MaskHistory, masks_over_time
+from sparsesam.lab.display.figure import Axis, Figure, Series
+from sparsesam.lab.display.numbers import numbers, percent
+from sparsesam.lab.display.table import Cell, number_cell
 from sparsesam.lab.experiment.errors import RunError
 from sparsesam.lab.experiment.mask_record import mask_files, read_masks
-from sparsesam.lab.inspection.base import Analysis, Progress, share
-from sparsesam.lab.inspection.run import Run
+from sparsesam.lab.inspection.analysis import Analysis, Measured, Prepared, Progress
+from sparsesam.lab.inspection.options import NoSettings
+from sparsesam.lab.inspection.origin import Origin
+from sparsesam.lab.inspection.trained_run import MeasuredOn, TrainedRun
 
 
 @dataclass(frozen=True)
-class Masks(Analysis):
-    help = "density per layer, overlap of one mask with the next, and which weights are ever perturbed"
+class MaskAnalysis(Analysis[MaskHistory]):
+    help = "density per layer, overlap of each mask with the one before, and which weights are ever perturbed"
+    title = "Masks over time"
+    caption = "Shares of all weights. The overlap is the mean Jaccard index of a mask with the one before."
+    files = ("masks",)
+    result_type = MaskHistory
+    settings = NoSettings
 
-    @property
-    def name(self) -> str:
-        return "masks"
+    def load(self, path: Path, settings: NoSettings) -> TrainedRun:
+        return TrainedRun(path, MeasuredOn())
 
-    def measure(self, run: Run, progress: Progress) -> dict[str, Any]:
-        if not mask_files(run.directory.masks):
-            if not run.config.optimizer.startswith("ssam"):
-                raise RunError(f"{run.path} has no masks: its optimizer is {run.config.optimizer}; ssam-f has")
-            raise RunError(f"{run.path} recorded no masks; train it with --record-masks true")
-        return masks_over_time(read_masks(run.path)).to_dict()
+    def prepare(self, subjects: Sequence[TrainedRun]) -> Prepared:
+        """Runs without masks are left out, unless there are no others."""
+        reasons = {run.path: _why_no_masks(run) for run in subjects}
+        having = [run for run in subjects if not reasons[run.path]]
+        missing = [reason for reason in reasons.values() if reason]
+        if not having:
+            raise RunError("; ".join(missing))
+        return Prepared(self, having, [f"left out: {reason}" for reason in missing])
 
-    def made(self, run: Run) -> dict[str, Any]:
-        return {}
+    def measure(self, subject: TrainedRun, progress: Progress) -> MaskHistory:
+        return masks_over_time(read_masks(subject.path))
 
-    def summary(self, result: dict[str, Any]) -> dict[str, str]:
-        overlap = [value for value in result["overlap"] if value is not None]
-        chance = [value for value in result["overlap_by_chance"] if value is not None]
+    def origin(self, subject: TrainedRun) -> Origin:
+        return Origin()
+
+    @classmethod
+    def summary(cls, result: MaskHistory) -> dict[str, Cell]:
         return {
-            "masks": str(len(result["steps"])),
-            "density, last": share(result["density"][-1]),
-            "overlap with the one before, mean": share(fmean(overlap) if overlap else None),
-            "by chance": share(fmean(chance) if chance else None),
-            "overlap, last": share(overlap[-1] if overlap else None),
-            "weights ever perturbed": share(result["ever"]),
-            "weights always perturbed": share(result["always"]),
+            "masks": number_cell(len(result.steps)),
+            "density": number_cell(result.density[-1], percent),
+            "ever perturbed": number_cell(result.ever, percent),
+            "always perturbed": number_cell(result.always, percent),
+            "overlap": number_cell(_mean(result.overlap), percent),
+            "overlap by chance": number_cell(_mean(result.overlap_by_chance), percent),
         }
+
+    @classmethod
+    def figures(cls, name: str, measured: Sequence[Measured[MaskHistory]]) -> list[Figure]:
+        density = Figure(
+            name="mask-density",
+            title="Density per layer",
+            caption="The share of each parameter’s weights that is perturbed, for each mask.",
+            kind="heatmap",
+            x=Axis("step"),
+            y=Axis("parameter"),
+            z=Axis("density"),
+            panels={one.label: [_density(one)] for one in measured},
+            range_z=(0.0, 1.0),
+        )
+        overlap = Figure(
+            name="mask-overlap",
+            title="Overlap",
+            caption="Jaccard index of each mask with the one before; dotted: random masks of the same densities.",
+            kind="lines",
+            x=Axis("step", whole=True),
+            y=Axis("overlap"),
+            panels={"": [series for one in measured for series in _overlap(one)]},
+        )
+        return [density, overlap]
+
+
+def _why_no_masks(run: TrainedRun) -> str:
+    if mask_files(run.directory.masks):
+        return ""
+    if not run.config.optimizer.startswith("ssam"):
+        return f"{run.path} has no masks, because its optimizer is {run.config.optimizer}"
+    return f"{run.path} recorded no masks; train it with --record-masks true"
+
+
+def _density(one: Measured[MaskHistory]) -> Series:
+    layers = one.result.density_by_layer
+    # Steps are category names: masks are made at uneven distances, and each is drawn equally wide.
+    names = [str(step) for step in one.result.steps]
+    z = [numbers(density.tolist()) for density in layers.values()]
+    return Series(one.label, one.color, names, list(layers), one.number, z=z)
+
+
+def _overlap(one: Measured[MaskHistory]) -> list[Series]:
+    steps = one.result.steps[1:]
+    overlap, chance = numbers(one.result.overlap.tolist()), numbers(one.result.overlap_by_chance.tolist())
+    return [
+        Series(one.label, one.color, steps, overlap, one.number),
+        Series(f"{one.label}, by chance", one.color, steps, chance, one.number, faint=True),
+    ]
+
+
+def _mean(values: np.ndarray) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if len(known) else None

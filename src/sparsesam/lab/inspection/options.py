@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -17,3 +17,8 @@ def options_of(settings: Any) -> dict[str, Any]:
     if isinstance(settings, type):
         return {one.name: one for one in fields}
     return {one.name: getattr(settings, one.name) for one in fields}
+
+
+@dataclass(frozen=True)
+class NoSettings:
+    """Of analyses that measure no checkpoint."""

@@ -6,41 +6,75 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sparsesam.analysis import sharpness
-from sparsesam.lab.inspection.base import Analysis, Progress, number, usable_masks, with_shared_rho
+from sparsesam.analysis import AnalysisResult, Sharpness, sharpness
+from sparsesam.lab.display.figure import Axis, Figure, Series
+from sparsesam.lab.display.numbers import numbers
+from sparsesam.lab.display.table import Cell, number_cell
+from sparsesam.lab.inspection.analysis import Analysis, Measured, Prepared, Progress, usable_masks, with_shared_rho
 from sparsesam.lab.inspection.options import option
-from sparsesam.lab.inspection.run import Run
+from sparsesam.lab.inspection.trained_run import TrainedRun
 
 
 @dataclass(frozen=True)
-class Sharpness(Analysis):
-    help = "the largest rise of the loss within rho, over every weight and over those of the mask"
+class SharpnessResult(AnalysisResult):
+    """``masked`` is None for runs without a mask."""
+
+    every: Sharpness
+    masked: Sharpness | None
+
+
+@dataclass(frozen=True)
+class SharpnessAnalysis(Analysis[SharpnessResult]):
+    help = "the largest increase of the loss within rho, over every weight and over those of the mask"
+    title = "Sharpness"
+    caption = "The largest increase of the loss that gradient ascent found within rho: a lower bound of the true one."
+    files = ("sharpness",)
+    result_type = SharpnessResult
 
     rho: float | None = option(None, "radius; default the first run's")
     steps: int = option(20, "gradients of the ascent")
     starts: int = option(1, "ascents; further ones begin at random points")
 
-    @property
-    def name(self) -> str:
-        return "sharpness"
+    def prepare(self, subjects: Sequence[TrainedRun]) -> Prepared:
+        return with_shared_rho(self, subjects)
 
-    def prepare(self, runs: Sequence[Run]) -> tuple[Sharpness, Sequence[Run]]:
-        return with_shared_rho(self, runs)
-
-    def measure(self, run: Run, progress: Progress) -> dict[str, Any]:
+    def measure(self, subject: TrainedRun, progress: Progress) -> SharpnessResult:
         assert self.rho is not None
-        masks = usable_masks(run)
-        common: dict[str, Any] = {"steps": self.steps, "starts": self.starts, "seed": run.on.seed}
-        every = sharpness(run.objective, self.rho, **common)
+        masks = usable_masks(subject)
+        common: dict[str, Any] = {"steps": self.steps, "starts": self.starts, "seed": subject.on.seed}
+        every = sharpness(subject.objective, self.rho, **common)
         progress(1, 2)
-        masked = None if masks is None else sharpness(run.objective, self.rho, masks=masks, **common)
+        masked = None if masks is None else sharpness(subject.objective, self.rho, masks=masks, **common)
         progress(2, 2)
-        return {"every": every.to_dict(), "masked": None if masked is None else masked.to_dict()}
+        return SharpnessResult(every, masked)
 
-    def summary(self, result: dict[str, Any]) -> dict[str, str]:
-        rows = {"rho": number(result["every"]["rho"]), "loss": number(result["every"]["loss"])}
-        for label, key in (("every weight", "every"), ("mask only", "masked")):
-            found = result[key]
-            rows[f"rise, {label}"] = "–" if found is None else number(found["increase"])
-            rows[f"rise by SAM's step, {label}"] = "–" if found is None else number(found["one_step"])
-        return rows
+    @classmethod
+    def summary(cls, result: SharpnessResult) -> dict[str, Cell]:
+        row = {"loss": number_cell(result.every.loss)}
+        for label, measured in (("every weight", result.every), ("mask only", result.masked)):
+            row[f"increase, {label}"] = number_cell(None if measured is None else measured.increase)
+            row[f"by SAM’s step, {label}"] = number_cell(None if measured is None else measured.one_step)
+        return {**row, "rho": number_cell(result.every.rho)}
+
+    @classmethod
+    def figures(cls, name: str, measured: Sequence[Measured[SharpnessResult]]) -> list[Figure]:
+        panels = {
+            "every weight": [_path(one, one.result.every) for one in measured],
+            "the mask’s weights": [_path(one, one.result.masked) for one in measured if one.result.masked is not None],
+        }
+        return [
+            Figure(
+                name="sharpness-path",
+                title="Gradient ascent",
+                caption="The largest increase of the loss after each gradient of the ascent.",
+                kind="lines",
+                x=Axis("gradients", whole=True),
+                y=Axis("increase of the loss"),
+                panels={title: panel for title, panel in panels.items() if panel},
+            )
+        ]
+
+
+def _path(one: Measured[SharpnessResult], measured: Sharpness) -> Series:
+    increases = numbers(loss - measured.loss for loss in measured.path)
+    return Series(one.label, one.color, list(range(len(increases))), increases, one.number)

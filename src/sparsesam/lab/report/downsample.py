@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sparsesam.lab.report.figure import Figure, Series
+from sparsesam.lab.display.figure import Figure, Series
 
 #: Points of all figures together, about 20 bytes each: the page stays well below 10 MB with plotly's 5.
 BUDGET = 150_000
@@ -13,7 +13,7 @@ _MOST, _FEWEST = 500, 20
 
 
 def points_per_curve(figures: Sequence[Figure]) -> int:
-    """So many that all fit into the budget, surfaces coming first."""
+    """The limit at which all figures fit into the budget; surfaces are not downsampled."""
     series = [one for figure in figures for panel in figure.panels.values() for one in panel]
     curves = sum(one.z is None for one in series)
     left = BUDGET - sum(len(one.x) * len(one.y) for one in series if one.z is not None)

@@ -1,4 +1,4 @@
-"""Files that may be missing, empty, half-written or something else: that is noted, never raised."""
+"""Files that may be missing, empty or incomplete: that is noted as a problem, never raised."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_text(path: Path, problems: list[str]) -> str:
-    """Empty for a file that is not there; only plain files are opened, for a pipe would never end."""
+    """Empty for a missing file; only regular files are opened, because reading a pipe would never end."""
     if not path.is_file():
         return ""
     try:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-#: Any of these makes a directory a run's: a run can die before it has all of them.
+#: Any of these makes a directory that of a run: a run can end before it has all of them.
 SIGNS = ("config.yaml", "records.jsonl", "result.json", "failure.json", "analyses")
 
 
@@ -15,7 +15,9 @@ def find_runs(places: Iterable[str | os.PathLike[str]]) -> list[Path]:
     found: dict[Path, Path] = {}
     for place in map(Path, places):
         if not place.is_dir():
-            raise ValueError(f"RUNS must be directories, got {str(place)!r}, which is none; give a run's or one above")
+            raise ValueError(
+                f"RUNS must be directories, got {str(place)!r}, which is not one; give that of a run, or one above"
+            )
         below = list(_below(place))
         if not below:
             raise ValueError(f"{place} holds no runs; a run's directory has a config.yaml in it")

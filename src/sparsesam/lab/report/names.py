@@ -1,4 +1,4 @@
-"""What things are called on the page."""
+"""What optimizers and settings are called on the page."""
 
 from __future__ import annotations
 
@@ -20,15 +20,11 @@ def optimizer_name(optimizer: str) -> str:
     return OPTIMIZERS.get(optimizer, optimizer)
 
 
-def color_of(optimizer: str) -> str:
-    return optimizer if optimizer in OPTIMIZERS else "other"
-
-
 def setting_name(name: str, value: Any) -> str:
-    return f"{name.replace('_', ' ')} {show(value)}"
+    return f"{name.replace('_', ' ')} {show_setting(value)}"
 
 
-def show(value: Any) -> str:
+def show_setting(value: Any) -> str:
     """A setting's value in few characters."""
     if value is None:
         return "none"
@@ -36,23 +32,6 @@ def show(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.6g}"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(show_setting, value))
     return str(value)
-
-
-def decimals(value: float | None, digits: int = 2) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
-
-
-def significant(value: float | None, digits: int = 4) -> str:
-    return "–" if value is None else f"{value:.{digits}g}"
-
-
-def percent(value: float | None, spread: float | None = None) -> str:
-    """A share, with its standard deviation if there is one."""
-    if value is None:
-        return "–"
-    return f"{100 * value:.2f}" + ("" if spread is None else f" ± {100 * spread:.2f}") + " %"
-
-
-def plural(count: int, word: str) -> str:
-    return f"{count} {word}{'' if count == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""The page: sections put into the template, figures as data for page.js to draw. Everything is in the one file."""
+"""The page: the sections in the template, the figures as data that page.js draws. Everything is in one file."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from importlib import resources
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from sparsesam import __version__
-from sparsesam.lab.report.colors import COLORS
+from sparsesam.lab.display.colors import COLORS
+from sparsesam.lab.display.figure import Axis, Figure, Series
+from sparsesam.lab.display.table import Table
+from sparsesam.lab.report.data import ReportData
 from sparsesam.lab.report.downsample import downsampled, points_per_curve
-from sparsesam.lab.report.figure import Axis, Figure, Series
-from sparsesam.lab.report.names import plural
-from sparsesam.lab.report.read_run import Run
-from sparsesam.lab.report.section import ReportData, Section, Table
+from sparsesam.lab.report.layout import missing_analyses
+from sparsesam.lab.report.section import Section
 
 
-def render(title: str, made: str, sections: Sequence[Section], material: ReportData) -> str:
-    """The whole page as HTML; ``made`` says when and by what command."""
+def render(title: str, made: str, sections: Sequence[Section], data: ReportData) -> str:
+    """The whole page as HTML; ``made`` says when and by which command."""
     environment = Environment(
         loader=PackageLoader("sparsesam.lab.report", "assets"),
         autoescape=True,
@@ -28,20 +29,19 @@ def render(title: str, made: str, sections: Sequence[Section], material: ReportD
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["breakable"] = _breakable
     environment.tests["table"] = lambda block: isinstance(block, Table)
-    figures = [block for section in sections for block in section.blocks if isinstance(block, Figure)]
+    figures = [figure for section in sections for figure in section.figures]
     limit = points_per_curve(figures)
-    unfinished = [run for run in material.runs if run.status in ("failed", "unfinished")]
     return environment.get_template("page.html").render(
         title=title,
         made=made,
         version=__version__,
-        count=count(material.runs),
-        sections=[section for section in sections if section.blocks],
-        missing=[section for section in sections if not section.blocks],
-        unfinished=unfinished,
-        problems=_problems(material),
-        downsampled=_thinned(figures, limit),
+        count=data.count(),
+        sections=sections,
+        missing=missing_analyses(data),
+        problems=_problems(data),
+        downsampled=_downsampled_to(figures, limit),
         colors=COLORS,
         style=Markup(_asset("page.css")),
         script=Markup(_asset("page.js")),
@@ -50,22 +50,17 @@ def render(title: str, made: str, sections: Sequence[Section], material: ReportD
     )
 
 
-def count(found: Sequence[Run]) -> str:
-    runs = [run for run in found if run.status != "analyses only"]
-    parts = [
-        f"{those} {status}"
-        for status in ("finished", "failed", "unfinished")
-        if (those := sum(run.status == status for run in runs))
-    ]
-    return f"{plural(len(runs), 'run')}: {', '.join(parts)}" if runs else "no runs, analyses only"
+def _breakable(text: str) -> Markup:
+    """Long paths may break after a slash; nothing breaks within a word, such as a hash."""
+    return Markup(str(escape(text)).replace("/", "/<wbr>"))
 
 
-def _problems(material: ReportData) -> list[tuple[str, str]]:
-    return [(str(run.path), problem) for run in material.runs for problem in run.problems] + material.problems
+def _problems(data: ReportData) -> list[tuple[str, str]]:
+    return [(str(run.path), problem) for run in data.runs for problem in run.problems] + data.problems
 
 
-def _thinned(figures: Sequence[Figure], limit: int) -> int | None:
-    """How many points a curve was cut to, None if none was."""
+def _downsampled_to(figures: Sequence[Figure], limit: int) -> int | None:
+    """The number of points of the longest curves, None if all are complete."""
     lengths = [len(one.x) for figure in figures for panel in figure.panels.values() for one in panel if one.z is None]
     return limit if max(lengths, default=0) > limit else None
 
@@ -74,7 +69,7 @@ def _thinned(figures: Sequence[Figure], limit: int) -> int | None:
 
 
 def _json(figures: Sequence[Figure], limit: int) -> str:
-    """For a script element: within it only `<` could end it."""
+    """For a script element, which only `<` could end."""
     drawn: list[dict[str, Any]] = []
     for place, figure in enumerate(figures):
         twin = next((one.name for one in figures[:place] if one.panels is figure.panels), None)
@@ -102,7 +97,7 @@ def _figure(figure: Figure, limit: int, twin: str | None) -> dict[str, Any]:
 
 
 def _axis(axis: Axis) -> dict[str, Any]:
-    return {"title": axis.title, "log": axis.log}
+    return {"title": axis.title, "log": axis.log, "whole": axis.whole}
 
 
 def _series(series: Series) -> dict[str, Any]:
@@ -111,6 +106,7 @@ def _series(series: Series) -> dict[str, Any]:
         "color": series.color,
         "number": series.number,
         "faint": series.faint,
+        "mark": series.mark,
         "x": _rounded(series.x),
         "y": _rounded(series.y),
         "error": None if series.error is None else _rounded(series.error),
@@ -119,7 +115,7 @@ def _series(series: Series) -> dict[str, Any]:
 
 
 def _rounded(values: Sequence[Any]) -> list[Any]:
-    """Six digits: more than any eye can tell."""
+    """Six significant digits, more than a chart can show."""
     return [float(f"{value:.6g}") if isinstance(value, float) else value for value in values]
 
 

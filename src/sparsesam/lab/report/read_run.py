@@ -1,4 +1,4 @@
-"""One run's records as they are: what cannot be read is noted, and the rest is used."""
+"""The records of one run: what cannot be read is noted as a problem, and the rest is used."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sparsesam.lab.experiment.config import TrainConfig
+from sparsesam.lab.display.numbers import Number, number
+from sparsesam.lab.experiment.config import TrainConfig, from_mapping
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.report.files import read_lines, read_mapping, read_object
-from sparsesam.lab.report.numbers import Number, number
 
 Status = Literal["finished", "failed", "unfinished", "analyses only"]
 _DEFAULTS = {one.name: one.default for one in dataclasses.fields(TrainConfig)}
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
-    """``epochs`` are its records of that kind, the latest of each epoch; ``analyses`` what the files held, by name.
+class RunRecord:
+    """``epochs`` are its records of that kind, the latest of each epoch; ``analyses`` the files' contents by name.
 
-    ``reason`` says why a run is not finished, ``problems`` what could not be read.
+    ``variant_name`` is the name that a sweep gave to its settings, else empty. ``reason`` says why a run is not
+    finished, ``problems`` what could not be read.
     """
 
     path: Path
     status: Status
     reason: str
     settings: dict[str, Any]
+    variant_name: str
     epochs: list[dict[str, Any]]
     result: dict[str, Any]
     provenance: dict[str, Any]
@@ -38,7 +40,7 @@ class Run:
         return number(self.result.get(name))
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RunRecord:
     files, problems = RunDirectory(path), list[str]()
     records = read_lines(files.records, problems)
     analyses = _read_analyses(path / "analyses", problems)
@@ -50,12 +52,13 @@ def read_run(path: Path) -> Run:
     epochs = _epochs(records, problems)
     status, reason = _status(path, settings, epochs, result, failure)
     if not settings and status != "analyses only":
-        problems.append("its settings are nowhere to be read")
-    return Run(
+        problems.append("no settings could be read")
+    return RunRecord(
         path=path,
         status=status,
         reason=reason,
-        settings={**_DEFAULTS, **settings} if settings else {},
+        settings=_with_defaults(settings) if settings else {},
+        variant_name="",
         epochs=epochs,
         result=result if status == "finished" else {},
         provenance=_mapping(written, "provenance") or _mapping(begun, "provenance") or _mapping(failure, "provenance"),
@@ -64,20 +67,30 @@ def read_run(path: Path) -> Run:
     )
 
 
+def _with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
+    """All settings; those without influence on the result at their defaults, so that identical runs are equal."""
+    everything = {**_DEFAULTS, **settings}
+    try:
+        config = from_mapping(TrainConfig, everything)
+    except (TypeError, ValueError):  # written by another version of sparsesam
+        return everything
+    return dataclasses.asdict(config.canonical)
+
+
 def _status(
     path: Path, settings: dict[str, Any], epochs: list[Any], result: dict[str, Any], failure: dict[str, Any]
 ) -> tuple[Status, str]:
     if number(result.get("test_accuracy")) is not None:
         return "finished", ""
     if failure:
-        return "failed", str(failure.get("error", "no reason was written down"))
+        return "failed", str(failure.get("error", "no reason was recorded"))
     if not settings and not epochs and (path / "analyses").is_dir():
         return "analyses only", ""
     done = f"epoch {len(epochs)} of {settings.get('epochs', '?')}"
     holder = read_object(path / "running.json", [])
     if holder:
-        return "unfinished", f"{done}; process {holder.get('pid')} on {holder.get('host')} is at it, or was killed"
-    return "unfinished", f"stopped after {done}; sparsesam train --resume --out {path} goes on"
+        return "unfinished", f"{done}; process {holder.get('pid')} on {holder.get('host')} is running it, or was killed"
+    return "unfinished", f"stopped after {done}; sparsesam train --resume --out {path} continues it"
 
 
 def _epochs(records: list[dict[str, Any]], problems: list[str]) -> list[dict[str, Any]]:

@@ -1,43 +1,47 @@
-"""Runs that differ in nothing but their seed, together; what they came to, and what they cost beside plain steps."""
+"""Tasks, and in each task the variants: runs that differ in nothing but their seed."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import re
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from sparsesam.lab.experiment.config import PLAIN
+from sparsesam.lab.display.colors import assign_colors
+from sparsesam.lab.display.numbers import Number
+from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.report.names import OPTIMIZERS, optimizer_name, setting_name
-from sparsesam.lab.report.numbers import Number
-from sparsesam.lab.report.read_run import Run
+from sparsesam.lab.report.read_run import RunRecord
 
 #: What is learned: accuracies are compared only where these agree.
 TASK = ("dataset", "model", "train_size", "test_size", "label_noise", "corruption", "corruption_rate")
-#: What a plain step costs: times are compared only where these agree, and the machine.
-_COST = ("dataset", "model", "train_size", "augment", "compile", "batch_size", "precision")
-_MACHINE = ("cpu", "machine", "threads")
+_DEFAULTS = {one.name: one.default for one in dataclasses.fields(TrainConfig)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Variant:
-    """``number`` tells variants of one optimizer and task apart, from 0. ``relative_time`` is in plain steps' time."""
+    """``runs`` have one seed each; ``duplicates`` are further runs of the same settings and seed, which do not count.
+
+    ``color`` and ``number`` are its look in every figure of its task.
+    """
 
     label: str
-    task: str
-    optimizer: str
-    number: int
-    runs: list[Run]
-    relative_time: Number
+    settings: dict[str, Any]
+    runs: list[RunRecord]
+    color: str = "blue"
+    number: int = 0
+    duplicates: list[RunRecord] = field(default_factory=list)
 
     @property
-    def settings(self) -> dict[str, Any]:
-        return self.runs[0].settings
+    def optimizer(self) -> str:
+        return str(self.settings["optimizer"])
 
     @property
-    def finished(self) -> list[Run]:
+    def finished(self) -> list[RunRecord]:
         return [run for run in self.runs if run.status == "finished"]
 
     @property
@@ -48,82 +52,118 @@ class Variant:
         values = self.values(measure)
         return statistics.fmean(values) if values else None
 
-    def spread(self, measure: str) -> Number:
-        """The sample standard deviation; None for fewer than two runs."""
+    def deviation(self, measure: str) -> Number:
+        """The sample standard deviation over seeds; None for fewer than two runs."""
         values = self.values(measure)
         return statistics.stdev(values) if len(values) > 1 else None
 
-    def median(self, measure: str) -> Number:
-        values = self.values(measure)
-        return statistics.median(values) if values else None
+    def standard_error(self, measure: str) -> Number:
+        """Of the mean over seeds; None for fewer than two runs."""
+        deviation = self.deviation(measure)
+        return None if deviation is None else deviation / math.sqrt(len(self.values(measure)))
 
     def values(self, measure: str) -> list[float]:
         return [value for run in self.finished if (value := run.measured(measure)) is not None]
 
-    def name_of(self, run: Run, among: Iterable[Run]) -> str:
-        """The label, with what tells this run from others ``among`` those of the variant."""
+    def label_of(self, run: RunRecord, among: Iterable[RunRecord]) -> str:
+        """The variant's label, with the seed if several of its runs are ``among`` those shown."""
         others = [one for one in among if one in self.runs and one is not run]
-        if not others:
-            return self.label
-        seed = run.settings.get("seed")
-        if any(one.settings.get("seed") == seed for one in others):
-            return f"{self.label}, {run.path.name}"
-        return f"{self.label}, seed {seed}"
+        return f"{self.label}, seed {run.settings.get('seed')}" if others else self.label
 
 
-def group(runs: Sequence[Run]) -> list[Variant]:
-    """Every run whose settings are known, tasks together."""
-    groups: dict[str, list[Run]] = {}
+@dataclass(frozen=True)
+class Task:
+    """``name`` is for links and file names."""
+
+    name: str
+    label: str
+    variants: list[Variant]
+
+    @property
+    def runs(self) -> list[RunRecord]:
+        return [run for variant in self.variants for run in variant.runs]
+
+    def variant_of(self, run: RunRecord) -> Variant:
+        return next(variant for variant in self.variants if run in variant.runs)
+
+
+def group_runs(runs: Sequence[RunRecord]) -> list[Task]:
+    """Every run whose settings are known."""
+    tasks: dict[str, dict[str, list[RunRecord]]] = {}
     for run in runs:
         if run.settings:
-            groups.setdefault(_key(run.settings, leave_out=("seed",)), []).append(run)
-    tasks = sorted({_task_key(members[0]) for members in groups.values()}, key=_natural)
-    varied_tasks = _varied([members[0].settings for members in groups.values()], TASK)
-    plain_times = _plain_times(runs)
-    variants = []
-    for task in tasks:
-        of_task = sorted((one for one in groups.values() if _task_key(one[0]) == task), key=_rank)
-        counts: dict[str, int] = {}
-        for members in of_task:
-            settings = members[0].settings
-            optimizer = str(settings["optimizer"])
-            alike = [other[0].settings for other in of_task if other[0].settings["optimizer"] == optimizer]
-            own = [name for name in settings if name not in (*TASK, "seed", "optimizer")]
-            words = [setting_name(name, settings.get(name)) for name in _varied(alike, own)]
-            variants.append(
-                Variant(
-                    label=", ".join([optimizer_name(optimizer), *words]),
-                    task=_task_label(settings, varied_tasks),
-                    optimizer=optimizer,
-                    number=counts.setdefault(optimizer, 0),
-                    runs=members,
-                    relative_time=_relative_time(members, plain_times),
-                )
-            )
-            counts[optimizer] += 1
-    return variants
+            variants = tasks.setdefault(_key({name: run.settings.get(name) for name in TASK}), {})
+            variants.setdefault(_key(run.settings, leave_out=("seed",)), []).append(run)
+    ordered = [tasks[key] for key in sorted(tasks, key=_natural)]
+    names = _unique_names([_task_label(next(iter(variants.values()))[0].settings) for variants in ordered])
+    return [
+        Task(name, _task_label(next(iter(variants.values()))[0].settings), _variants(list(variants.values())))
+        for name, variants in zip(names, ordered, strict=True)
+    ]
 
 
-def by_task(variants: Sequence[Variant]) -> dict[str, list[Variant]]:
-    tasks: dict[str, list[Variant]] = {}
-    for variant in variants:
-        tasks.setdefault(variant.task, []).append(variant)
-    return tasks
-
-
-def differing(variants: Sequence[Variant]) -> list[str]:
+def differing_settings(variants: Sequence[Variant]) -> list[str]:
     """The settings that are not the same in all variants."""
-    if not variants:
-        return []
     names = dict.fromkeys(name for variant in variants for name in variant.settings if name != "seed")
-    return _varied([variant.settings for variant in variants], list(names))
+    return _varied([variant.settings for variant in variants], names)
 
 
-def _rank(members: Sequence[Run]) -> tuple[bool, int, list[str | float]]:
-    """Plain steps first, then SAM, then SSAM; what nothing is finished of, last."""
-    known, optimizer = list(OPTIMIZERS), members[0].settings["optimizer"]
-    place = known.index(optimizer) if optimizer in known else len(known)
-    return all(run.status != "finished" for run in members), place, _natural(_key(members[0].settings))
+def _variants(groups: Sequence[list[RunRecord]]) -> list[Variant]:
+    ordered = sorted(groups, key=_rank)
+    looks = assign_colors([str(members[0].settings["optimizer"]) for members in ordered])
+    variants = []
+    for members, (color, number) in zip(ordered, looks, strict=True):
+        settings = members[0].settings
+        alike = [one[0].settings for one in ordered if one[0].settings["optimizer"] == settings["optimizer"]]
+        counted, duplicates = _one_per_seed(members)
+        variants.append(Variant(_label(members, alike), settings, counted, color, number, duplicates))
+    labels = _unique_labels([variant.label for variant in variants])
+    return [dataclasses.replace(variant, label=label) for variant, label in zip(variants, labels, strict=True)]
+
+
+def _label(members: Sequence[RunRecord], alike: Sequence[dict[str, Any]]) -> str:
+    """The name that a sweep gave, or the optimizer with every setting that is not the default and not shared."""
+    given = {run.variant_name for run in members}
+    if len(given) == 1 and (name := given.pop()):
+        return name
+    settings = members[0].settings
+    own = [name for name in settings if name not in (*TASK, "seed", "optimizer")]
+    words = [
+        setting_name(name, settings[name]) for name in _varied(alike, own) if settings[name] != _DEFAULTS.get(name)
+    ]
+    return ", ".join([optimizer_name(str(settings["optimizer"])), *words])
+
+
+def _one_per_seed(members: Sequence[RunRecord]) -> tuple[list[RunRecord], list[RunRecord]]:
+    """A finished run before others of its seed."""
+    counted: dict[Any, RunRecord] = {}
+    for run in sorted(members, key=lambda run: run.status != "finished"):
+        counted.setdefault(run.settings.get("seed"), run)
+    chosen = [run for run in members if run in counted.values()]
+    return chosen, [run for run in members if run not in chosen]
+
+
+def _unique_labels(labels: Sequence[str]) -> list[str]:
+    """Two sweeps may give one name to different settings."""
+    counts: dict[str, int] = {}
+    unique = []
+    for label in labels:
+        counts[label] = counts.get(label, 0) + 1
+        unique.append(label if counts[label] == 1 else f"{label} ({counts[label]})")
+    return unique
+
+
+def _unique_names(labels: Sequence[str]) -> list[str]:
+    words = [re.sub(r"[^a-z0-9.]+", "-", label.lower()).strip("-.")[:60] or "task" for label in labels]
+    return [f"{word}-{place + 1}" if words.count(word) > 1 else word for place, word in enumerate(words)]
+
+
+def _rank(members: Sequence[RunRecord]) -> tuple[bool, int, int, list[str | float]]:
+    """Plain steps first, then SAM, then SSAM; defaults before other settings; without a finished run last."""
+    settings, known = members[0].settings, list(OPTIMIZERS)
+    place = known.index(settings["optimizer"]) if settings["optimizer"] in known else len(known)
+    changed = sum(settings[name] != _DEFAULTS.get(name) for name in settings if name != "seed")
+    return all(run.status != "finished" for run in members), place, changed, _natural(_key(settings))
 
 
 def _natural(text: str) -> list[str | float]:
@@ -135,44 +175,12 @@ def _varied(settings: Sequence[dict[str, Any]], names: Iterable[str]) -> list[st
     return [name for name in names if len({_key({name: one.get(name)}) for one in settings}) > 1]
 
 
-def _task_key(run: Run) -> str:
-    return _key({name: run.settings.get(name) for name in TASK})
-
-
-def _task_label(settings: dict[str, Any], varied: Sequence[str]) -> str:
+def _task_label(settings: dict[str, Any]) -> str:
     words = [str(settings.get("dataset")), str(settings.get("model"))]
-    return ", ".join(words + [setting_name(name, settings.get(name)) for name in varied if name not in TASK[:2]])
+    others = [name for name in TASK[2:] if settings.get(name) != _DEFAULTS.get(name)]
+    return ", ".join(words + [setting_name(name, settings.get(name)) for name in others])
 
 
 def _key(settings: dict[str, Any], leave_out: Sequence[str] = ()) -> str:
     kept = {name: value for name, value in settings.items() if name not in leave_out}
     return json.dumps(kept, sort_keys=True, default=str)
-
-
-# ---- cost ------------------------------------------------------------------------------------------------------
-
-
-def _cost_key(run: Run, base: Any) -> str:
-    alike = {name: run.settings.get(name) for name in _COST}
-    return _key({**alike, **{name: run.provenance.get(name) for name in _MACHINE}, "base": base})
-
-
-def _plain_times(runs: Sequence[Run]) -> dict[str, float]:
-    """Seconds per epoch of plain steps: a median, so that whatever else the machine did for a while does not count."""
-    times: dict[str, list[float]] = {}
-    for run in runs:
-        seconds = run.measured("seconds_per_epoch")
-        if seconds and run.settings.get("optimizer") in PLAIN:
-            times.setdefault(_cost_key(run, run.settings["optimizer"]), []).append(seconds)
-    return {key: statistics.median(values) for key, values in times.items()}
-
-
-def _relative_time(members: Sequence[Run], plain_times: dict[str, float]) -> Number:
-    ratios = []
-    for run in members:
-        optimizer, base = run.settings["optimizer"], run.settings["base"]
-        plain = plain_times.get(_cost_key(run, optimizer if optimizer in PLAIN else base))
-        seconds = run.measured("seconds_per_epoch")
-        if plain and seconds:
-            ratios.append(seconds / plain)
-    return statistics.median(ratios) if ratios else None

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the figures, sorts the tables, changes the theme. All text of runs reaches the page as text, never as HTML.
+// Draws the figures, sorts the tables, changes the theme. Names of runs are inserted as text, never as HTML.
 (() => {
   const SYMBOLS = ["circle", "diamond", "square", "triangle-up", "triangle-down", "cross", "x", "star", "pentagon", "hexagon"];
   const GLYPHS = ["●", "◆", "■", "▲", "▼", "✚", "✖", "★", "⬟", "⬢"];
@@ -14,7 +14,7 @@
     figures.set(figure.name, { ...figure, panel: 0, hidden: new Set(), drawn: false });
   }
 
-  // ---- colours: those of the style sheet, of the scheme that is on or of the one asked for
+  // ---- colours of the style sheet, in the current scheme or in the given one
 
   const probe = document.createElement("span");
   probe.hidden = true;
@@ -60,7 +60,8 @@
     if (series.faint) return lines(series, colors);
     const color = colors.of(series.color);
     const many = series.x.length > 50;
-    return [{
+    const ring = { type: "scatter", mode: "markers", x: series.x, y: series.y, hoverinfo: "skip", marker: { color, symbol: "circle-open", size: 22, line: { width: 2 } } };
+    return [...(series.mark ? [ring] : []), {
       type: "scatter", mode: "markers", name: literal(series.name), x: series.x, y: series.y,
       marker: { color, symbol: symbol(series), size: many ? 4 : 11, opacity: many ? 0.5 : 1 },
       error_y: series.error ? { type: "data", array: series.error, color, thickness: 1.5, width: 5 } : undefined,
@@ -101,10 +102,18 @@
   // On a logarithmic axis of several decades only their powers of ten are named.
   const decades = (values) => Math.log10(values.reduce((a, b) => Math.max(a, b), 0) / values.reduce((a, b) => Math.min(a, b), Infinity));
 
+  // Whole numbers, such as epochs, have no ticks in between.
+  function wholeStep(values) {
+    const known = values.filter((one) => one !== null);
+    const span = known.reduce((a, b) => Math.max(a, b), -Infinity) - known.reduce((a, b) => Math.min(a, b), Infinity);
+    return span > 0 ? Math.max(1, round(span / 10)) : 1;
+  }
+
   function axis(described, colors, values = []) {
+    const step = described.log ? (decades(values.filter((one) => one > 0)) > 1.5 ? 1 : undefined) : described.whole ? wholeStep(values) : undefined;
     return {
       title: { text: described.title, font: { color: colors.soft, size: 12 }, standoff: 8 }, type: described.log ? "log" : undefined,
-      dtick: described.log && decades(values.filter((one) => one > 0)) > 1.5 ? 1 : undefined,
+      dtick: step, tick0: described.whole ? 0 : undefined,
       gridcolor: colors.line, zerolinecolor: colors.line, linecolor: colors.line, tickfont: { color: colors.soft, size: 11 },
       automargin: true, exponentformat: "power",
     };
@@ -133,8 +142,36 @@
       both.yaxis.autorange = "reversed";
     }
     if (figure.kind === "bars") both.xaxis.type = "category";
+    if (figure.kind === "points") both.annotations = marks(figure, colors);
     if (figure.kind === "lines" && figure.panels[figure.panel].series.length > 1) both.hovermode = "closest";
     return both;
+  }
+
+  // The word beside a marked point, on the side where no other point or bar is.
+  function marks(figure, colors) {
+    const shown = figure.panels[figure.panel].series.filter((series) => !figure.hidden.has(series.name) && series.x.length === 1);
+    const marked = shown.find((series) => series.mark);
+    if (!marked) return [];
+    const plot = element(figure).querySelector(".plot");
+    const tops = shown.map((series) => series.y[0] + (series.error ? series.error[0] : 0));
+    const bottoms = shown.map((series) => series.y[0] - (series.error ? series.error[0] : 0));
+    const scale = (low, high, size) => (value) => (high > low ? (value - low) / (high - low) : 0.5) * size;
+    const x = scale(Math.min(...shown.map((series) => series.x[0])), Math.max(...shown.map((series) => series.x[0])), plot.clientWidth * 0.8);
+    const y = scale(Math.min(...bottoms), Math.max(...tops), plot.clientHeight * 0.7);
+    const [width, height, gap] = [100, 18, 17];
+    const [left, up] = [x(marked.x[0]), y(marked.y[0])];
+    const sides = [
+      { xanchor: "left", yanchor: "middle", xshift: gap, box: [left + gap, left + gap + width, up - height / 2, up + height / 2] },
+      { xanchor: "right", yanchor: "middle", xshift: -gap, box: [left - gap - width, left - gap, up - height / 2, up + height / 2] },
+      { xanchor: "left", yanchor: "top", xshift: 8, yshift: -12, box: [left + 8, left + 8 + width, up - 12 - height, up - 12] },
+      { xanchor: "right", yanchor: "top", xshift: -8, yshift: -12, box: [left - 8 - width, left - 8, up - 12 - height, up - 12] },
+      { xanchor: "left", yanchor: "bottom", xshift: 8, yshift: 12, box: [left + 8, left + 8 + width, up + 12, up + 12 + height] },
+      { xanchor: "right", yanchor: "bottom", xshift: -8, yshift: 12, box: [left - 8 - width, left - 8, up + 12, up + 12 + height] },
+    ];
+    const hits = ({ box: [from, to, low, high] }) => shown.filter((series, i) => series !== marked && x(series.x[0]) + 7 > from && x(series.x[0]) - 7 < to && y(tops[i]) + 7 > low && y(bottoms[i]) - 7 < high).length + (to > plot.clientWidth * 0.85 || from < -plot.clientWidth * 0.04 ? 10 : 0);
+    const best = sides.reduce((a, b) => (hits(b) < hits(a) ? b : a));
+    const { box, ...place } = best;
+    return [{ x: marked.x[0], y: marked.y[0], text: literal(marked.mark), showarrow: false, font: { color: colors.ink, size: 12.5, weight: 600 }, ...place }];
   }
 
   function content(figure, colors) {
@@ -186,10 +223,10 @@
     const line = figure.kind === "lines" || (series.faint && figure.kind === "points");
     const shape = document.createElementNS(space, line ? "line" : "text");
     const color = colors.of(series.color);
-    for (const [name, value] of Object.entries({ width: 22, height: 14, "aria-hidden": "true" })) drawn.setAttribute(name, value);
+    for (const [name, value] of Object.entries({ width: line ? 30 : 16, height: 14, "aria-hidden": "true" })) drawn.setAttribute(name, value);
     const look = line
-      ? { x1: 0, x2: 22, y1: 7, y2: 7, stroke: color, "stroke-width": 2.5, "stroke-dasharray": STROKES[dash(series)] }
-      : { x: 11, y: 12, "text-anchor": "middle", "font-size": 13, fill: color };
+      ? { x1: 0, x2: 30, y1: 7, y2: 7, stroke: color, "stroke-width": 2.5, "stroke-dasharray": STROKES[dash(series)] }
+      : { x: 8, y: 12, "text-anchor": "middle", "font-size": 13, fill: color };
     for (const [name, value] of Object.entries(look)) shape.setAttribute(name, value);
     if (!line) shape.textContent = figure.kind === "bars" ? "■" : GLYPHS[series.number % GLYPHS.length];
     drawn.append(shape);

@@ -1,16 +1,15 @@
-"""Losses and accuracies, epoch by epoch."""
+"""Losses and accuracies of each epoch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from sparsesam.lab.report.figure import Axis, Figure, Series
-from sparsesam.lab.report.names import color_of
-from sparsesam.lab.report.numbers import Number, number
-from sparsesam.lab.report.read_run import Run
-from sparsesam.lab.report.section import ReportData, Section
-from sparsesam.lab.report.variants import Variant, by_task
+from sparsesam.lab.display.figure import Axis, Figure, Series
+from sparsesam.lab.display.numbers import Number, number
+from sparsesam.lab.report.read_run import RunRecord
+from sparsesam.lab.report.section import Part
+from sparsesam.lab.report.variants import Task, Variant
 
 _MEASURES = {
     "test_accuracy": ("Test accuracy", "test accuracy (%)", 100.0),
@@ -20,42 +19,38 @@ _MEASURES = {
 }
 
 
-def build(material: ReportData) -> Section:
+def curves_part(task: Task) -> Part:
     figures = []
     for measure, (title, axis, factor) in _MEASURES.items():
-        panels = {}
-        for task, variants in by_task(material.variants).items():
-            series = [one for variant in variants for one in _curves(variant, measure, factor)]
-            if series:
-                panels[task] = series
-        if panels:
-            caption = (
-                "Mean over the finished seeds, the band ± one standard deviation; dotted: a run that is not finished."
+        series = [one for variant in task.variants for one in _curves(variant, measure, factor)]
+        caption = "Mean over the finished seeds, with ± one standard deviation; dotted: runs that are not finished."
+        figures.append(
+            Figure(
+                name=measure.replace("_", "-"),
+                title=title,
+                caption=caption,
+                kind="lines",
+                x=Axis("epoch", whole=True),
+                y=Axis(axis),
+                panels={"": series},
             )
-            figures.append(
-                Figure(measure.replace("_", "-"), title, caption, "lines", Axis("epoch"), Axis(axis), panels)
-            )
-    return Section(
-        name="curves",
-        title="Training curves",
-        hint="no epoch was recorded",
-        blocks=figures,
-    )
+        )
+    return Part("Training curves", figures)
 
 
 def _curves(variant: Variant, measure: str, factor: float) -> list[Series]:
     finished = _mean_curve(variant, measure, factor)
     others = [
         Series(
-            name=f"{variant.name_of(run, variant.runs)} ({run.status})",
-            color=color_of(variant.optimizer),
+            name=f"{variant.label_of(run, variant.runs)} ({run.status})",
+            color=variant.color,
             number=variant.number,
             x=list(points),
             y=list(points.values()),
             faint=True,
         )
         for run in variant.runs
-        if run.status != "finished" and (points := _points(run, measure, factor))
+        if run.status != "finished" and len(points := _points(run, measure, factor)) > 1
     ]
     return [*([finished] if finished else []), *others]
 
@@ -68,7 +63,7 @@ def _mean_curve(variant: Variant, measure: str, factor: float) -> Series | None:
     values = [[curve[epoch] for curve in curves if epoch in curve] for epoch in epochs]
     return Series(
         name=variant.label,
-        color=color_of(variant.optimizer),
+        color=variant.color,
         number=variant.number,
         x=epochs,
         y=[sum(one) / len(one) for one in values],
@@ -76,13 +71,13 @@ def _mean_curve(variant: Variant, measure: str, factor: float) -> Series | None:
     )
 
 
-def _points(run: Run, measure: str, factor: float) -> dict[float, float]:
-    found = {}
+def _points(run: RunRecord, measure: str, factor: float) -> dict[float, float]:
+    points = {}
     for record in run.epochs:
         epoch, value = number(record["epoch"]), number(record.get(measure))
         if epoch is not None and value is not None:
-            found[epoch] = factor * value
-    return found
+            points[epoch] = factor * value
+    return points
 
 
 def _deviation(values: Sequence[float]) -> Number:

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sparsesam.lab.display.numbers import plural
+from sparsesam.lab.display.table import Cell, Table, cells, number_cell
 from sparsesam.lab.experiment.config import TrainConfig, from_mapping, names_of
 from sparsesam.lab.experiment.paper import Finished, Recipe, Scale, recipes, show_ours, show_theirs
-from sparsesam.lab.report.names import plural, setting_name
-from sparsesam.lab.report.read_run import Run
-from sparsesam.lab.report.section import Cell, ReportData, Section, Table, cells, value
+from sparsesam.lab.report.data import ReportData
+from sparsesam.lab.report.names import setting_name
+from sparsesam.lab.report.read_run import RunRecord
+from sparsesam.lab.report.section import Part, Section
 
 _SCALES: tuple[Scale, Scale] = ("laptop", "full")
 
 
-def build(material: ReportData) -> Section:
-    configs = [(run, config) for run in material.runs if (config := _config(run)) is not None]
+def beside_the_paper(data: ReportData) -> Section:
+    configs = [(run, config) for run in data.runs if (config := _config(run)) is not None]
     tables = [
         table
         for recipe in recipes().values()
@@ -23,24 +26,19 @@ def build(material: ReportData) -> Section:
         for scale in _SCALES
         if (table := _table(recipe, scale, configs)) is not None
     ]
-    return Section(
-        name="paper",
-        title="Beside the paper",
-        hint="runs of one of the paper’s tables; sparsesam paper list names them, sparsesam paper run makes them",
-        blocks=tables,
-    )
+    return Section("paper", "Beside the paper", [Part("", tables)] if tables else [])
 
 
-def _config(run: Run) -> TrainConfig | None:
-    """With seed 0, which is how cells are looked up."""
+def _config(run: RunRecord) -> TrainConfig | None:
+    """With seed 0, by which cells are looked up."""
     try:
         return from_mapping(TrainConfig, {**run.settings, "seed": 0}) if run.settings else None
     except (TypeError, ValueError):  # of another version of sparsesam
         return None
 
 
-def _table(recipe: Recipe, scale: Scale, configs: list[tuple[Run, TrainConfig]]) -> Table | None:
-    """A table is known by its directory, where `paper run` puts it, or else by a run for each of its cells."""
+def _table(recipe: Recipe, scale: Scale, configs: list[tuple[RunRecord, TrainConfig]]) -> Table | None:
+    """A table is recognized by the directory that `paper run` writes to, or else by a run for each of its cells."""
     here = [(run, config) for run, config in configs if run.path.resolve().parts[-3:-1] == (recipe.label, scale)]
     overrides = _overrides(recipe, scale, [config for _, config in here])
     ours, theirs = recipe.columns(scale), recipe.columns("full")
@@ -48,17 +46,17 @@ def _table(recipe: Recipe, scale: Scale, configs: list[tuple[Run, TrainConfig]])
     for run, config in here or configs:
         if run.status == "finished":
             finished.setdefault(config, []).append({one.measure: run.measured(one.measure) for one in ours})
-    # The first cell without a run ends the search: most tables are not these runs'.
+    # The first cell without a run ends the search: most tables do not belong to these runs.
     if not here and not all(recipe.cell(row, column, finished, {}) for row, column in recipe.cells(scale)):
         return None
     found = [[recipe.cell(row, column, finished, overrides) for column in ours] for row in recipe.rows(scale)]
     rows: list[list[Cell]] = []
     for row, line in zip(recipe.rows(scale), found, strict=True):
-        own = [value(cell.mean if cell else None, show_ours(cell)) for cell in line]
+        own = [Cell(show_ours(cell), order=cell.mean if cell else None) for cell in line]
         printed = recipe.paper(row) + [None] * (len(theirs) - len(recipe.paper(row)))
-        paper = [value(one, show_theirs(one, column)) for one, column in zip(printed, theirs, strict=True)]
+        paper = [Cell(show_theirs(one, column), order=one) for one, column in zip(printed, theirs, strict=True)]
         seeds = max((cell.seeds for cell in line if cell), default=0)
-        rows.append(cells(row, *own, *paper, value(seeds, str(seeds))))
+        rows.append(cells(row, *own, *paper, number_cell(seeds)))
     columns = ["", *(f"ours: {one.label}" for one in ours), *(f"paper: {one.label}" for one in theirs), "our seeds"]
     return Table(f"paper-{recipe.label}-{scale}", _caption(recipe, scale, overrides, len(here)), columns, rows)
 

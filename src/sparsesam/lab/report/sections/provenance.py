@@ -1,39 +1,42 @@
-"""Where the numbers come from: machines, versions, commits."""
+"""Where the numbers come from: machines, versions, commits, settings."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from sparsesam.lab.report.names import show
-from sparsesam.lab.report.section import ReportData, Section, Table, cells, value
-from sparsesam.lab.report.variants import differing
+from sparsesam.lab.display.table import Table, cells, number_cell
+from sparsesam.lab.report.data import ReportData
+from sparsesam.lab.report.names import show_setting
+from sparsesam.lab.report.section import Part, Section
+from sparsesam.lab.report.variants import differing_settings
 
 _ORIGIN = ("cpu", "machine", "threads", "python", "torch", "numpy", "sparsesam", "commit")
 
 
-def build(material: ReportData) -> Section:
-    blocks = [table for table in (_origins(material), _settings(material)) if table.rows]
-    return Section("provenance", "Where and how", "no run wrote down where it ran", blocks)
+def provenance(data: ReportData) -> Section:
+    tables = [table for table in (_origins(data), _settings(data)) if table.rows]
+    return Section("provenance", "Where and how", [Part("", tables)] if tables else [])
 
 
-def _origins(material: ReportData) -> Table:
+def _origins(data: ReportData) -> Table:
     counts: dict[str, int] = {}
-    for run in material.runs:
+    for run in data.runs:
         if run.provenance:
             origin = json.dumps([run.provenance.get(name) for name in _ORIGIN], default=str)
             counts[origin] = counts.get(origin, 0) + 1
-    rows = [cells(*map(_text, json.loads(origin)), value(count, str(count))) for origin, count in counts.items()]
+    rows = [cells(*map(_text, json.loads(origin)), number_cell(count)) for origin, count in counts.items()]
     caption = "A commit marked +changes had files that differed from it."
-    return Table("origins", caption, [*_ORIGIN, "runs"], rows, words=_ORIGIN)
+    return Table("origins", caption, [*_ORIGIN, "runs"], rows, text_columns=_ORIGIN)
 
 
-def _settings(material: ReportData) -> Table:
-    varied = differing(material.variants)
-    shared = material.variants[0].settings if material.variants else {}
+def _settings(data: ReportData) -> Table:
+    variants = [variant for task in data.tasks for variant in task.variants]
+    varied = differing_settings(variants)
+    shared = variants[0].settings if variants else {}
     rows = [cells(name, _text(one)) for name, one in shared.items() if name not in (*varied, "seed")]
-    return Table("settings", "Settings that all runs share.", ["setting", "value"], rows, words=("value",))
+    return Table("settings", "Settings that all runs share.", ["setting", "value"], rows, text_columns=("value",))
 
 
 def _text(value: Any) -> str:
-    return "–" if value is None else show(value)
+    return "–" if value is None else show_setting(value)

@@ -1,67 +1,132 @@
-"""The accuracy of every variant, mean and standard deviation over its seeds."""
+"""The answer of a task: accuracy against cost with the recommended variant, and every variant's numbers."""
 
 from __future__ import annotations
 
-from sparsesam.lab.report.names import decimals, percent, plural
-from sparsesam.lab.report.section import Cell, ReportData, Section, Table, cells, value
-from sparsesam.lab.report.variants import Variant, by_task, differing
+from scipy.special import stdtrit  # type: ignore[import-untyped]
+
+from sparsesam.lab.display.figure import Axis, Figure, Series
+from sparsesam.lab.display.numbers import Number, percent, plural, ratio, significant
+from sparsesam.lab.display.table import Cell, Table, cells, number_cell
+from sparsesam.lab.report.cost import Cost, cost_of
+from sparsesam.lab.report.data import ReportData
+from sparsesam.lab.report.recommendation import Recommendation, recommend
+from sparsesam.lab.report.section import Part, Section
+from sparsesam.lab.report.variants import Task, Variant, differing_settings
 
 
-def build(material: ReportData) -> Section:
-    several = len(by_task(material.variants)) > 1
-    columns = ["variant", *(["task"] if several else []), "test accuracy", "best", "train accuracy"]
-    columns += [f"time / {plain_name(material.variants)}", "sparsity", "seeds"]
-    rows = [_row(variant, several) for variant in material.variants]
+def results_part(task: Task) -> Part:
+    cost = cost_of(task)
+    recommendation = recommend(task, cost)
+    return Part(
+        title="",
+        lead=recommendation.sentence if recommendation else "",
+        blocks=[_cost_figure(task, cost, recommendation), _table(task, cost)],
+        notes=_notes(task),
+    )
+
+
+def overview(data: ReportData) -> Section:
+    """With several tasks, the answer of each in one row."""
+    rows = []
+    for task in data.tasks:
+        cost = cost_of(task)
+        recommendation = recommend(task, cost)
+        known = [variant for variant in task.variants if variant.accuracy is not None]
+        shown = recommendation.chosen if recommendation else max(known, key=lambda one: one.accuracy or 0, default=None)
+        if shown is not None:
+            accuracy = Cell(percent(shown.accuracy, shown.deviation("test_accuracy")), order=shown.accuracy)
+            costs = Cell(cost.show(shown), order=cost.values[shown])
+            rows.append(cells(task.label, accuracy, shown.label, costs, number_cell(len(known))))
     caption = (
-        "Mean ± sample standard deviation over the finished seeds, in the last epoch; “best” is the mean of each run’s "
-        "best epoch, which looks at the test images. Times are medians of epochs, of training steps only."
+        "For each task the recommended variant: the cheapest within one standard error of the highest mean accuracy. "
+        "Mean ± standard deviation over seeds."
     )
-    table = Table("accuracy", caption, columns, rows, words=("task",))
-    return Section(
-        name="results",
-        title="Results",
-        hint="no run’s settings could be read",
-        blocks=[table] if rows else [],
-        notes=_notes(material.variants),
+    columns = ["task", "test accuracy", "variant", "cost", "variants"]
+    table = Table("overview", caption, columns, rows, text_columns=["variant", "cost"])
+    several = len(data.tasks) > 1 and rows
+    return Section("overview", "Overview", [Part("", [table])] if several else [])
+
+
+def confidence_interval(variant: Variant) -> Number:
+    """Half the width of the 95 % interval of the mean accuracy, by Student's t; None for fewer than two seeds."""
+    error = variant.standard_error("test_accuracy")
+    return None if error is None else error * float(stdtrit(len(variant.finished) - 1, 0.975))
+
+
+def _cost_figure(task: Task, cost: Cost, recommendation: Recommendation | None) -> Figure:
+    chosen = recommendation.chosen if recommendation else None
+    series = [_point(variant, cost.values[variant], variant is chosen) for variant in task.variants]
+    return Figure(
+        name="accuracy-against-cost",
+        title="Test accuracy against cost",
+        caption=f"{cost.explanation} Up and to the left is better. Bars are 95 % confidence intervals of the mean over "
+        "seeds; the ring marks the cheapest variant within one standard error of the highest mean.",
+        kind="points",
+        x=Axis(cost.axis),
+        y=Axis("test accuracy (%)"),
+        panels={"": [one for one in series if one is not None]},
     )
 
 
-def plain_name(variants: list[Variant]) -> str:
-    """What times are relative to."""
-    bases = {variant.settings["base"] for variant in variants}
-    return "SGD" if bases <= {"sgd"} else "base optimizer"
+def _point(variant: Variant, place: Number, recommended: bool) -> Series | None:
+    if place is None or variant.accuracy is None:
+        return None
+    interval = confidence_interval(variant)
+    return Series(
+        name=variant.label,
+        color=variant.color,
+        number=variant.number,
+        x=[place],
+        y=[100 * variant.accuracy],
+        error=None if interval is None else [100 * interval],
+        mark="recommended" if recommended else "",
+    )
 
 
-def _row(variant: Variant, several: bool) -> list[Cell]:
-    measures = ("test_accuracy", "best_test_accuracy", "train_accuracy", "sparsity")
-    accuracy, best, train, sparsity = (variant.mean(measure) for measure in measures)
+def _table(task: Task, cost: Cost) -> Table:
+    columns = ["variant", "test accuracy", cost.column, "sparsity", "best epoch’s", "train accuracy", "seeds"]
+    caption = (
+        "Mean ± standard deviation over the finished seeds, in the last epoch. “Best epoch’s” is the mean accuracy of "
+        f"the epochs that best.pt was chosen from{_chosen_on(task)}."
+    )
+    return Table("accuracy", caption, columns, [_row(variant, cost) for variant in task.variants])
+
+
+def _chosen_on(task: Task) -> str:
+    chosen = {str(run.result.get("best_chosen_on", "test")) for run in task.runs if run.result}
+    if chosen == {"val"}:
+        return ", by validation images"
+    return ", by the test images themselves, which makes it too high" if chosen == {"test"} else ""
+
+
+def _row(variant: Variant, cost: Cost) -> list[Cell]:
+    measures = ("best_test_accuracy", "train_accuracy", "sparsity")
+    best, train, sparsity = (variant.mean(measure) for measure in measures)
     return cells(
         variant.label,
-        *([variant.task] if several else []),
-        value(accuracy, percent(accuracy, variant.spread("test_accuracy"))),
-        value(best, percent(best)),
-        value(train, percent(train)),
-        value(variant.relative_time, decimals(variant.relative_time)),
-        value(sparsity, decimals(sparsity, 4)),
-        value(len(variant.finished), _seeds(variant)),
+        Cell(percent(variant.accuracy, variant.deviation("test_accuracy")), order=variant.accuracy),
+        number_cell(cost.values[variant], ratio),
+        number_cell(sparsity, significant),
+        number_cell(best, percent),
+        number_cell(train, percent),
+        Cell(_seeds(variant), order=len(variant.finished)),
     )
 
 
 def _seeds(variant: Variant) -> str:
-    finished, seeds = len(variant.finished), {run.settings.get("seed") for run in variant.finished}
+    finished = len(variant.finished)
     text = str(finished) if finished == len(variant.runs) else f"{finished} of {len(variant.runs)}"
-    if len(seeds) < finished:
-        text += f", {plural(len(seeds), 'seed')}"
     failed = sum(run.status == "failed" for run in variant.runs)
     return text + (f", {failed} failed" if failed else "")
 
 
-def _notes(variants: list[Variant]) -> list[str]:
-    if not variants:
-        return []
-    few = sum(0 < len(variant.finished) < 3 for variant in variants)
-    notes = (
-        [f"{plural(few, 'variant')} with fewer than three finished seeds: differences may be chance."] if few else []
-    )
-    names = [name.replace("_", " ") for name in differing(variants)]
-    return [*notes, f"Differing settings: {', '.join(names)}."] if names else notes
+def _notes(task: Task) -> list[str]:
+    notes = []
+    few = sum(0 < len(variant.finished) < 3 for variant in task.variants)
+    if few:
+        notes.append(f"{plural(few, 'variant')} with fewer than three finished seeds: differences may be chance.")
+    duplicates = sum(len(variant.duplicates) for variant in task.variants)
+    if duplicates:
+        notes.append(f"{plural(duplicates, 'run')} with the settings and the seed of another: counted once.")
+    names = [name.replace("_", " ") for name in differing_settings(task.variants)]
+    return [*notes, f"Settings that differ: {', '.join(names)}."] if names else notes

@@ -1,38 +1,58 @@
-"""Every run, finished or not."""
+"""Every run, and at the end those that are not finished."""
 
 from __future__ import annotations
 
 import os
 
-from sparsesam.lab.report.names import decimals, percent
-from sparsesam.lab.report.numbers import number
-from sparsesam.lab.report.read_run import Run
-from sparsesam.lab.report.section import Cell, ReportData, Section, Table, cells, value
+from sparsesam.lab.display.numbers import number, percent, significant
+from sparsesam.lab.display.table import Cell, Table, cells, number_cell
+from sparsesam.lab.report.data import ReportData
+from sparsesam.lab.report.read_run import RunRecord
+from sparsesam.lab.report.section import Part, Section
 
 
-def build(material: ReportData) -> Section:
-    labels = {run: variant.label for variant in material.variants for run in variant.runs}
-    shown = [run for run in material.runs if run.status != "analyses only"]
-    above = os.path.commonpath([run.path.absolute().parent for run in shown]) if shown else ""
-    rows = [_row(run, os.path.relpath(run.path, above), labels.get(run, "?")) for run in shown]
-    columns = ["directory", "variant", "seed", "status", "epochs", "test accuracy", "training time (s)", "reason"]
-    caption = f"All runs that were found, below {above}. The accuracy of an unfinished run is that of its last epoch."
-    table = Table("runs", caption, columns, rows, words=("variant", "status", "reason"))
-    return Section("runs", "Runs", "no runs", [table] if rows else [])
+def all_runs(data: ReportData) -> Section:
+    shown = [run for run in data.runs if run.status != "analyses only"]
+    labels = {run: variant.label for task in data.tasks for variant in task.variants for run in variant.runs}
+    duplicates = {run: variant.label for task in data.tasks for variant in task.variants for run in variant.duplicates}
+    root = _common_directory(shown)
+    rows = []
+    for run in shown:
+        label = labels.get(run) or (f"{duplicates[run]}, not counted twice" if run in duplicates else "?")
+        rows.append(_row(run, os.path.relpath(run.path, root), label))
+    columns = ["directory", "test accuracy", "variant", "seed", "status", "epochs", "training time (s)"]
+    caption = f"All runs below {root}. The accuracy of a run that is not finished is that of its last epoch."
+    table = Table("runs", caption, columns, rows, text_columns=("variant", "status"))
+    return Section("runs", "Runs", [Part("", [table])] if rows else [])
 
 
-def _row(run: Run, name: str, label: str) -> list[Cell]:
+def not_finished(data: ReportData) -> Section:
+    """Failures last: their accuracies are in no mean."""
+    shown = data.not_finished()
+    root = _common_directory([run for run in data.runs if run.status != "analyses only"])
+    rows = [
+        cells(os.path.relpath(run.path, root), Cell(run.status, status=run.status), run.reason or "–") for run in shown
+    ]
+    caption = f"{len(shown)} of {len(data.runs)} runs; their accuracies are in no mean."
+    table = Table("not-finished", caption, ["directory", "status", "reason"], rows, text_columns=("status", "reason"))
+    return Section("unfinished", "Failed and unfinished", [Part("", [table])] if rows else [])
+
+
+def _common_directory(runs: list[RunRecord]) -> str:
+    return os.path.commonpath([run.path.absolute().parent for run in runs]) if runs else ""
+
+
+def _row(run: RunRecord, name: str, label: str) -> list[Cell]:
     last = run.epochs[-1] if run.epochs else {}
     accuracy = run.measured("test_accuracy") if run.status == "finished" else number(last.get("test_accuracy"))
     seconds = sum(number(record.get("seconds")) or 0.0 for record in run.epochs) if run.epochs else None
-    seed, planned = number(run.settings.get("seed")), run.settings.get("epochs", "?")
+    planned = run.settings.get("epochs", "?")
     return cells(
         name,
+        number_cell(accuracy, percent),
         label,
-        value(seed, "–" if seed is None else f"{seed:g}"),
+        number_cell(number(run.settings.get("seed"))),
         Cell(run.status, status=run.status),
-        value(len(run.epochs), f"{len(run.epochs)} of {planned}"),
-        value(accuracy, percent(accuracy)),
-        value(seconds, decimals(seconds, 1)),
-        run.reason,
+        Cell(f"{len(run.epochs)} of {planned}", order=len(run.epochs)),
+        number_cell(seconds, significant),
     )

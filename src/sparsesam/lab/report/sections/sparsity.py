@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
+from sparsesam.lab.display.figure import Axis, Figure, Series
 from sparsesam.lab.experiment.config import PLAIN
-from sparsesam.lab.report.accuracy_point import accuracy_at
-from sparsesam.lab.report.figure import Axis, Figure, Series
-from sparsesam.lab.report.names import color_of
-from sparsesam.lab.report.section import ReportData, Section
-from sparsesam.lab.report.variants import Variant, by_task
+from sparsesam.lab.report.section import Part
+from sparsesam.lab.report.sections.results import confidence_interval
+from sparsesam.lab.report.variants import Task, Variant
 
 
-def build(material: ReportData) -> Section:
-    panels = {}
-    for task, variants in by_task(material.variants).items():
-        masked = [one for variant in variants if (one := accuracy_at(variant.mean("sparsity"), variant)) is not None]
-        reached = [one.x[0] for one in masked]
-        if len(set(reached)) > 1:
-            plain = [one for variant in variants if (one := _level(variant, max(reached))) is not None]
-            panels[task] = [*plain, *masked]
+def sparsity_part(task: Task) -> Part:
+    """Only where at least two sparsities were reached."""
+    masked = [one for variant in task.variants if (one := _point(variant)) is not None]
+    reached = {one.x[0] for one in masked}
+    if len(reached) < 2:
+        return Part("")
+    plain = [one for variant in task.variants if (one := _level(variant, max(reached))) is not None]
     figure = Figure(
         name="accuracy-against-sparsity",
-        title="Test accuracy over sparsity",
-        caption="The sparsity the masks reached; 0 is SAM, and at 1 nothing is perturbed: the dotted line.",
+        title="Test accuracy against sparsity",
+        caption="The sparsity that the masks reached; 0 is SAM. Dotted: nothing is perturbed. Bars as above.",
         kind="points",
         x=Axis("share of weights not perturbed"),
         y=Axis("test accuracy (%)"),
-        panels=panels,
+        panels={"": [*plain, *masked]},
     )
-    return Section(
-        name="sparsity",
-        title="Accuracy against sparsity",
-        hint="runs of at least two sparsities, for example a sweep with grid: {sparsity: [0.5, 0.8, 0.9]}",
-        blocks=[figure] if panels else [],
-    )
+    return Part("Accuracy against sparsity", [figure])
+
+
+def _point(variant: Variant) -> Series | None:
+    sparsity, accuracy, interval = variant.mean("sparsity"), variant.accuracy, confidence_interval(variant)
+    if sparsity is None or accuracy is None:
+        return None
+    error = None if interval is None else [100 * interval]
+    return Series(variant.label, variant.color, [sparsity], [100 * accuracy], variant.number, error=error)
 
 
 def _level(variant: Variant, right: float) -> Series | None:
     if variant.optimizer not in PLAIN or variant.accuracy is None:
         return None
     height = 100 * variant.accuracy
-    return Series(variant.label, color_of(variant.optimizer), [0, right], [height, height], variant.number, faint=True)
+    return Series(variant.label, variant.color, [0, right], [height, height], variant.number, faint=True)

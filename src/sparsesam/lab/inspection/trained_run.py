@@ -1,4 +1,4 @@
-"""A trained run as something to measure: its model, its loss over a fixed sample of its images, its masks."""
+"""A trained run to measure: its model, its loss over a fixed sample of its images, its masks."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ from sparsesam.lab.experiment.errors import CheckpointError, RunError
 from sparsesam.lab.experiment.mask_record import mask_files, read_mask_file
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.inspection.options import option
+from sparsesam.lab.inspection.origin import Origin
 from sparsesam.wrapper import split_own
 
 
 @dataclass(frozen=True)
 class MeasuredOn:
-    """Which weights of a run are looked at, and on which of its images."""
+    """Which weights of a run are measured, and on which of its images."""
 
     checkpoint: Literal["last", "best"] = option("last", "the run's last weights, or those with the best test accuracy")
     split: Split = option("train", "the images to measure on, without augmentation")
-    samples: int | None = option(512, "so many of them, the same for every run; null: all")
-    seed: int = option(0, "of the sample, and of whatever the analysis draws")
-    batch_size: int = option(256, "images at a time")
+    samples: int | None = option(512, "number of images, the same for every run; null: all")
+    seed: int = option(0, "seed of the sample and of random numbers in the analysis")
+    batch_size: int = option(256, "images per batch")
     statistics: Statistics = option(
-        "frozen", "normalization: the running statistics, recomputed wherever the weights are, or each batch's own"
+        "frozen", "of normalization layers: the running ones, recomputed at each point, or each batch's own"
     )
     allow_random: bool = option(False, "measure one draw of a loss that is not deterministic")
-    data_dir: Path | None = option(None, "where the data set's files are; default the user's cache, else a download")
-    download: bool = option(True, "fetch a data set that is not there")
+    data_dir: Path | None = option(None, "directory of the data set; default the user's cache, else a download")
+    download: bool = option(True, "download a data set that is not available")
     device: str = option("auto", "cpu, cuda, mps or auto")
 
     def __post_init__(self) -> None:
@@ -49,16 +50,16 @@ class MeasuredOn:
                 raise ValueError(f"{name} must be at least 1, got {value}")
 
 
-def load_run(path: Path | str, **options: Any) -> Run:
+def load_run(path: Path | str, **options: Any) -> TrainedRun:
     """The run in a directory; ``options`` are the fields of `MeasuredOn`.
 
     >>> run = load_run("runs/a", samples=256)
     >>> hessian_eigenvalues(run.objective).ratio
     """
-    return Run(Path(path), MeasuredOn(**options))
+    return TrainedRun(Path(path), MeasuredOn(**options))
 
 
-class Run:
+class TrainedRun:
     """``config`` at once; ``model``, ``objective``, ``masks`` and what they need are read when first used.
 
     ``masks`` are those in use at the checkpoint, None for a run that has none. ``step`` counts the training steps
@@ -68,9 +69,7 @@ class Run:
     def __init__(self, path: Path, on: MeasuredOn) -> None:
         self.directory, self.on = RunDirectory(path), on
         if not self.directory.config.exists():
-            raise RunError(
-                f"{path} holds no run: it has no config.yaml; give the directory that `sparsesam train` made"
-            )
+            raise RunError(f"{path} holds no run: it has no config.yaml; give the directory of a `sparsesam train` run")
         self.config = self.directory.saved_config()
         self.notes: list[str] = []
 
@@ -99,7 +98,7 @@ class Run:
             if training["ema"] is None:
                 return dict(training["model"])
         except KeyError as error:
-            raise CheckpointError(f"{self._file} lacks {error}; it is no {self._file.name} of a run") from None
+            raise CheckpointError(f"{self._file} lacks {error}; it is not the {self._file.name} of a run") from None
         prefix = "module."
         return {key.removeprefix(prefix): value for key, value in training["ema"].items() if key.startswith(prefix)}
 
@@ -140,8 +139,8 @@ class Run:
     def _content(self) -> dict[str, Any]:
         if not self._file.exists():
             raise CheckpointError(
-                f"{self._file} is not there: the run has not finished an epoch; "
-                f"go on with: sparsesam train --resume --out {self.path}"
+                f"{self._file} does not exist: the run has not finished an epoch; "
+                f"continue it with: sparsesam train --resume --out {self.path}"
             )
         return checkpoint.load(self._file)
 
@@ -153,7 +152,7 @@ class Run:
         if splits.num_classes < 2:
             raise ValueError(
                 f"{self.path}: the data set {self.config.dataset} has one class, so its loss is always 0; "
-                "an analysis needs two or more"
+                "an analysis needs at least two"
             )
         return splits
 
@@ -179,31 +178,31 @@ class Run:
     def _smoothing(self) -> float:
         return self.config.label_smoothing if self.on.split == "train" else 0.0
 
-    def made(self) -> dict[str, Any]:
-        """What a reader must know of where the numbers come from."""
-        return {
-            "checkpoint": self.on.checkpoint,
-            "step": self.step,
-            "mask_step": self.mask_step,
-            "split": self.on.split,
-            "samples": self.objective.samples,
-            "seed": self.on.seed,
-            "loss": self.loss,
-            "statistics": self.on.statistics,
-            "device": str(next(self.model.parameters()).device),
-            "notes": self.notes,
-        }
+    def origin(self) -> Origin:
+        """What the numbers were measured on."""
+        return Origin(
+            checkpoint=self.on.checkpoint,
+            step=self.step,
+            mask_step=self.mask_step,
+            split=self.on.split,
+            samples=self.objective.samples,
+            seed=self.on.seed,
+            loss=self.loss,
+            statistics=self.on.statistics,
+            device=str(next(self.model.parameters()).device),
+            notes=self.notes,
+        )
 
 
-def check_fits(model: nn.Module, run: Run) -> None:
+def check_fits(model: nn.Module, run: TrainedRun) -> None:
     """Raise CheckpointError if a run's weights do not fit a model, its own or another run's."""
     try:
         check_state(model, run.weights, str(run._file))
     except ValueError as error:
         reason = str(error).split("; give the model's own")[0]
         raise CheckpointError(
-            f"{reason}; config.yaml says model {run.config.model}: was it, the data set or the model's code changed "
-            "since the training?"
+            f"{reason}; config.yaml says model {run.config.model}: did it, the data set or the model's code change "
+            "after the training?"
         ) from None
 
 
@@ -232,5 +231,5 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device must be cpu, cuda, mps or auto and be there, got {name!r}") from error
+        raise ValueError(f"device must be cpu, cuda, mps or auto and available, got {name!r}") from error
     return device

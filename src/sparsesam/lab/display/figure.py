@@ -1,4 +1,4 @@
-"""A figure as data: what is drawn, apart from how. The page draws it with plotly, a paper's file with matplotlib."""
+"""A figure as data: what is shown, apart from how. The page draws it with plotly, files are drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -8,22 +8,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sparsesam.lab.report.numbers import Number
+from sparsesam.lab.display.numbers import Number
 
-Kind = Literal["lines", "points", "bars", "heatmap", "surface", "contour"]
+FigureKind = Literal["lines", "points", "bars", "heatmap", "surface", "contour"]
 
 
 @dataclass(frozen=True)
 class Axis:
+    """``whole``: only whole numbers have a meaning, such as epochs."""
+
     title: str
     log: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True)
 class Series:
-    """``color`` is an optimizer's name; ``number`` tells series of one colour apart, by symbol or dash.
+    """``color`` is a name of `colors.COLORS`; ``number`` selects symbol and dash.
 
-    ``error`` is ± around y. ``z`` has a row for each y. A ``faint`` series is for reference: thin and dotted.
+    ``error`` is ± around y. ``z`` has a row for each y. A ``faint`` series is a reference: thin and dotted. A point
+    with a ``mark`` has a ring and that word beside it.
     """
 
     name: str
@@ -34,21 +38,36 @@ class Series:
     error: Sequence[Number] | None = None
     z: Sequence[Sequence[Number]] | None = None
     faint: bool = False
+    mark: str = ""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """``panels`` are drawn one at a time, the reader choosing; most figures have one, whose name is empty."""
+    """The page shows one of the ``panels`` at a time; most figures have one, with an empty name."""
 
     name: str
     title: str
     caption: str
-    kind: Kind
+    kind: FigureKind
     x: Axis
     y: Axis
     panels: Mapping[str, Sequence[Series]]
     z: Axis | None = None
     range_z: tuple[float, float] | None = None
+
+    @property
+    def has_content(self) -> bool:
+        """Whether there is more to see than single points, which a table shows better."""
+        series = [one for panel in self.panels.values() for one in panel if not one.faint]
+        if self.kind == "lines":
+            return any(_known(one) > 1 for one in series)
+        return sum(_known(one) for one in series) > 1
+
+
+def _known(series: Series) -> int:
+    if series.z is not None:
+        return sum(value is not None for row in series.z for value in row)
+    return sum(x is not None and y is not None for x, y in zip(series.x, series.y, strict=True))
 
 
 def rows(figure: Figure) -> Iterator[list[Any]]:

@@ -1,4 +1,4 @@
-"""Products of a loss's Hessian with vectors.
+"""Products of the Hessian of a loss with vectors.
 
 The matrix is never formed. A product is one double backward over the objective's batches,
 
@@ -30,7 +30,7 @@ _KINKED = (
 )
 
 
-class Hessian:
+class HessianOperator:
     """The Hessian of an objective with respect to some of its model's parameters, as products with vectors.
 
     ``products`` counts them. Parameters that the loss does not depend on have rows and columns of zeros; frozen
@@ -61,10 +61,10 @@ class Hessian:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """The model in the mode of measurement; products are possible only inside."""
+        """Put the model into the mode of measurement; products are possible only inside."""
         with self.objective.measuring(self.tensors):
             if not self.notes:
-                self.notes = self._look()
+                self.notes = self._find_notes()
             try:
                 yield
             finally:
@@ -128,8 +128,8 @@ class Hessian:
         )
         return torch.cat([(part.to_dense() if part.is_sparse else part).reshape(-1).to(self.dtype) for part in zeros])
 
-    def _look(self) -> list[str]:
-        """What a reader must know about this Hessian."""
+    def _find_notes(self) -> list[str]:
+        """Notes on parameters that the loss does not depend on, and on operations that are not smooth."""
         loss = self.objective.batch_loss(0)
         gradient = (
             torch.autograd.grad(loss, self.tensors, allow_unused=True, retain_graph=True)
@@ -143,8 +143,8 @@ class Hessian:
         kinks = sorted(_kinks(loss))
         if kinks:
             notes.append(
-                f"not smooth ({', '.join(kinks)}): the Hessian is that of the smooth piece the weights are in, "
-                "and does not see the kinks between pieces"
+                f"not smooth ({', '.join(kinks)}): the Hessian is that of the smooth piece at these weights, "
+                "without the kinks between pieces"
             )
         return notes
 

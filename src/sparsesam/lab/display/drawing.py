@@ -1,0 +1,226 @@
+"""Figures as files, drawn by matplotlib: PNG, SVG and PDF, and their numbers as CSV."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sparsesam.lab.display.colors import COLORS
+from sparsesam.lab.display.figure import Axis, Figure, Series, to_csv
+
+FORMATS = (".png", ".svg", ".pdf")
+
+#: A matplotlib object. It is imported only when something is drawn.
+Canvas = Any
+
+_MARKERS = "oDs^vPX*ph"
+_DASHES = ("-", "--", "-.", (0, (5, 1)), (0, (3, 1, 1, 1, 1, 1)))
+_WIDTH, _HEIGHT = 5.2, 3.6  # inches, of one panel without its legend
+_GRID_HEIGHT = 4.2
+_STYLE = {
+    "svg.hashsalt": "sparsesam",  # the same figure gives the same file
+    "font.size": 9,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+}
+
+
+def check_plot(file: Path) -> None:
+    """Raise before anything is measured if ``file`` cannot be drawn."""
+    if file.suffix.lower() not in FORMATS:
+        raise ValueError(f"plot must end in {', '.join(FORMATS)}, got {str(file)!r}")
+    _import_matplotlib()
+
+
+def write_plot(figures: Sequence[Figure], file: Path) -> None:
+    """One picture of several figures, as `draw_plot` arranges them."""
+    matplotlib = _import_matplotlib()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context(_STYLE):
+        _save(draw_plot(figures), file)
+
+
+def draw_plot(figures: Sequence[Figure]) -> Canvas:
+    """A matplotlib figure with a row for each figure that has content, its panels side by side."""
+    shown = [figure for figure in figures if figure.has_content]
+    heights = [_height(figure) for figure in shown]
+    width = _WIDTH * max((len(figure.panels) for figure in shown), default=1)
+    drawing = _new_drawing(width, sum(heights) or _HEIGHT)
+    rows = drawing.subfigures(max(len(shown), 1), 1, squeeze=False, height_ratios=heights or [1]).flat
+    for row, figure in zip(rows, shown, strict=False):
+        parts = row.subfigures(1, len(figure.panels), squeeze=False).flat
+        for part, (name, panel) in zip(parts, figure.panels.items(), strict=True):
+            _draw_panel(part, figure, f"{figure.title}: {name}" if name else figure.title, panel)
+    return drawing
+
+
+def write_figures(figures: Sequence[Figure], folder: Path) -> None:
+    """For each figure NAME.csv, NAME.svg and NAME.pdf; where it has several panels, NAME-PANEL.svg and .pdf."""
+    matplotlib = _import_matplotlib()
+    folder.mkdir(parents=True, exist_ok=True)
+    for figure in figures:
+        (folder / f"{figure.name}.csv").write_text(to_csv(figure), encoding="utf-8", errors="replace", newline="")
+        for number, (name, panel) in enumerate(figure.panels.items()):
+            words = re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.")
+            end = f"-{number + 1}-{words}"[:80] if len(figure.panels) > 1 else ""
+            with matplotlib.rc_context(_STYLE):
+                drawing = _new_drawing(_WIDTH, _height(figure))
+                _draw_panel(drawing, figure, name, panel)
+                for suffix in (".svg", ".pdf"):
+                    _save(drawing, folder / f"{figure.name}{end}{suffix}")
+
+
+def _import_matplotlib() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("figures are drawn with matplotlib: pip install 'sparsesam[report]'") from error
+    return matplotlib
+
+
+def _new_drawing(width: float, height: float) -> Canvas:
+    from matplotlib.figure import Figure as Drawing  # without pyplot, so that no window is ever opened
+
+    return Drawing(figsize=(width, height), layout="constrained")
+
+
+def _save(drawing: Canvas, file: Path) -> None:
+    undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(file.suffix.lower())
+    drawing.savefig(file, dpi=150, metadata=undated, bbox_inches="tight", pad_inches=0.08)
+
+
+def _height(figure: Figure) -> float:
+    names = [series.name for series in max(figure.panels.values(), key=len, default=[])]
+    legend = 0.2 * -(-len(names) // _legend_columns(names)) if _has_legend(figure, names) else 0.0
+    return (_HEIGHT if figure.kind in ("lines", "points", "bars") else _GRID_HEIGHT) + legend
+
+
+def _has_legend(figure: Figure, names: Sequence[str]) -> bool:
+    return figure.kind in ("lines", "points", "bars") and len(names) > 1
+
+
+def _legend_columns(names: Sequence[str]) -> int:
+    """As many as fit below a panel; a character of the legend is about 0.062 inches wide, a swatch and gaps 0.6."""
+    longest = max((len(name) for name in names), default=1)
+    return max(1, min(len(names), int(_WIDTH / (0.6 + 0.062 * longest))))
+
+
+# ---- one panel ---------------------------------------------------------------------------------------------------
+
+
+def _draw_panel(canvas: Canvas, figure: Figure, title: str, panel: Sequence[Series]) -> None:
+    is_surface = figure.kind == "surface"
+    axes = canvas.add_subplot(projection="3d") if is_surface else canvas.add_subplot()
+    draw = {"lines": _draw_line, "points": _draw_points, "bars": _draw_bars}.get(figure.kind, _draw_grid)
+    for place, series in enumerate(panel):
+        draw(axes, figure, series, place, len(panel))
+    axes.set_xlabel(_literal(figure.x.title))
+    axes.set_ylabel(_literal(figure.y.title))
+    if title:
+        axes.set_title(_literal(title), fontsize="medium", wrap=True)
+    if figure.kind in ("lines", "points"):
+        _set_scale(axes.xaxis, axes.set_xscale, figure.x)
+    if figure.kind in ("lines", "points", "bars"):
+        _set_scale(axes.yaxis, axes.set_yscale, figure.y)
+    names = [series.name for series in panel]
+    if _has_legend(figure, names):
+        canvas.legend(loc="outside lower center", ncols=_legend_columns(names), fontsize="small")
+
+
+def _set_scale(axis: Canvas, change: Any, described: Axis) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    if described.log:
+        change("log")
+    if described.whole:
+        axis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _draw_line(axes: Canvas, figure: Figure, series: Series, place: int, count: int) -> None:
+    color = COLORS[series.color][0]
+    style = ":" if series.faint else _DASHES[series.number % len(_DASHES)]
+    x, y = _floats(series.x), _floats(series.y)
+    axes.plot(x, y, color=color, linestyle=style, linewidth=1.2, label=_literal(series.name))
+    if series.error is not None:
+        error = _floats(series.error)
+        axes.fill_between(x, y - error, y + error, color=color, alpha=0.15, linewidth=0)
+
+
+def _draw_points(axes: Canvas, figure: Figure, series: Series, place: int, count: int) -> None:
+    if series.faint:
+        _draw_line(axes, figure, series, place, count)
+        return
+    color = COLORS[series.color][0]
+    axes.errorbar(
+        _floats(series.x),
+        _floats(series.y),
+        yerr=None if series.error is None else np.nan_to_num(_floats(series.error)),
+        fmt=_MARKERS[series.number % len(_MARKERS)],
+        markersize=3 if len(series.x) > 50 else 6,
+        color=color,
+        capsize=2,
+        label=_literal(series.name),
+    )
+    if series.mark:
+        axes.plot(series.x, series.y, "o", markersize=13, markerfacecolor="none", markeredgecolor=color)
+        axes.annotate(
+            series.mark, (series.x[0], series.y[0]), (0, -11), textcoords="offset points", ha="center", va="top"
+        )
+        axes.margins(0.12, 0.2)  # room for the ring and the word
+
+
+def _draw_bars(axes: Canvas, figure: Figure, series: Series, place: int, count: int) -> None:
+    width = 0.8 / count
+    places = [number + (place - (count - 1) / 2) * width for number in range(len(series.x))]
+    opacity = 0.5 if series.faint else 1.0
+    axes.bar(
+        places, _floats(series.y), width, color=COLORS[series.color][0], alpha=opacity, label=_literal(series.name)
+    )
+    names = [_literal(str(one)) for one in series.x]
+    axes.set_xticks(range(len(names)), names, rotation=60, ha="right", rotation_mode="anchor", fontsize="x-small")
+
+
+def _draw_grid(axes: Canvas, figure: Figure, series: Series, place: int, count: int) -> None:
+    low, high = figure.range_z or (None, None)
+    z = np.ma.masked_invalid(np.array([_floats(line) for line in series.z or ()]))
+    title = _literal(figure.z.title) if figure.z else ""
+    if figure.kind == "heatmap":
+        drawn = axes.imshow(z, aspect="auto", vmin=low, vmax=high, cmap="viridis", interpolation="nearest")
+        _name_ticks(axes.set_xticks, series.x, rotation=60)
+        _name_ticks(axes.set_yticks, series.y)
+        axes.grid(False)
+        axes.figure.colorbar(drawn, ax=axes, label=title)
+        return
+    x, y = np.meshgrid(_floats(series.x), _floats(series.y))
+    if figure.kind == "surface":
+        axes.plot_surface(x, y, z.filled(np.nan), vmin=low, vmax=high, cmap="viridis", rcount=60, ccount=60)
+        axes.set_zlim(low, high)
+        axes.set_zlabel(title)
+        axes.set_box_aspect(None, zoom=0.85)  # the labels are within the picture
+        return
+    levels = np.linspace(low, high, 24) if low is not None and high is not None and high > low else 24
+    drawn = axes.contourf(x, y, z, levels=levels, cmap="viridis")
+    axes.set_aspect("equal")
+    axes.figure.colorbar(drawn, ax=axes, label=title)
+
+
+def _name_ticks(change: Any, values: Sequence[Any], **look: Any) -> None:
+    """At most 24 names, evenly chosen."""
+    stride = -(-len(values) // 24)
+    places = range(0, len(values), max(stride, 1))
+    change(places, [_literal(str(values[place])) for place in places], fontsize="x-small", **look)
+
+
+def _floats(values: Sequence[Any]) -> npt.NDArray[np.float64]:
+    return np.array(values, dtype=np.float64)
+
+
+def _literal(text: str) -> str:
+    """Matplotlib takes what stands between two dollar signs for mathematics."""
+    return text.replace("$", r"\$")

@@ -1,0 +1,74 @@
+"""Numbers from whatever a file may hold, and numbers as people write them: 849 ± 140, 0.5, 97.8 ± 0.4 %."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+Number = float | None
+MISSING = "–"
+
+
+def number(value: Any) -> Number:
+    """A finite float; None for anything else, NaN and infinity included, which neither JSON nor an axis can show."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # a whole number beyond all floats
+        return None
+
+
+def numbers(values: Iterable[Any]) -> list[Number]:
+    return [number(value) for value in values]
+
+
+def significant(value: Number, digits: int = 3) -> str:
+    """``digits`` significant digits without trailing zeros; whole numbers whole, with thousands separated."""
+    if (value := number(value)) is None:
+        return MISSING
+    if value == 0:
+        return "0"
+    if float(value).is_integer() and abs(value) < 1e15:
+        return f"{value:,.0f}"
+    exponent = math.floor(math.log10(abs(value)))
+    if exponent < -4 or exponent > 8:
+        mantissa, power = f"{value:.{digits - 1}e}".split("e")
+        return f"{_trimmed(mantissa)}e{int(power)}"
+    return _trimmed(f"{value:,.{max(0, digits - 1 - exponent)}f}")
+
+
+def plus_minus(value: Number, error: Number) -> str:
+    """The error with two significant digits, the value with as many decimals: 849 ± 140, 0.123 ± 0.045."""
+    if (value := number(value)) is None:
+        return MISSING
+    if not (error := number(error)):
+        return significant(value)
+    decimals = max(0, 1 - math.floor(math.log10(abs(error))))
+    rounded = round(error, 1 - math.floor(math.log10(abs(error))))
+    if decimals > 6:
+        return f"{significant(value)} ± {significant(error, 2)}"
+    return f"{value:,.{decimals}f} ± {rounded:,.{decimals}f}"
+
+
+def percent(share: Number, deviation: Number = None) -> str:
+    """A share in percent, with its standard deviation if there is one; one decimal, two between 99 and 100 %."""
+    if (share := number(share)) is None:
+        return MISSING
+    decimals = 2 if 0.99 <= share < 1 or (deviation is not None and deviation < 0.0005) else 1
+    shown = f"{100 * share:.{decimals}f}"
+    return f"{shown} %" if deviation is None else f"{shown} ± {100 * deviation:.{decimals}f} %"
+
+
+def ratio(value: Number) -> str:
+    """Two decimals, as in "1.98 x SGD"."""
+    return MISSING if (value := number(value)) is None else f"{value:.2f}"
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _trimmed(text: str) -> str:
+    return text.rstrip("0").rstrip(".") if "." in text else text

@@ -1,0 +1,46 @@
+"""A table as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from sparsesam.lab.display.numbers import Number, significant
+
+
+@dataclass(frozen=True)
+class Cell:
+    """``order`` is what its column is sorted by, the text itself if None. ``status`` gives it a colour."""
+
+    text: str
+    order: float | None = None
+    status: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The first column names the row; columns in ``text_columns`` hold text, all others numbers."""
+
+    name: str
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    text_columns: Sequence[str] = ()
+
+
+def cells(*texts: str | Cell) -> list[Cell]:
+    return [text if isinstance(text, Cell) else Cell(text) for text in texts]
+
+
+def number_cell(value: Number, show: Callable[[Number], str] = significant) -> Cell:
+    """A cell that sorts by its number, the missing ones last."""
+    return Cell(show(value), order=value)
+
+
+def table_of_rows(name: str, caption: str, rows: Mapping[str, Mapping[str, Cell]]) -> Table:
+    """A row for each label. Columns that are missing in a row, or the same text in no need of sorting, are text."""
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    filled = [[Cell(label), *(row.get(column, Cell("–")) for column in columns)] for label, row in rows.items()]
+    numeric = {column for row in rows.values() for column, cell in row.items() if cell.order is not None}
+    text_columns = [column for column in columns if column not in numeric]
+    return Table(name, caption, ["run", *columns], filled, text_columns)

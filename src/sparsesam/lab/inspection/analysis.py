@@ -1,0 +1,133 @@
+"""The base of all analyses: one class each, from options and measurement to the table and figures of the result."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
+
+from torch import Tensor
+
+from sparsesam.analysis import AnalysisResult
+from sparsesam.lab.display.figure import Figure
+from sparsesam.lab.display.table import Cell, Table, table_of_rows
+from sparsesam.lab.inspection.origin import Origin
+from sparsesam.lab.inspection.trained_run import MeasuredOn, TrainedRun
+
+Progress = Callable[[int, int], None]
+ResultT = TypeVar("ResultT", bound=AnalysisResult)
+
+
+@dataclass(frozen=True)
+class Measured(Generic[ResultT]):
+    """A result with the label, colour and style of its run. ``other`` labels the second run of a line between two."""
+
+    label: str
+    result: ResultT
+    color: str = "blue"
+    number: int = 0
+    other: str = ""
+
+
+class Prepared(NamedTuple):
+    """The analysis with what its runs must share, what to measure, and why something was left out."""
+
+    analysis: Analysis[Any]
+    subjects: Sequence[Any]
+    notes: Sequence[str] = ()
+
+
+class Analysis(ABC, Generic[ResultT]):
+    """A dataclass whose fields are the options of ``sparsesam analyze``.
+
+    ``files`` are the names that its results may have in ``RUN/analyses``.
+    ``settings`` is a dataclass of further options, which `load` needs: what a run is measured on.
+    """
+
+    help: ClassVar[str]
+    title: ClassVar[str]
+    caption: ClassVar[str]
+    files: ClassVar[tuple[str, ...]]
+    result_type: ClassVar[type[AnalysisResult]]
+    settings: ClassVar[type[Any]] = MeasuredOn
+    argument: ClassVar[tuple[str, str]] = ("RUN", "directory of a run")
+
+    @property
+    def name(self) -> str:
+        """The name of the result's file."""
+        return self.files[0]
+
+    # ---- measuring
+
+    def load(self, path: Path, settings: Any) -> Any:
+        """What is measured: by default, the run in a directory."""
+        return TrainedRun(path, settings)
+
+    def prepare(self, subjects: Sequence[Any]) -> Prepared:
+        return Prepared(self, subjects)
+
+    @abstractmethod
+    def measure(self, subject: Any, progress: Progress) -> ResultT:
+        """The result for one subject; ``progress(done, total)`` is called in between."""
+
+    def origin(self, subject: Any) -> Origin:
+        """Which checkpoint and which images the result was measured on."""
+        return cast(Origin, subject.origin())
+
+    # ---- showing
+
+    @classmethod
+    def read(cls, content: Mapping[str, Any]) -> ResultT:
+        """A result from its file; ValueError if it has another shape."""
+        return cast(ResultT, cls.result_type.from_dict(content))
+
+    @classmethod
+    @abstractmethod
+    def summary(cls, result: ResultT) -> dict[str, Cell]:
+        """The few values that a table shows."""
+
+    @classmethod
+    def table(cls, name: str, measured: Sequence[Measured[ResultT]]) -> Table:
+        """A row for each run."""
+        return table_of_rows(name, cls.caption, {one.label: cls.summary(one.result) for one in measured})
+
+    @classmethod
+    @abstractmethod
+    def figures(cls, name: str, measured: Sequence[Measured[ResultT]]) -> list[Figure]:
+        """All runs together; ``name`` is that of the results' files."""
+
+    @classmethod
+    def notes(cls, measured: Sequence[Measured[ResultT]]) -> list[str]:
+        """What a reader must know, each note once."""
+        return list(dict.fromkeys(note for one in measured for note in one.result.remarks()))
+
+
+def with_shared_rho(analysis: Any, runs: Sequence[TrainedRun]) -> Prepared:
+    """Runs are compared at one rho: that of the first, unless one was given."""
+    if analysis.rho is None:
+        analysis = dataclasses.replace(analysis, rho=runs[0].config.rho)
+    return Prepared(analysis, runs)
+
+
+def usable_masks(run: TrainedRun) -> dict[str, Tensor] | None:
+    """The masks of a run; None also if they keep no weight."""
+    masks = run.masks
+    return masks if masks is not None and any(bool(mask.any()) for mask in masks.values()) else None
+
+
+def parameter_patterns(layers: str | None, run: TrainedRun) -> list[str] | None:
+    """The patterns of ``--layers``; ValueError if they match no parameter."""
+    if layers is None:
+        return None
+    patterns = [pattern.strip() for pattern in layers.split(",")]
+    names = [name for name, _ in run.model.named_parameters()]
+    if not any(fnmatchcase(name, pattern) for name in names for pattern in patterns):
+        some = ", ".join(names[:3])
+        raise ValueError(
+            f"layers must match a parameter's name, such as {some}, got {layers!r}; '1.*,fc.*' matches two layers"
+        )
+    return patterns

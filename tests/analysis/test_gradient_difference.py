@@ -1,0 +1,79 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from sparsesam.analysis import Objective, compare_gradients, gradient_difference
+from tests.analysis.oracles import mean_loss
+from tests.cases import half_masks, mlp, same_bits, vectors, weights_of
+from tests.oracles import flat, perturbation, unflat
+
+
+def batches():
+    return [vectors(12), vectors(5, seed=2)]
+
+
+def naive_ratios(model, rho):
+    parameters = list(model.parameters())
+    plain = flat(torch.autograd.grad(mean_loss(model, batches()), parameters))
+    weight = flat([p.detach() for p in parameters])
+    moved = weight + perturbation(plain, weight, torch.ones_like(weight), rho=rho)
+    with torch.no_grad():
+        for p, value in zip(parameters, unflat(moved, parameters), strict=True):
+            p.copy_(value)
+    return ((flat(torch.autograd.grad(mean_loss(model, batches()), parameters)) - plain) / plain).abs()
+
+
+def test_share_below_zero_quantiles_and_histogram_are_those_of_the_definition():
+    model = mlp()
+    before = weights_of(model)
+    found = gradient_difference(Objective(model, batches(), F.cross_entropy), 0.5)
+    assert same_bits(model.parameters(), before)
+    r = naive_ratios(mlp(), 0.5).log10().numpy()
+    assert found.every.share_below_zero == pytest.approx((r < 0).mean())
+    assert found.every.quantiles["0.5"] == pytest.approx(np.median(r), rel=1e-9)
+    assert np.array_equal(found.every.histogram, np.histogram(r, found.edges)[0])
+    assert sum(layer.weights for layer in found.layers.values()) == len(r) == found.every.weights
+    assert found.logarithm == "log10"
+    assert json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_natural_logarithm_scales_r_and_keeps_the_share():
+    objective = Objective(mlp(), batches(), F.cross_entropy)
+    ten, natural = (gradient_difference(objective, 0.5, logarithm=base).every for base in ("10", "e"))
+    assert natural.mean == pytest.approx(ten.mean * np.log(10))
+    assert natural.share_below_zero == ten.share_below_zero
+
+
+def test_inside_and_outside_of_masks_add_up_to_all():
+    model = mlp()
+    found = gradient_difference(Objective(model, batches(), F.cross_entropy), 0.5, masks=half_masks(model))
+    assert np.array_equal(found.inside.histogram + found.outside.histogram, found.every.histogram)
+    assert found.inside.weights == sum(int(mask.sum()) for mask in half_masks(model).values())
+
+
+def test_zero_equal_and_broken_gradients_are_counted_apart():
+    plain = {"w": torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0, float("nan")])}
+    perturbed = {"w": torch.tensor([0.0, 2.0, 1.0, 1.1, 3.0, 1.0])}
+    every = compare_gradients(plain, perturbed).every
+    assert (every.both_zero, every.from_zero, every.equal, every.not_finite) == (1, 1, 1, 1)
+    assert every.histogram.sum() == 2
+    assert every.share_below_zero == pytest.approx(2 / 4)
+
+
+def test_unused_parameters_have_both_gradients_zero():
+    model = nn.ModuleDict({"used": mlp(), "idle": nn.Linear(2, 2).double()})
+    objective = Objective(model, batches(), model_loss=lambda m, b: F.cross_entropy(m["used"](b[0]), b[1]))
+    assert gradient_difference(objective).layers["idle.weight"].both_zero == 4
+
+
+def test_no_ascent_direction_is_named():
+    model = nn.Linear(2, 2)
+    objective = Objective(model, [torch.ones(1, 2)], model_loss=lambda m, b: 0 * m(b).sum())
+    with pytest.raises(ValueError, match="no direction"):
+        gradient_difference(objective)
+    with pytest.raises(ValueError, match="rho"):
+        gradient_difference(objective, 0.0)

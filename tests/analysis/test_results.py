@@ -1,0 +1,79 @@
+import json
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from sparsesam.analysis import AnalysisResult
+
+
+@dataclass(frozen=True)
+class Inner(AnalysisResult):
+    value: float
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Outer(AnalysisResult):
+    inner: Inner
+    maybe: Inner | None
+    array: npt.NDArray[np.float64]
+    counts: npt.NDArray[np.int64]
+    named: dict[str, float]
+    count: int
+    kept: list[object] = field(default_factory=list, metadata={"stored": False})
+
+
+def outer(**changes):
+    values = {
+        "inner": Inner(math.nan, ["a", "b"]),
+        "maybe": Inner(2.0, ["b", "c"]),
+        "array": np.array([[1.0, math.inf]]),
+        "counts": np.array([1, 2]),
+        "named": {"x": 0.5},
+        "count": 3,
+        "kept": [object()],
+    }
+    return Outer(**{**values, **changes})
+
+
+def read_again(result):
+    return type(result).from_dict(json.loads(json.dumps(result.to_dict(), allow_nan=False)))
+
+
+def test_a_result_is_read_as_it_was_written_with_nan_for_what_json_lacks():
+    again = read_again(outer())
+    assert math.isnan(again.inner.value)
+    assert again.maybe == Inner(2.0, ["b", "c"])
+    assert np.isnan(again.array[0, 1])
+    assert (again.array.dtype, again.counts.dtype) == (np.float64, np.int64)
+    assert (again.named, again.count, again.kept) == ({"x": 0.5}, 3, [])
+    assert read_again(outer(maybe=None)).maybe is None
+
+
+def test_notes_are_collected_from_all_levels_once():
+    assert outer().remarks() == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"count": "many"}, "Outer.count must be of type int, got 'many'"),
+        ({"count": True}, "Outer.count must be of type int"),
+        ({"inner": 3}, "Inner must be an object, got int"),
+        ({"array": [[1], [1, 2]]}, "Outer.array must be an array of numbers"),
+        ({"named": {"x": "y"}}, r"Outer.named\['x'\] must be a number"),
+    ],
+)
+def test_what_has_another_type_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        Outer.from_dict({**outer().to_dict(), **change})
+
+
+def test_a_missing_field_is_named():
+    content = outer().to_dict()
+    del content["count"]
+    with pytest.raises(ValueError, match="Outer has no field 'count'"):
+        Outer.from_dict(content)

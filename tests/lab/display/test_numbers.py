@@ -1,0 +1,56 @@
+import math
+
+import pytest
+
+from sparsesam.lab.display.numbers import number, percent, plus_minus, ratio, significant
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.5, "0.5"),
+        (0.5000001, "0.5"),
+        (1234567, "1,234,567"),
+        (849.3, "849"),
+        (12.345, "12.3"),
+        (0.00123, "0.00123"),
+        (1.2345e-7, "1.23e-7"),
+        (2.5e12 + 0.5, "2.5e12"),
+        (0, "0"),
+        (-3.14159, "-3.14"),
+        (None, "–"),
+        (math.nan, "–"),
+    ],
+)
+def test_numbers_have_no_needless_digits(value, text):
+    assert significant(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        (848.7, 137.2, "849 ± 140"),
+        (0.12345, 0.0456, "0.123 ± 0.046"),
+        (12345.6, 12.3, "12,346 ± 12"),
+        (3.0, None, "3"),
+        (3.25, 0.0, "3.25"),
+        (None, 1.0, "–"),
+    ],
+)
+def test_an_error_has_two_digits_and_the_value_as_many_decimals(value, error, text):
+    assert plus_minus(value, error) == text
+
+
+def test_shares_are_percentages_with_one_decimal_and_two_near_a_hundred():
+    assert percent(0.97812) == "97.8 %"
+    assert percent(0.97812, 0.0041) == "97.8 ± 0.4 %"
+    assert percent(0.99312, 0.0012) == "99.31 ± 0.12 %"
+    assert percent(None) == "–"
+
+
+def test_ratios_have_two_decimals():
+    assert (ratio(2.0), ratio(None)) == ("2.00", "–")
+
+
+def test_what_is_no_finite_number_is_none():
+    assert [number(value) for value in (1, 2.5, True, "3", math.inf, 10**400, None)] == [1.0, 2.5, *[None] * 5]

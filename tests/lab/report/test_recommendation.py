@@ -1,0 +1,43 @@
+import pytest
+
+from sparsesam.lab.report.cost import cost_of
+from sparsesam.lab.report.read_run import read_run
+from sparsesam.lab.report.recommendation import recommend
+from sparsesam.lab.report.variants import group_runs
+from tests.lab.report.made_runs import write_run
+
+
+def recommended(tmp_path, **accuracies):
+    """Of the optimizers with these accuracies, one for each seed."""
+    paths = [
+        write_run(tmp_path / f"{name}{seed}", optimizer=name.replace("_", "-"), seed=seed, accuracy=accuracy)
+        for name, values in accuracies.items()
+        for seed, accuracy in enumerate(values)
+    ]
+    (task,) = group_runs([read_run(path) for path in paths])
+    return recommend(task, cost_of(task))
+
+
+def test_the_most_accurate_is_chosen_if_nothing_cheaper_comes_close(tmp_path):
+    found = recommended(tmp_path, sgd=[0.80, 0.81], sam=[0.90, 0.92])
+    assert found.chosen is found.best
+    assert found.sentence == (
+        "Recommended: SAM, 91.0 ± 1.4 % at 2.00 passes per step. It has the highest mean accuracy."
+    )
+
+
+def test_the_cheapest_within_one_standard_error_of_the_best_is_chosen(tmp_path):
+    found = recommended(tmp_path, sgd=[0.89, 0.92], sam=[0.90, 0.92])
+    assert (found.chosen.label, found.best.label) == ("SGD", "SAM")
+    assert "the difference is within one standard error" in found.sentence
+
+
+def test_one_seed_tells_nothing_about_its_error(tmp_path):
+    found = recommended(tmp_path, sgd=[0.9099], sam=[0.90, 0.92])
+    assert found.chosen.label == "SAM"
+
+
+@pytest.mark.parametrize("accuracies", [{}, {"sam": [0.9, 0.91]}])
+def test_a_single_variant_is_not_recommended(tmp_path, accuracies):
+    if accuracies:
+        assert recommended(tmp_path, **accuracies) is None
