@@ -20,6 +20,7 @@ _DEFAULTS = {one.name: one.default for one in dataclasses.fields(TrainConfig)}
 class RunRecord:
     """``epochs`` are its records of that kind, the latest of each epoch; ``analyses`` the files' contents by name.
 
+    ``settings`` have defaults where the result does not depend on them, ``written_settings`` are those of the file.
     ``variant_name`` is the name that a sweep gave to its settings, else empty. ``reason`` says why a run is not
     finished, ``problems`` what could not be read.
     """
@@ -28,6 +29,7 @@ class RunRecord:
     status: Status
     reason: str
     settings: dict[str, Any]
+    written_settings: dict[str, Any]
     variant_name: str
     epochs: list[dict[str, Any]]
     result: dict[str, Any]
@@ -57,7 +59,8 @@ def read_run(path: Path) -> RunRecord:
         path=path,
         status=status,
         reason=reason,
-        settings=_with_defaults(settings) if settings else {},
+        settings=_canonical({**_DEFAULTS, **settings}) if settings else {},
+        written_settings={**_DEFAULTS, **settings} if settings else {},
         variant_name="",
         epochs=epochs,
         result=result if status == "finished" else {},
@@ -67,14 +70,12 @@ def read_run(path: Path) -> RunRecord:
     )
 
 
-def _with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
-    """All settings; those without influence on the result at their defaults, so that identical runs are equal."""
-    everything = {**_DEFAULTS, **settings}
+def _canonical(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings without influence on the result at their defaults, so that identical runs are equal."""
     try:
-        config = from_mapping(TrainConfig, everything)
+        return dataclasses.asdict(from_mapping(TrainConfig, settings).canonical)
     except (TypeError, ValueError):  # written by another version of sparsesam
-        return everything
-    return dataclasses.asdict(config.canonical)
+        return settings
 
 
 def _status(

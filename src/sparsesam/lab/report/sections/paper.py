@@ -32,7 +32,7 @@ def beside_the_paper(data: ReportData) -> Section:
 def _config(run: RunRecord) -> TrainConfig | None:
     """With seed 0, by which cells are looked up."""
     try:
-        return from_mapping(TrainConfig, {**run.settings, "seed": 0}) if run.settings else None
+        return from_mapping(TrainConfig, {**run.written_settings, "seed": 0}) if run.settings else None
     except (TypeError, ValueError):  # of another version of sparsesam
         return None
 
