@@ -17,8 +17,9 @@ help:  ## list the targets
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps backpack-for-pytorch==1.7.1 curvlinops-for-pytorch==3.0.1
 	@touch $@
 
-demo: .venv/.installed  ## train with SGD, SAM and SSAM side by side, about two minutes
+demo: .venv/.installed  ## SGD, SAM, SSAM and the recommended optimizer side by side, two to three minutes
 	@$(BIN)/sparsesam sweep demo
+	@$(BIN)/sparsesam report runs/demo -o runs/demo/report.html
 
 test: .venv/.installed  ## run the tests
 	@$(BIN)/python -m pytest -q

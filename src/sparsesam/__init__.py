@@ -9,6 +9,7 @@ from sparsesam.masks.recipes import dynamic_mask, fisher_mask, random_mask
 from sparsesam.masks.refresh import Refresh, every_epochs, every_steps, manual
 from sparsesam.masks.scores import BatchFisher, Fisher, GradientMagnitude, Inverted, Score, ScoreContext
 from sparsesam.optimizer import SAM, SSAM, ExtrapolatedSAM
+from sparsesam.recommended import recommended
 from sparsesam.schedules import Constant, Cosine, InverseSqrt, RhoSchedule, Warmup
 from sparsesam.sharpness_aware import SharpnessAware
 
@@ -55,4 +56,5 @@ __all__ = [
     "fixed_mask",
     "manual",
     "random_mask",
+    "recommended",
 ]

@@ -17,6 +17,7 @@ TRAINS = [
     {"optimizer": "sam", "ascent": "momentum"},
     {"optimizer": "sam", "ascent": "extrapolation", "steps_ahead": 5.0, "rho_schedule": "warmup"},
     {"optimizer": "ssam-d", "ascent": "extrapolation"},
+    {"optimizer": "auto"},
     {"optimizer": "sam-on", "norm": "masked"},
     {"optimizer": "ssam-g", "ascent": "momentum"},
     {"ascent_fraction": 0.25},

@@ -61,8 +61,12 @@ class TrainConfig:
         None, "initial weights: a checkpoint of ours, a state_dict (.pt) or .safetensors; a head of other size is new"
     )
     compile: bool = _option(False, "torch.compile the model")
-    optimizer: Literal["sgd", "adam", "adamw", "sam", "asam", "sam-on", "ssam-f", "ssam-d", "ssam-g", "ssam-random"] = (
-        _option("ssam-f", "the first three take plain steps; the others perturb, around `base`", group="optimizer")
+    optimizer: Literal[
+        "sgd", "adam", "adamw", "sam", "asam", "sam-on", "ssam-f", "ssam-d", "ssam-g", "ssam-random", "auto"
+    ] = _option(
+        "ssam-f",
+        "the first three take plain steps; the others perturb, around `base`; auto: as the study recommends",
+        group="optimizer",
     )
     base: Literal["sgd", "adam", "adamw"] = _option("sgd", "what SAM and SSAM descend with")
     lr: float = _option(0.05, "largest learning rate")

@@ -28,6 +28,8 @@ def canonical(config: TrainConfig) -> TrainConfig:
 def _unused(config: TrainConfig) -> Iterator[str]:
     if config.is_plain:
         yield from (*_ASCENT, *_MASK)
+    elif config.optimizer == "auto":
+        yield from (*(name for name in _ASCENT if name not in ("base", "steps_ahead")), *_MASK)
     else:
         if config.optimizer in ("sam", "asam"):
             yield from _MASK

@@ -56,6 +56,8 @@ def make_optimizer(
         base.register_step_pre_hook(_clip(config.clip_grad_norm))
     if config.is_plain:
         return base
+    if config.optimizer == "auto":
+        return sparsesam.recommended(base, model, strength=config.steps_ahead)
     if config.ascent == "extrapolation":
         return _extrapolated(config, base, model, fisher_data, steps_per_epoch)
     common: dict[str, Any] = {

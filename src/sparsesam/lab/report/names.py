@@ -12,7 +12,10 @@ OPTIMIZERS = {
     "asam": "ASAM",
     "ssam-f": "SSAM-F",
     "ssam-d": "SSAM-D",
+    "sam-on": "SAM-ON",
+    "ssam-g": "SSAM, largest gradients",
     "ssam-random": "SSAM, random mask",
+    "auto": "recommended",
 }
 
 

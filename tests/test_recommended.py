@@ -1,0 +1,38 @@
+"""One call, by price."""
+
+from __future__ import annotations
+
+import pytest
+
+import sparsesam
+from tests import cases
+
+
+@pytest.mark.parametrize(("cost", "passes"), [(1.0, 1), (1.05, 1), (1.25, 1.25), (2.0, 2), (3.0, 2)])
+def test_a_step_takes_no_more_passes_than_it_may_cost(cost, passes):
+    model = cases.mlp()
+    opt = sparsesam.recommended(cases.sgd(model), model, cost=cost)
+    seen = []
+
+    def closure(batch):
+        x, y = batch
+        seen.append(len(x))
+        return cases.closure_for(model, opt, x, y)()
+
+    for seed in range(3):
+        seen.clear()
+        opt.step(closure, batch=cases.vectors(16, seed=seed))
+        assert sum(seen) / 16 == passes
+
+
+def test_its_strength_is_that_of_what_it_chooses():
+    model = cases.mlp()
+    assert sparsesam.recommended(cases.sgd(model), model, strength=7.0).param_groups[0]["rho"] == 7.0
+    assert sparsesam.recommended(cases.sgd(model), model, cost=2, strength=0.7).param_groups[0]["rho"] == 0.7
+
+
+@pytest.mark.parametrize("cost", [0.5, -1.0, float("nan")])
+def test_a_price_below_the_bases_is_refused(cost):
+    model = cases.mlp()
+    with pytest.raises(ValueError, match="cost must be at least 1"):
+        sparsesam.recommended(cases.sgd(model), model, cost=cost)
