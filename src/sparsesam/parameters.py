@@ -36,8 +36,10 @@ class PerturbedParam(NamedTuple):
     maximize: bool
 
     @property
-    def rho(self) -> float:
-        return float(self.group[self.keys["rho"]])
+    def rho(self) -> float | Tensor:
+        """A tensor where the group holds one on an accelerator (for CUDA graphs); the host does not read it."""
+        rho = self.group[self.keys["rho"]]
+        return rho if _is_on_accelerator(rho) else float(rho)
 
     @property
     def eta(self) -> float | None:
@@ -94,9 +96,9 @@ def perturbed_params(base: Optimizer, names: dict[Tensor, str]) -> Iterator[Pert
 def check_group(group: Mapping[str, Any], keys: Mapping[str, str]) -> None:
     """Refuse options that make no sense, naming them as the group does."""
     rho, eta, adaptive = (group[keys[option]] for option in ("rho", "eta", "adaptive"))
-    if isinstance(rho, Tensor):
+    if isinstance(rho, Tensor) and not _is_on_accelerator(rho):
         rho = rho.item()
-    if not isinstance(rho, int | float) or not 0 <= rho < math.inf:
+    if not _is_on_accelerator(rho) and not (isinstance(rho, int | float) and 0 <= rho < math.inf):
         raise ValueError(
             f"{keys['rho']} must be a finite number of at least 0, got {rho}; 0 is the base optimizer, 0.05 a usual "
             "start"
@@ -105,6 +107,10 @@ def check_group(group: Mapping[str, Any], keys: Mapping[str, str]) -> None:
         raise ValueError(f"{keys['eta']} must be a finite number of at least 0, got {eta}; ASAM uses 0.01")
     if adaptive not in (False, True, "all"):
         raise ValueError(f'{keys["adaptive"]} must be False, True (weights only) or "all", got {adaptive!r}')
+
+
+def _is_on_accelerator(value: object) -> bool:
+    return isinstance(value, Tensor) and value.device.type != "cpu"
 
 
 def check_base(base: object) -> None:

@@ -70,7 +70,7 @@ class SharpnessAware(OptimizerWrapper):
     @property
     def skipped_ascents(self) -> int:
         """How many steps were taken without perturbation, their ascent gradient being zero or not finite."""
-        return self._context.counters.skipped_ascents
+        return self._context.counters.read().skipped_ascents
 
     @property
     def skipped_steps(self) -> int:
@@ -233,7 +233,7 @@ class SharpnessAware(OptimizerWrapper):
         context, parameters = self._context, {one.name: one.parameter for one in self._perturbed_params()}
         values, masks = context.masks.state_dict(parameters)
         kept = {"last": context.perturbation.last, "update": context.extrapolation.updates}
-        own = {**asdict(context.counters), "version": _CHECKPOINT_VERSION, "mask": values}
+        own = {**asdict(context.counters.read()), "version": _CHECKPOINT_VERSION, "mask": values}
         own |= {kind: list(entries) for kind, entries in kept.items()}
         tensors = {"mask": masks}
         if self.settings.schedule.off_steps == "reuse":
@@ -316,8 +316,10 @@ class SharpnessAware(OptimizerWrapper):
         if self.settings.rho_schedule is not None:
             rho = option_keys(self.base)["rho"]
             for group in self.param_groups:
-                first = group.setdefault(f"initial_{rho}", group.get(rho, self.defaults[rho]))
-                group[rho] = first * self.settings.rho_schedule(self.steps + 1)
+                now = group.setdefault(rho, self.defaults[rho])
+                first = group.setdefault(f"initial_{rho}", now.clone() if isinstance(now, Tensor) else now)
+                new = first * self.settings.rho_schedule(self.steps + 1)
+                group[rho] = now.copy_(new) if isinstance(now, Tensor) else new  # a captured graph reads that tensor
         self._context.extrapolation.begin()
         self._step = Step(self._context, self._kind, self._perturbed_params())
         return self._step

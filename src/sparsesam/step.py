@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsesam.ascent.explicit import Target, ascent_norm
 from sparsesam.ascent.extrapolation import TrackedWeight
 from sparsesam.ascent.first_pass import FirstPass
+from sparsesam.ascent.on_device import is_usable
 from sparsesam.ascent.plan import ONE_PASS
 from sparsesam.ascent.renormalized import RenormalizedWeights
 from sparsesam.ascent.report import explicit_after_all
 from sparsesam.ascent.statistics import StatisticsSnapshot
+from sparsesam.ascent.targets import Target
 from sparsesam.ascent_schedule import StepKind
 from sparsesam.distributed import average_gradients, unsynchronized
 from sparsesam.parameters import PerturbedParam, require_gradients
@@ -178,7 +179,11 @@ class Step:
         if all(target.is_still for target in targets):
             context.counters.skipped_ascents += not targets  # no gradient came through the unperturbed layers
             return
-        norm = ascent_norm(targets, norm=context.settings.norm)
+        norm = context.perturbation.norm(targets, context.settings.norm)
+        if isinstance(norm, Tensor):  # on a device, which follows the same rule without telling the host
+            context.perturbation.apply(targets, norm)
+            context.counters.skip_where(~is_usable(norm))
+            return
         if norm > 0 and math.isfinite(norm):
             context.perturbation.apply(targets, norm)
             return
@@ -198,7 +203,7 @@ class Step:
         return Target(one.name, one.parameter, direction, mask, -one.rho if is_reversed else one.rho, one.eta)
 
     def _tracked(self) -> list[TrackedWeight]:
-        return [TrackedWeight(one.name, one.parameter, self.masks[one.name], one.rho) for one in self.params]
+        return [TrackedWeight(one.name, one.parameter, self.masks[one.name], float(one.rho)) for one in self.params]
 
     def _check_implicit(self) -> None:
         """The first pass did send its gradient through the masks."""

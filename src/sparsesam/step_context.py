@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -26,11 +27,28 @@ from sparsesam.settings import Settings
 
 @dataclass
 class Counters:
-    """Saved in checkpoints, and shown as attributes of the optimizer."""
+    """Saved in checkpoints, and shown as attributes of the optimizer.
+
+    What only a device knows is counted there; `read` waits for it.
+    """
 
     steps: int = 0
     skipped_ascents: int = 0
     skipped_steps: int = 0
+
+    def __post_init__(self) -> None:
+        self._skipped_on_device: dict[torch.device, Tensor] = {}
+
+    def skip_where(self, event: Tensor) -> None:
+        """Count an ascent as skipped if the tensor is true; nobody waits to see it."""
+        count = self._skipped_on_device.setdefault(event.device, torch.zeros_like(event, dtype=torch.int64))
+        count.add_(event)
+
+    def read(self) -> Counters:
+        """These counters, with what devices have counted."""
+        self.skipped_ascents += sum(int(count) for count in self._skipped_on_device.values())
+        self._skipped_on_device = {}
+        return self
 
 
 @dataclass

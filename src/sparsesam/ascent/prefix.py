@@ -201,7 +201,8 @@ class Prefix:
             return False
         if now.requires_grad != then.requires_grad or not self._leads_only_here(now):
             return False
-        return torch.equal(now, then)
+        # Outputs used again come here as views: comparing their values would make the host wait for an accelerator.
+        return _is_same_memory(now, then) or torch.equal(now, then)
 
     def _leads_only_here(self, tensor: Tensor) -> bool:
         """Whether its gradient goes only into outputs used again and unperturbed weights of the model."""
@@ -229,6 +230,14 @@ _unwatched = torch._C.DisableTorchFunction
 def _alias(leaf: Any) -> Any:
     """A tensor of the second pass's own: hooks and attributes of one pass do not meet those of the other."""
     return leaf.view_as(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _is_same_memory(left: Tensor, right: Tensor) -> bool:
+    if left.layout is not torch.strided or right.layout is not torch.strided:
+        return False
+    if not torch._C._is_alias_of(left, right):  # type: ignore[attr-defined]
+        return False
+    return (left.storage_offset(), left.stride()) == (right.storage_offset(), right.stride())
 
 
 def _was_touched(tensor: Tensor, version: int) -> bool:

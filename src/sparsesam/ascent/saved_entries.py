@@ -20,7 +20,7 @@ def dense_entries(
     dense = {name: torch.zeros_like(parameter, requires_grad=False) for name, parameter in parameters.items()}
     for name, entries in kept.items():
         mask = None if masks is None else masks.get(name)
-        if mask is None or mask.is_full:
+        if mask is None or mask.is_full or entries.shape == mask.shape:
             dense[name].copy_(entries)
         else:
             dense[name][mask.unpack(entries.device)] = entries.reshape(-1)

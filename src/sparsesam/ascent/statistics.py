@@ -33,10 +33,15 @@ class StatisticsSnapshot:
     """The running statistics of a model, to be put back later."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers = statistics_of(model.modules())
-        self._values = [buffer.clone() for buffer in self._buffers]
+        # Of one device and dtype each, so that an accelerator copies them by one launch.
+        self._buffers: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for buffer in statistics_of(model.modules()):
+            self._buffers.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+        self._values = {key: [torch.empty_like(one) for one in buffers] for key, buffers in self._buffers.items()}
+        for key, buffers in self._buffers.items():
+            torch._foreach_copy_(self._values[key], buffers)
 
     @torch.no_grad()
     def restore(self) -> None:
-        for buffer, value in zip(self._buffers, self._values, strict=True):
-            buffer.copy_(value)
+        for key, buffers in self._buffers.items():
+            torch._foreach_copy_(buffers, self._values[key])

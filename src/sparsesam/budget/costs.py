@@ -27,9 +27,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from sparsesam.ascent.explicit import Perturbation, Target, ascent_norm
+from sparsesam.ascent.explicit import Perturbation
 from sparsesam.ascent.rng import RNGState
 from sparsesam.ascent.statistics import StatisticsSnapshot
+from sparsesam.ascent.targets import Target
 from sparsesam.budget.call_trace import KINDS, Call, Clock, How, Kind, ModuleCall, stopwatch, trace
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.preserve_model_state import preserve_model_state
@@ -305,7 +306,7 @@ def _moving(model: nn.Module, clock: Clock, repeats: int) -> tuple[float, float]
             target = Target("weight", weight, gradient, mask, rho=1e-3, eta=None)
             start = clock()
             with torch.no_grad():
-                perturbation.apply([target], ascent_norm([target], norm="masked"))
+                perturbation.apply([target], perturbation.norm([target], "masked"))
                 perturbation.undo()
             spent.append(clock() - start)
         rates.append(statistics.median(spent) / count)

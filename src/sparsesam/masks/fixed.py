@@ -49,10 +49,12 @@ class FixedMask(MaskRule):
         made = {}
         for name, parameter in context.parameters.items():
             if name in self.masks:
-                made[name] = self.masks[name].to(parameter.device)
+                made[name] = self.masks[name]
             else:
                 whole = id(parameter) in of_types or any(_matches(names[id(parameter)], one) for one in self.names)
-                made[name] = torch.full_like(parameter, whole, dtype=torch.bool)
+                # A parameter without values (on the meta device) still has a mask with some.
+                device = None if parameter.is_meta else parameter.device
+                made[name] = torch.full(parameter.shape, whole, dtype=torch.bool, device=device)
         return made
 
     def _check(self, context: ScoreContext) -> None:

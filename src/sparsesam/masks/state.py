@@ -75,8 +75,9 @@ class MaskState:
                 stacklevel=2,
             )
             return
-        masks = {name: PackedMask.pack(mask) for name, mask in made.items()}
-        self.masks = masks if is_joining else agree_on_masks(masks, group)
+        packed = {name: PackedMask.pack(mask) for name, mask in made.items()}
+        agreed = packed if is_joining else agree_on_masks(packed, group)
+        self.masks = {name: mask.placed(context.parameters[name]) for name, mask in agreed.items()}
         self.last_step = context.step
         self.asked = False
 

@@ -1,0 +1,234 @@
+"""The two implementations of the perturbation: equal to each other and to the oracle, exact on the way back."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sparsesam
+from sparsesam.ascent import on_device
+from sparsesam.ascent.explicit import Perturbation, use_implementation
+from sparsesam.ascent.targets import Target
+from sparsesam.masks.packed import PackedMask
+from tests import cases, oracles
+
+IMPLEMENTATIONS = ("host", "device")
+SHAPES = [(6, 4, 3, 3), (7,), (5, 9), ()]
+
+
+def tensors(seed, dtype=torch.float64, memory_format=torch.contiguous_format):
+    generator = torch.Generator().manual_seed(seed)
+    found = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in SHAPES]
+    return [t.to(memory_format=memory_format) if t.dim() == 4 else t for t in found]
+
+
+def some_rows(shape):
+    mask = torch.zeros(shape, dtype=torch.bool)
+    mask[::2] = True
+    return mask
+
+
+def random_entries(share):
+    return lambda shape: torch.rand(shape, generator=torch.Generator().manual_seed(3)) < share
+
+
+MASKS = {
+    "none": lambda shape: None,
+    "few": random_entries(0.3),
+    "most": random_entries(0.7),
+    "rows": lambda shape: some_rows(shape) if len(shape) > 1 else None,
+    "all": lambda shape: torch.ones(shape, dtype=torch.bool),
+    "nothing": lambda shape: torch.zeros(shape, dtype=torch.bool),
+    "mixed": lambda shape: random_entries(0.3)(shape) if len(shape) != 2 else some_rows(shape),
+}
+
+
+def targets_of(weights, directions, kind="none", rho=0.3, eta=None):
+    masks = [MASKS[kind](tuple(weight.shape)) for weight in weights]
+    return [
+        Target(f"w{i}", weight, direction, None if mask is None else PackedMask.pack(mask), rho, eta)
+        for i, (weight, direction, mask) in enumerate(zip(weights, directions, masks, strict=True))
+    ], [torch.ones_like(w, dtype=torch.bool) if m is None else m for w, m in zip(weights, masks, strict=True)]
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("norm", ["full", "masked"])
+@pytest.mark.parametrize("eta", [None, 0.1])
+@pytest.mark.parametrize("kind", [kind for kind in MASKS if kind != "nothing"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_moves_equal_the_oracle_and_come_back(implementation, kind, eta, norm, memory_format):
+    weights, directions = tensors(0, memory_format=memory_format), tensors(1)
+    targets, masks = targets_of(weights, directions, kind, eta=eta)
+    before = [weight.clone() for weight in weights]
+    expected = oracles.perturbation(
+        oracles.flat(directions), oracles.flat(before), oracles.flat(masks).double(), rho=0.3, norm=norm, eta=eta
+    )
+    perturbation = Perturbation()
+    with use_implementation(implementation):
+        perturbation.apply(targets, perturbation.norm(targets, norm))
+        assert perturbation.active
+        moves = oracles.flat(weights) - oracles.flat(before)
+        perturbation.undo()
+    torch.testing.assert_close(moves, expected, rtol=1e-9, atol=1e-12)
+    assert (moves[~oracles.flat(masks)] == 0).all()
+    assert cases.same_bits(before, weights)
+
+
+@pytest.mark.parametrize("kind", ["none", "few", "most", "rows"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_both_agree_to_rounding_in_lower_precision(dtype, kind):
+    results = []
+    for implementation in IMPLEMENTATIONS:
+        weights, directions = tensors(0, dtype), tensors(1, dtype)
+        targets, _ = targets_of(weights, directions, kind)
+        perturbation = Perturbation()
+        with use_implementation(implementation):
+            perturbation.apply(targets, perturbation.norm(targets, "full"))
+        results.append([weight.clone() for weight in weights])
+    torch.testing.assert_close(*results, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
+
+
+def test_a_chunk_holds_a_part_of_the_tensors(monkeypatch):
+    weights, directions = tensors(0), tensors(1)
+    whole, _ = targets_of([w.clone() for w in weights], directions, "mixed")
+    parts, _ = targets_of(weights, directions, "mixed")
+    with use_implementation("device"):
+        one, many = Perturbation(), Perturbation()
+        one.apply(whole, one.norm(whole, "full"))
+        monkeypatch.setattr(on_device, "CHUNK", 8)
+        many.apply(parts, many.norm(parts, "full"))
+    assert cases.same_bits([t.weight for t in whole], weights)
+
+
+@pytest.mark.parametrize("kind", ["none", "few", "most"])
+@pytest.mark.parametrize("bad", [0.0, torch.nan, torch.inf])
+def test_a_device_moves_nothing_by_a_norm_that_is_zero_or_not_finite(bad, kind):
+    weights, directions = tensors(0), tensors(1)
+    for direction in directions:
+        direction.mul_(0) if bad == 0 else direction.fill_(bad)
+    before = [weight.clone() for weight in weights]
+    targets, _ = targets_of(weights, directions, kind)
+    perturbation = Perturbation()
+    with use_implementation("device"):
+        norm = perturbation.norm(targets, "full")
+        assert isinstance(norm, torch.Tensor)
+        perturbation.apply(targets, norm)
+        assert cases.same_bits(before, weights)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_device_counts_skipped_ascents_and_tells_when_asked(bad):
+    model = cases.mlp()
+    opt = sparsesam.SAM(cases.sgd(model), model, rho=0.1)
+    x, y = cases.vectors()
+    with use_implementation("device"):
+        for poisoned in (True, False, True):
+            opt.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            before = cases.weights_of(model)
+            if poisoned:
+                model[0].weight.grad[0, 0] = bad
+            with opt.perturbed():
+                assert cases.same_bits(before, cases.weights_of(model)) == poisoned
+                nn.functional.cross_entropy(model(x), y).backward()
+            opt.step()
+    assert opt.skipped_ascents == 2
+    assert opt.state_dict()["sparsesam"]["skipped_ascents"] == 2
+    assert opt.skipped_ascents == 2
+
+
+class InterruptAt(TorchDispatchMode):
+    """Ctrl-C at the n-th operation."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.left = number
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["none", "few", "most", "rows"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_an_interruption_at_any_operation_leaves_the_weights_as_they_were(implementation, kind):
+    for number in itertools.count(1):
+        weights, directions = tensors(0), tensors(1)
+        before = [weight.clone() for weight in weights]
+        targets, _ = targets_of(weights, directions, kind)
+        perturbation = Perturbation()
+        interrupt = InterruptAt(number)
+        try:
+            with use_implementation(implementation), interrupt:
+                try:
+                    perturbation.apply(targets, perturbation.norm(targets, "full"))
+                finally:
+                    perturbation.undo()
+        except KeyboardInterrupt:
+            pass
+        assert cases.same_bits(before, weights)
+        if interrupt.left > 0:
+            return
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("kind", ["none", "few", "most", "rows"])
+@pytest.mark.parametrize(("first", "second"), itertools.product(IMPLEMENTATIONS, repeat=2))
+def test_the_last_perturbation_of_one_can_be_used_by_the_other(first, second, kind, memory_format):
+    weights, directions = tensors(0, memory_format=memory_format), tensors(1)
+    before = [weight.clone() for weight in weights]
+    perturbation = Perturbation(remember=True)
+    targets, _ = targets_of(weights, directions, kind)
+    with use_implementation(first):
+        perturbation.apply(targets, perturbation.norm(targets, "full"))
+        there = [weight.clone() for weight in weights]
+        perturbation.undo()
+    later = Perturbation(remember=True)
+    later.last = perturbation.last
+    targets, _ = targets_of(weights, weights, kind)
+    with use_implementation(second):
+        later.apply_last(targets)
+        torch.testing.assert_close(weights, there, rtol=1e-12, atol=1e-12)
+        later.undo()
+    assert cases.same_bits(before, weights)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_weights_that_do_not_fill_their_memory(implementation):
+    weight = torch.randn(6, 8, dtype=torch.float64)[:, ::2]
+    before, direction = weight.clone(), torch.randn(6, 4, dtype=torch.float64)
+    targets, masks = targets_of([weight], [direction], "few")
+    perturbation = Perturbation()
+    with use_implementation(implementation):
+        perturbation.apply(targets, perturbation.norm(targets, "full"))
+        expected = 0.3 * direction * masks[0] / direction.norm()
+        torch.testing.assert_close(weight - before, expected)
+        perturbation.undo()
+    assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("eta", [None, 0.1])
+def test_the_maths_compiles_as_one_graph(eta):
+    torch._dynamo.reset()
+
+    def moved(weights, directions, rho):
+        norm = torch.linalg.vector_norm(torch.stack(on_device.group_norms(directions, weights, eta=eta)))
+        joined = on_device.joined(weights, weights)
+        scaled = on_device.scaled_directions(on_device.joined(directions, weights), joined, eta=eta, power=2)
+        scale, unusable = on_device.scale_of(rho, norm, joined.device)
+        e = on_device.perturbation(scaled, scale, unusable, joined.dtype)
+        torch._foreach_add_(weights, on_device.parted(e, weights))
+        return norm
+
+    weights, directions = tensors(0), tensors(1)
+    twins = [weight.clone() for weight in weights]
+    rho = torch.tensor(0.3, dtype=torch.float64)
+    compiled = torch.compile(moved, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(weights, directions, rho), moved(twins, directions, rho))
+    torch.testing.assert_close(weights, twins)

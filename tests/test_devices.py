@@ -1,0 +1,176 @@
+"""The shape of a step on an accelerator, shown without one: no value is read by the host, and few launches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from benchmarks.launches import LaunchCounter
+from torch import nn
+from torch.nn import functional as F
+
+import sparsesam
+from sparsesam.ascent.explicit import use_implementation
+from sparsesam.masks.packed import PackedMask
+from sparsesam.masks.patterns import as_pattern
+from tests import cases
+
+META = torch.device("meta")
+
+
+def network(layers, device=META):
+    blocks = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(layers)]
+    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(4 * 36, 3)).to(device)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+
+
+def entries(share):
+    def masks(model):
+        generator = torch.Generator().manual_seed(0)
+        return {name: torch.rand(p.shape, generator=generator) < share for name, p in model.named_parameters()}
+
+    return masks
+
+
+def rows(model):
+    masks = {name: torch.zeros(p.shape, dtype=torch.bool) for name, p in model.named_parameters()}
+    for mask in masks.values():
+        mask[::2] = True
+    return masks
+
+
+def two_of_four(model):
+    like = {name: torch.rand(p.shape) for name, p in model.named_parameters()}
+    return as_pattern("2:4").select(like)
+
+
+def ssam(masks, **options):
+    return lambda model: sparsesam.SSAM(sgd(model), model, rho=0.1, mask=sparsesam.fixed_mask(masks(model)), **options)
+
+
+OPTIMIZERS = {
+    "SAM": lambda model: sparsesam.SAM(sgd(model), model, rho=0.1),
+    "ASAM": lambda model: sparsesam.SAM(sgd(model), model, rho=0.1, adaptive=True),
+    "SAM, reuse": lambda model: sparsesam.SAM(sgd(model), model, rho=0.1, every=2, off_steps="reuse"),
+    "few entries": ssam(entries(0.3)),
+    "few entries, masked norm": ssam(entries(0.3), norm="masked"),
+    "most entries": ssam(entries(0.7)),
+    "rows": ssam(rows),
+    "rows, masked norm": ssam(rows, norm="masked"),
+    "2:4": ssam(two_of_four),
+    "last layers": lambda model: sparsesam.SSAM(
+        sgd(model), model, rho=0.1, mask=sparsesam.fixed_mask("[2-9].*"), norm="masked"
+    ),
+}
+
+
+def closure_step(model, opt, x, y):
+    opt.step(cases.closure_for(model, opt, x, y))
+
+
+def two_phase_step(model, opt, x, y):
+    opt.zero_grad()
+    with opt.first_pass():
+        F.cross_entropy(model(x), y).backward()
+    with opt.perturbed():
+        F.cross_entropy(model(x), y).backward()
+    opt.step()
+
+
+def batch(device=META):
+    return torch.empty(8, 4, 6, 6, device=device), torch.empty(8, dtype=torch.long, device=device)
+
+
+@pytest.mark.parametrize("step", [closure_step, two_phase_step])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_whole_step_runs_on_the_meta_device(name, step):
+    """There is no value to read there, and a tensor of the CPU does not go together with one of it."""
+    model = network(3)
+    opt = OPTIMIZERS[name](model)
+    for _ in range(2):
+        step(model, opt, *batch())
+    assert opt.steps == 2
+    assert all(p.is_meta for p in model.parameters())
+
+
+def launches_beyond_two_passes(name, layers):
+    """Per step, without those of the base optimizer."""
+    model = network(layers)
+    opt = OPTIMIZERS[name](model)
+    closure = cases.closure_for(model, opt, *batch())
+    opt.step(closure)
+    with LaunchCounter() as step:
+        opt.step(closure)
+    with LaunchCounter() as one_pass:
+        closure()
+    with LaunchCounter() as update:
+        opt.base.step()
+    return step.count - 2 * one_pass.count - update.count, len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["SAM", "ASAM"])
+def test_launches_of_sam_do_not_grow_with_the_number_of_tensors(name):
+    few, _ = launches_beyond_two_passes(name, 3)
+    many, _ = launches_beyond_two_passes(name, 12)
+    assert many == few < 50
+
+
+@pytest.mark.parametrize("name", ["few entries", "few entries, masked norm", "most entries", "rows", "2:4"])
+def test_launches_of_a_mask_grow_by_at_most_five_per_tensor(name):
+    few, small = launches_beyond_two_passes(name, 3)
+    many, large = launches_beyond_two_passes(name, 12)
+    assert 0 < many - few <= 5 * (large - small)
+    assert few - 5 * small < 40
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_devices_implementation_trains_like_the_hosts(name):
+    results = []
+    for implementation in ("host", "device"):
+        torch.manual_seed(0)
+        model = network(2, device="cpu").double()
+        torch.manual_seed(1)  # for the masks
+        opt = OPTIMIZERS[name](model)
+        with use_implementation(implementation):
+            for seed in range(4):
+                generator = torch.Generator().manual_seed(seed)
+                x = torch.randn(8, 4, 6, 6, generator=generator, dtype=torch.float64)
+                closure_step(model, opt, x, torch.arange(8) % 3)
+        results.append(cases.weights_of(model))
+    torch.testing.assert_close(*results, rtol=1e-11, atol=1e-12)
+
+
+def test_a_mask_on_a_device_takes_at_most_four_bytes_per_weight_with_what_it_saves():
+    weight = torch.empty(64, 100, device=META)
+    for share in (0.1, 0.5, 0.6, 0.9):
+        mask = torch.zeros(6400, dtype=torch.bool)
+        mask[torch.randperm(6400)[: int(share * 6400)]] = True
+        index = PackedMask.pack(mask.view(64, 100)).placed(weight).index
+        held = index.values.numel() * index.values.element_size()
+        saved = 4 * (6400 if index.kind == "bits" else int(share * 6400))
+        assert index.values.device == META
+        assert held + saved <= 4 * 6400 + (6400 / 8 if index.kind == "bits" else 0)
+
+
+def test_rho_may_be_a_tensor_that_the_host_does_not_read():
+    model = network(2)
+    opt = sparsesam.SAM(sgd(model), model, rho=0.1, rho_schedule=sparsesam.Warmup(4))
+    rho = opt.param_groups[0]["rho"] = torch.empty((), device=META)
+    closure_step(model, opt, *batch())
+    assert opt.param_groups[0]["rho"] is rho
+
+
+def test_a_rho_that_is_a_tensor_follows_its_schedule_in_place():
+    model = cases.mlp()
+    opt = sparsesam.SAM(cases.sgd(model), model, rho=0.1, rho_schedule=sparsesam.Warmup(4))
+    rho = opt.param_groups[0]["rho"] = torch.tensor(0.4, dtype=torch.float64)
+    x, y = cases.vectors()
+    nn.functional.cross_entropy(model(x), y).backward()
+    before = cases.weights_of(model)
+    with opt.perturbed():
+        moves = [now - then for now, then in zip(cases.weights_of(model), before, strict=True)]
+    assert opt.param_groups[0]["rho"] is rho
+    assert rho.item() == pytest.approx(0.1)
+    assert torch.cat([move.reshape(-1) for move in moves]).norm().item() == pytest.approx(0.1)
