@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -124,13 +124,6 @@ class PackedMask:
             else:
                 index = KeptIndex("bits", pack_bits(mask).to(weight.device), stride)
         return PackedMask(self.shape, self.count, None, index)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"shape": list(self.shape), "count": self.count, "bits": self.bits}
-
-    @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> PackedMask:
-        return cls(torch.Size(state["shape"]), int(state["count"]), state["bits"])
 
 
 def pack_bits(flat: Tensor) -> Tensor:
