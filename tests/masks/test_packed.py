@@ -76,9 +76,10 @@ def test_an_index_follows_the_layout_of_its_weight():
     assert torch.equal(again.unpack(), mask)
 
 
-def test_two_of_four_is_told_along_the_output_dimension():
+def test_n_of_m_is_told_along_the_output_dimension():
     mask = torch.tensor([[1, 0], [1, 1], [0, 1], [0, 0]] * 2, dtype=torch.bool)
-    assert PackedMask.pack(mask).is_two_of_four
-    assert not PackedMask.pack(mask.t().contiguous()).is_two_of_four
-    assert not PackedMask.pack(mask[:6]).is_two_of_four
-    assert not PackedMask.pack(torch.ones_like(mask)).is_two_of_four
+    assert PackedMask.pack(mask).is_n_of_m(2, 4)
+    assert not PackedMask.pack(mask).is_n_of_m(1, 2)
+    assert not PackedMask.pack(mask.t().contiguous()).is_n_of_m(2, 4)
+    assert not PackedMask.pack(mask[:6]).is_n_of_m(2, 4)
+    assert not PackedMask.pack(torch.ones_like(mask)).is_n_of_m(2, 4)

@@ -1,65 +1,89 @@
-"""The implicit ascent's input gradient through a 2:4 mask, on GPUs that multiply by 2:4 sparse matrices.
+"""The implicit ascent's input gradient through an N:M mask, on GPUs that multiply by such matrices.
 
-    dX = dY · (W ⊙ m),   W of shape (out, in), two of every four entries along `out` kept
+    dX = dY · (W ⊙ m),   W of shape (out, in), two of every four entries along `out` kept (float32: one of every two)
 
-torch packs a matrix that is 2:4 along its rows, so (W ⊙ m)ᵀ is packed, anew in each ascent because the weights
-have moved, and F.linear(dY, packed) = dY · packedᵀ is the product. Not yet run on a GPU: `can_pack` is False
-without one, and the masked dense product is the reference.
+torch packs a matrix along its rows, so (W ⊙ m)ᵀ is packed, anew in each ascent because the weights have moved, and
+F.linear(dY, packed) = dY · packedᵀ is the product. Which of torch's backends takes what:
+
+    cuSPARSELt   float16, bfloat16    2:4    compute capability 8.0 or higher
+    CUTLASS      float16, bfloat16    2:4    compute capability 8.x
+                 float32, as TF32     1:2    compute capability 8.x, where float32 products may use TF32
+
+A 2:4 mask in float32 must not be packed: CUTLASS would keep one of two and drop the rest silently. A 1:2 mask is also a
+2:4 mask. Not yet run on a GPU: without one, the masked dense product is used.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.sparse import SparseSemiStructuredTensor
+from torch.sparse.semi_structured import SparseSemiStructuredTensorCUSPARSELT, SparseSemiStructuredTensorCUTLASS
 
 from sparsesam.masks.packed import PackedMask
 
-#: Sparse tensor cores came with compute capability 8.0 (Ampere).
-_FIRST_CAPABILITY = (8, 0)
-_DTYPES = (torch.float16, torch.bfloat16)
-#: Both sides of the packed matrix must be multiples of this for every dtype that we pack.
-_MULTIPLE = 64
+Backend = type[SparseSemiStructuredTensor]
 
 
-def can_pack(dy: Tensor, weight: Tensor, mask: PackedMask) -> bool:
-    """Whether device, dtype, shape and mask allow the sparse product."""
-    return (
-        weight.device.type == "cuda"
-        and torch.cuda.get_device_capability(weight.device) >= _FIRST_CAPABILITY
-        and fits(dy, weight, mask)
-    )
+@dataclass(frozen=True)
+class Hardware:
+    """What decides about the backend beside the matrices."""
+
+    capability: tuple[int, int]
+    has_cusparselt: bool
+    allows_tf32: bool
+
+    @classmethod
+    def of(cls, device: torch.device) -> Hardware | None:
+        """None where there is no CUDA device."""
+        if device.type != "cuda":
+            return None
+        allows_tf32 = torch.get_float32_matmul_precision() != "highest"
+        return cls(torch.cuda.get_device_capability(device), torch.backends.cusparselt.is_available(), allows_tf32)
 
 
-def fits(dy: Tensor, weight: Tensor, mask: PackedMask) -> bool:
-    """The guards that do not depend on the machine."""
+def choose_backend(dy: Tensor, weight: Tensor, mask: PackedMask, hardware: Hardware | None) -> Backend | None:
+    """The backend that can compute the product; None: none can."""
+    if hardware is None or weight.dim() != 2 or dy.dtype != weight.dtype:
+        return None
+    backend: Backend
+    if dy.dtype in (torch.float16, torch.bfloat16) and mask.is_n_of_m(2, 4):
+        if hardware.has_cusparselt and hardware.capability >= (8, 0):
+            backend = SparseSemiStructuredTensorCUSPARSELT
+        elif hardware.capability[0] == 8:
+            backend = SparseSemiStructuredTensorCUTLASS
+        else:
+            return None
+    elif dy.dtype == torch.float32 and mask.is_n_of_m(1, 2):
+        if not hardware.allows_tf32 or hardware.capability[0] != 8:
+            return None
+        backend = SparseSemiStructuredTensorCUTLASS
+    else:
+        return None
+    return backend if _fits(dy, weight, backend) else None
+
+
+def _fits(dy: Tensor, weight: Tensor, backend: Backend) -> bool:
+    """Whether the shapes are multiples of what torch asks for; (in, out) is the shape of what is packed."""
+    sizes = backend._DTYPE_SHAPE_CONSTRAINTS[weight.dtype]
+    outputs, inputs = weight.shape
     rows = dy.numel() // dy.shape[-1]
-    return (
-        weight.dim() == 2
-        and dy.dtype in _DTYPES
-        and all(size % _MULTIPLE == 0 for size in weight.shape)
-        and rows % 8 == 0
-        and 2 * mask.count == mask.numel
-        and is_two_of_four(mask.unpack())
-    )
+    wanted = ((inputs, sizes.sparse_min_rows), (outputs, sizes.sparse_min_cols), (rows, sizes.dense_min_rows))
+    return all(size % multiple == 0 for size, multiple in wanted)
 
 
-def is_two_of_four(mask: Tensor) -> bool:
-    """Whether exactly two of every four consecutive entries along the output dimension are kept."""
-    if mask.dim() != 2 or mask.shape[0] % 4:
-        return False
-    return bool((mask.view(mask.shape[0] // 4, 4, -1).sum(1) == 2).all())
-
-
-def sparse_input_gradient(dy: Tensor, weight: Tensor, mask: PackedMask) -> Tensor:
-    """dY · (W ⊙ m) by the sparse product; dY (…, out) to dX (…, in)."""
-    masked = (weight * mask.unpack(weight.device)).t().contiguous()
-    packed = torch.sparse.to_sparse_semi_structured(masked)
-    return F.linear(dy.flatten(0, -2), packed).view(*dy.shape[:-1], weight.shape[1])
+def to_pack(weight: Tensor, mask: PackedMask) -> Tensor:
+    """(W ⊙ m)ᵀ, contiguous."""
+    return (weight * mask.unpack(weight.device)).t().contiguous()
 
 
 def input_gradient(dy: Tensor, weight: Tensor, mask: PackedMask) -> Tensor:
-    """dY · (W ⊙ m), sparse where that can be, otherwise masked and dense."""
-    if can_pack(dy, weight, mask):
-        return sparse_input_gradient(dy, weight, mask)
-    return dy @ (weight * mask.unpack(weight.device)).conj()
+    """dY · (W ⊙ m), dY (…, out) to dX (…, in); sparse where that can be, otherwise masked and dense."""
+    backend = choose_backend(dy, weight, mask, Hardware.of(weight.device))
+    if backend is None:
+        return dy @ (weight * mask.unpack(weight.device)).conj()
+    packed = backend.from_dense(to_pack(weight, mask))
+    return F.linear(dy.flatten(0, -2), packed).view(*dy.shape[:-1], weight.shape[1])

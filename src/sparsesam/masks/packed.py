@@ -40,6 +40,7 @@ class PackedMask:
         self.count = count
         self.index = index
         self._bits = bits
+        self._patterns: dict[tuple[int, int], bool] = {}
 
     @classmethod
     def pack(cls, mask: Tensor) -> PackedMask:
@@ -75,12 +76,16 @@ class PackedMask:
         some = by_row.any(1)
         return some.nonzero().squeeze(1) if torch.equal(some, by_row.all(1)) else None
 
-    @cached_property
-    def is_two_of_four(self) -> bool:
-        """Whether exactly two of every four consecutive entries along dimension 0 of a matrix are kept."""
-        if len(self.shape) != 2 or self.shape[0] % 4 or 2 * self.count != self.numel:
+    def is_n_of_m(self, n: int, m: int) -> bool:
+        """Whether exactly n of every m consecutive entries along dimension 0 of a matrix are kept; looked at once."""
+        if (n, m) not in self._patterns:
+            self._patterns[n, m] = self._looks_like(n, m)
+        return self._patterns[n, m]
+
+    def _looks_like(self, n: int, m: int) -> bool:
+        if len(self.shape) != 2 or self.shape[0] % m or m * self.count != n * self.numel:
             return False
-        return bool((self.unpack().view(self.shape[0] // 4, 4, -1).sum(1) == 2).all())
+        return bool((self.unpack().view(self.shape[0] // m, m, -1).sum(1) == n).all())
 
     def unpack(self, device: torch.device | None = None) -> Tensor:
         if self.index is not None:
