@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -123,6 +124,84 @@ def test_step_and_ascent_inside_the_block():
         assert cases.same_bits(before, cases.weights_of(model))
 
 
+def test_a_model_that_is_no_module():
+    model = cases.mlp()
+    with pytest.raises(TypeError, match=r"model must be the torch\.nn\.Module .* got 'm'"):
+        sparsesam.SAM(cases.sgd(model), "m")
+
+
+@pytest.mark.parametrize("option", [{"every": 1.5}, {"start": 0.5}, {"every": "2"}])
+def test_counts_of_steps_are_whole_numbers(option):
+    model = cases.mlp()
+    (name,) = option
+    with pytest.raises(ValueError, match=f"{name} must be a whole number"):
+        sparsesam.SAM(cases.sgd(model), model, **option)
+
+
+def test_refreshes_come_at_whole_numbers_of_steps():
+    with pytest.raises(ValueError, match=r"every must be a whole number of at least 1 step, got 1\.5"):
+        sparsesam.every_steps(1.5)
+    with pytest.raises(ValueError, match="must be whole numbers of at least 1"):
+        sparsesam.every_epochs(0.5, steps_per_epoch=10)
+    assert sparsesam.every_epochs(np.int64(2), steps_per_epoch=3).every == 6
+
+
+def test_a_closure_that_adds_to_older_gradients():
+    model = cases.mlp()
+    opt = sparsesam.SAM(cases.sgd(model), model)
+    x, y = cases.vectors()
+
+    def closure():
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    opt.step(closure)  # nothing is there before the first step
+    before = cases.weights_of(model)
+    with pytest.raises(RuntimeError, match=r"Clear them in the closure"):
+        opt.step(closure)
+    assert cases.same_bits(before, cases.weights_of(model))
+    opt.zero_grad(set_to_none=False)
+    opt.step(closure)  # zeros are as good as nothing
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("by", ["wrapper", "base", "model"])
+def test_every_way_to_clear_gradients_in_a_closure_is_one(by, to_none):
+    model = cases.mlp()
+    opt = sparsesam.SAM(cases.sgd(model), model)
+    clear = {"wrapper": opt, "base": opt.base, "model": model}[by].zero_grad
+    x, y = cases.vectors()
+
+    def closure():
+        clear(set_to_none=to_none)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        opt.step(closure)
+    assert opt.steps == 3
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_second_gradient_may_be_cleared_instead_of_used(to_none):
+    model = cases.mlp()
+    opt = sparsesam.SAM(cases.sgd(model), model)
+    x, y = cases.vectors()
+    for _ in range(2):
+        F.cross_entropy(model(x), y).backward()
+        with opt.perturbed():
+            F.cross_entropy(model(x), y).backward()
+        model.zero_grad(set_to_none=to_none)
+    F.cross_entropy(model(x), y).backward()
+    with opt.perturbed():
+        F.cross_entropy(model(x), y).backward()
+    model[0].weight.square().sum().backward()  # a penalty at w, added to the gradient at w + e
+    opt.step()
+    assert opt.steps == 1
+
+
 def test_a_closure_that_makes_no_gradients():
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model)
@@ -132,7 +211,7 @@ def test_a_closure_that_makes_no_gradients():
 
     def only_once():
         if opt.in_second_pass:
-            return None
+            return torch.tensor(1.0)
         return cases.closure_for(model, opt, *cases.vectors())()
 
     with pytest.raises(RuntimeError, match="second pass made no gradients"):

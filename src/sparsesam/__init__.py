@@ -2,7 +2,7 @@
 
 from sparsesam.budget import BudgetMask, budget_mask
 from sparsesam.masks.fisher import FisherDiagonal, fisher_diagonal
-from sparsesam.masks.fixed import NORMALIZATION, FixedMask, fixed_mask
+from sparsesam.masks.fixed import NORMALIZATION, FixedMask, fixed_mask, normalization_layers
 from sparsesam.masks.mask import DynamicMask, Mask, MaskRule, RandomMask
 from sparsesam.masks.patterns import NM, NMFilters, Pattern, PerLayer, Structured, Unstructured, as_pattern
 from sparsesam.masks.recipes import dynamic_mask, fisher_mask, random_mask
@@ -55,6 +55,7 @@ __all__ = [
     "fisher_mask",
     "fixed_mask",
     "manual",
+    "normalization_layers",
     "random_mask",
     "recommended",
 ]

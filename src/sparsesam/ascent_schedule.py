@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass
 from typing import Literal
 
+from sparsesam.masks.refresh import is_whole_number
+
 OffSteps = Literal["skip", "reuse"]
 
 
@@ -24,10 +26,12 @@ class AscentSchedule:
     start: int = 0
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"every must be at least 1, got {self.every}; 1 perturbs in every step")
-        if self.start < 0:
-            raise ValueError(f"start must be at least 0, got {self.start}; it is the first step with a perturbation")
+        if not is_whole_number(self.every) or self.every < 1:
+            raise ValueError(f"every must be a whole number of at least 1, got {self.every}; 1 perturbs in every step")
+        if not is_whole_number(self.start) or self.start < 0:
+            raise ValueError(
+                f"start must be a whole number of at least 0, got {self.start}; it is the first step that ascends"
+            )
         if self.off_steps not in ("skip", "reuse"):
             raise ValueError(f'off_steps must be "skip" or "reuse", got {self.off_steps!r}')
 

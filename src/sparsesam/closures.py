@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsesam.ascent.old_gradient import Treatment
 from sparsesam.ascent.statistics import StatisticsSnapshot
 from sparsesam.ascent.subset import ascent_part
 from sparsesam.ascent.tensors import map_tensors
 from sparsesam.ascent_schedule import StepKind
-from sparsesam.parameters import OutsideGradients
+from sparsesam.parameters import OutsideGradients, gradients_of
 from sparsesam.step import Phase, Step
 
 Closure = Callable[..., Any]
@@ -31,6 +32,7 @@ def run_closure(step: Step, closure: Closure, batch: Any, zero_grad: Callable[[]
     if step.kind is StepKind.PLAIN:
         loss = _pass(call, batch)
         step.phase = Phase.READY
+        step.is_empty = loss is None and not _has_gradients(step)
         return loss
     climbs, here, rng = step.climbs, None, None
     if climbs:
@@ -41,12 +43,16 @@ def run_closure(step: Step, closure: Closure, batch: Any, zero_grad: Callable[[]
             )
         rng = step.context.rng.read()
         here = _first_pass(step, call, batch)
+        if step.is_empty:
+            return here
     with step.away(batch, statistics_return=climbs and fraction == 1):
         zero_grad()
         if rng is not None:
             step.context.rng.write(rng)
         with step.context.engine.second_pass(step.first):
             there = _pass(call, batch)
+    is_left_out = there is None or (step.context.counters.steps > 0 and not climbs)
+    step.is_empty = is_left_out and not _has_gradients(step)
     # Like the normalization statistics, the loss is of the whole batch.
     return here if climbs and fraction == 1 else there
 
@@ -57,13 +63,51 @@ def _first_pass(step: Step, call: Callable[[Any], Any], batch: Any) -> Any:
         # Normalization statistics are those of the whole batch, which the second pass sees.
         part = ascent_part(batch, context.settings.ascent_fraction)
         statistics = StatisticsSnapshot(context.model)
-    outside = OutsideGradients(context.model, context.base)
-    with step.first_pass(in_closure=True):
-        loss = _pass(call, part)
+    outside, old = OutsideGradients(context.model, context.base), step.watch_gradients()
+    try:
+        with step.first_pass(in_closure=True):
+            loss = _pass(call, part)
+    finally:
+        old.release()
     outside.restore()
+    _judge(step, old.treatment(), loss)
     if statistics is not None:
         statistics.restore()
     return loss
+
+
+def _judge(step: Step, treatment: Treatment, loss: Any) -> None:
+    """Refuse a closure that adds to older gradients, and note one that computes none."""
+    accumulates = step.context.closure_accumulates
+    if treatment is Treatment.ADDED_TO and not accumulates:
+        raise RuntimeError(
+            "the closure added to gradients that were there before: the second pass would see only what the closure "
+            "computes, not what was accumulated. Clear them in the closure (opt.zero_grad()), or to accumulate: in "
+            "Lightning, callbacks=[sparsesam.integrations.lightning.AccumulatedAscent()]; in a loop of your own, all "
+            "micro-batches in the first pass and again in `with opt.perturbed():`; for the closures of davda54/sam "
+            "and pytorch-optimizer, sparsesam.compat.SAM"
+        )
+    untouched = treatment is Treatment.UNTOUCHED and not accumulates
+    step.is_empty = untouched or (loss is None and not _has_gradients(step))
+
+
+def run_empty_closure(step: Step, closure: Closure) -> Any:
+    """Call a closure after perturbed(): Lightning's manual optimization adds one that only calls hooks."""
+    old = step.watch_gradients()
+    try:
+        result = _pass(lambda _: closure(), None)
+    finally:
+        old.release()
+    if old.treatment() is not Treatment.UNTOUCHED:
+        raise RuntimeError(
+            "step(closure) after perturbed(): the gradient at w + e is there already; call step() without a closure, "
+            "or leave both passes to step(closure)"
+        )
+    return result
+
+
+def _has_gradients(step: Step) -> bool:
+    return next(gradients_of(step.context.base), None) is not None
 
 
 def _pass(call: Callable[[Any], Any], batch: Any) -> Any:

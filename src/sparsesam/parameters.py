@@ -113,11 +113,30 @@ def _is_on_accelerator(value: object) -> bool:
     return isinstance(value, Tensor) and value.device.type != "cpu"
 
 
+def check_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse the call of other packages, ``SAM(params, SGD, rho=…, lr=…)``, with the way out."""
+    takes_class = any(isinstance(one, type) for one in (*args[:2], kwargs.get("base"), kwargs.get("base_optimizer")))
+    if takes_class or {"lr", "params", "base_optimizer"} & kwargs.keys():
+        raise TypeError(
+            f"base must be a torch.optim.Optimizer instance, and model its nn.Module: write {name}(torch.optim.SGD("
+            "model.parameters(), lr=0.1), model, rho=0.05). The call SAM(params, SGD, rho=0.05, lr=0.1) of davda54/sam "
+            "and pytorch-optimizer, with first_step() and second_step(), is sparsesam.compat.SAM"
+        )
+
+
+def check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be the torch.nn.Module that the base optimizer trains, got {model!r}; "
+            "write SAM(torch.optim.SGD(model.parameters(), lr=0.1), model)"
+        )
+
+
 def check_base(base: object) -> None:
     if not isinstance(base, Optimizer):
         raise TypeError(
             f"base must be a torch.optim.Optimizer instance, got {base!r}; "
-            "write SAM(torch.optim.SGD(model.parameters(), lr=0.1), model)"
+            "write SAM(torch.optim.SGD(model.parameters(), lr=0.1), model), or use sparsesam.compat.SAM"
         )
     if isinstance(base, torch.optim.LBFGS):
         raise TypeError(

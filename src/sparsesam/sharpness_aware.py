@@ -17,18 +17,19 @@ from sparsesam.ascent.engine import Engine
 from sparsesam.ascent.explicit import Perturbation
 from sparsesam.ascent.extrapolation import Extrapolation
 from sparsesam.ascent.momentum import require_momentum_setting
+from sparsesam.ascent.old_gradient import OldGradient
 from sparsesam.ascent.rng import RNGState
 from sparsesam.ascent.saved_entries import dense_entries, kept_in
 from sparsesam.ascent.statistics import versions
 from sparsesam.ascent_schedule import StepKind
-from sparsesam.closures import run_closure
+from sparsesam.closures import run_closure, run_empty_closure
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.state import MaskState
-from sparsesam.parameters import gradients_of, named, option_keys, require_gradients
+from sparsesam.parameters import check_model, gradients_of, named, option_keys, require_gradients
 from sparsesam.settings import Settings
 from sparsesam.step import Phase, Step
 from sparsesam.step_context import Counters, StepContext
-from sparsesam.wrapper import OptimizerWrapper, OwnTensors
+from sparsesam.wrapper import OptimizerWrapper, OwnTensors, inside_wrappers
 
 _CHECKPOINT_VERSION = 2
 
@@ -51,6 +52,7 @@ class SharpnessAware(OptimizerWrapper):
         adaptive: bool | Literal["all"],
         eta: float,
     ) -> None:
+        check_model(model)
         settings.check_model(model)
         settings.check_mask(mask)
         super().__init__(base, model, {"rho": rho, "adaptive": adaptive, "eta": eta, "perturb": True})
@@ -74,7 +76,7 @@ class SharpnessAware(OptimizerWrapper):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps left the weights alone, both gradients being not finite."""
+        """How many steps left the weights alone: both gradients not finite, or a closure that computed none."""
         return self._context.counters.skipped_steps
 
     @property
@@ -109,6 +111,26 @@ class SharpnessAware(OptimizerWrapper):
         """Whether the weights are at w + e: metrics of such a pass are not those of the model."""
         return self._step is not None and self._step.phase is Phase.PERTURBED
 
+    @property
+    def last_ascent_norm(self) -> float | None:
+        """||g|| of the last ascent, as ``norm`` and ``adaptive`` define it; None before the first."""
+        norm = self._context.last_ascent_norm
+        return None if norm is None else float(norm)
+
+    @property
+    def closure_accumulates(self) -> bool:
+        """For trainers whose closure adds to the gradients of earlier micro-batches.
+
+        In the second pass gradients start from zero: their closure must run the earlier micro-batches again there. Any
+        other closure that adds to older gradients is refused.
+        """
+        return self._context.closure_accumulates
+
+    @closure_accumulates.setter
+    def closure_accumulates(self, value: bool) -> None:
+        self._context.closure_accumulates = value
+
+    @inside_wrappers
     @_disable_dynamo  # as torch.optim does; compiled, the weights would be moved twice
     @torch.no_grad()
     def step(
@@ -131,26 +153,34 @@ class SharpnessAware(OptimizerWrapper):
         """
         if self.in_second_pass:
             raise RuntimeError("step() inside perturbed() would update the weights at w + e; call it after the block")
+        if self._step is not None and self._step.phase is Phase.READY:
+            step = self._step
+            with self._discarded_on_error():
+                result = None if closure is None else run_empty_closure(step, closure)
+            self._descend(step)
+            return result
         if closure is None:
             if self._step is None and self._only_makes_state():
                 self.base.step()
                 return None
-            if self._step is None or self._step.phase is not Phase.READY:
-                raise RuntimeError(
-                    "step() needs a gradient at w + e: pass a closure, or run the second pass in "
-                    "`with opt.perturbed(): loss_fn(model(x), y).backward()` before step()"
-                )
-            self._descend(self._step)
-            return None
+            raise RuntimeError(
+                "step() needs a gradient at w + e: pass a closure, or run the second pass in "
+                "`with opt.perturbed(): loss_fn(model(x), y).backward()` before step(); in Lightning with "
+                "precision 16-mixed, add the plugin sparsesam.integrations.lightning.SharpnessAwareMixedPrecision"
+            )
         step = self._begin()
         with self._discarded_on_error():
             loss = run_closure(step, closure, batch, self.zero_grad)
-        if scaler is None:
+        if step.is_empty:
+            self._skip("the closure computed no gradient: no step is taken (opt.skipped_steps)")
+        elif scaler is None:
             self._descend(step)
         else:
             scaler.step(self)
+            self._step = None  # after an overflow the scaler takes no step
         return loss
 
+    @inside_wrappers
     @contextmanager
     def first_pass(self, *, batch: Any = None) -> Iterator[None]:
         """Within the block, ``loss.backward()`` computes only the gradients that the ascent needs.
@@ -173,6 +203,7 @@ class SharpnessAware(OptimizerWrapper):
                 yield
         step.phase = Phase.BETWEEN
 
+    @inside_wrappers
     @contextmanager
     def perturbed(self, *, batch: Any = None) -> Iterator[None]:
         """Within the block the weights are at w + e and gradients start from zero; run the second pass there.
@@ -187,6 +218,8 @@ class SharpnessAware(OptimizerWrapper):
             )
         if self.in_second_pass:
             raise RuntimeError("perturbed() must not be entered twice; leave the first block before the next ascent")
+        with self._discarded_on_error():
+            self._context.require_second_gradient_used()
         step = self._step
         if step is None or step.phase is not Phase.BETWEEN:
             step = self._begin()
@@ -198,12 +231,16 @@ class SharpnessAware(OptimizerWrapper):
             self.zero_grad()
             with self._context.engine.second_pass(step.first):
                 yield
+        self._context.second_gradient = OldGradient([one.parameter for one in step.params])
 
+    @inside_wrappers
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
+        self._context.forget_second_gradient()
         if self._step is not None and self._step.phase in (Phase.BETWEEN, Phase.READY):
             self._step = None  # its gradient is gone
 
+    @inside_wrappers
     def refresh_mask(self, *, now: bool = False, batch: Any = None) -> None:
         """Make the mask anew in the next ascent, or ``now`` (for SSAM-D, after a backward pass)."""
         masks = self._context.masks
@@ -335,14 +372,19 @@ class SharpnessAware(OptimizerWrapper):
     @torch.no_grad()
     def _descend(self, step: Step) -> None:
         require_gradients(self.base, "second")
-        self._step = None
-        counters = self._context.counters
+        self._context.forget_second_gradient()
         if step.ascent_failed and not all(bool(gradient.isfinite().all()) for gradient in gradients_of(self.base)):
-            counters.skipped_steps += 1
-            self._context.warn_once(
-                "both gradients of a step are not finite: the weights are left alone (opt.skipped_steps)"
-            )
-        else:
-            step.update()
-        counters.steps += 1
+            self._skip("both gradients of a step are not finite: the weights are left alone (opt.skipped_steps)")
+            return
+        self._step = None
+        step.update()
+        self._context.counters.steps += 1
         self._statistics_at = versions(self.model)
+
+    def _skip(self, why: str) -> None:
+        """A step that leaves the weights alone."""
+        self._step = None
+        self._context.counters.skipped_steps += 1
+        self._context.counters.steps += 1
+        self._statistics_at = versions(self.model)
+        self._context.warn_once(why)

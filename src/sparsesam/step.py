@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sparsesam.ascent.extrapolation import TrackedWeight
 from sparsesam.ascent.first_pass import FirstPass
+from sparsesam.ascent.old_gradient import OldGradient
 from sparsesam.ascent.on_device import is_usable
 from sparsesam.ascent.plan import ONE_PASS
 from sparsesam.ascent.renormalized import RenormalizedWeights
@@ -47,11 +48,16 @@ class Step:
         self.first: FirstPass | None = None
         self.has_every_gradient = True  # no block of the first pass left out a gradient
         self.ascent_failed = False
+        self.is_empty = False  # the closure computed no gradient
 
     @property
     def climbs(self) -> bool:
         """Whether it needs a first pass."""
         return self.context.settings.takes_first_pass(self.kind)
+
+    def watch_gradients(self) -> OldGradient:
+        """Watch what happens to gradients that are there now, of weights that the ascent moves."""
+        return OldGradient([one.parameter for one in self.params if not self._target(one, one.parameter).is_still])
 
     # ---- first pass --------------------------------------------------------------------------------------
 
@@ -179,7 +185,7 @@ class Step:
         if all(target.is_still for target in targets):
             context.counters.skipped_ascents += not targets  # no gradient came through the unperturbed layers
             return
-        norm = context.perturbation.norm(targets, context.settings.norm)
+        norm = context.last_ascent_norm = context.perturbation.norm(targets, context.settings.norm)
         if isinstance(norm, Tensor):  # on a device, which follows the same rule without telling the host
             context.perturbation.apply(targets, norm)
             context.counters.skip_where(~is_usable(norm))

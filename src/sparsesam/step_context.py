@@ -15,6 +15,7 @@ from sparsesam.ascent.engine import Engine
 from sparsesam.ascent.explicit import Perturbation
 from sparsesam.ascent.extrapolation import Extrapolation
 from sparsesam.ascent.momentum import momentum_of, require_momentum
+from sparsesam.ascent.old_gradient import OldGradient, Treatment
 from sparsesam.ascent.plan import ONE_PASS
 from sparsesam.ascent.rng import RNGState
 from sparsesam.distributed import is_sharded
@@ -64,6 +65,12 @@ class StepContext:
     perturbation: Perturbation
     extrapolation: Extrapolation
     rng: RNGState
+    #: ||g|| of the last ascent.
+    last_ascent_norm: float | Tensor | None = None
+    #: The closure adds to the gradients of earlier micro-batches, and runs them again in the second pass.
+    closure_accumulates: bool = False
+    #: That of perturbed(), until it is used or cleared.
+    second_gradient: OldGradient | None = None
     is_joining: bool = False  # within torch's Join, where ranks answer no collectives but those of DDP
     _warned: set[str] = field(default_factory=set)
 
@@ -119,6 +126,23 @@ class StepContext:
             return False
         require_momentum(self.base, [one.parameter for one in params])
         return True
+
+    def forget_second_gradient(self) -> None:
+        if self.second_gradient is not None:
+            self.second_gradient.release()
+            self.second_gradient = None
+
+    def require_second_gradient_used(self) -> None:
+        """The gradient of the last perturbed() was used by a step, or cleared."""
+        before = self.second_gradient
+        self.forget_second_gradient()
+        if before is not None and before.treatment() is Treatment.ADDED_TO:
+            raise RuntimeError(
+                "this first pass added to the gradient of the last perturbed(), which no step() has used: with micro-"
+                "batches, run all of them in the first pass and all again in one perturbed() block, then step(); with "
+                "accelerator.accumulate, use sparsesam.integrations.accelerate.AccumulatedPasses. To leave a step out, "
+                "call opt.zero_grad()"
+            )
 
     def warn_once(self, text: str) -> None:
         kind = text.split(":")[0]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from sparsesam.distributed import StateJoinHook, is_joining, refuse_fsdp1
 from sparsesam.parameters import (
     PerturbedParam,
     check_base,
+    check_call,
     check_group,
     gradients_of,
     named,
@@ -34,12 +36,36 @@ OWN = "sparsesam"
 #: By kind (such as "mask") and parameter name.
 OwnTensors = dict[str, dict[str, Tensor]]
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def inside_wrappers(method: Method) -> Method:
+    """Act on the optimizer itself when called on the object that Lightning or Fabric hands out in its place.
+
+    That object inherits from the optimizer's class and holds the optimizer in ``_optimizer``: it reads attributes
+    there, but would keep to itself what is written.
+    """
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(self.__dict__.get("_optimizer", self), *args, **kwargs)
+
+    return cast(Method, call)
+
 
 class OptimizerWrapper(Optimizer, Joinable):
     """Around any optimizer, with options of its own in the parameter groups and state of its own in checkpoints.
 
     ``param_groups`` and ``state`` are the base optimizer's own, so a scheduler may drive either of the two.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> OptimizerWrapper:  # (typing.Self needs Python 3.11)
+        cls._check_call(args, kwargs)
+        return super().__new__(cls)
+
+    @classmethod
+    def _check_call(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        check_call(cls.__name__, args, kwargs)
 
     def __init__(self, base: Optimizer, model: nn.Module, options: dict[str, Any]) -> None:
         check_base(base)
@@ -102,6 +128,7 @@ class OptimizerWrapper(Optimizer, Joinable):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.base.zero_grad(set_to_none)
 
+    @inside_wrappers
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.base.add_param_group(param_group)
         try:

@@ -16,6 +16,7 @@ from tests.integrations import snippets
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
+from sparsesam.integrations.accelerate import AccumulatedPasses  # noqa: E402
 from sparsesam.integrations.hugging_face import SharpnessAwareTrainer  # noqa: E402
 
 
@@ -151,6 +152,53 @@ def test_the_optimizer_of_the_training_arguments_on_top_of_another_trainer(tmp_p
     assert (opt.steps, opt.param_groups[0]["lr"]) == (10, 0.02)
 
 
+def test_rho_sparsity_norm_and_counters_are_logged_with_the_loss(tmp_path):
+    model = language_model()
+    opt = masked(model, rho_schedule=sparsesam.Warmup(10))
+    trainer = SharpnessAwareTrainer(
+        model, arguments(tmp_path, logging_steps=5), train_dataset=sentences(), optimizers=(opt, None)
+    )
+    trainer.train()
+    first, second = [row for row in trainer.state.log_history if "loss" in row]
+    assert (first["sam/rho"], second["sam/rho"]) == (pytest.approx(0.15), pytest.approx(0.3))
+    assert first["sam/sparsity"] == pytest.approx(0.5, abs=0.01)
+    assert second["sam/ascent_norm"] == opt.last_ascent_norm > 0
+    assert first["sam/skipped_steps"] == 0
+
+
+def small(config, **more):
+    size = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    return config(**size, **heads, **more)
+
+
+def llama_like():
+    yield transformers.LlamaForCausalLM(small(transformers.LlamaConfig)), "LlamaRMSNorm", 5
+    yield transformers.MistralForCausalLM(small(transformers.MistralConfig)), "MistralRMSNorm", 5
+    t5 = transformers.T5Config(
+        vocab_size=20, d_model=8, d_kv=4, d_ff=16, num_layers=2, num_heads=2, decoder_start_token_id=0
+    )
+    yield transformers.T5ForConditionalGeneration(t5), "T5LayerNorm", 12
+
+
+@pytest.mark.parametrize(("model", "layer", "count"), list(llama_like()), ids=lambda one: str(one)[:20].split("(")[0])
+def test_rms_norm_of_transformers_is_a_normalization_layer(model, layer, count):
+    found = sparsesam.normalization_layers(model)
+    assert list(found.values()) == [layer] * count
+    mask = sparsesam.fixed_mask(types=sparsesam.NORMALIZATION)
+    opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.1, mask=mask, norm="masked")
+    tokens = torch.randint(0, 20, (2, 6), generator=torch.Generator().manual_seed(0))
+
+    def closure():
+        opt.zero_grad()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    assert {name for name, one in opt.masks.items() if one.any()} == {f"{name}.weight" for name in found}
+
+
 def test_another_optimizer_is_refused(tmp_path):
     model = language_model()
     with pytest.raises(TypeError, match="optimizers must hold sparsesam's SAM or SSAM, got SGD"):
@@ -176,6 +224,59 @@ def test_the_documented_accelerate_loop_equals_a_plain_one():
         opt.step()
     assert_same_weights(model, twin)
     assert left["opt"].steps == 5
+
+
+def accumulated(model, opt, loader, accelerator):
+    prepared_model, prepared, loader = accelerator.prepare(model, opt, loader)
+    passes = AccumulatedPasses(accelerator, prepared_model, opt)
+    for x, y in loader:
+        with accelerator.accumulate(prepared_model):
+            passes(lambda x=x, y=y: F.cross_entropy(prepared_model(x), y))
+            prepared.step()
+            prepared.zero_grad()
+
+
+@pytest.mark.parametrize("cadence", [{}, {"every": 2}, {"every": 2, "off_steps": "reuse"}], ids=str)
+def test_accelerator_accumulate_equals_a_plain_loop(cadence):
+    model = cases.mlp()
+    twin = copy.deepcopy(model)
+    loader = DataLoader(TensorDataset(*cases.vectors(40)), batch_size=8)
+    opt, other = (sparsesam.SAM(cases.sgd(m), m, rho=0.3, **cadence) for m in (model, twin))
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accumulated(model, opt, loader, accelerator)
+    micro = list(loader)
+    for group in (micro[at : at + 2] for at in range(0, 5, 2)):  # the last step has one micro-batch
+        other.zero_grad()
+        for x, y in group:
+            (F.cross_entropy(twin(x), y) / 2).backward()
+        with other.perturbed():
+            for x, y in group:
+                (F.cross_entropy(twin(x), y) / 2).backward()
+        other.step()
+    assert opt.steps == other.steps == 3
+    assert_same_weights(model, twin)
+
+
+def test_accelerator_accumulate_around_two_phases_is_refused():
+    model = cases.mlp()
+    loader = DataLoader(TensorDataset(*cases.vectors(40)), batch_size=8)
+    opt = sparsesam.SAM(cases.sgd(model), model, rho=0.3)
+    before = cases.weights_of(model)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    prepared_model, prepared, loader = accelerator.prepare(model, opt, loader)
+
+    def train():
+        for x, y in loader:
+            with accelerator.accumulate(prepared_model):
+                accelerator.backward(F.cross_entropy(prepared_model(x), y))
+                with opt.perturbed():
+                    accelerator.backward(F.cross_entropy(prepared_model(x), y))
+                prepared.step()
+                prepared.zero_grad()
+
+    with pytest.raises(RuntimeError, match="AccumulatedPasses"):
+        train()
+    assert cases.same_bits(before, cases.weights_of(model))
 
 
 def test_accelerate_saves_and_loads_masks_and_counters(tmp_path):

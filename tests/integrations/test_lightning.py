@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,13 @@ from tests import cases
 from tests.integrations import snippets
 
 pytorch_lightning = pytest.importorskip("pytorch_lightning")
+
+from sparsesam.integrations.lightning import (  # noqa: E402
+    AccumulatedAscent,
+    SharpnessAwareMixedPrecision,
+    SharpnessAwareMonitor,
+)
+
 logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
 
 Classifier = snippets.run(
@@ -66,7 +74,7 @@ def accumulating(options):
     return snippets.run("Lightning", 1, pytorch_lightning=pytorch_lightning, options=options)["trainer"]
 
 
-def plain(module, loader, *, count=1, clip=None, precision=nullcontext):
+def plain(module, loader, *, count=1, clip=None, precision=nullcontext, scaler=None):
     """Two epochs of two-phase steps, each over ``count`` batches; a step at an epoch's end may have fewer."""
     configured = module.configure_optimizers()
     (opt,), schedulers = configured if isinstance(configured, tuple) else ((configured,), [])
@@ -76,7 +84,7 @@ def plain(module, loader, *, count=1, clip=None, precision=nullcontext):
         for batch in group:
             with precision():
                 loss = module.training_step(batch, 0) / count
-            loss.backward()
+            (loss if scaler is None else scaler.scale(loss)).backward()
 
     for _ in range(2):
         steps = list(loader)
@@ -85,9 +93,13 @@ def plain(module, loader, *, count=1, clip=None, precision=nullcontext):
             backward(group)
             with opt.perturbed():
                 backward(group)
+            if scaler is not None:
+                scaler.unscale_(opt)
             if clip is not None:
                 nn.utils.clip_grad_norm_(module.parameters(), clip)
-            opt.step()
+            opt.step() if scaler is None else scaler.step(opt)
+            if scaler is not None:
+                scaler.update()
         for scheduler in schedulers:
             scheduler.step()
     return opt
@@ -117,10 +129,45 @@ def test_bf16_equals_a_plain_loop_under_autocast(tmp_path):
     assert_same_run(module, twin, opt)
 
 
-def test_fp16_is_refused_rather_than_taken_without_an_ascent(tmp_path):
-    plugin = pytorch_lightning.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    with pytest.raises(RuntimeError, match=r"step\(\) needs a gradient at w \+ e"):
-        fit(Classifier(cases.mlp()), {**quiet(tmp_path), "plugins": [plugin]})
+def fp16(plugin):
+    return [plugin("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**4))]
+
+
+def test_fp16_without_the_plugin_is_refused_with_its_name(tmp_path):
+    plugins = fp16(pytorch_lightning.plugins.MixedPrecision)
+    with pytest.raises(RuntimeError, match="SharpnessAwareMixedPrecision"):
+        fit(Classifier(cases.mlp()), {**quiet(tmp_path), "plugins": plugins})
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_fp16_equals_a_plain_loop_with_a_scaler(clip, count, tmp_path):
+    module = Classifier(cases.mlp(torch.float32))
+    twin = copy.deepcopy(module)
+    loader = batches(torch.float32)
+    accumulation = {"accumulate_grad_batches": count, "callbacks": [AccumulatedAscent()]} if count > 1 else {}
+    plugins = fp16(SharpnessAwareMixedPrecision)
+    fit(module, {**quiet(tmp_path), "plugins": plugins, "gradient_clip_val": clip, **accumulation}, loader=loader)
+    precision, scaler = (
+        partial(torch.autocast, "cpu", torch.float16, cache_enabled=False),
+        torch.amp.GradScaler("cpu", init_scale=2.0**4),
+    )
+    opt = plain(twin, loader, count=count, clip=clip, precision=precision, scaler=scaler)
+    assert_same_run(module, twin, opt)
+    assert cases.same_bits(cases.weights_of(module), cases.weights_of(twin)) or count > 1
+
+
+def test_an_overflow_leaves_out_a_step_and_lowers_the_scale(tmp_path):
+    class Overflowing(Configured):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * (torch.inf if batch_idx == 0 else 1.0)
+
+    module = Overflowing(cases.mlp(torch.float32), mask=sparsesam.random_mask(sparsity=0.5))
+    plugins = fp16(SharpnessAwareMixedPrecision)
+    with pytest.warns(RuntimeWarning, match="skipped_ascents"):
+        fit(module, {**quiet(tmp_path), "max_epochs": 1, "plugins": plugins}, loader=batches(torch.float32))
+    assert plugins[0].scaler.get_scale() == 2.0**3
+    assert module.trainer.optimizers[0].steps == 4
 
 
 def test_a_resumed_fit_equals_the_uninterrupted_one(tmp_path):
@@ -156,21 +203,256 @@ def test_accumulation_sees_the_same_random_numbers_in_both_passes(tmp_path):
     assert (first_again, last_again) == (first, last)
 
 
-def test_an_epochs_mean_of_what_is_logged_is_over_both_passes(tmp_path):
-    class Logging(Configured):
-        seen = ()
+def test_accumulation_without_the_callback_is_refused_in_the_first_step(tmp_path):
+    module = Classifier(cases.mlp())
+    before = cases.weights_of(module)
+    with pytest.raises(RuntimeError, match=r"AccumulatedAscent\(\)"):
+        fit(module, {**quiet(tmp_path), "accumulate_grad_batches": 2})
+    assert cases.same_bits(before, cases.weights_of(module))
 
-        def training_step(self, batch):
-            loss = super().training_step(batch, 0)
+
+class PartlyTrained(Configured):
+    """Its first layer is trainable, but not the optimizer's."""
+
+    def configure_optimizers(self):
+        base = torch.optim.SGD(self.net[2:].parameters(), lr=0.1, momentum=0.9)
+        return sparsesam.SAM(base, self.net, rho=0.3)
+
+
+@pytest.mark.parametrize("batches_of_four", [1, 2])
+def test_parameters_outside_of_the_optimizer_have_the_gradient_of_the_second_pass(batches_of_four, tmp_path):
+    count = batches_of_four
+    module = PartlyTrained(cases.mlp())
+    twin = copy.deepcopy(module)
+    options = {**quiet(tmp_path), "max_epochs": 1, "accumulate_grad_batches": count, "callbacks": [AccumulatedAscent()]}
+    fit(module, {**options, "limit_train_batches": 4})
+    opt = twin.configure_optimizers()
+    groups = list(batches())[:4]
+    sums = torch.zeros_like(twin.net[0].weight)
+    for group in (groups[at : at + count] for at in range(0, 4, count)):
+        opt.zero_grad()
+        for batch in group:
+            (twin.training_step(batch, 0) / count).backward()
+        with opt.perturbed():
+            twin.net[0].zero_grad()
+            for batch in group:
+                (twin.training_step(batch, 0) / count).backward()
+        sums += twin.net[0].weight.grad
+        opt.step()
+    torch.testing.assert_close(cases.weights_of(module), cases.weights_of(twin), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(module.net[0].weight.grad, sums)  # as with SGD, nobody clears it
+
+
+# ---- steps that are left out, and weight averaging -------------------------------------------------------
+
+
+class LeavingOut(Configured):
+    """Returns None for some batches: Lightning's way to leave out a step."""
+
+    def __init__(self, net, left_out, **options):
+        super().__init__(net, **options)
+        self.left_out = left_out
+
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx in self.left_out else super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        return sparsesam.SAM(cases.sgd(self.net), self.net, rho=0.3, **self.options)
+
+
+@pytest.mark.filterwarnings("ignore:the closure computed no gradient:RuntimeWarning")
+@pytest.mark.parametrize("options", [{}, {"every": 2}, {"ascent": "momentum"}], ids=str)
+def test_a_training_step_that_returns_none_takes_no_step(options, tmp_path):
+    module = LeavingOut(cases.mlp(), {0, 2}, **options)
+    twin = copy.deepcopy(module)
+    fit(module, {**quiet(tmp_path), "max_epochs": 1})
+    opt = twin.configure_optimizers()
+    for number, (x, y) in enumerate(batches()):
+        if number in (0, 2):
+            opt.step(opt.zero_grad)  # returns None
+        else:
+            opt.step(cases.closure_for(twin.net, opt, x, y))
+    assert cases.same_bits(cases.weights_of(module), cases.weights_of(twin))
+    assert module.trainer.optimizers[0].skipped_steps == 2
+
+
+def test_none_for_the_last_of_several_batches_leaves_out_that_batch(tmp_path):
+    module = LeavingOut(cases.mlp(), {1})
+    twin = copy.deepcopy(module)
+    fit(
+        module,
+        {**quiet(tmp_path), "max_steps": 1, "accumulate_grad_batches": 2, "callbacks": [AccumulatedAscent()]},
+    )
+    opt = twin.configure_optimizers()
+    x, y = next(iter(batches()))
+    (F.cross_entropy(twin.net(x), y) / 2).backward()
+    with opt.perturbed():
+        (F.cross_entropy(twin.net(x), y) / 2).backward()
+    opt.step()
+    torch.testing.assert_close(cases.weights_of(module), cases.weights_of(twin), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:the closure computed no gradient:RuntimeWarning")
+@pytest.mark.parametrize("callbacks", [[], [AccumulatedAscent()]], ids=["each batch", "accumulating"])
+def test_averaged_weights_get_their_statistics_in_an_epoch_without_steps(callbacks, tmp_path):
+    module = Configured(cases.convnet(), mask=sparsesam.random_mask(sparsity=0.5))
+    average = pytorch_lightning.callbacks.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
+    loader = DataLoader(TensorDataset(*cases.images(40)), batch_size=8)
+    options = {**quiet(tmp_path), "callbacks": [average, *callbacks], "accumulate_grad_batches": 1 + len(callbacks)}
+    fit(module, options, loader=loader)
+    averaged = copy.deepcopy(module.net)
+    for norm in (layer for layer in averaged if isinstance(layer, nn.BatchNorm2d)):
+        norm.reset_running_stats()
+        norm.momentum = None
+    for x, _ in loader:
+        averaged(x)
+    assert cases.same_bits(cases.weights_of(module), cases.weights_of(average._average_model))
+    torch.testing.assert_close(list(module.net.buffers()), list(averaged.buffers()))
+
+
+# ---- manual optimization ---------------------------------------------------------------------------------
+
+
+class Manual(Configured):
+    def __init__(self, net, **options):
+        super().__init__(net, mask=sparsesam.fixed_mask("4.*"), norm="masked", **options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        opt = self.optimizers()
+        opt.zero_grad()
+        with opt.first_pass():
+            self.manual_backward(super().training_step(batch, batch_idx))
+        with opt.perturbed():
+            self.manual_backward(super().training_step(batch, batch_idx))
+        opt.step()
+
+
+class ManualClosure(Manual):
+    def training_step(self, batch, batch_idx):
+        opt = self.optimizers()
+
+        def closure():
+            opt.zero_grad()
+            loss = Configured.training_step(self, batch, batch_idx)
+            self.manual_backward(loss)
+            return loss
+
+        opt.step(closure)
+
+
+@pytest.mark.parametrize("kind", [Manual, ManualClosure])
+def test_manual_optimization_equals_a_plain_loop(kind, tmp_path):
+    module = kind(cases.mlp())
+    twin = Configured(copy.deepcopy(module.net), **module.options)
+    fit(module, quiet(tmp_path))
+    assert_same_run(module, twin, plain(twin, batches()))
+    assert module.trainer.optimizers[0].engine_report()["engine"].startswith("on")
+
+
+def test_manual_optimization_in_fp16_equals_a_plain_loop(tmp_path):
+    module = Manual(cases.mlp(torch.float32))
+    twin = Configured(copy.deepcopy(module.net), **module.options)
+    loader = batches(torch.float32)
+    fit(module, {**quiet(tmp_path), "plugins": fp16(SharpnessAwareMixedPrecision)}, loader=loader)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    precision = partial(torch.autocast, "cpu", torch.float16, cache_enabled=False)
+    assert_same_run(module, twin, plain(twin, loader, precision=precision, scaler=scaler))
+
+
+def test_a_closure_that_computes_after_perturbed_is_refused():
+    model = cases.mlp()
+    opt = sparsesam.SAM(cases.sgd(model), model)
+    x, y = cases.vectors()
+    F.cross_entropy(model(x), y).backward()
+    with opt.perturbed():
+        F.cross_entropy(model(x), y).backward()
+    with pytest.raises(RuntimeError, match=r"step\(closure\) after perturbed"):
+        opt.step(cases.closure_for(model, opt, x, y))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_fabric_in_two_phases_equals_a_plain_loop(precision):
+    lightning_fabric = pytest.importorskip("lightning_fabric")
+    fabric = lightning_fabric.Fabric(accelerator="cpu", precision=precision)
+    module = Configured(cases.mlp(torch.float32), mask=sparsesam.fixed_mask("4.*"), norm="masked")
+    twin = copy.deepcopy(module)
+    opt = module.configure_optimizers()
+    model, prepared = fabric.setup(module.net, opt)
+    loader = batches(torch.float32)
+    for _ in range(2):
+        for x, y in loader:
+            prepared.zero_grad()
+            with prepared.first_pass():
+                fabric.backward(F.cross_entropy(model(x), y))
+            with prepared.perturbed():
+                fabric.backward(F.cross_entropy(model(x), y))
+            prepared.step()
+    cast = partial(torch.autocast, "cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext
+    other = plain(twin, loader, precision=cast)
+    torch.testing.assert_close(cases.weights_of(module), cases.weights_of(twin), rtol=1e-6, atol=1e-7)
+    assert opt.steps == other.steps == 10
+
+
+# ---- logging ---------------------------------------------------------------------------------------------
+
+
+class Logging(Configured):
+    """Logs in the first pass alone."""
+
+    seen = ()
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if not self.optimizers().in_second_pass:
+            self.log("loss", loss, on_step=True, on_epoch=True)
             self.seen += (loss.item(),)
-            self.log("loss", loss, on_epoch=True)
-            return {"loss": loss}
+        return loss
 
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_metrics_that_respect_in_second_pass_are_those_at_w_and_counted_once(count, tmp_path):
     module = Logging(cases.mlp(), mask=sparsesam.random_mask(sparsity=0.5))
-    trainer = accumulating({**quiet(tmp_path), "max_epochs": 1})
-    trainer.fit(module, batches())
-    assert len(module.seen) == 10
-    assert trainer.callback_metrics["loss"].item() == pytest.approx(sum(module.seen) / 10)
+    options = {**quiet(tmp_path), "max_epochs": 1, "accumulate_grad_batches": count, "callbacks": [AccumulatedAscent()]}
+    trainer = fit(module, options)
+    assert len(module.seen) == 5
+    assert trainer.callback_metrics["loss_epoch"].item() == pytest.approx(sum(module.seen) / 5)
+    assert trainer.callback_metrics["loss_step"].item() == pytest.approx(module.seen[-1])
+
+
+class Remember(pytorch_lightning.loggers.logger.Logger):
+    name = version = "remember"
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def log_hyperparams(self, params, *args, **kwargs):
+        pass
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append((step, metrics))
+
+
+def test_the_monitor_logs_rho_sparsity_norms_and_counters(tmp_path):
+    logger, norms = Remember(), []
+
+    class Clipped(Configured):
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+            gradients = torch.cat([p.grad.flatten() for p in self.net.parameters()])
+            if optimizer.in_second_pass:
+                norms.append(gradients.norm().item())
+
+    module = Clipped(cases.mlp(), mask=sparsesam.fixed_mask("4.*"), rho_schedule=sparsesam.Warmup(10))
+    options = {**quiet(tmp_path), "logger": logger, "log_every_n_steps": 5, "callbacks": [SharpnessAwareMonitor()]}
+    fit(module, options)
+    (step, first), (_, second) = [row for row in logger.rows if "sam/rho" in row[1]]
+    assert step == 4
+    assert (first["sam/rho"], second["sam/rho"]) == (pytest.approx(0.15), pytest.approx(0.3))
+    assert first["sam/sparsity"] == pytest.approx(module.trainer.optimizers[0].sparsity)
+    assert first["sam/gradient_norm"] == pytest.approx(norms[4])
+    assert second["sam/ascent_norm"] == pytest.approx(module.trainer.optimizers[0].last_ascent_norm)
+    assert first["sam/skipped_ascents"] == first["sam/skipped_steps"] == 0
 
 
 @pytest.mark.parametrize("trainer", [pytorch_lightning.Trainer, accumulating], ids=["each batch", "accumulating"])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from sparsesam.ascent.rng import RNGSnapshot, RNGState
+from sparsesam.integrations.metrics import step_metrics
 from sparsesam.sharpness_aware import SharpnessAware
 
 
@@ -17,7 +18,8 @@ class SharpnessAwareTrainer(Trainer):
     """A Trainer for ``SAM`` and ``SSAM``; to add it to another trainer, ``class Mine(SharpnessAwareTrainer, Other)``.
 
     Once the gradient of all micro-batches of a step is there, they run again at w + e, with the random numbers of
-    the first time. Logged losses are those at w, gradient norms those at w + e.
+    the first time. Logged losses are those at w, gradient norms those at w + e; rho, sparsity and counters are logged
+    with them.
     """
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -42,6 +44,13 @@ class SharpnessAwareTrainer(Trainer):
                 with nullcontext() if number == len(self._micro_batches) else self.accelerator.no_sync(model):
                     there = there + super().training_step(model, again, *args, **kwargs)
         return here if climbs else there
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Adds `step_metrics` to whatever is logged during training, for every reporter."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        if "loss" in logs and isinstance(optimizer, SharpnessAware):
+            logs = {**logs, **step_metrics(optimizer)}
+        super().log(logs, *args, **kwargs)
 
     def _sharpness_aware(self) -> SharpnessAware:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)

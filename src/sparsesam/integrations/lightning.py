@@ -1,9 +1,14 @@
-"""Lightning's Trainer needs nothing from here, unless it accumulates gradients over several batches."""
+"""Lightning's Trainer calls ``optimizer.step(closure)`` and needs nothing from here, except for
+
+- ``accumulate_grad_batches``: the callback `AccumulatedAscent`;
+- ``precision="16-mixed"``: the plugin `SharpnessAwareMixedPrecision`;
+- rho, sparsity, gradient norms and skipped steps in its loggers: the callback `SharpnessAwareMonitor`.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -11,42 +16,62 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sparsesam.ascent.rng import RNGSnapshot, RNGState
+from sparsesam.integrations.metrics import gradient_norm, step_metrics
+from sparsesam.parameters import OutsideGradients
+from sparsesam.sharpness_aware import SharpnessAware
 
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningModule, Trainer
+    from pytorch_lightning.plugins import MixedPrecision
 else:
     try:
         from lightning.pytorch import Callback
+        from lightning.pytorch.plugins import MixedPrecision
     except ImportError:
         from pytorch_lightning import Callback
+        from pytorch_lightning.plugins import MixedPrecision
 
 
 class AccumulatedAscent(Callback):
     """The second pass of ``Trainer(accumulate_grad_batches=n)`` sees all n batches, as the first does.
 
     Lightning hands the optimizer a closure of the last batch only; the gradients of those before it are already
-    there. That is enough for the ascent, but the gradient at w + e would be that of one batch, divided by n. So once
-    the optimizer has cleared the gradients, the other batches run again, with the random numbers they had before.
+    there. That is enough for the ascent, but the gradient at w + e would be that of one batch, divided by n. So in
+    the second pass the other batches run again, with the random numbers they had before. Without this callback such
+    a closure is refused.
     """
 
     def __init__(self) -> None:
         self._batches: list[tuple[tuple[Any, ...], RNGSnapshot]] = []
-        self._cleared = False
+        self._outside: OutsideGradients | None = None
+        self._repeated = False
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        optimizer = _sharpness_aware(trainer)
+        # The averaging of weights (SWA) ends with an epoch without backward passes.
+        optimizer.closure_accumulates = not trainer.fit_loop._skip_backward
         if batch_idx % trainer.accumulate_grad_batches == 0:
-            self._batches = []
-        takes_index = len(inspect.signature(pl_module.training_step).parameters) > 1
-        arguments = (batch, batch_idx) if takes_index else (batch,)
-        self._batches.append((arguments, RNGState(pl_module.parameters()).read()))
+            self._batches, self._outside, self._repeated = [], OutsideGradients(pl_module, optimizer.base), False
+        if optimizer.closure_accumulates:
+            takes_index = len(inspect.signature(pl_module.training_step).parameters) > 1
+            arguments = (batch, batch_idx) if takes_index else (batch,)
+            self._batches.append((arguments, RNGState(pl_module.parameters()).read()))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        self._cleared = all(parameter.grad is None for parameter in pl_module.parameters())
+        if _sharpness_aware(trainer).in_second_pass:
+            self._start_second_pass()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Called after each pass over the last batch, and before clipping."""
-        if not self._cleared:
+        if isinstance(optimizer, SharpnessAware) and optimizer.in_second_pass:
+            self.run_others_again(trainer, pl_module, optimizer)
+
+    def run_others_again(self, trainer: Trainer, pl_module: LightningModule, optimizer: SharpnessAware) -> None:
+        """The batches of this step before the last, at w + e."""
+        if self._repeated:
             return
+        self._start_second_pass()
+        self._repeated = True
         noise = RNGState(pl_module.parameters())
         now = noise.read()
         unsynchronized = getattr(trainer.strategy, "block_backward_sync", nullcontext)
@@ -61,3 +86,85 @@ class AccumulatedAscent(Callback):
                     trainer.strategy.backward(loss / trainer.accumulate_grad_batches, optimizer)
         pl_module._current_fx_name = hook
         noise.write(now)
+
+    def _start_second_pass(self) -> None:
+        """Trainable parameters outside of the optimizer keep the gradients of the second pass alone."""
+        if self._outside is not None:
+            self._outside.restore()
+            self._outside = None
+
+
+class SharpnessAwareMixedPrecision(MixedPrecision):
+    """fp16 with a GradScaler, ``Trainer(plugins=[SharpnessAwareMixedPrecision("16-mixed", "cuda")])``.
+
+    Lightning's own plugin runs the closure once and calls ``step()`` without it. Here both passes run, and the gradient
+    at w + e is unscaled, clipped and stepped with. The ascent does not depend on the scale of its gradient.
+    """
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        is_ours = isinstance(optimizer, SharpnessAware) and self.scaler is not None and model.automatic_optimization
+        if not is_ours:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+
+        def call() -> Any:
+            result = closure()
+            if optimizer.in_second_pass:
+                for callback in model.trainer.callbacks:  # type: ignore[attr-defined]
+                    if isinstance(callback, AccumulatedAscent):
+                        callback.run_others_again(model.trainer, model, optimizer)
+            return result
+
+        return optimizer.step(call, scaler=_UnscaleClipStep(self, model), **kwargs)
+
+
+class _UnscaleClipStep:
+    """In place of the GradScaler: called with the gradient at w + e, unless a step is left out."""
+
+    def __init__(self, plugin: MixedPrecision, model: LightningModule) -> None:
+        self._plugin, self._model = plugin, model
+
+    def step(self, optimizer: SharpnessAware) -> None:
+        scaler = self._plugin.scaler
+        assert scaler is not None
+        scaler.unscale_(optimizer)
+        self._plugin._after_closure(self._model, optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+class SharpnessAwareMonitor(Callback):
+    """Logs `step_metrics`, and the norm of the gradient at w + e before clipping, to the loggers of the Trainer.
+
+    The norm is measured in the steps that ``log_every_n_steps`` logs.
+    """
+
+    def __init__(self) -> None:
+        self._gradient_norm: float | None = None
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Called after each pass, or once a step by `SharpnessAwareMixedPrecision`."""
+        opt = _sharpness_aware(trainer)
+        is_last = opt.in_second_pass or not opt.needs_first_pass
+        is_last = is_last or isinstance(trainer.precision_plugin, SharpnessAwareMixedPrecision)
+        if is_last and (trainer.global_step + 1) % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            self._gradient_norm = gradient_norm(opt)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        metrics = step_metrics(_sharpness_aware(trainer))
+        if self._gradient_norm is not None:
+            metrics["sam/gradient_norm"], self._gradient_norm = self._gradient_norm, None
+        self.log_dict(metrics, on_step=True, on_epoch=False)  # type: ignore[attr-defined]
+
+
+def _sharpness_aware(trainer: Trainer) -> SharpnessAware:
+    found = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, SharpnessAware)]
+    if not found:
+        raise TypeError(
+            "configure_optimizers must return sparsesam's SAM or SSAM, got "
+            f"{', '.join(type(optimizer).__name__ for optimizer in trainer.optimizers)}"
+        )
+    return found[0]

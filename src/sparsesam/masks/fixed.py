@@ -14,13 +14,40 @@ from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.refresh import Refresh, manual
 from sparsesam.masks.scores import ScoreContext
 
+
+class _ByNameAndParameters(type):
+    def __instancecheck__(cls, module: object) -> bool:
+        if not isinstance(module, nn.Module) or "norm" not in type(module).__name__.lower():
+            return False
+        parameters = list(module.parameters(recurse=False))
+        has_parts = next(module.children(), None) is not None
+        return bool(parameters) and not has_parts and all(one.dim() == 1 for one in parameters)
+
+
+class NamedNormalization(nn.Module, metaclass=_ByNameAndParameters):
+    """Any module whose type's name says "norm", without parts, with vectors for parameters: `isinstance` tells.
+
+    Hugging Face's own layers, such as LlamaRMSNorm or T5LayerNorm, have no common base class.
+    """
+
+
 #: Layers whose parameters SAM-ON perturbs.
 NORMALIZATION: tuple[type[nn.Module], ...] = (
     nn.modules.batchnorm._NormBase,
     nn.LayerNorm,
     nn.GroupNorm,
     nn.RMSNorm,
+    NamedNormalization,
 )
+
+
+def normalization_layers(model: nn.Module) -> dict[str, str]:
+    """The layers that `NORMALIZATION` finds and that have parameters, ``{name: type}``."""
+    return {
+        name: type(module).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, NORMALIZATION) and any(True for _ in module.parameters())
+    }
 
 
 @dataclass(frozen=True, eq=False)

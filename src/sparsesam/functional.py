@@ -1,0 +1,61 @@
+"""The sharpness-aware gradient as a function of the parameters, for torch.func: no optimizer, nothing changes in place.
+
+    e = rho * m ⊙ g / ||g||            norm="full", the paper's
+    e = rho * m ⊙ g / ||m ⊙ g||        norm="masked"
+
+The gradient is taken at w + e. Where g is zero, e is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Params = Mapping[str, Tensor]
+
+
+def perturbation(
+    gradients: Params,
+    *,
+    rho: float,
+    masks: Mapping[str, Tensor] | None = None,
+    norm: Literal["full", "masked"] = "full",
+) -> dict[str, Tensor]:
+    """E of the equations above, ``{name: tensor}``; a parameter that ``masks`` does not name is perturbed whole."""
+    if norm not in ("full", "masked"):
+        raise ValueError(f"norm must be one of full, masked, got {norm!r}")
+    if not rho >= 0:
+        raise ValueError(f"rho must be at least 0, got {rho}; 0 is the plain gradient, 0.05 a usual start")
+    unknown = set(masks or {}) - set(gradients)
+    if unknown:
+        raise ValueError(f"masks has {sorted(unknown)[0]!r}, which is no parameter; known are {', '.join(gradients)}")
+    masked = {name: g * masks[name].to(g.dtype) if masks and name in masks else g for name, g in gradients.items()}
+    counted = gradients if norm == "full" else masked
+    squares = torch.stack([g.square().sum() for g in counted.values()]).sum()
+    scale = torch.where(squares > 0, rho * squares.clamp_min(torch.finfo(squares.dtype).tiny).rsqrt(), 0.0)
+    return {name: scale * g for name, g in masked.items()}
+
+
+def sharpness_aware_grad(
+    loss: Callable[..., Tensor],
+    *,
+    rho: float = 0.05,
+    masks: Mapping[str, Tensor] | None = None,
+    norm: Literal["full", "masked"] = "full",
+) -> Callable[..., tuple[dict[str, Tensor], Tensor]]:
+    """A function with the arguments of ``loss`` that returns the gradient at w + e, and the loss at w.
+
+    The first argument of ``loss`` is a dictionary of parameters; see `torch.func.functional_call`. In place of
+    `torch.func.grad_and_value`; it composes with ``vmap``, ``torch.compile`` and further differentiation.
+    """
+
+    def gradient(params: Params, *args: Any, **kwargs: Any) -> tuple[dict[str, Tensor], Tensor]:
+        first, value = torch.func.grad_and_value(loss)(params, *args, **kwargs)
+        e = perturbation(first, rho=rho, masks=masks, norm=norm)
+        there = {name: w + e[name] for name, w in params.items()}
+        return torch.func.grad(loss)(there, *args, **kwargs), value
+
+    return gradient

@@ -1,0 +1,37 @@
+"""Numbers about the last step, for any logger: ``wandb.log(step_metrics(opt))``."""
+
+from __future__ import annotations
+
+import torch
+
+from sparsesam.parameters import option_keys
+from sparsesam.sharpness_aware import SharpnessAware
+
+
+def step_metrics(optimizer: SharpnessAware) -> dict[str, float]:
+    """Radius, sparsity, gradient norm of the last ascent, and counters; what is not known yet is left out.
+
+    ``sam/rho`` is that of the first parameter group, others follow as ``sam/rho/1``, … With a GradScaler,
+    ``sam/ascent_norm`` is that of the scaled loss.
+    """
+    found: dict[str, float | None] = {
+        "sam/sparsity": optimizer.sparsity,
+        "sam/ascent_norm": optimizer.last_ascent_norm,
+        "sam/skipped_ascents": optimizer.skipped_ascents,
+        "sam/skipped_steps": optimizer.skipped_steps,
+        "sam/skipped_refreshes": optimizer.skipped_refreshes,
+    }
+    for number, group in enumerate(optimizer.param_groups):
+        found[f"sam/rho/{number}" if number else "sam/rho"] = group[option_keys(optimizer.base)["rho"]]
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+@torch.no_grad()
+def gradient_norm(optimizer: SharpnessAware) -> float:
+    """The norm of the gradients that are there now: after ``perturbed()``, those at w + e."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
+    if not dense:
+        return 0.0
+    norms = [torch.linalg.vector_norm(one, dtype=torch.float64).cpu() for one in dense]
+    return float(torch.linalg.vector_norm(torch.stack(norms)))

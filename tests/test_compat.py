@@ -1,0 +1,148 @@
+"""Code written for davda54/sam or pytorch-optimizer runs unchanged, to the same weights."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import sparsesam
+from sparsesam import compat
+from tests import cases
+
+pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
+
+
+def two_steps(opt, model, x, y):
+    F.cross_entropy(model(x), y).backward()
+    opt.first_step(zero_grad=True)
+    F.cross_entropy(model(x), y).backward()
+    opt.second_step(zero_grad=True)
+
+
+def one_step(opt, model, x, y):
+    closure = cases.closure_for(model, opt, x, y)
+    closure()
+    opt.step(closure)
+
+
+def pair(**options):
+    model = cases.mlp()
+    twin = copy.deepcopy(model)
+    given = {"rho": 0.3, "lr": 0.1, "momentum": 0.9, **options}
+    ours = compat.SAM(model.parameters(), torch.optim.SGD, **given)
+    return model, ours, twin, pytorch_optimizer.SAM(twin.parameters(), torch.optim.SGD, **given)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("step", [two_steps, one_step])
+def test_steps_equal_theirs(step, adaptive):
+    model, ours, twin, theirs = pair(adaptive=adaptive)
+    for seed in range(10):
+        x, y = cases.vectors(seed=seed)
+        step(ours, model, x, y)
+        step(theirs, twin, x, y)
+    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-6, atol=1e-7)
+
+
+def test_first_step_without_clearing_keeps_the_gradient_as_theirs_does():
+    model, ours, twin, theirs = pair()
+    x, y = cases.vectors()
+    for opt, one in ((ours, model), (theirs, twin)):
+        F.cross_entropy(one(x), y).backward()
+        opt.first_step()
+        F.cross_entropy(one(x), y).backward()
+        opt.second_step()
+    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-6, atol=1e-7)
+
+
+def test_their_checkpoint_loads_with_its_momentum():
+    model, ours, twin, theirs = pair()
+    x, y = cases.vectors()
+    two_steps(theirs, twin, x, y)
+    model.load_state_dict(twin.state_dict())
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    two_steps(ours, model, x, y)
+    two_steps(theirs, twin, x, y)
+    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-6, atol=1e-7)
+
+
+def test_a_checkpoint_of_davda54_loads_and_says_what_it_lacks():
+    model, ours, *_ = pair()
+    state = ours.base.state_dict()
+    for group in state["param_groups"]:
+        group.update(rho=0.2, adaptive=True, lr=0.05)
+    state["state"] = {i: {"old_p": p.detach().clone()} for i, p in enumerate(model.parameters())}
+    with pytest.warns(UserWarning, match="momentum starts anew"):
+        ours.load_state_dict(state)
+    assert (ours.param_groups[0]["lr"], ours.param_groups[0]["rho"]) == (0.05, 0.2)
+    assert not ours.state
+    two_steps(ours, model, *cases.vectors())
+
+
+def test_its_own_checkpoint_resumes_bit_for_bit():
+    model, ours, twin, _ = pair()
+    x, y = cases.vectors()
+    two_steps(ours, model, x, y)
+    twin.load_state_dict(model.state_dict())
+    other = compat.SAM(twin.parameters(), torch.optim.SGD, rho=0.3, lr=0.1, momentum=0.9)
+    other.load_state_dict(copy.deepcopy(ours.state_dict()))
+    two_steps(ours, model, x, y)
+    two_steps(other, twin, x, y)
+    assert cases.same_bits(cases.weights_of(model), cases.weights_of(twin))
+
+
+def test_parameter_groups_with_options_of_their_own():
+    model = cases.mlp()
+    groups = [{"params": model[0].parameters(), "rho": 0.5, "adaptive": True}, {"params": model[2:].parameters()}]
+    opt = compat.SAM(groups, torch.optim.SGD, rho=0.1, lr=0.1)
+    assert [(group["rho"], group["adaptive"]) for group in opt.param_groups] == [(0.5, "all"), (0.1, False)]
+
+
+def test_with_the_model_statistics_move_once_a_step():
+    model = cases.convnet()
+    twin = copy.deepcopy(model)
+    opt = compat.SAM(model.parameters(), torch.optim.SGD, rho=0.5, lr=0.0, model=model)
+    x, y = cases.images()
+    two_steps(opt, model, x, y)
+    twin(x)
+    assert cases.same_bits(list(model.buffers()), list(twin.buffers()))
+
+
+def test_weights_are_back_when_the_closure_raises():
+    model, ours, *_ = pair(rho=5.0)
+    x, y = cases.vectors()
+    before = cases.weights_of(model)
+    F.cross_entropy(model(x), y).backward()
+
+    def closure():
+        raise KeyError("in the closure")
+
+    with pytest.raises(KeyError):
+        ours.step(closure)
+    assert cases.same_bits(before, cases.weights_of(model))
+
+
+def test_misuse_is_explained():
+    _, ours, *_ = pair()
+    with pytest.raises(RuntimeError, match="needs a closure"):
+        ours.step()
+    with pytest.raises(RuntimeError, match=r"call loss\.backward\(\) before it"):
+        ours.step(lambda: None)
+    with pytest.raises(RuntimeError, match=r"needs a first_step\(\) before it"):
+        ours.second_step()
+
+
+@pytest.mark.parametrize("kind", [sparsesam.SAM, sparsesam.SSAM])
+def test_their_call_on_our_optimizers_names_compat(kind):
+    model = cases.mlp()
+    for call in (
+        lambda: kind(model.parameters(), torch.optim.SGD, rho=0.05, lr=0.1),
+        lambda: kind(model.parameters(), base_optimizer=torch.optim.SGD),
+        lambda: kind(torch.optim.SGD, model),
+        lambda: kind(cases.sgd(model), model, lr=0.1),
+    ):
+        with pytest.raises(TypeError, match=r"sparsesam\.compat\.SAM"):
+            call()
