@@ -16,9 +16,10 @@ from pathlib import Path
 
 from benchmarks.timing import print_provenance
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
+from sparsesam.lab.experiment.execution import sweep_jobs
 from sparsesam.lab.experiment.run import run
 from sparsesam.lab.experiment.run_directory import RunDirectory
-from sparsesam.lab.experiment.sweep import Sweep, sweep_jobs
+from sparsesam.lab.experiment.sweep import Sweep
 
 TRIAL = TrainConfig(optimizer="sgd", epochs=20, augment="none")
 

@@ -1,34 +1,64 @@
-"""A run killed at any moment resumes to the same final weights."""
+"""Processes that are killed: a run resumes to the same weights, a sweep takes its workers along."""
 
 import os
-import random
+import signal
 import subprocess
 import sys
-import time
 
-from tests.lab.experiment.runs import same, state
+import pytest
+import yaml
+from filelock import FileLock
 
-SETTINGS = "--train-size 200 --test-size 50 --epochs 25 --optimizer ssam-f --threads 1 --quiet true --logger none"
+from tests.lab.experiment.killed import SETTINGS
+from tests.lab.experiment.runs import same, state, train
 
-
-def start(out, *more):
-    command = [sys.executable, "-m", "sparsesam.lab.cli", "train", *SETTINGS.split(), "--out", str(out), *more]
-    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
-
-
-def wait_for(path, process):
-    while not path.exists():
-        assert process.poll() is None
-        time.sleep(0.02)
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def test_a_killed_run_resumes_to_the_same_weights(tmp_path):
-    whole, killed = start(tmp_path / "whole"), start(tmp_path / "killed")
-    wait_for(tmp_path / "killed" / "last.pt", killed)
-    time.sleep(random.Random(time.time()).uniform(0, 1))
-    killed.kill()
-    killed.wait()
-    assert not (tmp_path / "killed" / "result.json").exists()
-    assert start(tmp_path / "killed", "--resume").wait(timeout=120) == 0
-    assert whole.wait(timeout=120) == 0
-    assert same(state(tmp_path / "killed"), state(tmp_path / "whole"))
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole")
+    train(out, **SETTINGS)
+    return state(out)
+
+
+@pytest.mark.parametrize("step", [2, 5, 8])  # before the first checkpoint, at the end of an epoch, within one
+def test_a_killed_run_resumes_to_the_same_weights(tmp_path, whole, step):
+    command = [sys.executable, "-m", "tests.lab.experiment.killed", str(tmp_path), str(step)]
+    assert subprocess.run(command, env=ENVIRONMENT).returncode == -signal.SIGKILL
+    assert not (tmp_path / "result.json").exists()
+    train(tmp_path, resume=True, **SETTINGS)
+    assert same(state(tmp_path), whole)
+
+
+def test_workers_end_with_their_sweep(tmp_path):
+    pipe = tmp_path / "begun"
+    os.mkfifo(pipe)
+    settings = {"model": "tests.lab.experiment.blocked_model:build", "epochs": 100_000, "train_size": 64}
+    (tmp_path / "sweep.yaml").write_text(
+        yaml.safe_dump({"settings": {**settings, "optimizer": "sgd"}, "grid": {"lr": [0.01, 0.02]}})
+    )
+    command = [sys.executable, "-m", "sparsesam.lab.cli", "sweep", str(tmp_path / "sweep.yaml"), "--jobs", "2"]
+    command += ["--out", str(tmp_path / "runs"), "--no-calibration"]
+    sweep = subprocess.Popen(command, env={**ENVIRONMENT, "BEGUN": str(pipe)}, stdout=subprocess.DEVNULL)
+    workers = [int(pipe.read_text()), int(pipe.read_text())]  # each blocks until a run has built its model
+    assert sweep.pid not in workers
+    sweep.kill()
+    sweep.wait()
+    for worker in workers:
+        wait_for_end(worker)
+    for run in (tmp_path / "runs").iterdir():
+        with FileLock(run / "running.lock").acquire(timeout=0):
+            assert not (run / "result.json").exists()
+
+
+def wait_for_end(pid):
+    """Block until a process that is not our child has ended."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    import select
+
+    ready, _, _ = select.select([descriptor], [], [], 120)
+    assert ready, f"worker {pid} is still running"

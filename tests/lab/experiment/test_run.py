@@ -211,3 +211,9 @@ def test_an_interrupted_epoch_keeps_the_times_of_its_steps(tmp_path):
     train(tmp_path, resume=True, record_times=True)
     records = [r for r in read_records(tmp_path / "records.jsonl") if r["kind"] == "epoch"]
     assert [len(record["step_seconds"]) for record in records] == [5, 5, 5]
+
+
+def test_a_run_with_one_step_per_epoch_can_be_stopped(tmp_path):
+    with pytest.raises(Interrupted):
+        train(tmp_path, InterruptAt(2), train_size=16, epochs=9)
+    assert checkpoint.load(tmp_path / "last.pt")["training"]["position"]["epoch"] == 3  # it was told after its second

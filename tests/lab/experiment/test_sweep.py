@@ -1,14 +1,19 @@
 import json
 import os
+import re
 import subprocess
 import sys
+import warnings
 
 import pytest
+import torch
 import yaml
 
+from sparsesam.lab.cli import main
 from sparsesam.lab.experiment.config import RunEnvironment
+from sparsesam.lab.experiment.execution import claimed_gpu, sweep_jobs
 from sparsesam.lab.experiment.summary import summarize
-from sparsesam.lab.experiment.sweep import _claimed, read_sweep, sweep_jobs
+from sparsesam.lab.experiment.sweep import read_sweep
 
 SETTINGS = {"train_size": 64, "test_size": 40, "epochs": 1, "batch_size": 32, "fisher_samples": 8}
 
@@ -31,6 +36,52 @@ def test_a_sweep_is_variants_times_grid_times_seeds(tmp_path):
     jobs = sweep.jobs(tmp_path)
     assert len(jobs) == len({job.directory for job in jobs}) == 12
     assert [job.config.seed for job in jobs] == [0] * 4 + [1] * 4 + [2] * 4
+
+
+def test_points_of_a_grid_that_a_variant_does_not_use_are_one_run(tmp_path):
+    variants = {"SGD": {"optimizer": "sgd"}, "SAM": {"optimizer": "sam"}, "fixed": {"optimizer": "sam", "rho": 0.5}}
+    sweep = read(tmp_path, variants=variants, grid={"rho": [0.1, 0.2]})
+    assert list(sweep.variants) == ["SGD", "SAM rho 0.1", "SAM rho 0.2", "fixed"]
+
+
+def test_identical_runs_are_trained_once(tmp_path):
+    variants = {"SGD": {"optimizer": "sgd"}, "the same": {"optimizer": "sgd", "rho": 3.0}}
+    jobs = read(tmp_path, variants=variants).jobs(tmp_path / "runs")
+    ended = []
+    sweep_jobs(jobs, RunEnvironment(), workers=1, on_end=ended.append)
+    assert [outcome.job.label for outcome in ended] == ["SGD"]
+    assert [row.finished for row in summarize(jobs)] == [1, 1]
+
+
+def test_a_log_has_a_line_for_each_run_with_the_time_remaining(tmp_path, capsys):
+    file = written(tmp_path, variants={"SGD": {"optimizer": "sgd"}, "bad": {"optimizer": "sgd", "lr": 1e30}}, seeds=2)
+    assert main(["sweep", str(file), "--out", str(tmp_path / "runs"), "--jobs", "1"]) == 1
+    printed = capsys.readouterr().out
+    assert "0 of 4 runs finished, about" in printed
+    assert re.search(r"SGD, seed 1: test [\d.]+%, \d+ s of training; 2 of 4 runs finished", printed)
+    assert "bad, seed 0: failed: DivergedError" in printed
+    assert "time / SGD" in printed
+
+
+def test_warnings_of_runs_are_collected(tmp_path, capsys):
+    file = written(tmp_path, settings={**SETTINGS, "model": "tests.lab.experiment.test_sweep:warning_model"}, seeds=2)
+    main(["sweep", str(file), "--out", str(tmp_path / "runs"), "--jobs", "1", "--no-calibration"])
+    printed = capsys.readouterr().out
+    assert printed.count("the model is old") == 1
+    assert "warning (2 runs): the model is old" in printed
+
+
+def warning_model(num_classes):
+    warnings.warn("the model is old", stacklevel=1)
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, num_classes))
+
+
+def test_a_file_that_does_not_exist_is_told_with_those_that_do(tmp_path):
+    written(tmp_path)
+    with pytest.raises(ValueError, match=r"swep\.yaml does not exist.*did you mean .*sweep\.yaml"):
+        read_sweep(tmp_path / "swep.yaml", overrides={}, seeds=None)
+    with pytest.raises(ValueError, match=r"nofile\.yaml does not exist.*\(demo\)$"):
+        read_sweep(tmp_path / "elsewhere" / "nofile.yaml", overrides={}, seeds=None)
 
 
 def test_unknown_settings_are_refused_with_the_nearest(tmp_path):
@@ -61,23 +112,22 @@ def test_finished_runs_are_skipped_and_failed_ones_retried_on_request(tmp_path):
     assert again[1] > times[1]
 
 
-def test_accuracy_time_and_seeds_are_summed_up(tmp_path):
+def test_accuracy_cost_and_seeds_are_summed_up(tmp_path):
     jobs = read(tmp_path, variants={"SGD": {"optimizer": "sgd"}, "SAM": {"optimizer": "sam"}}, seeds=2).jobs(tmp_path)
-    for job, accuracy, seconds in zip(jobs, (0.5, 0.8, 0.7, 0.9), (1.0, 2.0, 1.0, 2.0), strict=True):
+    for job, accuracy, passes in zip(jobs, (0.5, 0.8, 0.7, 0.9), (1.0, 2.0, 1.0, 2.0), strict=True):
         job.directory.mkdir(exist_ok=True)
-        result = {"test_accuracy": accuracy, "seconds_per_epoch": seconds, "sparsity": None}
+        result = {"test_accuracy": accuracy, "forward_backwards_per_step": passes, "sparsity": None}
         (job.directory / "result.json").write_text(json.dumps({"result": result}))
     sgd, sam = summarize(jobs)
-    assert sgd.relative_time == 1
-    assert sam.relative_time == 2
+    assert (sgd.relative_cost, sam.relative_cost) == (1, 2)
     assert sam.accuracy == pytest.approx(0.85)
     assert sam.spread == pytest.approx(0.1 / 2**0.5)
 
 
 def test_gpus_are_claimed_one_each(tmp_path):
-    with _claimed(2, tmp_path) as first, _claimed(2, tmp_path) as second:
+    with claimed_gpu(2, tmp_path) as first, claimed_gpu(2, tmp_path) as second:
         assert {first, second} == {"0,", "1,"}
-    with _claimed(2, tmp_path) as again:
+    with claimed_gpu(2, tmp_path) as again:
         assert again == "0,"
 
 

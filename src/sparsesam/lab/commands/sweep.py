@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,21 +13,25 @@ from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from rich.table import Table
 
+from sparsesam.lab.experiment.calibration import Calibration, calibrate, read_calibration
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import Interrupted, RunError
-from sparsesam.lab.experiment.sweep import Job, default_workers, read_sweep, sweep_jobs
-from sparsesam.lab.experiment.sweep_table import live, table
+from sparsesam.lab.experiment.execution import default_workers, sweep_jobs
+from sparsesam.lab.experiment.progress import Remaining
+from sparsesam.lab.experiment.sweep import Job, read_sweep
+from sparsesam.lab.experiment.sweep_table import SweepProgress, table
 
 HELP = (
-    "Train every combination of settings in a YAML file, times seeds. Finished runs are not run again; a sweep cut "
-    "short goes on with the same command. `sparsesam sweep demo` comes with the package and takes two minutes."
+    "Train every combination of settings in a YAML file, times seeds. Finished runs are not run again; an interrupted "
+    "sweep continues with the same command. `sparsesam sweep demo` comes with the package and takes two minutes."
 )
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("file", type=str, help="YAML with settings, variants, grid and seeds; or demo")
     add_execution(parser)
-    parser.add_argument("--seeds", type=int | None, default=None, help="so many seeds instead of the file's")
+    parser.add_argument("--seeds", type=int | None, default=None, help="number of seeds instead of the file's")
+    parser.add_argument("--no-calibration", action="store_true", help="do not measure the variants' times first")
 
 
 def add_execution(parser: ArgumentParser) -> None:
@@ -44,30 +49,56 @@ def run(options: Namespace) -> int:
     sweep = read_sweep(options.file, overrides=overrides(options.set), seeds=options.seeds)
     out = options.out or Path("runs") / Path(options.file).stem
     jobs = sweep.jobs(out)
-    execute(jobs, options, lambda: table(sweep.title, jobs))
+    place = _environment(options)
+    calibration = None if options.no_calibration else _calibration(jobs, place, out)
+    execute(jobs, options, lambda: table(sweep.title, jobs, calibration), calibration=calibration)
     print(f"runs: {out}")
     return report_failures(jobs)
 
 
-def execute(jobs: Sequence[Job], options: Namespace, draw: Callable[[], Table], *, timed: Sequence[Job] = ()) -> None:
+def execute(
+    jobs: Sequence[Job],
+    options: Namespace,
+    draw: Callable[[], Table],
+    *,
+    timed: Sequence[Job] = (),
+    calibration: Calibration | None = None,
+) -> None:
     """Run what is not finished, with a table that ``draw`` makes from the runs' directories.
 
     The ``timed`` among the jobs come last, one at a time, and record the time of each step.
     """
-    console = Console(highlight=False)
-    already = sum(job.is_finished for job in jobs)
-    if already:
-        console.print(f"{already} of {len(jobs)} runs are finished already")
-    place = RunEnvironment(data_dir=options.data_dir, accelerator="cuda" if options.gpus else "auto")
-    common = {"backend": options.backend, "retry": options.retry, "gpus": options.gpus}
+    workers = options.jobs or default_workers(options.gpus)
+    place, console = _environment(options), Console(highlight=False)
+    progress = SweepProgress(jobs, draw, Remaining(jobs, workers, calibration), console)
+    common = {
+        "backend": options.backend,
+        "retry": options.retry,
+        "gpus": options.gpus,
+        "on_end": progress.ended,
+    }
     try:
-        with live(draw, console):
+        with progress.shown():
             rest = [job for job in jobs if job not in timed]
-            sweep_jobs(rest, place, workers=options.jobs or default_workers(options.gpus), **common)
+            sweep_jobs(rest, place, workers=workers, **common)
             sweep_jobs(timed, replace(place, record_times=True), workers=1, **common)
     except KeyboardInterrupt:
         done = sum(job.is_finished for job in jobs)
-        raise Interrupted(f"{done} of {len(jobs)} runs are finished; the same command goes on with the rest") from None
+        raise Interrupted(f"{done} of {len(jobs)} runs are finished; give the same command to continue") from None
+
+
+def _environment(options: Namespace) -> RunEnvironment:
+    return RunEnvironment(data_dir=options.data_dir, accelerator="cuda" if options.gpus else "auto")
+
+
+def _calibration(jobs: Sequence[Job], place: RunEnvironment, out: Path) -> Calibration:
+    """The one that is there, or a new one; measuring also checks every variant before anything is trained."""
+    known = read_calibration(out)
+    if known is not None and known.fits([job.config for job in jobs]):
+        return known
+    console = Console(stderr=True)
+    with console.status("measuring the time of a step of every variant …") if console.is_terminal else nullcontext():
+        return calibrate(jobs, place, out)
 
 
 def report_failures(jobs: Sequence[Job]) -> int:

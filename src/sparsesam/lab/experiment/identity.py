@@ -21,11 +21,10 @@ _ASCENT = (
 def canonical(config: TrainConfig) -> TrainConfig:
     """The config with every setting that its result does not depend on at its default."""
     defaults = type(config)()
-    unused = {name: getattr(defaults, name) for name in _unused(config)}
-    return dataclasses.replace(config, **unused)
+    return dataclasses.replace(config, **{name: getattr(defaults, name) for name in unused(config)})
 
 
-def _unused(config: TrainConfig) -> Iterator[str]:
+def unused(config: TrainConfig) -> Iterator[str]:
     if config.is_plain:
         yield from (*_ASCENT, *_MASK)
     elif config.optimizer == "auto":

@@ -147,14 +147,15 @@ def _train(
     with StopOnSignal() as signalled, logger as log:
         try:
             while not training.finished:
-                if not training.advance(lambda: signalled() or stop(), on_step):
-                    if main:
-                        _save(training, config, directory)
+                if training.advance(lambda: signalled() or stop(), on_step):
+                    _complete_epoch(config, place, training, directory, observer, log)
+                elif main:
+                    _save(training, config, directory)
+                if training.told_to_stop and not training.finished:
                     raise Interrupted(
                         f"stopped after {training.steps_taken} steps and saved; "
                         f"continue with: {place.resume_command(directory.path)}"
                     )
-                _complete_epoch(config, place, training, directory, observer, log)
         except DivergedError as error:
             kept = f"the last good state is in {directory.last}" if directory.last.exists() else "no epoch was complete"
             raise DivergedError(f"{error}; {kept}") from None

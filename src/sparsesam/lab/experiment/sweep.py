@@ -1,28 +1,25 @@
-"""Many runs: named variants, times a grid over any settings, times seeds; each in a directory named by its content."""
+"""A sweep's runs: named variants, times a grid over any settings, times seeds.
+
+Each run has a directory named by the hash of the settings it uses, so that identical runs are trained once.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
-import time
-import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import joblib
 import yaml
-from filelock import FileLock, Timeout
 
-from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, from_mapping, names_of
-from sparsesam.lab.experiment.errors import Interrupted
+from sparsesam.lab.experiment.config import TrainConfig, from_mapping, names_of
+from sparsesam.lab.experiment.identity import unused
 from sparsesam.lab.experiment.names import check_names, nearest
-from sparsesam.lab.experiment.run_directory import RunDirectory, write_whole
+from sparsesam.lab.experiment.run_directory import RunDirectory
 
-Backend = Literal["loky", "ray"]
 _KEYS = ("title", "settings", "variants", "grid", "seeds")
 
 
@@ -35,7 +32,7 @@ class Sweep:
     seeds: Sequence[int]
 
     def jobs(self, out: Path) -> list[Job]:
-        """Every run, seed by seed, so that a sweep cut short has whole comparisons."""
+        """Every run, seed by seed, so that an interrupted sweep has complete comparisons."""
         configs = [
             (label, replace(config, seed=seed)) for seed in self.seeds for label, config in self.variants.items()
         ]
@@ -54,7 +51,7 @@ class Job:
 
     @property
     def failure(self) -> str | None:
-        """What the last attempt died of."""
+        """The error of the last attempt."""
         try:
             return str(json.loads((self.directory / "failure.json").read_text())["error"])
         except FileNotFoundError:
@@ -105,88 +102,15 @@ def expand(
         if not isinstance(values, list):
             raise ValueError(f"grid must have a list of values for each setting, got {values!r} for {name}")
     axes = [[(name, value) for value in values] for name, values in (grid or {}).items()]
-    configs = {}
+    configs: dict[str, TrainConfig] = {}
     for label, own in (variants or {"": {}}).items():
         for point in itertools.product(*axes):
-            words = [label, *(f"{name} {value}" for name, value in point)]
-            merged = {**(settings or {}), **dict(point), **own, **overrides}
-            configs[" ".join(word for word in words if word) or "run"] = from_mapping(TrainConfig, merged)
+            config = from_mapping(TrainConfig, {**(settings or {}), **dict(point), **own, **overrides})
+            without = {*unused(config), *own, *overrides}
+            words = [label, *(f"{name} {value}" for name, value in point if name not in without)]
+            # Points that differ only in settings which the variant does not use (rho of SGD) are one.
+            configs.setdefault(" ".join(word for word in words if word) or "run", config)
     return configs
-
-
-def sweep_jobs(
-    jobs: Iterable[Job],
-    place: RunEnvironment,
-    *,
-    workers: int,
-    backend: Backend = "loky",
-    retry: bool = False,
-    gpus: int = 0,
-) -> None:
-    """Run what is neither finished nor, unless ``retry``, failed before; a run cut short goes on where it was.
-
-    ``workers`` runs at a time. "ray" sends them to the Ray cluster this process can reach, or to one started here;
-    its machines must share the directory that the runs go to.
-    """
-    due = [job for job in jobs if not job.is_finished and (retry or job.failure is None)]
-    place = replace(place, resume=True, quiet=True, threads=place.threads or 1, logger="none")
-    with _on(backend), joblib.parallel_config(backend=backend, n_jobs=workers):
-        parallel = joblib.Parallel(batch_size=1, pre_dispatch=workers)
-        done = parallel(joblib.delayed(_run_job)(job, place, gpus) for job in due)
-    if "interrupted" in done:
-        raise KeyboardInterrupt
-
-
-def _run_job(job: Job, place: RunEnvironment, gpus: int) -> str:
-    """In a worker process: a run's failure is written down, and does not end the sweep."""
-    from sparsesam.lab.experiment.provenance import provenance
-    from sparsesam.lab.experiment.run import run
-
-    failure = job.directory / "failure.json"
-    failure.unlink(missing_ok=True)
-    try:
-        with _claimed(gpus, job.directory.parent) if gpus else nullcontext(place.devices) as devices:
-            run(job.config, replace(place, out=job.directory, devices=devices))
-        return "finished"
-    except (Interrupted, KeyboardInterrupt):
-        return "interrupted"
-    except Exception as error:
-        job.directory.mkdir(parents=True, exist_ok=True)
-        told = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-        write_whole(failure, json.dumps({**told, "provenance": provenance()}, indent=1))
-        return "failed"
-
-
-@contextmanager
-def _claimed(count: int, folder: Path) -> Iterator[str]:
-    """The number of a GPU that no other run of the sweep uses; the claim ends with the process."""
-    folder.mkdir(parents=True, exist_ok=True)
-    while True:
-        for number in range(count):
-            lock = FileLock(folder / f"gpu-{number}.lock")
-            try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                continue
-            with lock:
-                yield f"{number},"
-            return
-        time.sleep(1.0)
-
-
-@contextmanager
-def _on(backend: Backend) -> Iterator[None]:
-    if backend == "ray":
-        try:
-            from ray.util.joblib import register_ray
-        except ImportError as error:
-            raise ImportError("sweeps on a Ray cluster need ray: pip install 'sparsesam[ray]'") from error
-        register_ray()
-    yield
-
-
-def default_workers(gpus: int) -> int:
-    return gpus or int(joblib.cpu_count())
 
 
 def _read(file: str | Path) -> tuple[str, str]:
@@ -196,9 +120,17 @@ def _read(file: str | Path) -> tuple[str, str]:
     packaged = {one.name.removesuffix(".yaml"): one for one in _packaged().iterdir() if one.name.endswith(".yaml")}
     if str(file) in packaged:
         return packaged[str(file)].read_text(), str(file)
+    folder = path.parent if path.parent.is_dir() else Path()
+    here = sorted(str(one) for suffix in ("*.yaml", "*.yml") for one in folder.glob(suffix))
     raise ValueError(
-        f"sweep must be a YAML file or one of {', '.join(packaged)}, got {str(file)!r}; {nearest(str(file), packaged)}"
+        f"{file} does not exist: give a YAML file or a sweep that comes with sparsesam ({', '.join(packaged)})"
+        f"{_meant(str(file), [*here, *packaged])}"
     )
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    found = nearest(name, known, otherwise="")
+    return found and f"; {found}"
 
 
 def _packaged() -> Any:

@@ -1,53 +1,99 @@
-"""A sweep's table, live while it runs and complete at its end."""
+"""A sweep's progress: a live table in a terminal, a line per run in a log."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
+from sparsesam.lab.experiment.calibration import Calibration
+from sparsesam.lab.experiment.execution import Outcome
+from sparsesam.lab.experiment.observers import duration
+from sparsesam.lab.experiment.progress import Remaining
 from sparsesam.lab.experiment.summary import Row, summarize
 from sparsesam.lab.experiment.sweep import Job
 
 
-@contextmanager
-def live(draw: Callable[[], Table], console: Console) -> Iterator[None]:
-    """Draw the table anew once a second; on no terminal, at the end only."""
-    if not console.is_terminal:
-        yield
-        console.print(draw())
-        return
-    with Live(get_renderable=draw, console=console, refresh_per_second=1):
-        yield
+class SweepProgress:
+    """What is shown of a sweep while it runs. ``draw`` makes its table from the runs' directories."""
+
+    def __init__(
+        self, jobs: Sequence[Job], draw: Callable[[], RenderableType], remaining: Remaining, console: Console
+    ) -> None:
+        self.jobs, self.draw, self.remaining, self.console = jobs, draw, remaining, console
+        self.warnings: dict[str, int] = {}
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Within the block the table is drawn once a second, or in a log once at the end."""
+        if self.console.is_terminal:
+            with Live(get_renderable=self._view, console=self.console, refresh_per_second=1, redirect_stderr=False):
+                yield
+            return
+        self.console.print(self._status(), soft_wrap=True)
+        try:
+            yield
+        finally:
+            self.console.print(self.draw())
+            for line in self._warning_lines():
+                self.console.print(line, soft_wrap=True, markup=False)
+
+    def ended(self, outcome: Outcome) -> None:
+        """A run has ended: a line in a log, and its warnings are collected."""
+        for text in outcome.warnings:
+            self.warnings[text] = self.warnings.get(text, 0) + 1
+        if self.console.is_terminal:
+            return
+        job, result = outcome.job, outcome.job.result
+        if result is not None:
+            told = f"test {result['test_accuracy']:.2%}, {duration(result['seconds'])} of training"
+        else:
+            told = f"failed: {job.failure}" if outcome.status == "failed" else outcome.status
+        line = f"{job.label}, seed {job.config.seed}: {told}; {self._status()}"
+        self.console.print(line, soft_wrap=True, markup=False)
+
+    def _view(self) -> RenderableType:
+        return Group(self.draw(), self._status(), *self._warning_lines())
+
+    def _status(self) -> str:
+        directories = {job.directory: job for job in self.jobs}
+        done = sum(job.is_finished for job in directories.values())
+        seconds = self.remaining.seconds()
+        left = "" if seconds is None or done == len(directories) else f", about {duration(seconds)} remaining"
+        return f"{done} of {len(directories)} runs finished{left}"
+
+    def _warning_lines(self) -> list[str]:
+        return [f"warning ({count} runs): {text}" for text, count in self.warnings.items()]
 
 
-def table(title: str, jobs: Sequence[Job]) -> Table:
-    """Where the runs in these directories are now."""
-    rows = summarize(jobs)
+def table(title: str, jobs: Sequence[Job], calibration: Calibration | None = None) -> Table:
+    """The runs in these directories as they are now."""
+    rows = summarize(jobs, calibration)
+    unit = "forward-backwards" if calibration is None else "time"
     drawn = Table(title=title)
     drawn.add_column("")
-    for heading in ("test accuracy", f"time / {rows[0].label}", "sparsity", "seeds"):
+    for heading in ("test accuracy", f"{unit} / {rows[0].label}", "sparsity", "seeds"):
         drawn.add_column(heading, justify="right")
-    going_on = any(row.now for row in rows)
-    if going_on:
+    is_running = any(row.now for row in rows)
+    if is_running:
         drawn.add_column("now")
     for row in rows:
         cells = [
             row.label,
             mean_and_spread(row.accuracy, row.spread),
-            "–" if row.relative_time is None else f"{row.relative_time:.2f}",
+            "–" if row.relative_cost is None else f"{row.relative_cost:.2f}",
             "–" if row.sparsity is None else f"{row.sparsity:.4f}",
             _seeds(row),
         ]
-        drawn.add_row(*cells, *([row.now] if going_on else []))
+        drawn.add_row(*cells, *([row.now] if is_running else []))
     return drawn
 
 
 def mean_and_spread(mean: float | None, spread: float | None) -> str:
-    """Shares as percentages."""
+    """Fractions as percentages."""
     if mean is None:
         return "–"
     return f"{100 * mean:.2f}{'' if spread is None else f' ± {100 * spread:.2f}'} %"

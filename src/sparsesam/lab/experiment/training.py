@@ -62,6 +62,7 @@ class Training:
         self.record_times = record_times
         self.position, self.sums = Position(), Sums()
         self.best: dict[str, Any] | None = None
+        self.told_to_stop = False  # whether a rank was told so in the last step
         self.looked = False  # whether the loss is known to be finite up to this step
         self.module = model
         first = next(batches.train(0))
@@ -137,7 +138,7 @@ class Training:
         totals = torch.zeros(2, device=self.fabric.device)
         before, start, made = asdict(self.sums), time.perf_counter(), len(self.mask_seconds)
         masks_before = self.cost.masks
-        told = False
+        self.told_to_stop = False
         look_every = 1 if self.fabric.device.type == "cpu" and self.fabric.world_size == 1 else LOOK_EVERY
         for batch in self.batches.train(self.position.epoch, self.position.step):
             totals += self._timed_step(batch) if self.record_times else self._step(batch)
@@ -150,11 +151,11 @@ class Training:
             ended = self.position.step == self.batches.steps or self.finished
             self.looked = self.position.step % look_every == 0 or ended
             if self.looked:
-                told = self._look(totals, before, stop)
+                self.told_to_stop = self._look(totals, before, stop)
             on_step()
-            if told or ended:
+            if self.told_to_stop or ended:
                 break
-        if told and self.position.step < self.batches.steps:
+        if not ended:
             return False
         if self.position.step == self.batches.steps:
             self.position.epoch, self.position.step = self.position.epoch + 1, 0

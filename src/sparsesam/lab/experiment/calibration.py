@@ -1,0 +1,190 @@
+"""Times of the variants of a sweep that can be compared: measured together, in turns, on one machine.
+
+Runs of a sweep happen at different moments and beside each other, so that their own times say little about each other.
+Before them, every variant takes a few warm steps in turn, several times; ``calibration.json`` beside the runs has them.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsesam.lab.data import FolderSplits, Splits, load
+from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
+from sparsesam.lab.experiment.errors import DivergedError
+from sparsesam.lab.experiment.provenance import provenance
+from sparsesam.lab.experiment.run import make_fabric, make_training
+from sparsesam.lab.experiment.run_directory import write_whole
+from sparsesam.lab.experiment.sweep import Job
+from sparsesam.lab.experiment.training import Sums
+
+FILE = "calibration.json"
+ROUNDS = 5
+WARM_UP_STEPS = 3
+#: A round of a variant takes about so long, and at most so many steps.
+ROUND_SECONDS, ROUND_STEPS = 0.15, 20
+
+
+@dataclass(frozen=True)
+class VariantTime:
+    """``seconds_per_step`` has a number for each round, without masks; ``seconds_per_epoch`` is the median of a whole
+    epoch, its masks and the epochs before ``ascent_start`` included.
+    """
+
+    label: str
+    seconds_per_step: list[float]
+    seconds_per_mask: float | None
+    seconds_per_epoch: float
+    epochs: int
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Times by the ``content_hash`` of the config with seed 0."""
+
+    variants: Mapping[str, VariantTime]
+    origin: Mapping[str, Any]
+
+    def of(self, config: TrainConfig) -> VariantTime | None:
+        return self.variants.get(key(config))
+
+    def fits(self, configs: Sequence[TrainConfig]) -> bool:
+        """Whether it has all of these, measured on a machine like this one."""
+        here = provenance()
+        same = all(self.origin.get(name) == here[name] for name in ("cpu", "machine", "torch", "sparsesam"))
+        return same and all(key(config) in self.variants for config in configs)
+
+
+def key(config: TrainConfig) -> str:
+    """The same for all seeds of a variant."""
+    return replace(config, seed=0).content_hash
+
+
+def read_calibration(folder: Path) -> Calibration | None:
+    """The calibration beside the runs in ``folder``; None where there is none."""
+    try:
+        content = json.loads((folder / FILE).read_text())
+    except FileNotFoundError:
+        return None
+    variants = {name: VariantTime(**one) for name, one in content["variants"].items()}
+    return Calibration(variants, content["provenance"])
+
+
+def calibrate(jobs: Sequence[Job], place: RunEnvironment, folder: Path) -> Calibration:
+    """Measure every variant of the jobs and write ``calibration.json``. Raises what a variant's settings raise."""
+    labels: dict[str, str] = {}
+    configs: dict[str, TrainConfig] = {}
+    for job in jobs:
+        labels.setdefault(key(job.config), job.label)
+        configs.setdefault(key(job.config), replace(job.config, seed=0))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(place.threads or 1)
+    try:
+        with torch.random.fork_rng():
+            times = _measure(configs, labels, place)
+    finally:
+        torch.set_num_threads(threads)
+    found = Calibration(times, provenance())
+    content = {
+        "kind": "calibration",
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "rounds": ROUNDS,
+        "threads": place.threads or 1,
+        "variants": {name: asdict(one) for name, one in times.items()},
+        "provenance": found.origin,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / FILE, json.dumps(content, indent=1) + "\n")
+    return found
+
+
+def _measure(
+    configs: Mapping[str, TrainConfig], labels: Mapping[str, str], place: RunEnvironment
+) -> dict[str, VariantTime]:
+    loaded: dict[tuple[str, int | None], Splits | FolderSplits] = {}
+
+    def stepper(name: str, config: TrainConfig) -> _Stepper:
+        source = (config.dataset, config.image_size)
+        try:
+            if source not in loaded:
+                loaded[source] = load(config.dataset, place.data_dir, place.download, image_size=config.image_size)
+            return _Stepper(config, loaded[source], place)
+        except (ImportError, TypeError, ValueError) as error:
+            raise type(error)(f"{labels[name]}: {error}") from error
+
+    steppers = {name: stepper(name, config) for name, config in configs.items()}
+    # What comes before `ascent_start` is plain.
+    plain = {name: stepper(name, _plain(config)) for name, config in configs.items() if config.ascent_start}
+    everyone = [*steppers.values(), *plain.values()]
+    for _ in range(1 + ROUNDS):
+        for one in everyone:
+            one.turn()
+    measured = [name for name in configs if steppers[name].count]
+    return {name: _time_of(labels[name], configs[name], steppers[name], plain.get(name)) for name in measured}
+
+
+class _Stepper:
+    """A variant that takes its steps when it is its turn."""
+
+    def __init__(self, config: TrainConfig, splits: Splits | FolderSplits, place: RunEnvironment) -> None:
+        endless = replace(config, epochs=10**6, max_steps=None, ascent_start=0.0)
+        self.training = make_training(endless, splits, make_fabric(endless, place), place)
+        self.every = 1 if config.is_plain else config.ascent_every
+        self.rounds: list[float] = []
+        self.count = self.every
+
+    def turn(self) -> None:
+        """A round; or nothing for a variant whose loss is not finite, as its run will report."""
+        if self.count == 0:
+            return
+        try:
+            if not self.rounds:
+                self._warm_up()
+            self.rounds.append(self._take(self.count))
+        except DivergedError:
+            self.count = 0
+
+    def _warm_up(self) -> None:
+        self._take(WARM_UP_STEPS * self.every)
+        seconds = self._take(self.every)
+        times = max(1, min(ROUND_STEPS, round(ROUND_SECONDS / seconds)) // self.every)
+        self.count = times * self.every
+
+    def _take(self, count: int) -> float:
+        """Seconds per step, without the masks that are made in them."""
+        start, masks, before = self.training.steps_taken, len(self.training.mask_seconds), self._now()
+        while self.training.steps_taken - start < count:
+            self.training.advance(lambda: self.training.steps_taken - start >= count, lambda: None)
+        self.training.sums = Sums()
+        seconds = self._now() - before - sum(self.training.mask_seconds[masks:])
+        return seconds / (self.training.steps_taken - start)
+
+    def _now(self) -> float:
+        """CPU time where one thread does all the work: other processes then do not count."""
+        device = self.training.fabric.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.process_time() if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
+
+
+def _time_of(label: str, config: TrainConfig, one: _Stepper, plain: _Stepper | None) -> VariantTime:
+    steps, rounds = one.training.batches.steps, one.rounds[1:]  # the first is still cold
+    masks = one.training.mask_seconds
+    per_mask = statistics.median(masks[1:] or masks) if masks else None
+    every = config.mask_steps or (config.mask_epochs or config.epochs) * steps
+    whole = steps * statistics.median(rounds) + (per_mask or 0.0) * steps / every
+    if plain is not None:
+        share = min(1.0, config.ascent_start / config.epochs)
+        whole = share * steps * statistics.median(plain.rounds[1:]) + (1 - share) * whole
+    return VariantTime(label, rounds, per_mask, whole, config.epochs)
+
+
+def _plain(config: TrainConfig) -> TrainConfig:
+    return replace(config, optimizer=config.base if not config.is_plain else config.optimizer)

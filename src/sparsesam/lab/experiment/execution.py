@@ -1,0 +1,124 @@
+"""The runs of a sweep in other processes, on one machine or a Ray cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import joblib
+from filelock import FileLock, Timeout
+
+from sparsesam.lab.experiment.config import RunEnvironment
+from sparsesam.lab.experiment.errors import Interrupted
+from sparsesam.lab.experiment.run_directory import write_whole
+from sparsesam.lab.experiment.sweep import Job
+
+Backend = Literal["loky", "ray"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended, and the warnings that it raised."""
+
+    job: Job
+    status: Literal["finished", "failed", "interrupted"]
+    warnings: tuple[str, ...] = ()
+
+
+def sweep_jobs(
+    jobs: Iterable[Job],
+    place: RunEnvironment,
+    *,
+    workers: int,
+    backend: Backend = "loky",
+    retry: bool = False,
+    gpus: int = 0,
+    on_end: Callable[[Outcome], None] = lambda outcome: None,
+) -> None:
+    """Run those that are not finished and, unless ``retry``, have not failed; an interrupted run is resumed.
+
+    ``workers`` runs at a time; ``on_end`` is called here when one ends. Workers stop, with a checkpoint, when this
+    process ends. "ray" sends the runs to the Ray cluster that this process can reach, or to one started here; its
+    machines must share the directory that the runs are in.
+    """
+    once = {job.directory: job for job in reversed(list(jobs))}  # of identical runs the first one
+    due = [job for job in reversed(once.values()) if not job.is_finished and (retry or job.failure is None)]
+    place = replace(place, resume=True, quiet=True, threads=place.threads or 1, logger="none")
+    parent = os.getpid() if backend == "loky" else None
+    interrupted = False
+    with _registered(backend), joblib.parallel_config(backend=backend, n_jobs=workers):
+        parallel = joblib.Parallel(batch_size=1, pre_dispatch=workers, return_as="generator_unordered")
+        for outcome in parallel(joblib.delayed(_run_job)(job, place, gpus, parent) for job in due):
+            interrupted = interrupted or outcome.status == "interrupted"
+            on_end(outcome)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def default_workers(gpus: int) -> int:
+    return gpus or int(joblib.cpu_count())
+
+
+def _run_job(job: Job, place: RunEnvironment, gpus: int, parent: int | None) -> Outcome:
+    """In a worker process: an error is written to failure.json and does not end the sweep."""
+    from sparsesam.lab.experiment.provenance import provenance
+    from sparsesam.lab.experiment.run import run
+
+    def is_orphan() -> bool:
+        return parent is not None and parent not in (os.getpid(), os.getppid())
+
+    failure = job.directory / "failure.json"
+    failure.unlink(missing_ok=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        try:
+            with claimed_gpu(gpus, job.directory.parent) if gpus else nullcontext(place.devices) as devices:
+                mine = replace(place, name=job.label, out=job.directory, devices=devices)
+                run(job.config, mine, stop=is_orphan)
+            status: Literal["finished", "failed", "interrupted"] = "finished"
+        except (Interrupted, KeyboardInterrupt):
+            status = "interrupted"
+        except Exception as error:
+            job.directory.mkdir(parents=True, exist_ok=True)
+            told = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+            write_whole(failure, json.dumps({**told, "provenance": provenance()}, indent=1))
+            status = "failed"
+    if is_orphan():
+        os._exit(1)  # nobody waits for the outcome
+    return Outcome(job, status, tuple(dict.fromkeys(str(one.message) for one in caught)))
+
+
+@contextmanager
+def claimed_gpu(count: int, folder: Path) -> Iterator[str]:
+    """The number of a GPU that no other run of the sweep uses; the claim ends with the process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    while True:
+        for number in range(count):
+            lock = FileLock(folder / f"gpu-{number}.lock")
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                continue
+            with lock:
+                yield f"{number},"
+            return
+        time.sleep(1.0)
+
+
+@contextmanager
+def _registered(backend: Backend) -> Iterator[None]:
+    if backend == "ray":
+        try:
+            from ray.util.joblib import register_ray
+        except ImportError as error:
+            raise ImportError("sweeps on a Ray cluster need ray: pip install 'sparsesam[ray]'") from error
+        register_ray()
+    yield

@@ -1,0 +1,65 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from sparsesam.lab.experiment.calibration import calibrate, key, read_calibration
+from sparsesam.lab.experiment.config import RunEnvironment
+from sparsesam.lab.experiment.sweep import Job
+from tests.lab.experiment.runs import SHORT
+
+PLACE = RunEnvironment(threads=1)
+
+
+def jobs(tmp_path, **variants):
+    return [
+        Job(label, replace(SHORT, **settings, seed=seed), tmp_path / f"{label}{seed}")
+        for label, settings in variants.items()
+        for seed in (0, 1)
+    ]
+
+
+def test_every_variant_is_measured_once_in_every_round(tmp_path):
+    made = jobs(tmp_path, SGD={}, SAM={"optimizer": "sam"}, F={"optimizer": "ssam-f", "mask_epochs": 1})
+    found = calibrate(made, PLACE, tmp_path / "runs")
+    assert [one.label for one in found.variants.values()] == ["SGD", "SAM", "F"]
+    assert all(len(one.seconds_per_step) == 5 and min(one.seconds_per_step) > 0 for one in found.variants.values())
+    assert found.of(made[1].config) is found.of(made[0].config)
+    assert found.of(made[4].config).seconds_per_mask > 0
+    assert found.of(made[0].config).seconds_per_mask is None
+    assert 1.2 < found.of(made[2].config).seconds_per_epoch / found.of(made[0].config).seconds_per_epoch < 4
+
+
+def test_a_calibration_is_read_again_and_fits_only_its_variants(tmp_path):
+    made = jobs(tmp_path, SGD={})
+    found = calibrate(made, PLACE, tmp_path)
+    again = read_calibration(tmp_path)
+    assert again.variants == found.variants
+    assert again.fits([job.config for job in made])
+    assert not again.fits([replace(SHORT, lr=0.3)])
+    content = json.loads((tmp_path / "calibration.json").read_text())
+    assert content["kind"] == "calibration"
+    assert list(content["variants"]) == [key(made[1].config)] == [replace(SHORT, seed=0).content_hash]
+    content["provenance"]["cpu"] = "another"
+    (tmp_path / "calibration.json").write_text(json.dumps(content))
+    assert not read_calibration(tmp_path).fits([SHORT])
+    assert read_calibration(tmp_path / "elsewhere") is None
+
+
+def test_epochs_before_the_first_ascent_cost_what_plain_ones_do(tmp_path):
+    made = jobs(tmp_path, SGD={}, late={"optimizer": "sam", "ascent_start": 3.0})
+    found = calibrate(made, PLACE, tmp_path)
+    late = found.of(made[2].config)
+    assert late.seconds_per_epoch < 0.9 * 5 * max(late.seconds_per_step)
+
+
+def test_settings_that_are_refused_name_the_variant_and_leave_nothing(tmp_path):
+    made = jobs(tmp_path, SGD={}, bad={"optimizer": "ssam-f", "pattern": "2:4", "sparsity": 0.9})
+    with pytest.raises(ValueError, match=r"^bad: sparsity must be left out"):
+        calibrate(made, PLACE, tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_variant_that_diverges_is_left_to_its_run(tmp_path):
+    made = jobs(tmp_path, SGD={}, bad={"lr": 1e30})
+    assert [one.label for one in calibrate(made, PLACE, tmp_path).variants.values()] == ["SGD"]
