@@ -28,6 +28,7 @@ _FIRST_CHOICE = {
     "ssam-f": "orange",
     "ssam-d": "green",
     "ssam-random": "pink",
+    "auto": "red",
 }
 #: "ink" is for references, such as a bound or chance.
 _PALETTE = [name for name in COLORS if name != "ink"]
