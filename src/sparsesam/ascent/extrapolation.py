@@ -8,7 +8,7 @@ while the weights are away it holds w, from which they return bit for bit, and f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,14 +51,15 @@ class Extrapolation:
     def move(self, tracked: Iterable[TrackedWeight]) -> bool:
         """Move w to w + k (w - w_before); False where no update is known yet."""
         ahead = [one for one in tracked if one.name in self.updates and not one.is_still]
-        for one in ahead:
-            update = self.updates.pop(one.name)
-            here = kept_entries(one.weight, one.mask)
-            there = torch.add(here, update, alpha=one.steps_ahead)
-            self._held[one.name] = update.copy_(here)
-            # Listed before it is moved, so that an interruption half-way is undone too.
-            self._moved.append(one)
-            _write(one.weight, one.mask, there)
+        for steps, group in _grouped(ahead):
+            updates = [self.updates.pop(one.name) for one in group]
+            here = [kept_entries(one.weight, one.mask) for one in group]
+            there = torch._foreach_add(here, updates, alpha=steps)
+            torch._foreach_copy_(updates, here)
+            self._held |= {one.name: update for one, update in zip(group, updates, strict=True)}
+            # Listed before they are moved, so that an interruption half-way is undone too.
+            self._moved += group
+            _write(group, there)
         torch.clear_autocast_cache()
         return bool(ahead)
 
@@ -72,10 +73,9 @@ class Extrapolation:
             raise
 
     def _put_back(self) -> None:
-        while self._moved:
-            one = self._moved[-1]
-            _write(one.weight, one.mask, self._held[one.name])
-            self._moved.pop()
+        if self._moved:
+            _write(self._moved, [self._held[one.name] for one in self._moved])
+            self._moved = []
         torch.clear_autocast_cache()
 
     @torch.no_grad()
@@ -90,10 +90,12 @@ class Extrapolation:
     @torch.no_grad()
     def record(self, tracked: Iterable[TrackedWeight]) -> None:
         """The update that the base optimizer has just made."""
-        for one in tracked:
-            if one.name in self._held:
-                before = self._held.pop(one.name)
-                self.updates[one.name] = before.neg_().add_(kept_entries(one.weight, one.mask))
+        held = [one for one in tracked if one.name in self._held]
+        if held:
+            updates = [self._held.pop(one.name) for one in held]
+            torch._foreach_neg_(updates)
+            torch._foreach_add_(updates, [kept_entries(one.weight, one.mask) for one in held])
+            self.updates |= {one.name: update for one, update in zip(held, updates, strict=True)}
 
     @torch.no_grad()
     def change_mask(self, name: str, weight: Tensor, old: PackedMask | None, new: PackedMask | None) -> None:
@@ -102,7 +104,7 @@ class Extrapolation:
         if update is None or (new is not None and new.is_empty):
             return
         dense = torch.zeros_like(weight)
-        _write(dense, old, update)
+        _write([TrackedWeight(name, dense, old, 0.0)], [update])
         self.updates[name] = kept_entries(dense, new).clone()
 
 
@@ -115,10 +117,24 @@ def kept_entries(weight: Tensor, mask: PackedMask | None) -> Tensor:
     return weight.masked_select(mask.unpack(weight.device))
 
 
-def _write(weight: Tensor, mask: PackedMask | None, values: Tensor) -> None:
-    if mask is None or mask.is_full:
-        weight.copy_(values)
-    elif mask.rows is not None:
-        weight.index_copy_(0, mask.rows, values)
-    else:
-        weight.masked_scatter_(mask.unpack(weight.device), values)
+def _write(tracked: Sequence[TrackedWeight], values: Sequence[Tensor]) -> None:
+    """Put values in the place of kept entries, where all are kept with few launches."""
+    whole: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for (_, weight, mask, _), value in zip(tracked, values, strict=True):
+        if mask is None or mask.is_full:
+            whole[0].append(weight)
+            whole[1].append(value)
+        elif mask.rows is not None:
+            weight.index_copy_(0, mask.rows, value)
+        else:
+            weight.masked_scatter_(mask.unpack(weight.device), value)
+    if whole[0]:
+        torch._foreach_copy_(*whole)
+
+
+def _grouped(tracked: Iterable[TrackedWeight]) -> Iterator[tuple[float, list[TrackedWeight]]]:
+    """Those that go equally far, together."""
+    groups: dict[float, list[TrackedWeight]] = {}
+    for one in tracked:
+        groups.setdefault(one.steps_ahead, []).append(one)
+    yield from groups.items()
