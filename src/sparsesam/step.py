@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -177,7 +178,7 @@ class Step:
             context.refresh(self.params, batch)
             self.masks = context.masks_of(self.params)
         if context.settings.ascent == "extrapolation":
-            tracked = [one for one in self._tracked() if not one.is_still]
+            tracked = [one for one in self._tracked if not one.is_still]
             context.counters.skipped_ascents += not context.extrapolation.move(tracked) and bool(tracked)
             return
         directions = context.directions(self.params)
@@ -208,6 +209,7 @@ class Step:
         is_reversed = ascent == "momentum" if ascent in ONE_PASS else one.maximize
         return Target(one.name, one.parameter, direction, mask, -one.rho if is_reversed else one.rho, one.eta)
 
+    @cached_property
     def _tracked(self) -> list[TrackedWeight]:
         return [TrackedWeight(one.name, one.parameter, self.masks[one.name], float(one.rho)) for one in self.params]
 
@@ -243,7 +245,7 @@ class Step:
         context, settings = self.context, self.context.settings
         next_kind = settings.schedule.kind(context.counters.steps + 1, has_last=False)
         extrapolates = settings.ascent == "extrapolation" and next_kind is StepKind.ASCEND
-        tracked = self._tracked() if extrapolates else []
+        tracked = self._tracked if extrapolates else []
         context.extrapolation.hold(tracked)
         context.base.step()
         context.extrapolation.record(tracked)
