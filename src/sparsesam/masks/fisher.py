@@ -28,6 +28,7 @@ from sparsesam.masks.closeness import close, different
 from sparsesam.masks.errors import NonFiniteScoreError
 from sparsesam.masks.fisher_problem import LossFn, ModelLoss, Problem, SampleLabels, problem_of
 from sparsesam.masks.layer_rules import Accumulators, Call, find_rule
+from sparsesam.masks.memory import SavedBytes, fitting, free_bytes
 from sparsesam.masks.observer import Observer, Plan, Run, detached, floating, only_input, tensors_of
 from sparsesam.masks.preserve_model_state import preserve_model_state, requiring_grad
 from sparsesam.masks.samples import batch_size, leads_with, slice_batch
@@ -56,6 +57,7 @@ def fisher_diagonal(
     labels: Literal["data", "sampled"] = "data",
     sample_labels: SampleLabels | None = None,
     generator: torch.Generator | None = None,
+    chunk: int | None = None,
 ) -> FisherDiagonal:
     """Diagonal Fisher information of the named parameters over the samples of ``batches``.
 
@@ -67,12 +69,16 @@ def fisher_diagonal(
     ``labels="sampled"`` draws y_i from softmax(output) over dimension 1 with ``generator`` (the true Fisher
     information); ``sample_labels(output, generator)`` replaces the draw.
 
+    Of a batch, ``chunk`` samples are measured at a time; None: all of them, or fewer where free memory is short.
+
     The model runs in evaluation mode with frozen statistics and is left as it was found.
     """
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk must be at least 1, got {chunk}; None lets free memory decide")
     problem = problem_of(loss_fn, model_loss, labels, sample_labels, generator)
     wanted = _wanted_parameters(model, parameters)
     with preserve_model_state(model):
-        measurement = _Measurement(model, problem, wanted)
+        measurement = _Measurement(model, problem, wanted, chunk)
         for batch in batches:
             measurement.add(_moved(batch, next(iter(wanted.values())).device))
     return measurement.result()
@@ -107,8 +113,9 @@ def _moved(batch: Any, device: torch.device) -> Any:
 class _Measurement:
     """Sums of squared per-sample gradients over the batches seen so far."""
 
-    def __init__(self, model: nn.Module, problem: Problem, wanted: dict[str, Tensor]) -> None:
-        self.model, self.problem, self.wanted = model, problem, wanted
+    def __init__(self, model: nn.Module, problem: Problem, wanted: dict[str, Tensor], chunk: int | None) -> None:
+        self.model, self.problem, self.wanted, self.chunk = model, problem, wanted, chunk
+        self.sample_bytes = 0  # of activations
         self.sums = self._zeros()
         self.samples = 0
         self.plan: Plan | None = None
@@ -118,8 +125,18 @@ class _Measurement:
         size = batch_size(self.problem.inputs(batch))
         if size == 0:
             return
-        plan = self._first_plan(slice_batch(batch, slice(0, 1), size)) if self.plan is None else self.plan
-        self.plan = plan
+        if self.plan is None:
+            self.plan = self._first_plan(slice_batch(batch, slice(0, 1), size))
+        at_once = self.chunk or self._fitting(size)
+        for start in range(0, size, at_once):
+            stop = min(start + at_once, size)
+            self._add_part(self.plan, slice_batch(batch, slice(start, stop), size), stop - start)
+
+    def _fitting(self, size: int) -> int:
+        # Activations stay until their layer's gradient is there, which is as large.
+        return fitting(size, 2 * self.sample_bytes, free_bytes(next(iter(self.wanted.values())).device))
+
+    def _add_part(self, plan: Plan, batch: Any, size: int) -> None:
         self.samples += size
         used = self._add_by_hooks(plan, batch, size, self.sums, draw=True)
         chosen = {name: self.wanted[name] for name in self.wanted if name in plan.looped}
@@ -159,7 +176,10 @@ class _Measurement:
             return plan
         observer = Observer(self.model, self.wanted, plan, 1)
         expected, trial = self._zeros(), self._zeros()
-        self.first_output, used = self._add_sample(sample, self.wanted, expected, draw=True, observer=observer)
+        saved = SavedBytes([*self.model.parameters(), *self.model.buffers()])
+        with saved.counted():
+            self.first_output, used = self._add_sample(sample, self.wanted, expected, draw=True, observer=observer)
+        self.sample_bytes = saved.total
         plan = _planned(self.model, self.wanted, observer)
         try:
             self._add_by_hooks(plan, used, 1, trial, draw=False)

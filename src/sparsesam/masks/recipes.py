@@ -30,7 +30,7 @@ def fisher_mask(
     refresh: Refresh | None = None,
     labels: Literal["data", "sampled"] = "data",
     model_loss: Callable[[nn.Module, Any], Tensor] | None = None,
-    chunk: int = 128,
+    chunk: int | None = None,
     seed: int = 0,
 ) -> Mask:
     """SSAM-F: perturb the weights with the most Fisher information.
@@ -39,13 +39,13 @@ def fisher_mask(
     samples are drawn; without it, the Fisher is that of the batch given to ``opt.step(closure, batch=…)``.
     ``loss_fn(output, target)`` is the training loss; models that compute their own loss give
     ``model_loss(model, batch)`` instead. ``refresh`` is usually ``every_epochs(1, steps_per_epoch=len(loader))``.
-    Of a dataset or tensors, ``chunk`` samples are measured at a time: fewer take less memory.
+    ``chunk`` samples are measured at a time; None: up to 128, or fewer where free memory is short.
     """
     if (loss_fn is None) == (model_loss is None):
         raise ValueError("give either loss_fn(output, target) or model_loss(model, batch), and not both")
     score: Score
     if data is None:
-        score = BatchFisher(loss_fn, model_loss=model_loss, labels=labels)
+        score = BatchFisher(loss_fn, model_loss=model_loss, labels=labels, chunk=chunk)
     else:
         score = Fisher(data, loss_fn, samples=samples, model_loss=model_loss, labels=labels, chunk=chunk)
     return Mask(score, as_pattern(pattern), sparsity, refresh or manual(), seed)

@@ -13,6 +13,8 @@ from sparsesam.masks.fisher import FisherDiagonal, fisher_diagonal
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.samples import draw_batches
 
+_LARGEST_CHUNK = 128
+
 
 @dataclass(frozen=True)
 class ScoreContext:
@@ -51,6 +53,7 @@ class Fisher:
 
     ``labels="data"`` is the empirical Fisher (eq. 5 of the paper), ``labels="sampled"`` draws
     y_i from the model's own distribution. Normalization statistics are frozen while it is measured.
+    ``chunk`` samples are measured at a time; None: up to 128, or fewer where free memory is short.
     ``paths`` tells, after the first use, how each parameter's squares were computed.
     """
 
@@ -59,16 +62,18 @@ class Fisher:
     samples: int = 128
     model_loss: Callable[[nn.Module, Any], Tensor] | None = None
     labels: Literal["data", "sampled"] = "data"
-    chunk: int = 128
+    chunk: int | None = None
     paths: dict[str, str] = field(default_factory=dict, repr=False)
     needs_gradient: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.samples < 1:
             raise ValueError(f"samples must be at least 1, got {self.samples}; the paper uses 128")
+        if self.chunk is not None and self.chunk < 1:
+            raise ValueError(f"chunk must be at least 1, got {self.chunk}; None lets free memory decide")
 
     def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
-        batches = draw_batches(self.data, self.samples, generator=context.generator, chunk=self.chunk)
+        batches = draw_batches(self.data, self.samples, generator=context.generator, chunk=self.chunk or _LARGEST_CHUNK)
         result = fisher_diagonal(
             context.model,
             batches,
@@ -77,6 +82,7 @@ class Fisher:
             parameters=context.parameters,
             labels=self.labels,
             generator=context.generator,
+            chunk=self.chunk,
         )
         return _remember(self.paths, result)
 
@@ -90,6 +96,7 @@ class BatchFisher:
     loss_fn: Callable[..., Tensor] | None = None
     model_loss: Callable[[nn.Module, Any], Tensor] | None = None
     labels: Literal["data", "sampled"] = "data"
+    chunk: int | None = None
     paths: dict[str, str] = field(default_factory=dict, repr=False)
     needs_gradient: ClassVar[bool] = False
 
@@ -107,6 +114,7 @@ class BatchFisher:
             parameters=context.parameters,
             labels=self.labels,
             generator=context.generator,
+            chunk=self.chunk,
         )
         return _remember(self.paths, result)
 

@@ -102,7 +102,7 @@ class TrainConfig:
     mask_epochs: int | None = _option(1, "T_m: make the mask anew every so many epochs; null: never")
     mask_steps: int | None = _option(None, "make the mask anew every so many steps instead")
     fisher_samples: int = _option(128, "N_F: images that the Fisher information is measured on")
-    fisher_batch: int = _option(128, "so many of them at a time, less memory for fewer")
+    fisher_batch: int | None = _option(None, "so many of them at a time; null: up to 128, fewer if memory is short")
     fisher_labels: Literal["data", "sampled"] = _option("data", "labels of the Fisher information")
     drop: Literal["flattest", "random", "sharpest"] = _option("flattest", "what ssam-d drops")
     drop_ratio: float = _option(0.5, "share of the kept weights that ssam-d drops at first")
@@ -161,11 +161,11 @@ class TrainConfig:
 _RULES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     "at least 1": (
         lambda value: value >= 1,
-        ("epochs", "batch_size", "accumulate", "fisher_samples", "fisher_batch", "ascent_every"),
+        ("epochs", "batch_size", "accumulate", "fisher_samples", "ascent_every"),
     ),
     "at least 1, or null": (
         lambda value: value is None or value >= 1,
-        ("train_size", "val_size", "test_size", "image_size", "mask_epochs", "mask_steps", "max_steps"),
+        ("train_size", "val_size", "test_size", "image_size", "mask_epochs", "mask_steps", "max_steps", "fisher_batch"),
     ),
     "in [0, 1]": (lambda value: 0 <= value <= 1, ("label_noise", "corruption_rate", "drop_ratio", "lr_gamma")),
     "at least 0": (

@@ -143,6 +143,6 @@ def _memory(config: TrainConfig, model: MeasuredModel) -> float:
         step += model.parameters * 4.125
     fisher = 0.0
     if config.optimizer == "ssam-f":
-        samples = min(config.fisher_batch, config.fisher_samples)
+        samples = min(config.fisher_batch or 128, config.fisher_samples)
         fisher = 2 * samples * model.saved_bytes + model.parameters * 8
     return held + max(step, fisher)
