@@ -1,4 +1,5 @@
 import pytest
+import torch
 import yaml
 
 from sparsesam.lab.cli import main
@@ -34,17 +35,70 @@ def test_an_unknown_option_suggests_the_nearest(tmp_path, capsys):
     assert refused("train", "--sparsty", "0.5") == 2
     assert "unknown option 'sparsty'; did you mean sparsity" in capsys.readouterr().err
     (tmp_path / "bad.yaml").write_text("epoch: 3\n")
-    assert refused("train", "--config", str(tmp_path / "bad.yaml")) == 2
+    assert main(["train", "--config", str(tmp_path / "bad.yaml")]) == 2
     assert "unknown option 'epoch'; did you mean epochs" in capsys.readouterr().err
     assert main(["trian"]) == 2
     assert "unknown command 'trian'; did you mean train?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["train", "--optimiser", "sam"], "unknown option 'optimiser'; did you mean optimizer?"),
+        (["train", "--clip-grad", "1"], "unknown option 'clip-grad'; did you mean clip-grad-norm?"),
+        (["train", "--learning_rate=0.1"], "unknown option 'learning_rate'; did you mean lr?"),
+        (["analyze", "hessian", "--eigenvalue", "3", "run"], "unknown option 'eigenvalue'"),
+    ],
+)
+def test_names_that_were_meant(arguments, meant, capsys):
+    assert refused(*arguments) == 2
+    printed = capsys.readouterr().err
+    assert meant in printed
+    assert printed.count("\n") == 1
+
+
+def test_help_has_groups_and_the_names_of_models_and_data_sets(capsys):
+    assert refused("train", "--help") == 0
+    printed = capsys.readouterr().out
+    for heading in ("data:", "model:", "optimizer:", "perturbation:", "training:", "files and machine:"):
+        assert f"\n{heading}\n" in printed
+    words = " ".join(printed.split())
+    assert "digits, fashion-mnist, cifar10, cifar100, imagenet, tiny-imagenet, folder, hf/NAME" in words
+    assert "wrn-28-10, " in words
+    assert "(default: 0.05)" in words
+    assert "type:" not in printed
+    assert "Literal" not in printed
+
+
+def test_eval_and_export_read_the_best_weights_or_the_last(tmp_path, capsys):
+    out = str(tmp_path / "run")
+    assert main(["train", *SHORT, "--out", out, "--val-size", "50", "--name", "first"]) == 0
+    assert "chosen on validation images" in capsys.readouterr().out
+    assert main(["eval", out, "--weights", "last"]) == 0
+    record = read_records(tmp_path / "run" / "records.jsonl")[-1]
+    assert f"test accuracy {record['test_accuracy']:.2%}, loss {record['test_loss']:.4f}" in capsys.readouterr().out
+    assert main(["eval", out, "--split", "val"]) == 0
+    assert "val accuracy" in capsys.readouterr().out
+    for name in ("model.safetensors", "model.pt"):
+        file = tmp_path / "exported" / name
+        assert main(["export", out, "-o", str(file)]) == 0
+        assert main(["eval", out, "--weights", str(file)]) == 0
+        assert str(file) in capsys.readouterr().out
+        assert main(["train", *SHORT, "--init-from", str(file), "--out", str(tmp_path / name)]) == 0
+    weights = torch.load(tmp_path / "exported" / "model.pt", weights_only=True)
+    assert all(isinstance(value, torch.Tensor) for value in weights.values())
+    assert main(["export", out, "-o", "model.onnx"]) == 2
+    assert "--out must end in .pt, .pth, .safetensors" in capsys.readouterr().err
+    assert main(["eval", str(tmp_path)]) == 1
+
+
 def test_a_bad_value_ends_with_its_reason(tmp_path, capsys):
     assert refused("train", "--optimizer", "ssam") == 2
     assert "--optimizer must be one of 'sgd', " in capsys.readouterr().err
+    assert refused("train", "--optimizer", "ssam_f") == 2
+    assert "did you mean ssam-f?" in capsys.readouterr().err
     assert refused("train", "--epochs", "many") == 2
-    assert "--epochs must be of type int, got 'many'" in capsys.readouterr().err
+    assert "--epochs must be a whole number, got 'many'" in capsys.readouterr().err
     assert refused("train", "--adaptive", "fully") == 2
     assert "--adaptive must be true or false or 'all', got 'fully'" in capsys.readouterr().err
     assert main(["train", "--epochs", "0"]) == 2
@@ -65,7 +119,7 @@ def test_resume_needs_a_run(tmp_path, capsys):
     assert main(["train", "--resume"]) == 1
     assert "--resume needs --out" in capsys.readouterr().err
     assert main(["train", "--resume", "--out", str(tmp_path)]) == 1
-    assert "holds no run to go on with" in capsys.readouterr().err
+    assert "holds no run to continue" in capsys.readouterr().err
 
 
 def test_data_show_draws_what_the_network_will_see(tmp_path, capsys):

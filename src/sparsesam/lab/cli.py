@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser = Parser(f"sparsesam {command}", module.HELP)
         module.add_arguments(parser)
         rest = module.rewrite(rest) if hasattr(module, "rewrite") else rest
-        return int(module.run(parser.parse_args(rest)))
+        return int(module.run(parser.parse(rest)))
     except Interrupted as error:
         return _say(str(error), 130)
     except KeyboardInterrupt:
@@ -56,7 +56,7 @@ def _usage() -> str:
             "",
             *lines,
             "",
-            "COMMAND --help tells more.",
+            "COMMAND --help lists its options.",
         ]
     )
 

@@ -12,9 +12,11 @@ from types import ModuleType
 COMMANDS = {
     "train": "train one model",
     "sweep": "train a grid of settings times seeds, on all cores",
+    "eval": "evaluate the weights of a run",
+    "export": "write the weights of a run as a state_dict or safetensors",
     "paper": "repeat a table or figure of the paper, beside its own numbers",
-    "data": "draw what the network will see",
-    "analyze": "look at trained runs: landscape, Hessian, gradients, masks, bounds",
+    "data": "draw training images as the network sees them",
+    "analyze": "measure trained runs: landscape, Hessian, gradients, masks, bounds",
     "report": "one page about runs: tables, charts, analyses",
 }
 

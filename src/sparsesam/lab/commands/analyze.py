@@ -10,13 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentParser, Namespace
 from rich import progress as rich
 from rich.console import Console
 from rich.table import Table
 
 from sparsesam.analysis import AnalysisResult
-from sparsesam.lab.commands.parser import Parser
+from sparsesam.lab.commands.parser import Namespace, Parser
 from sparsesam.lab.display.colors import assign_colors
 from sparsesam.lab.display.drawing import check_plot, write_plot
 from sparsesam.lab.experiment.names import nearest
@@ -27,18 +26,20 @@ from sparsesam.lab.inspection.options import options_of
 HELP = "Analyze trained runs: print a table, and write RUN/analyses/NAME.json (docs/analyses.md)."
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.usage = f"%(prog)s {{{','.join(ANALYSES)}}} RUN… [--OPTION VALUE …]"
-    commands = parser.add_subcommands(dest="kind")
+    commands = parser.add_subparsers(dest="kind", required=True, metavar="ANALYSIS", parser_class=Parser)
     for kind, analysis in ANALYSES.items():
-        command = Parser(f"sparsesam analyze {kind}", f"{analysis.help[0].upper()}{analysis.help[1:]}.")
+        description = f"{analysis.help[0].upper()}{analysis.help[1:]}."
+        command = commands.add_parser(
+            kind, prog=f"sparsesam analyze {kind}", description=description, help=analysis.help
+        )
+        command.set_defaults(parser=command)
         metavar, text = analysis.argument
         command.add_argument("paths", type=Path, nargs="+", metavar=metavar, help=text)
         _add_options(command, analysis)
         _add_options(command, analysis.settings)
         command.add_argument("--plot", type=Path | None, default=None, help="draw it to FILE.png, .svg or .pdf")
-        commands.add_subcommand(kind, command, help=analysis.help)
-        command.prog = f"sparsesam analyze {kind}"  # add_subcommand replaces it by the usage of the whole command
 
 
 def rewrite(arguments: list[str]) -> list[str]:
@@ -50,7 +51,7 @@ def rewrite(arguments: list[str]) -> list[str]:
 
 def run(options: Namespace) -> int:
     kind = ANALYSES[options.kind]
-    given: dict[str, Any] = options[options.kind].as_dict()
+    given = vars(options)
     if given["plot"] is not None:
         check_plot(given["plot"])
     analysis, settings = _from_options(kind, given), _from_options(kind.settings, given)
@@ -109,7 +110,7 @@ def _table(analysis: Analysis[Any], measured: Sequence[Measured[AnalysisResult]]
     return table
 
 
-def _add_options(parser: ArgumentParser, settings: type) -> None:
+def _add_options(parser: Parser, settings: type) -> None:
     """An option for every field that has a help text."""
     hints = typing.get_type_hints(settings)
     for name, one in options_of(settings).items():

@@ -1,4 +1,4 @@
-"""``sparsesam data show``: what the network will see."""
+"""``sparsesam data show``: training images as the network sees them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from jsonargparse import ArgumentParser, Namespace
 
-from sparsesam.lab.commands.parser import add_settings, settings_of
+from sparsesam.lab.commands.parser import Namespace, Parser, add_settings, settings_of
 from sparsesam.lab.data import contact_sheet, load
 from sparsesam.lab.data.augment import denormalize
 from sparsesam.lab.experiment.batches import Share, make_batches
 
-HELP = "Draw training images as the network will see them, with noise, corruption and augmentation."
+HELP = "Draw training images as the network sees them, with noise, corruption and augmentation."
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.usage = "%(prog)s show [--out FILE.png] [--images 24] [--OPTION VALUE …]"
     parser.add_argument("action", type=Literal["show"], help="draw the contact sheet")
     parser.add_argument("--out", type=Path, default=Path("data.png"), help="the picture")
@@ -28,10 +27,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> int:
     config, place = settings_of(options)
     config = replace(config, batch_size=options.images)
-    splits = load(config.dataset, place.data_dir, place.download)
+    splits = load(config.dataset, place.data_dir, place.download, image_size=config.image_size)
     batches = make_batches(config, splits, Share(), torch.device("cpu"), workers=0)
     batch = next(batches.train(epoch=0))
-    titles = [splits.classes[label] for label in batch.labels.tolist()]
+    labels = batch.labels if batch.labels.dim() == 1 else batch.labels.argmax(1)  # probabilities with mixup
+    titles = [splits.classes[label] for label in labels.tolist()]
     contact_sheet(denormalize(batch.images, splits.mean, splits.std), titles, options.out)
     print(f"{len(titles)} images of {splits.name}: {options.out}")
     return 0

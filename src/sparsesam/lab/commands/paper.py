@@ -7,10 +7,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from rich.table import Table
 
+from sparsesam.lab.commands.parser import Namespace, Parser
 from sparsesam.lab.commands.sweep import add_execution, execute, overrides, report_failures
 from sparsesam.lab.experiment.paper import Recipe, Scale, default_out, recipe, recipes
 from sparsesam.lab.experiment.sweep import Job
@@ -25,7 +25,7 @@ HELP = (
 )
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.add_argument("action", type=Literal["list", "show", "run"], help="what to do")
     parser.add_argument("name", type=str | None, nargs="?", default=None, help="of a table or figure")
     parser.add_argument(

@@ -1,83 +1,159 @@
-"""The command line's parser: short errors that name the nearest options."""
+"""The command line's parser: argparse, with options made from dataclasses and checked as their YAML keys are.
+
+Values are converted and refused by `sparsesam.lab.experiment.setting_types`, wherever they come from.
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import re
 import sys
 import typing
-from collections.abc import Mapping
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
-from jsonargparse import ArgumentParser, Namespace
-from jsonargparse._actions import ActionConfigFile
+import yaml
 
-from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
-from sparsesam.lab.experiment.names import nearest
-from sparsesam.lab.experiment.setting_types import describe
+from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, names_of, types_of
+from sparsesam.lab.experiment.names import check_names, nearest
+from sparsesam.lab.experiment.setting_types import alternatives, fitted
+
+__all__ = ["ArgumentParser", "Namespace", "Parser", "add_settings", "settings_of"]
+
+
+class UsageError(Exception):
+    """A value that an option does not take."""
 
 
 class Parser(ArgumentParser):
-    """Options with typed values; ``--config FILE.yaml`` gives any of them, and those after it win."""
+    """argparse with any type hint as ``type``, errors of one line, and the nearest names for unknown options."""
 
-    def __init__(self, prog: str, description: str) -> None:
-        super().__init__(prog=prog, description=description, allow_abbrev=False)
+    def __init__(self, prog: str, description: str, **options: Any) -> None:
+        super().__init__(prog=prog, description=description, allow_abbrev=False, formatter_class=_Help, **options)
+        self.known: list[str] = []  # options, for suggestions
 
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """One line that says what is wrong, and where there is one, the name that was meant."""
-        unknown = re.findall(r"(?<!\S)--([\w-]+)", message) if "nrecognized arguments" in message else []
-        unknown += re.findall(r"Option '([^']+)' is not accepted", message)
+    def add_argument(self, *names: str, **options: Any) -> Any:
+        if hasattr(self, "known"):  # argparse itself adds --help before
+            self.known += [name.removeprefix("--") for name in names if name.startswith("--")]
+        return super().add_argument(*names, **_with_converter(names[-1], options))
+
+    def parse(self, arguments: Sequence[str]) -> Namespace:
+        """The options in ``arguments``; ends the process with a line about the first that is not understood."""
+        try:
+            found, unknown = self.parse_known_args(arguments)
+        except UsageError as error:
+            self.error(str(error))
         if unknown:
-            known = [name for action in self._actions for name in _spellings(action.option_strings)]
-            lines = [f"unknown option {name!r}; {nearest(name.replace('_', '-'), known)}" for name in unknown]
-        else:
-            kinds = {action.dest: getattr(action, "_typehint", None) for action in self._actions}
-            lines = [_shortened(message, kinds)]
-        for line in lines:
-            print(f"{self.prog}: {line}", file=sys.stderr)
+            parser: Parser = getattr(found, "parser", self)  # of the subcommand
+            options = [parser.suggestion(one) for one in unknown if one.startswith("-")]
+            parser.error("; ".join(options) or f"unexpected argument {unknown[0]!r}; --help shows the usage")
+        return found
+
+    def suggestion(self, option: str) -> str:
+        name = option.lstrip("-").partition("=")[0]
+        return f"unknown option {name!r}; {nearest(name.replace('_', '-'), self.known)}"
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message}", file=sys.stderr)
         sys.exit(2)
 
 
-def add_settings(parser: ArgumentParser, *, leave_out: tuple[str, ...] = ()) -> None:
-    """An option for every field of a run, and ``--config`` for a file of them."""
-    parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of the options below")
+def add_settings(parser: Parser, *, leave_out: tuple[str, ...] = ()) -> None:
+    """An option for every field of a run, in groups, and ``--config`` for a file of them."""
+    parser.add_argument(
+        "--config", type=Path, action="append", default=[], metavar="FILE", help="YAML file with any of these options"
+    )
     for kind in (TrainConfig, RunEnvironment):
-        hints = typing.get_type_hints(kind)
+        group: Any = parser
         for one in dataclasses.fields(kind):
-            if one.name in leave_out:
-                continue
-            name, text = f"--{one.name.replace('_', '-')}", one.metadata["help"]
-            if one.name == "resume":
-                parser.add_argument(name, action="store_true", help=text)
-            else:
-                parser.add_argument(name, type=hints[one.name], default=one.default, help=text)
+            if one.metadata["group"]:
+                group = parser.add_argument_group(one.metadata["group"])
+            if one.name not in leave_out:
+                flag, text = f"--{one.name.replace('_', '-')}", f"{one.metadata['help']}{_default(one.default)}"
+                options = {"type": types_of(kind)[one.name], "default": argparse.SUPPRESS, "help": text}
+                parser.known.append(flag.removeprefix("--"))
+                group.add_argument(flag, **_with_converter(flag, options))
 
 
 def settings_of(options: Namespace) -> tuple[TrainConfig, RunEnvironment]:
-    values: dict[str, Any] = options.as_dict()
-    config, place = (
-        kind(**{one.name: values[one.name] for one in dataclasses.fields(kind) if one.name in values})
-        for kind in (TrainConfig, RunEnvironment)
-    )
-    assert isinstance(config, TrainConfig)
-    assert isinstance(place, RunEnvironment)
-    return config, place
+    """The settings of the config files, later ones winning, and of the options, which win over files."""
+    known = (*names_of(TrainConfig), *names_of(RunEnvironment))
+    given: dict[str, Any] = {}
+    for file in options.config:
+        content = _read(file)
+        check_names(content, known)
+        given |= content
+    given |= {name: value for name, value in vars(options).items() if name in known}
+    config, place = ({name: given[name] for name in names_of(kind) if name in given} for kind in _KINDS)
+    return TrainConfig(**config), RunEnvironment(**place)
 
 
-def _spellings(options: Any) -> list[str]:
-    return [option.removeprefix("--") for option in options if option.startswith("--")]
+_KINDS: tuple[Any, Any] = (TrainConfig, RunEnvironment)
 
 
-def _shortened(message: str, kinds: Mapping[str, Any]) -> str:
-    """Jsonargparse's type errors in one line, in our words; ``kinds`` are the options' types."""
-    found = re.search(r'Parser key "([^"]+)":\s*(.*)', message, re.DOTALL)
-    if found is None:
-        return message.strip()
-    reason = " ".join(found[2].split())
-    if choices := re.fullmatch(r"Expected a typing\.Literal\[(.*)\]\. Got value: (.*)", reason):
-        reason = f"must be one of {choices[1]}, got {choices[2]!r}"
-    elif kind := re.fullmatch(r"Expected a <class '(\w+)'>\. Got value: (.*)", reason):
-        reason = f"must be of type {kind[1]}, got {kind[2]!r}"
-    elif given := re.search(r"^Does not validate against any .* Given value: (.*)", reason):
-        reason = f"must be {describe(kinds[found[1]])}, got {given[1]!r}"
-    return f"--{found[1].replace('_', '-')} {reason}"
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise ValueError(f"--config {file} cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"--config {file} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {file} must hold names and values, such as `epochs: 3`")
+    return content
+
+
+def _with_converter(flag: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of `add_argument` with a type hint turned into what argparse takes."""
+    hint = options.get("type")
+    if hint is None:
+        return options
+    if hint is bool:
+        options = {"nargs": "?", "const": True, **options}
+    return {"metavar": _metavar(flag, hint), **options, "type": _Converter(flag, hint)}
+
+
+class _Converter:
+    """From the text of a value to the type of its setting."""
+
+    def __init__(self, flag: str, hint: Any) -> None:
+        self.flag, self.hint = flag, hint
+
+    def __call__(self, text: str) -> Any:
+        try:
+            return fitted(self.flag, yaml.safe_load(text), self.hint)
+        except (ValueError, yaml.YAMLError):
+            pass  # perhaps it is meant as text
+        try:
+            return fitted(self.flag, text, self.hint)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
+
+def _metavar(flag: str, hint: Any) -> str:
+    kinds = [kind for kind in alternatives(hint) if kind is not type(None)]
+    choices = [str(one) for kind in kinds if typing.get_origin(kind) is typing.Literal for one in kind.__args__]
+    if choices:
+        return f"{{{','.join([*choices, *(['true', 'false'] if bool in kinds else [])])}}}"
+    if not flag.startswith("-"):
+        return flag
+    words = {int: "N", float: "X", bool: "true|false", Path: "PATH", str: "NAME"}
+    return words.get(kinds[0], "[X,…]")
+
+
+def _default(value: Any) -> str:
+    if value is None or value == () or value is dataclasses.MISSING:
+        return ""
+    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)
+    return f" (default: {text})"
+
+
+class _Help(argparse.HelpFormatter):
+    """The width of the terminal, up to 110 columns."""
+
+    def __init__(self, prog: str) -> None:
+        import shutil
+
+        super().__init__(prog, max_help_position=30, width=min(110, shutil.get_terminal_size().columns) - 2)

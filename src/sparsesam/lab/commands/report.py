@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jsonargparse import ArgumentParser, Namespace
+from sparsesam.lab.commands.parser import Namespace, Parser
 
 HELP = (
     "Write one self-contained page about runs: accuracies, costs, curves, and the results of `sparsesam analyze`. "
@@ -12,7 +12,7 @@ HELP = (
 )
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.add_argument("runs", type=str, nargs="+", help="directories of runs, or above them")
     parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), help="the page")
     parser.add_argument("--title", type=str, default="sparsesam report", help="title of the page")

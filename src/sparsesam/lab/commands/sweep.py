@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from rich.table import Table
 
+from sparsesam.lab.commands.parser import Namespace, Parser
 from sparsesam.lab.experiment.calibration import Calibration, calibrate, read_calibration
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import Interrupted, RunError
@@ -27,14 +27,14 @@ HELP = (
 )
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.add_argument("file", type=str, help="YAML with settings, variants, grid and seeds; or demo")
     add_execution(parser)
     parser.add_argument("--seeds", type=int | None, default=None, help="number of seeds instead of the file's")
     parser.add_argument("--no-calibration", action="store_true", help="do not measure the variants' times first")
 
 
-def add_execution(parser: ArgumentParser) -> None:
+def add_execution(parser: Parser) -> None:
     """Options for running many runs, wherever they come from."""
     parser.add_argument("--out", type=Path | None, default=None, help="directory of the runs; default runs/NAME")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings of all runs; they win")

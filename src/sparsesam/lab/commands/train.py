@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jsonargparse import ArgumentParser, Namespace
-
-from sparsesam.lab.commands.parser import add_settings, settings_of
+from sparsesam.lab.commands.parser import Namespace, Parser, add_settings, settings_of
 
 HELP = "Train one model. Everything has a default: `sparsesam train` alone takes half a minute on a laptop."
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.usage = "%(prog)s [--config FILE.yaml] [--OPTION VALUE …]"
     add_settings(parser)
 
 
 def rewrite(arguments: list[str]) -> list[str]:
-    """With ``--resume``, the settings of the run in ``--out`` come first, so that they need not be given again."""
+    """With ``--resume``, the settings of the run in ``--out`` come first, so that they need not be repeated."""
     from sparsesam.lab.experiment.errors import RunError
     from sparsesam.lab.experiment.run_directory import RunDirectory
 
@@ -25,10 +23,10 @@ def rewrite(arguments: list[str]) -> list[str]:
         return arguments
     out = _value_of("--out", arguments)
     if out is None:
-        raise RunError("--resume needs --out, the directory of the run to go on with")
+        raise RunError("--resume needs --out, the directory of the run to continue")
     saved = RunDirectory(Path(out)).config
     if not saved.exists():
-        raise RunError(f"{out} holds no run to go on with; check --out, or leave out --resume to begin one")
+        raise RunError(f"{out} holds no run to continue; check --out, or leave out --resume to begin one")
     return ["--config", str(saved), *arguments]
 
 
@@ -38,8 +36,10 @@ def run(options: Namespace) -> int:
 
     config, place = settings_of(options)
     result = run_one(config, place, for_terminal(quiet=place.quiet))
+    chosen = "validation" if result.best_chosen_on == "val" else "test"
     print(
-        f"test accuracy {result.test_accuracy:.2%}, best {result.best_test_accuracy:.2%}, "
+        f"test accuracy {result.test_accuracy:.2%}; best.pt {result.best_test_accuracy:.2%}, "
+        f"epoch {result.best_epoch}, chosen on {chosen} images; "
         f"{result.seconds:.1f} s of training; {place.directory(config)}"
     )
     return 0

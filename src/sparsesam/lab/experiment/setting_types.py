@@ -15,7 +15,7 @@ def fitted(name: str, value: Any, hint: Any) -> Any:
 
     1 becomes 1.0, and "1e-3", which YAML reads as text, 0.001, so that equal settings have equal hashes.
     """
-    for one in _alternatives(hint):
+    for one in alternatives(hint):
         found = _as(value, one)
         if found is not _UNFIT:
             return found
@@ -24,14 +24,12 @@ def fitted(name: str, value: Any, hint: Any) -> Any:
 
 def describe(hint: Any) -> str:
     """A type as a sentence has it: "an int, or null"."""
-    words = [_word(one) for one in _alternatives(hint)]
+    words = [_word(one) for one in alternatives(hint)]
     return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
 
 
 def _suggestion(value: Any, hint: Any) -> str:
-    choices = [
-        one for kind in _alternatives(hint) if typing.get_origin(kind) is typing.Literal for one in kind.__args__
-    ]
+    choices = [one for kind in alternatives(hint) if typing.get_origin(kind) is typing.Literal for one in kind.__args__]
     meant = nearest(str(value), [one for one in choices if isinstance(one, str)], otherwise="")
     return meant and f"; {meant}"
 
@@ -73,7 +71,8 @@ def _as_tuple(value: Any, kinds: tuple[Any, ...]) -> Any:
     return _UNFIT if _UNFIT in found else found
 
 
-def _alternatives(hint: Any) -> tuple[Any, ...]:
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    """The types of a union, or the one type."""
     return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
 
 

@@ -1,0 +1,81 @@
+"""Trained weights of a run: evaluate them, or write them for other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsesam.lab import models
+from sparsesam.lab.data import load
+from sparsesam.lab.experiment.batches import Share, make_batches
+from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
+from sparsesam.lab.experiment.errors import CheckpointError, RunError
+from sparsesam.lab.experiment.initial_weights import read_weights
+from sparsesam.lab.experiment.run import make_fabric
+from sparsesam.lab.experiment.run_directory import RunDirectory
+from sparsesam.lab.experiment.training import loss_and_accuracy
+
+FORMATS = (".pt", ".pth", ".safetensors")
+
+
+class Evaluation(NamedTuple):
+    loss: float
+    accuracy: float
+    images: int
+    file: Path
+
+
+def evaluate(run: Path, weights: str, split: Literal["val", "test"], place: RunEnvironment) -> Evaluation:
+    """Loss and accuracy of ``weights`` ("best", "last" or a file) on images that the run was not trained on."""
+    config = _config(run)
+    if split == "val" and config.val_size is None:
+        raise RunError(f"{run} has no validation images (val_size); evaluate it on the test images")
+    file = _file(run, weights)
+    fabric = make_fabric(config, place)
+    splits = load(config.dataset, place.data_dir, place.download, image_size=config.image_size)
+    batches = make_batches(config, splits, Share(), fabric.device, place.workers or 0)
+    model = models.build(config.model, splits.num_classes, splits.in_channels, splits.image_size)
+    try:
+        model.load_state_dict(read_weights(file))
+    except RuntimeError as error:
+        raise CheckpointError(f"{file} does not fit {config.model}: {' '.join(str(error).split())}") from error
+    totals = loss_and_accuracy(model.to(fabric.device), batches.evaluation(split), fabric)
+    loss, correct, images = totals.tolist()
+    return Evaluation(loss / images, correct / images, int(images), file)
+
+
+def export(run: Path, weights: str, out: Path) -> int:
+    """Write ``weights`` of a run to ``out``; the number of values written."""
+    if out.suffix not in FORMATS:
+        raise ValueError(f"--out must end in {', '.join(FORMATS)}, got {out}")
+    config, tensors = _config(run), read_weights(_file(run, weights))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.suffix == ".safetensors":
+        _write_safetensors(tensors, config, out)
+    else:
+        torch.save(tensors, out)
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
+def _config(run: Path) -> TrainConfig:
+    directory = RunDirectory(run)
+    if not directory.config.exists():
+        raise RunError(f"{run} holds no run: it has no config.yaml; give the directory that `sparsesam train` made")
+    return directory.saved_config()
+
+
+def _file(run: Path, weights: str) -> Path:
+    return run / f"{weights}.pt" if weights in ("best", "last") else Path(weights)
+
+
+def _write_safetensors(tensors: dict[str, Tensor], config: TrainConfig, out: Path) -> None:
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ImportError("safetensors files need safetensors: pip install safetensors") from error
+    # Tensors that share memory are refused by safetensors.
+    separate = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    save_file(separate, out, metadata={"model": config.model, "dataset": config.dataset})
