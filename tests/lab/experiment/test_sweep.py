@@ -133,7 +133,7 @@ def test_gpus_are_claimed_one_each(tmp_path):
 
 def test_the_packaged_demo_compares_four_optimizers():
     sweep = read_sweep("demo", overrides={"epochs": 1}, seeds=2)
-    assert list(sweep.variants) == ["SGD", "SAM", "SSAM-F", "SSAM-D"]
+    assert list(sweep.variants) == ["SGD", "SAM", "SSAM-F", "recommended"]
     assert all(config.epochs == 1 and config.label_noise == 0.3 for config in sweep.variants.values())
     assert list(sweep.seeds) == [0, 1]
 
