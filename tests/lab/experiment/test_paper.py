@@ -129,6 +129,13 @@ def test_the_timed_vit_runs_in_the_precision_that_sparse_tensor_cores_have():
         assert {one.config(row, column, {}).precision for row, column in one.cells("full")} == {"bf16"}
 
 
+def test_the_vit_is_trained_as_in_its_table():
+    one = recipe("nm_vit")
+    config = one.config("SAM", one.columns("full")[0], {})
+    assert (config.epochs, config.batch_size, config.base, config.lr) == (10, 16, "adam", 1e-3)
+    assert (config.weight_decay, config.betas, config.rho, config.fisher_samples) == (0.0, (0.9, 0.999), 0.2, 512)
+
+
 @pytest.mark.parametrize(
     ("name", "label"),
     [

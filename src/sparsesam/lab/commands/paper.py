@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from sparsesam.lab.commands.parser import Namespace, Parser
 from sparsesam.lab.commands.sweep import add_execution, execute, overrides, report_failures
+from sparsesam.lab.display.drawing import check_plot
 from sparsesam.lab.experiment.paper import Recipe, Scale, default_out, recipe, recipes
 from sparsesam.lab.experiment.sweep import Job
+from sparsesam.lab.paper.choices import other_choices, settings_of
 from sparsesam.lab.paper.comparison import Comparison
 from sparsesam.lab.paper.cost import PAPER_TFLOPS
 from sparsesam.lab.paper.dry_run import Rehearsal, cost_table, dry_run
+from sparsesam.lab.paper.figures import Material, draw
 
 HELP = (
     "Repeat a table or figure of the paper. `list` names them, `show NAME` tells what it runs and where each setting "
@@ -57,12 +61,25 @@ def run(options: Namespace) -> int:
     if options.dry_run:
         _rehearse(chosen, options, settings, console)
         return 0
-    return _run(chosen, options, settings, jobs, out, console)
+    file = None
+    if chosen.figure is not None:
+        file = options.plot or out / f"{chosen.label}.png"
+        check_plot(file)
+    elif options.plot is not None:
+        raise ValueError(
+            f"--plot must be left out: {chosen.label} is a table; `sparsesam paper list` names the figures"
+        )
+    _run(chosen, options, settings, jobs, out, console)
+    if file is not None:
+        for sentence in draw(Material(chosen, scale, jobs, settings, options.data_dir), file):
+            console.print(f"- {sentence}", soft_wrap=True, markup=False)
+        console.print(f"picture: {file}", soft_wrap=True, markup=False)
+    return 0
 
 
 def _run(
     chosen: Recipe, options: Namespace, settings: Mapping[str, Any], jobs: Sequence[Job], out: Path, console: Console
-) -> int:
+) -> None:
     compared = Comparison(chosen, options.scale, jobs, settings)
     if jobs:
         timed = chosen.timed(options.scale, settings)
@@ -71,7 +88,6 @@ def _run(
             console.print(f"- {sentence}", soft_wrap=True, markup=False)
         console.print(f"runs: {out}", soft_wrap=True)
         report_failures(jobs)
-    return 0
 
 
 def _rehearse(chosen: Recipe, options: Namespace, settings: Mapping[str, Any], console: Console) -> None:
@@ -124,9 +140,16 @@ def _order(one: Recipe) -> tuple[bool, int]:
 
 
 def _show(chosen: Recipe, scale: Scale, settings: Mapping[str, Any], jobs: Sequence[Job], console: Console) -> None:
-    values = [asdict(job.config) for job in jobs]
-    varied = chosen.varied(scale)
-    console.print(f"{chosen.place}: {chosen.title}\n\nall runs:")
-    console.print("  " + ", ".join(f"{name} {value}" for name, value in values[0].items() if name not in varied))
-    console.print(f"\ndiffering: {', '.join(varied)}\n")
-    console.print(Comparison(chosen, scale, jobs, settings).table())
+    """Every setting and choice with where it comes from, then the paper's numbers with what we have."""
+    console.print(f"{chosen.place}: {chosen.title} ({chosen.label}, {scale} scale)", markup=False)
+    for note in chosen.notes:
+        console.print(f"- {note}", soft_wrap=True, markup=False)
+    groups = {"setting": settings_of(chosen, scale, settings), "choice": other_choices(chosen, scale)}
+    for heading, choices in groups.items():
+        drawn = Table(heading, "value", "where it comes from")
+        for one in choices:
+            drawn.add_row(one.name, Text(", ".join(one.values)), Text(str(one.mark)))
+        if choices:
+            console.print(drawn)
+    if chosen.has_numbers:
+        console.print(Comparison(chosen, scale, jobs, settings).table())

@@ -117,7 +117,7 @@ def measured_model(name: str, classes: int, channels: int, side: int) -> Measure
 
 
 def _passes_per_step(config: TrainConfig, steps: int, per_epoch: int) -> float:
-    if config.is_plain or config.ascent == "momentum":
+    if config.is_plain or config.ascent in ("momentum", "extrapolation"):
         return 1.0
     ascending = max(0.0, 1 - config.ascent_start * per_epoch / steps) / config.ascent_every
     return 1 + config.ascent_fraction * ascending

@@ -1,0 +1,144 @@
+"""docs/paper.md: what of the paper is where, and where we depart from it.
+
+python -m sparsesam.lab.paper.page > docs/paper.md
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from sparsesam.lab.experiment.paper import Recipe, recipes
+from sparsesam.lab.paper.choices import UNMENTIONED, Choice, other_choices, settings_of
+
+_HEAD = """<!-- Written by `python -m sparsesam.lab.paper.page > docs/paper.md`; change the data, not this page. -->
+
+# The paper, item by item
+
+*Systematic Investigation of Sparse Perturbed Sharpness-Aware Minimization Optimizer* (Mi et al., 2023): what is where,
+and where every choice comes from. `sparsesam paper show NAME --scale full` prints the same for one table or figure. The
+laptop scale's settings are all ours, for it is to take minutes on a CPU: compare its rows, not its values.
+
+None of the full scale has been run here: it needs GPUs. A dry run of it (`paper run NAME --scale full --dry-run`) is
+part of the tests.
+"""
+_OPEN = """
+## What the text leaves open
+
+"""
+_SETTINGS = """
+## Every setting
+
+Of the full scale. *From the paper* names the place in its text; *from the authors' published settings* is what they
+have published besides; *ours* has a reason. Runs that measure a time are short ones of their own.
+
+"""
+_CHOICES = """
+## Choices that are no settings
+
+"""
+_ITEMS = """
+## Each equation, theorem, table and figure
+
+The proofs in the supplement are not code; their constants and rates are checked with the theorems.
+
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    everything = sorted(recipes().values(), key=lambda one: (one.place.startswith("Figure"), _number(one.place)))
+    parts = [
+        _HEAD,
+        _ITEMS,
+        _table(("item", "what", "file", "command", "test"), _items(everything)),
+        _OPEN,
+        *(f"- **{one.place}**: {note}\n" for one in everything for note in one.notes),
+        _CHOICES,
+        _table(("choice", "here", "where it comes from", "in"), _grouped(everything, settings=False)),
+        _SETTINGS,
+        _table(
+            ("setting", "value", "where it comes from", "in"),
+            [*_grouped(everything, settings=True), ("every other", "its default", str(UNMENTIONED), "all")],
+        ),
+    ]
+    return "".join(parts)
+
+
+def _items(everything: Sequence[Recipe]) -> list[tuple[str, ...]]:
+    content: list[dict[str, Any]] = yaml.safe_load((resources.files("sparsesam.lab.paper") / "text.yaml").read_text())
+    rows: list[tuple[str, ...]] = [
+        (one["item"], one["what"], _code(one["file"]), _code(one["command"]), _code(one["test"])) for one in content
+    ]
+    for one in everything:
+        is_drawn = one.place.startswith("Figure")
+        file = "src/sparsesam/lab/paper/figures.py" if is_drawn else "src/sparsesam/lab/experiment/paper.yaml"
+        test = (
+            "tests/lab/paper/test_figures.py::test_each_figure_is_trained_analysed_and_drawn"
+            if is_drawn
+            else "tests/lab/experiment/test_paper.py::test_every_cell_is_a_run_that_exists"
+        )
+        rows.append((one.place, one.title, _code(file), _code(f"sparsesam paper run {one.label}"), _code(test)))
+    return rows
+
+
+def _grouped(everything: Sequence[Recipe], *, settings: bool) -> Iterable[tuple[str, ...]]:
+    """A row for each choice with one value and one origin, and the recipes that have it."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for one in everything:
+        for choice in settings_of(one, "full") if settings else other_choices(one, "full"):
+            if choice.mark == UNMENTIONED:  # one row for all of them, which new settings do not change
+                continue
+            found.setdefault((choice.name, _values(choice), str(choice.mark)), []).append(one.place)
+    order = {name: place for place, name in enumerate(dict.fromkeys(name for name, _, _ in found))}
+    for (name, values, mark), places in sorted(found.items(), key=lambda one: order[one[0][0]]):
+        shown = "all" if len(places) == len(everything) - (1 if settings else 0) else _places(places)
+        yield (_code(name) if settings else name), values, mark, shown
+
+
+def _values(choice: Choice) -> str:
+    return ", ".join(choice.values)
+
+
+def _places(places: Sequence[str]) -> str:
+    """Table 1, Table 2, Table 3, Figure 5 as "tables 1 to 3, figure 5"."""
+    parts = []
+    for kind in ("Table", "Figure"):
+        numbers = sorted(_number(place) for place in places if place.startswith(kind))
+        if numbers:
+            parts.append(f"{kind.lower()}{'s' if len(numbers) > 1 else ''} {', '.join(_runs(numbers))}")
+    return "; ".join(parts)
+
+
+def _runs(numbers: Sequence[int]) -> list[str]:
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1].append(number)
+        else:
+            spans.append([number])
+    shown = []
+    for span in spans:
+        shown += [f"{span[0]} to {span[-1]}"] if len(span) > 2 else [str(number) for number in span]
+    return shown
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+def _number(place: str) -> int:
+    return int(re.findall(r"\d+", place)[0])
+
+
+def _code(text: str) -> str:
+    return f"`{text}`"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

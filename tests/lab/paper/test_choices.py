@@ -1,0 +1,96 @@
+import dataclasses
+
+import pytest
+
+from sparsesam.lab.cli import main
+from sparsesam.lab.experiment.config import TrainConfig
+from sparsesam.lab.experiment.paper import Recipe, recipe, recipes
+from sparsesam.lab.paper.choices import _content, other_choices, settings_of
+
+
+def mark_of(label, name, value):
+    (found,) = [one for one in settings_of(recipe(label), "full") if one.name == name and value in one.values]
+    return str(found.mark)
+
+
+@pytest.mark.parametrize("label", recipes())
+def test_every_setting_of_every_recipe_is_marked(label):
+    one = recipe(label)
+    marked = {(choice.name, value) for choice in settings_of(one, "full") for value in choice.values}
+    for row, column in one.cells("full"):
+        config = one.config(row, column, {})
+        for name in ("dataset", "model", "optimizer", "lr", "weight_decay", "epochs", "batch_size", "augment"):
+            assert (name, str(getattr(config, name))) in marked
+
+
+@pytest.mark.parametrize(
+    ("label", "name", "value", "mark"),
+    [
+        ("resnet_cifar", "rho", "0.2", "from the paper: Sec. 5.1"),
+        ("resnet_cifar", "mask_epochs", "1", "ours, because the text gives T_m only in Table 14"),
+        ("resnet_cifar", "drop_ratio", "0.5", "ours, because the text does not give alpha"),
+        ("resnet_cifar", "norm", "full", "from the paper: Eq. 2"),
+        ("ablation-update-mask", "mask_epochs", "50", "from the paper: Table 14"),
+        ("ablation-num-samples", "fisher_samples", "4096", "from the paper: Table 13"),
+        ("resnet_cifar", "fisher_samples", "128", "ours, because"),
+        ("nm_vit", "fisher_samples", "512", "from the paper: Table 16"),
+        ("nm_vit", "precision", "bf16", "ours, because"),
+        ("vgg_cifar", "model", "vgg11-bn-4096", "from the authors' published settings"),
+        ("imagenet-experiments", "epochs", "90", "ours, because the text gives none"),
+        ("label-noise", "augment", "no-cutout", "from the paper: Sec. 5.5"),
+        ("corruption", "corruption", "mixed", "ours, because"),
+    ],
+)
+def test_where_settings_come_from(label, name, value, mark):
+    assert mark_of(label, name, value).startswith(mark)
+
+
+def test_what_the_issue_lists_is_said():
+    names = {choice.name for one in recipes().values() for choice in other_choices(one, "full")}
+    assert names == {one["name"] for one in _content()["choices"]}
+    for name in (
+        "first mask of SSAM-F",
+        "regrowth of just-dropped weights",
+        "Fisher's normalization statistics",
+        "Fisher's images",
+        "axis of N:M",
+        "layers that the implicit form masks",
+        "strengths of the corruptions",
+        "cutout",
+        "accuracy",
+    ):
+        assert name in names
+
+
+def test_a_setting_means_nothing_where_it_has_no_effect():
+    settings = {choice.name for choice in settings_of(recipe("rho-imagenet"), "full")}
+    assert "rho" in settings
+    assert not settings & {"fisher_samples", "drop", "sparsity", "betas", "corruption", "seed"}
+
+
+def test_rules_are_about_settings_that_there_are():
+    fields = {one.name for one in dataclasses.fields(TrainConfig)}
+    assert set(_content()["settings"]) <= fields
+    assert set(_content()["applies"]) <= fields
+
+
+def test_a_value_that_nothing_is_said_about_is_refused():
+    content = {**recipe("rho-imagenet").content}
+    content["full"] = {**content["full"], "settings": {**content["full"]["settings"], "nesterov": True}}
+    with pytest.raises(ValueError, match="does not say where nesterov=True comes from"):
+        settings_of(Recipe("rho-imagenet", "", content), "full")
+
+
+def test_what_is_overridden_is_ours():
+    (choice,) = [one for one in settings_of(recipe("rho-imagenet"), "full", {"epochs": 3}) if one.name == "epochs"]
+    assert (choice.values, str(choice.mark)) == (("3",), "ours, because --set says so")
+
+
+def test_the_command_shows_marks_choices_and_what_the_text_leaves_open(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["paper", "show", "table 4", "--scale", "full"]) == 0
+    printed = capsys.readouterr().out
+    assert "The text names two units" in printed
+    assert "from the paper: Sec. 5.1" in printed
+    assert "ours, because the text does not give" not in printed  # alpha is SSAM-D's
+    assert "first mask of SSAM-F" in printed

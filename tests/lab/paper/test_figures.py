@@ -1,0 +1,68 @@
+"""Each figure at a smoke scale: one epoch on a few digits, a few points, and a picture."""
+
+import json
+
+import pytest
+
+from sparsesam.lab.cli import main
+from sparsesam.lab.experiment.paper import recipes
+from sparsesam.lab.paper.figures import FIGURES, Material
+
+SMOKE = ["--set", "epochs=1", "train_size=48", "fisher_samples=8", "--seeds", "1", "--jobs", "1"]
+#: Thirteen wide networks take longer than a smoke test should.
+SLOW = {"sparsity-acc"}
+DRAWN = [
+    pytest.param(label, marks=pytest.mark.slow if label in SLOW else ())
+    for label, one in recipes().items()
+    if one.figure is not None
+]
+NUMBERS = {
+    "grad-diff": "small-cnn, digits, SGD: r < 0 for",
+    "hessian": "SSAM-D: lambda_1",
+    "vis-landscape": "SSAM-F: loss",
+    "sparsity-acc": "Bars are 95 % intervals",
+    "speedup": "The time of the steps themselves",
+    "train-curve": "Lines are means",
+}
+
+
+@pytest.fixture
+def few_points(monkeypatch):
+    few = {"landscape": {"samples": 16, "points": 4}, "hessian": {"samples": 16, "density_steps": 5, "trace_probes": 3}}
+    monkeypatch.setattr(Material, "options", property(lambda material: few.get(material.recipe.figure, {})))
+
+
+@pytest.mark.parametrize("label", DRAWN)
+def test_each_figure_is_trained_analysed_and_drawn(label, tmp_path, capsys, few_points):
+    file = tmp_path / "figure.png"
+    assert main(["paper", "run", label, *SMOKE, "--out", str(tmp_path), "--plot", str(file)]) == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert NUMBERS.get(label, "") in printed
+    assert f"picture: {file}" in printed
+
+
+def test_every_drawing_belongs_to_a_recipe():
+    assert {one.figure for one in recipes().values()} - {None} == set(FIGURES)
+
+
+def test_an_analysis_is_kept_and_made_anew_when_the_run_is_another(tmp_path, few_points):
+    command = ["paper", "run", "hessian", *SMOKE, "--out", str(tmp_path)]
+    main(command)
+    files = sorted(tmp_path.glob("*/analyses/hessian.json"))
+    assert len(files) == 4
+    before = [file.stat().st_mtime_ns for file in files]
+    main(command)
+    assert [file.stat().st_mtime_ns for file in files] == before
+    content = json.loads(files[0].read_text())
+    files[0].write_text(json.dumps({**content, "made": {**content["made"], "step": 1}}))
+    main(command)
+    assert json.loads(files[0].read_text())["made"]["step"] == content["made"]["step"]
+
+
+def test_pictures_are_refused_before_anything_is_trained(tmp_path, capsys):
+    assert main(["paper", "run", "hessian", "--plot", "figure.gif", "--out", str(tmp_path)]) == 2
+    assert "plot must end in .png" in capsys.readouterr().err
+    assert main(["paper", "run", "table 9", "--plot", "figure.png", "--out", str(tmp_path)]) == 2
+    assert "mask-strategy is a table" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

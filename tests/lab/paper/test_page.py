@@ -1,0 +1,38 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sparsesam.lab.experiment.paper import recipes
+from sparsesam.lab.paper import page as module
+from sparsesam.lab.paper.page import _items, _places, page
+
+ROOT = Path(__file__).parents[3]
+ITEMS = {row[0]: row for row in _items(list(recipes().values()))}
+
+
+def test_the_page_is_up_to_date():
+    assert (ROOT / "docs" / "paper.md").read_text() == page(), (
+        "write it anew: python -m sparsesam.lab.paper.page > docs/paper.md"
+    )
+
+
+@pytest.mark.parametrize("item", ITEMS)
+def test_each_item_has_a_file_and_a_test(item):
+    _, _, file, _, test = (cell.strip("`") for cell in ITEMS[item])
+    assert (ROOT / file).is_file()
+    place, _, name = test.partition("::")
+    assert f"def {name}(" in (ROOT / place).read_text()
+
+
+def test_every_equation_theorem_table_and_figure_is_there():
+    numbers = " ".join(one["item"] for one in yaml.safe_load(Path(module.__file__).with_name("text.yaml").read_text()))
+    for number in range(1, 17):
+        assert f" {number}" in numbers or f".{number}" in numbers
+    assert all(f"Theorem {number}" in numbers for number in (1, 2, 3))
+    assert {f"Table {number}" for number in range(1, 17)} <= set(ITEMS)
+    assert {f"Figure {number}" for number in (1, 3, 4, 5, 6, 7, 8)} <= set(ITEMS)
+
+
+def test_places_in_words():
+    assert _places(["Table 1", "Table 2", "Table 3", "Table 5", "Figure 7"]) == "tables 1 to 3, 5; figure 7"
