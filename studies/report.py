@@ -43,7 +43,8 @@ class Results:
         self.tasks, self.records = tasks, records
         self.cost = {name: ratio for task in tasks for name, ratio in costs.get(task.name, {}).items()}
         self.accuracy: dict[str, dict[int, float]] = defaultdict(dict)
-        for record in filter(self._is_chosen, records):
+        self.chosen = list(filter(self._is_chosen, records))
+        for record in self.chosen:
             self.accuracy[record["method"]][record["settings"]["seed"]] = 100 * record["accuracy"]
 
     def _is_chosen(self, record: Record) -> bool:
@@ -70,7 +71,7 @@ class Results:
         return "" if best is None else f"{task.axis(method)[0].replace('_', ' ')} {best:g}"
 
     def passes(self, method: str) -> float:
-        own = [r for r in self.records if r["method"] == method and r["stage"] == "final"]
+        own = [r for r in self.chosen if r["method"] == method]
         factor = self.task_of(method).methods[method].get("epochs", 1)
         return fmean(float(r["passes"]) for r in own) * float(factor)
 
@@ -159,10 +160,48 @@ def strength_table(results: Results) -> list[str]:
     return lines
 
 
+def length_table(every: list[Results]) -> list[str]:
+    """How long the perturbation of the best extrapolation is, beside the best rho of the others."""
+    lines = [
+        "| task | SAM's rho | Momentum-SAM's rho | steps ahead | length, first third of training "
+        "| length / SAM's rho |",
+        "|---|---|---|---|---|---|",
+    ]
+    for results in every:
+        if not {"SAM", ONE_PASS} <= set(results.methods()):
+            continue
+        best = {name: _best(results, name) for name in ("SAM", "Momentum-SAM", ONE_PASS)}
+        chosen = [r["perturbation"] for r in results.chosen if r["method"] == ONE_PASS]
+        early = fmean(fmean(lengths[: max(1, len(lengths) // 3)]) for lengths in chosen)
+        shown = " | ".join("–" if value is None else f"{value:g}" for value in best.values())
+        rho = best["SAM"]
+        assert rho is not None
+        lines.append(f"| {results.title} | {shown} | {early:.2g} | {early / rho:.0f} |")
+    return lines
+
+
+def _best(results: Results, method: str) -> float | None:
+    task = next((task for task in results.tasks if method in task.names), None)
+    return None if task is None else task.best(method, results.records)
+
+
+def ahead_table(folder: Path) -> list[str]:
+    """Validation accuracy by the number of steps ahead, when one thing about a training changes."""
+    rows = []
+    for name in task_names():
+        task = read_task(name)
+        found = task.tuned(ONE_PASS, read(folder / f"{name}.jsonl")) if ONE_PASS in task.names else None
+        if found is not None:
+            best = max(found, key=lambda value: found[value])
+            shown = ", ".join(f"{value:g}: {100 * accuracy:.1f}" for value, accuracy in found.items())
+            rows.append(f"| {task.content['title'].removeprefix('how far ahead, ')} | {best:g} | {shown} |")
+    return ["| training | best | validation accuracy by steps ahead |", "|---|---|---|", *rows] if rows else []
+
+
 def flatness_table(results: Results) -> list[str]:
     lines = ["| method | λ₁ | rise of the loss within 0.5 | training loss | n |", "|---|---|---|---|---|"]
     for method in results.methods():
-        own = [r for r in results.records if r["method"] == method and "lambda_1" in r]
+        own = [r for r in results.chosen if r["method"] == method and "lambda_1" in r]
         if own:
             columns = [Mean.of([r[key] for r in own]) for key in ("lambda_1", "sharpness", "train_loss_at_w")]
             shown = " | ".join(f"{column.value:.3g} ± {column.interval:.2g}" for column in columns)
@@ -237,6 +276,7 @@ def main() -> None:
         "",
     ]
     lines += ["## Against SAM", "", *bar_table(every), "", "## Orderings", "", *ordering_table(every), ""]
+    lines += ["## How strong", "", *length_table(every), "", *ahead_table(options.records), ""]
     for results in every:
         lines += [f"## {results.title}", "", *accuracy_table(results), ""]
         if flatness := flatness_table(results):

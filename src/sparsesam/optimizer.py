@@ -33,7 +33,7 @@ class SAM(SharpnessAware):
 
     ``ascent="momentum"`` is Momentum-SAM: e = -rho * v / ||v|| with v the base optimizer's momentum (Adam and its kin:
     the first moment), *ahead* along the coming steps. It takes no pass of its own, so a step costs what the base's
-    costs, and wants a rho five to fifteen times larger than SAM. ``"momentum-climbing"`` is the opposite sign, an
+    costs, and wants a rho about five times larger than SAM. ``"momentum-climbing"`` is the opposite sign, an
     ablation that trains worse. In such steps of one pass the loss returned is that at w + e, and normalization
     statistics are those of w + e as well.
 
@@ -129,7 +129,7 @@ class ExtrapolatedSAM(SharpnessAware):
 
     in one pass per step, with every base optimizer, because nothing of it but the weights is looked at. There is no
     norm and no rho: the perturbation shrinks with the learning rate by itself. k near 1 is Nesterov's look-ahead;
-    sharpness-awareness needs k of 30 to 100. ``mask`` perturbs some entries only (as in `SSAM`), and only their updates
+    sharpness-awareness needs k of 20 to 100. ``mask`` perturbs some entries only (as in `SSAM`), and only their updates
     are kept: the memory is that of SAM, 4 bytes for each perturbed weight. A mask that is made from gradients
     (`dynamic_mask`, `GradientMagnitude`) sees the base's momentum.
 
@@ -148,7 +148,7 @@ class ExtrapolatedSAM(SharpnessAware):
         self,
         base: Optimizer,
         model: nn.Module,
-        steps_ahead: float = 60.0,
+        steps_ahead: float = 40.0,
         *,
         mask: MaskRule | None = None,
         schedule: RhoSchedule | None = None,
@@ -157,7 +157,7 @@ class ExtrapolatedSAM(SharpnessAware):
     ) -> None:
         if not isinstance(steps_ahead, int | float) or not 0 <= steps_ahead < math.inf:
             raise ValueError(
-                f"steps_ahead must be a finite number of at least 0, got {steps_ahead}; 0 is the base optimizer, 30 to "
+                f"steps_ahead must be a finite number of at least 0, got {steps_ahead}; 0 is the base optimizer, 20 to "
                 "100 are usual"
             )
         settings = Settings(

@@ -93,7 +93,7 @@ class TrainConfig:
     ascent: Literal["explicit", "implicit", "implicit-dense", "momentum", "momentum-climbing", "extrapolation"] = (
         _option("explicit", "what the mask is applied to; momentum and extrapolation take no pass of their own")
     )
-    steps_ahead: float = _option(60.0, "of the extrapolation: so many times the last update")
+    steps_ahead: float = _option(40.0, "of the extrapolation: so many times the last update")
     ascent_fraction: float = _option(1.0, "share of each batch that the perturbation is computed from")
     ascent_every: int = _option(1, "perturb in every so many steps only")
     ascent_off_steps: Literal["skip", "reuse"] = _option("skip", "in between, take plain steps or use the last again")
