@@ -17,6 +17,11 @@ from sparsesam.analysis.grid import Array, Grid, MovedTensor, Progress, evaluate
 from sparsesam.analysis.objective import Objective, ObjectiveSummary, ParameterFilter, check_state, state_kept
 from sparsesam.analysis.results import AnalysisResult
 
+_ONE_DIMENSIONAL_NOTES = {
+    "ignore": "biases and normalization parameters do not move",
+    "normalize": "biases and normalization parameters move too, each entry by its own size",
+}
+
 
 @dataclass(frozen=True)
 class Landscape(AnalysisResult):
@@ -91,7 +96,7 @@ def loss_landscape(
             points_at_once=points_at_once,
         )
     kind = "given directions" if directions is not None else "filter-normalized random directions"
-    notes = [] if directions is not None else [f"biases and normalization parameters: {one_dimensional}"]
+    notes = [] if directions is not None else [_ONE_DIMENSIONAL_NOTES[one_dimensional]]
     return _result(objective, kind, grid, loss, center, chosen, None if directions is not None else seed, notes)
 
 

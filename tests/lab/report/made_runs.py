@@ -15,6 +15,7 @@ from sparsesam.lab.inspection.convergence import ConvergenceResult
 from sparsesam.lab.inspection.hessian import HessianResult
 from sparsesam.lab.inspection.origin import Origin
 from sparsesam.lab.inspection.sharpness import SharpnessResult
+from sparsesam.lab.report.read_run import read_run
 
 PROVENANCE = {"cpu": "a chip", "machine": "Linux", "threads": 1, "torch": "2", "python": "3", "commit": "abc"}
 
@@ -45,6 +46,22 @@ def write_run(path, *, accuracy=0.9, seconds=2.0, epochs=3, planned=None, finish
         content = {"result": result, "config": config, "hash": "0", "provenance": PROVENANCE}
         path.joinpath("result.json").write_text(json.dumps(content))
     return path
+
+
+def write_calibration(folder, runs, seconds, labels=None):
+    """The file that a sweep writes beside its runs."""
+    variants = {
+        read_run(run).variant_hash: {
+            "label": label,
+            "seconds_per_step": [one / 10],
+            "seconds_per_mask": None,
+            "seconds_per_epoch": one,
+            "epochs": 3,
+        }
+        for run, one, label in zip(runs, seconds, labels or [""] * len(runs), strict=True)
+    }
+    content = {"kind": "calibration", "variants": variants, "provenance": PROVENANCE}
+    (folder / "calibration.json").write_text(json.dumps(content))
 
 
 def write_analysis(run, name, result, **made):

@@ -189,10 +189,122 @@ def test_the_theme_follows_the_system_and_the_button(opened, report):
     assert dark[0] != light[0]
 
 
-def test_a_phone_scrolls_only_downwards(opened, report):
-    page = opened(report, viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True)
+# ---- nothing overlaps, nothing is cut ----------------------------------------------------------------------------
+
+PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
+DESKTOP = {"viewport": {"width": 1400, "height": 900}}
+
+
+@pytest.fixture(scope="module", params=["phone", "desktop"])
+def looked_at(request, browser, report):
+    reader = Reader(browser)
+    page = reader.open(report, **(PHONE if request.param == "phone" else DESKTOP))
     draw_all(page)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    yield page
+    reader.close()
+
+
+def boxes(page, selector):
+    """Left, top, right, bottom of every element with a size, by figure."""
+    script = """selector => [...document.querySelectorAll("figure")].map(figure => [figure.dataset.figure,
+        [...figure.querySelectorAll(selector)].map(e => e.getBoundingClientRect())
+            .filter(r => r.width > 0 && r.height > 0).map(r => [r.left, r.top, r.right, r.bottom])])"""
+    return dict(page.evaluate(script, selector))
+
+
+def overlap(first, second):
+    return first[0] < second[2] and second[0] < first[2] and first[1] < second[3] and second[1] < first[3]
+
+
+def test_the_page_scrolls_only_downwards(looked_at):
+    assert looked_at.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+
+
+def test_title_plot_legend_and_caption_of_a_figure_do_not_overlap(looked_at):
+    parts = {selector: boxes(looked_at, selector) for selector in (".bar h4", ".plot", ".legend", "figcaption")}
+    for figure in parts[".plot"]:
+        present = [box for found in parts.values() for box in found[figure]]
+        for place, box in enumerate(present):
+            assert not any(overlap(box, other) for other in present[:place]), figure
+
+
+def test_every_text_of_a_chart_is_within_its_figure(looked_at):
+    texts, frames = boxes(looked_at, ".plot svg text"), boxes(looked_at, ".plot")
+    assert sum(map(len, texts.values())) > 100
+    for figure, found in texts.items():
+        ((left, top, right, bottom),) = frames[figure]
+        for box in found:
+            assert left - 1 <= box[0], figure
+            assert box[2] <= right + 1, figure
+            assert top - 1 <= box[1], figure
+            assert box[3] <= bottom + 1, figure
+
+
+def test_ticks_do_not_run_into_each_other(looked_at):
+    for selector in (".xtick text", ".ytick text"):
+        for figure, found in boxes(looked_at, selector).items():
+            if "layers" not in figure and "terms" not in figure:  # names at an angle, whose boxes are too large
+                inner = [(a + 1, b + 2, c - 1, d - 2) for a, b, c, d in found]
+                for place, box in enumerate(inner):
+                    assert not any(overlap(box, other) for other in inner[:place]), figure
+
+
+def test_the_word_beside_the_recommended_point_covers_no_other_point(looked_at):
+    figure = "accuracy-against-cost"
+    (word,) = boxes(looked_at, ".annotation-text-g")[figure]
+    points = boxes(looked_at, ".scatterlayer path.point")[figure]
+    assert len(points) == 4  # three variants and the ring
+    assert not any(overlap(word, point) for point in points)
+
+
+def test_the_swatches_of_a_legend_differ(looked_at):
+    script = """() => [...document.querySelectorAll(".legend")].map(legend =>
+        [...legend.querySelectorAll("svg")].map(swatch => swatch.innerHTML))"""
+    legends = [swatches for swatches in looked_at.evaluate(script) if swatches]
+    assert len(legends) > 10
+    for swatches in legends:
+        assert len(set(swatches)) == len(swatches)
+
+
+def test_the_first_screen_has_the_accuracy_and_the_chart(opened, tmp_path):
+    for optimizer, accuracy in (("sgd", 0.8), ("sam", 0.95)):
+        write_run(tmp_path / "runs" / optimizer, optimizer=optimizer, accuracy=accuracy, label_noise=0.3)
+    write_report([tmp_path / "runs"], tmp_path / "report.html")
+    for options in (PHONE, DESKTOP):
+        page = opened(tmp_path / "report.html", **options)
+        page.locator("figure .main-svg").first.wait_for(state="attached")
+        height = page.viewport_size["height"]
+        lead = page.locator(".lead").bounding_box()
+        assert "95.0 %" in page.locator(".lead").inner_text()
+        assert lead["y"] + lead["height"] < height
+        plot = page.locator("figure .plot").first.bounding_box()
+        assert plot["y"] + plot["height"] < height
+
+
+def test_hashes_stay_in_one_piece(looked_at):
+    script = """() => [...document.querySelectorAll("#table-runs tbody th, #table-origins td")].map(cell => {
+        const range = document.createRange();
+        range.selectNodeContents(cell);
+        return new Set([...range.getClientRects()].map(r => r.top)).size; })"""
+    assert set(looked_at.evaluate(script)) == {1}
+
+
+def test_epochs_are_whole(looked_at):
+    epochs = looked_at.locator("#figure-test-accuracy .xtick text").all_text_contents()
+    assert epochs == ["1", "2", "3"]
+
+
+def test_tools_appear_only_under_the_pointer(opened, report):
+    page = opened(report, **DESKTOP)
+    figure = page.locator("figure").first
+    figure.locator(".main-svg").first.wait_for(state="attached")
+    tools = [figure.locator(".modebar-group").first, figure.locator(".bar button").first]
+    opacity = "e => Number(getComputedStyle(e).opacity)"
+    page.mouse.move(1, 1)
+    assert [tool.evaluate(opacity) for tool in tools][1] == 0
+    assert figure.locator(".modebar").evaluate(opacity) == 0 or tools[0].evaluate(opacity) == 0
+    figure.locator(".plot").hover()
+    page.wait_for_function("e => Number(getComputedStyle(e).opacity) === 1", arg=tools[1].element_handle())
 
 
 def test_svg_and_csv_are_saved(drawn):
@@ -204,13 +316,13 @@ def test_svg_and_csv_are_saved(drawn):
     name, text = saved(drawn, figure.get_by_role("button", name="CSV"))
     assert name == "accuracy-against-cost.csv"
     rows = list(csv.reader(io.StringIO(text)))
-    assert rows[0] == ["series", "forward-backward passes per step", "test accuracy (%)", "±"]
-    assert [row[:3] for row in rows[1:]] == [["SGD", "1", "81"], ["SAM", "2", "90"], ["SSAM-F", "2", "95"]]
+    assert rows[0] == ["series", "forward-backward passes / SGD’s", "test accuracy (%)"]
+    assert rows[1:] == [["SGD", "1", "81"], ["SAM", "2", "90"], ["SSAM-F", "2", "95"]]
 
 
 def test_a_surface_is_saved_and_turned_with_the_keyboard(drawn):
     figure = drawn.locator("#figure-landscape-2d-surface")
-    eye = "document.querySelector('#figure-landscape-2d-surface .plot')._fullLayout.scene.camera.eye.x"
+    eye = "document.querySelector('#figure-landscape-2d-surface .plot').layout.scene.camera.eye.x"
     before = drawn.evaluate(eye)
     figure.locator(".plot").press("ArrowRight")
     assert drawn.evaluate(eye) != before

@@ -2,16 +2,26 @@ import json
 
 import pytest
 
+from sparsesam.lab.report.calibration import read_calibrations
 from sparsesam.lab.report.cost import cost_of, nominal_passes
 from sparsesam.lab.report.read_run import read_run
 from sparsesam.lab.report.variants import group_runs
-from tests.lab.report.made_runs import write_run
+from tests.lab.report.made_runs import write_calibration, write_run
 
 
 def cost(*paths):
-    (task,) = group_runs([read_run(path) for path in paths])
-    found = cost_of(task)
+    runs, problems = [read_run(path) for path in paths], []
+    (task,) = group_runs(runs)
+    found = cost_of(task, read_calibrations(paths, problems))
+    assert problems == []
     return found, {variant.label: found.values[variant] for variant in task.variants}
+
+
+def with_passes(path, passes):
+    content = json.loads((path / "result.json").read_text())
+    content["result"]["forward_backwards_per_step"] = passes
+    (path / "result.json").write_text(json.dumps(content))
+    return path
 
 
 def test_times_of_runs_that_were_not_measured_together_are_not_compared(tmp_path):
@@ -20,16 +30,39 @@ def test_times_of_runs_that_were_not_measured_together_are_not_compared(tmp_path
         write_run(tmp_path / "b", optimizer="sam", seconds=1.5),
     )
     assert values == {"SGD": 1.0, "SAM": 2.0}
-    assert found.axis == "forward-backward passes per step"
-    assert "it is not time" in found.explanation
+    assert found.axis == "forward-backward passes / SGD’s"
+    assert "not time" in found.explanation
+
+
+def test_times_of_a_calibration_are_compared(tmp_path):
+    runs = [write_run(tmp_path / name, optimizer=name, seed=3) for name in ("sgd", "sam")]
+    write_calibration(tmp_path, runs, [2.0, 3.5])
+    found, values = cost(*runs)
+    assert values == {"SGD": 1.0, "SAM": 1.75}
+    assert found.axis == "time of an epoch / SGD’s"
+    assert "measured together, in turns on a chip" in found.explanation
+
+
+def test_a_calibration_that_lacks_a_variant_is_not_mixed_with_other_times(tmp_path):
+    runs = [write_run(tmp_path / name, optimizer=name) for name in ("sgd", "sam", "asam")]
+    write_calibration(tmp_path, runs[:2], [2.0, 3.5])
+    assert cost(*runs)[1] == {"SGD": 1.0, "SAM": 2.0, "ASAM": 2.0}
 
 
 def test_counted_passes_come_before_nominal_ones(tmp_path):
-    path = write_run(tmp_path / "a", optimizer="ssam-f")
-    content = json.loads((path / "result.json").read_text())
-    content["result"]["forward_backwards_per_step"] = 1.6
-    (path / "result.json").write_text(json.dumps(content))
-    assert cost(path)[1] == {"SSAM-F": 1.6}
+    found, values = cost(
+        with_passes(write_run(tmp_path / "a", optimizer="sgd"), 0.9),
+        with_passes(write_run(tmp_path / "b", optimizer="ssam-f"), 1.8),
+    )
+    assert values == {"SGD": 1.0, "SSAM-F": 2.0}
+    assert "masks included" in found.explanation
+
+
+def test_counts_and_settings_are_not_mixed(tmp_path):
+    _, values = cost(
+        with_passes(write_run(tmp_path / "a", optimizer="sgd"), 0.9), write_run(tmp_path / "b", optimizer="sam")
+    )
+    assert values == {"SGD": 1.0, "SAM": 2.0}
 
 
 @pytest.mark.parametrize(

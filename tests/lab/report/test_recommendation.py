@@ -22,7 +22,7 @@ def test_the_most_accurate_is_chosen_if_nothing_cheaper_comes_close(tmp_path):
     found = recommended(tmp_path, sgd=[0.80, 0.81], sam=[0.90, 0.92])
     assert found.chosen is found.best
     assert found.sentence == (
-        "Recommended: SAM, 91.0 ± 1.4 % at 2.00 passes per step. It has the highest mean accuracy."
+        "Recommended: SAM, 91.0 ± 1.4 % at 2.00 × SGD’s passes. It has the highest mean accuracy."
     )
 
 

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from sparsesam.lab.report.read_run import read_run
@@ -52,6 +54,28 @@ def test_labels_name_what_differs_among_variants_of_one_optimizer_and_is_no_defa
     assert [one.label for one in variants] == ["SGD", "SSAM-F", "SSAM-F, sparsity 0.9"]
     assert len({(one.color, one.number) for one in variants}) == 3
     assert set(differing_settings(variants)) == {"optimizer", "sparsity", "weight_decay"}
+
+
+def test_a_name_given_by_a_sweep_is_kept_unless_its_runs_have_different_ones(tmp_path):
+    paths = [write_run(tmp_path / str(seed), optimizer="sam", seed=seed) for seed in range(2)]
+    for path, name in zip(paths, ("careful", "careful"), strict=True):
+        rename(path, name)
+    assert [one.label for one in variants_of(*paths)] == ["careful"]
+    rename(paths[1], "other")
+    assert [one.label for one in variants_of(*paths)] == ["SAM"]
+
+
+def rename(path, name):
+    content = json.loads((path / "result.json").read_text())
+    (path / "result.json").write_text(json.dumps({**content, "name": name}))
+
+
+def test_settings_that_the_result_does_not_depend_on_make_no_difference(tmp_path):
+    (sgd,) = variants_of(
+        write_run(tmp_path / "a", optimizer="sgd", rho=0.1),
+        write_run(tmp_path / "b", optimizer="sgd", rho=0.2),
+    )
+    assert (len(sgd.runs), len(sgd.duplicates)) == (1, 1)
 
 
 def test_tasks_are_kept_apart_and_named_without_their_defaults(tmp_path):

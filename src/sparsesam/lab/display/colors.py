@@ -32,22 +32,22 @@ _FIRST_CHOICE = {
 }
 #: "ink" is for references, such as a bound or chance.
 _PALETTE = [name for name in COLORS if name != "ink"]
+PALETTE_SIZE = len(_PALETTE)
 
 
 def assign_colors(optimizers: Sequence[str]) -> list[tuple[str, int]]:
-    """A colour and a style number for each series, no pair twice.
+    """A colour and a style number for each series.
 
-    An optimizer's first series has the optimizer's own colour, the same in every figure. When all colours are taken,
-    the next style number (another dash, another symbol) begins.
+    An optimizer's first series has the optimizer's own colour, the same in every figure. The number, its place, selects
+    the symbol of points; when all colours are used, lines of the next `PALETTE_SIZE` numbers have another dash.
     """
-    taken: dict[int, tuple[str, int]] = {}
-    used: set[tuple[str, int]] = set()
+    looks: dict[int, str] = {}
     for place, optimizer in enumerate(optimizers):
-        own = (_FIRST_CHOICE.get(optimizer, ""), 0)
-        if own[0] and own not in used:
-            taken[place] = own
-            used.add(own)
-    reserved = {_FIRST_CHOICE[one] for one in optimizers if one in _FIRST_CHOICE}
-    order = [name for name in _PALETTE if name not in reserved] + [name for name in _PALETTE if name in reserved]
-    free = ((name, style) for style in range(len(optimizers) + 1) for name in order if (name, style) not in used)
-    return [taken[place] if place in taken else next(free) for place in range(len(optimizers))]
+        own = _FIRST_CHOICE.get(optimizer)
+        if own is not None and own not in looks.values():
+            looks[place] = own
+    free = [name for name in _PALETTE if name not in looks.values()]
+    for place in range(len(optimizers)):
+        if place not in looks:
+            looks[place] = free.pop(0) if free else _PALETTE[place % PALETTE_SIZE]
+    return [(looks[place], place) for place in range(len(optimizers))]

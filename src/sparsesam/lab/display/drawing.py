@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sparsesam.lab.display.colors import COLORS
+from sparsesam.lab.display.colors import COLORS, PALETTE_SIZE
 from sparsesam.lab.display.figure import Axis, Figure, Series, to_csv
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -144,7 +144,7 @@ def _set_scale(axis: Canvas, change: Any, described: Axis) -> None:
 
 def _draw_line(axes: Canvas, figure: Figure, series: Series, place: int, count: int) -> None:
     color = COLORS[series.color][0]
-    style = ":" if series.faint else _DASHES[series.number % len(_DASHES)]
+    style = ":" if series.faint else _DASHES[series.number // PALETTE_SIZE % len(_DASHES)]
     x, y = _floats(series.x), _floats(series.y)
     axes.plot(x, y, color=color, linestyle=style, linewidth=1.2, label=_literal(series.name))
     if series.error is not None:
@@ -156,13 +156,13 @@ def _draw_points(axes: Canvas, figure: Figure, series: Series, place: int, count
     if series.faint:
         _draw_line(axes, figure, series, place, count)
         return
-    color = COLORS[series.color][0]
+    color, many = COLORS[series.color][0], len(series.x) > 50
     axes.errorbar(
         _floats(series.x),
         _floats(series.y),
         yerr=None if series.error is None else np.nan_to_num(_floats(series.error)),
-        fmt=_MARKERS[series.number % len(_MARKERS)],
-        markersize=3 if len(series.x) > 50 else 6,
+        fmt="o" if many else _MARKERS[series.number % len(_MARKERS)],
+        markersize=3 if many else 6,
         color=color,
         capsize=2,
         label=_literal(series.name),

@@ -24,7 +24,8 @@ class Axis:
 
 @dataclass(frozen=True)
 class Series:
-    """``color`` is a name of `colors.COLORS`; ``number`` selects symbol and dash.
+    """``color`` is a name of `colors.COLORS`; ``number`` selects the symbol of points and, beyond
+    `colors.PALETTE_SIZE`, the dash of lines.
 
     ``error`` is ± around y. ``z`` has a row for each y. A ``faint`` series is a reference: thin and dotted. A point
     with a ``mark`` has a ring and that word beside it.

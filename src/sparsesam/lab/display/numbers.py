@@ -56,7 +56,7 @@ def percent(share: Number, deviation: Number = None) -> str:
     """A share in percent, with its standard deviation if there is one; one decimal, two between 99 and 100 %."""
     if (share := number(share)) is None:
         return MISSING
-    decimals = 2 if 0.99 <= share < 1 or (deviation is not None and deviation < 0.0005) else 1
+    decimals = 2 if 0.99 <= share < 1 or (deviation is not None and 0 < deviation < 0.0005) else 1
     shown = f"{100 * share:.{decimals}f}"
     return f"{shown} %" if deviation is None else f"{shown} ± {100 * deviation:.{decimals}f} %"
 

@@ -19,7 +19,7 @@ from sparsesam.analysis import (
 )
 from sparsesam.lab.display.figure import Axis, Figure, Series
 from sparsesam.lab.display.numbers import numbers
-from sparsesam.lab.display.table import Cell, number_cell
+from sparsesam.lab.display.table import Cell, Table, number_cell, table_of_rows
 from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress
 from sparsesam.lab.inspection.options import NoSettings, option
 from sparsesam.lab.inspection.origin import Origin
@@ -91,17 +91,18 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
 
     @classmethod
     def summary(cls, result: ConvergenceResult) -> dict[str, Cell]:
-        row: dict[str, Cell] = {}
-        for one in result.methods:
-            failed = [assumption.text for assumption in one.assumptions if not assumption.holds]
-            row |= {
-                f"{one.method}: mean ||∇f||² at T = {one.T[-1]:,}": number_cell(one.measured[-1]),
-                f"{one.method}: bound as printed": number_cell(one.bound[-1]),
-                f"{one.method}: bound with Σ 1/t": number_cell(one.bound_harmonic[-1]),
-                f"{one.method}: slope in log T": number_cell(one.slope),
-                f"{one.method}: assumptions": _assumptions_cell(failed),
-            }
-        return row
+        rows = {one.method: _method_row(one) for one in result.methods}
+        return {f"{method}: {name}": cell for method, row in rows.items() for name, cell in row.items()}
+
+    @classmethod
+    def table(cls, name: str, measured: Sequence[Measured[ConvergenceResult]]) -> Table:
+        """A row for each method."""
+        rows = {
+            f"{one.method}, {found.label}" if len(measured) > 1 else one.method: _method_row(one)
+            for found in measured
+            for one in found.result.methods
+        }
+        return table_of_rows(name, cls.caption, rows)
 
     @classmethod
     def figures(cls, name: str, measured: Sequence[Measured[ConvergenceResult]]) -> list[Figure]:
@@ -126,8 +127,20 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
 
     @classmethod
     def notes(cls, measured: Sequence[Measured[ConvergenceResult]]) -> list[str]:
-        notes = [f"{one.method}: {note}" for found in measured for one in found.result.methods for note in one.notes]
-        return list(dict.fromkeys(notes))
+        notes = [(one.method, note) for found in measured for one in found.result.methods for note in one.notes]
+        methods = {note: sorted({method for method, other in notes if other == note}) for _, note in notes}
+        return [note if len(of) > 1 else f"{of[0]}: {note}" for note, of in methods.items()]
+
+
+def _method_row(one: Convergence) -> dict[str, Cell]:
+    return {
+        "T": number_cell(int(one.T[-1])),
+        "mean ||∇f||²": number_cell(one.measured[-1]),
+        "bound as printed": number_cell(one.bound[-1]),
+        "bound with Σ 1/t": number_cell(one.bound_harmonic[-1]),
+        "slope in log T": number_cell(one.slope),
+        "assumptions": _assumptions_cell([each.text for each in one.assumptions if not each.holds]),
+    }
 
 
 def _assumptions_cell(failed: Sequence[str]) -> Cell:
@@ -142,6 +155,6 @@ def _curves(one: Convergence) -> list[Series]:
     bounds = [numbers(np.where(curve > 0, curve, np.nan).tolist()) for curve in (one.bound, one.bound_harmonic)]
     return [
         Series(f"measured, {one.method}", "blue", steps, numbers(one.measured), error=numbers(one.deviation)),
-        Series("bound, log T", "orange", steps, bounds[0], number=1),
-        Series("bound, Σ 1/t", "green", steps, bounds[1], number=2),
+        Series("bound, log T", "orange", steps, bounds[0]),
+        Series("bound, Σ 1/t", "green", steps, bounds[1]),
     ]

@@ -41,11 +41,8 @@ class GradientAnalysis(Analysis[GradientDifference]):
         shares = {
             f"r < 0, {title}": number_cell(group and group.share_below_zero, percent) for title, group in groups.items()
         }
-        medians = {
-            f"median r, {title}": number_cell(group and group.quantiles["0.5"]) for title, group in groups.items()
-        }
-        norm = number_cell(result.gradient_norm)
-        return {**shares, **medians, "gradient norm": norm, "rho": number_cell(result.rho)}
+        median, norm = number_cell(result.every.quantiles["0.5"]), number_cell(result.gradient_norm)
+        return {**shares, "median r": median, "gradient norm": norm, "rho": number_cell(result.rho)}
 
     @classmethod
     def figures(cls, name: str, measured: Sequence[Measured[GradientDifference]]) -> list[Figure]:

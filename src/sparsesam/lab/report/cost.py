@@ -1,14 +1,16 @@
-"""What a step of each variant costs: measured time where it can be compared, else a count that always can."""
+"""What each variant costs: measured time where it can be compared, else a count that always can."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sparsesam.lab.display.numbers import Number, number, ratio
 from sparsesam.lab.experiment.config import PLAIN
+from sparsesam.lab.report.calibration import Calibration
+from sparsesam.lab.report.names import optimizer_name
 from sparsesam.lab.report.variants import Task, Variant
 
 
@@ -26,30 +28,63 @@ class Cost:
         return f"{ratio(self.values[variant])} {self.unit}"
 
 
-def cost_of(task: Task) -> Cost:
-    """Times only if the task's finished variants were calibrated together; otherwise forward-backward passes."""
-    return _passes(task)
+def cost_of(task: Task, calibrations: Sequence[Calibration] = ()) -> Cost:
+    """Times only if all finished variants of the task were measured together; otherwise forward-backward passes."""
+    finished = [variant for variant in task.variants if variant.finished]
+    plain = _plain(finished)
+    for calibration in calibrations:
+        if plain is not None and all(variant.hash in calibration.seconds_per_epoch for variant in finished):
+            return _times(task, plain, calibration)
+    return _passes(task, plain)
 
 
-def _passes(task: Task) -> Cost:
+def _plain(variants: Sequence[Variant]) -> Variant | None:
+    """The variant that costs are relative to."""
+    return next((variant for variant in variants if variant.optimizer in PLAIN), None)
+
+
+def _times(task: Task, plain: Variant, calibration: Calibration) -> Cost:
+    name, unit = optimizer_name(plain.optimizer), calibration.seconds_per_epoch[plain.hash]
+    seconds = {variant: calibration.seconds_per_epoch.get(variant.hash) for variant in task.variants}
+    where = f" on {calibration.machine}" if calibration.machine else ""
     return Cost(
-        column="passes / step",
-        axis="forward-backward passes per step",
-        explanation="Cost is counted in forward-backward passes per step, masks included; it is not time: these runs "
-        "were not calibrated together.",
-        unit="passes per step",
-        values={variant: _passes_per_step(variant) for variant in task.variants},
+        column=f"time / {name}",
+        axis=f"time of an epoch / {name}’s",
+        explanation=f"Cost is time, masks included: all variants were measured together, in turns{where}.",
+        unit=f"× {name}’s time",
+        values={variant: None if one is None else one / unit for variant, one in seconds.items()},
+    )
+
+
+def _passes(task: Task, plain: Variant | None) -> Cost:
+    """Counted passes relative to those of plain steps; by the settings alone if a run has no count."""
+    counts = {variant: _passes_per_step(variant) for variant in task.variants}
+    unit = counts[plain] if plain is not None else None
+    known = [count for variant, count in counts.items() if variant.finished]
+    is_counted = bool(unit) and None not in known
+    values = {
+        variant: (count / unit if count and unit else None) if is_counted else nominal_passes(variant.settings)
+        for variant, count in counts.items()
+    }
+    name = optimizer_name(plain.optimizer) if plain is not None else "a plain step"
+    how = "counted in forward and backward passes, masks included" if is_counted else "the passes of a step"
+    return Cost(
+        column=f"passes / {name}",
+        axis=f"forward-backward passes / {name}’s",
+        explanation=f"Cost is {how}, not time: these runs were not measured together.",
+        unit=f"× {name}’s passes",
+        values=values,
     )
 
 
 def _passes_per_step(variant: Variant) -> Number:
     counted = variant.values("forward_backwards_per_step")
-    return statistics.median(counted) if counted else nominal_passes(variant.settings)
+    return statistics.median(counted) if counted else None
 
 
 def nominal_passes(settings: Mapping[str, Any]) -> float:
     """Passes of a step by the settings alone, for runs that recorded no count: 1 for SGD, 2 for SAM."""
-    if settings.get("optimizer") in PLAIN or settings.get("ascent") == "momentum":
+    if settings.get("optimizer") in PLAIN or settings.get("ascent") in ("momentum", "extrapolate"):
         return 1.0
     fraction, every = number(settings.get("ascent_fraction")) or 1.0, number(settings.get("ascent_every")) or 1.0
     epochs, start = number(settings.get("epochs")) or 1.0, number(settings.get("ascent_start")) or 0.0

@@ -7,24 +7,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sparsesam.lab.display.colors import PALETTE_SIZE
 from sparsesam.lab.display.numbers import plural
 from sparsesam.lab.inspection import Analysis, Measured
 from sparsesam.lab.inspection.origin import Origin
+from sparsesam.lab.report.calibration import Calibration
+from sparsesam.lab.report.cost import Cost, cost_of
 from sparsesam.lab.report.read_run import RunRecord
 from sparsesam.lab.report.variants import Task
 
 
 @dataclass
 class ReportData:
-    """``problems`` are (directory, what could not be read), and grow while sections are built.
+    """``calibrations`` are the times that sweeps measured. ``problems`` are (directory, what could
+    not be read), and grow while sections are built.
 
     ``show_bounds``: vacuous generalization bounds too.
     """
 
     runs: list[RunRecord]
     tasks: list[Task]
+    calibrations: list[Calibration] = field(default_factory=list)
     show_bounds: bool = False
     problems: list[tuple[str, str]] = field(default_factory=list)
+
+    def cost_of(self, task: Task) -> Cost:
+        return cost_of(task, self.calibrations)
 
     def measured(self, analysis: type[Analysis[Any]], name: str, task: Task) -> list[Measured[Any]]:
         """The results of an analysis in the runs of a task; files in another format are noted as problems."""
@@ -36,7 +44,7 @@ class ReportData:
             read = self._read(analysis, name, run)
             if read is not None:
                 result, other = read
-                number = variant.number + seen.get(variant.label, 0)
+                number = variant.number + PALETTE_SIZE * seen.get(variant.label, 0)
                 seen[variant.label] = seen.get(variant.label, 0) + 1
                 found.append(Measured(variant.label_of(run, having), result, variant.color, number, other))
         return found

@@ -38,7 +38,7 @@ def missing_analyses(data: ReportData) -> list[str]:
 
 
 def _task_section(data: ReportData, task: Task) -> Section:
-    parts = [results_part(task), curves_part(task), sparsity_part(task), *analysis_parts(data, task)]
+    parts = [results_part(data, task), curves_part(task), sparsity_part(task), *analysis_parts(data, task)]
     if len(data.tasks) > 1:
         parts = [replace(part, blocks=[_renamed(block, task) for block in part.blocks]) for part in parts]
     return Section(f"task-{task.name}", task.label, parts)

@@ -21,7 +21,8 @@ class RunRecord:
     """``epochs`` are its records of that kind, the latest of each epoch; ``analyses`` the files' contents by name.
 
     ``settings`` have defaults where the result does not depend on them, ``written_settings`` are those of the file.
-    ``variant_name`` is the name that a sweep gave to its settings, else empty. ``reason`` says why a run is not
+    ``variant_name`` is the name that a sweep or --name gave, else empty; ``variant_hash`` is that of the settings with
+    seed 0. ``reason`` says why a run is not
     finished, ``problems`` what could not be read.
     """
 
@@ -31,6 +32,7 @@ class RunRecord:
     settings: dict[str, Any]
     written_settings: dict[str, Any]
     variant_name: str
+    variant_hash: str
     epochs: list[dict[str, Any]]
     result: dict[str, Any]
     provenance: dict[str, Any]
@@ -61,7 +63,8 @@ def read_run(path: Path) -> RunRecord:
         reason=reason,
         settings=_canonical({**_DEFAULTS, **settings}) if settings else {},
         written_settings={**_DEFAULTS, **settings} if settings else {},
-        variant_name="",
+        variant_name=str(written.get("name") or begun.get("name") or ""),
+        variant_hash=_variant_hash({**_DEFAULTS, **settings}) if settings else "",
         epochs=epochs,
         result=result if status == "finished" else {},
         provenance=_mapping(written, "provenance") or _mapping(begun, "provenance") or _mapping(failure, "provenance"),
@@ -76,6 +79,14 @@ def _canonical(settings: dict[str, Any]) -> dict[str, Any]:
         return dataclasses.asdict(from_mapping(TrainConfig, settings).canonical)
     except (TypeError, ValueError):  # written by another version of sparsesam
         return settings
+
+
+def _variant_hash(settings: dict[str, Any]) -> str:
+    """The same for all seeds; empty for settings of another version of sparsesam."""
+    try:
+        return from_mapping(TrainConfig, {**settings, "seed": 0}).content_hash
+    except (TypeError, ValueError):
+        return ""
 
 
 def _status(

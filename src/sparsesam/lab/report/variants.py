@@ -7,8 +7,9 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from sparsesam.lab.display.colors import assign_colors
@@ -19,7 +20,8 @@ from sparsesam.lab.report.read_run import RunRecord
 
 #: What is learned: accuracies are compared only where these agree.
 TASK = ("dataset", "model", "train_size", "test_size", "label_noise", "corruption", "corruption_rate")
-_DEFAULTS = {one.name: one.default for one in dataclasses.fields(TrainConfig)}
+#: Of all settings.
+DEFAULTS = {one.name: one.default for one in dataclasses.fields(TrainConfig)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +41,10 @@ class Variant:
     @property
     def optimizer(self) -> str:
         return str(self.settings["optimizer"])
+
+    @property
+    def hash(self) -> str:
+        return self.runs[0].variant_hash
 
     @property
     def finished(self) -> list[RunRecord]:
@@ -87,18 +93,18 @@ class Task:
         return next(variant for variant in self.variants if run in variant.runs)
 
 
-def group_runs(runs: Sequence[RunRecord]) -> list[Task]:
-    """Every run whose settings are known."""
+def group_runs(runs: Sequence[RunRecord], names: Mapping[str, str] = MappingProxyType({})) -> list[Task]:
+    """Every run whose settings are known. ``names`` are those that sweeps gave to variants, by their hash."""
     tasks: dict[str, dict[str, list[RunRecord]]] = {}
     for run in runs:
         if run.settings:
             variants = tasks.setdefault(_key({name: run.settings.get(name) for name in TASK}), {})
             variants.setdefault(_key(run.settings, leave_out=("seed",)), []).append(run)
     ordered = [tasks[key] for key in sorted(tasks, key=_natural)]
-    names = _unique_names([_task_label(next(iter(variants.values()))[0].settings) for variants in ordered])
+    task_names = _unique_names([_task_label(next(iter(variants.values()))[0].settings) for variants in ordered])
     return [
-        Task(name, _task_label(next(iter(variants.values()))[0].settings), _variants(list(variants.values())))
-        for name, variants in zip(names, ordered, strict=True)
+        Task(name, _task_label(next(iter(variants.values()))[0].settings), _variants(list(variants.values()), names))
+        for name, variants in zip(task_names, ordered, strict=True)
     ]
 
 
@@ -108,7 +114,7 @@ def differing_settings(variants: Sequence[Variant]) -> list[str]:
     return _varied([variant.settings for variant in variants], names)
 
 
-def _variants(groups: Sequence[list[RunRecord]]) -> list[Variant]:
+def _variants(groups: Sequence[list[RunRecord]], names: Mapping[str, str]) -> list[Variant]:
     ordered = sorted(groups, key=_rank)
     looks = assign_colors([str(members[0].settings["optimizer"]) for members in ordered])
     variants = []
@@ -116,28 +122,28 @@ def _variants(groups: Sequence[list[RunRecord]]) -> list[Variant]:
         settings = members[0].settings
         alike = [one[0].settings for one in ordered if one[0].settings["optimizer"] == settings["optimizer"]]
         counted, duplicates = _one_per_seed(members)
-        variants.append(Variant(_label(members, alike), settings, counted, color, number, duplicates))
+        variants.append(Variant(_label(members, alike, names), settings, counted, color, number, duplicates))
     labels = _unique_labels([variant.label for variant in variants])
     return [dataclasses.replace(variant, label=label) for variant, label in zip(variants, labels, strict=True)]
 
 
-def _label(members: Sequence[RunRecord], alike: Sequence[dict[str, Any]]) -> str:
+def _label(members: Sequence[RunRecord], alike: Sequence[dict[str, Any]], names: Mapping[str, str]) -> str:
     """The name that a sweep gave, or the optimizer with every setting that is not the default and not shared."""
-    given = {run.variant_name for run in members}
-    if len(given) == 1 and (name := given.pop()):
-        return name
+    given = {run.variant_name for run in members} - {""}
+    if len(given) == 1:
+        return given.pop()
+    if not given and members[0].variant_hash in names:
+        return names[members[0].variant_hash]
     settings = members[0].settings
     own = [name for name in settings if name not in (*TASK, "seed", "optimizer")]
-    words = [
-        setting_name(name, settings[name]) for name in _varied(alike, own) if settings[name] != _DEFAULTS.get(name)
-    ]
+    words = [setting_name(name, settings[name]) for name in _varied(alike, own) if settings[name] != DEFAULTS.get(name)]
     return ", ".join([optimizer_name(str(settings["optimizer"])), *words])
 
 
 def _one_per_seed(members: Sequence[RunRecord]) -> tuple[list[RunRecord], list[RunRecord]]:
-    """A finished run before others of its seed."""
+    """Of the runs of a seed a finished one, and the one with the most analyses."""
     counted: dict[Any, RunRecord] = {}
-    for run in sorted(members, key=lambda run: run.status != "finished"):
+    for run in sorted(members, key=lambda run: (run.status != "finished", -len(run.analyses))):
         counted.setdefault(run.settings.get("seed"), run)
     chosen = [run for run in members if run in counted.values()]
     return chosen, [run for run in members if run not in chosen]
@@ -162,7 +168,7 @@ def _rank(members: Sequence[RunRecord]) -> tuple[bool, int, int, list[str | floa
     """Plain steps first, then SAM, then SSAM; defaults before other settings; without a finished run last."""
     settings, known = members[0].settings, list(OPTIMIZERS)
     place = known.index(settings["optimizer"]) if settings["optimizer"] in known else len(known)
-    changed = sum(settings[name] != _DEFAULTS.get(name) for name in settings if name != "seed")
+    changed = sum(settings[name] != DEFAULTS.get(name) for name in settings if name != "seed")
     return all(run.status != "finished" for run in members), place, changed, _natural(_key(settings))
 
 
@@ -177,7 +183,7 @@ def _varied(settings: Sequence[dict[str, Any]], names: Iterable[str]) -> list[st
 
 def _task_label(settings: dict[str, Any]) -> str:
     words = [str(settings.get("dataset")), str(settings.get("model"))]
-    others = [name for name in TASK[2:] if settings.get(name) != _DEFAULTS.get(name)]
+    others = [name for name in TASK[2:] if settings.get(name) != DEFAULTS.get(name)]
     return ", ".join(words + [setting_name(name, settings.get(name)) for name in others])
 
 

@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from sparsesam.lab.display.drawing import write_figures
+from sparsesam.lab.report.calibration import read_calibrations
 from sparsesam.lab.report.data import ReportData
 from sparsesam.lab.report.find_runs import find_runs
 from sparsesam.lab.report.layout import build_sections
@@ -51,5 +52,8 @@ def write_report(
 def build(runs: Iterable[StrPath], *, bounds: bool = False) -> tuple[ReportData, list[Section]]:
     """What was read, and the sections made of it."""
     records = [read_run(path) for path in find_runs(runs)]
-    data = ReportData(records, group_runs(records), show_bounds=bounds)
+    problems: list[tuple[str, str]] = []
+    calibrations = read_calibrations((run.path for run in records), problems)
+    labels = {key: label for calibration in calibrations for key, label in calibration.labels.items()}
+    data = ReportData(records, group_runs(records, labels), calibrations, show_bounds=bounds, problems=problems)
     return data, build_sections(data)

@@ -5,6 +5,8 @@
   const GLYPHS = ["●", "◆", "■", "▲", "▼", "✚", "✖", "★", "⬟", "⬢"];
   const DASHES = ["solid", "dash", "dashdot", "longdash", "longdashdot"];
   const STROKES = { solid: "", dash: "5 3", dashdot: "5 2 1 2", longdash: "9 3", longdashdot: "9 2 1 2", dot: "1.5 3" };
+  // So many series differ in colour; the next ones have another dash.
+  const COLORS = 11;
   const PRINT_WIDTH = 660;
   const isTouched = matchMedia("(pointer: coarse)").matches;
 
@@ -33,8 +35,7 @@
   const fade = (rgb, share) => rgb.replace("rgb(", "rgba(").replace(")", `, ${share})`);
   // Plotly reads a few HTML tags in text, so that < and & of a name must be written out.
   const literal = (text) => (typeof text === "string" ? text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;") : text);
-  const symbol = (series) => SYMBOLS[series.number % SYMBOLS.length];
-  const dash = (series) => (series.faint ? "dot" : DASHES[series.number % DASHES.length]);
+  const dash = (series) => (series.faint ? "dot" : DASHES[Math.floor(series.number / COLORS) % DASHES.length]);
 
   // ---- from a figure's data to plotly's
 
@@ -63,14 +64,14 @@
     const ring = { type: "scatter", mode: "markers", x: series.x, y: series.y, hoverinfo: "skip", marker: { color, symbol: "circle-open", size: 22, line: { width: 2 } } };
     return [...(series.mark ? [ring] : []), {
       type: "scatter", mode: "markers", name: literal(series.name), x: series.x, y: series.y,
-      marker: { color, symbol: symbol(series), size: many ? 4 : 11, opacity: many ? 0.5 : 1 },
+      marker: { color, symbol: many ? "circle" : SYMBOLS[series.number % SYMBOLS.length], size: many ? 4 : 11, opacity: many ? 0.5 : 1 },
       error_y: series.error ? { type: "data", array: series.error, color, thickness: 1.5, width: 5 } : undefined,
     }];
   }
 
   function bars(series, colors) {
     const color = colors.of(series.color);
-    const shape = ["", "/", "x", "-", "|", "+", "."][series.number % 7];
+    const shape = ["", "/", "x", "-", "|", "+", "."][Math.floor(series.number / COLORS) % 7];
     return [{
       type: "bar", name: literal(series.name), x: series.x.map(literal), y: series.y, opacity: series.faint ? 0.55 : 1,
       marker: { color, pattern: { shape, fgcolor: colors.sheet, size: 6, fillmode: "overlay" } },
@@ -110,7 +111,8 @@
   }
 
   function axis(described, colors, values = []) {
-    const step = described.log ? (decades(values.filter((one) => one > 0)) > 1.5 ? 1 : undefined) : described.whole ? wholeStep(values) : undefined;
+    const powers = described.log ? decades(values.filter((one) => one > 0)) : 0;
+    const step = described.log ? (powers > 1.5 ? Math.ceil(powers / 7) : undefined) : described.whole ? wholeStep(values) : undefined;
     return {
       title: { text: described.title, font: { color: colors.soft, size: 12 }, standoff: 8 }, type: described.log ? "log" : undefined,
       dtick: step, tick0: described.whole ? 0 : undefined,
@@ -131,7 +133,10 @@
     if (figure.kind === "surface") {
       const plane = (described) => ({ ...axis(described, colors), automargin: undefined, backgroundcolor: "rgba(0,0,0,0)" });
       const z = { ...plane(figure.z), range: figure.range_z && figure.range_z[0] < figure.range_z[1] ? figure.range_z : undefined };
-      const scene = { xaxis: plane(figure.x), yaxis: plane(figure.y), zaxis: z, camera: { eye: { x: 1.35, y: -1.45, z: 0.95 }, center: { x: 0, y: 0, z: -0.2 } }, uirevision: "kept" };
+      // On a narrow screen the axes' titles need more room.
+      const distance = element(figure).clientWidth < 450 ? 1.35 : 1.08;
+      const eye = { x: 1.35 * distance, y: -1.45 * distance, z: 0.95 * distance };
+      const scene = { domain: { x: [0, 0.92], y: [0, 1] }, xaxis: plane(figure.x), yaxis: plane(figure.y), zaxis: z, camera: { eye, center: { x: 0, y: 0, z: -0.2 } }, uirevision: "kept" };
       return { ...basic, dragmode: "orbit", margin: { l: 0, r: 0, t: 0, b: 0 }, scene };
     }
     const all = (name) => figure.panels[figure.panel].series.flatMap((series) => series[name]);
@@ -238,7 +243,7 @@
     if (!step) return;
     event.preventDefault();
     const plot = element(figure).querySelector(".plot");
-    const { x, y, z } = plot._fullLayout.scene.camera.eye;
+    const { x, y, z } = plot.layout.scene.camera.eye;
     const radius = Math.hypot(x, y, z);
     const around = Math.atan2(y, x) + step[0];
     const above = Math.max(-1.4, Math.min(1.4, Math.asin(z / radius) + step[1]));
@@ -262,7 +267,7 @@
     const count = figure.panels[figure.panel].series.length;
     const drawing = { ...layout(figure, colors), paper_bgcolor: "#ffffff", showlegend: count > 1, legend: { orientation: "h", y: -0.25 } };
     if (figure.kind === "surface") {
-      drawing.scene.camera = element(figure).querySelector(".plot")._fullLayout.scene.camera;
+      drawing.scene.camera = element(figure).querySelector(".plot").layout.scene.camera;
     }
     const size = { format: "svg", width: 720, height: 460 + 12 * (count > 4 ? count : 0) };
     const url = await Plotly.toImage({ data: content(figure, colors), layout: drawing }, size);

@@ -24,7 +24,7 @@ def analysis_parts(data: ReportData, task: Task) -> list[Part]:
 def other_analyses(data: ReportData) -> Section:
     """Results in directories without a run."""
     parts = [part for part in _parts(data, data.measured_without_task) if not part.is_empty]
-    return Section("other-analyses", "Without a run", parts)
+    return Section("other-analyses", "Analyses without a run", parts)
 
 
 def _parts(data: ReportData, find: Find) -> list[Part]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 
 from sparsesam.lab.display.figure import Axis, Figure, Series
@@ -19,10 +20,16 @@ _MEASURES = {
 }
 
 
+#: If a loss is this many times the median somewhere, the axis is logarithmic: the rest would be flat.
+_WIDE_RANGE = 100
+
+
 def curves_part(task: Task) -> Part:
     figures = []
     for measure, (title, axis, factor) in _MEASURES.items():
         series = [one for variant in task.variants for one in _curves(variant, measure, factor)]
+        values = [value for one in series for value in one.y]
+        log = factor == 1.0 and bool(values) and 0 < _WIDE_RANGE * statistics.median(values) < max(values)
         caption = "Mean over the finished seeds, with ± one standard deviation; dotted: runs that are not finished."
         figures.append(
             Figure(
@@ -31,7 +38,7 @@ def curves_part(task: Task) -> Part:
                 caption=caption,
                 kind="lines",
                 x=Axis("epoch", whole=True),
-                y=Axis(axis),
+                y=Axis(axis, log=log and min(values) > 0),
                 panels={"": series},
             )
         )

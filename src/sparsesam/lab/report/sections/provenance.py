@@ -9,9 +9,13 @@ from sparsesam.lab.display.table import Table, cells, number_cell
 from sparsesam.lab.report.data import ReportData
 from sparsesam.lab.report.names import show_setting
 from sparsesam.lab.report.section import Part, Section
-from sparsesam.lab.report.variants import differing_settings
+from sparsesam.lab.report.variants import DEFAULTS, differing_settings
 
 _ORIGIN = ("cpu", "machine", "threads", "python", "torch", "numpy", "sparsesam", "commit")
+
+
+#: Shown whatever their values.
+_ALWAYS = ("dataset", "model", "base", "lr", "batch_size")
 
 
 def provenance(data: ReportData) -> Section:
@@ -34,8 +38,13 @@ def _settings(data: ReportData) -> Table:
     variants = [variant for task in data.tasks for variant in task.variants]
     varied = differing_settings(variants)
     shared = variants[0].settings if variants else {}
-    rows = [cells(name, _text(one)) for name, one in shared.items() if name not in (*varied, "seed")]
-    return Table("settings", "Settings that all runs share.", ["setting", "value"], rows, text_columns=("value",))
+    rows = [
+        cells(name, _text(one))
+        for name, one in shared.items()
+        if name not in (*varied, "seed") and (name in _ALWAYS or one != DEFAULTS.get(name))
+    ]
+    caption = "Settings that all runs share; those at their defaults are left out."
+    return Table("settings", caption, ["setting", "value"], rows, text_columns=("value",))
 
 
 def _text(value: Any) -> str:

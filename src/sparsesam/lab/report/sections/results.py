@@ -7,15 +7,15 @@ from scipy.special import stdtrit  # type: ignore[import-untyped]
 from sparsesam.lab.display.figure import Axis, Figure, Series
 from sparsesam.lab.display.numbers import Number, percent, plural, ratio, significant
 from sparsesam.lab.display.table import Cell, Table, cells, number_cell
-from sparsesam.lab.report.cost import Cost, cost_of
+from sparsesam.lab.report.cost import Cost
 from sparsesam.lab.report.data import ReportData
 from sparsesam.lab.report.recommendation import Recommendation, recommend
 from sparsesam.lab.report.section import Part, Section
 from sparsesam.lab.report.variants import Task, Variant, differing_settings
 
 
-def results_part(task: Task) -> Part:
-    cost = cost_of(task)
+def results_part(data: ReportData, task: Task) -> Part:
+    cost = data.cost_of(task)
     recommendation = recommend(task, cost)
     return Part(
         title="",
@@ -29,7 +29,7 @@ def overview(data: ReportData) -> Section:
     """With several tasks, the answer of each in one row."""
     rows = []
     for task in data.tasks:
-        cost = cost_of(task)
+        cost = data.cost_of(task)
         recommendation = recommend(task, cost)
         known = [variant for variant in task.variants if variant.accuracy is not None]
         shown = recommendation.chosen if recommendation else max(known, key=lambda one: one.accuracy or 0, default=None)
@@ -48,9 +48,11 @@ def overview(data: ReportData) -> Section:
 
 
 def confidence_interval(variant: Variant) -> Number:
-    """Half the width of the 95 % interval of the mean accuracy, by Student's t; None for fewer than two seeds."""
+    """Half the width of the 95 % interval of the mean accuracy, by Student's t; None for fewer than three seeds."""
     error = variant.standard_error("test_accuracy")
-    return None if error is None else error * float(stdtrit(len(variant.finished) - 1, 0.975))
+    return (
+        None if error is None or len(variant.finished) < 3 else error * float(stdtrit(len(variant.finished) - 1, 0.975))
+    )
 
 
 def _cost_figure(task: Task, cost: Cost, recommendation: Recommendation | None) -> Figure:
@@ -59,8 +61,8 @@ def _cost_figure(task: Task, cost: Cost, recommendation: Recommendation | None) 
     return Figure(
         name="accuracy-against-cost",
         title="Test accuracy against cost",
-        caption=f"{cost.explanation} Up and to the left is better. Bars are 95 % confidence intervals of the mean over "
-        "seeds; the ring marks the cheapest variant within one standard error of the highest mean.",
+        caption=f"{cost.explanation} Up and to the left is better. Bars are 95 % confidence intervals of the mean, "
+        "from three seeds on; the ring marks the cheapest variant within one standard error of the highest mean.",
         kind="points",
         x=Axis(cost.axis),
         y=Axis("test accuracy (%)"),

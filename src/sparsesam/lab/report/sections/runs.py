@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from sparsesam.lab.display.numbers import number, percent, significant
+from sparsesam.lab.display.numbers import number, percent, plural, significant
 from sparsesam.lab.display.table import Cell, Table, cells, number_cell
 from sparsesam.lab.report.data import ReportData
 from sparsesam.lab.report.read_run import RunRecord
@@ -28,12 +28,12 @@ def all_runs(data: ReportData) -> Section:
 
 def not_finished(data: ReportData) -> Section:
     """Failures last: their accuracies are in no mean."""
-    shown = data.not_finished()
-    root = _common_directory([run for run in data.runs if run.status != "analyses only"])
+    shown, runs = data.not_finished(), [run for run in data.runs if run.status != "analyses only"]
+    root = _common_directory(runs)
     rows = [
         cells(os.path.relpath(run.path, root), Cell(run.status, status=run.status), run.reason or "–") for run in shown
     ]
-    caption = f"{len(shown)} of {len(data.runs)} runs; their accuracies are in no mean."
+    caption = f"{len(shown)} of {plural(len(runs), 'run')}; their accuracies are in no mean."
     table = Table("not-finished", caption, ["directory", "status", "reason"], rows, text_columns=("status", "reason"))
     return Section("unfinished", "Failed and unfinished", [Part("", [table])] if rows else [])
 

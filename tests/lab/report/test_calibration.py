@@ -1,0 +1,29 @@
+import json
+
+from sparsesam.lab.report.calibration import read_calibrations
+from sparsesam.lab.report.write import build
+from tests.lab.report.made_runs import write_calibration, write_run
+
+
+def test_the_file_beside_the_runs_is_read_once(tmp_path):
+    runs = [write_run(tmp_path / name, optimizer=name) for name in ("sgd", "sam")]
+    write_calibration(tmp_path, runs, [1.0, 2.0])
+    problems = []
+    (found,) = read_calibrations(runs, problems)
+    assert sorted(found.seconds_per_epoch.values()) == [1.0, 2.0]
+    assert problems == []
+
+
+def test_a_file_in_another_format_is_noted(tmp_path):
+    run = write_run(tmp_path / "a")
+    for content in ("{", json.dumps({"variants": 3})):
+        (tmp_path / "calibration.json").write_text(content)
+        data, _ = build([run])
+        assert data.calibrations == []
+        assert "calibration.json" in data.problems[0][1]
+
+
+def test_variants_have_the_names_that_the_sweep_gave(tmp_path):
+    runs = [write_run(tmp_path / str(rho), optimizer="sam", rho=rho) for rho in (0.1, 0.2)]
+    write_calibration(tmp_path, runs, [1.0, 2.0], labels=["careful", "bold"])
+    assert [variant.label for variant in build([tmp_path])[0].tasks[0].variants] == ["careful", "bold"]
