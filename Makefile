@@ -4,7 +4,7 @@ THREADS ?= 2
 BENCH ?= steps fisher selection memory engine budget vit_timing throughput augmentation sweep hessian landscape report
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint bench clean
+.PHONY: help demo test slow lint docs matrix package bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 16
@@ -32,6 +32,15 @@ lint: .venv/.installed  ## style, types and the direction of imports
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+docs: .venv/.installed  ## build the documentation in build/site, with every link checked
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+matrix:  ## the core tests on every Python and torch that can be installed; writes docs/versions.md
+	@$(PYTHON) tools/matrix.py --write docs/versions.md
+
+package: .venv/.installed  ## build wheel and sdist; install each alone and try it
+	@$(BIN)/python tools/package.py
 
 bench: .venv/.installed  ## every measured figure, about an hour; BENCH=steps for one
 	@set -e; for figure in $(BENCH); do \

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sparsesam
 from tests import cases
-from tests.integrations import snippets
+from tests.docs import pages
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
@@ -85,7 +85,7 @@ def test_the_documented_trainer_equals_a_plain_loop(tmp_path):
     model = language_model()
     twin = copy.deepcopy(model)
     names = {"torch": torch, "sparsesam": sparsesam, "train_set": sentences()}
-    snippets.run("Hugging Face", 0, model=model, arguments=arguments(tmp_path), **names)
+    pages.run("docs/hugging-face.md", 0, model=model, arguments=arguments(tmp_path), **names)
     plain(twin, sparsesam.SAM(torch.optim.AdamW(twin.parameters(), lr=1e-3), twin, rho=0.05))
     assert_same_weights(model, twin)
 
@@ -143,7 +143,7 @@ def test_bf16_trains(tmp_path):
 
 def test_the_optimizer_of_the_training_arguments_on_top_of_another_trainer(tmp_path):
     names = {"sparsesam": sparsesam, "SharpnessAwareTrainer": SharpnessAwareTrainer}
-    mine = snippets.run("Hugging Face", 1, Seq2SeqTrainer=transformers.Seq2SeqTrainer, **names)["Mine"]
+    mine = pages.run("docs/hugging-face.md", 1, Seq2SeqTrainer=transformers.Seq2SeqTrainer, **names)["Mine"]
     given = transformers.Seq2SeqTrainingArguments(**arguments(tmp_path, learning_rate=0.02).to_dict())
     trainer = mine(language_model(), given, train_dataset=sentences())
     trainer.train()
@@ -213,7 +213,7 @@ def test_the_documented_accelerate_loop_equals_a_plain_one():
     twin = copy.deepcopy(model)
     loader = DataLoader(TensorDataset(*cases.vectors(40)), batch_size=8)
     names = {"torch": torch, "sparsesam": sparsesam, "loss_fn": F.cross_entropy, "model": model, "loader": loader}
-    left = snippets.run("Accelerate", 0, accelerator=accelerate.Accelerator(cpu=True), **names)
+    left = pages.run("docs/accelerate.md", 0, accelerator=accelerate.Accelerator(cpu=True), **names)
     opt = sparsesam.SAM(cases.sgd(twin), twin, rho=0.05)
     for x, y in loader:
         opt.zero_grad()

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sparsesam
 from tests import cases
-from tests.integrations import snippets
+from tests.docs import pages
 
 pytorch_lightning = pytest.importorskip("pytorch_lightning")
 
@@ -27,8 +27,9 @@ from sparsesam.integrations.lightning import (  # noqa: E402
 
 logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
 
-Classifier = snippets.run(
-    "Lightning", 0, pytorch_lightning=pytorch_lightning, torch=torch, sparsesam=sparsesam, loss_fn=F.cross_entropy
+PAGE = "docs/lightning.md"
+Classifier = pages.run(
+    PAGE, 0, pytorch_lightning=pytorch_lightning, torch=torch, sparsesam=sparsesam, loss_fn=F.cross_entropy
 )["Classifier"]
 
 
@@ -71,7 +72,7 @@ def fit(module, options, *, loader=None, **more):
 
 
 def accumulating(options):
-    return snippets.run("Lightning", 1, pytorch_lightning=pytorch_lightning, options=options)["trainer"]
+    return pages.run(PAGE, 1, pytorch_lightning=pytorch_lightning, options=options)["trainer"]
 
 
 def plain(module, loader, *, count=1, clip=None, precision=nullcontext, scaler=None):

@@ -18,6 +18,7 @@ COMMANDS = {
     "data": "draw training images as the network sees them",
     "analyze": "measure trained runs: landscape, Hessian, gradients, masks, bounds",
     "report": "one page about runs: tables, charts, analyses",
+    "doctor": "versions, devices, and which fast paths are on",
 }
 
 

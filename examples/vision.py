@@ -1,0 +1,74 @@
+"""Noisy digits with a small CNN: SGD, SAM, and the mask that a price of 1.25 x SGD allows."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+
+import sparsesam
+
+
+def data(noise: float) -> tuple[torch.Tensor, ...]:
+    pixels, digits = load_digits(return_X_y=True)
+    x, y = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(digits)
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(y), generator=generator)
+    x, y = x[order], y[order]
+    noisy = torch.where(torch.rand(1200, generator=generator) < noise, torch.randint(0, 10, (1200,)), y[:1200])
+    return x[:1200], noisy, x[1200:], y[1200:]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
+        *(nn.Conv2d(16, 32, 3, padding=1, stride=2), nn.BatchNorm2d(32), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(32 * 16, 10)),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one epoch")
+    epochs = 1 if parser.parse_args().quick else 10
+    torch.set_num_threads(1)
+    x, y, x_test, y_test = data(noise=0.4)
+
+    def cheap(base, model):  # perturbs what a step of 1.25 x SGD's cost can perturb
+        samples = list(zip(x[:128], y[:128], strict=True))
+        mask = sparsesam.budget_mask(model, x[:64], budget=1.25, data=samples, loss_fn=F.cross_entropy)
+        return sparsesam.SSAM(base, model, rho=0.5, mask=mask, norm="masked")
+
+    methods = {
+        "SGD": lambda base, model: base,
+        "SAM": lambda base, model: sparsesam.SAM(base, model, rho=0.5),
+        "SSAM, 1.25 x SGD": cheap,
+    }
+    for name, make in methods.items():
+        model = network()
+        opt = make(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model)
+        start = time.process_time()
+        for _ in range(epochs):
+            for batch in torch.randperm(len(y)).split(64):
+
+                def closure(batch=batch, model=model, opt=opt):
+                    opt.zero_grad()
+                    loss = F.cross_entropy(model(x[batch]), y[batch])
+                    loss.backward()
+                    return loss
+
+                opt.step(closure)
+        seconds = time.process_time() - start
+        model.eval()
+        with torch.no_grad():
+            accuracy = (model(x_test).argmax(1) == y_test).double().mean()
+        print(f"{name:18} test accuracy {accuracy:.1%}, {seconds:.1f} s of CPU time")
+
+
+if __name__ == "__main__":
+    main()

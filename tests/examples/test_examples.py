@@ -1,0 +1,39 @@
+"""Every example runs, cut short."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NEEDS = {"lora": ("transformers", "accelerate", "peft"), "lightning_module": ("pytorch_lightning",)}
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_the_script_runs(path):
+    for package in ("sklearn", *NEEDS.get(path.stem, ())):
+        pytest.importorskip(package)
+    ran = subprocess.run([sys.executable, str(path), "--quick"], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.stdout
+    assert "NOT" not in ran.stdout
+
+
+def test_the_notebook_runs(capsys):
+    pytest.importorskip("sklearn")
+    notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text())
+    names = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            source = "".join(cell["source"]).replace("EPOCHS = 30", "EPOCHS = 2")
+            exec(compile(source, "notebook.ipynb", "exec"), names)
+    assert "SAM" in capsys.readouterr().out
+
+
+def test_every_example_is_listed():
+    listed = (EXAMPLES / "README.md").read_text()
+    assert all(f"]({path.name})" in listed for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb"))

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import platform
+
+import torch
+
+from sparsesam.lab import cli
+from sparsesam.lab.commands import doctor
+
+
+def test_it_says_versions_devices_and_fast_paths(capsys):
+    assert cli.main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert torch.__version__ in said
+    assert platform.python_version() in said
+    assert all(title in said for title in ("Versions", "Devices", "Fast paths"))
+
+
+def test_the_engine_is_tried_not_assumed(monkeypatch):
+    assert doctor.fast_paths()["engine"].startswith("on")
+    monkeypatch.setattr(doctor.sparsesam.SSAM, "engine_report", lambda self: {"engine": "off: for a reason"})
+    assert doctor.fast_paths()["engine"].startswith("off: for a reason")
+
+
+def test_what_is_not_installed_is_said_with_its_purpose(monkeypatch):
+    monkeypatch.setitem(doctor._OPTIONAL, "no-such-package", "nothing")
+    assert doctor.versions()["no-such-package"] == "not installed (for nothing)"

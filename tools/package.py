@@ -1,0 +1,72 @@
+"""Build wheel and sdist in dist/, install each alone in a fresh environment, and try it there.
+
+torch and NumPy are taken from the environment that runs this; nothing else of it is needed by the smoke test.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SMOKE = """
+import sys, torch, sparsesam
+assert sparsesam.__file__.startswith(sys.prefix), sparsesam.__file__
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+x, y = torch.randn(16, 4), torch.randint(0, 3, (16,))
+dynamic = sparsesam.dynamic_mask(sparsity=0.5, refresh=sparsesam.every_steps(2))
+for make in (
+    lambda base: sparsesam.SAM(base, model, rho=0.1),
+    lambda base: sparsesam.SSAM(base, model, rho=0.1, mask=dynamic),
+    lambda base: sparsesam.SSAM(base, model, rho=0.1, mask=sparsesam.fixed_mask("2.*"), norm="masked"),
+):
+    opt = make(torch.optim.SGD(model.parameters(), lr=0.1))
+    def closure():
+        opt.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+    losses = [opt.step(closure).item() for _ in range(20)]
+    assert losses[-1] < losses[0], losses
+print("sparsesam", sparsesam.__version__, "works with torch", torch.__version__)
+"""
+#: Tests that read files beside the package: an sdist must carry them.
+FROM_SDIST = ["tests/docs/test_code_blocks.py", "tests/test_foundation.py", "tests/test_compat.py"]
+
+
+def main() -> int:
+    dist = ROOT / "dist"
+    subprocess.run([sys.executable, "-m", "build", "--outdir", str(dist), str(ROOT)], check=True)
+    with tempfile.TemporaryDirectory() as place:
+        for artifact in (newest(dist, "*.whl"), newest(dist, "*.tar.gz")):
+            environment = Path(place) / artifact.name
+            python = make_environment(environment)
+            subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", str(artifact)], check=True)
+            subprocess.run([python, "-c", SMOKE], check=True, cwd=place)
+            subprocess.run([str(environment / "bin" / "sparsesam"), "--version"], check=True, cwd=place)
+        with tarfile.open(newest(dist, "*.tar.gz")) as archive:
+            archive.extractall(place, filter="data")
+        (source,) = Path(place).glob("sparsesam-*/pyproject.toml")
+        subprocess.run([sys.executable, "-m", "pytest", "-q", *FROM_SDIST], check=True, cwd=source.parent)
+    return 0
+
+
+def newest(folder: Path, pattern: str) -> Path:
+    return max(folder.glob(pattern), key=lambda path: path.stat().st_mtime)
+
+
+def make_environment(path: Path) -> str:
+    """A fresh environment that sees the packages of this one after its own."""
+    venv.create(path, with_pip=True)
+    (site,) = path.glob("lib/python*/site-packages")
+    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return str(path / "bin" / "python")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
