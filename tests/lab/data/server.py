@@ -1,6 +1,5 @@
-"""A web server on this machine that knows Range, and can be told to fail."""
+"""A web server on this machine that can be told to fail."""
 
-import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,13 +7,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Server:
-    """``files`` by path; the first ``interruptions`` answers stop half-way; ``requests`` keeps (path, Range)."""
+    """``files`` by path; the first ``interruptions`` answers stop half-way; ``requests`` keeps the paths."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.interruptions = 0
-        self.knows_range = True
-        self.requests: list[tuple[str, str | None]] = []
+        self.requests: list[str] = []
         self.address = ""
 
     def url(self, name: str) -> str:
@@ -27,18 +25,11 @@ def serve() -> Iterator[Server]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            wanted = self.headers.get("Range")
-            server.requests.append((self.path.lstrip("/"), wanted))
-            content = server.files.get(self.path.lstrip("/"))
-            if content is None:
+            server.requests.append(self.path.lstrip("/"))
+            body = server.files.get(self.path.lstrip("/"))
+            if body is None:
                 return self.send_error(404)
-            start = int(re.fullmatch(r"bytes=(\d+)-", wanted)[1]) if wanted and server.knows_range else 0
-            if start and start >= len(content):
-                return self.send_error(416)
-            self.send_response(206 if start else 200)
-            if start:
-                self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
-            body = content[start:]
+            self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             if server.interruptions:

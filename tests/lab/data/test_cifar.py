@@ -78,7 +78,7 @@ def test_without_a_net_says_what_to_put_where(cache):
 
 def test_a_server_that_has_it_not_is_named_with_the_way_out(server):
     layout = replace(CIFAR100.layouts[0], archive=remote(server.url("gone.tar.gz"), b""))
-    with pytest.raises(MissingData, match=r"(?s)HTTP 404.*Put into .*gone\.tar\.gz  MD5"):
+    with pytest.raises(MissingData, match=r"(?s)404 Client Error.*Put into .*gone\.tar\.gz  MD5"):
         load_cifar(replace(CIFAR100, layouts=(layout,)))
 
 

@@ -45,7 +45,7 @@ def test_a_function_that_is_not_there_is_said(name):
 
 def test_a_function_must_return_splits():
     with pytest.raises(
-        TypeError, match=r"not_a_data_set must return sparsesam\.lab\.data\.Splits or FolderSplits, got list"
+        ValueError, match=r"not_a_data_set must return sparsesam\.lab\.data\.Splits or FolderSplits, got list"
     ):
         load("tests.lab.data.test_registry:not_a_data_set")
 

@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -20,6 +22,10 @@ def mine_with_anything(**choices):
 
 def without_classes(width):
     return nn.Linear(width, width)
+
+
+def failing(num_classes):
+    raise RuntimeError("no memory\nin two lines")
 
 
 def no_model(num_classes):
@@ -68,12 +74,13 @@ def test_a_function_that_is_not_there_is_said(name):
     ("name", "message"),
     [
         ("without_classes", "must take num_classes, .*it takes width"),
+        ("failing", "raised RuntimeError: no memory in two lines$"),
         ("no_model", r"must return a torch\.nn\.Module, got int"),
-        ("SMALL", "must be callable, got list"),
+        ("SMALL", "must be a function, got list"),
     ],
 )
 def test_a_function_that_builds_no_classifier_is_refused(name, message):
-    with pytest.raises(TypeError, match=f"{name} {message}"):
+    with pytest.raises(ValueError, match=f"{name} {message}"):
         build(f"tests.lab.models.test_registry:{name}")
 
 
@@ -81,3 +88,17 @@ def test_a_function_that_builds_no_classifier_is_refused(name, message):
 def test_sizes_must_be_positive(argument):
     with pytest.raises(ValueError, match=f"{argument} must be at least 1, got 0"):
         build("small-cnn", **{argument: 0})
+
+
+def test_models_of_timm_are_built_by_name():
+    pytest.importorskip("timm")
+    assert build("timm/resnet18", 7, 1, 32)(torch.zeros(2, 1, 32, 32)).shape == (2, 7)
+    assert build("timm/vit_tiny_patch16_224", 7, 3, 32)(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
+    with pytest.raises(ValueError, match="did you mean resnet18"):
+        build("timm/resnet_18")
+
+
+def test_timm_is_asked_for_by_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(ImportError, match="timm/resnet18 needs timm: pip install timm"):
+        build("timm/resnet18")

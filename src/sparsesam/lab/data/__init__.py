@@ -1,15 +1,13 @@
-"""What the experiments train on."""
+"""Data sets, corruptions and augmentation."""
 
 from sparsesam.lab.data.augment import Augment, standard_augmentation
-from sparsesam.lab.data.cache import cache_dir
 from sparsesam.lab.data.contact_sheet import contact_sheet
 from sparsesam.lab.data.corruption import CORRUPTIONS, Corrupted, corrupt
 from sparsesam.lab.data.digits import load_digits_split
-from sparsesam.lab.data.download import Progress
+from sparsesam.lab.data.download import cache_dir
 from sparsesam.lab.data.errors import DataError, MissingData
 from sparsesam.lab.data.image_folder import ImageFolder
 from sparsesam.lab.data.noise import flip_labels
-from sparsesam.lab.data.progress import download_bar
 from sparsesam.lab.data.registry import DATASETS, load
 from sparsesam.lab.data.splits import FolderSplits, Labelled, Splits
 
@@ -23,12 +21,10 @@ __all__ = [
     "ImageFolder",
     "Labelled",
     "MissingData",
-    "Progress",
     "Splits",
     "cache_dir",
     "contact_sheet",
     "corrupt",
-    "download_bar",
     "flip_labels",
     "load",
     "load_digits_split",

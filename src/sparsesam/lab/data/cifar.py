@@ -11,11 +11,9 @@ import torch
 from filelock import FileLock
 
 from sparsesam.lab.data.archive import unpack
-from sparsesam.lab.data.cache import cache_dir
 from sparsesam.lab.data.cifar_classes import CIFAR10_CLASSES, CIFAR100_CLASSES
-from sparsesam.lab.data.download import Progress, Remote, verify
+from sparsesam.lab.data.download import Remote, cache_dir, obtain, verify
 from sparsesam.lab.data.errors import DataError
-from sparsesam.lab.data.obtain import obtain
 from sparsesam.lab.data.restricted_pickle import read_pickle
 from sparsesam.lab.data.splits import Labelled, Splits
 
@@ -100,9 +98,7 @@ CIFAR100 = Cifar(
 )
 
 
-def load_cifar(
-    cifar: Cifar, data_dir: Path | None = None, download: bool = True, progress: Progress | None = None
-) -> Splits:
+def load_cifar(cifar: Cifar, data_dir: Path | None = None, download: bool = True, progress: bool = False) -> Splits:
     """From either layout in ``data_dir`` or its usual subfolder, else from the cache, else from an archive."""
     cache = cache_dir() / cifar.name
     found = _find(cifar, data_dir) if data_dir else None
@@ -128,7 +124,7 @@ def _files(layout: Layout) -> tuple[str, ...]:
 
 
 def _from_archive(
-    cifar: Cifar, cache: Path, data_dir: Path | None, download: bool, progress: Progress | None
+    cifar: Cifar, cache: Path, data_dir: Path | None, download: bool, progress: bool
 ) -> tuple[Layout, Path]:
     """Unpack an archive into the cache: the user's if there is one, otherwise a downloaded one, which then goes."""
     cache.mkdir(parents=True, exist_ok=True)

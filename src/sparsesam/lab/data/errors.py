@@ -1,11 +1,11 @@
-"""What can be wrong with a data set's files."""
+"""Errors in the files of a data set."""
 
 from __future__ import annotations
 
 
 class DataError(ValueError):
-    """A file is not what its place and name promise; the message says which, what was expected and what was found."""
+    """A file is not what was expected; the message names the file, what was expected and what was found."""
 
 
 class MissingData(DataError):
-    """Files are neither here nor to be had; the message says which to put where, and their checksums."""
+    """Files were not found and cannot be downloaded; the message says which to put where, and their checksums."""

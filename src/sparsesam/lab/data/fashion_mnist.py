@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparsesam.lab.data.cache import cache_dir
-from sparsesam.lab.data.download import Progress, Remote
+from sparsesam.lab.data.download import Remote, cache_dir, obtain
 from sparsesam.lab.data.errors import DataError
 from sparsesam.lab.data.idx import read_idx
-from sparsesam.lab.data.obtain import obtain
 from sparsesam.lab.data.splits import Labelled, Splits
 
 NAME = "fashion-mnist"
@@ -44,7 +42,7 @@ OFFICIAL = Files(
 def load_fashion_mnist(
     data_dir: Path | None = None,
     download: bool = True,
-    progress: Progress | None = None,
+    progress: bool = False,
     files: Files = OFFICIAL,
 ) -> Splits:
     """From idx or idx.gz files in ``data_dir`` or its usual subfolders, else from the cache, else from the net."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import pkgutil
 from collections.abc import Callable
 from functools import partial
 from os import PathLike
@@ -11,13 +10,13 @@ from pathlib import Path
 
 from sparsesam.lab.data.cifar import CIFAR10, CIFAR100, load_cifar
 from sparsesam.lab.data.digits import digits_splits
-from sparsesam.lab.data.download import Progress
 from sparsesam.lab.data.fashion_mnist import load_fashion_mnist
 from sparsesam.lab.data.folders import load_image_folder
 from sparsesam.lab.data.hugging_face import load_hugging_face
 from sparsesam.lab.data.splits import FolderSplits, Splits
+from sparsesam.lab.plug_in import call, find_function
 
-Loader = Callable[[Path | None, bool, Progress | None], Splits]
+Loader = Callable[[Path | None, bool, bool], Splits]
 
 IN_MEMORY: dict[str, Loader] = {
     "digits": lambda data_dir, download, progress: digits_splits(),
@@ -34,7 +33,7 @@ def load(
     name: str,
     data_dir: str | PathLike[str] | None = None,
     download: bool = True,
-    progress: Progress | None = None,
+    progress: bool = False,
     *,
     image_size: int | None = None,
 ) -> Splits | FolderSplits:
@@ -42,7 +41,8 @@ def load(
 
     ``name`` is one of `DATASETS`, ``hf/NAME`` for an image data set of the Hugging Face hub, or ``module:function``
     of anything importable; the function is called with the directory (a Path or None) and returns `Splits` or
-    `FolderSplits`. ``image_size`` is the side in pixels for data sets that are read from folders or the hub.
+    `FolderSplits`. ``progress`` draws a bar of a download; ``image_size`` is the side in pixels for data sets that are
+    read from folders or the hub.
     """
     place = Path(data_dir).expanduser() if data_dir is not None else None
     if place is not None and not place.is_dir():
@@ -65,20 +65,10 @@ def load(
 
 
 def _from_user(name: str, data_dir: Path | None) -> Splits | FolderSplits:
-    try:
-        function = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"dataset must be an importable module:function, got {name!r}: {error}; "
-            "PYTHONPATH=. makes the modules of the working directory importable"
-        ) from error
-    try:
-        splits = function(data_dir)
-    except TypeError as error:
-        raise ValueError(f"{name} must take one argument, the data directory (a Path or None): {error}") from error
+    splits = call("dataset", name, find_function("dataset", name), data_dir)
     if not isinstance(splits, Splits | FolderSplits):
-        raise TypeError(
-            f"{name} must return sparsesam.lab.data.Splits or FolderSplits, got {type(splits).__name__}; "
+        raise ValueError(
+            f"dataset {name} must return sparsesam.lab.data.Splits or FolderSplits, got {type(splits).__name__}; "
             "Splits(train=Labelled(images, labels), test=…, name=…, classes=…, mean=…, std=…)"
         )
     return splits

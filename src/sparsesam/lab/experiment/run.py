@@ -15,7 +15,7 @@ from lightning_fabric import Fabric
 from lightning_fabric.plugins import MixedPrecision
 
 from sparsesam.lab import models
-from sparsesam.lab.data import FolderSplits, Splits, download_bar, load
+from sparsesam.lab.data import FolderSplits, Splits, load
 from sparsesam.lab.experiment import checkpoint
 from sparsesam.lab.experiment.batches import Share, make_batches
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
@@ -101,8 +101,8 @@ def make_training(
 
 
 def _load(config: TrainConfig, place: RunEnvironment, *, shown: bool) -> Splits | FolderSplits:
-    with download_bar() if shown and sys.stdout.isatty() else nullcontext() as progress:
-        return load(config.dataset, place.data_dir, place.download, progress, image_size=config.image_size)
+    progress = shown and sys.stdout.isatty()
+    return load(config.dataset, place.data_dir, place.download, progress, image_size=config.image_size)
 
 
 def _workers(place: RunEnvironment) -> int:

@@ -1,4 +1,4 @@
-"""What the experiments train."""
+"""Networks, by name."""
 
 from sparsesam.lab.models.registry import MODELS, build
 from sparsesam.lab.models.resnet import resnet10_small, resnet18, resnet50

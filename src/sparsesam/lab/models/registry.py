@@ -1,10 +1,9 @@
-"""Models by name: ours, or any importable function."""
+"""Models by name: ours, those of timm, or any importable function."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-import pkgutil
 from collections.abc import Callable
 from functools import partial
 
@@ -15,6 +14,7 @@ from sparsesam.lab.models.small_cnn import small_cnn
 from sparsesam.lab.models.vgg import vgg11_bn, vgg11_bn_4096, vgg_small
 from sparsesam.lab.models.vit import vit_b_16, vit_one_block_8192, vit_s_16, vit_tiny_small
 from sparsesam.lab.models.wide_resnet import wide_resnet
+from sparsesam.lab.plug_in import call, find_function
 
 Builder = Callable[..., nn.Module]
 
@@ -41,38 +41,49 @@ MODELS: dict[str, Builder] = {
 def build(name: str, num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Module:
     """The model called ``name`` for (batch, in_channels, image_size, image_size) images.
 
-    ``name`` may also be ``module:function`` of anything importable. The function is given, by name, those of
+    ``name`` is one of `MODELS`, ``timm/NAME``, or ``module:function`` of anything importable, which is given those of
     ``num_classes``, ``in_channels`` and ``image_size`` that it takes; ``num_classes`` it must take.
     """
     for argument, value in (("num_classes", num_classes), ("in_channels", in_channels), ("image_size", image_size)):
         if value < 1:
             raise ValueError(f"{argument} must be at least 1, got {value}")
     choices = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
+    if name.startswith("timm/"):
+        return _from_timm(name.removeprefix("timm/"), **choices)
     if ":" in name:
-        builder = _importable(name)
-        model = builder(**_taken(name, builder, choices))
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"{name} must return a torch.nn.Module, got {type(model).__name__}")
-        return model
+        return _from_user(name, choices)
     key = name.lower().replace("_", "-")
     if key not in MODELS:
         nearest = difflib.get_close_matches(key, MODELS, n=len(MODELS), cutoff=0)
-        raise ValueError(f"model must be one of {', '.join(map(repr, nearest))} or a module:function, got {name!r}")
+        raise ValueError(
+            f"model must be one of {', '.join(map(repr, nearest))}, timm/NAME or a module:function, got {name!r}"
+        )
     return MODELS[key](**_taken(name, MODELS[key], choices))
 
 
-def _importable(name: str) -> Builder:
+def _from_timm(name: str, num_classes: int, in_channels: int, image_size: int) -> nn.Module:
+    """A model of timm, without its trained weights; ``img_size`` is given to those that take it (transformers)."""
     try:
-        builder = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"model must be an importable module:function, got {name!r}: {error}; "
-            "PYTHONPATH=. makes the modules of the working directory importable"
-        ) from error
-    if not callable(builder):
-        raise TypeError(f"{name} must be callable, got {type(builder).__name__}")
-    function: Builder = builder
-    return function
+        import timm
+    except ImportError as error:
+        raise ImportError(f"timm/{name} needs timm: pip install timm") from error
+    if not timm.is_model(name):
+        nearest = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
+        raise ValueError(f"model timm/{name} is not known to timm; did you mean {' or '.join(nearest) or 'another'}?")
+    options = {"num_classes": num_classes, "in_chans": in_channels}
+    try:
+        model: nn.Module = timm.create_model(name, img_size=image_size, **options)
+    except TypeError:  # networks that take images of any size
+        model = timm.create_model(name, **options)
+    return model
+
+
+def _from_user(name: str, choices: dict[str, int]) -> nn.Module:
+    function = find_function("model", name)
+    model = call("model", name, function, **_taken(name, function, choices))
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model {name} must return a torch.nn.Module, got {type(model).__name__}")
+    return model
 
 
 def _taken(name: str, builder: Builder, choices: dict[str, int]) -> dict[str, int]:
@@ -81,8 +92,8 @@ def _taken(name: str, builder: Builder, choices: dict[str, int]) -> dict[str, in
     taken = {key: value for key, value in choices.items() if key in parameters}
     if "num_classes" not in taken:
         if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
-            raise TypeError(
-                f"{name} must take num_classes, the number of its outputs; it takes {', '.join(parameters)}"
+            raise ValueError(
+                f"model {name} must take num_classes, the number of its outputs; it takes {', '.join(parameters)}"
             )
         taken["num_classes"] = choices["num_classes"]
     return taken
