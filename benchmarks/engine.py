@@ -26,24 +26,32 @@ from benchmarks.live_bytes import LiveBytes
 from benchmarks.timing import Timed, format_ratios, interleaved, print_provenance, ratios
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.models import build
+from sparsesam.settings import Settings
 
 SGD: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3}
 Step = Callable[[], None]
 
 
 class Case:
-    """A model of its own, an optimizer around it, and its step."""
+    """A model of its own, prepared (compiled, wrapped), an optimizer around it, and its step."""
 
     steps_per_call = 1
 
-    def __init__(self, model: nn.Module, batch: tuple[Tensor, Tensor], wrap: Callable[..., Any] | None) -> None:
-        self.model = copy.deepcopy(model)
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: tuple[Tensor, Tensor],
+        wrap: Callable[..., Any] | None,
+        prepare: Callable[[nn.Module], nn.Module] = lambda model: model,
+    ) -> None:
+        self.model = prepare(copy.deepcopy(model))
         base = torch.optim.SGD(self.model.parameters(), **SGD)
         self.optimizer: Any = base if wrap is None else wrap(base, self.model)
         self.batch = batch
 
     def __call__(self) -> None:
-        if getattr(self.optimizer, "ascent_fraction", 1) < 1:
+        settings = getattr(self.optimizer, "settings", None)
+        if isinstance(settings, Settings) and settings.ascent_fraction < 1:
             self.optimizer.step(self.closure, batch=self.batch)
         elif hasattr(self.optimizer, "first_step"):  # pytorch-optimizer wants the first gradient before the step
             self.closure(self.batch)

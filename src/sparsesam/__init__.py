@@ -1,5 +1,6 @@
 """Sharpness-aware training that perturbs only the weights that matter."""
 
+from sparsesam.ascent.compile_blocks import compile_blocks
 from sparsesam.budget import BudgetMask, budget_mask
 from sparsesam.masks.fisher import FisherDiagonal, fisher_diagonal
 from sparsesam.masks.fixed import NORMALIZATION, FixedMask, fixed_mask, normalization_layers
@@ -48,6 +49,7 @@ __all__ = [
     "Warmup",
     "as_pattern",
     "budget_mask",
+    "compile_blocks",
     "dynamic_mask",
     "every_epochs",
     "every_steps",

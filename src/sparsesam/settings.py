@@ -49,6 +49,11 @@ class Settings:
                 'model must be the DistributedDataParallel itself with ascent_scope="local", got '
                 f"{type(model).__name__}"
             )
+        if self.ascent_scope == "local" and getattr(model, "static_graph", False):
+            raise ValueError(
+                'model must not have static_graph=True with ascent_scope="local": DistributedDataParallel cannot leave '
+                'out the synchronization of its first backward; leave out static_graph, or use ascent_scope="global"'
+            )
 
     def check_mask(self, mask: MaskRule | None) -> None:
         if mask is not None and mask.needs_masked_norm and self.norm == "full":

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from sparsesam.analysis.results import AnalysisResult
 from sparsesam.ascent.rng import RNGSnapshot, RNGState
 from sparsesam.masks.fixed import NORMALIZATION
+from sparsesam.masks.preserve_model_state import remember_buffers
 from sparsesam.masks.samples import batch_size
 from sparsesam.parameters import unwrap
 
@@ -160,7 +161,7 @@ class Objective:
             if self._depth == 0:
                 stack.callback(self._noise.write, self._noise.read())
             _remember_modes(self.model, stack, evaluate=self.mode == "evaluation", batch=self.statistics == "batch")
-            _remember_buffers(self.model, stack)
+            remember_buffers(self.model, stack)
             _remember_gradient_flags(self.model, stack, list(parameters))
             self._depth += 1
             stack.callback(self._leave)
@@ -355,21 +356,6 @@ def _remember_modes(model: nn.Module, stack: ExitStack, *, evaluate: bool, batch
     if batch:
         for layer in _normalizations(model):
             layer.training = True
-
-
-def _remember_buffers(model: nn.Module, stack: ExitStack) -> None:
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                stack.callback(_restore_buffer, module, name, buffer, buffer.clone())
-
-
-def _restore_buffer(module: nn.Module, name: str, buffer: Tensor, value: Tensor) -> None:
-    module._buffers[name] = buffer
-    # Batch normalization changes its buffers without raising their version.
-    if not torch.equal(buffer, value):
-        with torch.no_grad():
-            buffer.copy_(value)
 
 
 def _remember_gradient_flags(model: nn.Module, stack: ExitStack, wanted: list[Tensor]) -> None:

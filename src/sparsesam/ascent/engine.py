@@ -10,7 +10,6 @@ and that says why not.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from sparsesam.ascent.first_pass import FirstPass
+from sparsesam.ascent.first_pass import FirstPass, has_compiled
 from sparsesam.ascent.layers import layer_forward
 from sparsesam.ascent.plan import Ascent, Norm, Plan, make_plan
 from sparsesam.ascent.prefix import Prefix
@@ -29,7 +28,7 @@ from sparsesam.ascent.report import describe
 from sparsesam.ascent.rng import RNGState
 from sparsesam.ascent.survey import Survey, hooks_left_out, survey
 from sparsesam.ascent.tensors import memory_of
-from sparsesam.distributed import all_agree, is_distributed, is_sharded, running_ddp
+from sparsesam.distributed import all_agree, is_distributed, is_first_of_static_graph, is_sharded, running_ddp
 from sparsesam.masks.packed import PackedMask
 
 Masks = Mapping[str, PackedMask | None]
@@ -73,6 +72,8 @@ class Engine:
             return COMPILED
         if any(is_sharded(parameter) for parameter in self.model.parameters()):
             return "parameters are sharded (fully_shard, DTensor)"
+        if self.ddp is not None and is_first_of_static_graph(self.ddp):
+            return "DistributedDataParallel records its static graph in this step"
         if self.ddp is not None and self.ddp._comm_hooks:
             return "a communication hook of DistributedDataParallel would not see the ascent's gradients"
         return None
@@ -139,7 +140,7 @@ class Engine:
         calls.setdefault(self.model, _plain_call)
         with replaced_calls(calls) as seen, first:
             yield first
-        if not seen and _has_compiled():
+        if not seen and has_compiled():  # none of its modules was called: the model is part of something compiled
             self._off = COMPILED
         first.finish()
         self.last, self._why_not = first, None
@@ -184,12 +185,6 @@ class Engine:
 
 def _plain_call(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return forward(*args, **kwargs)
-
-
-def _has_compiled() -> bool:
-    """Whether Dynamo has compiled anything: then a model none of whose modules was called may be part of it."""
-    dynamo = sys.modules.get("torch._dynamo")
-    return dynamo is not None and bool(dynamo.utils.counters["frames"])
 
 
 def _call_layer(first: FirstPass, module: nn.Module, weight: int, forward: Any, args: Any, kwargs: Any) -> Any:

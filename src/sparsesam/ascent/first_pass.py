@@ -7,6 +7,7 @@ at a gradient afterwards finds all of them: the rest is computed then, from the 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,11 @@ from sparsesam.ascent.layers import Switch
 from sparsesam.ascent.plan import Plan
 from sparsesam.ascent.prefix import Prefix, in_backward
 from sparsesam.ascent.tensors import memory_of, tensors_in
+
+SINGLE_USE = (
+    "a compiled part of the model frees its graph in backward; compile it with sparsesam.compile_blocks(model), or set "
+    "torch._functorch.config.donated_buffer = False before it is compiled"
+)
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
@@ -52,6 +58,8 @@ class FirstPass(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # a part of the forward is being traced (torch.cond)
+            return func(*args, **kwargs)
         if self._before_calls is not None and self._before_calls():
             self._before_calls = None
             self.give_up("the model was wrapped in DistributedDataParallel after the optimizer was made")
@@ -60,9 +68,9 @@ class FirstPass(TorchFunctionMode):
             return handler(self, func, args, kwargs)
         if self.prefix is not None:
             self.prefix.require_unread(args, kwargs)
-            if self.prefix.is_open:
-                return self._watched(func, args, kwargs)
-        if not torch.is_grad_enabled():
+            if self.prefix.is_open and not self._is_plain_attribute(func, args):
+                self._watch(args, kwargs)
+        if not torch.is_grad_enabled() and (self.prefix is None or not self.prefix.is_open):
             self._grad_was_off = True
         return func(*args, **kwargs)
 
@@ -93,19 +101,17 @@ class FirstPass(TorchFunctionMode):
 
     # ---- before the first use of a perturbed weight ------------------------------------------------------
 
-    def _watched(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _watch(self, args: Any, kwargs: Any) -> None:
         assert self.prefix is not None
-        result = None
-        is_attribute = getattr(func, "__name__", "") == "__get__"
-        if is_attribute:
-            result = func(*args, **kwargs)
-            if not isinstance(result, Tensor):
-                return result
         if any(map(self._is_moved, tensors_in(args, kwargs))):
             self.prefix.close()
         elif kwargs.get("generator") is not None:
             self.prefix.fault_inside("it draws from a random generator of its own")
-        return result if is_attribute else func(*args, **kwargs)
+
+    @staticmethod
+    def _is_plain_attribute(func: Any, args: Any) -> bool:
+        """Reading a shape, a device or a flag is no use of a weight; reading a view of it is."""
+        return getattr(func, "__name__", "") == "__get__" and not isinstance(func(*args), Tensor)
 
     def _is_moved(self, tensor: Tensor) -> bool:
         if id(tensor) in self.plan.moved:
@@ -149,9 +155,10 @@ class FirstPass(TorchFunctionMode):
             self.give_up("several backward passes in a closure")
         if self._narrow and self._grad_was_off and any(map(_is_reentrant, nodes_of(_roots(args)))):
             self.give_up("a reentrant checkpoint cannot be differentiated in part")
-        # The graph is kept until the closure returns, in case it looks at more gradients, and for the second pass,
-        # where this backward goes through what is used again.
-        keep = self._keeps_prefix_graph or (self._narrow and self._in_closure)
+        keep = self._keeps_graph
+        if keep and has_compiled() and any(map(_is_for_single_use, nodes_of(_roots(args)))):
+            self.give_up(SINGLE_USE)
+            keep = False
         if not self._narrow:
             return func(*args, **({**kwargs, "retain_graph": True} if keep else kwargs))
         self.is_complete = False
@@ -160,13 +167,27 @@ class FirstPass(TorchFunctionMode):
             result = func(*args, **{**kwargs, "inputs": self.plan.needed, "retain_graph": keep})
         finally:
             self.switch.on = False
-        if self._in_closure:
+        if self._in_closure and self._can_complete:
             self._pending = (func, args, kwargs)
         return result
 
     @property
-    def _keeps_prefix_graph(self) -> bool:
-        return self.prefix is not None and not self.prefix.is_empty
+    def _keeps_graph(self) -> bool:
+        """Whether nodes that run must keep what they saved.
+
+        A closure may look at more gradients before it returns. The second pass uses the graph of the prefix, which
+        runs now only if gradients of unperturbed weights are needed: nodes that do not run keep what they saved.
+        """
+        if self._narrow and self._in_closure and self._can_complete:
+            return True
+        return (
+            self.prefix is not None and not self.prefix.is_empty and not (self._narrow and self.plan.needs_only_moved)
+        )
+
+    @property
+    def _can_complete(self) -> bool:
+        """Whether gradients that were left out have a meaning; what passed through masked weights cannot be undone."""
+        return not (self.plan.blocking or any(want.implicit for want in self.plan.sliced.values()))
 
     def _look_at_gradient(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not in_backward():
@@ -175,7 +196,7 @@ class FirstPass(TorchFunctionMode):
 
     def _complete(self) -> None:
         """Compute the gradients that were left out: of other leaves, and of the other filters."""
-        if self._pending is None or any(want.implicit for want in self.plan.sliced.values()):
+        if self._pending is None:
             return
         (func, args, kwargs), self._pending = self._pending, None
         done = {id(parameter) for parameter in self.plan.needed}
@@ -213,6 +234,19 @@ def nodes_of(roots: list[Any]) -> Iterator[Any]:
             seen.add(node)
             yield node
             waiting += [following for following, _ in node.next_functions if following is not None]
+
+
+def has_compiled() -> bool:
+    """Whether Dynamo has compiled anything in this process."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo is not None and bool(dynamo.utils.counters["frames"])
+
+
+def _is_for_single_use(node: Any) -> bool:
+    """A compiled backward that writes to what it saved; torch refuses to run it if the graph is to be kept."""
+    function = getattr(node, "_forward_cls", None)
+    is_compiled = getattr(function, "compiled_bw", None) is not None
+    return is_compiled and bool(getattr(getattr(function, "metadata", None), "bw_donated_idxs", None))
 
 
 def _is_reentrant(node: Any) -> bool:

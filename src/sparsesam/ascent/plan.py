@@ -34,6 +34,11 @@ class Plan:
     blocking: frozenset[int]
 
     @property
+    def needs_only_moved(self) -> bool:
+        """Whether every gradient that the ascent uses is of a parameter that it moves: so it is with norm="masked"."""
+        return all(id(parameter) in self.moved for parameter in self.needed)
+
+    @property
     def is_partial(self) -> bool:
         """Whether the first backward computes less than every gradient."""
         return len(self.needed) < len(self.names) or bool(self.sliced) or bool(self.blocking)

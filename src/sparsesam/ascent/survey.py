@@ -51,7 +51,8 @@ def _visit(module: nn.Module, plan: Plan, found: Survey) -> tuple[bool, list[nn.
     free = free and not any(id(parameter) in plan.moved for parameter in module.parameters(recurse=False))
     if is_compiled(module) or (isinstance(module, _ATTENTION) and not module.training):
         found.unwatched.append(module)
-    is_called = not is_script and type(module).forward is not nn.Module.forward
+    has_forward = "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
+    is_called = has_forward and not is_script
     if free and is_called and not (is_compiled_in_place(module) and _has_hooks(module)):
         found.clean[module] = list(dict.fromkeys(within))
     if not is_closed and is_layer(module):

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from sparsesam.ascent.explicit import Perturbation
 from sparsesam.ascent.rng import RNGState
-from sparsesam.ascent.statistics import StatisticsSnapshot
 from sparsesam.ascent.targets import Target
 from sparsesam.budget.call_trace import KINDS, Call, Clock, How, Kind, ModuleCall, stopwatch, trace
 from sparsesam.masks.packed import PackedMask
@@ -236,13 +235,9 @@ def as_in_a_step(model: nn.Module) -> Iterator[None]:
     with preserve_model_state(model):
         for module, flag in training.items():
             module.training = flag
-        statistics_found = StatisticsSnapshot(model)
         for parameter in trainable:
             parameter.requires_grad_(True)
-        try:
-            yield
-        finally:  # batch normalization writes to its running statistics without raising their version
-            statistics_found.restore()
+        yield
 
 
 def _combined(traces: Mapping[Kind, list[list[Call]]]) -> tuple[CallCost, ...]:

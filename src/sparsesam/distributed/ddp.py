@@ -23,6 +23,11 @@ def is_joining(ddp: DistributedDataParallel | None) -> bool:
     return ddp is not None and bool(ddp._join_config.enable)
 
 
+def is_first_of_static_graph(ddp: DistributedDataParallel) -> bool:
+    """Whether its next backward must run through all of the model, and synchronized, for static_graph=True."""
+    return bool(ddp.static_graph) and not getattr(ddp, "_static_graph_delay_allreduce_enqueued", True)
+
+
 @contextmanager
 def unsynchronized(ddp: DistributedDataParallel | None) -> Iterator[None]:
     """Within the block gradients stay local, as in ``ddp.no_sync()``."""

@@ -31,7 +31,7 @@ def preserve_model_state(model: nn.Module) -> Iterator[None]:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             stack.enter_context(model.no_sync())
         _remember_flags(model, stack)
-        _remember_buffers(model, stack)
+        remember_buffers(model, stack)
         yield
 
 
@@ -49,18 +49,23 @@ def _remember_flags(model: nn.Module, stack: ExitStack) -> None:
         parameter.requires_grad_(False)
 
 
-def _remember_buffers(model: nn.Module, stack: ExitStack) -> None:
+def remember_buffers(model: nn.Module, stack: ExitStack) -> None:
+    """Put all buffers back when the stack is left: the same tensors with the same values.
+
+    Values are compared, because versions do not tell whether a buffer was written to (batch normalization does not
+    raise them), and a graph that holds an unchanged buffer must stay valid.
+    """
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                stack.callback(_put_back, module, name, buffer, buffer._version, buffer.clone())
+                stack.callback(_put_back, module, name, buffer, buffer.clone())
 
 
-def _put_back(module: nn.Module, name: str, buffer: Tensor, version: int, value: Tensor) -> None:
+@torch.no_grad()
+def _put_back(module: nn.Module, name: str, buffer: Tensor, value: Tensor) -> None:
     module._buffers[name] = buffer
-    if buffer._version != version:
-        with torch.no_grad():
-            buffer.copy_(value)
+    if not torch.equal(buffer, value):
+        buffer.copy_(value)
 
 
 @contextmanager

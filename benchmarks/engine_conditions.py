@@ -1,0 +1,143 @@
+"""The engine where people train: two ranks under DistributedDataParallel, compiled blocks, and a tiny model.
+
+python -m benchmarks.engine_conditions ddp       [--rounds 7] [--batch 32] [--wall]
+python -m benchmarks.engine_conditions compiled  [--rounds 7] [--batch 64] [--wall]
+python -m benchmarks.engine_conditions tiny      [--rounds 2000]
+
+``ddp`` and ``compiled``: ResNet-18, last stage and classifier perturbed, x an SGD step under the same conditions; CPU
+seconds with one thread (a rank's own), or wall-clock seconds with ``--wall``. ``tiny``: milliseconds that the engine
+adds to a step of a 64-64-10 perceptron, batch 8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.multiprocessing.spawn import start_processes
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import sparsesam
+from benchmarks.engine import SGD, TAILS, Case, ssam
+from benchmarks.timing import format_ratios, interleaved, print_provenance, ratios
+from sparsesam.lab.models import build
+
+Clock = Callable[[], float]
+
+
+def cases(model: nn.Module, batch: tuple[Tensor, Tensor], prepare: Callable[[nn.Module], nn.Module]) -> dict[str, Case]:
+    """SGD, SAM and the last stage, each on a copy of the model that is prepared in the same way."""
+    stage = sparsesam.fixed_mask(*TAILS["resnet18"][1])
+    wraps = {
+        "SGD": None,
+        "SAM": lambda base, m: sparsesam.SAM(base, m, rho=0.1),
+        "last stage + classifier": ssam(stage),
+        "last stage, norm of all": ssam(stage, norm="full"),
+        "last stage, engine off": ssam(stage, engine=False),
+    }
+    return {name: Case(model, batch, wrap, prepare) for name, wrap in wraps.items()}
+
+
+def resnet(batch: int) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    return build("resnet18", image_size=32), (torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,)))
+
+
+def timed(chosen: dict[str, Case], rounds: int, clock: Clock) -> str:
+    table = format_ratios(ratios(interleaved(chosen, "SGD", rounds=rounds, warmup=2, clock=clock)), "SGD")
+    return f"{table}\nengine: {chosen['last stage + classifier'].optimizer.engine_report()['engine']}"
+
+
+def on_a_rank(rank: int, folder: str, batch: int, rounds: int, clock: Clock) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    model, data = resnet(batch)
+    table = timed(cases(model, data, DistributedDataParallel), rounds, clock)
+    if rank == 0:
+        print(table)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def ddp(batch: int, rounds: int, clock: Clock) -> None:
+    print(f"ResNet-18, two ranks, {batch} images each, {rounds} interleaved rounds, rank 0")
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(on_a_rank, (folder, batch, rounds, clock), nprocs=2, start_method="spawn")
+
+
+def compiled(batch: int, rounds: int, clock: Clock) -> None:
+    print(f"ResNet-18, compiled blocks (inductor), {batch} images, {rounds} interleaved rounds")
+    model, data = resnet(batch)
+    print(timed(cases(model, data, sparsesam.compile_blocks), rounds, clock))
+
+
+def tiny(rounds: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    x, y = torch.randn(8, 64), torch.randint(10, (8,))
+    steps: dict[str, Callable[[], object]] = {}
+    for name, mask, engine in (
+        ("last layer, engine on", sparsesam.fixed_mask("2.*"), True),
+        ("last layer, engine off", sparsesam.fixed_mask("2.*"), False),
+        ("unstructured 50 %, engine on", sparsesam.random_mask(sparsity=0.5), True),
+        ("unstructured 50 %, engine off", sparsesam.random_mask(sparsity=0.5), False),
+    ):
+        own = copy.deepcopy(model)
+        base = torch.optim.SGD(own.parameters(), **SGD)
+        steps[name] = step_of(sparsesam.SSAM(base, own, mask=mask, norm="masked", engine=engine), own, x, y)
+    own = copy.deepcopy(model)
+    steps["SGD"] = step_of(torch.optim.SGD(own.parameters(), **SGD), own, x, y)
+    milliseconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            start = time.process_time()
+            step()
+            milliseconds[name].append(1e3 * (time.process_time() - start))
+    medians = {name: statistics.median(values[rounds // 10 :]) for name, values in milliseconds.items()}
+    for name, value in medians.items():
+        print(f"{name:30} {value:.3f} ms a step")
+    for what in ("last layer", "unstructured 50 %"):
+        added = medians[f"{what}, engine on"] - medians[f"{what}, engine off"]
+        print(f"{what}: the engine adds {added:+.3f} ms")
+
+
+def step_of(optimizer: torch.optim.Optimizer, model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], object]:
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        return float(loss.detach())
+
+    return lambda: optimizer.step(closure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("condition", choices=["ddp", "compiled", "tiny"])
+    parser.add_argument("--rounds", type=int, help="default 7, for tiny 2000")
+    parser.add_argument("--batch", type=int, help="images in a step; default 64, for ddp 32 on each rank")
+    parser.add_argument("--wall", action="store_true", help="wall-clock instead of CPU seconds")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print_provenance()
+    clock = time.perf_counter if options.wall else time.process_time
+    if options.condition == "ddp":
+        ddp(options.batch or 32, options.rounds or 7, clock)
+    elif options.condition == "compiled":
+        compiled(options.batch or 64, options.rounds or 7, clock)
+    else:
+        tiny(options.rounds or 2000)
+
+
+if __name__ == "__main__":
+    main()

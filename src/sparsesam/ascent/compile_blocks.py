@@ -1,0 +1,84 @@
+"""torch.compile block by block, which leaves the engine parts to leave out and to use again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch._functorch.config as functorch
+from torch import nn
+
+from sparsesam.ascent.replaced_calls import is_compiled
+from sparsesam.parameters import unwrap
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def compile_blocks(model: Model, **options: Any) -> Model:
+    """Compile the repeated blocks of a model in place, with ``block.compile(**options)``, and return the model.
+
+    A block is a module with parameters and modules of its own, of a class that the model uses more than once, such as
+    a residual block or a transformer layer; of nested ones, the outermost. A model without any has its children
+    compiled, those that have parameters. What is compiled already stays as it is.
+
+    It compiles faster than ``torch.compile(model)``, because equal blocks share their code, and it leaves the model's
+    own forward in Python. In a model that is compiled as a whole, the optimizer cannot leave anything out.
+
+    It also switches off torch's donated buffers for this process (``torch._functorch.config.donated_buffer``): with
+    them, a compiled backward overwrites what it saved, and the optimizer could not use a part of the graph again.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    if is_compiled(model) or is_compiled(unwrap(model)):
+        raise ValueError(
+            f"model must not be compiled as a whole, got a compiled {type(unwrap(model)).__name__}; leave out "
+            "torch.compile(model) or model.compile() and call compile_blocks(model) instead"
+        )
+    own = unwrap(model)
+    blocks = list(_repeated(own, _counts(own))) or list(_children(own))
+    if not blocks:
+        raise ValueError(
+            f"model must have modules with parameters in it, got {type(own).__name__} without; a single layer has no "
+            "part that could be left out: compile it with model.compile()"
+        )
+    functorch.donated_buffer = False
+    for block in blocks:
+        if not is_compiled(block):
+            block.compile(**options)
+    return model
+
+
+def _counts(model: nn.Module) -> Counter[type[nn.Module]]:
+    """How many blocks of each class there are."""
+    return Counter(type(module) for module in model.modules() if module is not model and _is_block(module))
+
+
+def _is_block(module: nn.Module) -> bool:
+    has_modules = next(module.children(), None) is not None
+    return has_modules and not isinstance(module, _CONTAINERS) and _can_compile(module)
+
+
+def _can_compile(module: nn.Module) -> bool:
+    is_called = type(module).forward is not nn.Module.forward
+    has_parameters = next(module.parameters(), None) is not None
+    return is_called and has_parameters and not isinstance(module, torch.jit.ScriptModule)
+
+
+def _repeated(module: nn.Module, counts: Counter[type[nn.Module]]) -> Iterator[nn.Module]:
+    for child in module.children():
+        if counts[type(child)] > 1:
+            yield child
+        elif not is_compiled(child):
+            yield from _repeated(child, counts)
+
+
+def _children(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if _can_compile(child):
+            yield child
+        else:
+            yield from _children(child)

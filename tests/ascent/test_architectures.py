@@ -1,0 +1,186 @@
+"""Architectures of transformers, tiny and with random weights: the engine changes nothing but the cost."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import sparsesam
+from tests import cases
+
+transformers = pytest.importorskip("transformers")
+
+#: what makes a configuration tiny, where it has such an option
+TINY = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "n_embd": 16,
+    "d_model": 16,
+    "dim": 16,
+    "embedding_size": 16,
+    "num_hidden_layers": 2,
+    "n_layer": 2,
+    "n_layers": 2,
+    "num_layers": 2,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "num_attention_heads": 2,
+    "n_head": 2,
+    "n_heads": 2,
+    "num_heads": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "d_kv": 8,
+    "d_ff": 32,
+    "intermediate_size": 32,
+    "ffn_dim": 32,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "hidden_dim": 32,
+    "n_inner": 32,
+    "ffn_hidden_size": 32,
+    "max_position_embeddings": 64,
+    "n_positions": 64,
+    "max_seq_len": 64,
+    "rotary_dim": 4,
+    "image_size": 32,
+    "patch_size": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "use_cache": False,
+    "num_experts": 2,
+    "num_local_experts": 2,
+    "window_size": 4,
+}
+
+ENCODERS = """
+    bert roberta distilbert electra mpnet albert camembert deberta deberta-v2 layoutlm nystromformer roformer
+    rembert fnet ernie modernbert convbert squeezebert
+"""
+DECODERS = """
+    gpt2 gpt_neox gptj opt bloom llama mistral qwen2 qwen3 gemma gemma2 phi phi3 falcon stablelm starcoder2 olmo olmo2
+    mamba cohere granite
+"""
+TEXT = {
+    **{kind: {} for kind in (ENCODERS + DECODERS).split()},
+    "longformer": {"attention_window": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "mobilebert": {"intra_bottleneck_size": 16, "true_hidden_size": 16},
+}
+PAIRS = {kind: {} for kind in ["t5", "bart", "mbart", "pegasus", "marian", "blenderbot", "m2m_100"]}
+IMAGES = {
+    **{kind: {} for kind in ["vit", "deit", "beit", "dinov2", "vit_mae"]},
+    "swin": {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "patch_size": 4},
+    "swinv2": {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "patch_size": 4},
+    "convnext": {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 4},
+    "convnextv2": {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 4},
+    "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
+    "regnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 4},
+    "mobilenet_v2": {"depth_multiplier": 0.25},
+    "poolformer": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]},
+    "segformer": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 1, 2, 2]},
+}
+CONVOLUTIONS = {"conv_dim": (8, 8), "conv_kernel": (8, 4), "conv_stride": (4, 2), "num_feat_extract_layers": 2}
+WAVES = {**CONVOLUTIONS, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.2}
+SOUND = dict.fromkeys(["wav2vec2", "hubert", "wavlm"], WAVES)
+
+
+def build(kind, options):
+    config = transformers.AutoConfig.for_model(kind)
+    own = [key for key in TINY if key in vars(config) and key not in config.attribute_map]
+    chosen = {key: TINY[key] for key in own} | options
+    config = transformers.AutoConfig.for_model(kind, **chosen)
+    torch.manual_seed(0)
+    return transformers.AutoModel.from_config(config).double().train()
+
+
+def words(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 40, (2, 8), generator=generator)
+
+
+def inputs_of(kind, seed):
+    generator = torch.Generator().manual_seed(seed)
+    if kind in TEXT:
+        return {"input_ids": words(seed)}
+    if kind in PAIRS:
+        return {"input_ids": words(seed), "decoder_input_ids": words(seed + 100)}
+    if kind in IMAGES:
+        return {"pixel_values": torch.randn(2, 3, 32, 32, generator=generator, dtype=torch.float64)}
+    return {"input_values": torch.randn(2, 256, generator=generator, dtype=torch.float64)}
+
+
+def loss_of(model, inputs):
+    return model(**inputs)[0].sin().mean()
+
+
+def with_closure(opt, model, inputs):
+    def closure():
+        opt.zero_grad()
+        loss = loss_of(model, inputs)
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+
+
+def in_two_phases(opt, model, inputs):
+    opt.zero_grad()
+    with opt.first_pass():
+        loss_of(model, inputs).backward()
+    with opt.perturbed():
+        loss_of(model, inputs).backward()
+    opt.step()
+
+
+def last_layers(model):
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    return sparsesam.fixed_mask(*names[-max(1, len(names) // 4) :])
+
+
+def half_of_the_filters(model):
+    masks = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in model.named_parameters() if p.requires_grad}
+    for mask in masks.values():
+        mask[::2] = True
+    return sparsesam.fixed_mask(masks)
+
+
+ALL = {**TEXT, **PAIRS, **IMAGES, **SOUND}
+
+
+def train(model, kind, mask, loop, *, engine):
+    opt = sparsesam.SSAM(cases.sgd(model, lr=0.01), model, rho=0.05, mask=mask, norm="masked", engine=engine)
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)  # noqa: NPY002 (what models draw their masks from)
+    for seed in range(2):
+        loop(opt, model, inputs_of(kind, seed))
+    return opt
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ALL)
+def test_the_engine_changes_nothing(kind):
+    model = build(kind, ALL[kind])
+    assert sum(p.numel() for p in model.parameters()) < 2_000_000
+    for make_mask in (last_layers, half_of_the_filters):
+        for loop in (with_closure, in_two_phases):
+            ours, plain = copy.deepcopy(model), copy.deepcopy(model)
+            opt = train(ours, kind, make_mask(model), loop, engine=True)
+            train(plain, kind, make_mask(model), loop, engine=False)
+            assert opt.engine_report()["engine"].startswith("on")
+            found, wanted = ([v.clone() for v in m.state_dict().values()] for m in (ours, plain))
+            torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
+
+
+def test_there_are_enough_of_them():
+    assert len(ALL) >= 40

@@ -1,0 +1,245 @@
+"""Compiled blocks keep the engine at work, with the same result and without compiling anew in each step."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import sparsesam
+from sparsesam.lab.models import resnet18
+from tests import cases
+
+BACKEND = "aot_eager"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled():
+    donated = torch._functorch.config.donated_buffer
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._functorch.config.donated_buffer = donated
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+class Block(nn.Module):
+    """With saved intermediate values of its own, which a compiled backward would overwrite."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm, self.outer = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.outer(torch.tanh(self.norm(self.inner(torch.sin(x)))))
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), *(Block() for _ in range(3)), nn.Linear(8, 3)).double()
+
+
+def by_helper(model):
+    return sparsesam.compile_blocks(model, backend=BACKEND)
+
+
+def in_place(model):
+    torch._functorch.config.donated_buffer = False
+    for block in model[1:4]:
+        block.compile(backend=BACKEND)
+    return model
+
+
+def as_children(model):
+    torch._functorch.config.donated_buffer = False
+    for place in range(1, 4):
+        model[place] = torch.compile(model[place], backend=BACKEND)
+    return model
+
+
+def with_closure(opt, model, x, y):
+    opt.step(cases.closure_for(model, opt, x, y))
+
+
+def in_two_phases(opt, model, x, y):
+    opt.zero_grad()
+    with opt.first_pass():
+        F.cross_entropy(model(x), y).backward()
+    with opt.perturbed():
+        F.cross_entropy(model(x), y).backward()
+    opt.step()
+
+
+def graphs():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def train(model, loop, *, mask, norm="masked", engine=True, steps=4):
+    opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=mask, norm=norm, engine=engine)
+    compiled = []
+    for seed in range(steps):
+        loop(opt, model, *cases.vectors(8, seed=seed))
+        compiled.append(graphs())
+    return opt, compiled
+
+
+def last_layers(model):
+    names = [name for name, _ in model.named_parameters() if name[0] in "34"]
+    return sparsesam.fixed_mask(*names)
+
+
+@pytest.mark.parametrize("norm", ["masked", "full"])
+@pytest.mark.parametrize("loop", [with_closure, in_two_phases])
+@pytest.mark.parametrize("compile_parts", [by_helper, in_place, as_children])
+def test_compiled_blocks_are_used_again(compile_parts, loop, norm):
+    plain = make()
+    train(plain, loop, mask=sparsesam.fixed_mask("3.*", "4.*"), norm=norm, engine=False)
+    model = compile_parts(make())
+    opt, compiled = train(model, loop, mask=last_layers(model), norm=norm)
+    report = opt.engine_report()
+    name = next(name for name in report if name.startswith("1.") and name.endswith("inner.weight"))
+    assert report["engine"] == "on"
+    assert "used again" in report[name]
+    assert compiled[0] > 0
+    assert compiled == [compiled[0]] * 4  # nothing is compiled anew
+    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(plain), rtol=1e-9, atol=1e-11)
+
+
+def test_filter_masks_of_layers_between_compiled_blocks():
+    masks = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in make().named_parameters()}
+    masks["0.weight"][:4] = True
+    masks["2.inner.weight"][:4] = True
+    plain, model = make(), by_helper(make())
+    train(plain, with_closure, mask=sparsesam.fixed_mask(masks), engine=False)
+    opt, compiled = train(model, with_closure, mask=sparsesam.fixed_mask(masks))
+    report = opt.engine_report()
+    assert "4 of 8 filters" in report["0.weight"]
+    assert "full weight gradient" in report["2.inner.weight"]  # inside of a compiled block
+    assert compiled == [compiled[0]] * 4
+    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(plain), rtol=1e-9, atol=1e-11)
+
+
+def test_a_backward_that_was_compiled_for_single_use_is_left_alone():
+    """The user's own backward came first, and torch compiled it to overwrite what it saved."""
+    plain, model = make(), make()
+    for block in model[1:4]:
+        block.compile(backend=BACKEND)
+    for one in (plain, model):
+        F.cross_entropy(one(cases.vectors()[0]), cases.vectors()[1]).backward()
+        one.zero_grad()
+    train(plain, with_closure, mask=last_layers(plain), engine=False)
+    opt, _ = train(model, with_closure, mask=last_layers(model))
+    assert "sparsesam.compile_blocks(model)" in opt.engine_report()["engine"]
+    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(plain), rtol=1e-9, atol=1e-11)
+
+
+def test_a_user_who_compiled_with_the_helper_may_run_a_backward_first():
+    model = by_helper(make())
+    F.cross_entropy(model(cases.vectors()[0]), cases.vectors()[1]).backward()
+    opt, _ = train(model, with_closure, mask=last_layers(model))
+    assert opt.engine_report()["engine"] == "on"
+
+
+@pytest.mark.parametrize("compile_model", [lambda model: torch.compile(model, backend=BACKEND), nn.Module.compile])
+def test_a_model_compiled_as_a_whole_is_told_what_to_do(compile_model):
+    model = make()
+    whole = compile_model(model, backend=BACKEND) if compile_model is nn.Module.compile else compile_model(model)
+    whole = model if whole is None else whole
+    plain = make()
+    opt = sparsesam.SSAM(cases.sgd(model), whole, rho=0.3, mask=sparsesam.fixed_mask("3.*", "4.*"), norm="masked")
+    with_closure(opt, whole, *cases.vectors(8))
+    train(plain, with_closure, mask=last_layers(plain), engine=False, steps=0)
+    other = sparsesam.SSAM(
+        cases.sgd(plain), plain, rho=0.3, mask=sparsesam.fixed_mask("3.*", "4.*"), norm="masked", engine=False
+    )
+    with_closure(other, plain, *cases.vectors(8))
+    assert "off" in opt.engine_report()["engine"]
+    assert "sparsesam.compile_blocks(model)" in opt.engine_report()["engine"]
+    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(plain), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_call_of_step_is_right(backend):
+    """The step itself is left out of the graph; compiled, it would move the weights twice."""
+    ends = []
+    for is_compiled in (True, False):
+        model = make()
+        opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("3.*", "4.*"), norm="masked")
+
+        def step(x, y, model=model, opt=opt):
+            return opt.step(cases.closure_for(model, opt, x, y))
+
+        run = torch.compile(step, backend=backend) if is_compiled else step
+        for seed in range(3):
+            run(*cases.vectors(8, seed=seed))
+        ends.append(cases.weights_of(model))
+    assert cases.same_bits(*ends)
+
+
+def test_compiling_an_unrelated_model_is_not_disturbed():
+    model, other = make(), torch.compile(nn.Linear(6, 3).double(), backend=BACKEND)
+    opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("3.*", "4.*"), norm="masked")
+    counts = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(3):
+            x, y = cases.vectors(8, seed=seed)
+            with_closure(opt, model, x, y)
+            in_two_phases(opt, model, x, y)
+            F.cross_entropy(other(x), y).backward()
+            counts.append(graphs())
+    assert counts == [1, 1, 1]
+    assert opt.engine_report()["engine"] == "on"
+
+
+# ---- compile_blocks --------------------------------------------------------------------------------------------
+
+
+def compiled_in(model):
+    return {name for name, module in model.named_modules() if module._compiled_call_impl is not None}
+
+
+def test_the_repeated_blocks_are_compiled():
+    model = sparsesam.compile_blocks(resnet18(), backend="eager")
+    assert compiled_in(model) == {f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in (0, 1)}
+
+
+def test_of_nested_blocks_the_outermost():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3)
+    assert compiled_in(sparsesam.compile_blocks(model, backend="eager")) == {f"layers.{place}" for place in range(3)}
+
+
+def test_without_repeated_blocks_the_children():
+    assert compiled_in(sparsesam.compile_blocks(cases.mlp(), backend="eager")) == {"0", "2", "4"}
+
+
+def test_a_second_call_changes_nothing():
+    model = sparsesam.compile_blocks(make(), backend="eager")
+    before = [module._compiled_call_impl for module in model.modules()]
+    assert sparsesam.compile_blocks(model, backend="eager") is model
+    assert all(a is b._compiled_call_impl for a, b in zip(before, model.modules(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "words"),
+    [
+        (lambda x: x, TypeError, "model must be an nn.Module, got function"),
+        (nn.Linear(2, 2), ValueError, "model must have modules with parameters in it, got Linear"),
+        (torch.compile(make()), ValueError, "must not be compiled as a whole, got a compiled Sequential"),
+    ],
+)
+def test_bad_input(model, error, words):
+    with pytest.raises(error, match=words):
+        sparsesam.compile_blocks(model)
+
+
+def test_a_copy_is_compiled_too_or_not_at_all():
+    """torch leaves the compiled call out of copies: the engine is at work either way."""
+    model = copy.deepcopy(by_helper(make()))
+    opt, _ = train(model, with_closure, mask=last_layers(model))
+    assert opt.engine_report()["engine"] == "on"
