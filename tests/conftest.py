@@ -1,9 +1,27 @@
-"""One torch thread per test worker: the workers share the cores, and sums come out the same everywhere."""
+"""One torch thread per test worker: the workers share the cores, and sums come out the same everywhere.
+
+Every test begins with the same random state. In CI (the variable CI is set) hypothesis tries the same examples each
+time.
+"""
 
 import os
+import random
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis
+import numpy as np
+import pytest
 import torch
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+if os.environ.get("CI"):
+    hypothesis.settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 (what other packages draw from)
+    torch.manual_seed(0)

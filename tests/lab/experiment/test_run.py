@@ -162,10 +162,10 @@ def test_the_users_own_data_set_and_model_can_be_named_by_module_and_function(tm
 
 
 def test_subsets_are_the_same_for_every_seed():
-    from sparsesam.lab.experiment.batches import _subset
+    from sparsesam.lab.experiment.batches import subset
 
-    assert torch.equal(_subset(100, 10), _subset(100, 10))
-    assert len(_subset(100, 10).unique()) == 10
+    assert torch.equal(subset(100, 10), subset(100, 10))
+    assert len(subset(100, 10).unique()) == 10
     assert replace(SHORT, seed=1).content_hash != SHORT.content_hash
 
 

@@ -104,7 +104,7 @@ class InMemory(Batches):
         self.num_classes = splits.num_classes
         chosen, held_out = _choose(len(splits.train.labels), config)
         images, labels = _prepared(config, splits, chosen)
-        tested = _subset(len(splits.test.labels), config.test_size)
+        tested = subset(len(splits.test.labels), config.test_size)
         self._sets: dict[Split, Labelled] = {
             "train": Labelled(images.to(device), labels.to(device)),
             "val": Labelled(*(part[held_out].to(device) for part in splits.train)),
@@ -164,7 +164,7 @@ class FromFolder(Batches):
         self._sets: dict[Split, tuple[ImageFolder, Tensor]] = {
             "train": (self.folder, self.chosen),
             "val": (unseen, held_out),
-            "test": (splits.test, _subset(len(splits.test), config.test_size)),
+            "test": (splits.test, subset(len(splits.test), config.test_size)),
         }
         self.workers = workers
         super().__init__(config, len(self.chosen), share, device)
@@ -241,12 +241,12 @@ def _augmentation(config: TrainConfig, splits: Splits | FolderSplits) -> Augment
 def _choose(count: int, config: TrainConfig) -> tuple[Tensor, Tensor]:
     """Which of ``count`` training images are trained on, and which are held out for validation."""
     if config.val_size is None:
-        return _subset(count, config.train_size), torch.arange(0)
+        return subset(count, config.train_size), torch.arange(0)
     if config.val_size >= count:
         raise ValueError(f"val_size must be below the number of training images, {count}, got {config.val_size}")
     shuffled = torch.randperm(count, generator=generator(0, Purpose.VALIDATION))
     held_out, rest = shuffled[: config.val_size].sort().values, shuffled[config.val_size :].sort().values
-    return rest[_subset(len(rest), config.train_size)], held_out
+    return rest[subset(len(rest), config.train_size)], held_out
 
 
 def _prepared(config: TrainConfig, splits: Splits, chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -265,7 +265,7 @@ def _noisy(config: TrainConfig, labels: Tensor, num_classes: int) -> Tensor:
     return flip_labels(labels, fraction=config.label_noise, num_classes=num_classes, generator=drawn)
 
 
-def _subset(count: int, size: int | None) -> Tensor:
+def subset(count: int, size: int | None) -> Tensor:
     """``size`` places of ``count``, the same for every seed of a run."""
     if size is None or size >= count:
         return torch.arange(count)
