@@ -69,7 +69,7 @@ def _steps_between_masks(epochs: int | None, steps: int | None, per_epoch: int) 
 
 def measure(task: Task, records: list[Record], data_dir: Path | None, *, rounds: int, steps: int) -> dict[str, float]:
     """Times SGD, by method."""
-    names = [name for name in task.names if name != _TWICE]
+    names = [name for name in task.names if name != _TWICE and task.best(name, records) is not None]
     watches = {name: Stopwatch(task, name, records, data_dir) for name in [_SGD, *(n for n in names if n != _SGD)]}
     for watch in watches.values():
         watch.run(steps)

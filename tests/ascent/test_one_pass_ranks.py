@@ -49,3 +49,33 @@ def test_two_ranks_equal_one(tmp_path):
     for kind in KINDS:
         assert cases.same_bits(first[kind].values(), second[kind].values())
         torch.testing.assert_close(dict(first[kind]), dict(alone[kind]), rtol=1e-9, atol=1e-11)
+
+
+def sharded_worker(rank, folder):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    reached = {}
+    for kind in ("momentum", "extrapolation"):
+        model = cases.mlp()
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in (model[0], model[2], model[4], model):
+            fully_shard(layer, mesh=mesh)
+        opt = KINDS[kind](cases.sgd(model), model)
+        for seed in range(5):
+            x, y = (t.chunk(2)[rank] for t in cases.vectors(16, seed=seed))
+            opt.step(cases.closure_for(model, opt, x, y))
+        reached[kind] = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    torch.save(reached, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_shards_equal_one_rank(tmp_path):
+    mp.spawn(sharded_worker, (str(tmp_path),), nprocs=2)
+    sharded = torch.load(tmp_path / "0.pt", weights_only=True)
+    alone = train(lambda model: model, lambda batch: batch)
+    for kind, weights in sharded.items():
+        torch.testing.assert_close(dict(weights), dict(alone[kind]), rtol=1e-9, atol=1e-11)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparsesam.distributed import is_sharded
 from sparsesam.masks.packed import PackedMask
 
 
@@ -55,7 +56,7 @@ class Extrapolation:
             updates = [self.updates.pop(one.name) for one in group]
             here = [kept_entries(one.weight, one.mask) for one in group]
             there = torch._foreach_add(here, updates, alpha=steps)
-            torch._foreach_copy_(updates, here)
+            _copy(updates, here)
             self._held |= {one.name: update for one, update in zip(group, updates, strict=True)}
             # Listed before they are moved, so that an interruption half-way is undone too.
             self._moved += group
@@ -128,8 +129,15 @@ def _write(tracked: Sequence[TrackedWeight], values: Sequence[Tensor]) -> None:
             weight.index_copy_(0, mask.rows, value)
         else:
             weight.masked_scatter_(mask.unpack(weight.device), value)
-    if whole[0]:
-        torch._foreach_copy_(*whole)
+    _copy(*whole)
+
+
+def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    if any(map(is_sharded, into)):  # has no such operator
+        for tensor, value in zip(into, values, strict=True):
+            tensor.copy_(value)
+    elif into:
+        torch._foreach_copy_(list(into), list(values))
 
 
 def _grouped(tracked: Iterable[TrackedWeight]) -> Iterator[tuple[float, list[TrackedWeight]]]:
