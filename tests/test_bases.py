@@ -6,14 +6,15 @@ import copy
 import warnings
 
 import pytest
-import pytorch_optimizer
-import schedulefree
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import sparsesam
 from tests import cases
+
+pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
+schedulefree = pytest.importorskip("schedulefree")
 
 RHO = 0.1
 

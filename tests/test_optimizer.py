@@ -63,7 +63,7 @@ def test_ssam_equals_the_oracle(norm, adaptive):
 
 @pytest.mark.parametrize("adaptive", [False, "all"])
 def test_fifty_steps_equal_pytorch_optimizers_sam(adaptive):
-    from pytorch_optimizer import SAM as OtherSAM
+    OtherSAM = pytest.importorskip("pytorch_optimizer").SAM
 
     model = cases.mlp()
     twin = copy.deepcopy(model)

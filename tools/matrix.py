@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TESTS = ["tests/test_*.py", "tests/masks", "tests/ascent", "tests/budget"]
-TOOLS = ["numpy", "pytest", "pytest-xdist", "hypothesis"]
+TOOLS = ["numpy", "pytest", "pytest-xdist", "hypothesis", "pytorch-optimizer", "schedulefree"]
 
 
 @dataclass

@@ -5,6 +5,7 @@ torch and NumPy are taken from the environment that runs this; nothing else of i
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -40,6 +41,7 @@ FROM_SDIST = ["tests/docs/test_code_blocks.py", "tests/test_foundation.py", "tes
 
 
 def main() -> int:
+    os.environ.pop("PYTHONPATH", None)
     dist = ROOT / "dist"
     subprocess.run([sys.executable, "-m", "build", "--outdir", str(dist), str(ROOT)], check=True)
     with tempfile.TemporaryDirectory() as place:
@@ -52,7 +54,8 @@ def main() -> int:
         with tarfile.open(newest(dist, "*.tar.gz")) as archive:
             archive.extractall(place, filter="data")
         (source,) = Path(place).glob("sparsesam-*/pyproject.toml")
-        subprocess.run([sys.executable, "-m", "pytest", "-q", *FROM_SDIST], check=True, cwd=source.parent)
+        there = {**os.environ, "PYTHONPATH": str(source.parent / "src")}
+        subprocess.run([sys.executable, "-m", "pytest", "-q", *FROM_SDIST], check=True, cwd=source.parent, env=there)
     return 0
 
 
