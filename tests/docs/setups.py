@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -38,6 +40,14 @@ def plain(tmp_path):
     x, y = cases.vectors(dtype=torch.float32)
     micro_batches = list(zip(x.chunk(2), y.chunk(2), strict=True))
     return {"micro_batches": micro_batches, "n": 2, "scaler": torch.amp.GradScaler("cpu")}
+
+
+def staged(tmp_path):
+    """Stages with the names of a ResNet."""
+    parts = {f"layer{i}": nn.Sequential(nn.Linear(6, 6), nn.ReLU()) for i in range(1, 5)}
+    model = nn.Sequential(OrderedDict({**parts, "fc": nn.Linear(6, 3)}))
+    opt = sparsesam.SAM(cases.sgd(model), model, rho=0.05)
+    return {"model": model, "base": cases.sgd(model), "opt": opt}
 
 
 def lightning(tmp_path):
@@ -82,6 +92,7 @@ def trained_run(tmp_path):
 #: By page: what it needs beyond `usual`.
 SETUPS = {
     "docs/training-loops.md": plain,
+    "docs/engine.md": staged,
     "docs/lightning.md": lightning,
     "docs/hugging-face.md": hugging_face,
     "docs/accelerate.md": accelerated,
