@@ -23,6 +23,7 @@ from sparsesam.ascent.saved_entries import dense_entries, kept_in
 from sparsesam.ascent.statistics import versions
 from sparsesam.ascent_schedule import StepKind
 from sparsesam.closures import run_closure, run_empty_closure
+from sparsesam.distributed import as_shard_of
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.state import MaskState
 from sparsesam.parameters import check_model, gradients_of, named, option_keys, require_gradients
@@ -89,7 +90,9 @@ class SharpnessAware(OptimizerWrapper):
         """The current masks, ``{parameter name: bool tensor}``; empty before a mask's first use."""
         if self.mask is None:
             return {p.name: torch.ones_like(p.parameter, dtype=torch.bool) for p in self._perturbed_params()}
-        return {name: mask.unpack() for name, mask in (self._context.masks.masks or {}).items()}
+        parameters = {name: parameter for parameter, name in self._names.items()}
+        masks = self._context.masks.masks or {}
+        return {name: as_shard_of(parameters[name], mask.unpack()) for name, mask in masks.items()}
 
     @property
     def mask(self) -> MaskRule | None:
@@ -271,7 +274,7 @@ class SharpnessAware(OptimizerWrapper):
         values, masks = context.masks.state_dict(parameters)
         kept = {"last": context.perturbation.last, "update": context.extrapolation.updates}
         own = {**asdict(context.counters.read()), "version": _CHECKPOINT_VERSION, "mask": values}
-        own |= {kind: list(entries) for kind, entries in kept.items()}
+        own |= {"last": context.has_last, "update": bool(kept["update"])}
         tensors = {"mask": masks}
         if self.settings.schedule.off_steps == "reuse":
             tensors["last"] = dense_entries(kept["last"], context.masks.masks, parameters)
@@ -291,20 +294,25 @@ class SharpnessAware(OptimizerWrapper):
         if own is None:
             self._start(MaskState(self.mask), Counters())
             return
-        devices = {name: parameter.device for parameter, name in self._names.items()}
-        here = {kind: {n: t.to(devices[n]) for n, t in of.items() if n in devices} for kind, of in tensors.items()}
+        parameters = {name: parameter for parameter, name in self._names.items()}
+        here = {
+            kind: {name: one.to(parameters[name].device) for name, one in by_name.items() if name in parameters}
+            for kind, by_name in tensors.items()
+        }
         masks = self._context.masks
-        masks.load_state_dict(own["mask"], here.get("mask", {}))
+        masks.load_state_dict(own["mask"], here.get("mask", {}), parameters)
         counters = Counters(**{key: own[key] for key in asdict(self._context.counters)})
-        kept = [kept_in(here.get(kind, {}), own[kind], masks.masks) for kind in ("last", "update")]
-        self._start(masks, counters, *kept)
+        kept = [
+            kept_in(here.get(kind, {}), masks.masks, parameters) if own[kind] else {} for kind in ("last", "update")
+        ]
+        self._start(masks, counters, kept[0], kept[1], own["last"])
 
     def __getstate__(self) -> dict[str, Any]:
         if self.in_second_pass:
             raise RuntimeError("an optimizer cannot be copied inside perturbed(): its weights are at w + e")
         context = self._context
         kept = {key: self.__dict__[key] for key in ("base", "model", "defaults", "settings")}
-        last = context.perturbation.last, context.extrapolation.updates
+        last = context.perturbation.last, context.extrapolation.updates, context.has_last
         return {**kept, "start": (context.masks, context.counters, *last)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -320,6 +328,7 @@ class SharpnessAware(OptimizerWrapper):
         counters: Counters,
         last_perturbation: dict[str, Tensor] | None = None,
         last_update: dict[str, Tensor] | None = None,
+        has_last: bool = False,
     ) -> None:
         """Everything that belongs to one process: a copy or a loaded checkpoint begins here too."""
         wrapped = None if self._wrapped is None else self._wrapped()
@@ -334,6 +343,7 @@ class SharpnessAware(OptimizerWrapper):
             Perturbation(remember=self.settings.schedule.off_steps == "reuse"),
             Extrapolation(last_update),
             RNGState(self.model.parameters()),
+            has_last,
         )
         self._context.perturbation.last = last_perturbation or {}
         self._statistics_at = versions(self.model)
@@ -342,7 +352,7 @@ class SharpnessAware(OptimizerWrapper):
 
     @property
     def _kind(self) -> StepKind:
-        return self.settings.schedule.kind(self.steps, has_last=bool(self._context.perturbation.last))
+        return self.settings.schedule.kind(self.steps, has_last=self._context.has_last)
 
     def _begin(self) -> Step:
         """List and check once what takes part in the coming step."""

@@ -23,7 +23,7 @@ from sparsesam.ascent.report import explicit_after_all
 from sparsesam.ascent.statistics import StatisticsSnapshot
 from sparsesam.ascent.targets import Target
 from sparsesam.ascent_schedule import StepKind
-from sparsesam.distributed import average_gradients, unsynchronized
+from sparsesam.distributed import average_gradients, local_part, reshard, unsynchronized
 from sparsesam.parameters import PerturbedParam, require_gradients
 from sparsesam.step_context import StepContext
 
@@ -75,7 +75,7 @@ class Step:
                 return
             context.refresh(self.params, batch)
             self.masks = context.masks_of(self.params)
-        if all(self._target(one, one.parameter).is_still for one in self.params):
+        if self._is_still([self._target(one, one.parameter) for one in self.params]):
             self.kind = StepKind.PLAIN
 
     @contextmanager
@@ -143,6 +143,8 @@ class Step:
         completed = False
         try:
             self._ascend(batch)
+            if self.context.shards(self.params) is not None:
+                reshard(self.context.model)
             yield
             completed = True
         except RuntimeError as error:
@@ -155,6 +157,8 @@ class Step:
         finally:
             self.context.perturbation.undo()
             self.context.extrapolation.undo()
+            if self.context.shards(self.params) is not None:
+                reshard(self.context.model)
             renormalized.restore()
             if statistics is not None:
                 statistics.restore()
@@ -183,10 +187,11 @@ class Step:
             return
         directions = context.directions(self.params)
         targets = [self._target(one, directions[one.name]) for one in self.params if one.name in directions]
-        if all(target.is_still for target in targets):
+        if self._is_still(targets):
             context.counters.skipped_ascents += not targets  # no gradient came through the unperturbed layers
             return
-        norm = context.last_ascent_norm = context.perturbation.norm(targets, context.settings.norm)
+        norm = context.last_ascent_norm = self._norm(targets)
+        context.has_last = context.settings.schedule.off_steps == "reuse"
         if isinstance(norm, Tensor):  # on a device, which follows the same rule without telling the host
             context.perturbation.apply(targets, norm)
             context.counters.skip_where(~is_usable(norm))
@@ -195,6 +200,7 @@ class Step:
             context.perturbation.apply(targets, norm)
             return
         context.counters.skipped_ascents += 1
+        context.has_last = bool(context.perturbation.last)
         self.ascent_failed = norm != 0
         if self.ascent_failed:
             context.warn_once(
@@ -202,16 +208,37 @@ class Step:
                 "opt.skipped_ascents. Expected now and then with a GradScaler; otherwise lower learning rate or rho."
             )
 
+    def _is_still(self, targets: list[Target]) -> bool:
+        """Whether nothing is to move, on any rank."""
+        if self.context.shards(self.params) is None:
+            return all(target.is_still for target in targets)
+        return self.context.masks.is_empty or all(one.rho == 0 for one in self.params)
+
+    def _norm(self, targets: list[Target]) -> float | Tensor:
+        """The norm of what the targets follow, over all parts of sharded ones."""
+        context = self.context
+        shards = context.shards(self.params)
+        if shards is None:
+            return context.perturbation.norm(targets, context.settings.norm)
+        counted = set(shards.counted(target.name for target in targets))
+        own = context.perturbation.norm([t for t in targets if t.name in counted], context.settings.norm)
+        return shards.norm(own)
+
     def _target(self, one: PerturbedParam, direction: Tensor) -> Target:
         ascent = self.context.settings.ascent
         mask = None if ascent == "implicit-dense" else self.masks[one.name]
         # A momentum is of what the base minimizes, a gradient is of the loss; Momentum-SAM goes against the momentum.
         is_reversed = ascent == "momentum" if ascent in ONE_PASS else one.maximize
-        return Target(one.name, one.parameter, direction, mask, -one.rho if is_reversed else one.rho, one.eta)
+        weight = local_part(one.parameter)
+        direction = local_part(direction, one.parameter)
+        return Target(one.name, weight, direction, mask, -one.rho if is_reversed else one.rho, one.eta)
 
     @cached_property
     def _tracked(self) -> list[TrackedWeight]:
-        return [TrackedWeight(one.name, one.parameter, self.masks[one.name], float(one.rho)) for one in self.params]
+        return [
+            TrackedWeight(one.name, local_part(one.parameter), self.masks[one.name], float(one.rho))
+            for one in self.params
+        ]
 
     def _check_implicit(self) -> None:
         """The first pass did send its gradient through the masks."""

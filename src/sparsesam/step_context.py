@@ -18,7 +18,7 @@ from sparsesam.ascent.momentum import momentum_of, require_momentum
 from sparsesam.ascent.old_gradient import OldGradient, Treatment
 from sparsesam.ascent.plan import ONE_PASS
 from sparsesam.ascent.rng import RNGState
-from sparsesam.distributed import is_sharded
+from sparsesam.distributed import Shards, local_part
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.scores import ScoreContext
 from sparsesam.masks.state import MaskState
@@ -65,6 +65,8 @@ class StepContext:
     perturbation: Perturbation
     extrapolation: Extrapolation
     rng: RNGState
+    #: Whether there is a last e to use again; where it is sharded, this rank's part may be empty.
+    has_last: bool = False
     #: ||g|| of the last ascent.
     last_ascent_norm: float | Tensor | None = None
     #: The closure adds to the gradients of earlier micro-batches, and runs them again in the second pass.
@@ -73,6 +75,7 @@ class StepContext:
     second_gradient: OldGradient | None = None
     is_joining: bool = False  # within torch's Join, where ranks answer no collectives but those of DDP
     _warned: set[str] = field(default_factory=set)
+    _shards: tuple[list[Tensor], Shards | None] = ([], None)  # of which parameters, and how they are spread
 
     def masks_of(self, params: Sequence[PerturbedParam]) -> dict[str, PackedMask | None]:
         """Their current masks; None: all of the parameter is perturbed."""
@@ -84,11 +87,7 @@ class StepContext:
 
     def refresh(self, params: Sequence[PerturbedParam], batch: Any) -> None:
         """Make the masks anew."""
-        if any(is_sharded(one.parameter) for one in params):
-            raise ValueError(
-                "mask must not be given with sharded parameters (fully_shard): a mask needs to see whole tensors; "
-                "use SAM, and perturb=False in the parameter groups that are to stay"
-            )
+        ddp = None if self.is_joining else self.engine.ddp
         before = self.masks_of(params)
         self.masks.refresh(
             ScoreContext(
@@ -99,14 +98,25 @@ class StepContext:
                 directions=self.directions(params),
                 previous=self.masks.masks,
                 batch=batch,
+                shards=self.shards(params),
+                ranks=None if ddp is None else ddp.process_group,
             ),
-            group=None if self.engine.ddp is None else self.engine.ddp.process_group,
             is_joining=self.is_joining,
         )
         self.perturbation.forget()
+        self.has_last = False
         after = self.masks_of(params)
         for one in params:
-            self.extrapolation.change_mask(one.name, one.parameter, before[one.name], after[one.name])
+            self.extrapolation.change_mask(one.name, local_part(one.parameter), before[one.name], after[one.name])
+
+    def shards(self, params: Sequence[PerturbedParam]) -> Shards | None:
+        """How they are spread over ranks; None: every rank has them whole."""
+        parameters = [one.parameter for one in params]
+        known, shards = self._shards
+        if len(known) != len(parameters) or any(one is not other for one, other in zip(known, parameters, strict=True)):
+            shards = Shards.of({one.name: one.parameter for one in params})
+            self._shards = parameters, shards
+        return shards
 
     def directions(self, params: Sequence[PerturbedParam]) -> dict[str, Tensor]:
         """What the ascent follows, for each parameter that has it: its gradient, or its momentum."""
@@ -115,6 +125,7 @@ class StepContext:
             by_momentum = self.settings.ascent in ONE_PASS
             direction = momentum_of(self.base, one.parameter) if by_momentum else one.parameter.grad
             if direction is not None:
+                direction = local_part(direction, one.parameter)
                 found[one.name] = direction.to_dense() if direction.is_sparse else direction
         if self.settings.follows_momentum and not found:
             require_momentum(self.base, [one.parameter for one in params])

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from sparsesam.distributed import StateJoinHook, is_joining, refuse_fsdp1
+from sparsesam.distributed import StateJoinHook, is_joining, local_part, refuse_fsdp1
 from sparsesam.parameters import (
     PerturbedParam,
     check_base,
@@ -187,7 +187,7 @@ class OptimizerWrapper(Optimizer, Joinable):
         """
         rates = [float(group["lr"]) for group in self.param_groups if "lr" in group]
         still = not self.base.state and bool(rates) and not any(rates)
-        return still and all(not bool(gradient.any()) for gradient in gradients_of(self.base))
+        return still and all(not bool(local_part(gradient).any()) for gradient in gradients_of(self.base))
 
     # ---- torch.distributed.algorithms.Join ---------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests import cases
 from tests.distributed import equal_runs
 from tests.distributed.processes import run_ranks
+from tests.distributed.test_fsdp2 import sharded, whole
 
 
 def bases():
@@ -72,23 +73,49 @@ def test_masks_that_a_flat_state_dict_loses_are_missed():
         set_optimizer_state_dict(again, resumed, state, options=options)
 
 
-def save_and_load(rank, ranks, folder, action):
-    model = DistributedDataParallel(equal_runs.network())
-    opt = equal_runs.optimizer("dynamic", model)
-    if action == "save":
+def spread(way, ranks):
+    model = equal_runs.network()
+    return DistributedDataParallel(model) if way == "ddp" else sharded(model, ranks)
+
+
+REUSED = {"every": 2, "off_steps": "reuse"}
+
+
+def save(rank, ranks, folder):
+    for way in ("ddp", "fsdp2"):
+        model = spread(way, ranks)
+        opt = equal_runs.optimizer("dynamic", model, **REUSED)
         equal_runs.train(model, opt, (rank, ranks), range(7))
         weights, state = get_state_dict(model, opt)
-        dcp.save({"model": weights, "opt": state}, checkpoint_id=folder)
-        return None
-    weights, state = get_state_dict(model, opt)
-    content = {"model": weights, "opt": state}
-    dcp.load(content, checkpoint_id=folder)
-    set_state_dict(model, opt, model_state_dict=content["model"], optim_state_dict=content["opt"])
-    equal_runs.train(model, opt, (rank, ranks), range(7, equal_runs.STEPS))
-    return {name: p.detach() for name, p in model.module.named_parameters()}, opt.masks
+        dcp.save({"model": weights, "opt": state}, checkpoint_id=f"{folder}/{way}")
 
 
-def test_two_ranks_go_on_where_four_stopped(tmp_path):
-    run_ranks(save_and_load, 4, tmp_path / "4", 4, str(tmp_path / "saved"), "save")
-    found = run_ranks(save_and_load, 2, tmp_path / "2", 2, str(tmp_path / "saved"), "load")
-    equal_runs.assert_equal(found[0], "dynamic")
+def load(rank, ranks, folder):
+    found = {}
+    for way in ("ddp", "fsdp2"):
+        model = spread(way, ranks)
+        opt = equal_runs.optimizer("dynamic", model, **REUSED)
+        weights, state = get_state_dict(model, opt)
+        content = {"model": weights, "opt": state}
+        dcp.load(content, checkpoint_id=f"{folder}/{way}")
+        set_state_dict(model, opt, model_state_dict=content["model"], optim_state_dict=content["opt"])
+        sparsity = opt.sparsity
+        equal_runs.train(model, opt, (rank, ranks), range(7, equal_runs.STEPS))
+        if way == "fsdp2":
+            found[way] = (*whole(model, opt), sparsity)
+        else:
+            found[way] = ({name: p.detach() for name, p in model.module.named_parameters()}, opt.masks, sparsity)
+    return found
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    run_ranks(save, 4, folder / "4", 4, str(folder))
+    return run_ranks(load, 2, folder / "2", 2, str(folder))[0]
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+def test_two_ranks_go_on_where_four_stopped(resumed, way):
+    equal_runs.assert_equal(resumed[way], "dynamic", **REUSED)
+    assert resumed[way][2] == pytest.approx(0.5, abs=2e-3)

@@ -25,7 +25,11 @@ NEEDS = {
 }
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if pages.blocks(page)])
+#: Runs on two ranks, in tests/distributed/test_page.py.
+ELSEWHERE = "docs/multi-gpu.md"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if pages.blocks(page) and page != ELSEWHERE])
 @pytest.mark.filterwarnings("ignore")
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     for package in NEEDS.get(page, ()):

@@ -9,19 +9,24 @@ from sparsesam.distributed.ddp import (
     unsynchronized,
 )
 from sparsesam.distributed.fsdp1 import refuse_fsdp1
+from sparsesam.distributed.fsdp2 import reshard
 from sparsesam.distributed.join import StateJoinHook
-from sparsesam.distributed.shards import is_sharded
+from sparsesam.distributed.shards import Shards, as_shard_of, is_sharded, local_part
 
 __all__ = [
+    "Shards",
     "StateJoinHook",
     "all_agree",
+    "as_shard_of",
     "average_gradients",
     "is_distributed",
     "is_first_of_static_graph",
     "is_joining",
     "is_sharded",
+    "local_part",
     "refuse_fsdp1",
     "require_same",
+    "reshard",
     "running_ddp",
     "unsynchronized",
 ]

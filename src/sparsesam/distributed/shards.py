@@ -1,10 +1,189 @@
-"""Parameters of which each rank holds a part: DTensors of ``fully_shard`` (FSDP2) and of tensor parallelism."""
+"""Parameters of which each rank holds a part: DTensors of ``fully_shard`` (FSDP2) and of tensor parallelism.
+
+Everything that a step does to a weight it does to the part that this rank holds, `local_part`, which is an ordinary
+tensor. What concerns all parts (a norm, a number of kept weights) goes through `Shards.sum`.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
 from torch import Tensor
+from torch import distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether it is a DTensor, without importing the slow module that defines it."""
     return hasattr(tensor, "full_tensor")
+
+
+def local_part(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """What this rank holds of a DTensor, laid out as ``like`` is; any other tensor is itself."""
+    sharded: Any = tensor
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        if like is not None and sharded.placements != like.placements:  # type: ignore[attr-defined]
+            sharded = sharded.redistribute(placements=like.placements)  # type: ignore[attr-defined]
+        part: Tensor = sharded.to_local()
+        return part.detach()
+
+
+def as_shard_of(parameter: Tensor, part: Tensor) -> Tensor:
+    """A DTensor like the parameter whose part on this rank is ``part``; the part itself of any other parameter."""
+    if not is_sharded(parameter):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    whole: Any = parameter
+    return DTensor.from_local(
+        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which entries of a tensor of ``shape`` this rank holds: those at every combination of the ``indices``.
+
+    ``counts``: of several ranks that hold the same entries, exactly one counts them.
+    """
+
+    shape: torch.Size
+    indices: tuple[Tensor, ...]
+    counts: bool
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The part of a whole tensor."""
+        for dim, index in enumerate(self.indices):
+            if len(index) != self.shape[dim]:
+                whole = whole.index_select(dim, index.to(whole.device))
+        return whole
+
+    def positions(self, entries: Tensor) -> Tensor:
+        """Where in the flat whole the given entries of the flat part are."""
+        places, rest, stride = torch.zeros_like(entries), entries, 1
+        for size, index in zip(reversed(self.shape), reversed(self.indices), strict=True):
+            places += index.to(entries.device)[rest % len(index)] * stride
+            rest, stride = rest // len(index), stride * size
+        return places
+
+    def as_matrix(self) -> Part:
+        """The same of the matrix (O, everything else)."""
+        rest = Part(self.shape[1:], self.indices[1:], self.counts)
+        columns = rest.positions(torch.arange(math.prod(len(index) for index in rest.indices)))
+        return Part(torch.Size([self.shape[0], math.prod(rest.shape)]), (self.indices[0], columns), self.counts)
+
+    def first(self, sizes: tuple[int, int]) -> Part:
+        """The same of the upper left corner of a matrix."""
+        inside = tuple(index[index < size] for index, size in zip(self.indices, sizes, strict=True))
+        return Part(torch.Size(sizes), inside, self.counts)
+
+
+class Shards:
+    """How some parameters are spread over the ranks of a device mesh. Every method must be called on all of them."""
+
+    def __init__(self, parts: Mapping[str, Part], mesh: DeviceMesh) -> None:
+        self.parts, self.mesh = dict(parts), mesh
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Tensor]) -> Shards | None:
+        """None where no parameter is sharded."""
+        sharded: list[Any] = [parameter for parameter in parameters.values() if is_sharded(parameter)]
+        if not sharded:
+            return None
+        mesh = max((one.device_mesh for one in sharded), key=lambda mesh: mesh.size())
+        return cls({name: _part(parameter, mesh) for name, parameter in parameters.items()}, mesh)
+
+    def only(self, *names: str) -> Shards:
+        return Shards({name: self.parts[name] for name in names}, self.mesh)
+
+    @property
+    def total(self) -> int:
+        """The number of entries of all parameters, on all ranks."""
+        return sum(math.prod(part.shape) for part in self.parts.values())
+
+    def counted(self, names: Iterable[str]) -> list[str]:
+        """Those of which this rank counts the entries that it holds."""
+        return [name for name in names if self.parts[name].counts]
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, where the tensor is."""
+        total = tensor.to(self.mesh.device_type, copy=True)
+        for dim in range(self.mesh.ndim):
+            dist.all_reduce(total, group=self.mesh.get_group(dim))
+        return total.to(tensor.device)
+
+    def sum_of(self, *numbers: int) -> list[int]:
+        """The sum of each of the numbers over all ranks."""
+        return [int(number) for number in self.sum(torch.tensor(numbers, dtype=torch.int64)).tolist()]
+
+    def norm(self, norm: float | Tensor) -> float | Tensor:
+        """The norm of what all ranks count, from the norm of what this rank counts."""
+        if isinstance(norm, Tensor):
+            return self.sum(norm.square()).sqrt()
+        return math.sqrt(float(self.sum(torch.tensor(norm, dtype=torch.float64).square())))
+
+    def require_same(self, numbers: Iterable[int], what: str) -> None:
+        """Raise on all ranks, naming those that differ from the first."""
+        from sparsesam.distributed.agreement import require_same
+
+        for dim in range(self.mesh.ndim):
+            require_same(list(numbers), what, self.mesh.get_group(dim))
+
+
+def _part(parameter: Any, mesh: DeviceMesh) -> Part:
+    indices = [torch.arange(size) for size in parameter.shape]
+    if not is_sharded(parameter):
+        return Part(parameter.shape, tuple(indices), all(place == 0 for place in _coordinate(mesh)))
+    own: DeviceMesh = parameter.device_mesh
+    counts = _is_first_copy(own, mesh)
+    for dim, (placement, place) in enumerate(zip(parameter.placements, _coordinate(own), strict=True)):
+        if placement.is_replicate():
+            counts &= place == 0
+            continue
+        # A strided shard (FSDP2 of a tensor-parallel parameter) takes its piece of each of several chunks.
+        pieces = getattr(placement, "split_factor", 1)
+        index = indices[placement.dim]
+        chunks = [_chunk(chunk, own.size(dim), place) for chunk in index.chunk(pieces)]
+        indices[placement.dim] = torch.cat(chunks)
+    held, found = tuple(parameter.to_local().shape), tuple(len(index) for index in indices)
+    if held != found:
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} is laid out as {parameter.placements}, which is not "
+            f"known here: this rank holds {held} of it, not {found}; shard it by fully_shard or parallelize_module"
+        )
+    return Part(parameter.shape, tuple(indices), counts)
+
+
+def _chunk(index: Tensor, ranks: int, place: int) -> Tensor:
+    chunks = index.chunk(ranks)
+    return chunks[place] if place < len(chunks) else index[:0]
+
+
+def _coordinate(mesh: DeviceMesh) -> list[int]:
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    return list(coordinate)
+
+
+def _is_first_copy(own: DeviceMesh, mesh: DeviceMesh) -> bool:
+    """Whether this rank is at 0 in those dimensions of the large mesh that a parameter's own does not have."""
+    if own.size() == mesh.size():
+        return True
+    ranks = set(own.mesh.flatten().tolist())
+    places = torch.tensor([place for place in _places(mesh) if int(mesh.mesh[place]) in ranks])
+    fixed = places.amax(0) == places.amin(0)
+    return all(place == 0 or not bool(stays) for place, stays in zip(_coordinate(mesh), fixed, strict=True))
+
+
+def _places(mesh: DeviceMesh) -> list[tuple[int, ...]]:
+    return [
+        tuple(place) for place in torch.cartesian_prod(*map(torch.arange, mesh.mesh.shape)).view(-1, mesh.ndim).tolist()
+    ]

@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import distributed as dist
 
 from sparsesam.distributed.agreement import (
+    all_agree,
     communication_device,
     hash_of,
     is_distributed,
     name_ranks,
     ranks_that_differ,
 )
+from sparsesam.masks.errors import NonFiniteScoreError
 from sparsesam.masks.packed import PackedMask
 
 
-def agree_on_masks(masks: dict[str, PackedMask], group: dist.ProcessGroup | None = None) -> dict[str, PackedMask]:
-    """The same masks on every rank of the group; without a process group, the masks as they are.
+def agree_on_masks(
+    make: Callable[[], dict[str, PackedMask]], group: dist.ProcessGroup | None = None
+) -> dict[str, PackedMask]:
+    """The same masks on every rank of the group; without a process group, the masks as they are made.
 
     Each rank draws with the same generator from what should be the same data, so a hash of eight bytes is all that is
-    sent. Where it differs, the masks of the group's first rank are sent to all, and a warning names the others.
+    sent. Where it differs, the masks of the group's first rank are sent to all, and a warning names the others. Scores
+    that are not finite on one rank are an error on all of them.
     """
     if not is_distributed() or dist.get_world_size(group) == 1:
-        return masks
+        return make()
+    masks, error = None, None
+    try:
+        masks = make()
+    except NonFiniteScoreError as caught:
+        error = caught
+    if not all_agree(error is None, communication_device(group), group) or masks is None:
+        raise error or NonFiniteScoreError("the scores of another rank are not finite")
     different = ranks_that_differ(_hash(masks), group)
     if not different:
         return masks

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,7 @@ class FixedMask(MaskRule):
     types: tuple[type[nn.Module], ...] = ()
     refresh: Refresh = field(default_factory=manual, init=False)
     seed: int = field(default=0, init=False)
+    knows_shards: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not (self.masks or self.names or self.types):
@@ -76,12 +78,12 @@ class FixedMask(MaskRule):
         made = {}
         for name, parameter in context.parameters.items():
             if name in self.masks:
-                made[name] = self.masks[name]
+                made[name] = context.part_of(name, self.masks[name])
             else:
                 whole = id(parameter) in of_types or any(_matches(names[id(parameter)], one) for one in self.names)
                 # A parameter without values (on the meta device) still has a mask with some.
                 device = None if parameter.is_meta else parameter.device
-                made[name] = torch.full(parameter.shape, whole, dtype=torch.bool, device=device)
+                made[name] = torch.full(context.local[name].shape, whole, dtype=torch.bool, device=device)
         return made
 
     def _check(self, context: ScoreContext) -> None:

@@ -15,6 +15,7 @@ from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.patterns import Pattern, Unstructured
 from sparsesam.masks.refresh import Refresh, manual
 from sparsesam.masks.scores import GradientMagnitude, Score, ScoreContext
+from sparsesam.masks.sharded import on_shards
 
 
 class MaskRule(ABC):
@@ -26,6 +27,8 @@ class MaskRule(ABC):
     seed: int
     #: whether the mask is to save time, which norm="full" would take back
     needs_masked_norm: ClassVar[bool] = False
+    #: whether `make` gives this rank's part of the masks where a context has shards
+    knows_shards: ClassVar[bool] = False
 
     @property
     def needs_gradient(self) -> bool:
@@ -46,6 +49,7 @@ class Mask(MaskRule):
     sparsity: float | None = None
     refresh: Refresh = field(default_factory=manual)
     seed: int = 0
+    knows_shards: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_sparsity(self.sparsity, self.pattern)
@@ -55,8 +59,8 @@ class Mask(MaskRule):
         return self.score.needs_gradient
 
     def make(self, context: ScoreContext) -> dict[str, Tensor]:
-        trivial = _without_scores(context.parameters, self.sparsity, self.pattern)
-        return trivial or self.pattern.select(self.score(context), self.sparsity)
+        trivial = _without_scores(context.local, self.sparsity, self.pattern)
+        return trivial or on_shards(self.pattern, context.shards).select(context.scores(self.score), self.sparsity)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,12 +71,13 @@ class RandomMask(MaskRule):
     sparsity: float | None = None
     refresh: Refresh = field(default_factory=manual)
     seed: int = 0
+    knows_shards: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_sparsity(self.sparsity, self.pattern)
 
     def make(self, context: ScoreContext) -> dict[str, Tensor]:
-        return self.pattern.draw(context.parameters, context.generator, self.sparsity)
+        return on_shards(self.pattern, context.shards).draw(context.local, context.generator, self.sparsity)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +99,7 @@ class DynamicMask(MaskRule):
     total_steps: int | None = None
     refresh: Refresh = field(default_factory=manual)
     seed: int = 0
+    knows_shards: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_sparsity(self.sparsity, self.pattern)
@@ -114,15 +120,16 @@ class DynamicMask(MaskRule):
         return self.drop_ratio / 2 * (1 + math.cos(math.pi * min(1.0, step / self.total_steps)))
 
     def make(self, context: ScoreContext) -> dict[str, Tensor]:
-        trivial = _without_scores(context.parameters, self.sparsity, self.pattern)
+        pattern = on_shards(self.pattern, context.shards)
+        trivial = _without_scores(context.local, self.sparsity, self.pattern)
         if trivial:
             return trivial
         if context.previous is None:
-            return self.pattern.draw(context.parameters, context.generator, self.sparsity)
-        return self.pattern.drop_and_grow(
-            _unpacked(context.previous, context.parameters),
-            context.generator if self.drop is None else self.drop(context),
-            context.generator if self.growth is None else self.growth(context),
+            return pattern.draw(context.local, context.generator, self.sparsity)
+        return pattern.drop_and_grow(
+            _unpacked(context.previous, context.local),
+            context.generator if self.drop is None else context.scores(self.drop),
+            context.generator if self.growth is None else context.scores(self.growth),
             sparsity=self.sparsity,
             ratio=self.ratio(context.step),
         )

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def preserve_model_state(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode with gradients on; flags, buffers and random states are put back on the way out."""
+def preserve_model_state(model: nn.Module, *, freeze: bool = True) -> Iterator[None]:
+    """Evaluation mode with gradients on; flags, buffers and random states are put back on the way out.
+
+    ``freeze``: no parameter requires a gradient meanwhile.
+    """
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -30,7 +33,7 @@ def preserve_model_state(model: nn.Module) -> Iterator[None]:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if isinstance(model, nn.parallel.DistributedDataParallel):
             stack.enter_context(model.no_sync())
-        _remember_flags(model, stack)
+        _remember_flags(model, stack, freeze=freeze)
         remember_buffers(model, stack)
         yield
 
@@ -39,12 +42,12 @@ def _cuda_devices(model: nn.Module) -> list[int]:
     return sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
 
 
-def _remember_flags(model: nn.Module, stack: ExitStack) -> None:
+def _remember_flags(model: nn.Module, stack: ExitStack, *, freeze: bool) -> None:
     for module in model.modules():
         stack.callback(setattr, module, "training", module.training)
         # Not eval(): some modules change their weights there (merged adapters).
         module.training = False
-    for parameter in model.parameters():
+    for parameter in model.parameters() if freeze else ():
         stack.callback(parameter.requires_grad_, parameter.requires_grad)
         parameter.requires_grad_(False)
 

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
+from sparsesam.distributed.agreement import all_agree, communication_device
+from sparsesam.distributed.shards import Shards, local_part
+from sparsesam.masks.errors import NonFiniteScoreError
 from sparsesam.masks.fisher import FisherDiagonal, fisher_diagonal
+from sparsesam.masks.fisher_problem import problem_of
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.samples import draw_batches
+from sparsesam.masks.sharded.fisher import gathered_batches, sharded_fisher
 
 _LARGEST_CHUNK = 128
 
 
 @dataclass(frozen=True)
 class ScoreContext:
-    """What a score may look at: the model between the two passes of a step."""
+    """What a score may look at: the model between the two passes of a step.
+
+    Where ``shards`` are given, ``directions`` and ``previous`` are this rank's parts, and so are scores and masks.
+    """
 
     model: nn.Module
     parameters: Mapping[str, Tensor]
@@ -27,11 +37,25 @@ class ScoreContext:
     directions: Mapping[str, Tensor] = field(default_factory=dict)
     previous: Mapping[str, PackedMask] | None = None
     batch: Any = None
+    shards: Shards | None = None
+    ranks: dist.ProcessGroup | None = None  # that train on different batches, each with the whole model
+
+    @cached_property
+    def local(self) -> dict[str, Tensor]:
+        """The parameters, or this rank's parts of them."""
+        return {name: local_part(parameter) for name, parameter in self.parameters.items()}
+
+    def scores(self, score: Score) -> dict[str, Tensor]:
+        return {name: local_part(values) for name, values in score(self).items()}
+
+    def part_of(self, name: str, whole: Tensor) -> Tensor:
+        """The part of a tensor like the parameter that this rank holds."""
+        return whole if self.shards is None else self.shards.parts[name].of(whole)
 
     def gradient(self, name: str) -> Tensor:
         """The ascent gradient at w (the momentum, where that is the direction); zeros where there is none."""
         direction = self.directions.get(name)
-        return torch.zeros_like(self.parameters[name]) if direction is None else direction
+        return torch.zeros_like(self.local[name]) if direction is None else direction
 
 
 class Score(Protocol):
@@ -74,17 +98,7 @@ class Fisher:
 
     def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
         batches = draw_batches(self.data, self.samples, generator=context.generator, chunk=self.chunk or _LARGEST_CHUNK)
-        result = fisher_diagonal(
-            context.model,
-            batches,
-            self.loss_fn,
-            model_loss=self.model_loss,
-            parameters=context.parameters,
-            labels=self.labels,
-            generator=context.generator,
-            chunk=self.chunk,
-        )
-        return _remember(self.paths, result)
+        return _remember(self.paths, _measured(self, batches, context))
 
 
 @dataclass(eq=False)
@@ -106,17 +120,12 @@ class BatchFisher:
                 "batch must be given where a mask takes its Fisher from the current batch, got None; "
                 "call opt.step(closure, batch=(x, y)) or opt.perturbed(batch=(x, y))"
             )
-        result = fisher_diagonal(
-            context.model,
-            [context.batch],
-            self.loss_fn,
-            model_loss=self.model_loss,
-            parameters=context.parameters,
-            labels=self.labels,
-            generator=context.generator,
-            chunk=self.chunk,
-        )
-        return _remember(self.paths, result)
+        if context.shards is not None:
+            batches = gathered_batches(context.batch, context.shards)
+            return _remember(self.paths, _measured(self, batches, context))
+        if context.ranks is None:
+            return _remember(self.paths, _measured(self, [context.batch], context))
+        return _remember(self.paths, _averaged(lambda: _measured(self, [context.batch], context), context.ranks))
 
 
 @dataclass(frozen=True)
@@ -141,6 +150,41 @@ class Inverted:
 
     def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
         return {name: -values for name, values in self.score(context).items()}
+
+
+def _measured(score: Fisher | BatchFisher, batches: Iterable[Any], context: ScoreContext) -> FisherDiagonal:
+    if context.shards is not None:
+        problem = problem_of(score.loss_fn, score.model_loss, score.labels, None, context.generator)
+        return sharded_fisher(context.model, batches, problem, context.parameters, context.shards)
+    return fisher_diagonal(
+        context.model,
+        batches,
+        score.loss_fn,
+        model_loss=score.model_loss,
+        parameters=context.parameters,
+        labels=score.labels,
+        generator=context.generator,
+        chunk=score.chunk,
+    )
+
+
+def _averaged(measure: Callable[[], FisherDiagonal], ranks: dist.ProcessGroup) -> FisherDiagonal:
+    """The Fisher information of the samples of all ranks."""
+    result, error = None, None
+    try:
+        result = measure()
+    except NonFiniteScoreError as caught:
+        error = caught
+    device = communication_device(ranks)
+    if not all_agree(error is None, device, ranks) or result is None:
+        raise error or NonFiniteScoreError("the Fisher information of another rank's batch is not finite")
+    samples = torch.tensor(float(result.samples), device=device)
+    dist.all_reduce(samples, group=ranks)
+    for value in result.values.values():
+        value.mul_(result.samples)
+        dist.all_reduce(value, group=ranks)
+        value.div_(float(samples))
+    return result
 
 
 def _remember(paths: dict[str, str], result: FisherDiagonal) -> dict[str, Tensor]:

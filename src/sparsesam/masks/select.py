@@ -15,6 +15,7 @@ On the CPU the passes run over cache-sized numpy views, elsewhere over torch ten
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsesam.masks.draws import draw_bytes, draw_seed, draw_uniform, tie_keys
 from sparsesam.masks.errors import NonFiniteScoreError
 
 # A numpy array (CPU) or a torch tensor (other devices): the passes use only operators both understand.
@@ -78,8 +80,8 @@ def random_mask(
     """Mark a uniformly random set of ``count`` entries: every set of that size is equally likely.
 
     Each entry draws one random byte and the largest bytes win; the entries that share the last winning byte
-    (about one in 256) draw again, 64 bits. Both steps are symmetric in the entries, so eight bits per entry
-    are enough, and no tie is left to the position.
+    (about one in 256) are ranked by 64 bits made of their position and a seed that is drawn for them. Eight bits
+    per entry are enough, no tie is left to the position, and ranks that hold parts of the tensors come to the same set.
 
     ``among`` and ``first`` are those of :func:`top_mask`. Draws happen on the generator's device.
     """
@@ -89,13 +91,12 @@ def random_mask(
     cut = _find_cut(source, wanted)
     masks = _empty_masks(like)
     tied = _write(source, masks, _Cut(cut.value, 0), collect_ties=True)
-    number = sum(len(positions) for _, positions in tied)
-    lucky = np.zeros(number, dtype=bool)
+    lucky = np.zeros(sum(len(positions) for _, _, positions in tied), dtype=bool)
     if cut.ties > 0:
-        # 64 bits do not tie in practice, and the largest of them cost a tenth of torch.randperm.
-        keys = _random_words(number, generator).cpu().numpy()
+        places = np.concatenate([start + _as_numpy(positions) for _, start, positions in tied])
+        keys = tie_keys(torch.from_numpy(places), draw_seed(generator)).numpy().view(np.uint64)
         lucky[np.argpartition(keys, cut.ties - 1)[: cut.ties]] = True
-    for mask, positions in tied:
+    for mask, _, positions in tied:
         chosen, lucky = lucky[: len(positions)], lucky[len(positions) :]
         mask[positions] = chosen if isinstance(mask, np.ndarray) else torch.from_numpy(chosen).to(mask.device)
     return masks
@@ -107,7 +108,8 @@ def random_scores(like: Mapping[str, Tensor], *, generator: torch.Generator) -> 
     For a random set of given size prefer :func:`random_mask`, which is faster and free of ties.
     """
     return {
-        name: _uniform(tensor.numel(), generator).to(tensor.device).view(tensor.shape) for name, tensor in like.items()
+        name: draw_uniform(tensor.numel(), generator).to(tensor.device).view(tensor.shape)
+        for name, tensor in like.items()
     }
 
 
@@ -322,9 +324,13 @@ def _cut_among(values: Array, count: int) -> _Cut:
 
 def _write(
     source: _Source, masks: dict[str, Tensor], cut: _Cut, *, collect_ties: bool = False
-) -> list[tuple[Array, Array]]:
-    """Write ``first``, x > t and the first r of x == t; optionally return where x == t, per flat mask."""
+) -> list[tuple[Array, int, Array]]:
+    """Write ``first``, x > t and the first r of x == t.
+
+    Optionally return where x == t: a piece of a flat mask, its place among all entries, positions in the piece.
+    """
     left, tied = cut.ties, []
+    starts = dict(zip(masks, itertools.accumulate((m.numel() for m in masks.values()), initial=0), strict=False))
     flats = {name: _flat(mask) for name, mask in masks.items()}
     for name, part, values, allowed in source.pieces():
         mask = flats[name][part]
@@ -332,7 +338,7 @@ def _write(
         if left > 0 or collect_ties:
             equal = _restrict(values == cut.value, allowed)
             if collect_ties:
-                tied.append((mask, _positions(equal)))
+                tied.append((mask, starts[name] + part.start, _positions(equal)))
             elif (number := _count(equal)) <= left:
                 mask |= equal
                 left -= number
@@ -368,29 +374,11 @@ def _empty_masks(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _random_bytes(like: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
     total, offset, draws = sum(tensor.numel() for tensor in like.values()), 0, {}
-    drawn = _random_words(-(-total // 8), generator).view(torch.uint8)
+    drawn = draw_bytes(generator)(total)
     for name, tensor in like.items():
         draws[name] = drawn[offset : offset + tensor.numel()].view(tensor.shape).to(tensor.device)
         offset += tensor.numel()
     return draws
-
-
-def _random_words(number: int, generator: torch.Generator) -> Tensor:
-    """64 random bits each: a byte drawn by itself would cost as much as eight together."""
-    words = torch.empty(number, dtype=torch.int64, device=generator.device)
-    return words.random_(-(2**63), None, generator=generator)
-
-
-def _uniform(number: int, generator: torch.Generator) -> Tensor:
-    if generator.device.type != "cpu":
-        return torch.rand(number, generator=generator, device=generator.device)
-    bits = _random_words((number + 1) // 2, generator).numpy().view(np.uint32)[:number]
-    scores = np.empty(number, dtype=np.float32)
-    length = _HOST_PIECE_BYTES // 4
-    for start in range(0, number, length):
-        part = slice(start, start + length)
-        np.multiply((bits[part] >> 8).view(np.int32), np.float32(2**-24), out=scores[part], casting="unsafe")
-    return torch.from_numpy(scores)
 
 
 def _flat(tensor: Tensor) -> Array:
@@ -430,6 +418,10 @@ def _count(condition: Array) -> int:
 
 def _positions(condition: Array) -> Array:
     return np.flatnonzero(condition) if isinstance(condition, np.ndarray) else condition.nonzero().view(-1)
+
+
+def _as_numpy(positions: Array) -> Array:
+    return positions if isinstance(positions, np.ndarray) else positions.cpu().numpy()
 
 
 def _has_nan(values: Array) -> bool:

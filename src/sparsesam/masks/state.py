@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 
+from sparsesam.distributed.agreement import hash_of
+from sparsesam.distributed.shards import Shards, as_shard_of, local_part
 from sparsesam.masks.agreement import agree_on_masks
 from sparsesam.masks.errors import NonFiniteScoreError
 from sparsesam.masks.mask import MaskRule
@@ -31,6 +32,7 @@ class MaskState:
         self.asked = False
         self.last_step = -1
         self.skipped = 0
+        self._kept, self._total = 0, 0  # weights, on all ranks
 
     @property
     def sparsity(self) -> float | None:
@@ -38,8 +40,12 @@ class MaskState:
             return 0.0
         if self.masks is None:
             return None
-        total = sum(mask.numel for mask in self.masks.values())
-        return 1 - sum(mask.count for mask in self.masks.values()) / total if total else 1.0
+        return 1 - self._kept / self._total if self._total else 1.0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the masks leave every weight alone."""
+        return self.masks is not None and self._kept == 0
 
     @property
     def needs_gradient(self) -> bool:
@@ -56,14 +62,12 @@ class MaskState:
         return self.asked or self.rule.refresh.due(step, self.last_step)
 
     @torch.no_grad()
-    def refresh(
-        self, context: ScoreContext, *, group: dist.ProcessGroup | None = None, is_joining: bool = False
-    ) -> None:
-        """Make the masks anew; the ranks of ``group`` compare them, but for those that are ``is_joining``."""
+    def refresh(self, context: ScoreContext, *, is_joining: bool = False) -> None:
+        """Make the masks anew; all ranks compare them, but for those that are ``is_joining``."""
         if self.rule is None:
             raise RuntimeError("refresh_mask() needs a mask; SAM perturbs every weight")
         try:
-            made = self.rule.make(context)
+            masks = self._made(self.rule, context, is_joining)
         except NonFiniteScoreError as error:
             if self.masks is None:
                 raise
@@ -75,11 +79,32 @@ class MaskState:
                 stacklevel=2,
             )
             return
-        packed = {name: PackedMask.pack(mask) for name, mask in made.items()}
-        agreed = packed if is_joining else agree_on_masks(packed, group)
-        self.masks = {name: mask.placed(context.parameters[name]) for name, mask in agreed.items()}
+        self._hold(masks, context.local, context.shards)
         self.last_step = context.step
         self.asked = False
+
+    def _made(self, rule: MaskRule, context: ScoreContext, is_joining: bool) -> dict[str, PackedMask]:
+        if context.shards is not None:
+            if not rule.knows_shards:
+                raise ValueError(
+                    f"mask must not be {type(rule).__name__} with sharded parameters (fully_shard, DTensor): it needs "
+                    "to see whole tensors; use fisher_mask, dynamic_mask, random_mask or fixed_mask"
+                )
+            context.shards.require_same(
+                [hash_of([self.generator.get_state(), context.step])], "the step or the random state of the masks"
+            )
+            return {name: PackedMask.pack(mask) for name, mask in rule.make(context).items()}
+        if is_joining:
+            return {name: PackedMask.pack(mask) for name, mask in rule.make(context).items()}
+        return agree_on_masks(
+            lambda: {name: PackedMask.pack(mask) for name, mask in rule.make(context).items()}, context.ranks
+        )
+
+    def _hold(self, masks: Mapping[str, PackedMask], parameters: Mapping[str, Tensor], shards: Shards | None) -> None:
+        self.masks = {name: mask.placed(parameters[name]) for name, mask in masks.items()}
+        counted = masks if shards is None else shards.counted(masks)
+        counts = sum(masks[name].count for name in counted), sum(masks[name].numel for name in counted)
+        self._kept, self._total = counts if shards is None else shards.sum_of(*counts)
 
     def state_dict(self, parameters: Mapping[str, Tensor]) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
         """Plain values, and a mask for each of the parameters: zeros before the first was made."""
@@ -95,7 +120,9 @@ class MaskState:
         }
         masks = self.masks or {}
         return values, {
-            name: masks[name].unpack(one.device) if name in masks else torch.zeros_like(one, dtype=torch.bool)
+            name: as_shard_of(one, masks[name].unpack(one.device))
+            if name in masks
+            else torch.zeros_like(one, dtype=torch.bool)
             for name, one in parameters.items()
         }
 
@@ -117,11 +144,18 @@ class MaskState:
                     "load it into the model it was saved with"
                 )
 
-    def load_state_dict(self, values: Mapping[str, Any] | None, masks: Mapping[str, Tensor]) -> None:
-        """Take over what `check_state_dict` did not refuse."""
+    def load_state_dict(
+        self, values: Mapping[str, Any] | None, masks: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+    ) -> None:
+        """Take over what `check_state_dict` did not refuse; masks and parameters may be shards, on all ranks."""
         if values is None:
             return
-        self.masks = {name: PackedMask.pack(mask) for name, mask in masks.items()} if values["is_made"] else None
+        if values["is_made"]:
+            own = {name: parameters[name] for name in masks}
+            packed = {name: PackedMask.pack(local_part(mask, own[name])) for name, mask in masks.items()}
+            self._hold(packed, {name: local_part(one) for name, one in own.items()}, Shards.of(own))
+        else:
+            self.masks = None
         state = np.frombuffer(bytes.fromhex(values["generator"]), dtype=np.uint8)
         self.generator.set_state(torch.from_numpy(state.copy()))
         self.asked, self.last_step, self.skipped = values["asked"], values["last_step"], values["skipped"]

@@ -111,23 +111,28 @@ def _unit_view(tensor: Tensor, unit: Unit) -> Array:
     return flat.reshape(tensor.shape[0], tensor.shape[1], -1)
 
 
+def unit_sums(tensor: Tensor, unit: Unit) -> Tensor:
+    """The sum of every unit, in float64: sums of equal float32 scores are exact, so that equal units tie."""
+    view = _unit_view(tensor, unit)
+    if isinstance(view, np.ndarray):
+        return torch.from_numpy(_host_sums(view))
+    total: Tensor = view.sum(dim=(0, 2), dtype=torch.float64)
+    return total
+
+
+def forbid_undefined(means: Tensor) -> Tensor:
+    """Where +inf and -inf met in one unit: never choosing one of its entries forbids the unit."""
+    return means.masked_fill_(means.isnan(), -math.inf)
+
+
 def _means(name: str, tensor: Tensor, unit: Unit) -> Tensor:
     if tensor.numel() == 0:
         return torch.zeros(unit_count(tensor.shape, unit), dtype=torch.float64, device=tensor.device)
-    view = _unit_view(tensor, unit)
-    # float64 sums of equal float32 scores are exact, so units of equal scores tie whatever their size.
-    if isinstance(view, np.ndarray):
-        total = torch.from_numpy(_host_sums(view))
-    else:
-        total = view.sum(dim=(0, 2), dtype=torch.float64)
+    total = unit_sums(tensor, unit)
     mean = total / (tensor.numel() // total.numel())
-    undefined = mean.isnan()
-    if undefined.any():
-        if tensor.isnan().any():
-            raise_nan(name)
-        # +inf and -inf met in one unit: never choosing one of its entries forbids the unit.
-        mean[undefined] = -math.inf
-    return mean
+    if bool(mean.isnan().any()) and bool(tensor.isnan().any()):
+        raise_nan(name)
+    return forbid_undefined(mean)
 
 
 def _host_sums(view: Array) -> Array:

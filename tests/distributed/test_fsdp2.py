@@ -1,0 +1,47 @@
+"""fully_shard (FSDP2): each rank holds a part of every weight and takes the steps of one process."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.distributed import equal_runs
+from tests.distributed.processes import run_ranks
+
+KINDS = list(equal_runs.RULES)
+
+
+def sharded(model, ranks, **options):
+    mesh = init_device_mesh("cpu", (ranks,))
+    for layer in (model[0], model[2], model[5], model):
+        fully_shard(layer, mesh=mesh, **options)
+    return model
+
+
+def whole(model, opt):
+    weights = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+    return weights, {name: mask.full_tensor() for name, mask in opt.masks.items()}
+
+
+def equal_steps(rank, ranks):
+    found = {}
+    for kind in KINDS:
+        model = sharded(equal_runs.network(), ranks)
+        opt = equal_runs.optimizer(kind, model)
+        equal_runs.train(model, opt, (rank, ranks))
+        found[kind] = (*whole(model, opt), opt.sparsity)
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request, tmp_path_factory):
+    return run_ranks(equal_steps, request.param, tmp_path_factory.mktemp("fsdp2"), request.param)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_take_the_steps_of_one(ranks, kind):
+    equal_runs.assert_equal(ranks[0][kind], kind)
+    kept = sum(int(mask.sum()) for mask in ranks[0][kind][1].values())
+    total = sum(mask.numel() for mask in ranks[0][kind][1].values())
+    assert all(found[kind][2] == 1 - kept / total for found in ranks)
