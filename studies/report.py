@@ -230,27 +230,28 @@ def draw(every: list[Results], file: Path) -> None:
     figure.savefig(file, metadata={"Date": None})
 
 
+#: Colour, symbol and where the name stands, in points from the symbol.
 _STYLES = {
-    "SGD": ("#666666", "o"),
-    "SGD, 2 x epochs": ("#666666", "s"),
-    "SAM": ("#1f6fb4", "o"),
-    "SSAM-F 50 %": ("#2a9d5c", "o"),
-    "Momentum-SAM": ("#c98a1b", "o"),
-    ONE_PASS: ("#c2334d", "o"),
+    "SGD": ("#666666", "o", (6, -3)),
+    "SGD, 2 x epochs": ("#666666", "s", (6, -3)),
+    "SAM": ("#1f6fb4", "o", (-9, -14)),
+    "SSAM-F 50 %": ("#2a9d5c", "o", (-22, 7)),
+    "Momentum-SAM": ("#c98a1b", "o", (6, -10)),
+    ONE_PASS: ("#c2334d", "o", (6, 5)),
 }
 
 
 def _panel(axis: Any, results: Results) -> None:
     points = {name: (results.cost.get(name, results.passes(name)), results.mean(name)) for name in results.methods()}
     for name, (cost, mean) in points.items():
-        color, marker = _STYLES.get(name, ("#bbbbbb", "."))
+        color, marker, place = _STYLES.get(name, ("#bbbbbb", ".", (0, 0)))
         known = name in _STYLES
         axis.errorbar(
             cost, mean.value, yerr=mean.interval, color=color, marker=marker, markersize=6 if known else 4,
             linestyle="", capsize=2, zorder=3 if known else 1, elinewidth=1 if known else 0.5,
         )  # fmt: skip
         if known:
-            axis.annotate(name, (cost, mean.value), textcoords="offset points", xytext=(6, -3), color=color, fontsize=7)
+            axis.annotate(name, (cost, mean.value), textcoords="offset points", xytext=place, color=color, fontsize=7)
     best, frontier = -1.0, []
     for cost, mean in sorted(points.values(), key=lambda point: point[0]):
         if mean.value > best:
@@ -258,7 +259,11 @@ def _panel(axis: Any, results: Results) -> None:
             frontier.append((cost, mean.value))
     axis.plot(*zip(*frontier, strict=True), color="#c2334d", linewidth=0.8, alpha=0.4, zorder=0)
     axis.set_title(results.title.replace(", ", ",\n", 1), fontsize=8)
-    axis.set_xlim(0.9, 2.55)
+    named = [mean for name, (_, mean) in points.items() if name in _STYLES]
+    low, high = min(m.value - m.interval for m in named), max(m.value + m.interval for m in named)
+    margin = 0.12 * (high - low)
+    axis.set_ylim(low - margin, high + margin)
+    axis.set_xlim(0.9, 2.8)
     axis.set_xlabel("time of a step / SGD")
     axis.set_ylabel("test accuracy, %")
     axis.spines[["top", "right"]].set_visible(False)
