@@ -51,7 +51,7 @@ class MaskHistory(AnalysisResult):
 
 
 def masks_over_time(snapshots: Iterable[tuple[int, Mapping[str, Tensor]]]) -> MaskHistory:
-    """Summarise (step, {name: bool tensor}) pairs, such as (opt.steps, opt.masks) after each refresh.
+    """Summarize (step, {name: bool tensor}) pairs, such as (opt.steps, opt.masks) after each refresh.
 
     Snapshots are read one after the other; two are in memory at a time.
     """

@@ -281,7 +281,7 @@ def check_state(model: nn.Module, state: Mapping[str, Any], name: str = "state d
 
 @contextmanager
 def state_kept(model: nn.Module) -> Iterator[None]:
-    """Parameters and buffers come back bit for bit, exceptions and interruptions included."""
+    """Restore parameters and buffers bit for bit, also after exceptions and interruptions."""
     tensors = [*model.parameters(), *model.buffers()]
     saved = [tensor.detach().clone() for tensor in tensors]
     try:

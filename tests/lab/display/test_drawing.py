@@ -88,6 +88,26 @@ def test_nothing_is_cut_and_the_legend_does_not_cover_the_data(count):
         assert drawing.bbox.y0 - 1 <= box.y0 <= box.y1 <= drawing.bbox.y1 + 1
 
 
+@pytest.mark.parametrize("marked", range(3))
+def test_the_word_at_a_marked_point_is_within_the_axes_and_covers_no_point(marked):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    places = [1.0, 1.9, 2.0]
+    series = [
+        Series(f"variant {i}", "blue", [x], [90 + i], i, error=[0.5], mark="recommended" if i == marked else "")
+        for i, x in enumerate(places)
+    ]
+    drawing = draw_plot([figure({"": series}, "points")])
+    canvas = FigureCanvasAgg(drawing)
+    canvas.draw()
+    (axes,) = drawing.subfigs[0].subfigs[0].axes
+    (word,) = (text for text in axes.texts if text.get_text() == "recommended")
+    box = word.get_window_extent(canvas.get_renderer())
+    assert axes.bbox.x0 <= box.x0 <= box.x1 <= axes.bbox.x1
+    for i, x in enumerate(places):
+        assert not box.contains(*axes.transData.transform((x, 90 + i)))
+
+
 def test_a_plot_has_a_row_for_each_figure_and_leaves_out_single_points(tmp_path):
     from PIL import Image
 

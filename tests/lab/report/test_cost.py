@@ -71,6 +71,7 @@ def test_counts_and_settings_are_not_mixed(tmp_path):
         ({"optimizer": "sgd"}, 1),
         ({"optimizer": "sam"}, 2),
         ({"optimizer": "sam", "ascent": "momentum"}, 1),
+        ({"optimizer": "auto"}, 1),
         ({"optimizer": "sam", "ascent_fraction": 0.25}, 1.25),
         ({"optimizer": "sam", "ascent_every": 2}, 1.5),
         ({"optimizer": "sam", "ascent_start": 8, "epochs": 10}, 1.2),

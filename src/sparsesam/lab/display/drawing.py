@@ -56,7 +56,8 @@ def draw_plot(figures: Sequence[Figure]) -> Canvas:
     for row, figure in zip(rows, shown, strict=False):
         parts = row.subfigures(1, len(figure.panels), squeeze=False).flat
         for part, (name, panel) in zip(parts, figure.panels.items(), strict=True):
-            _draw_panel(part, figure, f"{figure.title}: {name}" if name else figure.title, panel)
+            title = f"{figure.title}: {name}" if name else figure.title
+            _draw_panel(part, figure, title, panel, width / len(figure.panels))
     return drawing
 
 
@@ -71,7 +72,7 @@ def write_figures(figures: Sequence[Figure], folder: Path) -> None:
             end = f"-{number + 1}-{words}"[:80] if len(figure.panels) > 1 else ""
             with matplotlib.rc_context(_STYLE):
                 drawing = _new_drawing(_WIDTH, _height(figure))
-                _draw_panel(drawing, figure, name, panel)
+                _draw_panel(drawing, figure, name, panel, _WIDTH)
                 for suffix in (".svg", ".pdf"):
                     _save(drawing, folder / f"{figure.name}{end}{suffix}")
 
@@ -105,16 +106,16 @@ def _has_legend(figure: Figure, names: Sequence[str]) -> bool:
     return figure.kind in ("lines", "points", "bars") and len(names) > 1
 
 
-def _legend_columns(names: Sequence[str]) -> int:
+def _legend_columns(names: Sequence[str], width: float = _WIDTH) -> int:
     """As many as fit below a panel; a character of the legend is about 0.062 inches wide, a swatch and gaps 0.6."""
     longest = max((len(name) for name in names), default=1)
-    return max(1, min(len(names), int(_WIDTH / (0.6 + 0.062 * longest))))
+    return max(1, min(len(names), int(width / (0.6 + 0.062 * longest))))
 
 
 # ---- one panel ---------------------------------------------------------------------------------------------------
 
 
-def _draw_panel(canvas: Canvas, figure: Figure, title: str, panel: Sequence[Series]) -> None:
+def _draw_panel(canvas: Canvas, figure: Figure, title: str, panel: Sequence[Series], width: float) -> None:
     is_surface = figure.kind == "surface"
     axes = canvas.add_subplot(projection="3d") if is_surface else canvas.add_subplot()
     draw = {"lines": _draw_line, "points": _draw_points, "bars": _draw_bars}.get(figure.kind, _draw_grid)
@@ -130,7 +131,7 @@ def _draw_panel(canvas: Canvas, figure: Figure, title: str, panel: Sequence[Seri
         _set_scale(axes.yaxis, axes.set_yscale, figure.y)
     names = [series.name for series in panel]
     if _has_legend(figure, names):
-        canvas.legend(loc="outside lower center", ncols=_legend_columns(names), fontsize="small")
+        canvas.legend(loc="outside lower center", ncols=_legend_columns(names, width), fontsize="small")
 
 
 def _set_scale(axis: Canvas, change: Any, described: Axis) -> None:
@@ -169,10 +170,15 @@ def _draw_points(axes: Canvas, figure: Figure, series: Series, place: int, count
     )
     if series.mark:
         axes.plot(series.x, series.y, "o", markersize=13, markerfacecolor="none", markeredgecolor=color)
-        axes.annotate(
-            series.mark, (series.x[0], series.y[0]), (0, -11), textcoords="offset points", ha="center", va="top"
-        )
-        axes.margins(0.12, 0.2)  # room for the ring and the word
+        axes.annotate(_literal(series.mark), (series.x[0], series.y[0]), **_beside(figure, series))
+        axes.margins(0.12, 0.15)  # room for the ring
+
+
+def _beside(figure: Figure, marked: Series) -> dict[str, Any]:
+    """Where the word at a marked point goes: towards the middle, so that it stays within the axes."""
+    places = [one.x[0] for panel in figure.panels.values() for one in panel if len(one.x) == 1]
+    sign, align = (1, "left") if 2 * marked.x[0] <= min(places) + max(places) else (-1, "right")
+    return {"xytext": (sign * 10, 0), "textcoords": "offset points", "ha": align, "va": "center"}
 
 
 def _draw_bars(axes: Canvas, figure: Figure, series: Series, place: int, count: int) -> None:
@@ -197,17 +203,22 @@ def _draw_grid(axes: Canvas, figure: Figure, series: Series, place: int, count: 
         axes.grid(False)
         axes.figure.colorbar(drawn, ax=axes, label=title)
         return
+    from matplotlib.ticker import MaxNLocator
+
     x, y = np.meshgrid(_floats(series.x), _floats(series.y))
     if figure.kind == "surface":
         axes.plot_surface(x, y, z.filled(np.nan), vmin=low, vmax=high, cmap="viridis", rcount=60, ccount=60)
         axes.set_zlim(low, high)
         axes.set_zlabel(title)
         axes.set_box_aspect(None, zoom=0.85)  # the labels are within the picture
+        axes.locator_params(nbins=5)
+        axes.tick_params(labelsize="small", pad=0)
         return
     levels = np.linspace(low, high, 24) if low is not None and high is not None and high > low else 24
     drawn = axes.contourf(x, y, z, levels=levels, cmap="viridis")
     axes.set_aspect("equal")
-    axes.figure.colorbar(drawn, ax=axes, label=title)
+    axes.grid(False)
+    axes.figure.colorbar(drawn, ax=axes, label=title, ticks=MaxNLocator(6))
 
 
 def _name_ticks(change: Any, values: Sequence[Any], **look: Any) -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from sparsesam.lab.display.numbers import number
+from sparsesam.lab.experiment.calibration import FILE
 from sparsesam.lab.report.files import read_object
-
-FILE = "calibration.json"
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,10 @@ class Cost:
         return f"{ratio(self.values[variant])} {self.unit}"
 
 
+#: Ascents that use what the optimizer has already.
+_WITHOUT_A_PASS = ("momentum", "momentum-climbing", "extrapolation")
+
+
 def cost_of(task: Task, calibrations: Sequence[Calibration] = ()) -> Cost:
     """Times only if all finished variants of the task were measured together; otherwise forward-backward passes."""
     finished = [variant for variant in task.variants if variant.finished]
@@ -84,7 +88,7 @@ def _passes_per_step(variant: Variant) -> Number:
 
 def nominal_passes(settings: Mapping[str, Any]) -> float:
     """Passes of a step by the settings alone, for runs that recorded no count: 1 for SGD, 2 for SAM."""
-    if settings.get("optimizer") in PLAIN or settings.get("ascent") in ("momentum", "extrapolate"):
+    if settings.get("optimizer") in (*PLAIN, "auto") or settings.get("ascent") in _WITHOUT_A_PASS:
         return 1.0
     fraction, every = number(settings.get("ascent_fraction")) or 1.0, number(settings.get("ascent_every")) or 1.0
     epochs, start = number(settings.get("epochs")) or 1.0, number(settings.get("ascent_start")) or 0.0

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from scipy.special import stdtrit  # type: ignore[import-untyped]
-
 from sparsesam.lab.display.figure import Axis, Figure, Series
 from sparsesam.lab.display.numbers import Number, percent, plural, ratio, significant
 from sparsesam.lab.display.table import Cell, Table, cells, number_cell
+from sparsesam.lab.experiment.interval import half_width
 from sparsesam.lab.report.cost import Cost
 from sparsesam.lab.report.data import ReportData
 from sparsesam.lab.report.recommendation import Recommendation, recommend
@@ -48,11 +47,9 @@ def overview(data: ReportData) -> Section:
 
 
 def confidence_interval(variant: Variant) -> Number:
-    """Half the width of the 95 % interval of the mean accuracy, by Student's t; None for fewer than three seeds."""
-    error = variant.standard_error("test_accuracy")
-    return (
-        None if error is None or len(variant.finished) < 3 else error * float(stdtrit(len(variant.finished) - 1, 0.975))
-    )
+    """Half the width of the 95 % interval of the mean accuracy; None for fewer than three seeds."""
+    values = variant.values("test_accuracy")
+    return half_width(values) if len(values) > 2 else None
 
 
 def _cost_figure(task: Task, cost: Cost, recommendation: Recommendation | None) -> Figure:
