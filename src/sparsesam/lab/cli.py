@@ -12,7 +12,7 @@ _NEEDS = "pip install 'sparsesam[experiment]'"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0 done, 1 stopped, 2 not understood, 130 interrupted."""
+    """Run the command line; returns the exit code: 0 done, 1 stopped, 2 bad usage, 130 interrupted."""
     command, *rest = [*(sys.argv[1:] if arguments is None else arguments), ""]
     rest = rest[:-1]
     if command in ("", "-h", "--help"):

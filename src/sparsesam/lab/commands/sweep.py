@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sparsesam.lab.commands.parser import Namespace, Parser
-from sparsesam.lab.experiment.calibration import Calibration, calibrate, read_calibration
+from sparsesam.lab.experiment.calibration import SweepCalibration, calibrate, read_calibration
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.execution import default_workers, sweep_jobs
@@ -37,11 +37,11 @@ def add_arguments(parser: Parser) -> None:
 def add_execution(parser: Parser) -> None:
     """Options for running many runs, wherever they come from."""
     parser.add_argument("--out", type=Path | None, default=None, help="directory of the runs; default runs/NAME")
-    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings of all runs; they win")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings of all runs")
     parser.add_argument("--jobs", type=int | None, default=None, help="runs at a time; default one per core or GPU")
-    parser.add_argument("--gpus", type=int, default=0, help="spread the runs over so many GPUs of this machine")
+    parser.add_argument("--gpus", type=int, default=0, help="number of GPUs of this machine to spread the runs over")
     parser.add_argument("--backend", type=Literal["loky", "ray"], default="loky", help="processes, or a Ray cluster")
-    parser.add_argument("--retry", action="store_true", help="run those again that failed")
+    parser.add_argument("--retry", action="store_true", help="run failed runs again")
     parser.add_argument("--data-dir", type=Path | None, default=None, help="where the data set's files are")
 
 
@@ -62,7 +62,7 @@ def execute(
     draw: Callable[[], Table],
     *,
     timed: Sequence[Job] = (),
-    calibration: Calibration | None = None,
+    calibration: SweepCalibration | None = None,
 ) -> None:
     """Run what is not finished, with a table that ``draw`` makes from the runs' directories.
 
@@ -91,7 +91,7 @@ def _environment(options: Namespace) -> RunEnvironment:
     return RunEnvironment(data_dir=options.data_dir, accelerator="cuda" if options.gpus else "auto")
 
 
-def _calibration(jobs: Sequence[Job], place: RunEnvironment, out: Path) -> Calibration:
+def _calibration(jobs: Sequence[Job], place: RunEnvironment, out: Path) -> SweepCalibration:
     """The one that is there, or a new one; measuring also checks every variant before anything is trained."""
     known = read_calibration(out)
     if known is not None and known.fits([job.config for job in jobs]):

@@ -1,4 +1,4 @@
-"""The files of a tar archive that we know by name, and no other."""
+"""Extract the files of a tar archive that are known by name, and no others."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sparsesam.lab.data.errors import DataError
 
 
 def unpack(archive: Path, names: Collection[str], folder: Path) -> None:
-    """Write the members called ``names``, whatever their directory in the archive, into ``folder``.
+    """Write the members called ``names``, from any directory of the archive, into ``folder``.
 
-    The folder appears complete or not at all; members are never placed where their path in the archive says.
+    The folder appears complete or not at all; the paths in the archive are not used.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as place:

@@ -1,4 +1,4 @@
-"""A picture of what the network will see."""
+"""A picture of images with their titles."""
 
 from __future__ import annotations
 

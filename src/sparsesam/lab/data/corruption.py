@@ -1,4 +1,4 @@
-"""The paper's four corruptions of training images. It names them without their strengths; ours are constants below."""
+"""The paper's four corruptions of training images. It does not give their strengths; ours are the constants below."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOISE_STD = 0.1
 RESOLUTION_FACTOR = 2
 FOG_THINNEST, FOG_THICKEST, FOG_BRIGHTNESS = 0.3, 0.85, 0.9
 CHUNK = 4096
-"""Images are corrupted so many at a time, to keep the floating copy small."""
+"""Images that are corrupted at a time, to keep the floating-point copy small."""
 
 
 class Corrupted(NamedTuple):

@@ -51,8 +51,8 @@ def _columns(name: str, features: Any) -> tuple[str, str, tuple[str, ...]]:
     image = next((column for column, kind in kinds.items() if kind == "Image"), None)
     label = next((column for column, kind in kinds.items() if kind == "ClassLabel"), None)
     if image is None or label is None:
-        told = ", ".join(f"{column} ({kind})" for column, kind in kinds.items())
-        raise DataError(f"hf/{name}: expected an Image and a ClassLabel column, found {told}")
+        columns = ", ".join(f"{column} ({kind})" for column, kind in kinds.items())
+        raise DataError(f"hf/{name}: expected an Image and a ClassLabel column, found {columns}")
     return image, label, tuple(features[label].names)
 
 

@@ -1,4 +1,4 @@
-"""Label noise: memorizing it takes sharp minima, so flat ones show most clearly here."""
+"""Label noise, which flat minima memorize less than sharp ones."""
 
 from __future__ import annotations
 

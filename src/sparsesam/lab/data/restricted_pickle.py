@@ -1,4 +1,4 @@
-"""Pickles of numpy arrays, lists and dictionaries, read without running anything else that is in them."""
+"""Pickles of numpy arrays, lists and dictionaries, read without executing anything else in them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparsesam.lab.data.errors import DataError
 
 
 def _latin1(text: str, encoding: str) -> bytes:
-    """How Python 3 writes bytes into pickles that Python 2 can read; other codecs can be made to do harm."""
+    """How Python 3 writes bytes into pickles that Python 2 can read; other codecs could do harm."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"the codec {encoding!r} is not allowed")
     return text.encode("latin1")

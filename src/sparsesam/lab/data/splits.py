@@ -1,4 +1,4 @@
-"""What a loaded data set is: two sets of labelled images, the names of the classes, two constants per channel."""
+"""A loaded data set: training and test images with labels, the names of the classes, mean and std per channel."""
 
 from __future__ import annotations
 

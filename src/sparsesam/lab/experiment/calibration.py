@@ -28,7 +28,7 @@ from sparsesam.lab.experiment.training import Sums
 FILE = "calibration.json"
 ROUNDS = 5
 WARM_UP_STEPS = 3
-#: A round of a variant takes about so long, and at most so many steps.
+#: Target length of a round of one variant, and its largest number of steps.
 ROUND_SECONDS, ROUND_STEPS = 0.15, 20
 
 
@@ -46,7 +46,7 @@ class VariantTime:
 
 
 @dataclass(frozen=True)
-class Calibration:
+class SweepCalibration:
     """Times by the ``content_hash`` of the config with seed 0."""
 
     variants: Mapping[str, VariantTime]
@@ -67,17 +67,17 @@ def key(config: TrainConfig) -> str:
     return replace(config, seed=0).content_hash
 
 
-def read_calibration(folder: Path) -> Calibration | None:
+def read_calibration(folder: Path) -> SweepCalibration | None:
     """The calibration beside the runs in ``folder``; None where there is none."""
     try:
         content = json.loads((folder / FILE).read_text())
     except FileNotFoundError:
         return None
     variants = {name: VariantTime(**one) for name, one in content["variants"].items()}
-    return Calibration(variants, content["provenance"])
+    return SweepCalibration(variants, content["provenance"])
 
 
-def calibrate(jobs: Sequence[Job], place: RunEnvironment, folder: Path) -> Calibration:
+def calibrate(jobs: Sequence[Job], place: RunEnvironment, folder: Path) -> SweepCalibration:
     """Measure every variant of the jobs and write ``calibration.json``. Raises what a variant's settings raise."""
     labels: dict[str, str] = {}
     configs: dict[str, TrainConfig] = {}
@@ -91,7 +91,7 @@ def calibrate(jobs: Sequence[Job], place: RunEnvironment, folder: Path) -> Calib
             times = _measure(configs, labels, place)
     finally:
         torch.set_num_threads(threads)
-    found = Calibration(times, provenance())
+    found = SweepCalibration(times, provenance())
     content = {
         "kind": "calibration",
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

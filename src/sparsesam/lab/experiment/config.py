@@ -28,7 +28,7 @@ PLAIN = ("sgd", "adam", "adamw")
 Settings = TypeVar("Settings", "TrainConfig", "RunEnvironment")
 
 #: Part of every hash; to be raised when the default of a setting changes.
-_HASH_VERSION = 2
+_HASH_VERSION = 3
 
 
 def _option(default: Any, text: str, *, group: str | None = None) -> Any:
@@ -68,7 +68,7 @@ class TrainConfig:
         "the first three take plain steps; the others perturb, around `base`; auto: as the study recommends",
         group="optimizer",
     )
-    base: Literal["sgd", "adam", "adamw"] = _option("sgd", "what SAM and SSAM descend with")
+    base: Literal["sgd", "adam", "adamw"] = _option("sgd", "base optimizer of SAM and SSAM")
     lr: float = _option(0.05, "largest learning rate")
     momentum: float = _option(0.9, "of SGD")
     nesterov: bool = _option(False, "SGD with Nesterov's momentum")
@@ -82,30 +82,30 @@ class TrainConfig:
     warmup_epochs: float = _option(0.0, "epochs of linear warm-up of the learning rate")
     clip_grad_norm: float | None = _option(None, "clip the norm of the gradient that the optimizer steps with")
     rho: float = _option(0.1, "length of the perturbation", group="perturbation")
-    rho_schedule: Literal["constant", "warmup", "cosine", "inverse-sqrt"] = _option("constant", "of rho over the steps")
-    rho_warmup_epochs: float = _option(1.0, "for the warmup of rho")
-    rho_final: float = _option(0.0, "share of rho left at the end of its cosine")
+    rho_schedule: Literal["constant", "warmup", "cosine", "inverse-sqrt"] = _option("constant", "schedule of rho")
+    rho_warmup_epochs: float = _option(1.0, "epochs of the warm-up of rho")
+    rho_final: float = _option(0.0, "fraction of rho at the end of its cosine")
     adaptive: bool | Literal["all"] = _option(False, "perturb in proportion to the weight; asam is sam with it")
     eta: float = _option(0.01, "of the adaptive perturbation")
-    sparsity: float | None = _option(None, "share of weights not perturbed; 0.5 unless the pattern implies another")
+    sparsity: float | None = _option(None, "fraction of unperturbed weights; 0.5 unless the pattern implies another")
     pattern: str = _option("unstructured", "unstructured, tensor, filter, column, 2:4, '2:4 input' or '2:4 filters'")
     norm: Literal["full", "masked"] = _option("full", "divide by the norm of the whole gradient, or of its masked part")
     ascent: Literal["explicit", "implicit", "implicit-dense", "momentum", "momentum-climbing", "extrapolation"] = (
         _option("explicit", "what the mask is applied to; momentum and extrapolation take no pass of their own")
     )
-    steps_ahead: float = _option(40.0, "of the extrapolation: so many times the last update")
-    ascent_fraction: float = _option(1.0, "share of each batch that the perturbation is computed from")
-    ascent_every: int = _option(1, "perturb in every so many steps only")
-    ascent_off_steps: Literal["skip", "reuse"] = _option("skip", "in between, take plain steps or use the last again")
+    steps_ahead: float = _option(40.0, "of the extrapolation: how many times the last update")
+    ascent_fraction: float = _option(1.0, "fraction of each batch that the perturbation is computed from")
+    ascent_every: int = _option(1, "perturb in every k-th step only")
+    ascent_off_steps: Literal["skip", "reuse"] = _option("skip", "in between: plain steps, or the last perturbation")
     ascent_start: float = _option(0.0, "perturb from this epoch on, counted from 0")
-    engine: bool = _option(True, "leave out of the ascent what no perturbation needs")
-    mask_epochs: int | None = _option(1, "T_m: make the mask anew every so many epochs; null: never")
-    mask_steps: int | None = _option(None, "make the mask anew every so many steps instead")
+    engine: bool = _option(True, "skip computations of the ascent that the perturbation does not need")
+    mask_epochs: int | None = _option(1, "T_m: epochs between two masks; null: the first mask is kept")
+    mask_steps: int | None = _option(None, "steps between two masks, instead of epochs")
     fisher_samples: int = _option(128, "N_F: images that the Fisher information is measured on")
-    fisher_batch: int | None = _option(None, "so many of them at a time; null: up to 128, fewer if memory is short")
+    fisher_batch: int | None = _option(None, "how many of them at a time; null: up to 128, fewer if memory is short")
     fisher_labels: Literal["data", "sampled"] = _option("data", "labels of the Fisher information")
     drop: Literal["flattest", "random", "sharpest"] = _option("flattest", "what ssam-d drops")
-    drop_ratio: float = _option(0.5, "share of the kept weights that ssam-d drops at first")
+    drop_ratio: float = _option(0.5, "fraction of the kept weights that ssam-d drops at first")
     growth: Literal["random", "gradient"] = _option("random", "what ssam-d grows")
     epochs: int = _option(30, "passes over the training images", group="training")
     max_steps: int | None = _option(None, "stop after this many steps; schedules still follow `epochs`")
@@ -206,17 +206,17 @@ class RunEnvironment:
     out: Path | None = _option(None, "directory of the run; default runs/NAME or runs/DATASET-MODEL-OPTIMIZER-HASH")
     resume: bool = _option(False, "continue the run in `out` with its own settings; a larger --epochs extends it")
     data_dir: Path | None = _option(None, "where the data set's files are; default the user's cache, else a download")
-    download: bool = _option(True, "fetch a data set that is not there")
+    download: bool = _option(True, "download a data set that is missing")
     workers: int | None = _option(None, "processes that decode images from folders; default one per core, at most 4")
     accelerator: str = _option("auto", "cpu, cuda, mps or auto")
     devices: int | str = _option(1, "how many, or auto for all; several run as distributed data parallel")
     num_nodes: int = _option(1, "machines; start the command on each, with MASTER_ADDR and NODE_RANK set")
     threads: int | None = _option(None, "torch threads per process; default torch's own")
-    checkpoint_steps: int | None = _option(None, "save every so many steps too, not only after each epoch")
+    checkpoint_steps: int | None = _option(None, "steps between two checkpoints, beside those after each epoch")
     logger: Literal["tensorboard", "wandb", "mlflow", "none"] = _option(
         "tensorboard", "where curves are logged, in `out`; wandb logs offline unless WANDB_MODE says otherwise"
     )
-    record_masks: bool | None = _option(None, "write each mask into `out`; null: if they take at most 16 MB together")
+    record_masks: bool | None = _option(None, "write each mask into `out`; null: if all of them take at most 16 MB")
     record_times: bool = _option(False, "write the seconds of each step into the records")
     quiet: bool = _option(False, "print nothing but the result")
 
@@ -236,7 +236,7 @@ class RunEnvironment:
         return Path("runs") / "-".join(word.replace(":", ".").replace("/", ".") for word in words)
 
     def resume_command(self, path: Path) -> str:
-        """What to type to go on with the run in ``path``; its settings are there, where the data are is not."""
+        """The command that resumes the run in ``path``; it needs ``data_dir``, which the run does not record."""
         data = [] if self.data_dir is None else ["--data-dir", str(self.data_dir)]
         return shlex.join(["sparsesam", "train", "--resume", "--out", str(path), *data])
 

@@ -1,10 +1,10 @@
-"""What can stop a run, each with what to do about it."""
+"""Errors that stop a run; their messages say what to do."""
 
 from __future__ import annotations
 
 
 class RunError(RuntimeError):
-    """A run cannot begin or go on; the message says why and what to do."""
+    """A run cannot begin or continue; the message says why and what to do."""
 
 
 class DivergedError(RunError):
@@ -12,8 +12,8 @@ class DivergedError(RunError):
 
 
 class CheckpointError(RunError):
-    """A checkpoint cannot be written or must not be read."""
+    """A checkpoint cannot be written or read."""
 
 
 class Interrupted(RunError):
-    """Stopped by the user, with everything saved."""
+    """Stopped by the user; a checkpoint was saved."""

@@ -88,11 +88,11 @@ def _run_job(job: Job, place: RunEnvironment, gpus: int, parent: int | None) -> 
             status = "interrupted"
         except Exception as error:
             job.directory.mkdir(parents=True, exist_ok=True)
-            told = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-            write_whole(failure, json.dumps({**told, "provenance": provenance()}, indent=1))
+            content = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+            write_whole(failure, json.dumps({**content, "provenance": provenance()}, indent=1))
             status = "failed"
     if is_orphan():
-        os._exit(1)  # nobody waits for the outcome
+        os._exit(1)  # no process receives the outcome
     return Outcome(job, status, tuple(dict.fromkeys(str(one.message) for one in caught)))
 
 

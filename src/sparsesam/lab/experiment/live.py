@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sparsesam.lab.experiment.config import TrainConfig
-from sparsesam.lab.experiment.observers import Lines, Observer, Silent, epoch_line, headline, total_steps
+from sparsesam.lab.experiment.observers import EpochLines, RunObserver, Silent, epoch_line, headline, total_steps
 from sparsesam.lab.experiment.training import Training
 
 
@@ -56,8 +56,8 @@ class Live:
         self.bar.stop()
 
 
-def for_terminal(*, quiet: bool) -> Observer:
+def for_terminal(*, quiet: bool) -> RunObserver:
     """A progress bar on a terminal, a line per epoch elsewhere."""
     if quiet:
         return Silent()
-    return Live() if sys.stdout.isatty() else Lines()
+    return Live() if sys.stdout.isatty() else EpochLines()

@@ -15,19 +15,19 @@ from torch import Tensor
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.errors import RunError
 
-#: Unless asked, masks are recorded only where those of the whole run take no more than this.
+#: By default masks are recorded if those of the whole run take no more than this.
 CHEAP_BYTES = 16 * 2**20
 
 
 def is_cheap(config: TrainConfig, weights: int, steps_per_epoch: int) -> bool:
-    """Whether all masks of a run of ``weights`` weights are small enough to be written without asking."""
+    """Whether all masks of a run of ``weights`` weights are small enough to be written by default."""
     steps = min(config.epochs * steps_per_epoch, config.max_steps or config.epochs * steps_per_epoch)
     every = config.mask_steps or (config.mask_epochs or config.epochs) * steps_per_epoch
     return (steps // every + 1) * weights / 8 <= CHEAP_BYTES
 
 
 def write_masks(directory: Path, step: int, masks: Mapping[str, Tensor]) -> None:
-    """Write the masks made in ``step``, counted from 0; the file appears at once."""
+    """Write the masks made in ``step``, counted from 0; the file is written atomically."""
     directory.mkdir(parents=True, exist_ok=True)
     content = {f"bits.{name}": np.packbits(mask.reshape(-1).cpu().numpy()) for name, mask in masks.items()}
     shapes = json.dumps({name: list(mask.shape) for name, mask in masks.items()})
@@ -39,7 +39,7 @@ def write_masks(directory: Path, step: int, masks: Mapping[str, Tensor]) -> None
 
 
 def forget_masks_from(directory: Path, step: int) -> None:
-    """Remove the masks of ``step`` and later ones, and a file that was not finished: a resumed run makes them again."""
+    """Remove the masks of ``step`` and later ones, and incomplete files: a resumed run makes them again."""
     for file in directory.glob("*.part"):
         file.unlink()
     for number, file in mask_files(directory):

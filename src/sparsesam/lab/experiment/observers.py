@@ -10,9 +10,9 @@ from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.training import Training
 
 
-class Observer(Protocol):
+class RunObserver(Protocol):
     def begin(self, config: TrainConfig, training: Training, where: str) -> None:
-        """Training starts, or goes on, in the directory ``where``."""
+        """Training starts, or is resumed, in the directory ``where``."""
 
     def step(self, training: Training) -> None:
         """A step was taken."""
@@ -36,7 +36,7 @@ class Silent:
     def end(self) -> None: ...
 
 
-class Lines:
+class EpochLines:
     """A line per epoch with the time remaining, for logs."""
 
     def begin(self, config: TrainConfig, training: Training, where: str) -> None:

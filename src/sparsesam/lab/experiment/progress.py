@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from sparsesam.lab.experiment.calibration import Calibration
+from sparsesam.lab.experiment.calibration import SweepCalibration
 from sparsesam.lab.experiment.records import read_records
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Job
@@ -17,7 +17,7 @@ class Remaining:
     A run's predicted time is its share of the work; how fast the work really goes is measured as it goes.
     """
 
-    def __init__(self, jobs: Sequence[Job], workers: int, calibration: Calibration | None) -> None:
+    def __init__(self, jobs: Sequence[Job], workers: int, calibration: SweepCalibration | None) -> None:
         self.jobs = {job.directory: job for job in jobs}
         self.workers, self.calibration = workers, calibration
         self.begun, self.work_before = time.monotonic(), self.work_left()

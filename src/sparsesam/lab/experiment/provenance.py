@@ -1,4 +1,4 @@
-"""Where a number comes from: versions, machine, threads, command, commit."""
+"""Provenance of a measured value: versions, machine, threads, command, commit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import sparsesam
 
 
 def provenance() -> dict[str, str | int | None]:
-    """What must stand beside every measured value for another reader to repeat it."""
+    """What another reader needs to repeat a measurement."""
     return {
         "command": _command(),
         "commit": _commit(),
@@ -46,7 +46,7 @@ def _commit() -> str | None:
         ).stdout.strip()
 
     try:
-        # An installed copy may lie inside some other project's checkout: only a tracked file tells ours.
+        # An installed copy may lie inside some other project's checkout: only a tracked file is in ours.
         git("ls-files", "--error-unmatch", Path(__file__).name)
         return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
     except (OSError, subprocess.CalledProcessError):

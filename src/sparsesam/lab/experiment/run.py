@@ -24,7 +24,7 @@ from sparsesam.lab.experiment.initial_weights import initialize
 from sparsesam.lab.experiment.interrupt import StopOnSignal
 from sparsesam.lab.experiment.loggers import LogEpoch, check_logger, open_logger
 from sparsesam.lab.experiment.mask_record import forget_masks_from, is_cheap, write_masks
-from sparsesam.lab.experiment.observers import Observer, Silent
+from sparsesam.lab.experiment.observers import RunObserver, Silent
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.records import read_records
 from sparsesam.lab.experiment.result import RunResult, run_result
@@ -36,7 +36,7 @@ from sparsesam.lab.experiment.training import Sums, Training
 def run(
     config: TrainConfig,
     place: RunEnvironment,
-    observer: Observer | None = None,
+    observer: RunObserver | None = None,
     *,
     stop: Callable[[], bool] = lambda: False,
 ) -> RunResult:
@@ -76,8 +76,8 @@ def make_fabric(config: TrainConfig, place: RunEnvironment) -> Fabric:
     try:
         fabric = Fabric(**options)
     except Exception as error:  # Lightning raises many kinds for what this machine does not have
-        told = ", ".join(f"{name} {value}" for name, value in options.items())
-        raise ValueError(f"{told} is not available on this machine: {error}") from error
+        asked = ", ".join(f"{name} {value}" for name, value in options.items())
+        raise ValueError(f"{asked} is not available on this machine: {error}") from error
     if config.precision == "fp32":
         return fabric
     device = fabric.device.type
@@ -136,7 +136,7 @@ def _train(
     place: RunEnvironment,
     training: Training,
     directory: RunDirectory,
-    observer: Observer,
+    observer: RunObserver,
     header: dict[str, Any],
     stop: Callable[[], bool],
 ) -> RunResult:
@@ -151,7 +151,7 @@ def _train(
                     _complete_epoch(config, place, training, directory, observer, log)
                 elif main:
                     _save(training, config, directory)
-                if training.told_to_stop and not training.finished:
+                if training.stop_requested and not training.finished:
                     raise Interrupted(
                         f"stopped after {training.steps_taken} steps and saved; "
                         f"continue with: {place.resume_command(directory.path)}"
@@ -172,7 +172,7 @@ def _train(
 
 
 class _OnStep:
-    """After a step: tell the observer, write a new mask, save a checkpoint that is due."""
+    """After a step: call the observer, write a new mask, save a checkpoint that is due."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class _OnStep:
         place: RunEnvironment,
         training: Training,
         directory: RunDirectory,
-        observer: Observer,
+        observer: RunObserver,
     ) -> None:
         self.config, self.place, self.training = config, place, training
         self.directory, self.observer = directory, observer
@@ -206,7 +206,7 @@ def _complete_epoch(
     place: RunEnvironment,
     training: Training,
     directory: RunDirectory,
-    observer: Observer,
+    observer: RunObserver,
     log: LogEpoch,
 ) -> None:
     """Evaluate, record and save; the checkpoint comes last, so that a run killed before it repeats this epoch."""

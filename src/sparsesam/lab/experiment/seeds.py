@@ -1,7 +1,7 @@
-"""Random numbers as a function of where a run is: to resume, knowing the place is enough.
+"""Random numbers as a function of the seed and the position of a run, so that resuming needs no generator state.
 
 Nothing in a run draws from a generator that outlives a step, except the mask's own, which is saved with the
-optimizer. So every rank, and a run begun anew in the middle of an epoch, draws what one uninterrupted process does.
+optimizer. So every rank, and a run resumed within an epoch, draws what one uninterrupted process does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 class Purpose(IntEnum):
-    """What numbers are drawn for; each has a stream of its own."""
+    """Purposes of random numbers; each has a stream of its own."""
 
     WEIGHTS = 0
     ORDER = 1
@@ -21,14 +21,14 @@ class Purpose(IntEnum):
     LABEL_NOISE = 3
     CORRUPTION = 4
     MASK = 5
-    STEP = 6  # dropout and whatever else the model draws
+    STEP = 6  # dropout and other draws of the model
     SUBSET = 7
     VIEWS = 8
     VALIDATION = 9
 
 
 def derive(seed: int, purpose: Purpose, *place: int) -> int:
-    """A seed for one purpose at one place, such as an epoch and a step."""
+    """A seed for one purpose at one position, such as an epoch and a step."""
     words = " ".join(map(str, (seed, int(purpose), *place)))
     return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "big") >> 1
 
@@ -41,7 +41,7 @@ def seed_global(seed: int, device: torch.device) -> None:
     """Seed the global generators of the CPU and of ``device``.
 
     torch.manual_seed also queues a call, with a formatted stack, for every accelerator that is not in use yet: a
-    millisecond, and memory that is never given back.
+    millisecond, and memory that is never freed.
     """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":

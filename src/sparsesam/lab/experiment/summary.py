@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sparsesam.lab.experiment.calibration import Calibration
+from sparsesam.lab.experiment.calibration import SweepCalibration
 from sparsesam.lab.experiment.progress import epochs_done
 from sparsesam.lab.experiment.sweep import Job
 
@@ -31,7 +31,7 @@ class Row:
     now: str
 
 
-def summarize(jobs: Sequence[Job], calibration: Calibration | None = None) -> list[Row]:
+def summarize(jobs: Sequence[Job], calibration: SweepCalibration | None = None) -> list[Row]:
     """A row per variant, in the order they appear."""
     groups: dict[str, list[Job]] = {}
     for job in jobs:
@@ -59,7 +59,7 @@ def _row(label: str, members: Sequence[Job], relative_cost: float | None) -> Row
     )
 
 
-def _cost(members: Sequence[Job], calibration: Calibration | None) -> float | None:
+def _cost(members: Sequence[Job], calibration: SweepCalibration | None) -> float | None:
     if calibration is not None:
         measured = calibration.of(members[0].config)
         return None if measured is None else measured.seconds_per_epoch

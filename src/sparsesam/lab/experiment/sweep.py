@@ -95,7 +95,7 @@ def expand(
     grid: Mapping[str, Sequence[Any]] | None,
     overrides: Mapping[str, Any],
 ) -> dict[str, TrainConfig]:
-    """Every variant with every combination of the grid's values, labelled by what tells it from the others."""
+    """Every variant with every combination of the grid's values, labelled by the values that distinguish it."""
     for source in (settings, *(variants or {}).values(), grid, overrides):
         check_names(source or {}, names_of(TrainConfig))
     for name, values in (grid or {}).items():

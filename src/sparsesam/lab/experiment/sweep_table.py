@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from sparsesam.lab.experiment.calibration import Calibration
+from sparsesam.lab.experiment.calibration import SweepCalibration
 from sparsesam.lab.experiment.execution import Outcome
 from sparsesam.lab.experiment.observers import duration
 from sparsesam.lab.experiment.progress import Remaining
@@ -49,10 +49,10 @@ class SweepProgress:
             return
         job, result = outcome.job, outcome.job.result
         if result is not None:
-            told = f"test {result['test_accuracy']:.2%}, {duration(result['seconds'])} of training"
+            ending = f"test {result['test_accuracy']:.2%}, {duration(result['seconds'])} of training"
         else:
-            told = f"failed: {job.failure}" if outcome.status == "failed" else outcome.status
-        line = f"{job.label}, seed {job.config.seed}: {told}; {self._status()}"
+            ending = f"failed: {job.failure}" if outcome.status == "failed" else outcome.status
+        line = f"{job.label}, seed {job.config.seed}: {ending}; {self._status()}"
         self.console.print(line, soft_wrap=True, markup=False)
 
     def _view(self) -> RenderableType:
@@ -69,8 +69,8 @@ class SweepProgress:
         return [f"warning ({count} runs): {text}" for text, count in self.warnings.items()]
 
 
-def table(title: str, jobs: Sequence[Job], calibration: Calibration | None = None) -> Table:
-    """The runs in these directories as they are now."""
+def table(title: str, jobs: Sequence[Job], calibration: SweepCalibration | None = None) -> Table:
+    """The current state of the runs in these directories."""
     rows = summarize(jobs, calibration)
     unit = "forward-backwards" if calibration is None else "time"
     drawn = Table(title=title)

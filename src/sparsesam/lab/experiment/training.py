@@ -23,7 +23,7 @@ from sparsesam.lab.experiment.errors import DivergedError
 from sparsesam.lab.experiment.optimizers import MaskTimer, lr_factor, make_optimizer
 from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
 
-#: Reading the loss synchronizes with a GPU, and all ranks must do it together: only every so many steps there.
+#: Reading the loss synchronizes with a GPU, and all ranks must do it together: only every `LOOK_EVERY` steps there.
 LOOK_EVERY = 20
 
 
@@ -62,7 +62,7 @@ class Training:
         self.record_times = record_times
         self.position, self.sums = Position(), Sums()
         self.best: dict[str, Any] | None = None
-        self.told_to_stop = False  # whether a rank was told so in the last step
+        self.stop_requested = False  # whether a rank was asked to stop in the last step
         self.looked = False  # whether the loss is known to be finite up to this step
         self.module = model
         first = next(batches.train(0))
@@ -128,7 +128,7 @@ class Training:
     # ---- training ----------------------------------------------------------------------------------------
 
     def advance(self, stop: Callable[[], bool], on_step: Callable[[], None]) -> bool:
-        """Train to the end of the epoch, or until all ranks know that one of them was told to stop.
+        """Train to the end of the epoch, or until all ranks know that one of them was asked to stop.
 
         Returns whether the epoch is complete. ``sums`` then hold its loss and accuracy over all ranks, of the first
         pass of each step that sees the whole batch; ``seconds`` is the time of the steps, augmentation and mask
@@ -138,7 +138,7 @@ class Training:
         totals = torch.zeros(2, device=self.fabric.device)
         before, start, made = asdict(self.sums), time.perf_counter(), len(self.mask_seconds)
         masks_before = self.cost.masks
-        self.told_to_stop = False
+        self.stop_requested = False
         look_every = 1 if self.fabric.device.type == "cpu" and self.fabric.world_size == 1 else LOOK_EVERY
         for batch in self.batches.train(self.position.epoch, self.position.step):
             totals += self._timed_step(batch) if self.record_times else self._step(batch)
@@ -151,9 +151,9 @@ class Training:
             ended = self.position.step == self.batches.steps or self.finished
             self.looked = self.position.step % look_every == 0 or ended
             if self.looked:
-                self.told_to_stop = self._look(totals, before, stop)
+                self.stop_requested = self._look(totals, before, stop)
             on_step()
-            if self.told_to_stop or ended:
+            if self.stop_requested or ended:
                 break
         if not ended:
             return False
@@ -165,11 +165,11 @@ class Training:
         seen = [*totals.tolist(), float(stop())]
         if self.fabric.world_size > 1:
             seen = self.fabric.all_reduce(totals.new_tensor(seen), reduce_op="sum").tolist()  # type: ignore[union-attr]
-        loss, correct, told = seen
+        loss, correct, asked = seen
         self.sums.loss, self.sums.correct = before["loss"] + loss, before["correct"] + correct
         if not math.isfinite(loss):
             raise DivergedError(f"the loss is {loss} by step {self.steps_taken}; {self._what_may_help()}")
-        return bool(told)
+        return bool(asked)
 
     def _what_may_help(self) -> str:
         rho = "" if self.rho is None else f" or rho ({self.rho})"
