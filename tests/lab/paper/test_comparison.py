@@ -24,7 +24,7 @@ def test_ours_with_an_interval_beside_the_paper_s(tmp_path):
 def test_what_was_overridden_and_what_the_laptop_changes_is_said(tmp_path):
     words = " ".join(compared(tmp_path, SEEDS, epochs=2).sentences())
     assert "Overridden by --set in every run: epochs=2." in words
-    assert "30% of the training labels are wrong" in words
+    assert "30 % of the training labels are wrong" in words
     assert "compare rows, not values" in words
     assert "On a CPU, 1 thread(s), torch 2.x. 3 seed(s) for each number" in words
     assert "Overridden" not in " ".join(compared(tmp_path / "other", {}).sentences())

@@ -46,9 +46,11 @@ def test_every_model_and_optimizer_is_built():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("label", RUNS)
-def test_every_run_of_the_full_scale_takes_its_steps(label):
-    rehearse(RUNS[label])
+@pytest.mark.parametrize(
+    "label", {kind(config): label for label, config in RUNS.items() if kind(config) not in KINDS}.values()
+)
+def test_every_other_kind_of_run_takes_its_steps(label):
+    assert rehearse(RUNS[label]).steps == 2
 
 
 def test_a_bad_setting_is_told_with_its_row():

@@ -58,7 +58,7 @@ class Comparison:
         if self.scale == "laptop":
             noise = sorted({one.label_noise for one in configs if one.label_noise})
             if noise:
-                shares = " or ".join(f"{share:.0%}" for share in noise)
+                shares = " or ".join(f"{100 * share:g} %" for share in noise)
                 said.append(f"{shares} of the training labels are wrong; the test labels are clean.")
             said.append("Another network and other data than the paper's: compare rows, not values.")
         return [*said, *self.recipe.notes, *self._times()]
