@@ -528,8 +528,10 @@ def test_an_error_that_comes_only_once_comes_out():
     model = Model(lambda model, x: model.head(torch.tanh(model.body(x)))).double()
     optimizer = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked")
     errors = iter([ZeroDivisionError("only once")])
+    calls = []
 
     def failing(model, x, y):
+        calls.append(len(calls))
         loss = F.cross_entropy(model(x), y)
         for error in errors:
             raise error
@@ -537,5 +539,6 @@ def test_an_error_that_comes_only_once_comes_out():
 
     with pytest.raises(ZeroDivisionError, match="only once"):
         counted_calls(optimizer, model, failing, steps=1)
+    assert len(calls) == 1  # it is not tried again
     assert counted_calls(optimizer, model, failing) == [2, 2, 2]
     assert optimizer.engine_report()["engine"] == "on"

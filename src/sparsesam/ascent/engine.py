@@ -19,13 +19,14 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from sparsesam.ascent.first_pass import FirstPass, has_compiled
+from sparsesam.ascent.first_pass import FirstPass
+from sparsesam.ascent.graph import has_compiled
 from sparsesam.ascent.layers import layer_forward
 from sparsesam.ascent.plan import Ascent, Norm, Plan, make_plan
 from sparsesam.ascent.prefix import Prefix
 from sparsesam.ascent.replaced_calls import Replacement, is_compiled, replaced_calls
 from sparsesam.ascent.report import describe
-from sparsesam.ascent.rng import RNGState
+from sparsesam.ascent.rng import OtherGenerators, RNGState
 from sparsesam.ascent.survey import Survey, hooks_left_out, survey
 from sparsesam.ascent.tensors import memory_of
 from sparsesam.distributed import all_agree, is_distributed, is_first_of_static_graph, is_sharded, running_ddp
@@ -56,7 +57,7 @@ class Engine:
             self._off = self._off or COMPILED
         self._known_for: tuple[Any, ...] = ()
         self._known: tuple[Plan, Survey, frozenset[int | None]] | None = None
-        self._rng = RNGState(model.parameters())
+        self._rng, self._others = RNGState(model.parameters()), OtherGenerators()
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
@@ -71,7 +72,7 @@ class Engine:
         if is_compiled(self.model):
             return COMPILED
         if any(is_sharded(parameter) for parameter in self.model.parameters()):
-            return "parameters are sharded (fully_shard, DTensor)"
+            return "parameters are sharded (fully_shard, DTensor), and gathered by hooks in every forward and backward"
         if self.ddp is not None and is_first_of_static_graph(self.ddp):
             return "DistributedDataParallel records its static graph in this step"
         if self.ddp is not None and self.ddp._comm_hooks:
@@ -113,7 +114,7 @@ class Engine:
         reason = reason or hooks_left_out(self.model, plan)
         if reason is None and not plan.needed:
             reason = "nothing is perturbed"
-        if reason is None and not plan.is_partial and not found.clean:
+        if reason is None and not plan.is_partial and not found.has_clean_parameters:
             reason = "every parameter is perturbed, and no mask is made of whole filters"
         if reason is not None:
             self.switched_off(reason)
@@ -167,7 +168,7 @@ class Engine:
                 if any(isinstance(one, nn.SyncBatchNorm) for one in within):
                     device = next(module.parameters(), next(self.model.parameters())).device
                     agree[module] = partial(all_agree, device=device, group=group)
-        return Prefix(found.clean, plan.names, plan.moved, self._rng, agree)
+        return Prefix(found.clean, plan.names, plan.moved, self._rng, self._others, agree)
 
     def _find_ddp(self) -> bool:
         found = running_ddp(self.model)

@@ -7,14 +7,14 @@ at a gradient afterwards finds all of them: the rest is computed then, from the 
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from sparsesam.ascent.graph import has_compiled, is_for_single_use, is_reentrant, nodes_of, roots_of
 from sparsesam.ascent.layers import Switch
 from sparsesam.ascent.plan import Plan
 from sparsesam.ascent.prefix import Prefix, in_backward
@@ -153,10 +153,10 @@ class FirstPass(TorchFunctionMode):
         if self._backwards > 1 and self._in_closure:
             self._complete()
             self.give_up("several backward passes in a closure")
-        if self._narrow and self._grad_was_off and any(map(_is_reentrant, nodes_of(_roots(args)))):
+        if self._narrow and self._grad_was_off and any(map(is_reentrant, nodes_of(roots_of(args)))):
             self.give_up("a reentrant checkpoint cannot be differentiated in part")
         keep = self._keeps_graph
-        if keep and has_compiled() and any(map(_is_for_single_use, nodes_of(_roots(args)))):
+        if keep and has_compiled() and any(map(is_for_single_use, nodes_of(roots_of(args)))):
             self.give_up(SINGLE_USE)
             keep = False
         if not self._narrow:
@@ -200,7 +200,7 @@ class FirstPass(TorchFunctionMode):
             return
         (func, args, kwargs), self._pending = self._pending, None
         done = {id(parameter) for parameter in self.plan.needed}
-        found = (getattr(node, "variable", None) for node in nodes_of(_roots(args)))
+        found = (getattr(node, "variable", None) for node in nodes_of(roots_of(args)))
         leaves = {id(leaf): leaf for leaf in found if leaf is not None}
         rest = [leaf for key, leaf in leaves.items() if key not in done]
         if rest:
@@ -219,38 +219,6 @@ class FirstPass(TorchFunctionMode):
             return
         with torch.no_grad():
             weight.grad = before.add_(whole.index_fill_(0, rows, 0))
-
-
-def _roots(args: tuple[Any, ...]) -> list[Any]:
-    return [root.grad_fn for root in tensors_in(args[0])]
-
-
-def nodes_of(roots: list[Any]) -> Iterator[Any]:
-    """All nodes of a graph."""
-    waiting, seen = [root for root in roots if root is not None], set()
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            waiting += [following for following, _ in node.next_functions if following is not None]
-
-
-def has_compiled() -> bool:
-    """Whether Dynamo has compiled anything in this process."""
-    dynamo = sys.modules.get("torch._dynamo")
-    return dynamo is not None and bool(dynamo.utils.counters["frames"])
-
-
-def _is_for_single_use(node: Any) -> bool:
-    """A compiled backward that writes to what it saved; torch refuses to run it if the graph is to be kept."""
-    function = getattr(node, "_forward_cls", None)
-    is_compiled = getattr(function, "compiled_bw", None) is not None
-    return is_compiled and bool(getattr(getattr(function, "metadata", None), "bw_donated_idxs", None))
-
-
-def _is_reentrant(node: Any) -> bool:
-    return type(node).__name__ == "CheckpointFunctionBackward"
 
 
 def _attribute(name: str, access: str) -> Any:

@@ -21,13 +21,18 @@ _NORMALIZATION = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._Inst
 class Inputs:
     """The arguments of a call. ``None`` from `of` means that they hold something that cannot be compared."""
 
-    def __init__(self, leaves: list[Any], structure: TreeSpec) -> None:
+    def __init__(self, leaves: list[Any], structure: TreeSpec | int) -> None:
         self.leaves, self.structure = leaves, structure
         self.versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in leaves]
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
-        leaves, structure = tree_flatten((args, kwargs))
+        leaves: list[Any]
+        structure: TreeSpec | int
+        if not kwargs and all(isinstance(argument, Tensor) for argument in args):
+            leaves, structure = list(args), len(args)  # torch's way takes longer than a small layer
+        else:
+            leaves, structure = tree_flatten((args, kwargs))
         return cls(leaves, structure) if all(map(_is_comparable, leaves)) else None
 
     @property
@@ -41,7 +46,7 @@ class Inputs:
 
 def strange_leaf(tree: Any) -> str | None:
     """The type of something in a result that is neither a common tensor nor a plain value."""
-    for leaf in tree_flatten(tree)[0]:
+    for leaf in [tree] if isinstance(tree, Tensor) else tree_flatten(tree)[0]:
         if not _is_comparable(leaf):
             return type(leaf).__name__
         if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.requires_grad:

@@ -9,18 +9,16 @@ The graph of the output is still there: the first backward did not go into it, o
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sparsesam.ascent.module_state import Inputs, ModuleState, strange_leaf
-from sparsesam.ascent.rng import RNGSnapshot, RNGState, same_state
+from sparsesam.ascent.rng import OtherGenerators, RNGSnapshot, RNGState, same_state
 from sparsesam.ascent.statistics import statistics_of
 from sparsesam.ascent.tensors import memory_of, tensors_in
 
@@ -40,7 +38,7 @@ class _Record:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [leaf for leaf in tree_leaves(self.output) if isinstance(leaf, Tensor)]
+        return _tensors(self.output)
 
 
 class Prefix:
@@ -52,6 +50,7 @@ class Prefix:
         trainable: Mapping[int, str],
         moved: frozenset[int],
         rng: RNGState,
+        others: OtherGenerators,
         agree: Mapping[nn.Module, Agree],
     ) -> None:
         self.modules = modules  # each with all modules in it
@@ -65,7 +64,7 @@ class Prefix:
         self._ends: set[Any] = set()  # nodes of outputs that were used again
         self._inside = False
         self._fault: str | None = None
-        self._outside_random = _other_random_states()
+        self._others, self._others_at = others, others.read()
 
     # ---- first pass --------------------------------------------------------------------------------------
 
@@ -146,7 +145,7 @@ class Prefix:
 
     def check_values(self) -> None:
         """Between the passes: outputs must be as they were when their module returned."""
-        if self._outside_random != _other_random_states():
+        if self._others_at != self._others.read():
             self.drop("random numbers of Python or numpy are drawn")
         for calls in self._records.values():
             for place, made in enumerate(calls):
@@ -175,8 +174,8 @@ class Prefix:
             self._rng.write(made.drew[1])
         for one in self.modules[module]:
             self.reused.update(self._trainable[id(p)] for p in one._parameters.values() if id(p) in self._trainable)
-        output = tree_map(_alias, made.output)
-        self._ends.update(leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        output = _alias(made.output) if isinstance(made.output, Tensor) else tree_map(_alias, made.output)
+        self._ends.update(tensor.grad_fn for tensor in _tensors(output))
         return output
 
     def _difference(self, made: _Record, module: nn.Module, args: Any, kwargs: Any) -> str | None:
@@ -227,6 +226,12 @@ class Prefix:
 _unwatched = torch._C.DisableTorchFunction
 
 
+def _tensors(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):  # torch's way takes longer than a small layer
+        return [output]
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
 def _alias(leaf: Any) -> Any:
     """A tensor of the second pass's own: hooks and attributes of one pass do not meet those of the other."""
     return leaf.view_as(leaf) if isinstance(leaf, Tensor) else leaf
@@ -267,9 +272,3 @@ def _saved_tensor_hooks() -> bool:
             return False
     except RuntimeError:
         return True
-
-
-def _other_random_states() -> tuple[Any, ...]:
-    """Of the generators that some models draw layers and masks from, beside torch's."""
-    state: Any = np.random.get_state()  # noqa: NPY002 (what models draw from)
-    return random.getstate(), *(part.tobytes() if isinstance(part, np.ndarray) else part for part in state)

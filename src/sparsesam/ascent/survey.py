@@ -26,6 +26,11 @@ class Survey:
     layers: dict[nn.Module, int] = field(default_factory=dict)
     unwatched: list[nn.Module] = field(default_factory=list)
 
+    @property
+    def has_clean_parameters(self) -> bool:
+        """Without, what runs before the first perturbed weight is next to nothing."""
+        return any(next(module.parameters(), None) is not None for module in self.clean)
+
 
 def survey(model: nn.Module, plan: Plan) -> Survey:
     found = Survey()

@@ -1,0 +1,41 @@
+"""What autograd's graph tells before it is differentiated."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from sparsesam.ascent.tensors import tensors_in
+
+
+def roots_of(args: tuple[Any, ...]) -> list[Any]:
+    return [root.grad_fn for root in tensors_in(args[0])]
+
+
+def nodes_of(roots: list[Any]) -> Iterator[Any]:
+    """All nodes of a graph."""
+    waiting, seen = [root for root in roots if root is not None], set()
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions if following is not None]
+
+
+def has_compiled() -> bool:
+    """Whether Dynamo has compiled anything in this process."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo is not None and bool(dynamo.utils.counters["frames"])
+
+
+def is_for_single_use(node: Any) -> bool:
+    """A compiled backward that writes to what it saved; torch refuses to run it if the graph is to be kept."""
+    function = getattr(node, "_forward_cls", None)
+    is_compiled = getattr(function, "compiled_bw", None) is not None
+    return is_compiled and bool(getattr(getattr(function, "metadata", None), "bw_donated_idxs", None))
+
+
+def is_reentrant(node: Any) -> bool:
+    return type(node).__name__ == "CheckpointFunctionBackward"

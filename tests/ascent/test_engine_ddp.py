@@ -1,0 +1,202 @@
+"""The engine under DistributedDataParallel: at work on every rank, with the result of the plain way."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import sparsesam
+from tests import cases
+from tests.distributed.processes import run_ranks
+
+
+class Summed(torch.autograd.Function):
+    """The sum over ranks, whose gradient is the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, g):
+        g = g.clone()
+        dist.all_reduce(g)
+        return g
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """torch's own refuses tensors on a CPU; this is its arithmetic, with collectives in forward and backward.
+
+    DistributedDataParallel refuses it on a CPU as well, so that the layers of a wrapped model are turned into it.
+    """
+
+    def forward(self, x):
+        count = dist.get_world_size() * len(x)
+        mean = Summed.apply(x.sum(0)) / count
+        variance = Summed.apply((x - mean).square().sum(0)) / count
+        with torch.no_grad():
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance, self.momentum)
+            self.num_batches_tracked.add_(1)
+        return (x - mean) / (variance + self.eps).sqrt() * self.weight + self.bias
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh())
+        self.middle, self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.middle(self.body(x)))
+
+
+class WithUnused(Net):
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Linear(3, 3)
+
+
+class CountingOnOneRank(SyncBatchNorm):
+    """Changes an attribute, so that its output cannot be used again there; the other ranks must run it too."""
+
+    calls = 0
+
+    def forward(self, x):
+        if dist.get_rank() == 1:
+            self.calls += 1
+        return super().forward(x)
+
+
+def with_closure(opt, model, x, y):
+    opt.step(cases.closure_for(model, opt, x, y))
+
+
+def in_two_phases(opt, model, x, y):
+    opt.zero_grad()
+    with opt.first_pass():
+        F.cross_entropy(model(x), y).backward()
+    with opt.perturbed():
+        F.cross_entropy(model(x), y).backward()
+    opt.step()
+
+
+def accumulated(opt, model, x, y):
+    """Two micro-batches; gradients are exchanged with the last one."""
+    opt.zero_grad()
+    parts = list(zip(x.chunk(2), y.chunk(2), strict=True))
+    with opt.first_pass():
+        run_parts(model, parts)
+    with opt.perturbed():
+        run_parts(model, parts)
+    opt.step()
+
+
+def run_parts(model, parts):
+    for number, (x, y) in enumerate(parts):
+        with model.no_sync() if number == 0 else contextlib.nullcontext():
+            (F.cross_entropy(model(x), y) / 2).backward()
+
+
+LAST = {"mask": ("head.*",), "norm": "masked"}
+CASES = {
+    "default": (Net, {}, with_closure, LAST),
+    "two phases": (Net, {}, in_two_phases, LAST),
+    "norm of all": (Net, {}, with_closure, {**LAST, "norm": "full"}),
+    "local ascent": (Net, {}, with_closure, {**LAST, "ascent_scope": "local"}),
+    "no broadcast": (Net, {"broadcast_buffers": False}, with_closure, LAST),
+    "static graph": (Net, {"static_graph": True}, with_closure, LAST),
+    "unused parameters": (WithUnused, {"find_unused_parameters": True}, with_closure, LAST),
+    "no_sync": (Net, {}, accumulated, LAST),
+    "SyncBatchNorm": (Net, {}, with_closure, LAST),
+    "SyncBatchNorm, one rank differs": (Net, {}, with_closure, LAST),
+}
+SYNCHRONIZED = {"SyncBatchNorm": SyncBatchNorm, "SyncBatchNorm, one rank differs": CountingOnOneRank}
+
+
+def train(name, rank, *, engine):
+    make, wrapping, loop, options = CASES[name]
+    torch.manual_seed(0)
+    model = DistributedDataParallel(make().double(), **wrapping)
+    if name in SYNCHRONIZED:
+        model.module.body[1].__class__ = SYNCHRONIZED[name]
+    mask = sparsesam.fixed_mask(*options["mask"])
+    rest = {key: value for key, value in options.items() if key != "mask"}
+    opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=mask, engine=engine, **rest)
+    for seed in range(4):
+        x, y = (tensor.chunk(2)[rank] for tensor in cases.vectors(16, seed=seed))
+        loop(opt, model, x, y)
+    # Running statistics are each rank's own until the next forward.
+    return list(model.module.state_dict().values()), opt.engine_report()
+
+
+def train_all(rank):
+    return {name: [train(name, rank, engine=engine) for engine in (True, False)] for name in CASES}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return run_ranks(train_all, 2, tmp_path_factory.mktemp("engine"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_result_is_that_of_the_plain_way(ranks, name):
+    for found in ranks:
+        (values, report), (plain, _) = found[name]
+        assert report["engine"].startswith("on")
+        torch.testing.assert_close(values, plain, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_comes_before_the_perturbed_layer_is_used_again(ranks, name):
+    for found in ranks:
+        report = found[name][0][1]
+        again = [part for part in ("body.0", "body.1", "middle.0") if "used again" in report[f"{part}.weight"]]
+        if name == "no_sync":
+            assert again == []
+            assert report["engine"].startswith("on, but the second pass was computed in full")
+        elif name == "SyncBatchNorm, one rank differs":
+            assert again == ["middle.0"]  # on both ranks
+        else:
+            assert again == ["body.0", "body.1", "middle.0"]
+            assert report["engine"] == "on"
+        if name != "norm of all":
+            assert report["body.0.weight"].startswith("not perturbed: no weight gradient")
+
+
+def refusal(rank):
+    model = DistributedDataParallel(Net().double(), static_graph=True)
+    with pytest.raises(ValueError, match="must not have static_graph=True") as error:
+        sparsesam.SAM(cases.sgd(model), model, ascent_scope="local")
+    return str(error.value)
+
+
+def test_a_static_graph_with_a_local_ascent_is_refused(tmp_path):
+    assert all("ascent_scope" in words for words in run_ranks(refusal, 2, tmp_path))
+
+
+def sharded(rank):
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = Net().double()
+    fully_shard(model)
+    groups = [{"params": list(model.body.parameters()), "perturb": False}]
+    groups.append({"params": [*model.middle.parameters(), *model.head.parameters()]})
+    opt = sparsesam.SAM(torch.optim.SGD(groups, lr=0.1), model)
+    with_closure(opt, model, *(tensor.chunk(2)[rank] for tensor in cases.vectors(16)))
+    return opt.engine_report()["engine"]
+
+
+def test_sharded_parameters_switch_it_off_and_the_report_says_so(tmp_path):
+    assert all(
+        words.startswith("off: parameters are sharded (fully_shard") for words in run_ranks(sharded, 2, tmp_path)
+    )
