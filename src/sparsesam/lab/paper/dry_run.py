@@ -84,21 +84,20 @@ def cost_table(chosen: Recipe, found: Iterable[Rehearsal], *, seeds: int, tflops
     """Each kind of run with its cost, and the sum over the seeds."""
     rehearsals = list(found)
     drawn = Table(title=f"{chosen.place}, estimated", caption="passes are forward-backwards of a batch")
-    drawn.add_column("one seed")
-    headings = ("runs", "steps", "passes", "PFLOP", "GPU hours", "memory", "taken")
+    drawn.add_column("one seed", overflow="fold", min_width=16)
+    headings = ("runs", "steps", "passes", "PFLOP", "GPU\nhours", "GPU\nmemory")
     for heading in headings:
-        drawn.add_column(heading, justify="right")
+        drawn.add_column(heading, justify="right", no_wrap=True)
     groups: dict[str, list[Rehearsal]] = {}
     for one in rehearsals:
         groups.setdefault(f"{one.config.model} on {one.config.dataset}, {one.config.optimizer}", []).append(one)
     for label, members in groups.items():
-        steps = sorted({one.steps for one in members})
-        drawn.add_row(label, *_shown(total(one.cost for one in members), tflops), "/".join(map(str, steps)) + " steps")
+        drawn.add_row(label, *_shown(total(one.cost for one in members), tflops))
     once = total(one.cost for one in rehearsals)
     every = replace(once, runs=seeds * once.runs, steps=seeds * once.steps)
     every = replace(every, passes=seeds * once.passes, flops=seeds * once.flops)
     drawn.add_section()
-    drawn.add_row(f"all, {seeds} seed(s)", *_shown(every, tflops), "")
+    drawn.add_row(f"all, {seeds} seed(s)", *_shown(every, tflops))
     return drawn
 
 
