@@ -9,7 +9,6 @@ that need other packages skip themselves.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shutil
 import subprocess
@@ -72,12 +71,13 @@ def try_combination(python: str, torch: str, work: Path, tests: list[str]) -> Ou
             reason = made.stderr.strip().splitlines()
             return Outcome(version, torch, f"cannot be installed: {reason[-1] if reason else 'pip failed'}", 0)
         (environment / "ready").touch()
+    editable = [str(binary), "-m", "pip", "install", "-q", "--no-deps", "-e", str(ROOT)]
+    subprocess.run(editable, check=True, capture_output=True)
     installed = output([str(binary), "-c", "import torch; print(torch.__version__)"])
     start = time.monotonic()
     ran = subprocess.run(
         [str(binary), "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *expand(tests)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
     )

@@ -571,6 +571,7 @@ def test_wrong_arguments_are_named():
 
 
 def test_backpack_agrees():
+    pytest.importorskip("backpack")
     from backpack import backpack, extend
     from backpack.extensions import SumGradSquared
 
@@ -586,6 +587,7 @@ def test_backpack_agrees():
 
 @pytest.mark.filterwarnings("ignore")
 def test_opacus_agrees_on_a_residual_network():
+    pytest.importorskip("opacus")
     from opacus import GradSampleModule
 
     def residual(self, x):
