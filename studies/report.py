@@ -91,7 +91,7 @@ def load_results(folder: Path) -> list[Results]:
     for tasks in groups.values():
         records = [record for task in tasks for record in read(folder / f"{task.name}.jsonl")]
         results = Results(tasks, records, costs)
-        if results.methods():
+        if len(results.methods()) > 1:
             found.append(results)
     return found
 
