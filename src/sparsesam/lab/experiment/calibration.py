@@ -138,6 +138,7 @@ class _Stepper:
         self.training = make_training(endless, splits, make_fabric(endless, place), place)
         self.every = 1 if config.is_plain else config.ascent_every
         self.rounds: list[float] = []
+        self.masks: list[float] = []
         self.count = self.every
 
     def turn(self) -> None:
@@ -148,6 +149,8 @@ class _Stepper:
             if not self.rounds:
                 self._warm_up()
             self.rounds.append(self._take(self.count))
+            if getattr(self.training.optimizer, "mask", None) is not None:
+                self._make_mask()
         except DivergedError:
             self.count = 0
 
@@ -156,6 +159,14 @@ class _Stepper:
         seconds = self._take(self.every)
         times = max(1, min(ROUND_STEPS, round(ROUND_SECONDS / seconds)) // self.every)
         self.count = times * self.every
+
+    def _make_mask(self) -> None:
+        """The seconds of a mask: those of steps that make one, less those of steps that do not."""
+        self.training.optimizer.refresh_mask()  # type: ignore[attr-defined]
+        start, before = self.training.steps_taken, self._now()
+        self._take(self.every)
+        seconds = self._now() - before - (self.training.steps_taken - start) * self.rounds[-1]
+        self.masks.append(max(0.0, seconds))
 
     def _take(self, count: int) -> float:
         """Seconds per step, without the masks that are made in them."""
@@ -176,8 +187,7 @@ class _Stepper:
 
 def _time_of(label: str, config: TrainConfig, one: _Stepper, plain: _Stepper | None) -> VariantTime:
     steps, rounds = one.training.batches.steps, one.rounds[1:]  # the first is still cold
-    masks = one.training.mask_seconds
-    per_mask = statistics.median(masks[1:] or masks) if masks else None
+    per_mask = statistics.median(one.masks[1:]) if one.masks else None
     every = config.mask_steps or (config.mask_epochs or config.epochs) * steps
     whole = steps * statistics.median(rounds) + (per_mask or 0.0) * steps / every
     if plain is not None:
