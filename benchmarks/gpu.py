@@ -1,0 +1,218 @@
+"""A step on the device at hand: time, launches, syncs and memory of SGD, SAM and masks, as a table to paste.
+
+python -m benchmarks.gpu [--device cuda] [--model resnet18 | vit] [--precision bf16] [--batch 128] [--rounds 20]
+
+Launches and syncs are those of a step beyond its passes and the base optimizer's update: operations that reach the
+device, counted as they are dispatched. On CUDA the last column counts what `torch.cuda.set_sync_debug_mode` warns of in
+a whole step; it must be 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import sparsesam
+from benchmarks.launches import LaunchCounter
+from benchmarks.timing import interleaved, print_provenance, ratios
+from sparsesam.ascent.explicit import use_implementation
+from sparsesam.ascent.semi_structured import Hardware, choose_backend
+from sparsesam.lab.models import resnet18
+from sparsesam.lab.models.vit import vit
+from sparsesam.masks.packed import PackedMask
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
+SGD: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3, "foreach": True}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all rows of a table have in common."""
+
+    device: torch.device
+    model: Callable[[], nn.Module]
+    batch: int
+    precision: torch.dtype | None
+
+
+@dataclass
+class Case:
+    """One row: an optimizer around its own copy of the model."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    closure: Callable[[], Tensor]
+
+    def step(self) -> None:
+        self.optimizer.step(self.closure)  # type: ignore[arg-type]  # the loss stays on the device
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default=_default_device())
+    parser.add_argument("--model", choices=tuple(MODELS), default="resnet18")
+    parser.add_argument("--precision", choices=tuple(PRECISIONS), default="fp32")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=20)
+    options = parser.parse_args(arguments)
+    setting = Setting(torch.device(options.device), MODELS[options.model], options.batch, PRECISIONS[options.precision])
+    print_provenance()
+    print(f"{options.model}, batch {options.batch}, {options.precision}, {_called(setting.device)}")
+    print(f"2:4 products: {sparse_product(setting)}\n")
+    print(table(setting, options.rounds))
+
+
+def resnet() -> nn.Module:
+    return resnet18()
+
+
+def vision_transformer() -> nn.Module:
+    return vit(10, 3, 32, patch_size=4, dim=384, depth=6, heads=6, mlp_ratio=4.0)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"resnet18": resnet, "vit": vision_transformer}
+
+
+def table(setting: Setting, rounds: int) -> str:
+    """Markdown, a row for each method."""
+    cases = {name: make_case(setting, wrap) for name, wrap in methods().items()}
+    for case in cases.values():
+        case.step()  # makes momentum and masks
+    timed = interleaved(
+        {name: case.step for name, case in cases.items()}, "SGD", rounds=rounds, warmup=3, clock=_clock(setting.device)
+    )
+    lines = ["| | ms | x SGD | launches | waits | MB | CUDA syncs |", "|---|---|---|---|---|---|---|"]
+    for ratio in ratios(timed):
+        case = cases[ratio.name]
+        launches, waits = beyond_passes(case)
+        cells = [f"{1e3 * ratio.seconds:.1f}", f"{ratio.median:.2f}", str(launches), str(waits)]
+        cells += [_peak(case, setting.device), _cuda_syncs(case, setting.device)]
+        lines.append(f"| {ratio.name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+Wrap = Callable[[torch.optim.Optimizer, nn.Module], torch.optim.Optimizer]
+
+
+def methods() -> dict[str, Wrap]:
+    def masked(pattern: str, sparsity: float | None = None, **options: Any) -> Wrap:
+        def wrap(base: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+            mask = sparsesam.random_mask(pattern=pattern, sparsity=sparsity)
+            return sparsesam.SSAM(base, model, rho=0.1, mask=mask, **options)
+
+        return wrap
+
+    return {
+        "SGD": lambda base, model: base,
+        "SAM": lambda base, model: sparsesam.SAM(base, model, rho=0.1),
+        "ASAM": lambda base, model: sparsesam.SAM(base, model, rho=1.0, adaptive=True),
+        "entries, sparsity 0.5": masked("unstructured", 0.5),
+        "entries, sparsity 0.9": masked("unstructured", 0.9),
+        "filters, sparsity 0.5, masked norm": masked("filter", 0.5, norm="masked"),
+        "2:4": masked("2:4"),
+        "2:4, implicit": masked("2:4", norm="masked", ascent="implicit"),
+        "1:2, implicit": masked("1:2", norm="masked", ascent="implicit"),
+    }
+
+
+def make_case(setting: Setting, wrap: Wrap) -> Case:
+    torch.manual_seed(0)
+    model = setting.model().to(setting.device)
+    images = torch.randn(setting.batch, 3, 32, 32, device=setting.device)
+    labels = torch.randint(10, (setting.batch,), device=setting.device)
+    base = torch.optim.SGD(model.parameters(), **SGD)
+    optimizer = wrap(base, model)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        mixed = nullcontext() if setting.precision is None else torch.autocast(setting.device.type, setting.precision)
+        with mixed:
+            loss = cross_entropy(model(images), labels)
+        loss.backward()
+        return loss
+
+    return Case(model, optimizer, closure)
+
+
+def beyond_passes(case: Case) -> tuple[int, int]:
+    """Launches and waits of a step, without two passes (one for the base optimizer) and the base's update."""
+    counts = []
+    base = getattr(case.optimizer, "base", case.optimizer)
+    with use_implementation("device"):
+        case.step()  # on a CPU, masks get their index only now
+    for run in (case.step, case.closure, base.step):
+        with use_implementation("device"), LaunchCounter() as counter:
+            run()
+        counts.append((counter.count, counter.syncs.total()))
+    passes = 1 if case.optimizer is base else 2
+    launches, waits = (step - passes * one - update for step, one, update in zip(*counts, strict=True))
+    return launches, waits
+
+
+def sparse_product(setting: Setting) -> str:
+    """Which of torch's backends would take the model's largest linear layer; "dense" if none."""
+    layers = [m.weight.detach() for m in setting.model().modules() if isinstance(m, nn.Linear)]
+    weight = max(layers, key=Tensor.numel).to(setting.device, setting.precision or torch.float32)
+    n, m = (1, 2) if weight.dtype == torch.float32 else (2, 4)
+    mask = PackedMask.pack(sparsesam.NM(n, m).select({"w": torch.rand(weight.shape)})["w"])
+    dy = weight.new_empty(setting.batch * 64, weight.shape[0])
+    backend = choose_backend(dy, weight, mask, Hardware.of(setting.device))
+    return f"{'dense' if backend is None else backend.__name__} ({n}:{m}, {tuple(weight.shape)})"
+
+
+def _peak(case: Case, device: torch.device) -> str:
+    if device.type != "cuda":
+        return "–"
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    case.step()
+    return f"{(torch.cuda.max_memory_allocated(device) - before) / 2**20:.0f}"
+
+
+def _cuda_syncs(case: Case, device: torch.device) -> str:
+    if device.type != "cuda":
+        return "–"
+    with _reported_syncs(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        case.step()
+    return str(sum("synchroniz" in str(one.message) for one in caught))
+
+
+@contextmanager
+def _reported_syncs() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    def clock() -> float:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        return time.perf_counter()
+
+    return clock
+
+
+def _default_device() -> str:
+    return str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
+
+
+def _called(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+if __name__ == "__main__":
+    main()

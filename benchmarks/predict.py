@@ -1,0 +1,125 @@
+"""Predicted, not measured: the time of a step with DistributedDataParallel on 8 to 1,024 GPUs.
+
+python -m benchmarks.predict [--parameters 25.6e6] [--tensors 161] [--pass-ms 100] [--link-gbs 25] …
+
+A step is its passes, the part of the gradients' all-reduce that the backward does not hide, the move to w + e and back,
+and the base optimizer's update:
+
+    all-reduce   2 (n - 1) / n · bytes / slowest link + 2 · log2(nodes) · latency
+    exposed      max(all-reduce - backward, all-reduce of the last bucket)
+    move         max(launches · host time per launch, bytes moved / memory bandwidth)
+
+It leaves out stragglers, input pipelines, contention on the network and what a smaller batch per GPU would change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass, fields
+
+GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
+#: gradients and weights are float32
+_BYTES = 4
+#: PyTorch's DistributedDataParallel sends gradients in buckets of 25 MiB; the last waits for the end of the backward
+_BUCKET = 25 * 2**20
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Defaults: ResNet-50 in bf16 with 256 images per A100, nodes of 8 with 200 Gb/s for each GPU."""
+
+    parameters: float = 25.6e6
+    tensors: int = 161
+    pass_ms: float = 100.0
+    backward_share: float = 2 / 3
+    memory_gbs: float = 1500.0
+    launch_us: float = 5.0
+    node_gbs: float = 250.0
+    link_gbs: float = 25.0
+    latency_us: float = 15.0
+    gpus_per_node: int = 8
+
+
+@dataclass(frozen=True)
+class Method:
+    """``passes`` in those of SGD, ``sent`` in copies of the gradient, ``moved`` in bytes per weight."""
+
+    passes: float
+    sent: tuple[float, ...]
+    moved: float
+    launches_per_tensor: float = 0
+    launches: float = 30
+
+
+# Floats per weight that SAM's move reads and writes: norm 1, join g 2, scale 2, fill 2, save 2, add 3, restore 2.
+_SAM_MOVED = 4 * 14
+# Norm 1; two gathers that touch every sector, 2; two scatters that read and write every sector, 4; for the kept half
+# its index four times, twice widened to int64 (4 + 2 * 4), and values as in SAM's vectors (8).
+_ENTRIES_MOVED = 4 * 7 + 4 * 0.5 * (12 + 8)
+
+METHODS = {
+    "SGD": Method(1, (1,), 0, launches=0),
+    "SAM, global": Method(2, (1, 1), _SAM_MOVED),
+    "SAM, local": Method(2, (0, 1), _SAM_MOVED),
+    "half of the entries, global": Method(2, (1, 1), _ENTRIES_MOVED, launches_per_tensor=4),
+    # ResNet-50's last stage: 15.0 M of 25.6 M weights with the classifier; passes as measured for ResNet-18 on a CPU.
+    "last stage, global": Method(1.24, (0.67, 1), _SAM_MOVED * 0.67),
+}
+
+
+def all_reduce_ms(share: float, gpus: int, given: Assumptions) -> float:
+    """Of a share of the gradients."""
+    if gpus == 1 or share == 0:
+        return 0.0
+    sent = 2 * (gpus - 1) / gpus * share * given.parameters * _BYTES
+    nodes = math.ceil(gpus / given.gpus_per_node)
+    slowest = given.node_gbs if nodes == 1 else given.link_gbs
+    return 1e3 * sent / (slowest * 1e9) + 2 * math.log2(max(nodes, 1)) * given.latency_us / 1e3
+
+
+def exposed_ms(share: float, gpus: int, backward_ms: float, given: Assumptions) -> float:
+    """What of the all-reduce is left when the backward has ended."""
+    whole = all_reduce_ms(share, gpus, given)
+    last_bucket = min(share, _BUCKET / (given.parameters * _BYTES))
+    return max(whole - backward_ms, all_reduce_ms(last_bucket, gpus, given))
+
+
+def move_ms(method: Method, given: Assumptions) -> float:
+    launches = method.launches + method.launches_per_tensor * given.tensors
+    return max(launches * given.launch_us / 1e3, 1e3 * method.moved * given.parameters / (given.memory_gbs * 1e9))
+
+
+def step_ms(method: Method, gpus: int, given: Assumptions) -> float:
+    """Of one method, with the update: gradient, weight and momentum read, weight and momentum written."""
+    update = 1e3 * 5 * _BYTES * given.parameters / (given.memory_gbs * 1e9)
+    backward = given.backward_share * given.pass_ms * method.passes / len(method.sent)
+    sent = sum(exposed_ms(share, gpus, backward, given) for share in method.sent)
+    return method.passes * given.pass_ms + sent + move_ms(method, given) + update
+
+
+def table(given: Assumptions) -> str:
+    """Milliseconds of a step, and how many times SGD's on as many GPUs."""
+    lines = ["| GPUs | " + " | ".join(METHODS) + " |", "|---" * (1 + len(METHODS)) + "|"]
+    for gpus in GPUS:
+        base = step_ms(METHODS["SGD"], gpus, given)
+        cells = [f"{(ms := step_ms(method, gpus, given)):.1f} ms, {ms / base:.2f} x" for method in METHODS.values()]
+        lines.append(f"| {gpus} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for one in fields(Assumptions):
+        kind = int if isinstance(one.default, int) else float
+        parser.add_argument(f"--{one.name.replace('_', '-')}", type=kind, default=one.default)
+    given = Assumptions(**vars(parser.parse_args(arguments)))
+    print("predicted, not measured; assumptions:")
+    for one in fields(given):
+        print(f"  {one.name:15} {getattr(given, one.name):g}")
+    print()
+    print(table(given))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""The table for whoever has a GPU, made small on whatever is here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from benchmarks.gpu import Setting, beyond_passes, make_case, methods, sparse_product, table
+from torch import nn
+
+
+def small():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=8),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8 * 16, 64),
+        nn.Linear(64, 10),
+    )
+
+
+@pytest.fixture
+def setting():
+    return Setting(torch.device("cpu"), small, 4, None)
+
+
+def test_the_table_has_a_row_for_each_method_and_numbers_in_it(setting):
+    lines = table(setting, rounds=1).splitlines()
+    rows = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines[2:]}
+    assert rows.keys() == methods().keys()
+    for milliseconds, ratio, launches, waits, *_ in rows.values():
+        assert float(milliseconds) > 0
+        assert float(ratio) > 0
+        assert int(launches) >= 0
+        assert int(waits) == 0
+    assert rows["SGD"][2] == "0"
+
+
+def test_launches_are_those_beyond_the_passes(setting):
+    cases = {name: make_case(setting, wrap) for name, wrap in methods().items()}
+    for case in cases.values():
+        case.step()
+    sgd, sam, entries = (beyond_passes(cases[name])[0] for name in ("SGD", "SAM", "entries, sparsity 0.5"))
+    tensors = len(list(cases["SAM"].model.parameters()))
+    assert sgd == 0 < sam < 40
+    assert sam < entries <= sam + 5 * tensors
+
+
+def test_mixed_precision_takes_steps():
+    setting = Setting(torch.device("cpu"), small, 4, torch.bfloat16)
+    for wrap in methods().values():
+        make_case(setting, wrap).step()
+
+
+def test_here_the_sparse_product_is_dense(setting):
+    assert sparse_product(setting) == "dense (1:2, (64, 128))"
