@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from sparsesam.optimizer import SAM, ExtrapolatedSAM
 from sparsesam.sharpness_aware import SharpnessAware
 
-#: Where a search begins: better than the base on every task of the study that SAM is better on, best on none.
+#: Where a search begins: between the best values of the study's tasks, 10 to 110 steps and 0.07 to 0.4.
 STEPS_AHEAD = 40.0
 RHO = 0.2
 
@@ -29,7 +29,7 @@ def recommended(
     In between, ``opt.step(closure, batch=(x, y))`` is called with a closure that takes the batch.
 
     Evidence and limits, with the figures: docs/study.md. In short, on small networks that would otherwise memorize
-    wrong labels one pass reaches what SAM reaches; where SAM itself gains nothing, so does this. Small networks, short
+    wrong labels one pass keeps 70 to 100 % of what SAM gains; where SAM itself gains nothing, so does this. Short
     trainings, one CPU: nothing here was measured on ImageNet. ``strength`` is the one number worth tuning: try a third
     and three times the default. If the training loss does not fall, it is too large.
     """
