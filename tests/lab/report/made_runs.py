@@ -26,7 +26,7 @@ def write_run(path, *, accuracy=0.9, seconds=2.0, epochs=3, planned=None, finish
     path.mkdir(parents=True)
     path.joinpath("config.yaml").write_text(yaml.safe_dump({**config, "betas": [0.9, 0.999]}))
     sparsity = None if config["optimizer"] == "sgd" else config["sparsity"] or 0.0
-    lines = [{"kind": "run", "step": 0, "config": config, "hash": "0", "provenance": PROVENANCE}]
+    lines = [{"kind": "run", "step": 0, "config": config, "provenance": PROVENANCE}]
     for epoch in range(1, epochs + 1):
         measured = {"test_accuracy": accuracy * epoch / epochs, "train_accuracy": accuracy, "sparsity": sparsity}
         losses = {"train_loss": 1 / epoch, "test_loss": 1.2 / epoch, "seconds": seconds}
@@ -43,7 +43,7 @@ def write_run(path, *, accuracy=0.9, seconds=2.0, epochs=3, planned=None, finish
             "seconds_per_step": seconds / 10,
             "sparsity": sparsity,
         }
-        content = {"result": result, "config": config, "hash": "0", "provenance": PROVENANCE}
+        content = {"result": result, "config": config, "provenance": PROVENANCE}
         path.joinpath("result.json").write_text(json.dumps(content))
     return path
 

@@ -22,18 +22,23 @@ def test_the_most_accurate_is_chosen_if_nothing_cheaper_comes_close(tmp_path):
     found = recommended(tmp_path, sgd=[0.80, 0.81], sam=[0.90, 0.92])
     assert found.chosen is found.best
     assert found.sentence == (
-        "Recommended: SAM, 91.0 ± 1.4 % at 2.00 × SGD’s passes. It has the highest mean accuracy."
+        "Best choice: SAM, 91.0 ± 1.4 % at 2.00 × SGD’s passes. It has the highest mean accuracy."
     )
 
 
-def test_the_cheapest_within_one_standard_error_of_the_best_is_chosen(tmp_path):
-    found = recommended(tmp_path, sgd=[0.89, 0.92], sam=[0.90, 0.92])
+def test_the_cheapest_that_the_seeds_cannot_tell_from_the_best_is_chosen(tmp_path):
+    found = recommended(tmp_path, sgd=[0.90, 0.92, 0.91], sam=[0.91, 0.92, 0.93])
     assert (found.chosen.label, found.best.label) == ("SGD", "SAM")
-    assert "the difference is within one standard error" in found.sentence
+    assert "the seeds cannot tell the two apart" in found.sentence
 
 
-def test_one_seed_tells_nothing_about_its_error(tmp_path):
-    found = recommended(tmp_path, sgd=[0.9099], sam=[0.90, 0.92])
+def test_differences_are_taken_seed_by_seed(tmp_path):
+    found = recommended(tmp_path, sgd=[0.80, 0.90, 0.85], sam=[0.81, 0.9101, 0.8599])
+    assert found.chosen.label == "SAM"
+
+
+def test_two_seeds_say_too_little_to_choose_the_cheaper_one(tmp_path):
+    found = recommended(tmp_path, sgd=[0.9099, 0.91], sam=[0.90, 0.921])
     assert found.chosen.label == "SAM"
 
 

@@ -87,9 +87,9 @@ def test_the_first_figure_has_intervals_and_marks_the_recommended_point(tmp_path
         write_run(tmp_path / f"a{seed}", optimizer="sgd", seed=seed, accuracy=accuracy - 0.1)
         write_run(tmp_path / f"b{seed}", optimizer="sam", seed=seed, accuracy=accuracy)
     part = sections(tmp_path)[1][DIGITS].parts[0]
-    assert part.lead.startswith("Recommended: SAM, 91.0 ± 1.0 % at 2.00 × SGD’s passes")
+    assert part.lead.startswith("Best choice: SAM, 91.0 ± 1.0 % at 2.00 × SGD’s passes")
     sgd, sam = part.blocks[0].panels[""]
-    assert (sgd.mark, sam.mark) == ("", "recommended")
+    assert (sgd.mark, sam.mark) == ("", "best choice")
     assert sam.error[0] == pytest.approx(4.303 / 3**0.5)  # t(0.975, 2) times the standard error in points
 
 

@@ -25,13 +25,11 @@ def test_seeds_of_one_config_are_one_variant(tmp_path):
     assert (sam.label, len(sam.runs), len(sam.finished)) == ("SAM", 3, 2)
     assert sam.accuracy == pytest.approx(0.6)
     assert sam.deviation("test_accuracy") == pytest.approx(0.2 / 2**0.5)
-    assert sam.standard_error("test_accuracy") == pytest.approx(0.1)
 
 
 def test_one_seed_has_no_deviation(tmp_path):
     (sam,) = variants_of(write_run(tmp_path / "a", optimizer="sam"))
     assert sam.deviation("test_accuracy") is None
-    assert sam.standard_error("test_accuracy") is None
 
 
 def test_identical_settings_and_seed_count_once_the_finished_run_first(tmp_path):

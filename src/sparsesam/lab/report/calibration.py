@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsesam.lab.display.numbers import number
+from sparsesam.lab.display.numbers import Number, number
 from sparsesam.lab.experiment.calibration import FILE
 from sparsesam.lab.report.files import read_object
 
@@ -20,6 +20,9 @@ class Calibration:
     seconds_per_epoch: Mapping[str, float]
     labels: Mapping[str, str]
     machine: str
+
+    def seconds(self, hashes: Iterable[str]) -> Number:
+        return next((self.seconds_per_epoch[one] for one in hashes if one in self.seconds_per_epoch), None)
 
 
 def read_calibrations(runs: Iterable[Path], problems: list[tuple[str, str]]) -> list[Calibration]:

@@ -37,7 +37,7 @@ def cost_of(task: Task, calibrations: Sequence[Calibration] = ()) -> Cost:
     finished = [variant for variant in task.variants if variant.finished]
     plain = _plain(finished)
     for calibration in calibrations:
-        if plain is not None and all(variant.hash in calibration.seconds_per_epoch for variant in finished):
+        if plain is not None and all(calibration.seconds(variant.hashes) for variant in finished):
             return _times(task, plain, calibration)
     return _passes(task, plain)
 
@@ -48,15 +48,15 @@ def _plain(variants: Sequence[Variant]) -> Variant | None:
 
 
 def _times(task: Task, plain: Variant, calibration: Calibration) -> Cost:
-    name, unit = optimizer_name(plain.optimizer), calibration.seconds_per_epoch[plain.hash]
-    seconds = {variant: calibration.seconds_per_epoch.get(variant.hash) for variant in task.variants}
+    name, unit = optimizer_name(plain.optimizer), calibration.seconds(plain.hashes)
+    seconds = {variant: calibration.seconds(variant.hashes) for variant in task.variants}
     where = f" on {calibration.machine}" if calibration.machine else ""
     return Cost(
         column=f"time / {name}",
         axis=f"time of an epoch / {name}’s",
         explanation=f"Cost is time, masks included: all variants were measured together, in turns{where}.",
         unit=f"× {name}’s time",
-        values={variant: None if one is None else one / unit for variant, one in seconds.items()},
+        values={variant: one / unit if one and unit else None for variant, one in seconds.items()},
     )
 
 

@@ -64,7 +64,7 @@ def read_run(path: Path) -> RunRecord:
         settings=_canonical({**_DEFAULTS, **settings}) if settings else {},
         written_settings={**_DEFAULTS, **settings} if settings else {},
         variant_name=str(written.get("name") or begun.get("name") or ""),
-        variant_hash=_variant_hash({**_DEFAULTS, **settings}) if settings else "",
+        variant_hash=_variant_hash({**_DEFAULTS, **settings}, written.get("hash") or begun.get("hash")),
         epochs=epochs,
         result=result if status == "finished" else {},
         provenance=_mapping(written, "provenance") or _mapping(begun, "provenance") or _mapping(failure, "provenance"),
@@ -81,8 +81,10 @@ def _canonical(settings: dict[str, Any]) -> dict[str, Any]:
         return settings
 
 
-def _variant_hash(settings: dict[str, Any]) -> str:
-    """The same for all seeds; empty for settings of another version of sparsesam."""
+def _variant_hash(settings: dict[str, Any], written: Any) -> str:
+    """The hash with seed 0: as the run wrote it, or by today's settings; empty for those of another version."""
+    if written and settings.get("seed") == 0:
+        return str(written)
     try:
         return from_mapping(TrainConfig, {**settings, "seed": 0}).content_hash
     except (TypeError, ValueError):

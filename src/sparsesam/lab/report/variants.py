@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,8 +42,9 @@ class Variant:
         return str(self.settings["optimizer"])
 
     @property
-    def hash(self) -> str:
-        return self.runs[0].variant_hash
+    def hashes(self) -> set[str]:
+        """Of its settings with seed 0; a run of another version of sparsesam may have another one."""
+        return {run.variant_hash for run in (*self.runs, *self.duplicates)}
 
     @property
     def finished(self) -> list[RunRecord]:
@@ -62,11 +62,6 @@ class Variant:
         """The sample standard deviation over seeds; None for fewer than two runs."""
         values = self.values(measure)
         return statistics.stdev(values) if len(values) > 1 else None
-
-    def standard_error(self, measure: str) -> Number:
-        """Of the mean over seeds; None for fewer than two runs."""
-        deviation = self.deviation(measure)
-        return None if deviation is None else deviation / math.sqrt(len(self.values(measure)))
 
     def values(self, measure: str) -> list[float]:
         return [value for run in self.finished if (value := run.measured(measure)) is not None]
@@ -132,8 +127,9 @@ def _label(members: Sequence[RunRecord], alike: Sequence[dict[str, Any]], names:
     given = {run.variant_name for run in members} - {""}
     if len(given) == 1:
         return given.pop()
-    if not given and members[0].variant_hash in names:
-        return names[members[0].variant_hash]
+    known = [names[run.variant_hash] for run in members if run.variant_hash in names]
+    if not given and known:
+        return known[0]
     settings = members[0].settings
     own = [name for name in settings if name not in (*TASK, "seed", "optimizer")]
     words = [setting_name(name, settings[name]) for name in _varied(alike, own) if settings[name] != DEFAULTS.get(name)]

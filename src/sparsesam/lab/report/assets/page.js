@@ -172,6 +172,10 @@
       { xanchor: "right", yanchor: "top", xshift: -8, yshift: -12, box: [left - 8 - width, left - 8, up - 12 - height, up - 12] },
       { xanchor: "left", yanchor: "bottom", xshift: 8, yshift: 12, box: [left + 8, left + 8 + width, up + 12, up + 12 + height] },
       { xanchor: "right", yanchor: "bottom", xshift: -8, yshift: 12, box: [left - 8 - width, left - 8, up + 12, up + 12 + height] },
+      ...[["left", 8, left + 8], ["right", -8, left - 8 - width]].flatMap(([xanchor, xshift, from]) => [
+        { xanchor, yanchor: "top", xshift, yshift: -28, box: [from, from + width, up - 28 - height, up - 28] },
+        { xanchor, yanchor: "top", xshift, yshift: -48, box: [from, from + width, up - 48 - height, up - 48] },
+      ]),
     ];
     const hits = ({ box: [from, to, low, high] }) => shown.filter((series, i) => series !== marked && x(series.x[0]) + 7 > from && x(series.x[0]) - 7 < to && y(tops[i]) + 7 > low && y(bottoms[i]) - 7 < high).length + (to > plot.clientWidth * 0.85 || from < -plot.clientWidth * 0.04 ? 10 : 0);
     const best = sides.reduce((a, b) => (hits(b) < hits(a) ? b : a));

@@ -37,7 +37,7 @@ def overview(data: ReportData) -> Section:
             costs = Cell(cost.show(shown), order=cost.values[shown])
             rows.append(cells(task.label, accuracy, shown.label, costs, number_cell(len(known))))
     caption = (
-        "For each task the recommended variant: the cheapest within one standard error of the highest mean accuracy. "
+        "For each task the best choice: the cheapest that the seeds cannot tell from the best. "
         "Mean ± standard deviation over seeds."
     )
     columns = ["task", "test accuracy", "variant", "cost", "variants"]
@@ -59,7 +59,7 @@ def _cost_figure(task: Task, cost: Cost, recommendation: Recommendation | None) 
         name="accuracy-against-cost",
         title="Test accuracy against cost",
         caption=f"{cost.explanation} Up and to the left is better. Bars are 95 % confidence intervals of the mean, "
-        "from three seeds on; the ring marks the cheapest variant within one standard error of the highest mean.",
+        "from three seeds on; the ring marks the cheapest variant that the seeds cannot tell from the best.",
         kind="points",
         x=Axis(cost.axis),
         y=Axis("test accuracy (%)"),
@@ -78,7 +78,7 @@ def _point(variant: Variant, place: Number, recommended: bool) -> Series | None:
         x=[place],
         y=[100 * variant.accuracy],
         error=None if interval is None else [100 * interval],
-        mark="recommended" if recommended else "",
+        mark="best choice" if recommended else "",
     )
 
 
