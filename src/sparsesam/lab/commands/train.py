@@ -31,10 +31,12 @@ def rewrite(arguments: list[str]) -> list[str]:
 
 
 def run(options: Namespace) -> int:
+    from sparsesam.lab.experiment.elastic import under_torchrun
     from sparsesam.lab.experiment.live import for_terminal
     from sparsesam.lab.experiment.run import run as run_one
 
     config, place = settings_of(options)
+    place = under_torchrun(place)
     result = run_one(config, place, for_terminal(quiet=place.quiet))
     chosen = "validation" if result.best_chosen_on == "val" else "test"
     print(

@@ -1,0 +1,83 @@
+"""torchrun -m sparsesam train: a lost rank, a restart, the same weights."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparsesam.lab.experiment.config import RunEnvironment
+from sparsesam.lab.experiment.elastic import under_torchrun
+from sparsesam.lab.experiment.records import read_records
+from tests.lab.experiment.runs import same, state
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "a",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "LOCAL_WORLD_SIZE": "4",
+    "WORLD_SIZE": "8",
+}
+
+
+def test_torchrun_says_how_many_processes_there_are():
+    place = under_torchrun(RunEnvironment(), TORCHRUN)
+    assert (place.devices, place.num_nodes, place.resume) == (4, 2, False)
+    assert under_torchrun(RunEnvironment(devices=3), {}) == RunEnvironment(devices=3)
+
+
+def test_a_restart_resumes():
+    assert under_torchrun(RunEnvironment(), {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}).resume
+
+
+def test_machines_with_unequal_numbers_of_processes_are_refused():
+    with pytest.raises(ValueError, match="nproc-per-node"):
+        under_torchrun(RunEnvironment(), {**TORCHRUN, "WORLD_SIZE": "6"})
+
+
+def torchrun(out, *, kill):
+    settings = {
+        "model": "tests.lab.experiment.killed_network:network",
+        "optimizer": "ssam-f",
+        "mask_steps": 3,
+        "train_size": 72,
+        "test_size": 40,
+        "epochs": 4,
+        "batch_size": 16,
+        "fisher_samples": 8,
+        "rho": 0.1,
+        "checkpoint_steps": 2,
+        "logger": "none",
+        "threads": 1,
+        "accelerator": "cpu",
+        "quiet": "true",
+        "out": out,
+    }
+    options = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    root = Path(__file__).parents[3]
+    # Otherwise torch's restarted processes look for each other at the addresses of the lost ones.
+    fresh_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = {**os.environ, **fresh_store, "KILL": kill, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"}
+    return subprocess.run(
+        [*command, "-m", "sparsesam", "train", *options],
+        env=environment,
+        check=False,
+        timeout=240,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_started_again_and_the_weights_are_those_of_the_undisturbed_run(tmp_path):
+    for name, kill in (("whole", "no"), ("killed", "yes")):
+        done = torchrun(tmp_path / name, kill=kill)
+        assert done.returncode == 0, done.stderr
+    kinds = [record["kind"] for record in read_records(tmp_path / "killed" / "records.jsonl")]
+    assert "resume" in kinds
+    assert "resume" not in [record["kind"] for record in read_records(tmp_path / "whole" / "records.jsonl")]
+    assert same(state(tmp_path / "killed")["training"]["model"], state(tmp_path / "whole")["training"]["model"])
+    assert same(state(tmp_path / "killed")["training"]["optimizer"], state(tmp_path / "whole")["training"]["optimizer"])
