@@ -48,7 +48,8 @@ def main() -> None:
     costs = layer_costs(model, images, how="cpu-time" if options.cpu_time else "time")
     rules = rules_for(costs, options.budgets, (images, labels))
     steps: dict[str, Callable[[], None]] = {"SGD": sgd(copy.deepcopy(model), images, labels)}
-    steps |= {name: step(copy.deepcopy(model), images, labels, rule) for name, rule in rules.items()}
+    optimizers = {name: optimizer(copy.deepcopy(model), rule) for name, rule in rules.items()}
+    steps |= {name: step(one, images, labels) for name, one in optimizers.items()}
     clock = time.process_time if options.cpu_time else time.perf_counter
     table = ratios(interleaved(steps, "SGD", rounds=options.rounds, warmup=options.warmup, clock=clock))
 
@@ -57,7 +58,7 @@ def main() -> None:
     measured = {row.name: row.median for row in table}
     print(f"\n{'':13} {'asked':>6} {'predicted':>10} {'measured':>9} {'off':>7} {'perturbed':>10}  frontier")
     for name, rule in rules.items():
-        report = rule.report()
+        report = rule.report(optimizers[name].masks)
         off = measured[name] / rule.budget - 1
         print(
             f"{name:13} {rule.budget:6.2f} {report.predicted:10.3f} {measured[name]:9.3f} {off:+7.1%} "
@@ -70,10 +71,12 @@ def rules_for(costs: LayerCosts, budgets: Sequence[float], batch: tuple[Tensor, 
     return {f"{unit} {budget}": BudgetMask(costs, budget, score, unit) for unit in UNITS for budget in budgets}
 
 
-def step(model: nn.Module, images: Tensor, labels: Tensor, rule: BudgetMask) -> Callable[[], None]:
-    base = torch.optim.SGD(model.parameters(), **SGD)
-    optimizer = sparsesam.SSAM(base, model, rho=0.1, mask=rule, norm="masked")
-    closure = closure_of(model, optimizer, images, labels)
+def optimizer(model: nn.Module, rule: BudgetMask) -> sparsesam.SSAM:
+    return sparsesam.SSAM(torch.optim.SGD(model.parameters(), **SGD), model, rho=0.1, mask=rule, norm="masked")
+
+
+def step(optimizer: sparsesam.SSAM, images: Tensor, labels: Tensor) -> Callable[[], None]:
+    closure = closure_of(optimizer.model, optimizer, images, labels)
     return lambda: void(optimizer.step(closure))
 
 

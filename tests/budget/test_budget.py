@@ -239,7 +239,7 @@ def test_the_engine_skips_what_the_budget_does_not_pay_for(unit):
     rule = budget_mask(model, cases.images()[0], 1.4, unit=unit, how="count")
     opt = sparsesam.SSAM(cases.sgd(model), model, mask=rule, norm="masked")
     train(opt, model, 2)
-    lines, frontier = opt.engine_report(), rule.report().frontier
+    lines, frontier = opt.engine_report(), rule.report(opt.masks).frontier
     assert lines["engine"] == "on"
     first = min(place for name, place in rule.costs.first_use.items() if name.startswith(f"{frontier}."))
     for name, mask in opt.masks.items():
@@ -273,7 +273,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(unit):
     resumed_model, resumed = start()
     resumed_model.load_state_dict(weights)
     resumed.load_state_dict(saved)
-    assert resumed.mask.report(resumed.masks) == opt.mask.report()
+    assert resumed.mask.report(resumed.masks) == opt.mask.report(opt.masks)
     train(opt, model, 4, seed=4)
     train(resumed, resumed_model, 4, seed=4)
     assert cases.same_bits(model.state_dict().values(), resumed_model.state_dict().values())
@@ -282,11 +282,11 @@ def test_a_resumed_run_equals_the_uninterrupted_one(unit):
 def test_the_report_tells_what_was_bought():
     model = conv_model()
     rule = budget_mask(model, cases.images()[0], 1.4, how="count")
-    with pytest.raises(RuntimeError, match="none was made yet"):
-        rule.report()
     opt = sparsesam.SSAM(cases.sgd(model), model, mask=rule, norm="masked")
+    with pytest.raises(ValueError, match="before the first step"):
+        rule.report(opt.masks)
     train(opt, model, 1)
-    report = rule.report(measured=1.38)
+    report = rule.report(opt.masks, measured=1.38)
     assert report.share == pytest.approx(1 - opt.sparsity)
     assert 1 < report.predicted <= 1.4
     assert report.frontier == next(row.layer for row in report.rows if row.share)

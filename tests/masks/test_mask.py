@@ -191,13 +191,6 @@ def test_fisher_with_sampled_labels_and_from_the_batch():
     assert sum(int((opt.masks[n] != other.masks[n]).sum()) for n in opt.masks) <= 2
 
 
-def test_how_each_parameters_fisher_was_computed_can_be_asked():
-    model, opt = wrap(sparsesam.fisher_mask(cases.images(16), F.cross_entropy, sparsity=0.5, samples=16))
-    step(model, opt)
-    assert opt.mask.score.paths["0.weight"] == "rule: Conv2d"
-    assert set(opt.mask.score.paths) == set(opt.masks)
-
-
 def test_fixed_masks_by_name_by_type_and_by_tensor():
     model, opt = wrap(sparsesam.fixed_mask("0.*", "4.bias"))
     step(model, opt)

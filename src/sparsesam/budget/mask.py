@@ -24,19 +24,9 @@ from sparsesam.budget.costs import LayerCosts, layer_costs
 from sparsesam.budget.report import BudgetReport, report_of
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.refresh import Refresh, manual
-from sparsesam.masks.scores import Fisher, Score, ScoreContext
+from sparsesam.masks.scores import Fisher, GradientEnergy, Score, ScoreContext
 
 LossFn = Callable[..., Tensor]
-
-
-@dataclass(frozen=True)
-class GradientEnergy:
-    """g² of the ascent gradient: what a weight adds to the squared norm of the perturbation's direction."""
-
-    needs_gradient: ClassVar[bool] = True
-
-    def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
-        return {name: context.gradient(name).square() for name in context.parameters}
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +47,6 @@ class BudgetMask(MaskRule):
     unit: BudgetUnit = "tensor"
     refresh: Refresh = field(default_factory=manual)
     seed: int = 0
-    _last: list[BudgetReport] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.unit not in get_args(BudgetUnit):
@@ -90,22 +79,19 @@ class BudgetMask(MaskRule):
         ones = {name: torch.ones_like(p, dtype=torch.bool) for name, p in context.parameters.items()}
         self._check_known(ones)
         if self.costs.step(ones) <= self.budget:
-            made = ones
-        else:
-            shapes = {name: p.shape for name, p in context.parameters.items()}
-            options = list(frontier_options(self.costs, shapes, self.unit))
-            self._require(options)
-            counts = {name: unit_count(self.costs, name, self.unit) for name in shapes}
-            scores = unit_sums(self.score(context), counts)
-            made = spread(best_units(options, scores, self._allowance), context.parameters, counts)
-        self._last[:] = [report_of(self.budget, self.costs, made)]
-        return made
+            return ones
+        shapes = {name: p.shape for name, p in context.parameters.items()}
+        options = list(frontier_options(self.costs, shapes, self.unit))
+        self._require(options)
+        counts = {name: unit_count(self.costs, name, self.unit) for name in shapes}
+        scores = unit_sums(self.score(context), counts)
+        return spread(best_units(options, scores, self._allowance), context.parameters, counts)
 
-    def report(self, masks: Mapping[str, Tensor] | None = None, *, measured: float | None = None) -> BudgetReport:
-        """What was chosen last, or what these masks mean (``opt.masks``, after a resume); ``measured`` beside it."""
-        if masks is None and not self._last:
-            raise RuntimeError("report() needs a mask, but none was made yet; take a step or give masks=opt.masks")
-        return replace(self._last[0] if masks is None else report_of(self.budget, self.costs, masks), measured=measured)
+    def report(self, masks: Mapping[str, Tensor], *, measured: float | None = None) -> BudgetReport:
+        """What these masks mean, usually ``opt.masks``; ``measured`` stands beside it."""
+        if not masks:
+            raise ValueError("masks must not be empty; opt.masks is, before the first step")
+        return replace(report_of(self.budget, self.costs, masks), measured=measured)
 
     def _check_known(self, names: Mapping[str, Tensor]) -> None:
         strangers = [name for name in names if name not in self.costs.shapes]
@@ -148,7 +134,7 @@ def budget_mask(
 
     >>> rule = budget_mask(model, images, budget=1.25, data=train_set, loss_fn=cross_entropy)
     >>> opt = SSAM(base, model, mask=rule, norm="masked")
-    >>> print(rule.report())            # after the first step
+    >>> print(rule.report(opt.masks))   # after the first step
     """
     if score is not None and data is not None:
         raise ValueError("score and data must not both be given: data is what Fisher scores are measured on")

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from sparsesam.masks.closeness import close, different
 from sparsesam.masks.errors import NonFiniteScoreError
 from sparsesam.masks.fisher_problem import LossFn, ModelLoss, Problem, SampleLabels, problem_of
 from sparsesam.masks.layer_rules import Accumulators, Call, find_rule
@@ -186,7 +185,7 @@ class _Measurement:
         except Exception:
             # Autograd has just differentiated this sample, so it is the hooks that the model does not bear.
             plan.loop(self.wanted)
-        plan.loop(different(trial, expected))
+        plan.loop(_different(trial, expected))
         return plan
 
     def _add_sample(
@@ -256,7 +255,7 @@ class _Measurement:
         if alone is None or size == 1:
             return False
         self.first_output = None
-        return not close(floating(slice_batch(output, slice(0, 1), size)), floating(alone))
+        return not _close(floating(slice_batch(output, slice(0, 1), size)), floating(alone))
 
     def _rerun(self, plan: Plan, observer: Observer, size: int, into: dict[str, Tensor]) -> None:
         for module, names in list(plan.reruns.items()):
@@ -340,7 +339,7 @@ def _rerun_samples(
                 for output, captured, grad in zip(found, run.outputs, run.grads, strict=True):
                     if grad is None:
                         continue
-                    if not close([output], [captured[i : i + 1]]):
+                    if not _close([output], [captured[i : i + 1]]):
                         return None
                     outputs.append(output)
                     grads.append(grad[i : i + 1].to(output.dtype))
@@ -368,3 +367,36 @@ def _add_squared_gradients(
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype in (torch.float64, torch.complex128) else torch.float32
+
+
+# ---- whether two computations of the same number agree --------------------------------------------------------
+
+
+def _tolerance(tensor: Tensor) -> float:
+    """Far above what another order of summation does, far below what a wrong formula does."""
+    if torch.is_autocast_enabled(tensor.device.type):
+        return 5e-2
+    return {torch.float64: 1e-7, torch.float32: 1e-3}.get(tensor.dtype, 5e-2)
+
+
+def _close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    return len(found) == len(expected) and all(map(_tensors_close, found, expected))
+
+
+def _tensors_close(found: Tensor, expected: Tensor) -> bool:
+    if found.shape != expected.shape:
+        return False
+    # Masked scores are -inf in both.
+    difference = torch.where(found == expected, torch.zeros_like(found), found - expected)
+    return bool(difference.norm() <= _tolerance(found) * expected.nan_to_num(0, 0, 0).norm())
+
+
+def _different(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> set[str]:
+    """Names whose root squares differ, beyond rounding of the largest: some gradients are zero but for it."""
+    norms = {name: square.sum().sqrt().item() for name, square in expected.items()}
+    floor = 1e-3 * max(norms.values())
+    return {
+        name
+        for name, square in expected.items()
+        if (found[name].sqrt() - square.sqrt()).norm().item() > _tolerance(square) * (norms[name] + floor)
+    }

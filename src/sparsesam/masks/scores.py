@@ -69,7 +69,7 @@ class Score(Protocol):
         ...
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Fisher:
     """Diagonal Fisher information over ``samples`` samples drawn from ``data``:
 
@@ -78,7 +78,6 @@ class Fisher:
     ``labels="data"`` is the empirical Fisher (eq. 5 of the paper), ``labels="sampled"`` draws
     y_i from the model's own distribution. Normalization statistics are frozen while it is measured.
     ``chunk`` samples are measured at a time; None: up to 128, or fewer where free memory is short.
-    ``paths`` tells, after the first use, how each parameter's squares were computed.
     """
 
     data: Any
@@ -87,7 +86,6 @@ class Fisher:
     model_loss: Callable[[nn.Module, Any], Tensor] | None = None
     labels: Literal["data", "sampled"] = "data"
     chunk: int | None = None
-    paths: dict[str, str] = field(default_factory=dict, repr=False)
     needs_gradient: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -98,10 +96,10 @@ class Fisher:
 
     def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
         batches = draw_batches(self.data, self.samples, generator=context.generator, chunk=self.chunk or _LARGEST_CHUNK)
-        return _remember(self.paths, _measured(self, batches, context))
+        return _measured(self, batches, context).values
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class BatchFisher:
     """Fisher information of the batch being trained on, given as ``opt.step(closure, batch=(x, y))``
     or ``opt.perturbed(batch=(x, y))``.
@@ -111,7 +109,6 @@ class BatchFisher:
     model_loss: Callable[[nn.Module, Any], Tensor] | None = None
     labels: Literal["data", "sampled"] = "data"
     chunk: int | None = None
-    paths: dict[str, str] = field(default_factory=dict, repr=False)
     needs_gradient: ClassVar[bool] = False
 
     def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
@@ -122,10 +119,10 @@ class BatchFisher:
             )
         if context.shards is not None:
             batches = gathered_batches(context.batch, context.shards)
-            return _remember(self.paths, _measured(self, batches, context))
+            return _measured(self, batches, context).values
         if context.ranks is None:
-            return _remember(self.paths, _measured(self, [context.batch], context))
-        return _remember(self.paths, _averaged(lambda: _measured(self, [context.batch], context), context.ranks))
+            return _measured(self, [context.batch], context).values
+        return _averaged(lambda: _measured(self, [context.batch], context), context.ranks).values
 
 
 @dataclass(frozen=True)
@@ -136,6 +133,16 @@ class GradientMagnitude:
 
     def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
         return {name: context.gradient(name).abs() for name in context.parameters}
+
+
+@dataclass(frozen=True)
+class GradientEnergy:
+    """g² of the ascent gradient: what a weight adds to the squared norm of the perturbation's direction."""
+
+    needs_gradient: ClassVar[bool] = True
+
+    def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
+        return {name: context.gradient(name).square() for name in context.parameters}
 
 
 @dataclass(frozen=True)
@@ -185,9 +192,3 @@ def _averaged(measure: Callable[[], FisherDiagonal], ranks: dist.ProcessGroup) -
         dist.all_reduce(value, group=ranks)
         value.div_(float(samples))
     return result
-
-
-def _remember(paths: dict[str, str], result: FisherDiagonal) -> dict[str, Tensor]:
-    paths.clear()
-    paths.update(result.paths)
-    return result.values
