@@ -114,7 +114,7 @@ class Engine:
         reason = reason or hooks_left_out(self.model, plan)
         if reason is None and not plan.needed:
             reason = "nothing is perturbed"
-        if reason is None and not plan.is_partial and not found.has_clean_parameters:
+        if reason is None and ascent == "explicit" and not plan.is_partial and not found.has_clean_parameters:
             reason = "every parameter is perturbed, and no mask is made of whole filters"
         if reason is not None:
             self.switched_off(reason)
