@@ -138,7 +138,7 @@ def test_the_packaged_demo_compares_four_optimizers():
     assert list(sweep.seeds) == [0, 1]
 
 
-@pytest.mark.parametrize("backend", ["loky", "ray"])
+@pytest.mark.parametrize("backend", ["loky", pytest.param("ray", marks=pytest.mark.slow)])
 def test_runs_in_other_processes_leave_the_same_results(tmp_path, backend):
     if backend == "ray":
         pytest.importorskip("ray")
@@ -146,8 +146,8 @@ def test_runs_in_other_processes_leave_the_same_results(tmp_path, backend):
     command = ["sweep", str(file), "--out", str(tmp_path / "runs"), "--jobs", "2", "--backend", backend]
     subprocess.run(
         [sys.executable, "-m", "sparsesam.lab.cli", *command],
-        # Ray keeps a token of its own in the home directory.
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)},
+        # Ray keeps a token of its own in the home directory; "local" starts a cluster for this test alone.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HOME": str(tmp_path), "RAY_ADDRESS": "local"},
         check=True,
         timeout=120,
     )

@@ -134,7 +134,8 @@ class _Stepper:
     """A variant that takes its steps when it is its turn."""
 
     def __init__(self, config: TrainConfig, splits: Splits | FolderSplits, place: RunEnvironment) -> None:
-        endless = replace(config, epochs=10**6, max_steps=None, ascent_start=0.0)
+        # After the first one, masks are made in `_make_mask` alone.
+        endless = replace(config, epochs=10**6, max_steps=None, ascent_start=0.0, mask_epochs=10**6, mask_steps=None)
         self.training = make_training(endless, splits, make_fabric(endless, place), place)
         self.every = 1 if config.is_plain else config.ascent_every
         self.rounds: list[float] = []
@@ -169,13 +170,12 @@ class _Stepper:
         self.masks.append(max(0.0, seconds))
 
     def _take(self, count: int) -> float:
-        """Seconds per step, without the masks that are made in them."""
-        start, masks, before = self.training.steps_taken, len(self.training.mask_seconds), self._now()
+        """Seconds per step."""
+        start, before = self.training.steps_taken, self._now()
         while self.training.steps_taken - start < count:
             self.training.advance(lambda: self.training.steps_taken - start >= count, lambda: None)
         self.training.sums = Sums()
-        seconds = self._now() - before - sum(self.training.mask_seconds[masks:])
-        return seconds / (self.training.steps_taken - start)
+        return (self._now() - before) / (self.training.steps_taken - start)
 
     def _now(self) -> float:
         """CPU time where one thread does all the work: other processes then do not count."""

@@ -7,11 +7,11 @@ import os
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import joblib
 from filelock import FileLock, Timeout
@@ -22,6 +22,10 @@ from sparsesam.lab.experiment.run_directory import write_whole
 from sparsesam.lab.experiment.sweep import Job
 
 Backend = Literal["loky", "ray"]
+_Arguments = tuple[Job, RunEnvironment, int, int | None]
+
+#: How many machines a run on a Ray cluster may lose.
+LOST_MACHINES = 3
 
 
 @dataclass(frozen=True)
@@ -47,18 +51,17 @@ def sweep_jobs(
 
     ``workers`` runs at a time; ``on_end`` is called here when one ends. Workers stop, with a checkpoint, when this
     process ends. "ray" sends the runs to the Ray cluster that this process can reach, or to one started here; its
-    machines must share the directory that the runs are in.
+    machines must share the directory that the runs are in, and the runs of a machine that is lost go on elsewhere.
     """
     once = {job.directory: job for job in reversed(list(jobs))}  # of identical runs the first one
     due = [job for job in reversed(once.values()) if not job.is_finished and (retry or job.failure is None)]
     place = replace(place, resume=True, quiet=True, threads=place.threads or 1, logger="none")
     parent = os.getpid() if backend == "loky" else None
     interrupted = False
-    with _registered(backend), joblib.parallel_config(backend=backend, n_jobs=workers):
-        parallel = joblib.Parallel(batch_size=1, pre_dispatch=workers, return_as="generator_unordered")
-        for outcome in parallel(joblib.delayed(_run_job)(job, place, gpus, parent) for job in due):
-            interrupted = interrupted or outcome.status == "interrupted"
-            on_end(outcome)
+    arguments = [(job, place, gpus, parent) for job in due]
+    for outcome in _on_ray(arguments, workers) if backend == "ray" else _here(arguments, workers):
+        interrupted = interrupted or outcome.status == "interrupted"
+        on_end(outcome)
     if interrupted:
         raise KeyboardInterrupt
 
@@ -75,6 +78,8 @@ def _run_job(job: Job, place: RunEnvironment, gpus: int, parent: int | None) -> 
     def is_orphan() -> bool:
         return parent is not None and parent not in (os.getpid(), os.getppid())
 
+    if job.is_finished:  # on a machine that was lost before it could report
+        return Outcome(job, "finished")
     failure = job.directory / "failure.json"
     failure.unlink(missing_ok=True)
     with warnings.catch_warnings(record=True) as caught:
@@ -113,12 +118,25 @@ def claimed_gpu(count: int, folder: Path) -> Iterator[str]:
         time.sleep(1.0)
 
 
-@contextmanager
-def _registered(backend: Backend) -> Iterator[None]:
-    if backend == "ray":
-        try:
-            from ray.util.joblib import register_ray
-        except ImportError as error:
-            raise ImportError("sweeps on a Ray cluster need ray: pip install 'sparsesam[ray]'") from error
-        register_ray()
-    yield
+def _here(arguments: Sequence[_Arguments], workers: int) -> Iterator[Outcome]:
+    with joblib.parallel_config(backend="loky", n_jobs=workers):
+        parallel = joblib.Parallel(batch_size=1, pre_dispatch=workers, return_as="generator_unordered")
+        yield from parallel(joblib.delayed(_run_job)(*one) for one in arguments)
+
+
+def _on_ray(arguments: Sequence[_Arguments], workers: int) -> Iterator[Outcome]:
+    """One task per run. Ray starts a task again, on another machine, when its own is lost; the run then resumes."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError("sweeps on a Ray cluster need ray: pip install 'sparsesam[ray]'") from error
+    if not ray.is_initialized():
+        ray.init()
+    task = ray.remote(num_cpus=1, max_retries=LOST_MACHINES)(_run_job)
+    waiting = list(reversed(arguments))
+    running: list[Any] = []
+    while waiting or running:
+        while waiting and len(running) < workers:
+            running.append(task.remote(*waiting.pop()))
+        ended, running = ray.wait(running)
+        yield from ray.get(ended)

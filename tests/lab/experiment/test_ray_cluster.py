@@ -1,0 +1,72 @@
+"""A sweep on a Ray cluster of two machines, of which one is lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparsesam.lab.experiment.records import read_records
+
+SCRIPT = """
+import os, sys, threading, time
+from pathlib import Path
+import ray
+from ray.cluster_utils import Cluster
+
+from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
+from sparsesam.lab.experiment.execution import sweep_jobs
+from sparsesam.lab.experiment.sweep import Sweep
+
+out = Path(sys.argv[1])
+config = TrainConfig(model="tests.lab.experiment.slow_network:network", train_size=72, test_size=40, epochs=6,
+                     batch_size=16, optimizer="sam", rho=0.1)
+jobs = Sweep("lost", {"SAM": config}, [0, 1, 2, 3]).jobs(out)
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+other = cluster.add_node(num_cpus=1)
+ray.init(address=cluster.address)
+
+
+def lose_a_machine():
+    # As soon as two runs have saved an epoch, one on each machine.
+    while sum((job.directory / "last.pt").exists() for job in jobs) < 2:
+        time.sleep(0.05)
+    cluster.remove_node(other, allow_graceful=False)
+    (out / "lost").touch()
+
+
+threading.Thread(target=lose_a_machine, daemon=True).start()
+ended = []
+sweep_jobs(jobs, RunEnvironment(accelerator="cpu"), workers=2, backend="ray", on_end=ended.append)
+assert (out / "lost").exists()
+assert sorted(one.job.config.seed for one in ended) == [0, 1, 2, 3], ended
+assert all(one.status == "finished" for one in ended), ended
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_runs_of_a_lost_machine_run_again_and_none_counts_twice(tmp_path):
+    pytest.importorskip("ray")
+    root = Path(__file__).parents[3]
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0"}
+    environment["PYTHONPATH"] = f"{root / 'src'}:{root}"
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "runs")],
+        env=environment,
+        check=False,
+        timeout=280,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = [read_records(file) for file in (tmp_path / "runs").glob("*/records.jsonl")]
+    assert len(runs) == 4
+    for records in runs:
+        kinds = [record["kind"] for record in records]
+        assert kinds.count("result") == 1
+        assert [record["epoch"] for record in records if record["kind"] == "epoch"] == [1, 2, 3, 4, 5, 6]
+    assert any(record["kind"] == "resume" for records in runs for record in records)
