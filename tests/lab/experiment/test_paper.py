@@ -191,3 +191,21 @@ def test_figures_that_need_the_same_networks_share_them():
     assert default_out(recipe("hessian"), "laptop") == default_out(recipe("landscape"), "laptop")
     assert recipe("hessian").sweep("full", [0], {}).variants == recipe("landscape").sweep("full", [0], {}).variants
     assert default_out(recipe("sparsity-acc"), "full").parts[-2:] == ("sparsity-acc", "full")
+
+
+@pytest.mark.parametrize(
+    ("label", "name", "value"), [("rho-imagenet", "optimizer", "sgd"), ("ablation-update-mask", "mask_steps", 2)]
+)
+def test_a_setting_that_makes_rows_the_same_run_is_refused(label, name, value):
+    with pytest.raises(ValueError, match="one run in several"):
+        recipe(label).check_overrides("laptop", {name: value})
+
+
+def test_a_figure_and_a_table_of_one_label_are_told_apart_by_the_prefix_in_the_paper():
+    assert recipe("fig:corruption").place == "Figure 3"
+    assert recipe("tab:corruption").place == recipe("corruption").place == "Table 8"
+
+
+def test_notes_about_the_full_scale_are_not_printed_at_another():
+    assert any("4096" in note for note in recipe("vgg_cifar").notes("full"))
+    assert not any("4096" in note for note in recipe("vgg_cifar").notes("laptop"))

@@ -217,3 +217,22 @@ def test_a_run_with_one_step_per_epoch_can_be_stopped(tmp_path):
     with pytest.raises(Interrupted):
         train(tmp_path, InterruptAt(2), train_size=16, epochs=9)
     assert checkpoint.load(tmp_path / "last.pt")["training"]["position"]["epoch"] == 3  # it was told after its second
+
+
+def test_an_extension_from_a_damaged_checkpoint_is_refused_and_leaves_the_run(tmp_path):
+    train(tmp_path)
+    whole = (tmp_path / "last.pt").read_bytes()
+    (tmp_path / "last.pt").write_bytes(whole[: len(whole) // 2])
+    settings, result = (tmp_path / "config.yaml").read_text(), (tmp_path / "result.json").read_text()
+    with pytest.raises(CheckpointError):
+        train(tmp_path, resume=True, epochs=5)
+    assert (tmp_path / "config.yaml").read_text() == settings
+    assert (tmp_path / "result.json").read_text() == result
+
+
+def test_a_run_that_diverged_says_why_until_it_goes_on(tmp_path):
+    with pytest.raises(DivergedError):
+        train(tmp_path, lr=1e30)
+    assert "DivergedError" in json.loads((tmp_path / "failure.json").read_text())["error"]
+    RunDirectory(tmp_path).begin(replace(SHORT, lr=1e30), resume=True)
+    assert not (tmp_path / "failure.json").exists()

@@ -7,11 +7,11 @@ import platform
 from importlib import metadata
 
 import torch
-from jsonargparse import ArgumentParser, Namespace
 from torch import nn
 
 import sparsesam
 from sparsesam.ascent.semi_structured import Hardware
+from sparsesam.lab.commands.parser import Namespace, Parser
 from sparsesam.masks.fisher import fisher_diagonal
 
 HELP = "Say which versions are installed, which devices there are, and which fast paths are on or why not."
@@ -29,7 +29,7 @@ _OPTIONAL = {
 }
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     pass
 
 

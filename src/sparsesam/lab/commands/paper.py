@@ -142,7 +142,7 @@ def _order(one: Recipe) -> tuple[bool, int]:
 def _show(chosen: Recipe, scale: Scale, settings: Mapping[str, Any], jobs: Sequence[Job], console: Console) -> None:
     """Every setting and choice with where it comes from, then the paper's numbers with what we have."""
     console.print(f"{chosen.place}: {chosen.title} ({chosen.label}, {scale} scale)", markup=False)
-    for note in chosen.notes:
+    for note in chosen.notes(scale):
         console.print(f"- {note}", soft_wrap=True, markup=False)
     groups = {"setting": settings_of(chosen, scale, settings), "choice": other_choices(chosen, scale)}
     for heading, choices in groups.items():

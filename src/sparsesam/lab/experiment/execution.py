@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import Interrupted
-from sparsesam.lab.experiment.run_directory import write_whole
+from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Job
 
 Backend = Literal["loky", "ray"]
@@ -72,7 +70,6 @@ def default_workers(gpus: int) -> int:
 
 def _run_job(job: Job, place: RunEnvironment, gpus: int, parent: int | None) -> Outcome:
     """In a worker process: an error is written to failure.json and does not end the sweep."""
-    from sparsesam.lab.experiment.provenance import provenance
     from sparsesam.lab.experiment.run import run
 
     def is_orphan() -> bool:
@@ -80,8 +77,7 @@ def _run_job(job: Job, place: RunEnvironment, gpus: int, parent: int | None) -> 
 
     if job.is_finished:  # on a machine that was lost before it could report
         return Outcome(job, "finished")
-    failure = job.directory / "failure.json"
-    failure.unlink(missing_ok=True)
+    RunDirectory(job.directory).failure.unlink(missing_ok=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         try:
@@ -92,9 +88,7 @@ def _run_job(job: Job, place: RunEnvironment, gpus: int, parent: int | None) -> 
         except (Interrupted, KeyboardInterrupt):
             status = "interrupted"
         except Exception as error:
-            job.directory.mkdir(parents=True, exist_ok=True)
-            content = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-            write_whole(failure, json.dumps({**content, "provenance": provenance()}, indent=1))
+            RunDirectory(job.directory).write_failure(error)
             status = "failed"
     if is_orphan():
         os._exit(1)  # no process receives the outcome

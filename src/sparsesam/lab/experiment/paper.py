@@ -71,9 +71,9 @@ class Recipe:
         """Everything it answers to."""
         return [self.label, *self.content.get("aliases", [])]
 
-    @property
-    def notes(self) -> list[str]:
-        return list(self.content.get("notes", []))
+    def notes(self, scale: Scale) -> list[str]:
+        """What is to be said about the table, and at full scale about its networks."""
+        return [*self.content.get("notes", []), *(self.content.get("full_notes", []) if scale == "full" else [])]
 
     @property
     def figure(self) -> str | None:
@@ -117,7 +117,7 @@ class Recipe:
         return from_mapping(TrainConfig, {**values, **overrides})
 
     def check_overrides(self, scale: Scale, overrides: Mapping[str, Any]) -> None:
-        """ValueError for a setting that rows or columns vary: one run would be printed in several cells."""
+        """ValueError where one run would be printed in several cells, for example because rows vary a setting."""
         for name in overrides:
             if name == "seed":
                 raise ValueError("--set must leave seed alone; --seeds says how many there are")
@@ -128,6 +128,16 @@ class Recipe:
                     f"--set must leave {name} alone: the runs of {self.label} differ in it ({shown}), and would be one "
                     f"run in several cells; `sparsesam train --{name.replace('_', '-')} …` makes a run of your own"
                 )
+        if len(self._identities(scale, overrides)) < len(self._identities(scale, {})):
+            changed = " ".join(f"{name}={value}" for name, value in overrides.items())
+            raise ValueError(
+                f"--set {changed} makes different runs of {self.label} the same, which would be one run in several "
+                "cells; leave out what makes a setting of the rows meaningless"
+            )
+
+    def _identities(self, scale: Scale, overrides: Mapping[str, Any]) -> set[tuple[str, bool]]:
+        cells = self.cells(scale)
+        return {(self.config(row, column, overrides).content_hash, column.is_timed) for row, column in cells}
 
     def varied(self, scale: Scale) -> dict[str, list[Any]]:
         """The settings that runs of the table differ in, with their values; runs for times are apart."""
@@ -191,12 +201,15 @@ def recipes() -> dict[str, Recipe]:
 
 def recipe(name: str) -> Recipe:
     """By its label in the paper, also with LaTeX's prefix, by another name, or by its number: "figure 7"."""
+    everything = recipes().values()
+    as_written = {one: found for found in everything for one in found.names}
     plain = _plain(name)
-    known = {_plain(one): found for found in recipes().values() for one in (*found.names, found.place)}
-    if plain not in known:
-        names = [one for found in recipes().values() for one in found.names]
-        raise ValueError(f"unknown table or figure {name!r}; {nearest(name, names)} `sparsesam paper list` lists all")
-    return known[plain]
+    known = {_plain(one): found for found in everything for one in (*found.names, found.place) if ":" not in one}
+    if name not in as_written and plain not in known:
+        names = [one for found in everything for one in (*found.names, found.place)]
+        meant = nearest(name, names, otherwise="no name is similar;")
+        raise ValueError(f"unknown table or figure {name!r}; {meant} `sparsesam paper list` lists all")
+    return as_written.get(name) or known[plain]
 
 
 def _plain(name: str) -> str:

@@ -57,13 +57,19 @@ def run(
         fabric.launch()
         training = make_training(config, splits, fabric, place)
         with directory.locked() if main else nullcontext():
-            extended = directory.begin(config, resume=place.resume) if main else None
-            if place.resume:
+            if place.resume:  # a checkpoint that cannot be read leaves the run as it is
                 _restore(training, directory, fabric)
+            extended = directory.begin(config, resume=place.resume) if main else None
             header = _header(config, place, training, extended)
             if main:
                 directory.append(header)
-            return _train(config, place, training, directory, (observer if main else None) or Silent(), header, stop)
+            shown = (observer if main else None) or Silent()
+            try:
+                return _train(config, place, training, directory, shown, header, stop)
+            except Exception as error:
+                if main and not isinstance(error, Interrupted | CheckpointError):
+                    directory.write_failure(error)
+                raise
 
 
 def make_fabric(config: TrainConfig, place: RunEnvironment) -> Fabric:

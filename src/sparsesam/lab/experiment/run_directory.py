@@ -3,7 +3,7 @@
 config.yaml   every setting            last.pt   everything needed to resume
 records.jsonl one line per epoch       best.pt   the weights with the best validation (or test) accuracy
 result.json   only of a finished run   masks/    each mask, written when it is made
-analyses/     results of `sparsesam analyze`
+analyses/     results of `sparsesam analyze`        failure.json  only of a run that failed
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 import socket
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from filelock import FileLock, Timeout
 from sparsesam.lab.experiment.config import TrainConfig, differences, from_mapping
 from sparsesam.lab.experiment.errors import RunError
 from sparsesam.lab.experiment.mask_record import forget_masks_from
+from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.records import append_records
 
 
@@ -34,6 +36,7 @@ class RunDirectory:
         self.last = path / "last.pt"
         self.best = path / "best.pt"
         self.result = path / "result.json"
+        self.failure = path / "failure.json"
         self.masks = path / "masks"
         self.analyses = path / "analyses"
 
@@ -69,6 +72,7 @@ class RunDirectory:
     def begin(self, config: TrainConfig, *, resume: bool) -> int | None:
         """Write the settings; the number of epochs that the run had before, if this run extends it."""
         self.check(config, resume=resume)
+        self.failure.unlink(missing_ok=True)
         before = None
         if resume and self.config.exists():
             saved = self.saved_config()
@@ -98,6 +102,12 @@ class RunDirectory:
                 f"{self.path} holds a finished run of {saved.epochs} epochs; a larger --epochs extends it, "
                 "another --out begins a new one"
             )
+
+    def write_failure(self, error: Exception) -> None:
+        """Why the run ended without a result; call it where the error is handled."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        content = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        write_whole(self.failure, json.dumps({**content, "provenance": provenance()}, indent=1))
 
     def saved_config(self) -> TrainConfig:
         try:

@@ -92,13 +92,15 @@ def _mark(name: str, chosen: Recipe, scale: Scale, config: TrainConfig, override
 
 
 def _applies(name: str, chosen: Recipe, config: TrainConfig) -> bool:
-    wanted = dict(_content()["applies"].get(name, {}))
-    excluded = wanted.pop("not", None)
-    return _fits(wanted, chosen, config) and (excluded is None or not _fits(excluded, chosen, config))
+    return _fits(_content()["applies"].get(name, {}), chosen, config)
 
 
 def _fits(wanted: Mapping[str, Any], chosen: Recipe, config: TrainConfig) -> bool:
     for name, patterns in wanted.items():
+        if name == "not":
+            if _fits(patterns, chosen, config):
+                return False
+            continue
         value = chosen.label if name == "recipe" else str(getattr(config, name))
         if not any(fnmatchcase(value, str(pattern)) for pattern in _listed(patterns)):
             return False

@@ -61,7 +61,7 @@ class Comparison:
                 shares = " or ".join(f"{100 * share:g} %" for share in noise)
                 said.append(f"{shares} of the training labels are wrong; the test labels are clean.")
             said.append("Another network and other data than the paper's: compare rows, not values.")
-        return [*said, *self.recipe.notes, *self._times()]
+        return [*said, *self.recipe.notes(self.scale), *self._times()]
 
     def _times(self) -> list[str]:
         if not any(column.is_timed for column in self.recipe.columns(self.scale)):

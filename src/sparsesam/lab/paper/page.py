@@ -57,7 +57,7 @@ def page() -> str:
         _ITEMS,
         _table(("item", "what", "file", "command", "test"), _items(everything)),
         _OPEN,
-        *(f"- **{one.place}**: {note}\n" for one in everything for note in one.notes),
+        *(f"- **{one.place}**: {note}\n" for one in everything for note in one.notes("full")),
         _CHOICES,
         _table(("choice", "here", "where it comes from", "in"), _grouped(everything, settings=False)),
         _SETTINGS,

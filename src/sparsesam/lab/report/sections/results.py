@@ -95,7 +95,10 @@ def _chosen_on(task: Task) -> str:
     chosen = {str(run.result.get("best_chosen_on", "test")) for run in task.runs if run.result}
     if chosen == {"val"}:
         return ", by validation images"
-    return ", by the test images themselves, which makes it too high" if chosen == {"test"} else ""
+    by_test = "by the test images themselves, which makes it too high"
+    if "val" in chosen:
+        return f", by validation images in runs that have them, in the others {by_test}"
+    return f", {by_test}" if chosen else ""
 
 
 def _row(variant: Variant, cost: Cost) -> list[Cell]:
