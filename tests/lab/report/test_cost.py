@@ -39,8 +39,15 @@ def test_times_of_a_calibration_are_compared(tmp_path):
     write_calibration(tmp_path, runs, [2.0, 3.5])
     found, values = cost(*runs)
     assert values == {"SGD": 1.0, "SAM": 1.75}
-    assert found.axis == "time of an epoch / SGD’s"
+    assert found.axis == "time of a run / SGD’s"
     assert "measured together, in turns on a chip" in found.explanation
+
+
+def test_a_longer_run_costs_more(tmp_path):
+    runs = [write_run(tmp_path / str(epochs), optimizer="sgd", epochs=epochs) for epochs in (3, 6)]
+    assert sorted(cost(*runs)[1].values()) == [1.0, 2.0]
+    write_calibration(tmp_path, runs, [2.0, 2.0])
+    assert sorted(cost(*runs)[1].values()) == [1.0, 2.0]
 
 
 def test_a_calibration_that_lacks_a_variant_is_not_mixed_with_other_times(tmp_path):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -122,14 +123,14 @@ def _seeds(chosen: Recipe, asked: int | None) -> int:
 
 
 def _list() -> Table:
-    drawn = Table()
+    drawn = Table(box=SIMPLE_HEAD, pad_edge=False, caption="runs: for each seed, at laptop and at full scale")
     drawn.add_column("", no_wrap=True)
     drawn.add_column("name", no_wrap=True)
-    for heading in ("", "runs per seed: laptop", "full"):
-        drawn.add_column(heading)
+    drawn.add_column("")
+    drawn.add_column("runs", no_wrap=True, justify="right")
     for one in sorted(recipes().values(), key=_order):
-        counts = [str(len(one.sweep(scale, [0], {}).variants)) for scale in ("laptop", "full")]
-        drawn.add_row(one.place, one.label, one.title, *counts)
+        counts = " / ".join(str(len(one.sweep(scale, [0], {}).variants)) for scale in get_args(Scale))
+        drawn.add_row(one.place, one.label, one.title, counts)
     return drawn
 
 

@@ -49,11 +49,11 @@ def _plain(variants: Sequence[Variant]) -> Variant | None:
 
 def _times(task: Task, plain: Variant, calibration: Calibration) -> Cost:
     name, unit = optimizer_name(plain.optimizer), calibration.seconds(plain.hashes)
-    seconds = {variant: calibration.seconds(variant.hashes) for variant in task.variants}
+    seconds = {variant: _times_length(calibration.seconds(variant.hashes), variant, plain) for variant in task.variants}
     where = f" on {calibration.machine}" if calibration.machine else ""
     return Cost(
         column=f"time / {name}",
-        axis=f"time of an epoch / {name}’s",
+        axis=f"time of a run / {name}’s",
         explanation=f"Cost is time, masks included: all variants were measured together, in turns{where}.",
         unit=f"× {name}’s time",
         values={variant: one / unit if one and unit else None for variant, one in seconds.items()},
@@ -62,12 +62,14 @@ def _times(task: Task, plain: Variant, calibration: Calibration) -> Cost:
 
 def _passes(task: Task, plain: Variant | None) -> Cost:
     """Counted passes relative to those of plain steps; by the settings alone if a run has no count."""
-    counts = {variant: _passes_per_step(variant) for variant in task.variants}
+    counts = {variant: _times_length(_passes_per_step(variant), variant, plain) for variant in task.variants}
     unit = counts[plain] if plain is not None else None
     known = [count for variant, count in counts.items() if variant.finished]
     is_counted = bool(unit) and None not in known
     values = {
-        variant: (count / unit if count and unit else None) if is_counted else nominal_passes(variant.settings)
+        variant: (count / unit if count and unit else None)
+        if is_counted
+        else _times_length(nominal_passes(variant.settings), variant, plain)
         for variant, count in counts.items()
     }
     name = optimizer_name(plain.optimizer) if plain is not None else "a plain step"
@@ -79,6 +81,12 @@ def _passes(task: Task, plain: Variant | None) -> Cost:
         unit=f"× {name}’s passes",
         values=values,
     )
+
+
+def _times_length(cost: Number, variant: Variant, plain: Variant | None) -> Number:
+    """The cost of a step or an epoch as that of the whole run: twice the epochs cost twice as much."""
+    epochs, unit = (number(one.settings.get("epochs")) if one is not None else None for one in (variant, plain))
+    return cost * epochs / unit if cost and epochs and unit else cost
 
 
 def _passes_per_step(variant: Variant) -> Number:
