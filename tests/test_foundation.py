@@ -9,7 +9,7 @@ import pytest
 import sparsesam
 
 ROOT = Path(sparsesam.__file__).parent
-STANDS_ON_THE_CORE = {"analysis", "integrations", "lab"}
+STANDS_ON_THE_CORE = {"analysis", "integrations", "lab", "__main__"}
 CORE = sorted(
     path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0].removesuffix(".py") not in STANDS_ON_THE_CORE
 )
