@@ -1,5 +1,3 @@
-import pytest
-
 from sparsesam.lab.paper.comparison import Comparison
 from tests.lab.experiment.test_paper import results_of
 
