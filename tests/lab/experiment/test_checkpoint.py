@@ -82,3 +82,11 @@ def test_three_changed_bytes_are_noticed(tmp_path):
     (tmp_path / "a.pt").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"damaged or truncated \(the checksum of .* does not match\)"):
         checkpoint.load(tmp_path / "a.pt")
+
+
+def test_a_damaged_best_checkpoint_names_the_last_one(tmp_path):
+    checkpoint.save(tmp_path / "best.pt", {"model": {}})
+    whole = (tmp_path / "best.pt").read_bytes()
+    (tmp_path / "best.pt").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match=r"damaged or truncated .* use last\.pt"):
+        checkpoint.load(tmp_path / "best.pt")

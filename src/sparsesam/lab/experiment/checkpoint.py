@@ -22,6 +22,7 @@ _REMEDY = (
     "delete it and give the command again with --resume to train from the beginning, or begin a new run from the "
     "weights of another file with --init-from"
 )
+_REMEDY_OF_BEST = "use last.pt, the weights of the last epoch, instead"
 
 
 def save(path: Path, content: dict[str, Any]) -> None:
@@ -57,7 +58,8 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
             "It was not written by sparsesam, or was changed since"
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path} is damaged or truncated ({error}); {_REMEDY}") from error
+        remedy = _REMEDY_OF_BEST if path.name == "best.pt" else _REMEDY
+        raise CheckpointError(f"{path} is damaged or truncated ({error}); {remedy}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path} must be a checkpoint of `sparsesam train`, but is another file; check the path")
     if content.get("version") != VERSION:

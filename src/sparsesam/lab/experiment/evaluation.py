@@ -38,8 +38,9 @@ def evaluate(run: Path, weights: str, split: Literal["val", "test"], place: RunE
     splits = load(config.dataset, place.data_dir, place.download, image_size=config.image_size)
     batches = make_batches(config, splits, Share(), fabric.device, place.workers or 0)
     model = models.build(config.model, splits.num_classes, splits.in_channels, splits.image_size)
+    content = read_weights(file)
     try:
-        model.load_state_dict(read_weights(file))
+        model.load_state_dict(content)
     except RuntimeError as error:
         raise CheckpointError(f"{file} does not fit {config.model}: {' '.join(str(error).split())}") from error
     totals = loss_and_accuracy(model.to(fabric.device), batches.evaluation(split), fabric)
