@@ -48,3 +48,8 @@ def test_the_command_to_go_on_names_the_data():
     assert RunEnvironment(data_dir=Path("my data")).resume_command(Path("runs/a")) == (
         "sparsesam train --resume --out runs/a --data-dir 'my data'"
     )
+
+
+def test_milestones_out_of_order_are_refused():
+    with pytest.raises(ValueError, match=r"lr_milestones must be epochs in increasing order, got \[5.0, 3.0\]"):
+        TrainConfig(lr_schedule="step", lr_milestones=(5, 3))

@@ -130,6 +130,10 @@ class TrainConfig:
             )
         if self.lr_schedule == "step" and not self.lr_milestones:
             raise ValueError("lr_milestones must be given with lr_schedule step, for example [60, 120, 160], got none")
+        if list(self.lr_milestones) != sorted(set(self.lr_milestones)):
+            raise ValueError(
+                f"lr_milestones must be epochs in increasing order, got {list(self.lr_milestones)}; sort them"
+            )
         if self.batch_size < self.accumulate:
             raise ValueError(f"accumulate must be at most batch_size, {self.batch_size}, got {self.accumulate}")
         sparsesam.as_pattern(self.pattern)

@@ -85,7 +85,7 @@ def table(title: str, jobs: Sequence[Job], calibration: SweepCalibration | None 
             row.label,
             mean_and_spread(row.accuracy, row.spread),
             "–" if row.relative_cost is None else f"{row.relative_cost:.2f}",
-            "–" if row.sparsity is None else f"{row.sparsity:.4f}",
+            "–" if row.sparsity is None else f"{row.sparsity:.4g}",
             _seeds(row),
         ]
         drawn.add_row(*cells, *([row.now] if is_running else []))
