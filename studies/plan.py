@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from sparsesam.ascent.plan import ONE_PASS
 from sparsesam.lab.experiment.config import TrainConfig, from_mapping
 
 HERE = Path(__file__).parent
@@ -112,7 +113,7 @@ def task_names() -> list[str]:
 
 def passes_per_step(config: TrainConfig, steps: int, images: int) -> float:
     """Forward-backwards of a whole batch per step, those of the Fisher information included."""
-    if config.is_plain or config.ascent in ("momentum", "momentum-climbing", "extrapolation"):
+    if config.is_plain or config.ascent in ONE_PASS:
         ascents = 0.0
     else:
         per_epoch = steps / config.epochs

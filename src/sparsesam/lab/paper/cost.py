@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from sparsesam.ascent.plan import ONE_PASS
 from sparsesam.lab import models
 from sparsesam.lab.data.cifar import CIFAR10, CIFAR100
 from sparsesam.lab.experiment.config import TrainConfig
@@ -117,7 +118,7 @@ def measured_model(name: str, classes: int, channels: int, side: int) -> Measure
 
 
 def _passes_per_step(config: TrainConfig, steps: int, per_epoch: int) -> float:
-    if config.is_plain or config.ascent in ("momentum", "extrapolation"):
+    if config.is_plain or config.ascent in ONE_PASS:
         return 1.0
     ascending = max(0.0, 1 - config.ascent_start * per_epoch / steps) / config.ascent_every
     return 1 + config.ascent_fraction * ascending

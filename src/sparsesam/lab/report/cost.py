@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sparsesam.ascent.plan import ONE_PASS
 from sparsesam.lab.display.numbers import Number, number, ratio
 from sparsesam.lab.experiment.config import PLAIN
 from sparsesam.lab.report.calibration import Calibration
@@ -26,10 +27,6 @@ class Cost:
 
     def show(self, variant: Variant) -> str:
         return f"{ratio(self.values[variant])} {self.unit}"
-
-
-#: Ascents that use what the optimizer has already.
-_WITHOUT_A_PASS = ("momentum", "momentum-climbing", "extrapolation")
 
 
 def cost_of(task: Task, calibrations: Sequence[Calibration] = ()) -> Cost:
@@ -96,7 +93,7 @@ def _passes_per_step(variant: Variant) -> Number:
 
 def nominal_passes(settings: Mapping[str, Any]) -> float:
     """Passes of a step by the settings alone, for runs that recorded no count: 1 for SGD, 2 for SAM."""
-    if settings.get("optimizer") in (*PLAIN, "auto") or settings.get("ascent") in _WITHOUT_A_PASS:
+    if settings.get("optimizer") in (*PLAIN, "auto") or settings.get("ascent") in ONE_PASS:
         return 1.0
     fraction, every = number(settings.get("ascent_fraction")) or 1.0, number(settings.get("ascent_every")) or 1.0
     epochs, start = number(settings.get("epochs")) or 1.0, number(settings.get("ascent_start")) or 0.0
