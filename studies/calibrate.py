@@ -9,20 +9,15 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import torch
-from lightning_fabric import Fabric
 
-from sparsesam.lab import models
-from sparsesam.lab.data import Splits, load
-from sparsesam.lab.experiment.batches import Share, make_batches
-from sparsesam.lab.experiment.config import TrainConfig, from_mapping
 from sparsesam.lab.experiment.provenance import provenance
-from sparsesam.lab.experiment.training import Training
 from studies.plan import HERE, Record, Task, read_task, task_names
-from studies.run import append, read
+from studies.run import append, prepare, read
 
 #: Runs of twice the epochs have SGD's steps.
 _SGD, _TWICE = "SGD", "SGD, 2 x epochs"
@@ -34,16 +29,11 @@ class Stopwatch:
     def __init__(self, task: Task, method: str, records: list[Record], data_dir: Path | None) -> None:
         name, values = task.axis(method)
         best = task.best(method, records)
-        settings = {**task.job(method, "tune", {name: values[0] if best is None else best, "seed": 0}).settings}
-        settings.pop("ascent_start", None)
+        job = task.job(method, "tune", {name: values[0] if best is None else best, "seed": 0})
         self.share = 1 - task.methods[method].get("start", 0.0)  # of the training that is perturbed
-        config = from_mapping(TrainConfig, settings)
-        fabric = Fabric(accelerator="cpu", devices=1)
-        splits = load(config.dataset, data_dir)
-        assert isinstance(splits, Splits)
-        batches = make_batches(config, splits, Share(), fabric.device, 0)
-        model = models.build(config.model, splits.num_classes, splits.in_channels, splits.image_size)
-        self.training = Training(config, model, batches, fabric)
+        perturbed = {key: value for key, value in job.settings.items() if key != "ascent_start"}
+        self.training = prepare(replace(job, settings=perturbed), data_dir)
+        config, batches = self.training.config, self.training.batches
         self.period = _steps_between_masks(config.mask_epochs, config.mask_steps, batches.steps)
         self.steps: list[float] = []
 

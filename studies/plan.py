@@ -26,6 +26,8 @@ class Job:
     stage: str
     settings: Mapping[str, Any]
     flatness: bool = False
+    part: str | None = None  # of `parts.py`, and the passes of a batch that it adds to each step
+    part_passes: float = 0.0
 
     @property
     def config(self) -> TrainConfig:
@@ -98,7 +100,7 @@ class Task:
             settings["ascent_start"] = rule["start"] * settings["epochs"]
         wanted = self.content.get("flatness", {"methods": [], "seeds": 0})
         flatness = stage == "final" and method in wanted["methods"] and own["seed"] < wanted["seeds"]
-        return Job(self.name, method, stage, settings, flatness)
+        return Job(self.name, method, stage, settings, flatness, rule.get("part"), rule.get("part_passes", 0.0))
 
 
 def read_task(name: str) -> Task:

@@ -27,6 +27,7 @@ from sparsesam.lab.experiment.errors import DivergedError
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
 from sparsesam.lab.experiment.training import Training
+from studies.parts import PARTS
 from studies.plan import HERE, Job, Record, Task, passes_per_step, read_task, task_names
 
 #: Radius of the sharpness that is measured on trained networks.
@@ -75,8 +76,7 @@ def is_done(job: Job, records: list[Record]) -> bool:
     return any(all(record[key] == value for key, value in wanted.items()) for record in records)
 
 
-def measure(job: Job, data_dir: Path | None) -> Record:
-    """Train, test once; an accuracy of 0 where the loss was not finite."""
+def prepare(job: Job, data_dir: Path | None) -> Training:
     config, fabric = job.config, Fabric(accelerator="cpu", devices=1)
     splits = load(config.dataset, data_dir)
     assert isinstance(splits, Splits)
@@ -84,6 +84,16 @@ def measure(job: Job, data_dir: Path | None) -> Record:
     seed_global(derive(config.seed, Purpose.WEIGHTS), fabric.device)
     model = models.build(config.model, splits.num_classes, splits.in_channels, splits.image_size)
     training = Training(config, model, batches, fabric)
+    if job.part is not None:
+        PARTS[job.part](training)
+    return training
+
+
+def measure(job: Job, data_dir: Path | None) -> Record:
+    """Train, test once; an accuracy of 0 where the loss was not finite."""
+    training = prepare(job, data_dir)
+    config, batches = training.config, training.batches
+    images = len(batches.unaugmented())  # type: ignore[arg-type]
     start, lengths, diverged = time.process_time(), [], False
     try:
         while not training.finished:
@@ -101,13 +111,13 @@ def measure(job: Job, data_dir: Path | None) -> Record:
         "loss": loss,
         "train_accuracy": None if diverged else training.sums.correct / training.sums.images,
         "steps": training.steps_taken,
-        "passes": passes_per_step(config, config.epochs * batches.steps, len(splits.train.labels)),
+        "passes": job.part_passes + passes_per_step(config, config.epochs * batches.steps, images),
         "cpu_seconds": round(seconds, 3),
     }
     if any(length is not None for length in lengths):
         record["perturbation"] = [round(length, 4) for length in lengths if length is not None]
     if job.flatness and not diverged:
-        record |= flatness(model, batches)
+        record |= flatness(training.module, batches)
     return record
 
 

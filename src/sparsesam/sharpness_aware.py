@@ -41,6 +41,7 @@ class SharpnessAware(OptimizerWrapper):
     settings: Settings
     _context: StepContext
     _step: Step | None  # the one that is under way
+    _statistics_at: list[int] | None  # versions of the running statistics after the last step; None: not known
 
     def __init__(
         self,
@@ -161,6 +162,7 @@ class SharpnessAware(OptimizerWrapper):
             with self._discarded_on_error():
                 result = None if closure is None else run_empty_closure(step, closure)
             self._descend(step)
+            self._statistics_at = versions(self.model)
             return result
         if closure is None:
             if self._step is None and self._only_makes_state():
@@ -172,6 +174,7 @@ class SharpnessAware(OptimizerWrapper):
                 "precision 16-mixed, add the plugin sparsesam.integrations.lightning.SharpnessAwareMixedPrecision"
             )
         step = self._begin()
+        self._statistics_at = None
         with self._discarded_on_error():
             loss = run_closure(step, closure, batch, self.zero_grad)
         if step.is_empty:
@@ -229,7 +232,7 @@ class SharpnessAware(OptimizerWrapper):
             self._context.engine.switched_off("the first pass was not in `with opt.first_pass():`")
         else:
             step.require_unchanged(self._perturbed_params())
-        after_first_pass = step.climbs or versions(self.model) != self._statistics_at
+        after_first_pass = step.climbs or self._statistics_at not in (None, versions(self.model))
         with self._discarded_on_error(), step.away(batch, statistics_return=after_first_pass):
             self.zero_grad()
             with self._context.engine.second_pass(step.first):
@@ -389,12 +392,10 @@ class SharpnessAware(OptimizerWrapper):
         self._step = None
         step.update()
         self._context.counters.steps += 1
-        self._statistics_at = versions(self.model)
 
     def _skip(self, why: str) -> None:
         """A step that leaves the weights alone."""
         self._step = None
         self._context.counters.skipped_steps += 1
         self._context.counters.steps += 1
-        self._statistics_at = versions(self.model)
         self._context.warn_once(why)

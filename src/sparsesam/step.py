@@ -182,8 +182,8 @@ class Step:
             context.refresh(self.params, batch)
             self.masks = context.masks_of(self.params)
         if context.settings.ascent == "extrapolation":
-            tracked = [one for one in self._tracked if not one.is_still]
-            context.counters.skipped_ascents += not context.extrapolation.move(tracked) and bool(tracked)
+            moving = [one for one in self._tracked if not one.is_still]
+            context.counters.skipped_ascents += bool(moving) and not context.extrapolation.move(moving)
             return
         directions = context.directions(self.params)
         targets = [self._target(one, directions[one.name]) for one in self.params if one.name in directions]

@@ -14,12 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsesam.distributed import is_sharded
 from sparsesam.masks.packed import PackedMask
 
 
 class TrackedWeight(NamedTuple):
-    """A weight whose updates are followed where its mask is 1 (None: everywhere), and how far they are extrapolated."""
+    """A weight whose updates are followed where its mask is 1 (None: everywhere), and how far they are extrapolated.
+
+    Of a sharded weight it is this rank's part.
+    """
 
     name: str
     weight: Tensor
@@ -36,7 +38,7 @@ class Extrapolation:
 
     The order of calls in a step: ``begin``, ``move`` and ``undo`` (not in a plain step), ``hold`` before the base
     optimizer's update, ``record`` after it. A step that ends early leaves no update behind, and the next one is not
-    perturbed.
+    perturbed. But for ``undo``, callers have switched autograd off.
     """
 
     def __init__(self, updates: dict[str, Tensor] | None = None) -> None:
@@ -48,15 +50,14 @@ class Extrapolation:
         """Let go of weights that were held for an update which did not come."""
         self._held = {}
 
-    @torch.no_grad()
     def move(self, tracked: Iterable[TrackedWeight]) -> bool:
         """Move w to w + k (w - w_before); False where no update is known yet."""
-        ahead = [one for one in tracked if one.name in self.updates and not one.is_still]
+        ahead = [one for one in tracked if one.name in self.updates]
         for steps, group in _grouped(ahead):
             updates = [self.updates.pop(one.name) for one in group]
             here = [kept_entries(one.weight, one.mask) for one in group]
             there = torch._foreach_add(here, updates, alpha=steps)
-            _copy(updates, here)
+            torch._foreach_copy_(updates, here)
             self._held |= {one.name: update for one, update in zip(group, updates, strict=True)}
             # Listed before they are moved, so that an interruption half-way is undone too.
             self._moved += group
@@ -79,7 +80,6 @@ class Extrapolation:
             self._moved = []
         torch.clear_autocast_cache()
 
-    @torch.no_grad()
     def hold(self, tracked: Iterable[TrackedWeight]) -> None:
         """Keep w, where the step has not done so already."""
         for one in tracked:
@@ -88,7 +88,6 @@ class Extrapolation:
                 old = self.updates.pop(one.name, None)
                 self._held[one.name] = here.clone() if old is None or old.shape != here.shape else old.copy_(here)
 
-    @torch.no_grad()
     def record(self, tracked: Iterable[TrackedWeight]) -> None:
         """The update that the base optimizer has just made."""
         held = [one for one in tracked if one.name in self._held]
@@ -112,7 +111,7 @@ class Extrapolation:
 def kept_entries(weight: Tensor, mask: PackedMask | None) -> Tensor:
     """The weight itself where all of it is kept, whole rows if the mask is made of them, otherwise a vector."""
     if mask is None or mask.is_full:
-        return weight.detach()
+        return weight
     if mask.rows is not None:
         return weight.index_select(0, mask.rows)
     return weight.masked_select(mask.unpack(weight.device))
@@ -129,15 +128,8 @@ def _write(tracked: Sequence[TrackedWeight], values: Sequence[Tensor]) -> None:
             weight.index_copy_(0, mask.rows, value)
         else:
             weight.masked_scatter_(mask.unpack(weight.device), value)
-    _copy(*whole)
-
-
-def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    if any(map(is_sharded, into)):  # has no such operator
-        for tensor, value in zip(into, values, strict=True):
-            tensor.copy_(value)
-    elif into:
-        torch._foreach_copy_(list(into), list(values))
+    if whole[0]:
+        torch._foreach_copy_(*whole)
 
 
 def _grouped(tracked: Iterable[TrackedWeight]) -> Iterator[tuple[float, list[TrackedWeight]]]:
