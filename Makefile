@@ -36,8 +36,8 @@ lint: .venv/.installed  ## style, types and the direction of imports
 docs: .venv/.installed  ## build the documentation in build/site, with every link checked
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-matrix:  ## the core tests on every Python and torch that can be installed; writes docs/versions.md
-	@$(PYTHON) tools/matrix.py --write docs/versions.md
+matrix: .venv/.installed  ## the core tests on other versions of Python and torch; writes docs/versions.md
+	@$(BIN)/python tools/matrix.py --write docs/versions.md
 
 package: .venv/.installed  ## build wheel and sdist; install each alone and try it
 	@$(BIN)/python tools/package.py

@@ -1,114 +1,128 @@
-"""Run the core tests on each combination of Python and torch that can be installed, and write docs/versions.md.
+"""Run the core tests on every combination of Python and torch that can be installed; write docs/versions.md.
 
-    python tools/matrix.py --python python3.10 python3.13 --torch 2.6.0 newest --write docs/versions.md
+    python tools/matrix.py --python 3.10 3.13 --torch 2.6 newest --write docs/versions.md
 
-Every combination gets a virtual environment of its own (kept in --work, so that a second run is quick). Tests of parts
-that need other packages skip themselves.
+Every combination gets an environment of its own below --work, made by uv, which shares files between them; it is
+removed after its tests unless --keep is given. Results are kept beside them in results.json, so that a run which was
+interrupted, or given other combinations, adds to the page; ``--fresh`` forgets them.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TESTS = ["tests/test_*.py", "tests/masks", "tests/ascent", "tests/budget"]
-TOOLS = ["numpy", "pytest", "pytest-xdist", "hypothesis", "pytorch-optimizer", "schedulefree"]
-
-
-@dataclass
-class Outcome:
-    python: str
-    torch: str
-    text: str
-    seconds: float
+#: What the core tests need; those that compare with other packages skip themselves where these are missing.
+TOOLS = ["pytest", "pytest-xdist", "hypothesis", "pyyaml", "pytorch-optimizer", "schedulefree"]
+UV = [sys.executable, "-m", "uv"]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", nargs="+", default=["python3.10", "python3.11", "python3.12", "python3.13"])
+    parser.add_argument("--python", nargs="+", default=["3.10", "3.11", "3.12", "3.13"])
     parser.add_argument("--torch", nargs="+", default=[declared_minimum(), "newest"])
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "matrix")
-    parser.add_argument("--tests", nargs="+", default=TESTS)
-    parser.add_argument("--write", type=Path, help="a page for the results")
+    parser.add_argument("--tests", nargs="+", default=TESTS, help="paths or patterns, from the root of the repository")
+    parser.add_argument("--write", type=Path, help="the page for the results")
+    parser.add_argument("--keep", action="store_true", help="keep the environments")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     options = parser.parse_args()
-    outcomes = []
-    for python in options.python:
-        for torch in options.torch:
-            outcome = try_combination(python, torch, options.work, options.tests)
-            print(f"{outcome.python} torch {outcome.torch}: {outcome.text} ({outcome.seconds:.0f} s)", flush=True)
-            outcomes.append(outcome)
+    options.work.mkdir(parents=True, exist_ok=True)
+    results = options.work / "results.json"
+    rows = {} if options.fresh or not results.exists() else json.loads(results.read_text())
+    for torch in options.torch:
+        for python in options.python:
+            row = try_combination(python, torch, options)
+            print(" | ".join(row.values()), flush=True)
+            rows[f"{row['python']} {row['torch']}"] = row
+            results.write_text(json.dumps(rows, indent=1))
     if options.write:
-        options.write.write_text(page(outcomes))
-    return 1 if any("failed" in one.text or "error" in one.text for one in outcomes) else 0
+        options.write.write_text(page(list(rows.values())))
+    return int(any("failed" in row["tests"] or "error" in row["tests"] for row in rows.values()))
 
 
 def declared_minimum() -> str:
     (found,) = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
-    return f"{found}.0" if found.count(".") == 1 else found
+    return str(found)
 
 
-def try_combination(python: str, torch: str, work: Path, tests: list[str]) -> Outcome:
-    interpreter = shutil.which(python)
-    if interpreter is None:
-        return Outcome(python, torch, "this Python is not installed here", 0)
-    version = output([interpreter, "-c", "import platform; print(platform.python_version())"])
-    environment = work / f"{python.split('/')[-1]}-{version}-torch-{torch}"
+def try_combination(python: str, torch: str, options: argparse.Namespace) -> dict[str, str]:
+    environment = options.work / f"python{python}-torch{torch}"
     binary = environment / "bin" / "python"
-    if not (environment / "ready").exists():
-        subprocess.run([interpreter, "-m", "venv", str(environment)], check=True)
-        wanted = "torch" if torch == "newest" else f"torch=={torch}"
-        made = subprocess.run(
-            [str(binary), "-m", "pip", "install", "-q", wanted, *TOOLS], capture_output=True, text=True
-        )
+    wanted = "torch" if torch == "newest" else f"torch=={torch}.*"
+    pip = [*UV, "pip", "install", "--quiet", "--python", str(binary)]
+    for command in (
+        [*UV, "venv", "--quiet", "--clear", "--no-project", "--python", python, str(environment)],
+        [*pip, wanted, *TOOLS],
+        [*pip, "--no-deps", "--reinstall-package", "sparsesam", str(ROOT)],
+    ):
+        made = subprocess.run(command, capture_output=True, text=True)
         if made.returncode != 0:
-            reason = made.stderr.strip().splitlines()
-            return Outcome(version, torch, f"cannot be installed: {reason[-1] if reason else 'pip failed'}", 0)
-        (environment / "ready").touch()
-    editable = [str(binary), "-m", "pip", "install", "-q", "--no-deps", "-e", str(ROOT)]
-    subprocess.run(editable, check=True, capture_output=True)
-    installed = output([str(binary), "-c", "import torch; print(torch.__version__)"])
+            (options.work / f"{environment.name}.log").write_text(made.stdout + made.stderr)
+            return {"python": python, "torch": torch, "tests": "cannot be installed", "seconds": "", "commit": commit()}
+    versions = "import platform, torch; print(platform.python_version(), torch.__version__)"
+    python, torch = output([str(binary), "-c", versions]).split()
     start = time.monotonic()
     ran = subprocess.run(
-        [str(binary), "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *expand(tests)],
+        [str(binary), "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *expand(options.tests)],
         cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         capture_output=True,
         text=True,
     )
-    lines = [line for line in ran.stdout.splitlines() if re.search(r"\b(passed|failed|error)", line)]
-    (environment / "tests.log").write_text(ran.stdout + ran.stderr)
-    text = re.sub(r"[= ]*in [\d.]+s.*", "", lines[-1]).strip("= ") if lines else f"no tests ran (exit {ran.returncode})"
-    return Outcome(version, installed, text, time.monotonic() - start)
+    seconds = f"{time.monotonic() - start:.0f} s"
+    (options.work / f"{environment.name}.log").write_text(ran.stdout + ran.stderr)
+    if not options.keep:
+        shutil.rmtree(environment)
+    counts = re.findall(r"\d+ (?:passed|failed|skipped|errors?)", (ran.stdout.splitlines() or [""])[-1])
+    tests = ", ".join(counts) or f"failed: pytest ended with {ran.returncode}"
+    return {"python": python, "torch": torch, "tests": tests, "seconds": seconds, "commit": commit()}
 
 
 def expand(tests: list[str]) -> list[str]:
     return [str(path.relative_to(ROOT)) for pattern in tests for path in sorted(ROOT.glob(pattern))]
 
 
+def commit() -> str:
+    described = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return described.stdout.strip() or os.environ.get("COMMIT", "not recorded")
+
+
 def output(command: list[str]) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def page(outcomes: list[Outcome]) -> str:
-    rows = [f"| {one.python} | {one.torch} | {one.text} |" for one in outcomes]
+def page(rows: list[dict[str, str]]) -> str:
+    def order(row: dict[str, str]) -> list[int]:
+        return [int(part) for name in ("torch", "python") for part in re.findall(r"\d+", row[name])[:2]]
+
+    table = [f"| {' | '.join(row.values())} |" for row in sorted(rows, key=order)]
     return "\n".join(
         [
+            "<!-- Written by `make matrix` (tools/matrix.py). -->",
+            "",
             "# Versions",
             "",
-            "The core tests (optimizer, masks, ascent and engine, budget) on each combination of Python and torch that",
-            "could be installed, by `make matrix`; tests that need other packages skip themselves.",
+            "The core tests (optimizer, masks, ascent and engine, budget, functional and compat) on combinations of Python",
+            "and torch, each in an environment of its own without a GPU. Tests that need a newer torch, or packages that",
+            "the environment does not have, are skipped.",
             "",
-            "| Python | torch | tests |",
-            "|---|---|---|",
-            *rows,
+            "| Python | torch | tests | time | commit |",
+            "|---|---|---|---|---|",
+            *table,
             "",
-            "Everything else (trainers, experiments, report) is tested with the versions in `constraints.txt`.",
+            f"{platform.system()} {platform.machine()}, one process. Trainers, the command line and the report are",
+            "tested with the versions in `constraints.txt`.",
             "",
         ]
     )

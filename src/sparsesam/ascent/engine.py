@@ -29,7 +29,14 @@ from sparsesam.ascent.report import describe
 from sparsesam.ascent.rng import OtherGenerators, RNGState
 from sparsesam.ascent.survey import Survey, hooks_left_out, survey
 from sparsesam.ascent.tensors import memory_of
-from sparsesam.distributed import all_agree, is_distributed, is_first_of_static_graph, is_sharded, running_ddp
+from sparsesam.distributed import (
+    all_agree,
+    invalidates_graphs,
+    is_distributed,
+    is_first_of_static_graph,
+    is_sharded,
+    running_ddp,
+)
 from sparsesam.masks.packed import PackedMask
 
 Masks = Mapping[str, PackedMask | None]
@@ -123,6 +130,8 @@ class Engine:
         prefix = self._prefix(plan, found) if found.clean else None
         if prefix is not None and no_reuse is not None:
             prefix.drop(no_reuse)
+        if prefix is not None and not plan.is_partial and self.ddp is not None and invalidates_graphs(self.ddp):
+            prefix.drop("DistributedDataParallel broadcasts buffers between the passes, which needs torch 2.11")
         first = FirstPass(
             plan,
             prefix,

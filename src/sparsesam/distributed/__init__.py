@@ -3,6 +3,7 @@
 from sparsesam.distributed.agreement import all_agree, is_distributed, require_same
 from sparsesam.distributed.ddp import (
     average_gradients,
+    invalidates_graphs,
     is_first_of_static_graph,
     is_joining,
     running_ddp,
@@ -19,6 +20,7 @@ __all__ = [
     "all_agree",
     "as_shard_of",
     "average_gradients",
+    "invalidates_graphs",
     "is_distributed",
     "is_first_of_static_graph",
     "is_joining",

@@ -28,6 +28,11 @@ def is_first_of_static_graph(ddp: DistributedDataParallel) -> bool:
     return bool(ddp.static_graph) and not getattr(ddp, "_static_graph_delay_allreduce_enqueued", True)
 
 
+def invalidates_graphs(ddp: DistributedDataParallel) -> bool:
+    """Whether its forward counts as a change of buffers, so that a graph which saved them cannot be used any more."""
+    return torch.__version__ < (2, 11) and bool(ddp.broadcast_buffers) and any(True for _ in ddp.module.buffers())
+
+
 @contextmanager
 def unsynchronized(ddp: DistributedDataParallel | None) -> Iterator[None]:
     """Within the block gradients stay local, as in ``ddp.no_sync()``."""

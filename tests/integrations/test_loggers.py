@@ -1,0 +1,157 @@
+"""What the trainers log arrives in TensorBoard, MLflow and Weights & Biases, each where it is installed."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import sparsesam
+from sparsesam.integrations.metrics import step_metrics
+from tests import cases
+
+EXPECTED = {"sam/rho", "sam/sparsity", "sam/ascent_norm", "sam/skipped_ascents", "sam/skipped_steps"}
+
+
+class TensorBoard:
+    """Curves as {name: [(step, value), …]}, from the files below a directory."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def lightning(self, loggers):
+        return loggers.TensorBoardLogger(self.folder, name="", version="")
+
+    def curves(self):
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        found = {}
+        for file in self.folder.rglob("events.out.tfevents.*"):
+            events = EventAccumulator(str(file)).Reload()
+            for name in events.Tags()["scalars"]:
+                found[name] = [(event.step, event.value) for event in events.Scalars(name)]
+        return found
+
+
+class MLflow:
+    def __init__(self, folder):
+        self.uri = f"sqlite:///{folder / 'mlflow.db'}"
+
+    def lightning(self, loggers):
+        return loggers.MLFlowLogger("sam", tracking_uri=self.uri)
+
+    def curves(self):
+        import mlflow
+
+        client = mlflow.tracking.MlflowClient(self.uri)
+        (run,) = client.search_runs([one.experiment_id for one in client.search_experiments()])
+        histories = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
+        return {name: [(one.step, one.value) for one in history] for name, history in histories.items()}
+
+
+class Wandb:
+    """Offline; the last value of each curve, which is what a run knows without its server."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def lightning(self, loggers):
+        return loggers.WandbLogger(project="sam", save_dir=self.folder, offline=True)
+
+    def curves(self):
+        import wandb
+
+        summary = dict(wandb.run.summary)
+        wandb.teardown()  # or the next run is written where this one is
+        assert list(self.folder.glob("wandb/offline-run-*/*.wandb"))
+        return {name: [(None, value)] for name, value in summary.items() if isinstance(value, int | float)}
+
+
+LOGGERS = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": Wandb}
+
+
+@pytest.fixture(params=LOGGERS)
+def tracker(request, tmp_path, monkeypatch):
+    pytest.importorskip(request.param)
+    monkeypatch.chdir(tmp_path)
+    found = LOGGERS[request.param](tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", getattr(found, "uri", ""))
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    return found
+
+
+def ssam(model):
+    mask = sparsesam.dynamic_mask(sparsity=0.5, refresh=sparsesam.every_steps(2))
+    return sparsesam.SSAM(cases.sgd(model), model, rho=0.3, rho_schedule=sparsesam.Warmup(10), mask=mask)
+
+
+def check(curves, opt):
+    assert curves.keys() >= EXPECTED
+    for name, value in step_metrics(opt).items():
+        assert curves[name][-1][1] == pytest.approx(value), name
+    first = curves["sam/rho"][0]
+    assert first[0] is None or (len(curves["sam/rho"]) == 2 and first[1] == pytest.approx(0.15))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning(tracker, tmp_path):
+    pytorch_lightning = pytest.importorskip("pytorch_lightning")
+    from sparsesam.integrations.lightning import SharpnessAwareMonitor
+
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+
+    class Classifier(pytorch_lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = cases.mlp()
+
+        def training_step(self, batch, batch_idx):
+            return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return ssam(self.net)
+
+    silent = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = pytorch_lightning.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        log_every_n_steps=5,
+        logger=tracker.lightning(pytorch_lightning.loggers),
+        callbacks=[SharpnessAwareMonitor()],
+        default_root_dir=tmp_path,
+        **silent,
+    )
+    trainer.fit(Classifier(), DataLoader(TensorDataset(*cases.vectors(40)), batch_size=8))
+    curves = tracker.curves()
+    check(curves, trainer.optimizers[0])
+    assert curves["sam/gradient_norm"][-1][1] > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_hugging_face(tracker, tmp_path, request):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from sparsesam.integrations.hugging_face import SharpnessAwareTrainer
+
+    size = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, bos_token_id=0, eos_token_id=0))
+    opt = ssam(model)
+    arguments = transformers.TrainingArguments(
+        tmp_path / "run",
+        per_device_train_batch_size=4,
+        num_train_epochs=2,
+        logging_steps=5,
+        report_to=request.node.callspec.params["tracker"],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    tokens = torch.randint(0, 20, (20, 6))
+    train_set = [{"input_ids": one, "labels": one} for one in tokens]
+    SharpnessAwareTrainer(model, arguments, train_dataset=train_set, optimizers=(opt, None)).train()
+    # Hugging Face calls what is measured in training train/NAME; its MLflow reporter keeps the bare name.
+    check({name.removeprefix("train/"): curve for name, curve in tracker.curves().items()}, opt)
