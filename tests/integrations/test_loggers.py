@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,7 +38,10 @@ class TensorBoard:
 
 class MLflow:
     def __init__(self, folder):
+        import mlflow
+
         self.uri = f"sqlite:///{folder / 'mlflow.db'}"
+        mlflow.set_tracking_uri(self.uri)
 
     def lightning(self, loggers):
         return loggers.MLFlowLogger("sam", tracking_uri=self.uri)
@@ -63,9 +67,10 @@ class Wandb:
     def curves(self):
         import wandb
 
-        summary = dict(wandb.run.summary)
-        wandb.teardown()  # or the next run is written where this one is
-        assert list(self.folder.glob("wandb/offline-run-*/*.wandb"))
+        summary, folder = dict(wandb.run.summary), Path(wandb.run.dir).parent
+        wandb.finish()
+        assert folder.name.startswith("offline-run-")
+        assert list(folder.glob("*.wandb"))
         return {name: [(None, value)] for name, value in summary.items() if isinstance(value, int | float)}
 
 
@@ -76,12 +81,10 @@ LOGGERS = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": Wandb}
 def tracker(request, tmp_path, monkeypatch):
     pytest.importorskip(request.param)
     monkeypatch.chdir(tmp_path)
-    found = LOGGERS[request.param](tmp_path)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", getattr(found, "uri", ""))
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    return found
+    return LOGGERS[request.param](tmp_path)
 
 
 def ssam(model):
