@@ -30,7 +30,7 @@ def is_first_of_static_graph(ddp: DistributedDataParallel) -> bool:
 
 def invalidates_graphs(ddp: DistributedDataParallel) -> bool:
     """Whether its forward counts as a change of buffers, so that a graph which saved them cannot be used any more."""
-    return torch.__version__ < (2, 11) and bool(ddp.broadcast_buffers) and any(True for _ in ddp.module.buffers())
+    return torch.__version__ < "2.11" and bool(ddp.broadcast_buffers) and any(True for _ in ddp.module.buffers())
 
 
 @contextmanager
