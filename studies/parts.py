@@ -144,9 +144,27 @@ def draw_layers(training: Training, *, by_norm: bool = True, descends: bool = Fa
     training.optimizer = drawn
 
 
+def by_length(training: Training) -> None:
+    """Extrapolation with k = ``steps_ahead`` / (mean length of the updates so far): a length in place of a number."""
+    opt = training.optimizer
+    assert isinstance(opt, sparsesam.ExtrapolatedSAM)
+    step: Any = opt.step
+    lengths: list[float] = []
+
+    def step_and_measure(*args: Any, **options: Any) -> Any:
+        result = step(*args, **options)
+        lengths.append(float(get_total_norm(list(opt._context.extrapolation.updates.values()))))
+        for group in opt.param_groups:
+            group["rho"] = training.config.steps_ahead * len(lengths) / (sum(lengths) or math.inf)
+        return result
+
+    opt.step = step_and_measure  # type: ignore[method-assign]
+
+
 PARTS: dict[str, Callable[[Training], None]] = {
     "hardest-first": hardest_first,
     "look-sam": look_sam,
+    "by-length": by_length,
     "draw-layers": lambda training: draw_layers(training, by_norm=False),
     "draw-layers-by-norm": draw_layers,
     "draw-layers-by-norm-descent": lambda training: draw_layers(training, descends=True),

@@ -40,24 +40,27 @@ def main() -> None:
     parser.add_argument("--records", type=Path, default=HERE / "records")
     parser.add_argument("--data-dir", type=Path, help="where a data set's files are")
     parser.add_argument("--core", action="store_true", help="only the methods that every task has")
+    parser.add_argument("--tune", metavar="METHOD", help="only this method, and no final runs")
     parser.add_argument("--stop", help="begin no run after this time of day, HH:MM (UTC)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name in options.tasks:
-        run_task(read_task(name), options.records, options.data_dir, options.stop, core=options.core)
+        run_task(read_task(name), options)
 
 
-def run_task(task: Task, folder: Path, data_dir: Path | None, stop: str | None, *, core: bool) -> None:
-    file = folder / f"{task.name}.jsonl"
+def run_task(task: Task, options: argparse.Namespace) -> None:
+    file = options.records / f"{task.name}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
     origin = {**provenance(), "commit": os.environ.get("STUDY_COMMIT") or provenance()["commit"]}
     append(file, {"task": task.name, "method": "", "stage": "provenance", "settings": {}, **origin})
-    for method in task.core if core else task.names:
+    for method in [options.tune] if options.tune else task.core if options.core else task.names:
         while due := [job for job in jobs_of(task, method, read(file)) if not is_done(job, read(file))]:
             for job in due:
-                if stop is not None and time.strftime("%H:%M", time.gmtime()) >= stop:
+                if options.tune and job.stage == "final":
                     return
-                record = {**described(job), **measure(job, data_dir)}
+                if options.stop is not None and time.strftime("%H:%M", time.gmtime()) >= options.stop:
+                    return
+                record = {**described(job), **measure(job, options.data_dir)}
                 append(file, record)
                 print(time.strftime("%H:%M:%S"), task.name, method, job.stage, record, flush=True)
 
