@@ -16,7 +16,8 @@ from studies.run import read
 from studies.statistics import Mean, paired, verdict
 
 ONE_PASS = "extrapolation"
-#: (what the paper says, the better, the worse, points within which they count as equal)
+BY_LENGTH = "extrapolation, by length"
+#: (what the paper says, the better, the worse, points within which they count as equal, or the first as not worse)
 ORDERINGS: list[tuple[str, str, str, float | None]] = [
     ("SAM > SGD", "SAM", "SGD", None),
     ("SSAM-F 50 % = SAM, within 1 point", "SSAM-F 50 %", "SAM", 1.0),
@@ -27,13 +28,17 @@ ORDERINGS: list[tuple[str, str, str, float | None]] = [
     ("Fisher > random, 99 %", "SSAM-F 99 %", "random 99 %", None),
     ("drop flattest > random", "SSAM-D 90 %, drop flattest", "SSAM-D 90 %, drop random", None),
     ("drop random > sharpest", "SSAM-D 90 %, drop random", "SSAM-D 90 %, drop sharpest", None),
-    ("2:4 >= filters", "SSAM-F 2:4", "SSAM-F filters 50 %", None),
+    ("2:4 >= filters, within 1 point", "SSAM-F 2:4", "SSAM-F filters 50 %", 1.0),
     ("implicit = explicit, within 1 point", "SSAM-F 2:4, implicit", "SSAM-F 2:4", 1.0),
     ("a quarter of the batch = all of it, within 1 point", "SAM, 1/4 of the batch", "SAM", 1.0),
     ("in one pass: Fisher > random, 90 %", "extrapolation, Fisher 90 %", "extrapolation, random 90 %", None),
     ("in one pass: extrapolation > Momentum-SAM", "extrapolation", "Momentum-SAM", None),
     ("in one pass: ahead > climbing", "Momentum-SAM", "momentum, climbing", None),
 ]
+
+
+#: The same network, batches and methods.
+SAME_COST = {"digits-0": "digits-30", "digits-50": "digits-30", "fashion-0": "fashion-30"}
 
 
 class Results:
@@ -75,6 +80,9 @@ class Results:
         factor = self.task_of(method).methods[method].get("epochs", 1)
         return fmean(float(r["passes"]) for r in own) * float(factor)
 
+    def shown_cost(self, method: str) -> str:
+        return f"{self.cost[method]:.2f}" if method in self.cost else "–"
+
     def methods(self) -> list[str]:
         """Those with finished runs, the cheapest first."""
         return sorted((m for m in self.accuracy if len(self.accuracy[m]) > 1), key=self.passes)
@@ -82,8 +90,8 @@ class Results:
 
 def load_results(folder: Path) -> list[Results]:
     costs: dict[str, dict[str, float]] = {r["task"]: r["cost"] for r in read(folder / "cost.jsonl")}
-    for same in ("digits-0", "digits-50"):  # the same network, batches and methods
-        costs.setdefault(same, costs.get("digits-30", {}))
+    for same, measured in SAME_COST.items():
+        costs.setdefault(same, costs.get(measured, {}))
     groups: dict[str, list[Task]] = defaultdict(list)
     for name in task_names():
         groups[name.removesuffix("-masks")].append(read_task(name))
@@ -96,6 +104,14 @@ def load_results(folder: Path) -> list[Results]:
     return found
 
 
+def share_with_interval(mean: Mean) -> str:
+    """Of a percentage: by its ends where the interval, which knows of no bounds, would go beyond 0 or 100."""
+    low, high = mean.value - mean.interval, mean.value + mean.interval
+    if low < 0 or high > 100:
+        return f"{mean.value:.1f} ({max(low, 0):.1f} to {min(high, 100):.1f})"
+    return f"{mean.value:.1f} ± {mean.interval:.1f}"
+
+
 def accuracy_table(results: Results) -> list[str]:
     lines = [
         "| method | test accuracy | n | tuned | passes | time / SGD |",
@@ -103,9 +119,9 @@ def accuracy_table(results: Results) -> list[str]:
     ]
     for method in results.methods():
         mean = results.mean(method)
-        cost = f"{results.cost[method]:.2f}" if method in results.cost else "–"
+        cost = results.shown_cost(method)
         lines.append(
-            f"| {method} | {mean.value:.1f} ± {mean.interval:.1f} | {mean.count} | {results.strength(method)} "
+            f"| {method} | {share_with_interval(mean)} | {mean.count} | {results.strength(method)} "
             f"| {results.passes(method):.2f} | {cost} |"
         )
     return lines
@@ -114,9 +130,9 @@ def accuracy_table(results: Results) -> list[str]:
 def bar_table(every: list[Results]) -> list[str]:
     """How close the one pass comes to SAM, against SAM's standard error."""
     lines = [
-        "| task | SGD | SAM | one pass | SAM's standard error | one pass - SAM, seed by seed | share of SAM's gain "
-        "| within one standard error |",
-        "|---|---|---|---|---|---|---|---|",
+        "| task | n | SGD | SAM | one pass | SAM's standard error | one pass - SAM, seed by seed | share of SAM's gain "
+        "| time / SGD | within one standard error |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for results in every:
         if not {"SGD", "SAM", ONE_PASS} <= set(results.methods()):
@@ -129,8 +145,9 @@ def bar_table(every: list[Results]) -> list[str]:
         )
         reached = "yes" if ours.value >= sam.value - sam.standard_error else "no"
         lines.append(
-            f"| {results.title} | {sgd.value:.1f} | {sam.value:.1f} | {ours.value:.1f} | {sam.standard_error:.2f} "
-            f"| {difference.value:+.1f} ± {difference.interval:.1f} | {share} | {reached} |"
+            f"| {results.title} | {ours.count} | {sgd.value:.1f} | {sam.value:.1f} | {ours.value:.1f} "
+            f"| {sam.standard_error:.2f} | {difference.value:+.1f} ± {difference.interval:.1f} | {share} "
+            f"| {results.shown_cost(ONE_PASS)} | {reached} |"
         )
     return lines
 
@@ -139,10 +156,10 @@ def ordering_table(every: list[Results]) -> list[str]:
     lines = ["| task | claim | difference, points | n | verdict |", "|---|---|---|---|---|"]
     for claim, better, worse, equal_within in ORDERINGS:
         for results in every:
-            if min(len(results.accuracy[better]), len(results.accuracy[worse])) < 2:
+            if min(len(results.accuracy[better]), len(results.accuracy[worse])) < 5:
                 continue
             difference = paired(results.accuracy[better], results.accuracy[worse])
-            told = verdict(difference, equal_within=equal_within)
+            told = verdict(difference, within=equal_within, one_sided=">=" in claim)
             lines.append(
                 f"| {results.tasks[0].name} | {claim} | {difference.value:+.1f} ± {difference.interval:.1f} "
                 f"| {difference.count} | {told} |"
@@ -198,6 +215,23 @@ def ahead_table(folder: Path) -> list[str]:
             shown = ", ".join(f"{value:g}: {100 * accuracy:.1f}" for value, accuracy in found.items())
             rows.append(f"| {task.content['title'].removeprefix('how far ahead, ')} | {best:g} | {shown} |")
     return ["| training | best | validation accuracy by steps ahead |", "|---|---|---|", *rows] if rows else []
+
+
+def default_table(folder: Path) -> list[str]:
+    """Validation accuracy of a number of steps and of a length that nobody tuned, below the best number's."""
+    lines = ["| task | best | 40 steps | length 2 | length 3 | length 4.5 |", "|---|---|---|---|---|---|"]
+    for name in task_names():
+        task, records = read_task(name), read(folder / f"{name}.jsonl")
+        if ONE_PASS not in task.names or task.tuned(BY_LENGTH, records) is None:
+            continue
+        steps, lengths = task.tuned(ONE_PASS, records), task.tuned(BY_LENGTH, records)
+        assert steps is not None
+        assert lengths is not None
+        best = max(steps.values())
+        near = min(steps, key=lambda value: abs(value - 40))
+        shown = " | ".join(f"{100 * (value - best):+.1f}" for value in (steps[near], *lengths.values()))
+        lines.append(f"| {task.content['title']} | {100 * best:.1f} | {shown} |")
+    return lines
 
 
 def flatness_table(results: Results) -> list[str]:
@@ -284,6 +318,7 @@ def main() -> None:
     ]
     lines += ["## Against SAM", "", *bar_table(every), "", "## Orderings", "", *ordering_table(every), ""]
     lines += ["## How strong", "", *length_table(every), "", *ahead_table(options.records), ""]
+    lines += ["## Untuned", "", *default_table(options.records), ""]
     for results in every:
         lines += [f"## {results.title}", "", *accuracy_table(results), ""]
         if flatness := flatness_table(results):

@@ -34,13 +34,13 @@ def paired(better: Mapping[int, float], worse: Mapping[int, float]) -> Mean:
     return Mean.of([better[seed] - worse[seed] for seed in seeds])
 
 
-def verdict(difference: Mean, *, equal_within: float | None = None) -> str:
-    """Of "better > worse", or of "better = worse to within so many points"."""
+def verdict(difference: Mean, *, within: float | None = None, one_sided: bool = False) -> str:
+    """Of "better > worse", or of "better = worse" (``one_sided``: >=) to within so many points."""
     low, high = difference.value - difference.interval, difference.value + difference.interval
     if math.isnan(low):
         return "undecided"
-    if equal_within is not None:
-        if low >= -equal_within and high <= equal_within:
+    if within is not None:
+        if low >= -within and (one_sided or high <= within):
             return "confirmed"
-        return "refuted" if low > equal_within or high < -equal_within else "undecided"
+        return "refuted" if high < -within or (low > within and not one_sided) else "undecided"
     return "confirmed" if low > 0 else "refuted" if high < 0 else "undecided"

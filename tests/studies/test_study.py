@@ -94,4 +94,11 @@ def test_comparisons_are_made_seed_by_seed():
     ],
 )
 def test_verdicts(value, interval, within, told):
-    assert verdict(Mean(value, 0.1, interval, 5), equal_within=within) == told
+    assert verdict(Mean(value, 0.1, interval, 5), within=within) == told
+
+
+@pytest.mark.parametrize(
+    ("value", "told"), [(2.0, "confirmed"), (-0.4, "confirmed"), (-0.8, "undecided"), (-2.0, "refuted")]
+)
+def test_verdicts_of_not_worse(value, told):
+    assert verdict(Mean(value, 0.1, 0.5, 5), within=1.0, one_sided=True) == told
