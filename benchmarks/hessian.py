@@ -55,7 +55,7 @@ def eigsh_way(
     model: nn.Module, x: Tensor, y: Tensor, seed: int, *, tolerance: float, vectors: int | None
 ) -> tuple[int, Array]:
     """SciPy's ARPACK on curvlinops' Hessian; curvlinops' own determinism check is not counted."""
-    import scipy.sparse.linalg as sparse  # type: ignore[import-untyped]
+    import scipy.sparse.linalg as sparse
     from curvlinops import HessianLinearOperator  # type: ignore[import-untyped]
 
     operator = HessianLinearOperator(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from scipy.stats import t as student  # type: ignore[import-untyped]
+from scipy.stats import t as student
 
 
 @dataclass(frozen=True)

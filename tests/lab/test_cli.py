@@ -89,7 +89,8 @@ def test_eval_and_export_read_the_best_weights_or_the_last(tmp_path, capsys):
     assert all(isinstance(value, torch.Tensor) for value in weights.values())
     assert main(["export", out, "-o", "model.onnx"]) == 2
     assert "--out must end in .pt, .pth, .safetensors" in capsys.readouterr().err
-    assert main(["eval", str(tmp_path)]) == 1
+    assert main(["eval", str(tmp_path)]) == 2
+    assert main(["eval", out, "--weights", str(tmp_path / "none.pt")]) == 2
 
 
 def test_a_bad_value_ends_with_its_reason(tmp_path, capsys):
@@ -111,15 +112,42 @@ def test_what_the_machine_does_not_have_is_told_in_a_line(tmp_path, capsys):
     assert main(["train", *SHORT, "--accelerator", "tape", "--out", str(tmp_path / "run")]) == 2
     assert "accelerator tape, devices 1, num_nodes 1 is not available on this machine: " in capsys.readouterr().err
     (tmp_path / "file").touch()
-    assert main(["train", *SHORT, "--out", str(tmp_path / "file" / "run")]) == 1
+    assert main(["train", *SHORT, "--out", str(tmp_path / "file" / "run")]) == 2
     assert "is not a directory" in capsys.readouterr().err
 
 
 def test_resume_needs_a_run(tmp_path, capsys):
-    assert main(["train", "--resume"]) == 1
+    assert main(["train", "--resume"]) == 2
     assert "--resume needs --out" in capsys.readouterr().err
-    assert main(["train", "--resume", "--out", str(tmp_path)]) == 1
-    assert "holds no run to continue" in capsys.readouterr().err
+    assert main(["train", "--resume", "--out", str(tmp_path)]) == 2
+    assert "holds no run: it has no config.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "--init-from", "none.pt"],
+        ["train", "--dataset", "cifar10", "--data-dir", "none"],
+        ["train", "--dataset", "folder"],
+        ["train", "--config", "none.yaml"],
+        ["train", "--config", "damaged.yaml"],
+        ["sweep", "damaged.yaml"],
+        ["sweep", "demo", "--data-dir", "none"],
+        ["sweep", "demo", "--set", "init_from=none.pt"],
+        ["sweep", "demo", "--seeds", "0"],
+        ["sweep", "demo", "--jobs", "0"],
+        ["export", "none", "-o", "model.pt"],
+        ["analyze", "hessian", "none"],
+        ["report", "none"],
+    ],
+    ids=" ".join,
+)
+def test_bad_usage_exits_with_2_and_writes_nothing(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "damaged.yaml").write_text("epochs: [1")
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith("sparsesam: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["damaged.yaml"]
 
 
 def test_data_show_draws_what_the_network_will_see(tmp_path, capsys):

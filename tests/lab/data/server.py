@@ -7,12 +7,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Server:
-    """``files`` by path; the first ``interruptions`` answers stop half-way; ``requests`` keeps the paths."""
+    """``files`` by path; the first ``interruptions`` answers stop half-way; ``requests`` keeps the paths, ``ranges``
+    the parts that were asked for."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.interruptions = 0
         self.requests: list[str] = []
+        self.ranges: list[str | None] = []
+        self.has_ranges = True
         self.address = ""
 
     def url(self, name: str) -> str:
@@ -29,7 +32,13 @@ def serve() -> Iterator[Server]:
             body = server.files.get(self.path.lstrip("/"))
             if body is None:
                 return self.send_error(404)
-            self.send_response(200)
+            wanted = self.headers.get("Range")
+            server.ranges.append(wanted)
+            start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted and server.has_ranges else 0
+            if start >= len(body):
+                return self.send_error(416)
+            body = body[start:]
+            self.send_response(206 if start else 200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             if server.interruptions:

@@ -27,12 +27,30 @@ def test_brings_the_file_once(published, server, tmp_path):
     assert len(server.requests) == 1
 
 
-def test_an_interrupted_transfer_leaves_nothing_and_can_be_repeated(published, server, tmp_path):
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_an_interrupted_transfer_continues_where_it_stopped(published, server, tmp_path, attempts):
     server.interruptions = 1
-    with pytest.raises(DownloadError, match="cannot download"):
-        fetch(published, tmp_path, attempts=1)
-    assert left_in(tmp_path) == []
-    assert fetch(published, tmp_path).read_bytes() == CONTENT
+    if attempts == 1:
+        with pytest.raises(DownloadError, match="cannot download"):
+            fetch(published, tmp_path, attempts=1)
+        assert left_in(tmp_path) == ["file.bin.part"]
+    assert fetch(published, tmp_path, attempts=attempts).read_bytes() == CONTENT
+    whole, rest = server.ranges
+    assert whole is None
+    assert 0 < int(rest.removeprefix("bytes=").removesuffix("-")) <= len(CONTENT) // 2
+    assert left_in(tmp_path) == ["file.bin"]
+
+
+def test_a_server_that_knows_no_ranges_sends_the_whole_file(published, server, tmp_path):
+    server.has_ranges = False
+    (tmp_path / "file.bin.part").write_bytes(CONTENT[:100])
+    assert fetch(published, tmp_path, attempts=1).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("received", [b"x" * 100, b"x" * (len(CONTENT) + 1)], ids=["other bytes", "too many"])
+def test_a_part_of_another_file_is_discarded(published, tmp_path, received):
+    (tmp_path / "file.bin.part").write_bytes(received)
+    assert fetch(published, tmp_path, attempts=2).read_bytes() == CONTENT
 
 
 def test_a_wrong_checksum_leaves_nothing(published, tmp_path):

@@ -48,7 +48,7 @@ def test_every_figure_of_the_analyses_is_drawn_without_warnings(every_figure, tm
 
 
 def test_files_are_named_by_figure_and_panel(tmp_path):
-    line = Series("SAM $x", "blue", [1, 2], [0.5, None], error=[0.1, None])
+    line = Series("SAM $x", "blue", [1, 2], [0.5, None], bars=[(0.4, 0.6), None])
     surface = Series("SAM", "blue", [0, 1], [0, 1], z=[[2.0, 3.0], [None, 1.0]])
     heights = {"one/../run": [surface], "<b>": [surface]}
     write_figures([figure({"": [line]}), figure(heights, "surface", Axis("height"))], tmp_path / "figures")
@@ -94,7 +94,15 @@ def test_the_word_at_a_marked_point_is_within_the_axes_and_covers_no_point(marke
 
     places = [1.0, 1.9, 2.0]
     series = [
-        Series(f"variant {i}", "blue", [x], [90 + i], i, error=[0.5], mark="recommended" if i == marked else "")
+        Series(
+            f"variant {i}",
+            "blue",
+            [x],
+            [90 + i],
+            i,
+            bars=[(89.5 + i, 90.5 + i)],
+            mark="recommended" if i == marked else "",
+        )
         for i, x in enumerate(places)
     ]
     drawing = draw_plot([figure({"": series}, "points")])

@@ -15,13 +15,13 @@ def read(text):
 
 
 def test_csv_has_a_row_per_point_under_the_axes_titles():
-    one = Series("SAM, rho 0.1", "blue", [1, 2], [0.5, None], error=[0.1, None])
+    one = Series("SAM, rho 0.1", "blue", [1, 2], [0.5, None], bars=[(0.4, 0.6), None])
     other = Series("SGD", "grey", [1], [0.25])
     assert read(to_csv(figure({"": [one, other]}))) == [
-        ["series", "epoch", "loss", "±"],
-        ["SAM, rho 0.1", "1", "0.5", "0.1"],
-        ["SAM, rho 0.1", "2", "", ""],
-        ["SGD", "1", "0.25", ""],
+        ["series", "epoch", "loss", "low", "high"],
+        ["SAM, rho 0.1", "1", "0.5", "0.4", "0.6"],
+        ["SAM, rho 0.1", "2", "", "", ""],
+        ["SGD", "1", "0.25", "", ""],
     ]
 
 

@@ -63,5 +63,5 @@ def test_files_that_hold_no_weights_are_refused(tmp_path):
     ):
         with pytest.raises(CheckpointError, match=reason):
             read_weights(tmp_path / name)
-    with pytest.raises(CheckpointError, match=r"has no best\.pt"):
+    with pytest.raises(ValueError, match=r"has no best\.pt"):
         read_weights(tmp_path)

@@ -3,7 +3,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from sparsesam.lab.experiment import checkpoint, read_masks, read_records
-from sparsesam.lab.experiment.errors import CheckpointError, Interrupted, RunError
+from sparsesam.lab.experiment.errors import CheckpointError, Interrupted
 from sparsesam.lab.inspection import load_run
 from tests.lab.experiment.runs import InterruptAt, same, train
 
@@ -87,7 +87,7 @@ def test_loading_leaves_the_global_generator_alone(tmp_path):
 
 
 def test_a_directory_without_a_run_or_a_checkpoint_is_told(tmp_path):
-    with pytest.raises(RunError, match=r"holds no run: it has no config\.yaml"):
+    with pytest.raises(ValueError, match=r"holds no run: it has no config\.yaml"):
         load_run(tmp_path)
     train(tmp_path, model=MODEL)
     (tmp_path / "last.pt").unlink()

@@ -24,7 +24,7 @@ def test_what_was_overridden_and_what_the_laptop_changes_is_said(tmp_path):
     assert "Overridden by --set in every run: epochs=2." in words
     assert "30 % of the training labels are wrong" in words
     assert "compare rows, not values" in words
-    assert "On a CPU, 1 thread(s), torch 2.x. 3 seed(s) for each number" in words
+    assert "On a CPU, 1 thread, torch 2.x. 3 seeds for each number" in words
     assert "Overridden" not in " ".join(compared(tmp_path / "other", {}).sentences())
 
 

@@ -7,10 +7,10 @@ def figure(panels):
 
 
 def test_a_curve_is_thinned_to_its_limit_with_both_ends():
-    curve = Series("SAM", "blue", list(range(1000)), list(range(1000)), error=[0.0] * 1000)
+    curve = Series("SAM", "blue", list(range(1000)), list(range(1000)), bars=[(0.0, 1.0)] * 1000)
     kept = downsampled(curve, 100)
     assert len(kept.x) <= 100
-    assert (kept.x[0], kept.x[-1], len(kept.error)) == (0, 999, len(kept.x))
+    assert (kept.x[0], kept.x[-1], len(kept.bars)) == (0, 999, len(kept.x))
     assert downsampled(curve, 1000) is curve
 
 

@@ -90,7 +90,8 @@ def test_the_first_figure_has_intervals_and_marks_the_recommended_point(tmp_path
     assert part.lead.startswith("Best choice: SAM, 91.0 ± 1.0 % at 2.00 × SGD’s passes")
     sgd, sam = part.blocks[0].panels[""]
     assert (sgd.mark, sam.mark) == ("", "best choice")
-    assert sam.error[0] == pytest.approx(4.303 / 3**0.5)  # t(0.975, 2) times the standard error in points
+    width = 4.302653 / 3**0.5  # t(0.975, 2) times the standard error in points
+    assert sam.bars[0] == pytest.approx((91 - width, 91 + width))
 
 
 def test_duplicates_are_counted_once_and_listed(tmp_path):
@@ -121,7 +122,7 @@ def test_curves_are_means_with_bands_and_unfinished_runs_are_dotted(tmp_path):
     mean, unfinished = blocks(sections(tmp_path)[1][DIGITS])["test-accuracy"].panels[""]
     assert (mean.name, mean.x, mean.faint) == ("SAM", [1, 2, 3], False)
     assert mean.y == pytest.approx([25, 50, 75])
-    assert mean.error[2] == pytest.approx(30 / 2**0.5)
+    assert mean.bars[2] == pytest.approx((75 - 30 / 2**0.5, 75 + 30 / 2**0.5))
     assert (unfinished.name, unfinished.x, unfinished.faint) == ("SAM, seed 2 (unfinished)", [1, 2], True)
 
 

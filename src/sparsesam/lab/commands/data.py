@@ -11,6 +11,7 @@ import torch
 from sparsesam.lab.commands.parser import Namespace, Parser, add_settings, settings_of
 from sparsesam.lab.data import contact_sheet, load
 from sparsesam.lab.data.augment import denormalize
+from sparsesam.lab.display.numbers import plural
 from sparsesam.lab.experiment.batches import Share, make_batches
 
 HELP = "Draw training images as the network sees them, with noise, corruption and augmentation."
@@ -33,5 +34,5 @@ def run(options: Namespace) -> int:
     labels = batch.labels if batch.labels.dim() == 1 else batch.labels.argmax(1)  # probabilities with mixup
     titles = [splits.classes[label] for label in labels.tolist()]
     contact_sheet(denormalize(batch.images, splits.mean, splits.std), titles, options.out)
-    print(f"{len(titles)} images of {splits.name}: {options.out}")
+    print(f"{plural(len(titles), 'image')} of {splits.name}: {options.out}")
     return 0

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from sparsesam.lab.commands.parser import Namespace, Parser
+from sparsesam.lab.display.numbers import plural
 
 HELP = "Evaluate the weights of a run on its test or validation images."
 
@@ -24,7 +25,6 @@ def run(options: Namespace) -> int:
 
     place = RunEnvironment(data_dir=options.data_dir, accelerator=options.accelerator)
     found = evaluate(options.run, options.weights, options.split, place)
-    print(
-        f"{options.split} accuracy {found.accuracy:.2%}, loss {found.loss:.4f}, {found.images:,} images; {found.file}"
-    )
+    numbers = f"accuracy {found.accuracy:.2%}, loss {found.loss:.4f}"
+    print(f"{options.split} {numbers}, {plural(found.images, 'image')}; {found.file}")
     return 0

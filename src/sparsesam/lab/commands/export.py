@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sparsesam.lab.commands.parser import Namespace, Parser
+from sparsesam.lab.display.numbers import plural
 
 HELP = "Write the weights of a run as a plain state_dict (.pt, .pth) or as safetensors (.safetensors)."
 
@@ -19,5 +20,5 @@ def run(options: Namespace) -> int:
     from sparsesam.lab.experiment.evaluation import export
 
     count = export(options.run, options.weights, options.out)
-    print(f"{count:,} numbers: {options.out}")
+    print(f"{plural(count, 'number')}: {options.out}")
     return 0

@@ -15,6 +15,7 @@ from rich.text import Text
 from sparsesam.lab.commands.parser import Namespace, Parser
 from sparsesam.lab.commands.sweep import add_execution, execute, overrides, report_failures
 from sparsesam.lab.display.drawing import check_plot
+from sparsesam.lab.display.numbers import plural
 from sparsesam.lab.experiment.paper import Recipe, Scale, default_out, recipe, recipes
 from sparsesam.lab.experiment.sweep import Job
 from sparsesam.lab.paper.choices import other_choices, settings_of
@@ -96,7 +97,7 @@ def _rehearse(chosen: Recipe, options: Namespace, settings: Mapping[str, Any], c
         raise ValueError(f"--tflops must be positive, got {options.tflops}")
 
     def told(label: str, one: Rehearsal) -> None:
-        done = f"{one.steps} steps" if one.steps else f"built, no steps: {one.reason}"
+        done = plural(one.steps, "step") if one.steps else f"built, no steps: {one.reason}"
         console.print(f"{label}: {done}", soft_wrap=True, markup=False)
 
     found = dry_run(chosen, options.scale, settings, told)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sparsesam.lab.commands.parser import Namespace, Parser
+from sparsesam.lab.display.numbers import plural
 from sparsesam.lab.experiment.calibration import SweepCalibration, calibrate, read_calibration
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import Interrupted, RunError
@@ -46,10 +47,10 @@ def add_execution(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> int:
+    place = _environment(options)
     sweep = read_sweep(options.file, overrides=overrides(options.set), seeds=options.seeds)
     out = options.out or Path("runs") / Path(options.file).stem
     jobs = sweep.jobs(out)
-    place = _environment(options)
     calibration = None if options.no_calibration else _calibration(jobs, place, out)
     execute(jobs, options, lambda: table(sweep.title, jobs, calibration), calibration=calibration)
     print(f"runs: {out}")
@@ -84,10 +85,14 @@ def execute(
             sweep_jobs(timed, replace(place, record_times=True), workers=1, **common)
     except KeyboardInterrupt:
         done = sum(job.is_finished for job in jobs)
-        raise Interrupted(f"{done} of {len(jobs)} runs are finished; give the same command to continue") from None
+        raise Interrupted(f"{done} of {plural(len(jobs), 'run')} finished; give the same command to continue") from None
 
 
 def _environment(options: Namespace) -> RunEnvironment:
+    for name, least in (("jobs", 1), ("gpus", 0)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name} must be at least {least}, got {value}")
     return RunEnvironment(data_dir=options.data_dir, accelerator="cuda" if options.gpus else "auto")
 
 
@@ -106,7 +111,7 @@ def report_failures(jobs: Sequence[Job]) -> int:
     for directory, failure in failed.items():
         print(f"failed: {directory}: {failure}")
     if failed:
-        raise RunError(f"{len(failed)} of {len(jobs)} runs failed; --retry runs them again")
+        raise RunError(f"{len(failed)} of {plural(len(jobs), 'run')} failed; --retry runs what failed again")
     return 0
 
 

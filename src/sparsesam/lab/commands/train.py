@@ -16,18 +16,14 @@ def add_arguments(parser: Parser) -> None:
 
 def rewrite(arguments: list[str]) -> list[str]:
     """With ``--resume``, the settings of the run in ``--out`` come first, so that they need not be repeated."""
-    from sparsesam.lab.experiment.errors import RunError
     from sparsesam.lab.experiment.run_directory import RunDirectory
 
     if "--resume" not in arguments:
         return arguments
     out = _value_of("--out", arguments)
     if out is None:
-        raise RunError("--resume needs --out, the directory of the run to continue")
-    saved = RunDirectory(Path(out)).config
-    if not saved.exists():
-        raise RunError(f"{out} holds no run to continue; check --out, or leave out --resume to begin one")
-    return ["--config", str(saved), *arguments]
+        raise ValueError("--resume needs --out, the directory of the run to continue")
+    return ["--config", str(RunDirectory.existing(Path(out)).config), *arguments]
 
 
 def run(options: Namespace) -> int:

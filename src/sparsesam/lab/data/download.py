@@ -61,8 +61,8 @@ def obtain(
 def fetch(remote: Remote, folder: Path, *, progress: bool = False, attempts: int = 3) -> Path:
     """The path of ``remote`` in ``folder``, downloaded unless it is there with the right checksum.
 
-    The file gets its name only when it is complete and its checksum is right. Processes that want the same file wait
-    for the first.
+    The file gets its name only when it is complete and its checksum is right; an interrupted download continues where
+    it stopped. Processes that want the same file wait for the first.
     """
     try:
         import pooch
@@ -80,9 +80,37 @@ def fetch(remote: Remote, folder: Path, *, progress: bool = False, attempts: int
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / f"{remote.name}.lock"):
         try:
-            return Path(store.fetch(remote.name, downloader=pooch.HTTPDownloader(progressbar=progress, timeout=30)))
+            return Path(store.fetch(remote.name, downloader=_Resuming(folder / f"{remote.name}.part", progress)))
         except (requests.RequestException, ValueError) as error:  # a ValueError is a wrong checksum
             raise DownloadError(f"cannot download {remote.url}: {error}") from error
+
+
+class _Resuming:
+    """A downloader for pooch, which has none that continues: what was received stays in ``part``."""
+
+    def __init__(self, part: Path, progress: bool) -> None:
+        self.part, self.progress = part, progress
+
+    def __call__(self, url: str, output_file: str, pooch: object) -> None:
+        import requests
+        from tqdm import tqdm
+
+        received = self.part.stat().st_size if self.part.exists() else 0
+        # Compressed transfers have no byte positions to continue at.
+        headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={received}-"} if received else {})}
+        with requests.get(url, headers=headers, stream=True, timeout=30) as response:
+            if response.status_code == requests.codes.requested_range_not_satisfiable:
+                self.part.unlink()  # not a beginning of this file
+            response.raise_for_status()
+            if response.status_code != requests.codes.partial_content:
+                received = 0
+            total = received + int(response.headers.get("Content-Length", 0)) or None
+            bar = tqdm(total=total, initial=received, unit="B", unit_scale=True, disable=not self.progress)
+            with self.part.open("ab" if received else "wb") as file, bar:
+                for chunk in response.iter_content(2**16):
+                    file.write(chunk)
+                    bar.update(len(chunk))
+        self.part.replace(output_file)
 
 
 def verify(path: Path, remote: Remote) -> None:

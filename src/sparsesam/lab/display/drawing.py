@@ -148,20 +148,20 @@ def _draw_line(axes: Canvas, figure: Figure, series: Series, place: int, count: 
     style = ":" if series.faint else _DASHES[series.number // PALETTE_SIZE % len(_DASHES)]
     x, y = _floats(series.x), _floats(series.y)
     axes.plot(x, y, color=color, linestyle=style, linewidth=1.2, label=_literal(series.name))
-    if series.error is not None:
-        error = _floats(series.error)
-        axes.fill_between(x, y - error, y + error, color=color, alpha=0.15, linewidth=0)
+    if series.bars is not None:
+        low, high = _bar_ends(series.bars)
+        axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
 
 
 def _draw_points(axes: Canvas, figure: Figure, series: Series, place: int, count: int) -> None:
     if series.faint:
         _draw_line(axes, figure, series, place, count)
         return
-    color, many = COLORS[series.color][0], len(series.x) > 50
+    color, many, y = COLORS[series.color][0], len(series.x) > 50, _floats(series.y)
     axes.errorbar(
         _floats(series.x),
-        _floats(series.y),
-        yerr=None if series.error is None else np.nan_to_num(_floats(series.error)),
+        y,
+        yerr=None if series.bars is None else np.nan_to_num(np.abs(_bar_ends(series.bars) - y)),
         fmt="o" if many else _MARKERS[series.number % len(_MARKERS)],
         markersize=3 if many else 6,
         color=color,
@@ -226,6 +226,11 @@ def _name_ticks(change: Any, values: Sequence[Any], **look: Any) -> None:
     stride = -(-len(values) // 24)
     places = range(0, len(values), max(stride, 1))
     change(places, [_literal(str(values[place])) for place in places], fontsize="x-small", **look)
+
+
+def _bar_ends(bars: Sequence[tuple[float, float] | None]) -> npt.NDArray[np.float64]:
+    """(2, n): low and high ends, NaN where there is no bar."""
+    return _floats([bar or (np.nan, np.nan) for bar in bars]).T
 
 
 def _floats(values: Sequence[Any]) -> npt.NDArray[np.float64]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from sparsesam.lab.display.numbers import Number
 
+Bar = tuple[float, float]
 FigureKind = Literal["lines", "points", "bars", "heatmap", "surface", "contour"]
 
 
@@ -27,8 +29,8 @@ class Series:
     """``color`` is a name of `colors.COLORS`; ``number`` selects the symbol of points and, beyond
     `colors.PALETTE_SIZE`, the dash of lines.
 
-    ``error`` is ± around y. ``z`` has a row for each y. A ``faint`` series is a reference: thin and dotted. A point
-    with a ``mark`` has a ring and that word beside it.
+    ``bars`` are the low and high end of an error bar, or band, at each point. ``z`` has a row for each y. A ``faint``
+    series is a reference: thin and dotted. A point with a ``mark`` has a ring and that word beside it.
     """
 
     name: str
@@ -36,7 +38,7 @@ class Series:
     x: Sequence[Any]
     y: Sequence[Any]
     number: int = 0
-    error: Sequence[Number] | None = None
+    bars: Sequence[Bar | None] | None = None
     z: Sequence[Sequence[Number]] | None = None
     faint: bool = False
     mark: str = ""
@@ -65,6 +67,20 @@ class Figure:
         return sum(_known(one) for one in series) > 1
 
 
+def error_bars(
+    values: Iterable[Number],
+    errors: Iterable[Number],
+    *,
+    lowest: float = -math.inf,
+    highest: float = math.inf,
+) -> list[Bar | None]:
+    """value ± error, within the bounds of what a value can be; None where one of them is not known."""
+    return [
+        None if value is None or error is None else (max(lowest, value - error), min(highest, value + error))
+        for value, error in zip(values, errors, strict=True)
+    ]
+
+
 def _known(series: Series) -> int:
     if series.z is not None:
         return sum(value is not None for row in series.z for value in row)
@@ -75,9 +91,9 @@ def rows(figure: Figure) -> Iterator[list[Any]]:
     """The figure's numbers, one point per row, under a heading."""
     several = len(figure.panels) > 1
     everything = [series for panel in figure.panels.values() for series in panel]
-    with_error = any(series.error is not None for series in everything)
+    with_bars = any(series.bars is not None for series in everything)
     titles = [axis.title for axis in (figure.x, figure.y, figure.z) if axis is not None]
-    yield [*(["panel"] if several else []), "series", *titles, *(["±"] if with_error else [])]
+    yield [*(["panel"] if several else []), "series", *titles, *(["low", "high"] if with_bars else [])]
     for name, panel in figure.panels.items():
         for series in panel:
             start = [*([name] if several else []), series.name]
@@ -87,7 +103,8 @@ def rows(figure: Figure) -> Iterator[list[Any]]:
                         yield [*start, x, y, z]
                 continue
             for place, (x, y) in enumerate(zip(series.x, series.y, strict=True)):
-                yield [*start, x, y, *([series.error[place] if series.error else None] if with_error else [])]
+                bar = (series.bars[place] if series.bars else None) or (None, None)
+                yield [*start, x, y, *(bar if with_bars else ())]
 
 
 def to_csv(figure: Figure) -> str:

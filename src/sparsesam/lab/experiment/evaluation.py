@@ -12,7 +12,7 @@ from sparsesam.lab import models
 from sparsesam.lab.data import load
 from sparsesam.lab.experiment.batches import Share, make_batches
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
-from sparsesam.lab.experiment.errors import CheckpointError, RunError
+from sparsesam.lab.experiment.errors import CheckpointError
 from sparsesam.lab.experiment.initial_weights import read_weights
 from sparsesam.lab.experiment.run import make_fabric
 from sparsesam.lab.experiment.run_directory import RunDirectory
@@ -30,9 +30,9 @@ class Evaluation(NamedTuple):
 
 def evaluate(run: Path, weights: str, split: Literal["val", "test"], place: RunEnvironment) -> Evaluation:
     """Loss and accuracy of ``weights`` ("best", "last" or a file) on images that the run was not trained on."""
-    config = _config(run)
+    config = RunDirectory.existing(run).saved_config()
     if split == "val" and config.val_size is None:
-        raise RunError(f"{run} has no validation images (val_size); evaluate it on the test images")
+        raise ValueError(f"{run} has no validation images (val_size); evaluate it on the test images")
     file = _file(run, weights)
     fabric = make_fabric(config, place)
     splits = load(config.dataset, place.data_dir, place.download, image_size=config.image_size)
@@ -52,20 +52,13 @@ def export(run: Path, weights: str, out: Path) -> int:
     """Write ``weights`` of a run to ``out``; the number of values written."""
     if out.suffix not in FORMATS:
         raise ValueError(f"--out must end in {', '.join(FORMATS)}, got {out}")
-    config, tensors = _config(run), read_weights(_file(run, weights))
+    config, tensors = RunDirectory.existing(run).saved_config(), read_weights(_file(run, weights))
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".safetensors":
         _write_safetensors(tensors, config, out)
     else:
         torch.save(tensors, out)
     return sum(tensor.numel() for tensor in tensors.values())
-
-
-def _config(run: Path) -> TrainConfig:
-    directory = RunDirectory(run)
-    if not directory.config.exists():
-        raise RunError(f"{run} holds no run: it has no config.yaml; give the directory that `sparsesam train` made")
-    return directory.saved_config()
 
 
 def _file(run: Path, weights: str) -> Path:

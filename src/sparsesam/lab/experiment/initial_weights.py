@@ -27,10 +27,10 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if path.is_dir():
         found = [path / name for name in ("best.pt", "last.pt") if (path / name).exists()]
         if not found:
-            raise CheckpointError(f"{path} has no best.pt and no last.pt; give a run's directory or a file of weights")
+            raise ValueError(f"{path} has no best.pt and no last.pt; give a run's directory or a file of weights")
         path = found[0]
     if not path.is_file():
-        raise CheckpointError(f"{path} does not exist; give a checkpoint, a state_dict (.pt) or a .safetensors file")
+        raise ValueError(f"{path} does not exist; give a checkpoint, a state_dict (.pt) or a .safetensors file")
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     try:

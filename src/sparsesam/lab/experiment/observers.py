@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from sparsesam.lab.display.numbers import plural
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.training import Training
 
@@ -60,10 +61,10 @@ def total_steps(config: TrainConfig, training: Training) -> int:
 
 def headline(config: TrainConfig, training: Training, where: str) -> str:
     count = sum(parameter.numel() for parameter in training.module.parameters())
-    begun = f", resumed after {training.steps_taken} steps" if training.steps_taken else ""
+    begun = f", resumed after {plural(training.steps_taken, 'step')}" if training.steps_taken else ""
     return (
         f"{config.optimizer} on {config.dataset} with {config.model} ({count:,} parameters), "
-        f"{config.epochs} epochs of {training.batches.steps} steps{begun}; {where}"
+        f"{plural(config.epochs, 'epoch')} of {plural(training.batches.steps, 'step')}{begun}; {where}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
+from sparsesam.lab.experiment.confidence import confidence_interval
 from sparsesam.lab.experiment.config import TrainConfig, from_mapping
 from sparsesam.lab.experiment.names import nearest
 from sparsesam.lab.experiment.sweep import Job, Sweep
@@ -51,6 +53,12 @@ class Cell:
     seeds: int
     kind: Literal["share", "seconds", "speed"] = "share"
     values: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % interval of the mean; None for one seed."""
+        highest = 1.0 if self.kind == "share" else math.inf
+        return confidence_interval(list(self.values.values()), lowest=0.0, highest=highest)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def provenance() -> dict[str, str | int | None]:
 
 def _command() -> str:
     module = getattr(sys.modules["__main__"], "__spec__", None)
-    program = f"python -m {module.name}" if module else Path(sys.argv[0]).name
+    program = f"python -m {module.name.removesuffix('.__main__')}" if module else Path(sys.argv[0]).name
     return shlex.join([*program.split(), *sys.argv[1:]])
 
 

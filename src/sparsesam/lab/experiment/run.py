@@ -16,6 +16,7 @@ from lightning_fabric.plugins import MixedPrecision
 
 from sparsesam.lab import models
 from sparsesam.lab.data import FolderSplits, Splits, load
+from sparsesam.lab.display.numbers import plural
 from sparsesam.lab.experiment import checkpoint
 from sparsesam.lab.experiment.batches import Share, make_batches
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
@@ -102,7 +103,10 @@ def make_training(
     seed_global(derive(config.seed, Purpose.WEIGHTS), fabric.device)
     model = models.build(config.model, splits.num_classes, splits.in_channels, splits.image_size)
     if config.init_from is not None:
-        initialize(model, Path(config.init_from))
+        try:
+            initialize(model, Path(config.init_from))
+        except CheckpointError as error:
+            raise ValueError(f"init_from: {error}") from error
     return Training(config, model, batches, fabric, record_times=place.record_times)
 
 
@@ -159,7 +163,7 @@ def _train(
                     _save(training, config, directory)
                 if training.stop_requested and not training.finished:
                     raise Interrupted(
-                        f"stopped after {training.steps_taken} steps and saved; "
+                        f"stopped after {plural(training.steps_taken, 'step')} and saved; "
                         f"continue with: {place.resume_command(directory.path)}"
                     )
         except DivergedError as error:

@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
+from sparsesam.lab.display.numbers import plural
 from sparsesam.lab.experiment.config import TrainConfig, differences, from_mapping
 from sparsesam.lab.experiment.errors import RunError
 from sparsesam.lab.experiment.mask_record import forget_masks_from
@@ -39,6 +40,14 @@ class RunDirectory:
         self.failure = path / "failure.json"
         self.masks = path / "masks"
         self.analyses = path / "analyses"
+
+    @classmethod
+    def existing(cls, path: Path) -> RunDirectory:
+        """The directory of a run that has begun."""
+        directory = cls(path)
+        if not directory.config.exists():
+            raise ValueError(f"{path} holds no run: it has no config.yaml; give one that `sparsesam train` made")
+        return directory
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -61,13 +70,13 @@ class RunDirectory:
         """Refuse a run that may not begin here; nothing is written."""
         nearest_existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not nearest_existing.is_dir():
-            raise RunError(f"{self.path} cannot be made: {nearest_existing} is not a directory; choose another --out")
+            raise ValueError(f"{self.path} cannot be made: {nearest_existing} is not a directory; choose another --out")
         if resume and self.config.exists():
             self._check_settings(config)
         elif self.result.exists():
-            raise RunError(f"{self.path} holds a finished run; choose another --out for a new one")
+            raise ValueError(f"{self.path} holds a finished run; choose another --out for a new one")
         elif self.last.exists():
-            raise RunError(f"{self.path} holds an unfinished run; continue it with --resume, or choose another --out")
+            raise ValueError(f"{self.path} holds an unfinished run; continue it with --resume, or choose another --out")
 
     def begin(self, config: TrainConfig, *, resume: bool) -> int | None:
         """Write the settings; the number of epochs that the run had before, if this run extends it."""
@@ -93,13 +102,13 @@ class RunDirectory:
             saved.canonical != dataclasses.replace(config, epochs=saved.epochs).canonical
             or config.epochs < saved.epochs
         ):
-            raise RunError(
+            raise ValueError(
                 f"{self.path} was begun with other settings ({differences(saved, config)}); "
                 "leave them out to continue it (only --epochs may grow), or choose another --out for a new run"
             )
         if self.result.exists() and not extends:
-            raise RunError(
-                f"{self.path} holds a finished run of {saved.epochs} epochs; a larger --epochs extends it, "
+            raise ValueError(
+                f"{self.path} holds a finished run of {plural(saved.epochs, 'epoch')}; a larger --epochs extends it, "
                 "another --out begins a new one"
             )
 

@@ -84,7 +84,7 @@ def read_sweep(file: str | Path, *, overrides: Mapping[str, Any], seeds: int | N
             raise ValueError("it must hold keys and values, such as `grid: {rho: [0.1, 0.2]}`")
         check_names(content, _KEYS)
         variants = expand(content.get("settings"), content.get("variants"), content.get("grid"), overrides)
-        return Sweep(content.get("title", name), variants, _seeds(seeds or content.get("seeds", 1)))
+        return Sweep(content.get("title", name), variants, _seeds(content.get("seeds", 1) if seeds is None else seeds))
     except (yaml.YAMLError, TypeError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from error
 

@@ -9,6 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
+from sparsesam.lab.display.numbers import plural
 from sparsesam.lab.experiment.calibration import SweepCalibration
 from sparsesam.lab.experiment.execution import Outcome
 from sparsesam.lab.experiment.observers import duration
@@ -63,10 +64,10 @@ class SweepProgress:
         done = sum(job.is_finished for job in directories.values())
         seconds = self.remaining.seconds()
         left = "" if seconds is None or done == len(directories) else f", about {duration(seconds)} remaining"
-        return f"{done} of {len(directories)} runs finished{left}"
+        return f"{done} of {plural(len(directories), 'run')} finished{left}"
 
     def _warning_lines(self) -> list[str]:
-        return [f"warning ({count} runs): {text}" for text, count in self.warnings.items()]
+        return [f"warning ({plural(count, 'run')}): {text}" for text, count in self.warnings.items()]
 
 
 def table(title: str, jobs: Sequence[Job], calibration: SweepCalibration | None = None) -> Table:

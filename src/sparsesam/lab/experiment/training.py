@@ -174,7 +174,9 @@ class Training:
     def _what_may_help(self) -> str:
         rho = "" if self.rho is None else f" or rho ({self.rho})"
         precision = "" if self.config.precision == "fp32" else ", or train with precision fp32"
-        return f"lower lr ({self.config.lr}){rho}, warm up longer ({self.config.warmup_epochs} epochs){precision}"
+        return (
+            f"lower lr ({self.config.lr}){rho}, warm up longer (warmup_epochs {self.config.warmup_epochs}){precision}"
+        )
 
     def _timed_step(self, batch: Batch) -> Tensor:
         self._wait()

@@ -17,7 +17,7 @@ from sparsesam.analysis import (
     nonconvex_logistic,
     tanh_network,
 )
-from sparsesam.lab.display.figure import Axis, Figure, Series
+from sparsesam.lab.display.figure import Axis, Figure, Series, error_bars
 from sparsesam.lab.display.numbers import numbers
 from sparsesam.lab.display.table import Cell, Table, number_cell, table_of_rows
 from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress
@@ -153,8 +153,9 @@ def _curves(one: Convergence) -> list[Series]:
     steps = one.T.tolist()
     # The printed bound can be 0 or less at T = 1, which a logarithmic axis cannot show.
     bounds = [numbers(np.where(curve > 0, curve, np.nan).tolist()) for curve in (one.bound, one.bound_harmonic)]
+    measured = numbers(one.measured)
     return [
-        Series(f"measured, {one.method}", "blue", steps, numbers(one.measured), error=numbers(one.deviation)),
+        Series(f"measured, {one.method}", "blue", steps, measured, bars=error_bars(measured, numbers(one.deviation))),
         Series("bound, log T", "orange", steps, bounds[0]),
         Series("bound, Σ 1/t", "green", steps, bounds[1]),
     ]

@@ -17,7 +17,7 @@ from sparsesam.analysis import (
     hessian_trace,
     spectral_density,
 )
-from sparsesam.lab.display.figure import Axis, Figure, Series
+from sparsesam.lab.display.figure import Axis, Figure, Series, error_bars
 from sparsesam.lab.display.numbers import number, numbers, plus_minus
 from sparsesam.lab.display.table import Cell, number_cell
 from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, parameter_patterns
@@ -111,7 +111,8 @@ class HessianAnalysis(Analysis[HessianResult]):
 def _eigenvalues(one: Measured[HessianResult]) -> Series:
     spectrum = one.result.eigenvalues
     values, errors = numbers(spectrum.eigenvalues.tolist()), numbers(spectrum.error_bounds.tolist())
-    return Series(one.label, one.color, list(range(1, len(values) + 1)), values, one.number, error=errors)
+    ranks, bars = list(range(1, len(values) + 1)), error_bars(values, errors)
+    return Series(one.label, one.color, ranks, values, one.number, bars=bars)
 
 
 def _density(one: Measured[HessianResult]) -> Series:

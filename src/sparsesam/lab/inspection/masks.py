@@ -12,7 +12,6 @@ from sparsesam.analysis import MaskHistory, masks_over_time
 from sparsesam.lab.display.figure import Axis, Figure, Series
 from sparsesam.lab.display.numbers import numbers, percent
 from sparsesam.lab.display.table import Cell, number_cell
-from sparsesam.lab.experiment.errors import RunError
 from sparsesam.lab.experiment.mask_record import mask_files, read_masks
 from sparsesam.lab.inspection.analysis import Analysis, Measured, Prepared, Progress
 from sparsesam.lab.inspection.options import NoSettings
@@ -38,7 +37,7 @@ class MaskAnalysis(Analysis[MaskHistory]):
         having = [run for run in subjects if not reasons[run.path]]
         missing = [reason for reason in reasons.values() if reason]
         if not having:
-            raise RunError("; ".join(missing))
+            raise ValueError("; ".join(missing))
         return Prepared(self, having, [f"left out: {reason}" for reason in missing])
 
     def measure(self, subject: TrainedRun, progress: Progress) -> MaskHistory:

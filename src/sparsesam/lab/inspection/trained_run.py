@@ -18,7 +18,7 @@ from sparsesam.lab import models
 from sparsesam.lab.data import FolderSplits, Splits, load
 from sparsesam.lab.experiment import checkpoint
 from sparsesam.lab.experiment.batches import Batches, Share, Split, make_batches
-from sparsesam.lab.experiment.errors import CheckpointError, RunError
+from sparsesam.lab.experiment.errors import CheckpointError
 from sparsesam.lab.experiment.mask_record import mask_files, read_mask_file
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.inspection.options import option
@@ -67,9 +67,7 @@ class TrainedRun:
     """
 
     def __init__(self, path: Path, on: MeasuredOn) -> None:
-        self.directory, self.on = RunDirectory(path), on
-        if not self.directory.config.exists():
-            raise RunError(f"{path} holds no run: it has no config.yaml; give the directory of a `sparsesam train` run")
+        self.directory, self.on = RunDirectory.existing(path), on
         self.config = self.directory.saved_config()
         self.notes: list[str] = []
 
@@ -148,7 +146,7 @@ class TrainedRun:
 
     @cached_property
     def splits(self) -> Splits | FolderSplits:
-        splits = load(self.config.dataset, self.on.data_dir, self.on.download)
+        splits = load(self.config.dataset, self.on.data_dir, self.on.download, image_size=self.config.image_size)
         if splits.num_classes < 2:
             raise ValueError(
                 f"{self.path}: the data set {self.config.dataset} has one class, so its loss is always 0; "

@@ -9,7 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
-from sparsesam.lab.experiment.interval import differ, half_width
+from sparsesam.lab.display.numbers import plural
+from sparsesam.lab.experiment.confidence import differ
 from sparsesam.lab.experiment.paper import Cell, Column, Recipe, Scale, finished_results, show_theirs
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Job
@@ -29,7 +30,7 @@ class Comparison:
         recipe, scale, cells = self.recipe, self.scale, self._cells()
         columns, theirs = recipe.columns(scale), recipe.columns("full") if recipe.has_numbers else []
         done = sum(job.is_finished for job in self.jobs)
-        drawn = Table(title=f"{recipe.place}: {recipe.title}", caption=f"{done} of {len(self.jobs)} runs")
+        drawn = Table(title=f"{recipe.place}: {recipe.title}", caption=f"{done} of {plural(len(self.jobs), 'run')}")
         drawn.add_column("")
         for column in columns:
             drawn.add_column(f"ours\n{column.label}", justify="right")
@@ -78,11 +79,11 @@ class Comparison:
         seeds = sorted({cell.seeds for cell in self._cells().values()})
         if not seeds:
             return []
-        count = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
+        count = plural(seeds[0], "seed") if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
         intervals = "brackets hold the 95 % interval of the mean (Student's t)"
         if seeds[-1] == 1:
             intervals = "one seed has no interval"
-        return [f"On {'; '.join(machines)}. {count} seed(s) for each number; {intervals}."]
+        return [f"On {'; '.join(machines)}. {count} for each number; {intervals}."]
 
     def _told_apart(self) -> list[str]:
         """For each column the rows that the seeds cannot tell from the best."""
@@ -132,15 +133,13 @@ def show_interval(cell: Cell | None) -> str:
     scale, form = {"share": (100.0, ".2f"), "seconds": (1.0, ".3g"), "speed": (1.0, ".2f")}[cell.kind]
     sign = "×" if cell.kind == "speed" else ""
     text = f"{sign}{scale * cell.mean:{form}}"
-    width = half_width(list(cell.values.values()))
-    if width is None:
-        return text
-    return f"{text} ({scale * (cell.mean - width):{form}} to {scale * (cell.mean + width):{form}})"
+    interval = cell.interval
+    return text if interval is None else f"{text} ({scale * interval[0]:{form}} to {scale * interval[1]:{form}})"
 
 
 def _machine(job: Job) -> str:
     origin = json.loads(RunDirectory(job.directory).result.read_text()).get("provenance", {})
     threads = origin.get("threads")
-    parts = [origin.get("gpu"), origin.get("cpu"), f"{threads} thread(s)" if threads else None]
+    parts = [origin.get("gpu"), origin.get("cpu"), plural(threads, "thread") if threads else None]
     parts.append(f"torch {origin['torch']}" if "torch" in origin else None)
     return ", ".join(str(part) for part in parts if part) or "an unknown machine"

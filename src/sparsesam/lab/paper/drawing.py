@@ -20,7 +20,7 @@ _SIDE = 3.4
 class Point(NamedTuple):
     x: float
     y: float
-    half_width: float | None
+    bar: tuple[float, float] | None
 
 
 #: Points by method.
@@ -76,8 +76,7 @@ def sparsity(
             _points(one, method, points, label=method, linestyle="-")
         for method, points in theirs.get(title, {}).items():
             _points(one, method, points, label=f"{method}, paper", linestyle=":")
-        low, high = one.get_ylim()  # an interval of few seeds may reach beyond what an accuracy can be
-        one.set(title=title, xlabel="sparsity (%)", ylabel="test accuracy (%)", ylim=(max(low, 0.0), min(high, 100.0)))
+        one.set(title=title, xlabel="sparsity (%)", ylabel="test accuracy (%)")
         one.legend(fontsize="small")
     return figure
 
@@ -89,12 +88,10 @@ def _points(axes: Any, method: str, points: list[Point], *, label: str, linestyl
         return
     x, y = [100 * point.x for point in points], [point.y for point in points]
     axes.plot(x, y, marker="o", markersize=3, color=color, linestyle=linestyle, label=label)
-    bars = [point for point in points if point.half_width is not None]
-    if bars:
-        widths = [point.half_width for point in bars]
-        axes.errorbar(
-            [100 * point.x for point in bars], [point.y for point in bars], widths, fmt="none", color=color, capsize=2
-        )
+    for point in points:
+        if point.bar is not None:
+            lengths = [[point.y - point.bar[0]], [point.bar[1] - point.y]]
+            axes.errorbar(100 * point.x, point.y, lengths, fmt="none", color=color, capsize=2)
 
 
 def landscapes(found: Mapping[str, Mapping[str, Any]]) -> Figure:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from sparsesam.lab import models
 from sparsesam.lab.data import Labelled, Splits
+from sparsesam.lab.display.numbers import plural
 from sparsesam.lab.experiment.batches import Share, make_batches
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.errors import RunError
@@ -97,7 +98,7 @@ def cost_table(chosen: Recipe, found: Iterable[Rehearsal], *, seeds: int, tflops
     every = replace(once, runs=seeds * once.runs, steps=seeds * once.steps)
     every = replace(every, passes=seeds * once.passes, flops=seeds * once.flops)
     drawn.add_section()
-    drawn.add_row(f"all, {seeds} seed(s)", *_shown(every, tflops))
+    drawn.add_row(f"all, {plural(seeds, 'seed')}", *_shown(every, tflops))
     return drawn
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from sparsesam.lab.data import CORRUPTIONS, FolderSplits, corrupt, load
-from sparsesam.lab.experiment.interval import half_width
 from sparsesam.lab.experiment.paper import Column, Recipe, Scale, finished_results
 from sparsesam.lab.experiment.records import read_records
 from sparsesam.lab.experiment.run_directory import RunDirectory
@@ -92,8 +91,8 @@ def _sparsity(material: Material) -> tuple[Any, list[str]]:
         at = 0.0 if config.sparsity is None else config.sparsity
         cell = recipe.cell(row, column, finished, material.overrides)
         if cell is not None:
-            width = half_width(list(cell.values.values()))
-            point = drawing.Point(at, 100 * cell.mean, None if width is None else 100 * width)
+            bar = None if cell.interval is None else (100 * cell.interval[0], 100 * cell.interval[1])
+            point = drawing.Point(at, 100 * cell.mean, bar)
             panels.setdefault(column.label, {}).setdefault(method, []).append(point)
         printed = recipe.paper(row)
         if material.scale == "full" and place[column.label] < len(printed):

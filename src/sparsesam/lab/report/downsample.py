@@ -30,5 +30,5 @@ def downsampled(series: Series, limit: int) -> Series:
         series,
         x=[series.x[place] for place in kept],
         y=[series.y[place] for place in kept],
-        error=None if series.error is None else [series.error[place] for place in kept],
+        bars=None if series.bars is None else [series.bars[place] for place in kept],
     )

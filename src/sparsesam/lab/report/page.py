@@ -109,7 +109,7 @@ def _series(series: Series) -> dict[str, Any]:
         "mark": series.mark,
         "x": _rounded(series.x),
         "y": _rounded(series.y),
-        "error": None if series.error is None else _rounded(series.error),
+        "bars": None if series.bars is None else [bar and _rounded(bar) for bar in series.bars],
         "z": None if series.z is None else [_rounded(line) for line in series.z],
     }
 

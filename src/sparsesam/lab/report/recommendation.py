@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sparsesam.lab.display.numbers import percent
-from sparsesam.lab.experiment.interval import differ
+from sparsesam.lab.experiment.confidence import differ
 from sparsesam.lab.report.cost import Cost
 from sparsesam.lab.report.variants import Task, Variant
 

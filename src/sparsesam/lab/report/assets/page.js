@@ -46,10 +46,9 @@
       ...shared, name: literal(series.name), x: series.x, y: series.y, mode: series.x.length === 1 ? "markers" : "lines",
       line: { color, width: series.faint ? 1.4 : 2, dash: dash(series) }, marker: { color },
     };
-    if (!series.error) return [main];
-    const known = series.x.map((_, i) => i).filter((i) => series.y[i] !== null && series.error[i] !== null);
-    const up = known.map((i) => series.y[i] + series.error[i]);
-    const down = known.map((i) => series.y[i] - series.error[i]);
+    if (!series.bars) return [main];
+    const known = series.x.map((_, i) => i).filter((i) => series.bars[i]);
+    const [down, up] = [0, 1].map((end) => known.map((i) => series.bars[i][end]));
     const band = {
       ...shared, x: [...known, ...known.slice().reverse()].map((i) => series.x[i]), y: [...up, ...down.reverse()],
       mode: "lines", line: { width: 0 }, fill: "toself", fillcolor: fade(color, 0.16), hoverinfo: "skip", showlegend: false,
@@ -61,11 +60,13 @@
     if (series.faint) return lines(series, colors);
     const color = colors.of(series.color);
     const many = series.x.length > 50;
+    const length = (end, sign) => series.y.map((y, i) => (series.bars?.[i] ? sign * (series.bars[i][end] - y) : 0));
+    const bars = { symmetric: false, array: length(1, 1), arrayminus: length(0, -1) };
     const ring = { type: "scatter", mode: "markers", x: series.x, y: series.y, hoverinfo: "skip", marker: { color, symbol: "circle-open", size: 22, line: { width: 2 } } };
     return [...(series.mark ? [ring] : []), {
       type: "scatter", mode: "markers", name: literal(series.name), x: series.x, y: series.y,
       marker: { color, symbol: many ? "circle" : SYMBOLS[series.number % SYMBOLS.length], size: many ? 4 : 11, opacity: many ? 0.5 : 1 },
-      error_y: series.error ? { type: "data", array: series.error, color, thickness: 1.5, width: 5 } : undefined,
+      error_y: series.bars ? { type: "data", ...bars, color, thickness: 1.5, width: 5 } : undefined,
     }];
   }
 
@@ -158,8 +159,7 @@
     const marked = shown.find((series) => series.mark);
     if (!marked) return [];
     const plot = element(figure).querySelector(".plot");
-    const tops = shown.map((series) => series.y[0] + (series.error ? series.error[0] : 0));
-    const bottoms = shown.map((series) => series.y[0] - (series.error ? series.error[0] : 0));
+    const [bottoms, tops] = [0, 1].map((end) => shown.map((series) => series.bars?.[0]?.[end] ?? series.y[0]));
     const scale = (low, high, size) => (value) => (high > low ? (value - low) / (high - low) : 0.5) * size;
     const x = scale(Math.min(...shown.map((series) => series.x[0])), Math.max(...shown.map((series) => series.x[0])), plot.clientWidth * 0.8);
     const y = scale(Math.min(...bottoms), Math.max(...tops), plot.clientHeight * 0.7);
@@ -280,14 +280,14 @@
 
   function csv(figure) {
     const several = figure.panels.length > 1;
-    const withError = figure.panels.some((panel) => panel.series.some((series) => series.error));
+    const withBars = figure.panels.some((panel) => panel.series.some((series) => series.bars));
     const heading = [...(several ? ["panel"] : []), "series", figure.x.title, figure.y.title];
-    const rows = [[...heading, ...(figure.z ? [figure.z.title] : []), ...(withError ? ["±"] : [])]];
+    const rows = [[...heading, ...(figure.z ? [figure.z.title] : []), ...(withBars ? ["low", "high"] : [])]];
     for (const panel of figure.panels) {
       for (const series of panel.series) {
         const start = [...(several ? [panel.name] : []), series.name];
         if (series.z) series.y.forEach((y, j) => series.x.forEach((x, i) => rows.push([...start, x, y, series.z[j][i]])));
-        else series.x.forEach((x, i) => rows.push([...start, x, series.y[i], ...(withError ? [series.error ? series.error[i] : null] : [])]));
+        else series.x.forEach((x, i) => rows.push([...start, x, series.y[i], ...(withBars ? series.bars?.[i] ?? [null, null] : [])]));
       }
     }
     const cell = (value) => (value === null ? "" : /[",\r\n]/.test(value) ? `"${String(value).replace(/"/g, '""')}"` : String(value));

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from sparsesam.lab.display.figure import Axis, Figure, Series
+from sparsesam.lab.display.figure import Axis, Figure, Series, error_bars
 from sparsesam.lab.display.numbers import Number, number
 from sparsesam.lab.report.read_run import RunRecord
 from sparsesam.lab.report.section import Part
@@ -68,13 +68,14 @@ def _mean_curve(variant: Variant, measure: str, factor: float) -> Series | None:
     if not epochs:
         return None
     values = [[curve[epoch] for curve in curves if epoch in curve] for epoch in epochs]
+    means, highest = [sum(one) / len(one) for one in values], factor if factor > 1 else math.inf
     return Series(
         name=variant.label,
         color=variant.color,
         number=variant.number,
         x=epochs,
-        y=[sum(one) / len(one) for one in values],
-        error=[_deviation(one) for one in values] if len(curves) > 1 else None,
+        y=means,
+        bars=error_bars(means, map(_deviation, values), lowest=0.0, highest=highest) if len(curves) > 1 else None,
     )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sparsesam.lab.display.figure import Axis, Figure, Series
+from sparsesam.lab.display.figure import Axis, Bar, Figure, Series
 from sparsesam.lab.display.numbers import Number, percent, plural, ratio, significant
 from sparsesam.lab.display.table import Cell, Table, cells, number_cell
-from sparsesam.lab.experiment.interval import half_width
+from sparsesam.lab.experiment.confidence import confidence_interval
 from sparsesam.lab.report.cost import Cost
 from sparsesam.lab.report.data import ReportData
 from sparsesam.lab.report.recommendation import Recommendation, recommend
@@ -46,10 +46,11 @@ def overview(data: ReportData) -> Section:
     return Section("overview", "Overview", [Part("", [table])] if several else [])
 
 
-def confidence_interval(variant: Variant) -> Number:
-    """Half the width of the 95 % interval of the mean accuracy; None for fewer than three seeds."""
-    values = variant.values("test_accuracy")
-    return half_width(values) if len(values) > 2 else None
+def accuracy_bar(variant: Variant) -> list[Bar] | None:
+    """The 95 % interval of the mean accuracy in percent; None for fewer than three seeds."""
+    values = [100 * one for one in variant.values("test_accuracy")]
+    interval = confidence_interval(values, lowest=0.0, highest=100.0) if len(values) > 2 else None
+    return None if interval is None else [interval]
 
 
 def _cost_figure(task: Task, cost: Cost, recommendation: Recommendation | None) -> Figure:
@@ -70,14 +71,13 @@ def _cost_figure(task: Task, cost: Cost, recommendation: Recommendation | None) 
 def _point(variant: Variant, place: Number, recommended: bool) -> Series | None:
     if place is None or variant.accuracy is None:
         return None
-    interval = confidence_interval(variant)
     return Series(
         name=variant.label,
         color=variant.color,
         number=variant.number,
         x=[place],
         y=[100 * variant.accuracy],
-        error=None if interval is None else [100 * interval],
+        bars=accuracy_bar(variant),
         mark="best choice" if recommended else "",
     )
 

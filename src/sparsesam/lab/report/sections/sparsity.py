@@ -5,7 +5,7 @@ from __future__ import annotations
 from sparsesam.lab.display.figure import Axis, Figure, Series
 from sparsesam.lab.experiment.config import PLAIN
 from sparsesam.lab.report.section import Part
-from sparsesam.lab.report.sections.results import confidence_interval
+from sparsesam.lab.report.sections.results import accuracy_bar
 from sparsesam.lab.report.variants import Task, Variant
 
 
@@ -29,11 +29,11 @@ def sparsity_part(task: Task) -> Part:
 
 
 def _point(variant: Variant) -> Series | None:
-    sparsity, accuracy, interval = variant.mean("sparsity"), variant.accuracy, confidence_interval(variant)
+    sparsity, accuracy = variant.mean("sparsity"), variant.accuracy
     if sparsity is None or accuracy is None:
         return None
-    error = None if interval is None else [100 * interval]
-    return Series(variant.label, variant.color, [sparsity], [100 * accuracy], variant.number, error=error)
+    bars = accuracy_bar(variant)
+    return Series(variant.label, variant.color, [sparsity], [100 * accuracy], variant.number, bars=bars)
 
 
 def _level(variant: Variant, right: float) -> Series | None:
