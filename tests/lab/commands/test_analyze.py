@@ -269,7 +269,7 @@ def test_an_unknown_kind_or_option_suggests_the_nearest(runs, capsys):
 
 def test_a_path_that_holds_no_run_is_told(runs, tmp_path, capsys):
     code, line = refused(capsys, "hessian", runs / "sgd", tmp_path)
-    assert code == 1
+    assert code == 2
     assert f"{tmp_path} holds no run" in line
 
 
@@ -280,7 +280,7 @@ def test_masks_of_a_run_that_has_none(runs, tmp_path, capsys):
     train(tmp_path, optimizer="ssam-f", model=f"{NETWORKS}:linear", max_steps=1)
     (tmp_path / "masks" / "00000000.npz").unlink()
     code, line = refused(capsys, "masks", tmp_path)
-    assert code == 1
+    assert code == 2
     assert "train it with --record-masks true" in line
 
 

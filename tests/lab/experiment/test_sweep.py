@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import warnings
@@ -11,6 +12,7 @@ import yaml
 
 from sparsesam.lab.cli import main
 from sparsesam.lab.experiment.config import RunEnvironment
+from sparsesam.lab.experiment.errors import RunError
 from sparsesam.lab.experiment.execution import claimed_gpu, sweep_jobs
 from sparsesam.lab.experiment.summary import summarize
 from sparsesam.lab.experiment.sweep import read_sweep
@@ -110,6 +112,16 @@ def test_finished_runs_are_skipped_and_failed_ones_retried_on_request(tmp_path):
     again = [(job.directory / "records.jsonl").stat().st_mtime_ns for job in jobs]
     assert again[0] == times[0]
     assert again[1] > times[1]
+
+
+def killed(num_classes):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_worker_ends_the_sweep_in_a_line(tmp_path):
+    jobs = read(tmp_path, settings={**SETTINGS, "model": f"{__name__}:killed"}, seeds=2).jobs(tmp_path / "runs")
+    with pytest.raises(RunError, match=r"a worker process was killed.*give the same command to continue"):
+        sweep_jobs(jobs, RunEnvironment(), workers=2)
 
 
 def test_accuracy_cost_and_seeds_are_summed_up(tmp_path):

@@ -59,7 +59,7 @@ def run(options: Namespace) -> int:
     measured = _measure(prepared)
     name, console = prepared.analysis.name, Console(highlight=False)
     console.print(_table(prepared.analysis, measured))
-    for note in dict.fromkeys((*prepared.notes, *(note for one in measured for note in one.result.remarks()))):
+    for note in (*prepared.notes, *prepared.analysis.notes(measured)):
         console.print(f"- {note}")
     for subject in prepared.subjects:
         console.print(f"written: {subject.path / 'analyses' / name}.json", soft_wrap=True)

@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 import joblib
 from filelock import FileLock, Timeout
+from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from sparsesam.lab.experiment.config import RunEnvironment
-from sparsesam.lab.experiment.errors import Interrupted
+from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Job
 
@@ -115,7 +116,13 @@ def claimed_gpu(count: int, folder: Path) -> Iterator[str]:
 def _here(arguments: Sequence[_Arguments], workers: int) -> Iterator[Outcome]:
     with joblib.parallel_config(backend="loky", n_jobs=workers):
         parallel = joblib.Parallel(batch_size=1, pre_dispatch=workers, return_as="generator_unordered")
-        yield from parallel(joblib.delayed(_run_job)(*one) for one in arguments)
+        try:
+            yield from parallel(joblib.delayed(_run_job)(*one) for one in arguments)
+        except TerminatedWorkerError as error:
+            raise RunError(
+                "a worker process was killed, perhaps because memory ran out; give the same command to continue, "
+                "with fewer --jobs to need less memory"
+            ) from error
 
 
 def _on_ray(arguments: Sequence[_Arguments], workers: int) -> Iterator[Outcome]:

@@ -102,8 +102,15 @@ class Analysis(ABC, Generic[ResultT]):
 
     @classmethod
     def notes(cls, measured: Sequence[Measured[ResultT]]) -> list[str]:
-        """What a reader must know, each note once."""
-        return list(dict.fromkeys(note for one in measured for note in one.result.remarks()))
+        """What a reader must know, each note once, with the runs that it is about unless it is about all."""
+        return shared_notes([(one.label, note) for one in measured for note in one.result.remarks()])
+
+
+def shared_notes(notes: Sequence[tuple[str, str]]) -> list[str]:
+    """(label, note) as "label: note", without the labels of a note that all of them have."""
+    labels = {note: list(dict.fromkeys(label for label, other in notes if other == note)) for _, note in notes}
+    everyone = len({label for label, _ in notes})
+    return [note if len(of) == everyone else f"{', '.join(of)}: {note}" for note, of in labels.items()]
 
 
 def with_shared_rho(analysis: Any, runs: Sequence[TrainedRun]) -> Prepared:

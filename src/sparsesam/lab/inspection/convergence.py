@@ -20,7 +20,7 @@ from sparsesam.analysis import (
 from sparsesam.lab.display.figure import Axis, Figure, Series, error_bars
 from sparsesam.lab.display.numbers import numbers
 from sparsesam.lab.display.table import Cell, Table, number_cell, table_of_rows
-from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress
+from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, shared_notes
 from sparsesam.lab.inspection.options import NoSettings, option
 from sparsesam.lab.inspection.origin import Origin
 
@@ -127,9 +127,9 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
 
     @classmethod
     def notes(cls, measured: Sequence[Measured[ConvergenceResult]]) -> list[str]:
-        notes = [(one.method, note) for found in measured for one in found.result.methods for note in one.notes]
-        methods = {note: sorted({method for method, other in notes if other == note}) for _, note in notes}
-        return [note if len(of) > 1 else f"{of[0]}: {note}" for note, of in methods.items()]
+        return shared_notes(
+            [(one.method, note) for found in measured for one in found.result.methods for note in one.notes]
+        )
 
 
 def _method_row(one: Convergence) -> dict[str, Cell]:

@@ -100,6 +100,8 @@ def _status(
         return "failed", str(failure.get("error", "no reason was recorded"))
     if not settings and not epochs and (path / "analyses").is_dir():
         return "analyses only", ""
+    if not settings:
+        return "unfinished", "its settings cannot be read"
     done = f"epoch {len(epochs)} of {settings.get('epochs', '?')}"
     holder = read_object(path / "running.json", [])
     if holder:

@@ -135,7 +135,7 @@
       const plane = (described) => ({ ...axis(described, colors), automargin: undefined, backgroundcolor: "rgba(0,0,0,0)" });
       const z = { ...plane(figure.z), range: figure.range_z && figure.range_z[0] < figure.range_z[1] ? figure.range_z : undefined };
       // On a narrow screen the axes' titles need more room.
-      const distance = element(figure).clientWidth < 450 ? 1.35 : 1.08;
+      const distance = element(figure).clientWidth < 450 ? 1.6 : 1.08;
       const eye = { x: 1.35 * distance, y: -1.45 * distance, z: 0.95 * distance };
       const scene = { domain: { x: [0, 0.92], y: [0, 1] }, xaxis: plane(figure.x), yaxis: plane(figure.y), zaxis: z, camera: { eye, center: { x: 0, y: 0, z: -0.2 } }, uirevision: "kept" };
       return { ...basic, dragmode: "orbit", margin: { l: 0, r: 0, t: 0, b: 0 }, scene };

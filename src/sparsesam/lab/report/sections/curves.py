@@ -30,12 +30,11 @@ def curves_part(task: Task) -> Part:
         series = [one for variant in task.variants for one in _curves(variant, measure, factor)]
         values = [value for one in series for value in one.y]
         log = factor == 1.0 and bool(values) and 0 < _WIDE_RANGE * statistics.median(values) < max(values)
-        caption = "Mean over the finished seeds, with ± one standard deviation; dotted: runs that are not finished."
         figures.append(
             Figure(
                 name=measure.replace("_", "-"),
                 title=title,
-                caption=caption,
+                caption=_caption(series),
                 kind="lines",
                 x=Axis("epoch", whole=True),
                 y=Axis(axis, log=log and min(values) > 0),
@@ -43,6 +42,11 @@ def curves_part(task: Task) -> Part:
             )
         )
     return Part("Training curves", figures)
+
+
+def _caption(series: Sequence[Series]) -> str:
+    mean = "Mean over the finished seeds, with ± one standard deviation." if any(one.bars for one in series) else ""
+    return f"{mean}{' Dotted: runs that are not finished.' if any(one.faint for one in series) else ''}".strip()
 
 
 def _curves(variant: Variant, measure: str, factor: float) -> list[Series]:
