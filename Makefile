@@ -34,7 +34,7 @@ lint: .venv/.installed  ## style, types and the direction of imports
 	@$(BIN)/lint-imports
 
 docs: .venv/.installed  ## build the documentation in build/site, with every link checked
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 matrix: .venv/.installed  ## the core tests on other versions of Python and torch; writes docs/versions.md
 	@$(BIN)/python tools/matrix.py --write docs/versions.md

@@ -21,6 +21,7 @@ NEEDS = {
     "docs/hugging-face.md": ("transformers", "accelerate", "peft"),
     "docs/accelerate.md": ("accelerate",),
     "docs/ignite.md": ("ignite",),
+    "docs/keras.md": ("keras",),
     "docs/quick-start.md": ("sklearn",),
 }
 
