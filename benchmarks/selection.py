@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sparsesam.masks.patterns import NM, NMFilters, Structured, Unstructured
-from sparsesam.masks.select import random_mask, random_scores, top_mask
+from sparsesam.masks.select import random_scores, top_mask
 
 Scores = dict[str, Tensor]
 
@@ -107,7 +107,7 @@ def main() -> None:
         "Unstructured drop_and_grow, growth by score": lambda: Unstructured().drop_and_grow(
             masks, keep, plain, sparsity=0.5, ratio=0.5
         ),
-        "random_mask": lambda: random_mask(plain, size // 2, generator=generator),
+        "Unstructured draw": lambda: Unstructured().draw(plain, generator, 0.5),
         "random_scores": lambda: random_scores(plain, generator=generator),
         "2:4 select": lambda: NM(2, 4).select(plain),
         "2:4 input select": lambda: NM(2, 4, axis="input").select(plain),

@@ -16,7 +16,6 @@ import sparsesam
 from sparsesam.distributed import Shards
 from sparsesam.masks.patterns import PerLayer, Structured, Unstructured, as_pattern
 from sparsesam.masks.select import random_scores
-from sparsesam.masks.sharded import on_shards
 from tests import cases
 from tests.distributed import equal_runs
 from tests.distributed.counted_bytes import CountedBytes
@@ -133,12 +132,14 @@ def patterns(rank):
     local = {name: one.to_local() for name, one in placed.items()}
     found = []
     for pattern in PATTERNS:
-        mine = on_shards(pattern, shards)
         sparsity = None if pattern.implied_sparsity is not None else 0.6
-        masks = [mine.select(local, sparsity), mine.draw(local, torch.Generator().manual_seed(3), sparsity)]
+        masks = [
+            pattern.select(local, sparsity, shards=shards),
+            pattern.draw(local, torch.Generator().manual_seed(3), sparsity, shards=shards),
+        ]
         keep, grow = local, torch.Generator().manual_seed(4)
-        masks.append(mine.drop_and_grow(masks[1], keep, grow, sparsity=sparsity, ratio=0.5))
-        masks.append(mine.drop_and_grow(masks[1], grow, keep, sparsity=sparsity, ratio=0.3))
+        masks.append(pattern.drop_and_grow(masks[1], keep, grow, sparsity=sparsity, ratio=0.5, shards=shards))
+        masks.append(pattern.drop_and_grow(masks[1], grow, keep, sparsity=sparsity, ratio=0.3, shards=shards))
         found.append([{name: gathered(mask) for name, mask in one.items()} for one in masks])
     return found
 
@@ -166,7 +167,7 @@ def bytes_of_a_selection(rank):
         scores = torch.rand(size, generator=torch.Generator().manual_seed(size))
         placed = {"w": distribute_tensor(scores, init_device_mesh("cpu", (RANKS,)), [Shard(0)])}
         with CountedBytes() as counted:
-            mask = on_shards(Unstructured(), Shards.of(placed)).select({"w": placed["w"].to_local()}, 0.5)
+            mask = Unstructured().select({"w": placed["w"].to_local()}, 0.5, shards=Shards.of(placed))
         found.append((counted.collectives, counted.bytes, int(gathered(mask["w"]).sum())))
     return found
 

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsesam.masks import select
 from sparsesam.masks.patterns import NM, NMFilters, Pattern, PerLayer, Structured, Unstructured, as_pattern
 from sparsesam.masks.select import count_true
 from sparsesam.masks.units import fill_greedily
@@ -62,12 +61,6 @@ def size(scores):
 
 def finite(scores):
     return {name: score.nan_to_num(neginf=0) for name, score in scores.items()}
-
-
-@pytest.fixture(params=["numpy", "torch"])
-def backend(request, monkeypatch):
-    if request.param == "torch":
-        monkeypatch.setattr(select, "on_host", lambda tensor: False)
 
 
 class TestSelect:
@@ -123,7 +116,7 @@ class TestSelect:
             assert oracle.same({name: masks[name]}, expected)
 
     @pytest.mark.parametrize("axis", ["output", "input"])
-    def test_convolution_groups_by_hand(self, axis, backend):
+    def test_convolution_groups_by_hand(self, axis):
         """W[o, c, i, j]: groups run over o at fixed (c, i, j), or over (c, i, j) in order at fixed o."""
         weight = torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(0))
         mask = NM(2, 4, axis=axis).select({"w": weight})["w"]
@@ -144,7 +137,7 @@ class TestSelect:
             best = sorted(group, key=lambda index: -weight[index])[:2]
             assert [index for index in group if mask[index]] == sorted(best)
 
-    def test_many_members_per_group(self, backend):
+    def test_many_members_per_group(self):
         scores = {"w": torch.randint(0, 9, (200, 3), generator=torch.Generator().manual_seed(0)).float()}
         expected = {"w": oracle.n_of_m(scores["w"].double().numpy(), 37, 100, "output", "dense")}
         assert oracle.same(NM(37, 100).select(scores), expected)
@@ -368,23 +361,6 @@ class TestExchange:
                 for _ in "12"
             )
             assert all(torch.equal(one[name], two[name]) for name in masks)
-
-    @pytest.mark.parametrize("pattern", FREE + FIXED, ids=repr)
-    def test_backends_agree(self, pattern, monkeypatch):
-        scores = torch.Generator().manual_seed(1)
-        like = {"w": torch.rand(9, 8, 3, generator=scores), "b": torch.rand(13, generator=scores)}
-        sparsity = None if pattern.implied_sparsity else 0.5
-
-        def run() -> list[torch.Tensor]:
-            masks = pattern.select(like, sparsity)
-            drawn = torch.Generator().manual_seed(2)
-            random = pattern.drop_and_grow(masks, like, drawn, sparsity=sparsity, ratio=0.4)
-            scored = pattern.drop_and_grow(random, like, like, sparsity=sparsity, ratio=0.4)
-            return [*masks.values(), *random.values(), *scored.values()]
-
-        host = run()
-        monkeypatch.setattr(select, "on_host", lambda tensor: False)
-        assert all(torch.equal(one, other) for one, other in zip(host, run(), strict=True))
 
     def test_inputs_are_left_alone(self):
         like = {"w": torch.rand(8, 8), "b": torch.rand(5)}

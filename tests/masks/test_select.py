@@ -12,8 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsesam.masks import select
-from sparsesam.masks.select import count_true, random_mask, random_scores, top_mask
+from sparsesam.distributed import Shards
+from sparsesam.masks.patterns import Unstructured
+from sparsesam.masks.select import count_true, random_scores, top_mask
+from sparsesam.masks.threshold import by_topk, kth_largest
 from tests.masks import pattern_oracle as oracle
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -31,21 +33,6 @@ def score_dicts(draw):
         entries = draw(st.lists(values, min_size=size, max_size=size))
         scores[f"p{i}"] = torch.tensor(entries, dtype=torch.float64).reshape(shape).to(draw(st.sampled_from(DTYPES)))
     return scores
-
-
-@pytest.fixture(params=["numpy", "torch"])
-def backend(request, monkeypatch):
-    if request.param == "torch":
-        monkeypatch.setattr(select, "on_host", lambda tensor: False)
-
-
-@pytest.fixture
-def tiny_pieces(monkeypatch):
-    """Small enough that a few hundred entries pass through sampling, brackets and several pieces."""
-    monkeypatch.setattr(select, "_GATHER_ALL", 8)
-    monkeypatch.setattr(select, "_SAMPLE", 16)
-    monkeypatch.setattr(select, "_HOST_PIECE_BYTES", 256)
-    monkeypatch.setattr(select, "_DEVICE_PIECE", 50)
 
 
 @given(scores=score_dicts(), share=st.floats(0, 1.2))
@@ -91,27 +78,27 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_hard_distributions(kind, backend, tiny_pieces):
+def test_hard_distributions(kind):
     values = torch.from_numpy(_hard(kind, 1000))
     scores = {"a": values[:390].view(13, 30), "b": values[390:391].view(()), "c": values[391:]}
     for count in [0, 1, 2, 37, 300, 499, 500, 501, 700, 951, 999, 1000]:
         assert oracle.same(top_mask(scores, count), oracle.top(oracle.as_float64(scores), count)), count
 
 
-@pytest.mark.parametrize("kind", ["zeros 30 %", "periodic", "heavy", "rising"])
-def test_at_full_piece_size(kind):
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("k", [1, 2, 300, 500, 951, 1000])
+def test_a_device_finds_the_same_threshold(kind, k):
+    values = torch.from_numpy(_hard(kind, 1000))
+    assert by_topk(values, k) == kth_largest(values, k, Shards.whole({"a": values}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_vectors_are_sampled_first(kind):
     scores = {"a": torch.from_numpy(_hard(kind, 300_000)).view(300, 1000)}
     for count in [1, 150_000, 210_000]:
-        order = np.argsort(-scores["a"].numpy().reshape(-1), kind="stable")[:count]
+        flat = scores["a"].numpy().reshape(-1)
+        order = np.argsort(-flat, kind="stable")[: min(count, np.count_nonzero(flat > -np.inf))]
         assert np.array_equal(np.flatnonzero(top_mask(scores, count)["a"].numpy()), np.sort(order))
-
-
-def test_a_sample_that_misleads_only_costs_rounds(monkeypatch, tiny_pieces):
-    blind = select._Source.sample
-    monkeypatch.setattr(select._Source, "sample", lambda self, salt: blind(self, salt)[: 3 - salt // 4])
-    scores = {"a": torch.from_numpy(_hard("heavy", 2000))}
-    for count in [1, 1000, 1999]:
-        assert oracle.same(top_mask(scores, count), oracle.top(oracle.as_float64(scores), count))
 
 
 @given(scores=score_dicts(), data=st.data())
@@ -138,7 +125,7 @@ def test_among_is_minus_infinity_elsewhere_and_first_is_plus_infinity(scores, da
     assert oracle.same(top_mask(scores, count, first=first), expected)
 
 
-def test_mixed_dtypes_are_compared_as_numbers(backend):
+def test_mixed_dtypes_are_compared_as_numbers():
     scores = {
         "half": torch.tensor([1.0], dtype=torch.float16),
         "wide": torch.tensor([1.0 + 1e-12, 1.0 - 1e-12], dtype=torch.float64),
@@ -156,7 +143,7 @@ def test_layout_does_not_change_the_order():
     assert torch.equal(mask, top_mask({"w": scores}, 100)["w"])
 
 
-def test_nan_is_refused_by_name(backend):
+def test_nan_is_refused_by_name():
     for count in (0, 1, 5):
         with pytest.raises(ValueError, match=r"'b'.*NaN"):
             top_mask({"a": torch.zeros(3), "b": torch.tensor([1.0, math.nan])}, count)
@@ -188,47 +175,19 @@ def test_masks_must_match_the_scores():
 
 def test_no_scores():
     assert top_mask({}, 0) == {}
-    assert random_mask({}, 0, generator=torch.Generator()) == {}
-
-
-@given(size=st.integers(0, 400), share=st.floats(0, 1), seed=st.integers(0, 100), data=st.data())
-@settings(deadline=None, max_examples=60)
-def test_random_mask_has_its_count_and_respects_first(size, share, seed, data):
-    like = {"a": torch.zeros(size), "b": torch.zeros(3, 2)}
-    first = top_mask(random_scores(like, generator=torch.Generator().manual_seed(seed)), data.draw(st.integers(0, 6)))
-    count = max(count_true(first), round(share * (size + 6)))
-    mask = random_mask(like, count, generator=torch.Generator().manual_seed(seed), first=first)
-    assert count_true(mask) == count
-    assert all(bool((mask[name] | ~first[name]).all()) for name in like)
-
-
-def test_random_mask_backends_agree(monkeypatch, tiny_pieces):
-    like = {"a": torch.zeros(1000), "b": torch.zeros(30, 7)}
-    host = random_mask(like, 400, generator=torch.Generator().manual_seed(1))
-    monkeypatch.setattr(select, "on_host", lambda tensor: False)
-    device = random_mask(like, 400, generator=torch.Generator().manual_seed(1))
-    assert all(torch.equal(host[name], device[name]) for name in like)
+    assert random_scores({}, generator=torch.Generator()) == {}
 
 
 def test_every_subset_is_equally_likely():
     generator, trials = torch.Generator().manual_seed(0), 5000
     like = {"a": torch.zeros(3), "b": torch.zeros(2)}
     seen = Counter(
-        tuple(torch.cat([*random_mask(like, 2, generator=generator).values()]).nonzero().view(-1).tolist())
+        tuple(torch.cat([*Unstructured().draw(like, generator, 0.6).values()]).nonzero().view(-1).tolist())
         for _ in range(trials)
     )
     assert set(seen) == set(itertools.combinations(range(5), 2))
     chi_square = sum((number - trials / 10) ** 2 / (trials / 10) for number in seen.values())
     assert chi_square < 27.9  # 99.9 % quantile with 9 degrees of freedom
-
-
-def test_ties_of_random_bytes_do_not_favour_early_positions():
-    generator = torch.Generator().manual_seed(0)
-    size, trials = 2000, 300
-    total = sum(random_mask({"a": torch.zeros(size)}, 1000, generator=generator)["a"].float() for _ in range(trials))
-    early = float(total[: size // 2].sum()) / trials
-    deviation = math.sqrt(size / 16 / trials)
-    assert abs(early - size / 4) < 4 * deviation
 
 
 def test_random_scores_are_uniform_and_repeatable():

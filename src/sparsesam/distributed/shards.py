@@ -66,8 +66,14 @@ class Part:
                 whole = whole.index_select(dim, index.to(whole.device))
         return whole
 
+    @property
+    def is_whole(self) -> bool:
+        return all(len(index) == size for index, size in zip(self.indices, self.shape, strict=True))
+
     def positions(self, entries: Tensor) -> Tensor:
         """Where in the flat whole the given entries of the flat part are."""
+        if self.is_whole:
+            return entries
         places, rest, stride = torch.zeros_like(entries), entries, 1
         for size, index in zip(reversed(self.shape), reversed(self.indices), strict=True):
             places += index.to(entries.device)[rest % len(index)] * stride
@@ -87,10 +93,27 @@ class Part:
 
 
 class Shards:
-    """How some parameters are spread over the ranks of a device mesh. Every method must be called on all of them."""
+    """How some parameters are spread over the ranks of a device mesh. Every method must be called on all of them.
 
-    def __init__(self, parts: Mapping[str, Part], mesh: DeviceMesh) -> None:
-        self.parts, self.mesh = dict(parts), mesh
+    Without a mesh, this process holds all of them, and nothing is sent.
+    """
+
+    def __init__(self, parts: Mapping[str, Part], mesh: DeviceMesh | None) -> None:
+        self.parts, self._mesh = dict(parts), mesh
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        assert self._mesh is not None, "whole tensors are on no mesh"
+        return self._mesh
+
+    @property
+    def is_whole(self) -> bool:
+        return self._mesh is None
+
+    @classmethod
+    def whole(cls, tensors: Mapping[str, Tensor]) -> Shards:
+        """For tensors that this process holds all of."""
+        return cls({name: _whole_part(tensor.shape) for name, tensor in tensors.items()}, None)
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor]) -> Shards | None:
@@ -102,7 +125,11 @@ class Shards:
         return cls({name: _part(parameter, mesh) for name, parameter in parameters.items()}, mesh)
 
     def only(self, *names: str) -> Shards:
-        return Shards({name: self.parts[name] for name in names}, self.mesh)
+        return self.with_parts({name: self.parts[name] for name in names})
+
+    def with_parts(self, parts: Mapping[str, Part]) -> Shards:
+        """Other tensors over the same ranks."""
+        return Shards(parts, self._mesh)
 
     @property
     def total(self) -> int:
@@ -115,6 +142,8 @@ class Shards:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, where the tensor is."""
+        if self._mesh is None:
+            return tensor
         total = tensor.to(self.mesh.device_type, copy=True)
         for dim in range(self.mesh.ndim):
             dist.all_reduce(total, group=self.mesh.get_group(dim))
@@ -138,10 +167,14 @@ class Shards:
             require_same(list(numbers), what, self.mesh.get_group(dim))
 
 
+def _whole_part(shape: torch.Size, counts: bool = True) -> Part:
+    return Part(shape, tuple(torch.arange(size) for size in shape), counts)
+
+
 def _part(parameter: Any, mesh: DeviceMesh) -> Part:
-    indices = [torch.arange(size) for size in parameter.shape]
     if not is_sharded(parameter):
-        return Part(parameter.shape, tuple(indices), all(place == 0 for place in _coordinate(mesh)))
+        return _whole_part(parameter.shape, all(place == 0 for place in _coordinate(mesh)))
+    indices = [torch.arange(size) for size in parameter.shape]
     own: DeviceMesh = parameter.device_mesh
     counts = _is_first_copy(own, mesh)
     for dim, (placement, place) in enumerate(zip(parameter.placements, _coordinate(own), strict=True)):

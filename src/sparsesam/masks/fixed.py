@@ -6,7 +6,6 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +59,7 @@ class FixedMask(MaskRule):
     types: tuple[type[nn.Module], ...] = ()
     refresh: Refresh = field(default_factory=manual, init=False)
     seed: int = field(default=0, init=False)
-    knows_shards: ClassVar[bool] = True
+    knows_shards = True
 
     def __post_init__(self) -> None:
         if not (self.masks or self.names or self.types):

@@ -15,7 +15,6 @@ from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.patterns import Pattern, Unstructured
 from sparsesam.masks.refresh import Refresh, manual
 from sparsesam.masks.scores import GradientMagnitude, Score, ScoreContext
-from sparsesam.masks.sharded import on_shards
 
 
 class MaskRule(ABC):
@@ -27,8 +26,11 @@ class MaskRule(ABC):
     seed: int
     #: whether the mask is to save time, which norm="full" would take back
     needs_masked_norm: ClassVar[bool] = False
-    #: whether `make` gives this rank's part of the masks where a context has shards
-    knows_shards: ClassVar[bool] = False
+
+    @property
+    def knows_shards(self) -> bool:
+        """Whether `make` gives this rank's part of the masks where a context has shards."""
+        return False
 
     @property
     def needs_gradient(self) -> bool:
@@ -40,8 +42,22 @@ class MaskRule(ABC):
         """Boolean masks, one per parameter of the context."""
 
 
+class _PatternRule(MaskRule):
+    """A rule whose masks have a pattern."""
+
+    pattern: Pattern
+    sparsity: float | None
+
+    def __post_init__(self) -> None:
+        check_sparsity(self.sparsity, self.pattern)
+
+    @property
+    def knows_shards(self) -> bool:
+        return self.pattern.knows_shards
+
+
 @dataclass(frozen=True, eq=False)
-class Mask(MaskRule):
+class Mask(_PatternRule):
     """The best weights by a score (SSAM-F with ``score=Fisher(...)``)."""
 
     score: Score
@@ -49,10 +65,6 @@ class Mask(MaskRule):
     sparsity: float | None = None
     refresh: Refresh = field(default_factory=manual)
     seed: int = 0
-    knows_shards: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_sparsity(self.sparsity, self.pattern)
 
     @property
     def needs_gradient(self) -> bool:
@@ -60,28 +72,24 @@ class Mask(MaskRule):
 
     def make(self, context: ScoreContext) -> dict[str, Tensor]:
         trivial = _without_scores(context.local, self.sparsity, self.pattern)
-        return trivial or on_shards(self.pattern, context.shards).select(context.scores(self.score), self.sparsity)
+        return trivial or self.pattern.select(context.scores(self.score), self.sparsity, shards=context.shards)
 
 
 @dataclass(frozen=True, eq=False)
-class RandomMask(MaskRule):
+class RandomMask(_PatternRule):
     """Any weights, uniformly over the pattern's units: the ablations' baseline."""
 
     pattern: Pattern = field(default_factory=Unstructured)
     sparsity: float | None = None
     refresh: Refresh = field(default_factory=manual)
     seed: int = 0
-    knows_shards: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_sparsity(self.sparsity, self.pattern)
 
     def make(self, context: ScoreContext) -> dict[str, Tensor]:
-        return on_shards(self.pattern, context.shards).draw(context.local, context.generator, self.sparsity)
+        return self.pattern.draw(context.local, context.generator, self.sparsity, shards=context.shards)
 
 
 @dataclass(frozen=True, eq=False)
-class DynamicMask(MaskRule):
+class DynamicMask(_PatternRule):
     """Dynamic sparse training of the mask (SSAM-D): begin at random; at each refresh drop a share
 
         f(t) = drop_ratio / 2 * (1 + cos(pi * t / total_steps))
@@ -99,10 +107,9 @@ class DynamicMask(MaskRule):
     total_steps: int | None = None
     refresh: Refresh = field(default_factory=manual)
     seed: int = 0
-    knows_shards: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_sparsity(self.sparsity, self.pattern)
+        super().__post_init__()
         if not 0 <= self.drop_ratio <= 1:
             raise ValueError(
                 f"drop_ratio must be in [0, 1], got {self.drop_ratio}; it is the share of kept weights dropped"
@@ -120,18 +127,18 @@ class DynamicMask(MaskRule):
         return self.drop_ratio / 2 * (1 + math.cos(math.pi * min(1.0, step / self.total_steps)))
 
     def make(self, context: ScoreContext) -> dict[str, Tensor]:
-        pattern = on_shards(self.pattern, context.shards)
         trivial = _without_scores(context.local, self.sparsity, self.pattern)
         if trivial:
             return trivial
         if context.previous is None:
-            return pattern.draw(context.local, context.generator, self.sparsity)
-        return pattern.drop_and_grow(
+            return self.pattern.draw(context.local, context.generator, self.sparsity, shards=context.shards)
+        return self.pattern.drop_and_grow(
             _unpacked(context.previous, context.local),
             context.generator if self.drop is None else context.scores(self.drop),
             context.generator if self.growth is None else context.scores(self.growth),
             sparsity=self.sparsity,
             ratio=self.ratio(context.step),
+            shards=context.shards,
         )
 
 

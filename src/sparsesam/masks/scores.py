@@ -18,7 +18,7 @@ from sparsesam.masks.fisher import FisherDiagonal, fisher_diagonal
 from sparsesam.masks.fisher_problem import problem_of
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.samples import draw_batches
-from sparsesam.masks.sharded.fisher import gathered_batches, sharded_fisher
+from sparsesam.masks.sharded_fisher import gathered_batches, sharded_fisher
 
 _LARGEST_CHUNK = 128
 

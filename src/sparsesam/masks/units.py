@@ -10,64 +10,99 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsesam.masks.select import Array, check_alike, native, raise_nan
+from sparsesam.distributed.shards import Shards
+from sparsesam.masks.select import Tensors, check_alike, check_scores
 
 Unit = Literal["tensor", "filter", "column"]
 
-_BLOCK = 1 << 16
 
+class Units:
+    """The units of tensors, which this process may hold a part of, as CPU vectors that every rank has whole.
 
-def unit_scores(scores: Mapping[str, Tensor], unit: Unit) -> dict[str, Tensor]:
-    """Mean score of every unit, in float64: name -> 1-D tensor with one entry per unit.
+    For a tensor of shape (O, C, ...) a filter is an index along O and a column one along C. Every entry of a 1-D tensor
+    is a filter and a column of its own; a 0-D tensor is one unit. Of each unit, one number is sent.
 
-    For a tensor of shape (O, C, ...) a filter is an index along O and a column one along C. Every entry of a
-    1-D tensor is a filter and a column of its own. One entry of -inf makes its unit -inf.
+    ``counts``: number of a tensor's units. ``sizes``: number of weights in each of them.
     """
-    return {name: _means(name, tensor.detach(), unit) for name, tensor in scores.items()}
 
+    def __init__(self, unit: Unit, shards: Shards) -> None:
+        self.unit, self.shards = unit, shards
+        self.counts = {name: self._count(part.shape) for name, part in shards.parts.items()}
+        self.sizes = {name: part.shape.numel() // max(1, self.counts[name]) for name, part in shards.parts.items()}
 
-def unit_masks(masks: Mapping[str, Tensor], unit: Unit) -> dict[str, Tensor]:
-    """One bool per unit from masks that treat every unit as a whole; ValueError if they do not."""
-    units = {}
-    for name, mask in masks.items():
-        if mask.numel() == 0:
-            units[name] = mask.new_zeros(unit_count(mask.shape, unit))
-            continue
-        view = _unit_view(mask, unit)
-        kept = view[0, :, 0]
-        if not bool((view == kept[None, :, None]).all()):
-            raise ValueError(
-                f"masks[{name!r}] keeps a part of a {unit}; drop_and_grow needs whole units, start from select()"
-            )
-        units[name] = torch.as_tensor(kept).clone()
-    return units
+    def means(self, scores: Tensors) -> dict[str, Tensor]:
+        """Mean score of every unit, in float64: sums of equal float32 scores are exact, so that equal units tie.
 
+        One entry of -inf makes its unit -inf, also where it meets +inf.
+        """
+        check_scores(scores, self.shards)
+        sums = self._gathered({name: self._view(score).double().sum((0, 2)) for name, score in scores.items()})
+        means = {name: total / max(1, self.sizes[name]) for name, total in sums.items()}
+        return {name: mean.masked_fill(mean.isnan(), -math.inf) for name, mean in means.items()}
 
-def spread(units: Mapping[str, Tensor], like: Mapping[str, Tensor], unit: Unit) -> dict[str, Tensor]:
-    """Contiguous masks of the shapes of ``like`` in which each entry has the value of its unit."""
-    masks = {}
-    for name, tensor in like.items():
-        mask = torch.empty(tensor.shape, dtype=torch.bool, device=tensor.device)
-        if mask.numel():
-            kept = native(units[name].to(tensor.device))
-            _unit_view(mask, unit)[...] = kept[None, :, None]
-        masks[name] = mask
-    return masks
+    def kept(self, masks: Tensors) -> dict[str, Tensor]:
+        """One bool per unit from masks that treat every unit as a whole; ValueError if they do not."""
+        found = {}
+        for name, mask in masks.items():
+            view = self._view(mask)
+            some = view.any(2).any(0)
+            if not torch.equal(view, some[None, :, None].expand_as(view)):
+                raise ValueError(
+                    f"masks[{name!r}] keeps a part of a {self.unit}; drop_and_grow needs whole units, start from "
+                    "select()"
+                )
+            found[name] = some.double()
+        return {name: total > 0 for name, total in self._gathered(found).items()}
 
+    def expand(self, kept: Tensors, like: Tensors) -> dict[str, Tensor]:
+        """Masks of the shapes of ``like`` in which each entry has the value of its unit."""
+        masks = {}
+        for name, tensor in like.items():
+            masks[name] = torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
+            if tensor.numel():
+                self._view(masks[name])[:] = kept[name][self._index(name)].to(tensor.device)[:, None]
+        return masks
 
-def unit_count(shape: torch.Size, unit: Unit) -> int:
-    """Number of units of a tensor of that shape."""
-    if unit == "tensor" or len(shape) == 0:
-        return 1
-    return shape[0] if len(shape) == 1 or unit == "filter" else shape[1]
+    def fill_greedily(self, scores: Tensors, budget: int, *, among: Tensors | None = None) -> dict[str, Tensor]:
+        return fill_greedily(scores, self.sizes, budget, among=among)
+
+    def _count(self, shape: torch.Size) -> int:
+        axis = self._axis(shape)
+        return 1 if axis is None else shape[axis]
+
+    def _axis(self, shape: torch.Size) -> int | None:
+        """The dimension along which units are counted; None for one unit."""
+        if self.unit == "tensor" or len(shape) == 0:
+            return None
+        return 0 if len(shape) == 1 or self.unit == "filter" else 1
+
+    def _view(self, tensor: Tensor) -> Tensor:
+        """(before, units, after)"""
+        axis, shape = self._axis(tensor.shape), tensor.shape
+        if axis is None:
+            return tensor.detach().reshape(1, 1, tensor.numel())
+        before, after = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
+        return tensor.detach().reshape(before, shape[axis], after)
+
+    def _index(self, name: str) -> Tensor:
+        """The units that this rank holds entries of."""
+        part = self.shards.parts[name]
+        axis = self._axis(part.shape)
+        return torch.zeros(1, dtype=torch.int64) if axis is None else part.indices[axis]
+
+    def _gathered(self, parts: Tensors) -> dict[str, Tensor]:
+        """Sums over ranks of one float64 number per unit that each rank holds a part of."""
+        vectors = {name: torch.zeros(count, dtype=torch.float64) for name, count in self.counts.items()}
+        for name in self.shards.counted(parts):
+            vectors[name][self._index(name)] = parts[name].cpu()
+        if not vectors:
+            return {}
+        summed = self.shards.sum(torch.cat(list(vectors.values())))
+        return dict(zip(vectors, summed.split(list(self.counts.values())), strict=True))
 
 
 def fill_greedily(
-    scores: Mapping[str, Tensor],
-    sizes: Mapping[str, int],
-    budget: int,
-    *,
-    among: Mapping[str, Tensor] | None = None,
+    scores: Tensors, sizes: Mapping[str, int], budget: int, *, among: Tensors | None = None
 ) -> dict[str, Tensor]:
     """Walk the units by falling score and take each that still fits: sum of sizes <= budget.
 
@@ -79,11 +114,11 @@ def fill_greedily(
     """
     if among is not None:
         check_alike(scores, among, label="among")
-    values = np.concatenate([np.empty(0), *(score.cpu().double().numpy() for score in scores.values())])
+    values = np.concatenate([np.empty(0), *(score.double().numpy() for score in scores.values())])
     weight = np.repeat([sizes[name] for name in scores], [len(score) for score in scores.values()])
     allowed = values > -math.inf
     if among is not None:
-        allowed &= np.concatenate([np.empty(0, bool), *(mask.cpu().numpy() for mask in among.values())])
+        allowed &= np.concatenate([np.empty(0, bool), *(mask.numpy() for mask in among.values())])
     # A stable sort of the negated scores keeps equal ones in order of position.
     waiting = np.argsort(-values, kind="stable")
     waiting = waiting[allowed[waiting]]
@@ -94,56 +129,5 @@ def fill_greedily(
         taken[waiting[:run]] = True
         budget -= int(running[run - 1])
         waiting = waiting[run:]
-    parts = np.split(taken, np.cumsum([len(score) for score in scores.values()]))
-    return {
-        name: torch.from_numpy(part).to(score.device)
-        for (name, score), part in zip(scores.items(), parts, strict=False)
-    }
-
-
-def _unit_view(tensor: Tensor, unit: Unit) -> Array:
-    """View of shape (before, units, after); a numpy array on the CPU."""
-    flat = native(tensor)
-    if unit == "tensor" or tensor.ndim == 0:
-        return flat.reshape(1, 1, -1)
-    if tensor.ndim == 1 or unit == "filter":
-        return flat.reshape(1, tensor.shape[0], -1)
-    return flat.reshape(tensor.shape[0], tensor.shape[1], -1)
-
-
-def unit_sums(tensor: Tensor, unit: Unit) -> Tensor:
-    """The sum of every unit, in float64: sums of equal float32 scores are exact, so that equal units tie."""
-    view = _unit_view(tensor, unit)
-    if isinstance(view, np.ndarray):
-        return torch.from_numpy(_host_sums(view))
-    total: Tensor = view.sum(dim=(0, 2), dtype=torch.float64)
-    return total
-
-
-def forbid_undefined(means: Tensor) -> Tensor:
-    """Where +inf and -inf met in one unit: never choosing one of its entries forbids the unit."""
-    return means.masked_fill_(means.isnan(), -math.inf)
-
-
-def _means(name: str, tensor: Tensor, unit: Unit) -> Tensor:
-    if tensor.numel() == 0:
-        return torch.zeros(unit_count(tensor.shape, unit), dtype=torch.float64, device=tensor.device)
-    total = unit_sums(tensor, unit)
-    mean = total / (tensor.numel() // total.numel())
-    if bool(mean.isnan().any()) and bool(tensor.isnan().any()):
-        raise_nan(name)
-    return forbid_undefined(mean)
-
-
-def _host_sums(view: Array) -> Array:
-    """Sum over the first and last axis in float64, in blocks that stay in cache."""
-    before, units, after = view.shape
-    total = np.zeros(units)
-    rows, columns, width = max(1, _BLOCK // (units * after)), max(1, _BLOCK // after), min(_BLOCK, after)
-    with np.errstate(invalid="ignore"):
-        for top in range(0, before, rows):
-            for left in range(0, units, columns):
-                for start in range(0, after, width):
-                    block = view[top : top + rows, left : left + columns, start : start + width]
-                    total[left : left + columns] += block.astype(np.float64).sum(axis=0).sum(axis=1)
-    return total
+    parts = torch.from_numpy(taken).split([len(score) for score in scores.values()])
+    return dict(zip(scores, parts, strict=True))

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from sparsesam.masks.select import check_alike, random_scores
+from sparsesam.distributed.shards import Shards
+from sparsesam.masks.select import Tensors, check_alike, random_scores
 
-Scores = Mapping[str, Tensor]
 # The largest of given scores, or any, drawn uniformly with a generator over the pattern's units.
-Choice = Mapping[str, Tensor] | torch.Generator
+Choice = Tensors | torch.Generator
 
 
 class Pattern(ABC):
-    """A family of allowed masks."""
+    """A family of allowed masks.
+
+    With ``shards``, tensors are the parts of them that this rank holds, and all ranks call together; masks are then the
+    parts of what one process would choose.
+    """
+
+    @property
+    def knows_shards(self) -> bool:
+        """Whether it can be given shards."""
+        return False
 
     @property
     def implied_sparsity(self) -> float | None:
@@ -24,7 +32,9 @@ class Pattern(ABC):
         return None
 
     @abstractmethod
-    def select(self, scores: Scores, sparsity: float | None = None) -> dict[str, Tensor]:
+    def select(
+        self, scores: Tensors, sparsity: float | None = None, *, shards: Shards | None = None
+    ) -> dict[str, Tensor]:
         """The best allowed mask with at most round((1 - sparsity) * d) ones, d the number of scores.
 
         Ties go to the earlier position; -inf is never chosen. Masks are contiguous bool tensors of the
@@ -32,19 +42,25 @@ class Pattern(ABC):
         """
 
     def draw(
-        self, like: Mapping[str, Tensor], generator: torch.Generator, sparsity: float | None = None
+        self,
+        like: Tensors,
+        generator: torch.Generator,
+        sparsity: float | None = None,
+        *,
+        shards: Shards | None = None,
     ) -> dict[str, Tensor]:
         """An allowed mask at random, uniform over the pattern's units, with the budget of :meth:`select`."""
-        return self.select(random_scores(like, generator=generator), sparsity)
+        return self.select(random_scores(like, generator=generator, shards=shards), sparsity, shards=shards)
 
     def drop_and_grow(
         self,
-        masks: Mapping[str, Tensor],
+        masks: Tensors,
         keep: Choice,
         grow: Choice,
         *,
         sparsity: float | None = None,
         ratio: float,
+        shards: Shards | None = None,
     ) -> dict[str, Tensor]:
         """Drop, then grow (Algorithm 2, option II).
 
@@ -58,26 +74,31 @@ class Pattern(ABC):
                 pattern's units (entries, filters, ...).
             sparsity: as in :meth:`select`. The budget is computed from it each time, so it never drifts.
             ratio: part of the kept weights to drop, in [0, 1].
+            shards: which part of the tensors this rank holds; all of them by default.
         """
-        _check_exchange(masks, keep, grow, ratio)
-        return self._drop_and_grow(masks, keep, grow, sparsity, ratio)
+        _check_arguments(masks, keep, grow, ratio)
+        return self._drop_and_grow(masks, keep, grow, sparsity, ratio, shards or Shards.whole(masks))
 
     @abstractmethod
     def _drop_and_grow(
-        self, masks: Mapping[str, Tensor], keep: Choice, grow: Choice, sparsity: float | None, ratio: float
+        self, masks: Tensors, keep: Choice, grow: Choice, sparsity: float | None, ratio: float, shards: Shards
     ) -> dict[str, Tensor]:
         """What :meth:`drop_and_grow` says, of arguments that were checked."""
 
 
-def weight_budget(like: Mapping[str, Tensor], sparsity: float | None, pattern: Pattern) -> int:
+def weight_budget(shards: Shards, sparsity: float | None, pattern: Pattern) -> int:
     if sparsity is None:
         raise ValueError(f"sparsity must be given with {pattern}, got None; 0.5 perturbs half of the weights")
     if not 0 <= sparsity <= 1:
         raise ValueError(f"sparsity must be in [0, 1], got {sparsity}; 0 perturbs every weight, 1 none")
-    return round((1 - sparsity) * sum(tensor.numel() for tensor in like.values()))
+    return round((1 - sparsity) * shards.total)
 
 
-def _check_exchange(masks: Mapping[str, Tensor], keep: Choice, grow: Choice, ratio: float) -> None:
+def left_after_drop(kept: int, ratio: float) -> int:
+    return kept - round(ratio * kept)
+
+
+def _check_arguments(masks: Tensors, keep: Choice, grow: Choice, ratio: float) -> None:
     if not 0 <= ratio <= 1:
         raise ValueError(f"ratio must be in [0, 1], got {ratio}; 0 keeps the mask, 1 drops all of it")
     for label, choice in (("keep", keep), ("grow", grow)):

@@ -1,4 +1,9 @@
-"""N of every M consecutive weights, or filters."""
+"""N of every M consecutive weights, or filters.
+
+Of sharded tensors, the edge of a shard may cut a group: FSDP2 cuts along dimension 0, along which the groups of
+axis="output" run. The rows of groups that are cut, at most M - 1 on either side of an edge, are sent to all ranks; all
+others are chosen where they are.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +15,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from sparsesam.masks.nm import Axis, as_matrix, choose_in_groups, governed, remainder
-from sparsesam.masks.patterns.base import Choice, Pattern, Scores, check_choice
-from sparsesam.masks.select import check_no_nan, copy_mask, count_true, random_mask, random_scores, top_mask
-from sparsesam.masks.units import spread, unit_masks, unit_scores
+from sparsesam.distributed.shards import Part, Shards
+from sparsesam.masks.nm import Axis, as_matrix, choose_in_groups
+from sparsesam.masks.patterns.base import Choice, Pattern, check_choice, left_after_drop
+from sparsesam.masks.select import Tensors, check_scores, count_true, random_scores, top_mask
+from sparsesam.masks.units import Units
 
 
 @dataclass(frozen=True)
@@ -33,9 +39,15 @@ class NM(Pattern):
     axis: Axis = "output"
     remainder: Literal["dense", "error"] = "dense"
     vectors: Literal["dense", "none"] = "dense"
+    knows_shards = True
 
     def __post_init__(self) -> None:
-        _check_n_of_m(self.n, self.m)
+        if self.m < 1:
+            raise ValueError(f"m must be at least 1, got {self.m}; it is the size of a group, 4 in 2:4")
+        if not 0 <= self.n <= self.m:
+            raise ValueError(
+                f"n must be between 0 and m={self.m}, got {self.n}; n of every m consecutive entries are kept"
+            )
         check_choice("axis", self.axis, get_args(Axis))
         check_choice("remainder", self.remainder, ("dense", "error"))
         check_choice("vectors", self.vectors, ("dense", "none"))
@@ -45,73 +57,162 @@ class NM(Pattern):
         """1 - n / m."""
         return 1 - self.n / self.m
 
-    def select(self, scores: Scores, sparsity: float | None = None) -> dict[str, Tensor]:
+    def select(
+        self, scores: Tensors, sparsity: float | None = None, *, shards: Shards | None = None
+    ) -> dict[str, Tensor]:
         """See :meth:`Pattern.select`."""
         _check_implied(self, sparsity)
-        masks = {name: self._outside_groups(name, score) for name, score in scores.items()}
-        for name, score in scores.items():
-            self._fill(name, score, masks[name])
+        shards = shards or Shards.whole(scores)
+        check_scores(scores, shards)
+        groups = self._groups(shards)
+        masks = {name: self._outside_groups(score, groups.get(name)) for name, score in scores.items()}
+        self._fill({name: group.of(scores[name]) for name, group in groups.items()}, masks, groups, None, shards)
         return masks
 
     def _drop_and_grow(
-        self, masks: Mapping[str, Tensor], keep: Choice, grow: Choice, sparsity: float | None, ratio: float
+        self, masks: Tensors, keep: Choice, grow: Choice, sparsity: float | None, ratio: float, shards: Shards
     ) -> dict[str, Tensor]:
         _check_implied(self, sparsity)
-        grouped = {name: part for name, mask in masks.items() if (part := self._in_groups(mask)) is not None}
-        kept = count_true(grouped)
-        left = kept - round(ratio * kept)
-        if isinstance(keep, torch.Generator):
-            survivors = random_mask(grouped, left, generator=keep, among=grouped)
-        else:
-            scored = {name: governed(as_matrix(keep[name]), self.m, self.axis) for name in grouped}
-            survivors = top_mask(scored, left, among=grouped)
-        growth = random_scores(grouped, generator=grow) if isinstance(grow, torch.Generator) else grow
+        groups = self._groups(shards)
+        grouped = {name: group.of(masks[name]).contiguous() for name, group in groups.items()}
+        inside = shards.with_parts({name: group.part for name, group in groups.items()})
+
+        def inner(choice: Choice) -> Tensors:
+            if isinstance(choice, torch.Generator):
+                return random_scores(grouped, generator=choice, shards=inside)
+            return {name: group.of(choice[name]) for name, group in groups.items()}
+
+        left = left_after_drop(count_true(grouped, inside), ratio)
+        survivors = top_mask(inner(keep), left, among=grouped, shards=inside)
+        growth = inner(grow)
+        check_scores(growth, inside)
         # What lies outside full groups is fixed by the pattern, so it stays as it is.
-        result = {name: copy_mask(mask) for name, mask in masks.items()}
-        for name, first in survivors.items():
-            self._fill(name, growth[name], result[name], first)
+        result = {name: mask.clone(memory_format=torch.contiguous_format) for name, mask in masks.items()}
+        self._fill(growth, result, groups, survivors, shards)
         return result
 
-    def _in_groups(self, tensor: Tensor) -> Tensor | None:
-        return governed(as_matrix(tensor), self.m, self.axis) if tensor.ndim >= 2 and tensor.numel() else None
-
-    def _outside_groups(self, name: str, score: Tensor) -> Tensor:
-        """The mask before its full groups are filled: remainders and vectors."""
-        score = score.detach()
-        mask = torch.empty(score.shape, dtype=torch.bool, device=score.device)
-        if score.ndim < 2:
-            return torch.gt(score, -math.inf, out=mask) if self.vectors == "dense" else mask.fill_(False)
-        rest = remainder(as_matrix(mask), self.m, self.axis)
-        if rest.numel():
-            if self.remainder == "error":
-                size = as_matrix(score).shape[0 if self.axis == "output" else 1]
+    def _groups(self, shards: Shards) -> dict[str, _Groups]:
+        """By name, for the tensors that have groups."""
+        axis = 0 if self.axis == "output" else 1
+        inside: dict[str, Part] = {}
+        for name, part in shards.parts.items():
+            if len(part.shape) < 2 or not part.shape.numel():
+                continue
+            matrix = part.as_matrix()
+            sizes = list(matrix.shape)
+            sizes[axis] -= sizes[axis] % self.m
+            if sizes[axis] < matrix.shape[axis] and self.remainder == "error":
                 raise ValueError(
-                    f"{name!r} has {size} entries along its {self.axis} axis, not a multiple of m={self.m}; "
-                    "choose another m or axis, or remainder='dense' to keep the last group whole"
+                    f"{name!r} has {matrix.shape[axis]} entries along its {self.axis} axis, not a multiple of "
+                    f"m={self.m}; choose another m or axis, or remainder='dense' to keep the last group whole"
                 )
-            rest.copy_(remainder(as_matrix(score), self.m, self.axis) > -math.inf)
+            inside[name] = matrix.first((sizes[0], sizes[1]))
+        # Which groups does some rank hold a part of, but not all?
+        held = [torch.bincount(p.indices[axis] // self.m, minlength=p.shape[axis] // self.m) for p in inside.values()]
+        partly = [((count > 0) & (count < self.m)).long() for count in held]
+        everywhere = shards.sum(torch.cat(partly)).split([len(one) for one in partly]) if partly else ()
+        groups = {}
+        for (name, part), cut in zip(inside.items(), everywhere, strict=True):
+            if bool(cut.any()) and (axis == 1 or len(part.indices[1]) < part.shape[1]):
+                raise ValueError(
+                    f"{name!r} is sharded so that groups of {self} are cut, and along more than its dimension "
+                    "0; shard it along dimension 0, or along others only where groups run along dimension 0"
+                )
+            groups[name] = _Groups(part, self.m, cut.nonzero().squeeze(1))
+        return groups
+
+    def _outside_groups(self, score: Tensor, group: _Groups | None) -> Tensor:
+        """The mask before its groups are filled: remainders and vectors."""
+        mask = (score.detach() > -math.inf).contiguous()
+        if group is not None:
+            group.of(mask).fill_(False)
+        elif score.dim() < 2 and self.vectors == "none":
+            mask.fill_(False)
         return mask
 
-    def _fill(self, name: str, score: Tensor, mask: Tensor, first: Tensor | None = None) -> None:
-        check_no_nan(name, score)
-        part = self._in_groups(mask)
-        if part is not None:
-            scores = governed(as_matrix(score.detach()), self.m, self.axis)
-            choose_in_groups(scores, self.n, self.m, self.axis, out=part, first=first)
+    def _fill(
+        self,
+        scores: Tensors,
+        masks: dict[str, Tensor],
+        groups: dict[str, _Groups],
+        first: Tensors | None,
+        shards: Shards,
+    ) -> None:
+        """Choose n in every group of this rank's masks, in place; entries of ``first`` are chosen before others."""
+        for name, group in groups.items():
+            kept, chosen = None if first is None else first[name], group.of(masks[name])
+            if not len(group.cut):
+                choose_in_groups(scores[name], self.n, self.m, self.axis, out=chosen, first=kept)
+                continue
+            rows = group.whole_rows().to(chosen.device)
+            part = chosen[rows]
+            choose_in_groups(
+                scores[name][rows], self.n, self.m, self.axis, out=part, first=None if kept is None else kept[rows]
+            )
+            chosen[rows] = part
+        cut = {name: group for name, group in groups.items() if len(group.cut)}
+        if not cut:
+            return
+        gathered = _gathered_rows(scores, cut, shards)
+        certain = None if first is None else _gathered_rows(first, cut, shards)
+        for name, group in cut.items():
+            whole = torch.zeros(gathered[name].shape, dtype=torch.bool)
+            kept = None if certain is None else certain[name] > 0
+            choose_in_groups(gathered[name], self.n, self.m, "output", out=whole, first=kept)
+            own, places = group.cut_rows()
+            group.of(masks[name])[own.to(masks[name].device)] = whole[places].to(masks[name].device)
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """The part of a matrix that divides into groups of ``m``: what this rank holds of it, and which groups are cut."""
+
+    part: Part
+    m: int
+    cut: Tensor
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """What this rank has of the groups, as a matrix: a view."""
+        rows, columns = self.part.indices
+        return as_matrix(tensor)[: len(rows), : len(columns)]
+
+    def whole_rows(self) -> Tensor:
+        """Which of this rank's rows are in groups that are not cut."""
+        return (~torch.isin(self.part.indices[0] // self.m, self.cut)).nonzero().squeeze(1)
+
+    def cut_rows(self) -> tuple[Tensor, Tensor]:
+        """Which of this rank's rows are in groups that are cut, and their places among all such rows."""
+        rows = self.part.indices[0]
+        own = torch.isin(rows // self.m, self.cut).nonzero().squeeze(1)
+        return own, torch.searchsorted(self.cut, rows[own] // self.m) * self.m + rows[own] % self.m
+
+
+def _gathered_rows(parts: Tensors, cut: dict[str, _Groups], shards: Shards) -> dict[str, Tensor]:
+    """The rows of all groups that are cut, from the ranks that hold them; float64, on the CPU."""
+    buffers = {}
+    for name, group in cut.items():
+        buffers[name] = torch.zeros(len(group.cut) * group.m, group.part.shape[1], dtype=torch.float64)
+        if group.part.counts:
+            own, places = group.cut_rows()
+            buffers[name][places] = parts[name][own.to(parts[name].device)].cpu().double()
+    summed = shards.sum(torch.cat([buffer.reshape(-1) for buffer in buffers.values()]))
+    sizes = [buffer.numel() for buffer in buffers.values()]
+    return {name: flat.view(buffers[name].shape) for name, flat in zip(buffers, summed.split(sizes), strict=True)}
 
 
 @dataclass(frozen=True)
 class NMFilters(Pattern):
     """``n`` of every ``m`` consecutive filters, by mean score: whole rows, which dense kernels can skip.
 
-    This is :class:`NM` along the output axis of the matrix of filter scores (O, 1), and its drop_and_grow drops
-    round(ratio * kept) filters of those in full groups.
+    This is :class:`NM` along the output axis of the matrix of filter scores (O, 1), which every rank has whole; its
+    drop_and_grow drops round(ratio * kept) filters of those in full groups.
     """
 
     n: int
     m: int
     remainder: Literal["dense", "error"] = "dense"
     vectors: Literal["dense", "none"] = "dense"
+    knows_shards = True
 
     def __post_init__(self) -> None:
         self._inner()
@@ -121,30 +222,28 @@ class NMFilters(Pattern):
         """1 - n / m."""
         return 1 - self.n / self.m
 
-    def select(self, scores: Scores, sparsity: float | None = None) -> dict[str, Tensor]:
+    def select(
+        self, scores: Tensors, sparsity: float | None = None, *, shards: Shards | None = None
+    ) -> dict[str, Tensor]:
         """See :meth:`Pattern.select`."""
         _check_implied(self, sparsity)
-        return self._spread(self._inner().select(self._means(scores)), scores)
+        units = Units("filter", shards or Shards.whole(scores))
+        return _expand(units, self._inner().select(_rows(units, units.means(scores))), scores)
 
     def _drop_and_grow(
-        self, masks: Mapping[str, Tensor], keep: Choice, grow: Choice, sparsity: float | None, ratio: float
+        self, masks: Tensors, keep: Choice, grow: Choice, sparsity: float | None, ratio: float, shards: Shards
     ) -> dict[str, Tensor]:
         _check_implied(self, sparsity)
-        units = _as_rows(unit_masks(masks, "filter"), masks)
-        inner = self._inner().drop_and_grow(units, self._choice(keep), self._choice(grow), ratio=ratio)
-        return self._spread(inner, masks)
+        units = Units("filter", shards)
+        scored, growth = (
+            choice if isinstance(choice, torch.Generator) else _rows(units, units.means(choice))
+            for choice in (keep, grow)
+        )
+        kept = _rows(units, units.kept(masks))
+        return _expand(units, self._inner().drop_and_grow(kept, scored, growth, ratio=ratio), masks)
 
     def _inner(self) -> NM:
         return NM(self.n, self.m, remainder=self.remainder, vectors=self.vectors)
-
-    def _choice(self, choice: Choice) -> Choice:
-        return choice if isinstance(choice, torch.Generator) else self._means(choice)
-
-    def _means(self, scores: Scores) -> dict[str, Tensor]:
-        return _as_rows(unit_scores(scores, "filter"), scores)
-
-    def _spread(self, rows: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return spread({name: row.reshape(-1) for name, row in rows.items()}, like, "filter")
 
 
 def _check_implied(pattern: NM | NMFilters, sparsity: float | None) -> None:
@@ -156,13 +255,11 @@ def _check_implied(pattern: NM | NMFilters, sparsity: float | None) -> None:
         )
 
 
-def _check_n_of_m(n: int, m: int) -> None:
-    if m < 1:
-        raise ValueError(f"m must be at least 1, got {m}; it is the size of a group, 4 in 2:4")
-    if not 0 <= n <= m:
-        raise ValueError(f"n must be between 0 and m={m}, got {n}; n of every m consecutive entries are kept")
-
-
-def _as_rows(units: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _rows(units: Units, values: Tensors) -> dict[str, Tensor]:
     """(O,) -> (O, 1) for the tensors that are matrices, so that a filter is a row with one entry."""
-    return {name: unit[:, None] if like[name].ndim >= 2 else unit for name, unit in units.items()}
+    is_matrix = {name: len(part.shape) >= 2 for name, part in units.shards.parts.items()}
+    return {name: value[:, None] if is_matrix[name] else value for name, value in values.items()}
+
+
+def _expand(units: Units, rows: Mapping[str, Tensor], like: Tensors) -> dict[str, Tensor]:
+    return units.expand({name: row.reshape(-1) for name, row in rows.items()}, like)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from sparsesam.masks.patterns.base import Choice, Pattern, Scores
+from sparsesam.distributed.shards import Shards
+from sparsesam.masks.patterns.base import Choice, Pattern
+from sparsesam.masks.select import Tensors
 
 
 @dataclass(frozen=True)
@@ -18,30 +19,47 @@ class PerLayer(Pattern):
     inner: Pattern
 
     @property
+    def knows_shards(self) -> bool:
+        return self.inner.knows_shards
+
+    @property
     def implied_sparsity(self) -> float | None:
         """That of the inner pattern."""
         return self.inner.implied_sparsity
 
-    def select(self, scores: Scores, sparsity: float | None = None) -> dict[str, Tensor]:
+    def select(
+        self, scores: Tensors, sparsity: float | None = None, *, shards: Shards | None = None
+    ) -> dict[str, Tensor]:
         """See :meth:`Pattern.select`."""
         masks: dict[str, Tensor] = {}
         for name, score in scores.items():
-            masks |= self.inner.select({name: score}, sparsity)
+            masks |= self.inner.select({name: score}, sparsity, shards=_only(name, shards))
         return masks
 
     def draw(
-        self, like: Mapping[str, Tensor], generator: torch.Generator, sparsity: float | None = None
+        self,
+        like: Tensors,
+        generator: torch.Generator,
+        sparsity: float | None = None,
+        *,
+        shards: Shards | None = None,
     ) -> dict[str, Tensor]:
         masks: dict[str, Tensor] = {}
         for name, tensor in like.items():
-            masks |= self.inner.draw({name: tensor}, generator, sparsity)
+            masks |= self.inner.draw({name: tensor}, generator, sparsity, shards=_only(name, shards))
         return masks
 
     def _drop_and_grow(
-        self, masks: Mapping[str, Tensor], keep: Choice, grow: Choice, sparsity: float | None, ratio: float
+        self, masks: Tensors, keep: Choice, grow: Choice, sparsity: float | None, ratio: float, shards: Shards
     ) -> dict[str, Tensor]:
         result: dict[str, Tensor] = {}
         for name, mask in masks.items():
             own_keep, own_grow = (c if isinstance(c, torch.Generator) else {name: c[name]} for c in (keep, grow))
-            result |= self.inner.drop_and_grow({name: mask}, own_keep, own_grow, sparsity=sparsity, ratio=ratio)
+            result |= self.inner.drop_and_grow(
+                {name: mask}, own_keep, own_grow, sparsity=sparsity, ratio=ratio, shards=shards.only(name)
+            )
         return result
+
+
+def _only(name: str, shards: Shards | None) -> Shards | None:
+    return None if shards is None else shards.only(name)

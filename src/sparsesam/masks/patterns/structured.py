@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import get_args
 
 import torch
 from torch import Tensor
 
-from sparsesam.masks.patterns.base import Choice, Pattern, Scores, check_choice, weight_budget
-from sparsesam.masks.select import count_true, random_scores
-from sparsesam.masks.units import Unit, fill_greedily, spread, unit_count, unit_masks, unit_scores
+from sparsesam.distributed.shards import Shards
+from sparsesam.masks.patterns.base import Choice, Pattern, check_choice, left_after_drop, weight_budget
+from sparsesam.masks.select import Tensors, count_true, random_scores
+from sparsesam.masks.units import Unit, Units
 
 
 @dataclass(frozen=True)
@@ -27,45 +27,46 @@ class Structured(Pattern):
     """
 
     unit: Unit = "filter"
+    knows_shards = True
 
     def __post_init__(self) -> None:
         check_choice("unit", self.unit, get_args(Unit))
 
-    def select(self, scores: Scores, sparsity: float | None = None) -> dict[str, Tensor]:
+    def select(
+        self, scores: Tensors, sparsity: float | None = None, *, shards: Shards | None = None
+    ) -> dict[str, Tensor]:
         """See :meth:`Pattern.select`."""
-        return self._fill(unit_scores(scores, self.unit), scores, sparsity)
+        return self._fill(scores, scores, sparsity, shards)
 
     def draw(
-        self, like: Mapping[str, Tensor], generator: torch.Generator, sparsity: float | None = None
+        self,
+        like: Tensors,
+        generator: torch.Generator,
+        sparsity: float | None = None,
+        *,
+        shards: Shards | None = None,
     ) -> dict[str, Tensor]:
-        units = unit_masks({name: torch.zeros_like(t, dtype=torch.bool) for name, t in like.items()}, self.unit)
-        return self._fill(random_scores(units, generator=generator), like, sparsity)
+        return self._fill(generator, like, sparsity, shards)
+
+    def _fill(self, choice: Choice, like: Tensors, sparsity: float | None, shards: Shards | None) -> dict[str, Tensor]:
+        shards = shards or Shards.whole(like)
+        units = Units(self.unit, shards)
+        return units.expand(units.fill_greedily(_scores(units, choice), weight_budget(shards, sparsity, self)), like)
 
     def _drop_and_grow(
-        self, masks: Mapping[str, Tensor], keep: Choice, grow: Choice, sparsity: float | None, ratio: float
+        self, masks: Tensors, keep: Choice, grow: Choice, sparsity: float | None, ratio: float, shards: Shards
     ) -> dict[str, Tensor]:
-        budget, kept, sizes = weight_budget(masks, sparsity, self), count_true(masks), self._sizes(masks)
-        units = unit_masks(masks, self.unit)
-        left = min(kept - round(ratio * kept), budget)
-        survivors = fill_greedily(self._unit_scores(keep, units), sizes, left, among=units)
+        units, budget = Units(self.unit, shards), weight_budget(shards, sparsity, self)
+        kept = units.kept(masks)
+        left = min(left_after_drop(count_true(masks, shards), ratio), budget)
+        survivors = units.fill_greedily(_scores(units, keep), left, among=kept)
+        free = budget - sum(units.sizes[name] * int(mask.sum()) for name, mask in survivors.items())
         others = {name: ~mask for name, mask in survivors.items()}
-        free = budget - sum(sizes[name] * count_true({name: mask}) for name, mask in survivors.items())
-        grown = fill_greedily(self._unit_scores(grow, units), sizes, free, among=others)
-        return self._spread({name: survivors[name] | grown[name] for name in masks}, masks)
+        grown = units.fill_greedily(_scores(units, grow), free, among=others)
+        return units.expand({name: survivors[name] | grown[name] for name in masks}, masks)
 
-    def _fill(
-        self, units: Mapping[str, Tensor], like: Mapping[str, Tensor], sparsity: float | None
-    ) -> dict[str, Tensor]:
-        chosen = fill_greedily(units, self._sizes(like), weight_budget(like, sparsity, self))
-        return self._spread(chosen, like)
 
-    def _unit_scores(self, choice: Choice, units: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if isinstance(choice, torch.Generator):
-            return random_scores(units, generator=choice)
-        return unit_scores({name: choice[name] for name in units}, self.unit)
-
-    def _sizes(self, like: Mapping[str, Tensor]) -> dict[str, int]:
-        return {name: tensor.numel() // max(1, unit_count(tensor.shape, self.unit)) for name, tensor in like.items()}
-
-    def _spread(self, units: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return spread(units, like, self.unit)
+def _scores(units: Units, choice: Choice) -> dict[str, Tensor]:
+    if isinstance(choice, torch.Generator):
+        return random_scores({name: torch.empty(count) for name, count in units.counts.items()}, generator=choice)
+    return units.means(choice)

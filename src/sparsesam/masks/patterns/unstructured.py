@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from sparsesam.masks.patterns.base import Choice, Pattern, Scores, weight_budget
-from sparsesam.masks.select import count_true, random_mask, top_mask
+from sparsesam.distributed.shards import Shards
+from sparsesam.masks.patterns.base import Choice, Pattern, left_after_drop, weight_budget
+from sparsesam.masks.select import Tensors, count_true, random_scores, top_mask
 
 
 @dataclass(frozen=True)
 class Unstructured(Pattern):
     """Any set of weights: the global top-k, with exactly round((1 - sparsity) * d) ones."""
 
-    def select(self, scores: Scores, sparsity: float | None = None) -> dict[str, Tensor]:
-        """See :meth:`Pattern.select`."""
-        return top_mask(scores, weight_budget(scores, sparsity, self))
+    knows_shards = True
 
-    def draw(
-        self, like: Mapping[str, Tensor], generator: torch.Generator, sparsity: float | None = None
+    def select(
+        self, scores: Tensors, sparsity: float | None = None, *, shards: Shards | None = None
     ) -> dict[str, Tensor]:
-        return random_mask(like, weight_budget(like, sparsity, self), generator=generator)
+        """See :meth:`Pattern.select`."""
+        shards = shards or Shards.whole(scores)
+        return top_mask(scores, weight_budget(shards, sparsity, self), shards=shards)
 
     def _drop_and_grow(
-        self, masks: Mapping[str, Tensor], keep: Choice, grow: Choice, sparsity: float | None, ratio: float
+        self, masks: Tensors, keep: Choice, grow: Choice, sparsity: float | None, ratio: float, shards: Shards
     ) -> dict[str, Tensor]:
-        budget = weight_budget(masks, sparsity, self)
-        kept = count_true(masks)
-        left = min(kept - round(ratio * kept), budget)
-        if isinstance(keep, torch.Generator):
-            survivors = random_mask(masks, left, generator=keep, among=masks)
-        else:
-            survivors = top_mask(keep, left, among=masks)
-        if isinstance(grow, torch.Generator):
-            return random_mask(survivors, budget, generator=grow, first=survivors)
-        return top_mask(grow, budget, first=survivors)
+        budget = weight_budget(shards, sparsity, self)
+        left = min(left_after_drop(count_true(masks, shards), ratio), budget)
+        keep, grow = (
+            random_scores(masks, generator=choice, shards=shards) if isinstance(choice, torch.Generator) else choice
+            for choice in (keep, grow)
+        )
+        survivors = top_mask(keep, left, among=masks, shards=shards)
+        return top_mask(grow, budget, first=survivors, shards=shards)
