@@ -554,7 +554,7 @@ def test_a_result_that_is_not_finite_names_the_parameter():
 def test_wrong_arguments_are_named():
     model = nn.Sequential(nn.Linear(4, 3))
     batch = torch.randn(BATCH, 4), torch.rand(BATCH)
-    with pytest.raises(ValueError, match="one number for one sample, got shape"):
+    with pytest.raises(ValueError, match="loss_fn must return one number, got shape"):
         fisher_diagonal(model, [batch], lambda output, target: output)
     with pytest.raises(ValueError, match="pair"):
         fisher_diagonal(model, [batch[0]], total_square)

@@ -12,13 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map
 
 from sparsesam.analysis.results import AnalysisResult
 from sparsesam.ascent.rng import RNGSnapshot, RNGState
+from sparsesam.masks.batches import batch_size, call_model, scalar_loss, to_device
 from sparsesam.masks.fixed import NORMALIZATION
-from sparsesam.masks.preserve_model_state import remember_buffers
-from sparsesam.masks.samples import batch_size
+from sparsesam.masks.preserve_model_state import preserve_model_state
 from sparsesam.parameters import unwrap
 
 Statistics = Literal["frozen", "recomputed", "batch"]
@@ -107,7 +106,7 @@ class Objective:
     def batch_loss(self, index: int) -> Tensor:
         """The loss of one batch, differentiable; call inside `measuring`."""
         self._same_noise(index)
-        return self._loss_of(self._on_device(self.batches[index]))
+        return self._loss_of(to_device(self.batches[index], self._device))
 
     @torch.no_grad()
     def loss(self) -> float:
@@ -152,17 +151,16 @@ class Objective:
     def measuring(self, parameters: Iterable[Tensor] = ()) -> Iterator[None]:
         """Put the model into the mode of measurement, with gradients for ``parameters`` only; restore it on exit."""
         with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
             # Fused attention has no second derivative, and rounds differently without gradients.
-            stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
-            torch.backends.mha.set_fastpath_enabled(False)
             stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
             if self._depth == 0:
                 stack.callback(self._noise.write, self._noise.read())
-            _remember_modes(self.model, stack, evaluate=self.mode == "evaluation", batch=self.statistics == "batch")
-            remember_buffers(self.model, stack)
-            _remember_gradient_flags(self.model, stack, list(parameters))
+            stack.enter_context(preserve_model_state(self.model, evaluate=self.mode == "evaluation"))
+            if self.statistics == "batch":
+                for module in self.model.modules():
+                    module.training = module.training or isinstance(module, NORMALIZATION)
+            for tensor in parameters:
+                tensor.requires_grad_(True)
             self._depth += 1
             stack.callback(self._leave)
             if self._depth == 1:
@@ -200,24 +198,10 @@ class Objective:
 
     def _loss_of(self, batch: Any) -> Tensor:
         if self.model_loss is not None:
-            return _scalar(self.model_loss(self.model, batch), "model_loss")
+            return scalar_loss(self.model_loss(self.model, batch), "model_loss")
         assert self.loss_fn is not None
         inputs, targets = batch
-        if isinstance(inputs, Mapping):
-            output = self.model(**inputs)
-        else:
-            output = self.model(*inputs) if isinstance(inputs, (tuple, list)) else self.model(inputs)
-        return _scalar(self.loss_fn(output, targets), "loss_fn")
-
-    def _on_device(self, batch: Any) -> Any:
-        known = dict(batch) if isinstance(batch, Mapping) else batch
-        return tree_map(self._moved, known)
-
-    def _moved(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        # Tensors made in inference mode cannot be saved for a backward.
-        return (leaf.clone() if leaf.is_inference() else leaf).to(self._device)
+        return scalar_loss(self.loss_fn(call_model(self.model, inputs), targets), "loss_fn")
 
 
 def select_parameters(model: nn.Module, parameters: ParameterFilter = None) -> dict[str, nn.Parameter]:
@@ -335,32 +319,3 @@ def _shares(weights: Sequence[float], count: int) -> list[float]:
     if len(weights) != count or total <= 0 or min(weights) < 0:
         raise ValueError(f"weights must be {count} numbers of at least 0, one per batch and not all 0, got {weights}")
     return [weight / total for weight in weights]
-
-
-def _scalar(loss: Any, name: str) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"{name} must return one number for a batch, got {got}; reduce it with mean or sum")
-    return loss.reshape(())
-
-
-def _normalizations(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, NORMALIZATION)]
-
-
-def _remember_modes(model: nn.Module, stack: ExitStack, *, evaluate: bool, batch: bool) -> None:
-    for module in model.modules():
-        stack.callback(setattr, module, "training", module.training)
-        if evaluate:
-            module.training = False
-    if batch:
-        for layer in _normalizations(model):
-            layer.training = True
-
-
-def _remember_gradient_flags(model: nn.Module, stack: ExitStack, wanted: list[Tensor]) -> None:
-    for parameter in model.parameters():
-        stack.callback(parameter.requires_grad_, parameter.requires_grad)
-        parameter.requires_grad_(False)
-    for tensor in wanted:
-        tensor.requires_grad_(True)

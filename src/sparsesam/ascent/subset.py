@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from sparsesam.masks.samples import batch_size, slice_batch
+from sparsesam.masks.batches import batch_size, slice_batch
 
 
 def ascent_part(batch: Any, fraction: float) -> Any:

@@ -7,7 +7,7 @@ fused kernels are those of a real step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,12 +23,13 @@ from torch.utils.flop_counter import flop_registry
 from sparsesam.ascent.layers import LAYERS, Switch, WeightGradient
 from sparsesam.ascent.plan import weight_gradient
 from sparsesam.ascent.tensors import map_tensors, tensors_in
+from sparsesam.masks.batches import call_model
 from sparsesam.masks.packed import PackedMask
 
 How = Literal["time", "cpu-time", "count"]
 #: which gradients the pass computes: all; of the inputs alone; of the weights only for some of the filters
-Kind = Literal["everything", "inputs", "quarter", "three quarters"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+PassKind = Literal["everything", "inputs", "quarter", "three quarters"]
+PASS_KINDS: tuple[PassKind, ...] = get_args(PassKind)
 Clock = Callable[[], float]
 
 _MARK = "_sparsesam_call"
@@ -43,7 +44,7 @@ class ModuleCall:
 
 
 @dataclass
-class Call:
+class FunctionCall:
     """One call of a torch function: what it used, what it depends on, and what it cost."""
 
     function: str
@@ -93,28 +94,21 @@ class MultiplyAdds(TorchDispatchMode):
         return result
 
 
-def trace(model: nn.Module, inputs: Any, clock: Clock, kind: Kind) -> list[Call]:
+def trace(model: nn.Module, inputs: Any, clock: Clock, kind: PassKind) -> list[FunctionCall]:
     """Run the model forward and backward once, in its present mode, and leave no gradients behind."""
     mode = _Trace(model, clock, kind)
     inputs = map_tensors(Tensor.detach, inputs)
     with mode, mode.told_of_modules(model):
-        output = call(model, inputs)
+        output = call_model(model, inputs)
     mode.differentiate(output)
     return mode.calls
 
 
-def call(model: nn.Module, inputs: Any) -> Any:
-    """The model's output for a tensor, a tuple of arguments or a dictionary of named ones."""
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
-
-
 class _Trace(TorchFunctionMode):
-    def __init__(self, model: nn.Module, clock: Clock, kind: Kind) -> None:
+    def __init__(self, model: nn.Module, clock: Clock, kind: PassKind) -> None:
         super().__init__()
         self.clock, self.kind = clock, kind
-        self.calls: list[Call] = []
+        self.calls: list[FunctionCall] = []
         self.names = {id(p): name for name, p in model.named_parameters()}
         self._leaves: dict[int, Tensor] = {}
         self._nodes: dict[int, Any] = {}
@@ -153,7 +147,7 @@ class _Trace(TorchFunctionMode):
         tensors = list(tensors_in(args, kwargs))
         used = [t for t in tensors if id(t) in self.names and t.requires_grad]
         given = [t for t in tensors if id(t) not in self.names]
-        one = Call(
+        one = FunctionCall(
             function=getattr(func, "__name__", str(func)),
             parameters=tuple(dict.fromkeys(self.names[id(t)] for t in used)),
             upstream=frozenset().union(*(self._reached(t) for t in given)),
@@ -184,7 +178,7 @@ class _Trace(TorchFunctionMode):
         groups = args[6] if len(args) > 6 else kwargs.get("groups", 1)
         return func in LAYERS and groups == 1 and self._filters.get(id(weight)) is not None
 
-    def _replaced(self, one: Call, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    def _replaced(self, one: FunctionCall, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         if self.kind == "inputs" and one.leads_back:
             # The weights of the very first layers stay: without them there would be no backward pass at all.
             args, kwargs = map_tensors(self._shield, args), map_tensors(self._shield, kwargs)
@@ -199,7 +193,7 @@ class _Trace(TorchFunctionMode):
     def _shield(self, tensor: Tensor) -> Tensor:
         return tensor.detach() if id(tensor) in self.names else tensor
 
-    def _watch(self, made: list[Tensor], one: Call) -> None:
+    def _watch(self, made: list[Tensor], one: FunctionCall) -> None:
         """Steps of the backward pass that came with this call are its own."""
         waiting = [tensor.grad_fn for tensor in made]
         while waiting:
@@ -210,7 +204,7 @@ class _Trace(TorchFunctionMode):
             node.register_hook(partial(self._ran, one))
             waiting += [following for following, _ in node.next_functions]
 
-    def _ran(self, one: Call, *_: Any) -> None:
+    def _ran(self, one: FunctionCall, *_: Any) -> None:
         now = self.clock()
         one.backward += now - self._last
         self._last = self.clock()
@@ -232,7 +226,7 @@ def _seeded(output: Any) -> tuple[list[Tensor], list[Tensor]]:
     return outputs, [torch.full_like(tensor, 1 / max(1, tensor.numel())) for tensor in outputs]
 
 
-def _filters_of(model: nn.Module, kind: Kind) -> dict[int, WeightGradient]:
+def _filters_of(model: nn.Module, kind: PassKind) -> dict[int, WeightGradient]:
     """The weight gradients of some filters of every layer, by the identity of the weight."""
     found = {}
     for parameter in model.parameters():
@@ -243,7 +237,7 @@ def _filters_of(model: nn.Module, kind: Kind) -> dict[int, WeightGradient]:
     return found
 
 
-def _some_filters(parameter: Tensor, kind: Kind) -> Tensor:
+def _some_filters(parameter: Tensor, kind: PassKind) -> Tensor:
     """A quarter of the filters, or all but a quarter; of a single filter, all."""
     quarter = torch.arange(len(parameter), device=parameter.device) % 4 == 0
     kept = ~quarter if kind == "three quarters" and len(parameter) > 1 else quarter

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from sparsesam.ascent.explicit import Perturbation
 from sparsesam.ascent.rng import RNGState
 from sparsesam.ascent.targets import Target
-from sparsesam.budget.call_trace import KINDS, Call, Clock, How, Kind, ModuleCall, stopwatch, trace
+from sparsesam.budget.call_trace import PASS_KINDS, Clock, FunctionCall, How, ModuleCall, PassKind, stopwatch, trace
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.preserve_model_state import preserve_model_state
 from sparsesam.parameters import unwrap
@@ -210,14 +209,16 @@ def layer_costs(
     shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
     if not shapes:
         raise ValueError(f"model must have parameters that require a gradient, got {type(model).__name__} without")
-    traces: dict[Kind, list[list[Call]]] = {kind: [] for kind in KINDS}
+    traces: dict[PassKind, list[list[FunctionCall]]] = {kind: [] for kind in PASS_KINDS}
     device = next(model.parameters()).device
     warmup, repeats = (0, 1) if how == "count" else (1, repeats)
-    with as_in_a_step(model), stopwatch(how, device) as clock:
+    with preserve_model_state(model, evaluate=False, freeze=False), stopwatch(how, device) as clock:
+        for module in model.modules() if not model.training else ():
+            module.training = True
         noise = RNGState(model.parameters())
         state = noise.read()
         for turn in range(warmup + repeats):
-            for kind in KINDS:
+            for kind in PASS_KINDS:
                 noise.write(state)
                 traced = trace(model, example_input, clock, kind)
                 if turn >= warmup:
@@ -227,20 +228,7 @@ def layer_costs(
     return LayerCosts(calls, shapes, moving, moving_some, how)
 
 
-@contextmanager
-def as_in_a_step(model: nn.Module) -> Iterator[None]:
-    """Training mode and the parameters' own gradient flags, everything put back on the way out."""
-    training = {module: module.training or not model.training for module in model.modules()}
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with preserve_model_state(model):
-        for module, flag in training.items():
-            module.training = flag
-        for parameter in trainable:
-            parameter.requires_grad_(True)
-        yield
-
-
-def _combined(traces: Mapping[Kind, list[list[Call]]]) -> tuple[CallCost, ...]:
+def _combined(traces: Mapping[PassKind, list[list[FunctionCall]]]) -> tuple[CallCost, ...]:
     everything = traces["everything"]
     first = everything[0]
     for one in itertools.chain.from_iterable(traces.values()):
@@ -253,13 +241,13 @@ def _combined(traces: Mapping[Kind, list[list[Call]]]) -> tuple[CallCost, ...]:
         _cost(
             call,
             _median(everything, index, "forward"),
-            {kind: _median(traces[kind], index, "backward") for kind in KINDS},
+            {kind: _median(traces[kind], index, "backward") for kind in PASS_KINDS},
         )
         for index, call in enumerate(first)
     )
 
 
-def _cost(call: Call, forward: float, backward: Mapping[Kind, float]) -> CallCost:
+def _cost(call: FunctionCall, forward: float, backward: Mapping[PassKind, float]) -> CallCost:
     if not call.parameters:
         return CallCost(call.function, (), call.upstream, call.module, forward, backward["everything"], 0.0, None)
     layer = call.parameters[0].rpartition(".")[0] or call.parameters[0]
@@ -273,7 +261,7 @@ def _cost(call: Call, forward: float, backward: Mapping[Kind, float]) -> CallCos
     return CallCost(layer, call.parameters, call.upstream, call.module, forward, inputs, weight, sliced)
 
 
-def _median(traces: list[list[Call]], index: int, what: Literal["forward", "backward"]) -> float:
+def _median(traces: list[list[FunctionCall]], index: int, what: Literal["forward", "backward"]) -> float:
     return float(statistics.median(getattr(one[index], what) for one in traces))
 
 

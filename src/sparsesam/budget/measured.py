@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsesam.ascent.rng import RNGState
-from sparsesam.budget.call_trace import call, stopwatch
+from sparsesam.budget.call_trace import stopwatch
+from sparsesam.masks.batches import call_model
 from sparsesam.masks.fixed import FixedMask
 from sparsesam.masks.mask import MaskRule
 from sparsesam.optimizer import SSAM
@@ -80,7 +81,7 @@ def _closure(model: nn.Module, optimizer: Optimizer, loss_fn: LossFn, batch: Bat
 
     def closure() -> float:
         optimizer.zero_grad()
-        loss = loss_fn(call(model, inputs), targets)
+        loss = loss_fn(call_model(model, inputs), targets)
         loss.backward()
         return float(loss.detach())
 

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from sparsesam.masks.batches import batch_size, leads_with, slice_batch, to_device
 from sparsesam.masks.errors import NonFiniteScoreError
 from sparsesam.masks.fisher_problem import LossFn, ModelLoss, Problem, SampleLabels, problem_of
-from sparsesam.masks.layer_rules import Accumulators, Call, find_rule
+from sparsesam.masks.layer_rules import Accumulators, LayerCall, find_rule
 from sparsesam.masks.memory import SavedBytes, fitting, free_bytes
-from sparsesam.masks.observer import Observer, Plan, Run, detached, floating, only_input, tensors_of
+from sparsesam.masks.observer import CapturedCall, FisherPlan, Observer, detached, floating, only_input, tensors_of
 from sparsesam.masks.preserve_model_state import preserve_model_state, requiring_grad
-from sparsesam.masks.samples import batch_size, leads_with, slice_batch
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def fisher_diagonal(
     with preserve_model_state(model):
         measurement = _Measurement(model, problem, wanted, chunk)
         for batch in batches:
-            measurement.add(_moved(batch, next(iter(wanted.values())).device))
+            measurement.add(to_device(batch, next(iter(wanted.values())).device))
     return measurement.result()
 
 
@@ -97,18 +97,6 @@ def _wanted_parameters(model: nn.Module, names: Mapping[str, Tensor] | None) -> 
     return wanted
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
-    def move(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        # Tensors made in inference mode cannot be saved for a backward.
-        return (leaf.clone() if leaf.is_inference() else leaf).detach().to(device)
-
-    # Dictionary-like batches of other libraries are not known to torch's pytrees.
-    known = dict(batch) if isinstance(batch, Mapping) else batch
-    return tree_map(move, known)
-
-
 class _Measurement:
     """Sums of squared per-sample gradients over the batches seen so far."""
 
@@ -117,7 +105,7 @@ class _Measurement:
         self.sample_bytes = 0  # of activations
         self.sums = self._zeros()
         self.samples = 0
-        self.plan: Plan | None = None
+        self.plan: FisherPlan | None = None
         self.first_output: Any = None
 
     def add(self, batch: Any) -> None:
@@ -135,7 +123,7 @@ class _Measurement:
         # Activations stay until their layer's gradient is there, which is as large.
         return fitting(size, 2 * self.sample_bytes, free_bytes(next(iter(self.wanted.values())).device))
 
-    def _add_part(self, plan: Plan, batch: Any, size: int) -> None:
+    def _add_part(self, plan: FisherPlan, batch: Any, size: int) -> None:
         self.samples += size
         used = self._add_by_hooks(plan, batch, size, self.sums, draw=True)
         chosen = {name: self.wanted[name] for name in self.wanted if name in plan.looped}
@@ -158,7 +146,7 @@ class _Measurement:
     def _zeros(self) -> dict[str, Tensor]:
         return {name: torch.zeros_like(p, dtype=_sum_dtype(p)) for name, p in self.wanted.items()}
 
-    def _paths(self, plan: Plan) -> dict[str, str]:
+    def _paths(self, plan: FisherPlan) -> dict[str, str]:
         module_names = {module: name for name, module in self.model.named_modules()}
         paths = dict.fromkeys(self.wanted, "unused") | dict.fromkeys(plan.looped, "recomputed: model")
         for module, names in plan.reruns.items():
@@ -167,9 +155,9 @@ class _Measurement:
             paths.update(dict.fromkeys(own.values(), f"rule: {kind}"))
         return {name: paths[name] for name in self.wanted}
 
-    def _first_plan(self, sample: Any) -> Plan:
+    def _first_plan(self, sample: Any) -> FisherPlan:
         """The cheapest way for each parameter that reproduces autograd's gradients of one sample."""
-        plan = Plan()
+        plan = FisherPlan()
         if self.problem.model_loss is not None or _normalizes_over_samples(self.model):
             plan.loop(self.wanted)
             return plan
@@ -212,7 +200,9 @@ class _Measurement:
         labelled = self.problem.labelled(sample, output) if draw else sample
         return output, labelled, self.problem.loss(output, labelled)
 
-    def _add_by_hooks(self, plan: Plan, batch: Any, size: int, into: dict[str, Tensor], *, draw: bool) -> Any | None:
+    def _add_by_hooks(
+        self, plan: FisherPlan, batch: Any, size: int, into: dict[str, Tensor], *, draw: bool
+    ) -> Any | None:
         """Add what rules and reruns give. Returns the batch with the labels used, None if there are none."""
         while plan.rules or plan.reruns:
             observer = Observer(self.model, self.wanted, plan, size)
@@ -257,7 +247,7 @@ class _Measurement:
         self.first_output = None
         return not _close(floating(slice_batch(output, slice(0, 1), size)), floating(alone))
 
-    def _rerun(self, plan: Plan, observer: Observer, size: int, into: dict[str, Tensor]) -> None:
+    def _rerun(self, plan: FisherPlan, observer: Observer, size: int, into: dict[str, Tensor]) -> None:
         for module, names in list(plan.reruns.items()):
             runs = [run for run in observer.runs.get(module, ()) if run.received()]
             squares = _rerun_samples(module, runs, {name: self.wanted[name] for name in names}, size)
@@ -272,9 +262,9 @@ def _normalizes_over_samples(model: nn.Module) -> bool:
     return any(isinstance(m, _BatchNorm) and m.running_mean is None for m in model.modules())
 
 
-def _planned(model: nn.Module, wanted: Mapping[str, Tensor], observer: Observer) -> Plan:
+def _planned(model: nn.Module, wanted: Mapping[str, Tensor], observer: Observer) -> FisherPlan:
     """Each parameter goes to the innermost module that contains all its uses and keeps samples apart."""
-    plan = Plan()
+    plan = FisherPlan()
     for name, parameter in wanted.items():
         stacks = list(observer.uses.get(name, ()))
         if not stacks:
@@ -301,7 +291,7 @@ def _backward(observer: Observer, total: Tensor, into: dict[str, Tensor]) -> Non
             return
         _, rule, own = observer.plan.rules[module]
         runs = observer.runs[module]
-        calls = [Call(only_input(run), grad) for run in runs if (grad := run.grads[0]) is not None]
+        calls = [LayerCall(only_input(run), grad) for run in runs if (grad := run.grads[0]) is not None]
         accumulators: Accumulators = {local: into[name] for local, name in own.items()}
         if calls:
             with torch.no_grad(), torch.autocast(total.device.type, enabled=False):
@@ -321,7 +311,7 @@ def _backward(observer: Observer, total: Tensor, into: dict[str, Tensor]) -> Non
 
 
 def _rerun_samples(
-    module: nn.Module, runs: Sequence[Run], parameters: Mapping[str, Tensor], size: int
+    module: nn.Module, runs: Sequence[CapturedCall], parameters: Mapping[str, Tensor], size: int
 ) -> dict[str, Tensor] | None:
     """Squared per-sample gradients from the module alone; None if it does not reproduce its outputs."""
     squares = {name: torch.zeros_like(p, dtype=_sum_dtype(p)) for name, p in parameters.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from sparsesam.masks.batches import call_model, scalar_loss
 from sparsesam.masks.observer import detached
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -37,20 +38,17 @@ class Problem:
             return self._pair(batch)[0], self.draw(tree_map(detached, output))
 
     def output(self, model: nn.Module, batch: Any) -> Any:
-        inputs = self._pair(batch)[0]
-        if isinstance(inputs, Mapping):
-            return model(**inputs)
-        return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+        return call_model(model, self._pair(batch)[0])
 
     def loss(self, output: Any, batch: Any) -> Tensor:
         """The loss of one sample, from its output and its batch of one."""
         assert self.loss_fn is not None
-        return _scalar(self.loss_fn(output, self._pair(batch)[1]), "loss_fn")
+        return scalar_loss(self.loss_fn(output, self._pair(batch)[1]), "loss_fn")
 
     def own_loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss of one sample by a model that computes its own."""
         assert self.model_loss is not None
-        return _scalar(self.model_loss(model, batch), "model_loss")
+        return scalar_loss(self.model_loss(model, batch), "model_loss")
 
     def _pair(self, batch: Any) -> tuple[Any, Any]:
         if isinstance(batch, (tuple, list)) and len(batch) == 2:
@@ -98,10 +96,3 @@ def sample_categorical(output: Any, generator: torch.Generator) -> Tensor:
     probabilities = output.detach().to(precise).softmax(1).movedim(1, -1)
     flat = probabilities.reshape(-1, probabilities.shape[-1]).to(generator.device)
     return flat.multinomial(1, generator=generator).view(probabilities.shape[:-1]).to(output.device)
-
-
-def _scalar(loss: Any, name: str) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"{name} must return one number for one sample, got {got}; reduce it with mean or sum")
-    return loss.reshape(())

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Call(NamedTuple):
+class LayerCall(NamedTuple):
     """One run of a layer: input (B, ...) and gradient of the summed loss at its output (B, ...)."""
 
     input: Tensor
@@ -29,8 +29,8 @@ class Call(NamedTuple):
 
 
 Accumulators = dict[str, Tensor]
-Rule = Callable[[Any, Sequence[Call], Accumulators], None]
-Vectors = Callable[[Any, Call], dict[str, Tensor]]
+Rule = Callable[[Any, Sequence[LayerCall], Accumulators], None]
+Vectors = Callable[[Any, LayerCall], dict[str, Tensor]]
 RuleT = TypeVar("RuleT", bound=Rule)
 VectorsT = TypeVar("VectorsT", bound=Vectors)
 
@@ -101,14 +101,14 @@ def _chunks(
         yield slice(start, min(start + size, batch))
 
 
-def _slice_of(calls: Sequence[Call], samples: slice, dtype: torch.dtype) -> list[Call]:
-    return [Call(a[samples].to(dtype), g[samples].to(dtype)) for a, g in calls]
+def _slice_of(calls: Sequence[LayerCall], samples: slice, dtype: torch.dtype) -> list[LayerCall]:
+    return [LayerCall(a[samples].to(dtype), g[samples].to(dtype)) for a, g in calls]
 
 
 def _with_vectors(vectors: Vectors) -> Rule:
     """A rule from the per-sample gradients themselves, for parameters small enough to hold (B, n) of them."""
 
-    def rule(layer: Any, calls: Sequence[Call], into: Accumulators) -> None:
+    def rule(layer: Any, calls: Sequence[LayerCall], into: Accumulators) -> None:
         reference = next(iter(into.values()))
         per_sample = sum(call.input[0].numel() for call in calls)
         for samples in _chunks(len(calls[0].grad), per_sample, reference.device):
@@ -177,7 +177,7 @@ def _positions_first(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @register(nn.Linear)
-def linear(layer: nn.Linear, calls: Sequence[Call], into: Accumulators) -> None:
+def linear(layer: nn.Linear, calls: Sequence[LayerCall], into: Accumulators) -> None:
     """dW_b = g_b^T a_b over the positions L of a sample, a (B, L, K), g (B, L, O); db_b = sum_l g_bl."""
     dtype = next(iter(into.values())).dtype
     gradients = torch.cat([_positions_first(g, dtype) for _, g in calls], 1)
@@ -189,7 +189,7 @@ def linear(layer: nn.Linear, calls: Sequence[Call], into: Accumulators) -> None:
 
 
 @register(nn.Embedding, accepts=lambda layer: not (layer.max_norm or layer.scale_grad_by_freq or layer.sparse))
-def embedding(layer: nn.Embedding, calls: Sequence[Call], into: Accumulators) -> None:
+def embedding(layer: nn.Embedding, calls: Sequence[LayerCall], into: Accumulators) -> None:
     """dW_b[v] = sum of g_bl over the positions l where sample b holds token v; padding gets none."""
     weight = into["weight"]
     tokens = torch.cat([a.reshape(len(a), -1) for a, _ in calls], 1).long()
@@ -207,7 +207,7 @@ def embedding(layer: nn.Embedding, calls: Sequence[Call], into: Accumulators) ->
 
 
 @register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
-def convolution(layer: nn.Conv2d, calls: Sequence[Call], into: Accumulators) -> None:
+def convolution(layer: nn.Conv2d, calls: Sequence[LayerCall], into: Accumulators) -> None:
     """dW_b = sum over positions of g_b x (the input's patch there); db_b = sum over positions of g_b."""
     if "bias" in into:
         dtype = into["bias"].dtype
@@ -217,7 +217,7 @@ def convolution(layer: nn.Conv2d, calls: Sequence[Call], into: Accumulators) -> 
         add(layer, calls, into["weight"])
 
 
-def _prefers_convolution(layer: nn.Conv2d, calls: Sequence[Call]) -> bool:
+def _prefers_convolution(layer: nn.Conv2d, calls: Sequence[LayerCall]) -> bool:
     patches_are_views = math.prod(layer.kernel_size) == 1
     on_cpu = calls[0].grad.device.type == "cpu"
     if len(layer.kernel_size) == 3:
@@ -225,7 +225,7 @@ def _prefers_convolution(layer: nn.Conv2d, calls: Sequence[Call]) -> bool:
     return on_cpu and not patches_are_views and _positions(calls) >= MANY_POSITIONS
 
 
-def _positions(calls: Sequence[Call]) -> int:
+def _positions(calls: Sequence[LayerCall]) -> int:
     return sum(math.prod(g.shape[2:]) for _, g in calls)
 
 
@@ -240,7 +240,7 @@ def _padded(layer: nn.Conv2d, input: Tensor) -> tuple[Tensor, list[int]]:
     return input, list(layer.padding)
 
 
-def _convolve_samples(layer: nn.Conv2d, calls: Sequence[Call], into: Tensor) -> None:
+def _convolve_samples(layer: nn.Conv2d, calls: Sequence[LayerCall], into: Tensor) -> None:
     """One weight-gradient kernel per sample: no patches in memory."""
     weight = layer.weight.detach().to(into.dtype)
     dimensions = len(layer.kernel_size)
@@ -257,7 +257,7 @@ def _convolve_samples(layer: nn.Conv2d, calls: Sequence[Call], into: Tensor) -> 
         into.addcmul_(gradient, gradient)
 
 
-def _multiply_patches(layer: nn.Conv2d, calls: Sequence[Call], into: Tensor) -> None:
+def _multiply_patches(layer: nn.Conv2d, calls: Sequence[LayerCall], into: Tensor) -> None:
     """One product per sample of the output gradient (O, L) and the unfolded input (L, C k k)."""
     groups = layer.groups
     grouped = into.view(groups, into.shape[0] // groups, -1)
@@ -297,7 +297,7 @@ def _has_statistics(layer: Any) -> bool:
     return layer.running_mean is not None
 
 
-def _batch_norm_vectors(layer: nn.BatchNorm2d, call: Call) -> dict[str, Tensor]:
+def _batch_norm_vectors(layer: nn.BatchNorm2d, call: LayerCall) -> dict[str, Tensor]:
     """dscale_b = sum g (x - mean) / sqrt(var + eps) with the running statistics, which are constants."""
     assert layer.running_mean is not None
     assert layer.running_var is not None
@@ -312,7 +312,7 @@ register(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, accepts=_has_statistics
 
 
 @_register_vectors(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-def _instance_norm_vectors(layer: nn.InstanceNorm2d, call: Call) -> dict[str, Tensor]:
+def _instance_norm_vectors(layer: nn.InstanceNorm2d, call: LayerCall) -> dict[str, Tensor]:
     """Statistics of each sample's channel, or the running ones when the layer keeps them."""
     mean, variance = layer.running_mean, layer.running_var
     if mean is not None and variance is not None:
@@ -322,18 +322,18 @@ def _instance_norm_vectors(layer: nn.InstanceNorm2d, call: Call) -> dict[str, Te
 
 
 @_register_vectors(nn.GroupNorm)
-def _group_norm_vectors(layer: nn.GroupNorm, call: Call) -> dict[str, Tensor]:
+def _group_norm_vectors(layer: nn.GroupNorm, call: LayerCall) -> dict[str, Tensor]:
     return _scale_and_shift(F.group_norm(call.input, layer.num_groups, eps=layer.eps), call.grad, (1,))
 
 
 @_register_vectors(nn.LayerNorm)
-def _layer_norm_vectors(layer: nn.LayerNorm, call: Call) -> dict[str, Tensor]:
+def _layer_norm_vectors(layer: nn.LayerNorm, call: LayerCall) -> dict[str, Tensor]:
     normalized = F.layer_norm(call.input, layer.normalized_shape, eps=layer.eps)
     return _scale_and_shift(normalized, call.grad, _last(layer.normalized_shape, call.grad))
 
 
 @_register_vectors(nn.RMSNorm)
-def _rms_norm_vectors(layer: nn.RMSNorm, call: Call) -> dict[str, Tensor]:
+def _rms_norm_vectors(layer: nn.RMSNorm, call: LayerCall) -> dict[str, Tensor]:
     shape = list(layer.normalized_shape)
     return _scale_and_shift(F.rms_norm(call.input, shape, eps=layer.eps), call.grad, _last(shape, call.grad))
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from sparsesam.masks.batches import leads_with
 from sparsesam.masks.layer_rules import Rule
-from sparsesam.masks.samples import leads_with
 
 
 @dataclass
-class Run:
-    """One call of a captured module: its arguments, its outputs, and later the gradients at the outputs."""
+class CapturedCall:
+    """One call of a module: its arguments, its outputs, and later the gradients at the outputs."""
 
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     outputs: list[Tensor]
@@ -39,7 +39,7 @@ class Run:
 
 
 @dataclass
-class Plan:
+class FisherPlan:
     """Which way each parameter goes: a layer's rule, re-running a module, or the loop over the model."""
 
     rules: dict[nn.Module, tuple[str, Rule, dict[str, str]]] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Observer(TorchFunctionMode):
     an output that needs none is made a leaf: nothing upstream of it is differentiated.
     """
 
-    def __init__(self, model: nn.Module, wanted: Mapping[str, Tensor], plan: Plan, size: int) -> None:
+    def __init__(self, model: nn.Module, wanted: Mapping[str, Tensor], plan: FisherPlan, size: int) -> None:
         super().__init__()
         self.plan, self.size = plan, size
         self.names = {id(parameter): name for name, parameter in wanted.items()}
@@ -83,7 +83,7 @@ class Observer(TorchFunctionMode):
         self.stack: list[nn.Module] = []
         self.uses: dict[str, set[tuple[nn.Module, ...]]] = {}
         self.separate: dict[nn.Module, bool] = {}
-        self.runs: dict[nn.Module, list[Run]] = {}
+        self.runs: dict[nn.Module, list[CapturedCall]] = {}
         self.leaves: list[Tensor] = []
         self.inputs: list[list[tuple[Tensor, int]]] = []
         self.watching = False
@@ -148,7 +148,7 @@ class Observer(TorchFunctionMode):
         exposed = [self._exposed(flat[i], copy=module in self.plan.reruns) for i in floating]
         kept = [flat[i].detach().clone() for i in floating] if module in self.plan.reruns else []
         versions = [(t, t._version) for t in tensors_of(inputs)]
-        run = Run(inputs, kept, versions, [None] * len(floating))
+        run = CapturedCall(inputs, kept, versions, [None] * len(floating))
         self.runs.setdefault(module, []).append(run)
         for place, tensor in enumerate(exposed):
             flat[floating[place]] = tensor
@@ -163,7 +163,7 @@ class Observer(TorchFunctionMode):
             return tensor.clone()
         return tensor.clone() if copy else tensor
 
-    def _receiver(self, module: nn.Module, run: Run, place: int) -> Callable[[Tensor], None]:
+    def _receiver(self, module: nn.Module, run: CapturedCall, place: int) -> Callable[[Tensor], None]:
         def receive(grad: Tensor) -> None:
             run.grads[place] = grad.detach()
             if all(other.complete() for other in self.runs[module]):
@@ -231,7 +231,7 @@ def _unchanged(versions: Iterable[tuple[Tensor, int]]) -> bool:
     return all(tensor._version == version for tensor, version in versions)
 
 
-def only_input(run: Run) -> Any:
+def only_input(run: CapturedCall) -> Any:
     args, kwargs = run.arguments
     return args[0] if args else next(iter(kwargs.values()), None)
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def preserve_model_state(model: nn.Module, *, freeze: bool = True) -> Iterator[None]:
-    """Evaluation mode with gradients on; flags, buffers and random states are put back on the way out.
+def preserve_model_state(model: nn.Module, *, evaluate: bool = True, freeze: bool = True) -> Iterator[None]:
+    """Gradients on; modes, flags, buffers and random states are put back on the way out.
 
-    ``freeze``: no parameter requires a gradient meanwhile.
+    ``evaluate``: evaluation mode meanwhile. ``freeze``: no parameter requires a gradient meanwhile.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -26,15 +26,15 @@ def preserve_model_state(model: nn.Module, *, freeze: bool = True) -> Iterator[N
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-            # cuDNN refuses the backward of a recurrent layer in evaluation mode.
+            # cuDNN refuses the backward of a recurrent layer in evaluation mode, and a second derivative in any.
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
-            # Compiled graphs do not run the hooks.
+            # Compiled graphs do not run the hooks and have no second derivative.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if isinstance(model, nn.parallel.DistributedDataParallel):
             stack.enter_context(model.no_sync())
-        _remember_flags(model, stack, freeze=freeze)
-        remember_buffers(model, stack)
+        _remember_flags(model, stack, evaluate=evaluate, freeze=freeze)
+        _remember_buffers(model, stack)
         yield
 
 
@@ -42,17 +42,17 @@ def _cuda_devices(model: nn.Module) -> list[int]:
     return sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
 
 
-def _remember_flags(model: nn.Module, stack: ExitStack, *, freeze: bool) -> None:
+def _remember_flags(model: nn.Module, stack: ExitStack, *, evaluate: bool, freeze: bool) -> None:
     for module in model.modules():
         stack.callback(setattr, module, "training", module.training)
         # Not eval(): some modules change their weights there (merged adapters).
-        module.training = False
+        module.training = module.training and not evaluate
     for parameter in model.parameters() if freeze else ():
         stack.callback(parameter.requires_grad_, parameter.requires_grad)
         parameter.requires_grad_(False)
 
 
-def remember_buffers(model: nn.Module, stack: ExitStack) -> None:
+def _remember_buffers(model: nn.Module, stack: ExitStack) -> None:
     """Put all buffers back when the stack is left: the same tensors with the same values.
 
     Values are compared, because versions do not tell whether a buffer was written to (batch normalization does not

@@ -21,6 +21,8 @@ from torch.utils.data import (
     default_collate,
 )
 
+from sparsesam.masks.batches import batch_size, slice_batch
+
 Fetch = Callable[[list[int]], Any]
 
 
@@ -141,21 +143,3 @@ def _take(batches: Iterator[Any], count: int, chunk: int) -> Iterator[Any]:
 
 def _warn_fewer(found: int, count: int) -> None:
     warnings.warn(f"asked for {count} samples but data holds only {found}; using all {found}", stacklevel=4)
-
-
-def batch_size(batch: Any) -> int:
-    """The first dimension of the first tensor of a batch."""
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return len(leaf)
-    raise ValueError(f"a batch must hold a tensor with samples in dimension 0, got {type(batch).__name__}")
-
-
-def leads_with(leaf: Any, size: int) -> bool:
-    """Whether this is a tensor with ``size`` samples in dimension 0."""
-    return isinstance(leaf, Tensor) and not leaf.is_nested and leaf.dim() > 0 and len(leaf) == size
-
-
-def slice_batch(batch: Any, samples: slice, size: int) -> Any:
-    """The samples of every tensor whose first dimension is ``size``; anything else is shared by them all."""
-    return tree_map(lambda leaf: leaf[samples] if leads_with(leaf, size) else leaf, batch)

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.utils._pytree import tree_map
 
 from sparsesam.distributed.shards import Shards, local_part
+from sparsesam.masks.batches import batch_size, slice_batch, to_device
 from sparsesam.masks.errors import NonFiniteScoreError
 from sparsesam.masks.fisher import FisherDiagonal
 from sparsesam.masks.fisher_problem import Problem
 from sparsesam.masks.preserve_model_state import preserve_model_state
-from sparsesam.masks.samples import batch_size, slice_batch
 
 
 def sharded_fisher(
@@ -41,9 +39,7 @@ def sharded_fisher(
         for batch in batches:
             size = batch_size(problem.inputs(batch))
             for i in range(size):
-                sample = tree_map(
-                    partial(_moved, device=shards.mesh.device_type), slice_batch(batch, slice(i, i + 1), size)
-                )
+                sample = to_device(slice_batch(batch, slice(i, i + 1), size), shards.mesh.device_type)
                 _add_sample(model, sample, problem, parameters, sums)
             samples += size
     if samples == 0:
@@ -64,7 +60,7 @@ def gathered_batches(batch: Any, shards: Shards) -> list[Any]:
     for dim in range(shards.mesh.ndim):
         group = shards.mesh.get_group(dim)
         found: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, tree_map(partial(_moved, device="cpu"), batches), group=group)
+        dist.all_gather_object(found, to_device(batches, "cpu"), group=group)
         batches = [one for part in found for one in part]
     return batches
 
@@ -83,7 +79,3 @@ def _add_sample(
         if parameter.grad is not None:
             gradient = local_part(parameter.grad, parameter).to(sums[name].dtype)
             sums[name].addcmul_(gradient, gradient)
-
-
-def _moved(leaf: Any, device: str) -> Any:
-    return leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf
