@@ -5,11 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparsesam.analysis import (
-    measure_convergence,
-    nonconvex_logistic,
-    tanh_network,
-)
+from sparsesam.analysis import measure_convergence, nonconvex_logistic, tanh_network
 from sparsesam.analysis.convergence import Smoothness, theorem_constants
 
 
@@ -18,7 +14,7 @@ def test_measured_run_stays_below_the_theorem_where_its_assumptions_hold(method,
     found = measure_convergence(method, steps=60, runs=2)
     assert all(one.holds for one in found.assumptions)
     assert condition in [one.text for one in found.assumptions]
-    assert found.within_bound_harmonic
+    assert np.all(found.measured <= found.bound_harmonic)
     assert found.measured[-1] < found.measured[0]
     assert found.observed.L <= found.assumed.L
     assert json.dumps(found.to_dict(), allow_nan=False)
@@ -48,19 +44,6 @@ def test_first_steps_follow_the_paper_by_hand():
             model.w.copy_(w - 0.5 / math.sqrt(t) * there)
     assert found.measured == pytest.approx([np.mean(squared[:t]) for t in found.T], rel=1e-9)
     assert found.loss[-1] == pytest.approx(model().item(), rel=1e-9)
-
-
-def test_known_constants_bound_the_problem_everywhere():
-    problem = nonconvex_logistic(samples=50, size=5)
-    model, generator = problem.make(), torch.Generator().manual_seed(0)
-    for _ in range(20):
-        w = 3 * torch.randn(5, generator=generator, dtype=torch.float64)
-        with torch.no_grad():
-            model.w.copy_(w)
-        (g,) = torch.autograd.grad(model(), [model.w], create_graph=True)
-        rows = [torch.autograd.grad(entry, [model.w], retain_graph=True)[0] for entry in g]
-        assert g.norm() <= problem.G
-        assert torch.linalg.matrix_norm(torch.stack(rows), 2) <= problem.L
 
 
 def test_violated_assumptions_and_unknown_constants_are_told():

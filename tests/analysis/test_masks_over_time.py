@@ -1,19 +1,10 @@
 import json
 import math
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
 
-from sparsesam.analysis import (
-    Objective,
-    fisher_vs_hessian,
-    masks_over_time,
-)
-from tests.analysis.oracles import dense_hessian
-from tests.cases import mlp, vectors
+from sparsesam.analysis import masks_over_time
 
 
 def mask(text):
@@ -53,36 +44,3 @@ def test_snapshots_that_do_not_belong_together_are_named():
         masks_over_time([(0, {"a": mask("1")}), (1, {"b": mask("1")})])
     with pytest.raises(ValueError, match="order"):
         masks_over_time([(3, {"a": mask("1")}), (1, {"a": mask("1")})])
-
-
-def test_fisher_and_hessian_diagonals_are_correlated_as_defined():
-    model, (x, y) = mlp(), vectors(12)
-    found = fisher_vs_hessian(Objective(model, [(x, y)], F.cross_entropy))
-    squares = 0
-    for i in range(12):
-        gradients = torch.autograd.grad(F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]), list(model.parameters()))
-        squares = squares + torch.cat([g.reshape(-1) for g in gradients]).square() / 12
-    f, h = squares.numpy(), np.diag(dense_hessian(model, [(x, y)]))
-    ranks = [np.argsort(np.argsort(values)) for values in (f, h)]
-    assert found.pearson == pytest.approx(np.corrcoef(f, h)[0, 1], rel=1e-9)
-    assert found.spearman == pytest.approx(np.corrcoef(*ranks)[0, 1], rel=1e-9)
-    assert found.pearson_magnitude == pytest.approx(np.corrcoef(f, np.abs(h))[0, 1], rel=1e-9)
-    half = round(len(f) / 2)
-    common = len(set(np.argsort(-f)[:half]) & set(np.argsort(-np.abs(h))[:half])) / half
-    assert found.kept_in_common["0.5"] == pytest.approx(common)
-    assert found.negative_share == pytest.approx((h < 0).mean())
-
-
-def test_fisher_equals_hessian_for_labels_of_the_model_of_a_linear_classifier():
-    torch.manual_seed(0)
-    model = nn.Linear(6, 3).double()
-    x, _ = vectors(40_000)
-    objective = Objective(model, [(x, torch.zeros(40_000, dtype=torch.long))], F.cross_entropy)
-    assert fisher_vs_hessian(objective, labels="sampled").pearson > 0.98
-
-
-def test_large_models_need_probes():
-    objective = Objective(mlp(), [vectors(4)], F.cross_entropy)
-    with pytest.raises(ValueError, match="probes=100"):
-        fisher_vs_hessian(objective, exact_up_to=50)
-    assert fisher_vs_hessian(objective, exact_up_to=50, probes=5).products == 5

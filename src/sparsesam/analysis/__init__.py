@@ -8,14 +8,9 @@ Every analysis takes an `Objective`: a model, its loss and a fixed list of batch
 >>> hessian_eigenvalues(objective).ratio
 """
 
-from sparsesam.analysis.convergence import (
-    Convergence,
-    SmoothProblem,
-    measure_convergence,
-    nonconvex_logistic,
-    tanh_network,
-)
+from sparsesam.analysis.convergence import Convergence, measure_convergence
 from sparsesam.analysis.directions import random_directions
+from sparsesam.analysis.fisher_agreement import FisherAgreement, fisher_vs_hessian
 from sparsesam.analysis.gradient_difference import GradientDifference, compare_gradients, gradient_difference
 from sparsesam.analysis.hessian import (
     HessianSpectrum,
@@ -28,10 +23,11 @@ from sparsesam.analysis.hessian import (
 )
 from sparsesam.analysis.hessian_operator import HessianOperator
 from sparsesam.analysis.landscape import Landscape, compare_landscapes, loss_between, loss_landscape
-from sparsesam.analysis.masks_over_time import FisherAgreement, MaskHistory, fisher_vs_hessian, masks_over_time
+from sparsesam.analysis.masks_over_time import MaskHistory, masks_over_time
 from sparsesam.analysis.objective import Objective, ObjectiveSummary, check_state, select_parameters
 from sparsesam.analysis.results import AnalysisResult
 from sparsesam.analysis.sharpness import Sharpness, sharpness
+from sparsesam.analysis.smooth_problems import SmoothProblem, nonconvex_logistic, tanh_network
 from sparsesam.analysis.theory import GeneralizationBound, complexity_terms, generalization_bound
 
 __all__ = [

@@ -12,7 +12,6 @@ log T is 0. With the harmonic number itself in place of log T the proofs hold, s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,82 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, hessian
 
+from sparsesam.analysis.objective import norm
 from sparsesam.analysis.results import AnalysisResult
-from sparsesam.masks.mask import MaskRule
+from sparsesam.analysis.smooth_problems import SmoothProblem, nonconvex_logistic
 from sparsesam.masks.recipes import random_mask
-from sparsesam.optimizer import SAM, SSAM
+from sparsesam.optimizer import SSAM
 from sparsesam.schedules import InverseSqrt
-from sparsesam.sharpness_aware import SharpnessAware
 
 Array = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class SmoothProblem:
-    """A function f(w) of a small module's weights. ``L`` and ``G`` are known bounds, None if there are none."""
-
-    make: Callable[[], nn.Module]
-    name: str
-    L: float | None = None
-    G: float | None = None
-
-
-class _Logistic(nn.Module):
-    def __init__(self, x: Tensor, y: Tensor, weight: float) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(x.shape[1], dtype=torch.float64))
-        self.register_buffer("x", x)
-        self.register_buffer("y", y)
-        self.weight = weight
-
-    def forward(self) -> Tensor:
-        assert isinstance(self.x, Tensor)
-        assert isinstance(self.y, Tensor)
-        square = self.w.square()
-        return nn.functional.softplus(-self.y * (self.x @ self.w)).mean() + self.weight * (square / (1 + square)).sum()
-
-
-def nonconvex_logistic(*, samples: int = 200, size: int = 20, weight: float = 0.1, seed: int = 0) -> SmoothProblem:
-    """f(w) = mean log(1 + exp(-y x·w)) + weight * sum w² / (1 + w²): smooth, not convex, gradient bounded.
-
-    L <= ||X||² / (4 samples) + 2 weight and G <= mean ||x|| + weight * sqrt(size) * 3 sqrt(3) / 8 everywhere.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(samples, size, generator=generator, dtype=torch.float64)
-    truth = torch.randn(size, generator=generator, dtype=torch.float64)
-    y = torch.sign(x @ truth + torch.randn(samples, generator=generator, dtype=torch.float64))
-    start = 2 * torch.randn(size, generator=generator, dtype=torch.float64)
-
-    def make() -> nn.Module:
-        model = _Logistic(x, y, weight)
-        with torch.no_grad():
-            model.w.copy_(start)
-        return model
-
-    smooth = float(torch.linalg.matrix_norm(x, 2)) ** 2 / (4 * samples) + 2 * weight
-    gradient = float(x.norm(dim=1).mean()) + weight * math.sqrt(size) * 3 * math.sqrt(3) / 8
-    return SmoothProblem(make, "logistic loss with the non-convex regularizer w² / (1 + w²)", smooth, gradient)
-
-
-def tanh_network(*, samples: int = 64, hidden: int = 5, seed: int = 0) -> SmoothProblem:
-    """Squared error of a small tanh network on noisy targets: smooth; L and G are known only along the runs."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(samples, 3, generator=generator, dtype=torch.float64)
-    y = torch.sin(x.sum(1, keepdim=True)) + 0.1 * torch.randn(samples, 1, generator=generator, dtype=torch.float64)
-    shapes = {"first": (hidden, 3), "bias": (hidden,), "second": (1, hidden)}
-    start = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
-
-    class Network(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            for name, value in start.items():
-                self.register_parameter(name, nn.Parameter(value.clone()))
-
-        def forward(self) -> Tensor:
-            inner = torch.tanh(nn.functional.linear(x, self.first, self.bias))  # type: ignore[arg-type]
-            return (nn.functional.linear(inner, self.second) - y).square().mean()  # type: ignore[arg-type]
-
-    return SmoothProblem(Network, f"squared error of a tanh network with {hidden} hidden units")
 
 
 @dataclass(frozen=True)
@@ -145,8 +76,6 @@ class Convergence(AnalysisResult):
     log_constant: float
     assumptions: list[Assumption]
     slope: float
-    within_bound: bool
-    within_bound_harmonic: bool
     runs: int
     eta_0: float
     rho_0: float
@@ -197,7 +126,8 @@ def measure_convergence(
         rho_0 = (problem.G or _gradient_norm(problem.make())) * eta_0 / divisor
     if not (eta_0 > 0 and rho_0 >= 0):
         raise ValueError(f"eta_0 must be positive and rho_0 at least 0, got {eta_0} and {rho_0}")
-    traces = [_run(method, problem, steps, eta_0, rho_0, sigma, sparsity, seed + run) for run in range(runs)]
+    sparsity = 0.0 if method == "SAM" else sparsity
+    traces = [_run(problem, steps, eta_0, rho_0, sigma, sparsity, seed + run) for run in range(runs)]
     at = np.unique(np.geomspace(1, steps, points).round().astype(np.int64))
     means = np.stack([np.cumsum(trace.squared)[at - 1] / at for trace in traces])
     losses = np.stack([trace.loss for trace in traces])
@@ -229,12 +159,10 @@ def measure_convergence(
         log_constant=second,
         assumptions=assumptions,
         slope=_slope(at, measured),
-        within_bound=bool(np.all(measured <= bound)),
-        within_bound_harmonic=bool(np.all(measured <= bound_harmonic)),
         runs=runs,
         eta_0=eta_0,
         rho_0=rho_0,
-        sparsity=0.0 if method == "SAM" else sparsity,
+        sparsity=sparsity,
         notes=_notes(at, measured, bound, bound_harmonic, assumptions, problem),
     )
 
@@ -253,21 +181,15 @@ class _Trace:
 
 
 def _run(
-    method: str,
-    problem: SmoothProblem,
-    steps: int,
-    eta_0: float,
-    rho_0: float,
-    sigma: float,
-    sparsity: float,
-    seed: int,
+    problem: SmoothProblem, steps: int, eta_0: float, rho_0: float, sigma: float, sparsity: float, seed: int
 ) -> _Trace:
     model = problem.make()
     parameters = list(model.parameters())
     size = sum(p.numel() for p in parameters)
     generator = torch.Generator().manual_seed(seed)
-    optimizer = _optimizer(method, model, eta_0, rho_0, random_mask(sparsity=sparsity, seed=seed))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.base, _inverse_root)
+    base = torch.optim.SGD(parameters, lr=eta_0)
+    optimizer = SSAM(base, model, rho_0, mask=random_mask(sparsity=sparsity, seed=seed), rho_schedule=InverseSqrt())
+    schedule = torch.optim.lr_scheduler.LambdaLR(base, lambda step: 1 / math.sqrt(step + 1))
     squared, losses, noises, smoothness = [], [], [], 0.0
     looks = set(np.unique(np.geomspace(1, steps, 12).round().astype(int)).tolist())
     for step in range(1, steps + 1):
@@ -298,17 +220,6 @@ def _run(
     return _Trace(np.array(squared), np.array(losses), smoothness, float(np.mean(noises)))
 
 
-def _inverse_root(step: int) -> float:
-    return 1 / math.sqrt(step + 1)
-
-
-def _optimizer(method: str, model: nn.Module, eta_0: float, rho_0: float, mask: MaskRule) -> SharpnessAware:
-    base = torch.optim.SGD(model.parameters(), lr=eta_0)
-    if method == "SAM":
-        return SAM(base, model, rho_0, rho_schedule=InverseSqrt())
-    return SSAM(base, model, rho_0, mask=mask, rho_schedule=InverseSqrt())
-
-
 def _smoothness(model: nn.Module) -> float:
     """The Hessian's spectral norm at the model's weights, densely: these problems are small."""
     weights = {name: p.detach() for name, p in model.named_parameters()}
@@ -322,8 +233,7 @@ def _smoothness(model: nn.Module) -> float:
 
 
 def _gradient_norm(model: nn.Module) -> float:
-    gradients = torch.autograd.grad(model(), list(model.parameters()))
-    return math.sqrt(sum(float(g.square().sum()) for g in gradients))
+    return norm(torch.autograd.grad(model(), list(model.parameters())))
 
 
 # ---- assumptions and notes -----------------------------------------------------------------------------------------

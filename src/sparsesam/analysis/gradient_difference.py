@@ -22,12 +22,14 @@ from sparsesam.analysis.objective import (
     ObjectiveSummary,
     ParameterFilter,
     check_masks,
-    put_back,
+    norm,
     select_parameters,
+    values_kept,
 )
 from sparsesam.analysis.results import AnalysisResult
 
 Array = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
 Logarithm = Literal["10", "e"]
 
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -98,17 +100,14 @@ def gradient_difference(
     tensors = list(chosen.values())
     with objective.measuring(tensors):
         _, plain = objective.gradient(tensors)
-        norm = float(torch.stack([g.double().square().sum() for g in plain]).sum().sqrt())
-        if not 0 < norm < float("inf"):
-            raise ValueError(f"the gradient's norm is {norm}: SAM's ascent has no direction at these weights")
-        saved = [tensor.detach().clone() for tensor in tensors]
-        try:
+        length = norm(plain)
+        if not 0 < length < float("inf"):
+            raise ValueError(f"the gradient's norm is {length}: SAM's ascent has no direction at these weights")
+        with values_kept(tensors):
             with torch.no_grad():
                 for tensor, g in zip(tensors, plain, strict=True):
-                    tensor.add_(g, alpha=rho / norm)
+                    tensor.add_(g, alpha=rho / length)
             _, perturbed = objective.gradient(tensors)
-        finally:
-            put_back(tensors, saved)
     return compare_gradients(
         dict(zip(chosen, plain, strict=True)),
         dict(zip(chosen, perturbed, strict=True)),
@@ -139,30 +138,22 @@ def compare_gradients(
         raise ValueError("the gradients are empty; give {name: tensor}")
     bins = np.linspace(-6, 4, 101) * (1 if logarithm == "10" else np.log(10)) if edges is None else np.asarray(edges)
     full = None if masks is None else check_masks(masks, plain)
-    layers = {}
-    within, without = _Tally(bins), _Tally(bins)
-    for name in plain:
-        r = relative_difference(plain[name], perturbed[name], logarithm=logarithm)
-        broken = (~(plain[name].isfinite() & perturbed[name].isfinite())).reshape(-1).cpu().numpy()
-        tally = _Tally(bins)
-        tally.add(r, broken)
-        layers[name] = tally
-        if full is not None:
-            kept = full[name].reshape(-1).cpu().numpy()
-            within.add(r[kept], broken[kept])
-            without.add(r[~kept], broken[~kept])
-    total = _Tally(bins)
-    for tally in layers.values():
-        total.merge(tally)
+    r = {name: relative_difference(plain[name], perturbed[name], logarithm=logarithm) for name in plain}
+    broken = {name: ~_flat(plain[name].isfinite() & perturbed[name].isfinite()) for name in plain}
+    every, every_broken = (
+        np.concatenate([np.empty(0), *r.values()]),
+        np.concatenate([[], *broken.values()]).astype(bool),
+    )
+    kept = None if full is None else np.concatenate([[], *(_flat(full[name]) for name in plain)]).astype(bool)
     return GradientDifference(
         logarithm="log10" if logarithm == "10" else "natural logarithm",
         rho=rho,
         edges=bins,
-        every=total.summary(),
-        layers={name: tally.summary() for name, tally in layers.items()},
-        inside=None if full is None else within.summary(),
-        outside=None if full is None else without.summary(),
-        gradient_norm=float(sum(float(g.double().square().sum()) for g in plain.values()) ** 0.5),
+        every=_summary(every, every_broken, bins),
+        layers={name: _summary(r[name], broken[name], bins) for name in r},
+        inside=None if kept is None else _summary(every[kept], every_broken[kept], bins),
+        outside=None if kept is None else _summary(every[~kept], every_broken[~kept], bins),
+        gradient_norm=norm(plain.values()),
         measured_on=measured_on,
     )
 
@@ -179,37 +170,24 @@ def relative_difference(plain: Tensor, perturbed: Tensor, *, logarithm: Logarith
     return r
 
 
-class _Tally:
-    """Collects the r of one group of weights."""
+def _summary(r: Array, broken: Flags, edges: Array) -> Differences:
+    finite, missing = r[np.isfinite(r)], np.isnan(r)
+    defined = int(len(r) - missing.sum())
+    quantiles = np.quantile(finite, _QUANTILES) if len(finite) else np.full(len(_QUANTILES), np.nan)
+    return Differences(
+        weights=len(r),
+        both_zero=int(missing.sum() - broken.sum()),
+        from_zero=int(np.isposinf(r).sum()),
+        equal=int(np.isneginf(r).sum()),
+        not_finite=int(broken.sum()),
+        share_below_zero=float((r < 0).sum() / defined) if defined else float("nan"),
+        mean=float(finite.mean()) if len(finite) else float("nan"),
+        quantiles={f"{q:g}": float(value) for q, value in zip(_QUANTILES, quantiles, strict=True)},
+        histogram=np.histogram(finite, edges)[0].astype(np.int64),
+        below=int((finite < edges[0]).sum()),
+        above=int((finite > edges[-1]).sum()),
+    )
 
-    def __init__(self, edges: Array) -> None:
-        self.edges = edges
-        self.parts: list[Array] = []
-        self.broken = 0
 
-    def add(self, r: Array, broken: npt.NDArray[np.bool_]) -> None:
-        self.parts.append(r)
-        self.broken += int(broken.sum())
-
-    def merge(self, other: _Tally) -> None:
-        self.parts.extend(other.parts)
-        self.broken += other.broken
-
-    def summary(self) -> Differences:
-        r = np.concatenate(self.parts) if self.parts else np.zeros(0)
-        finite, missing = r[np.isfinite(r)], np.isnan(r)
-        defined = int(len(r) - missing.sum())
-        quantiles = np.quantile(finite, _QUANTILES) if len(finite) else np.full(len(_QUANTILES), np.nan)
-        return Differences(
-            weights=len(r),
-            both_zero=int(missing.sum()) - self.broken,
-            from_zero=int(np.isposinf(r).sum()),
-            equal=int(np.isneginf(r).sum()),
-            not_finite=self.broken,
-            share_below_zero=float((r < 0).sum() / defined) if defined else float("nan"),
-            mean=float(finite.mean()) if len(finite) else float("nan"),
-            quantiles={f"{q:g}": float(value) for q, value in zip(_QUANTILES, quantiles, strict=True)},
-            histogram=np.histogram(finite, self.edges)[0].astype(np.int64),
-            below=int((finite < self.edges[0]).sum()),
-            above=int((finite > self.edges[-1]).sum()),
-        )
+def _flat(tensor: Tensor) -> Flags:
+    return np.asarray(tensor.reshape(-1).cpu().numpy())

@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from sparsesam.analysis.objective import Objective, put_back
+from sparsesam.analysis.objective import Objective, values_kept
 
 Array = npt.NDArray[np.float64]
 Progress = Callable[[int, int], None]
@@ -57,39 +56,31 @@ def evaluate_grid(
     state_file: str | os.PathLike[str] | None = None,
     save_every: float = 10.0,
     progress: Progress | None = None,
-    points_at_once: int = 1,
 ) -> Array:
     """The loss at every point of the grid, row by row. Call inside ``objective.measuring()``.
 
     With a ``state_file`` the points done so far are written every ``save_every`` seconds and on exit,
     and a later call with the same weights, directions, grid and batches continues from there.
     """
-    if points_at_once < 1 or (points_at_once > 1 and (objective.statistics != "frozen" or objective.allow_random)):
-        raise ValueError(
-            f"points_at_once must be at least 1, and 1 unless statistics='frozen' and the loss is not random, "
-            f"got {points_at_once}"
-        )
     losses, done = np.full(grid.shape, np.nan), np.zeros(grid.shape, dtype=bool)
     state = None if state_file is None else _State(Path(state_file), _fingerprint(objective, grid), save_every)
     if state is not None:
         losses, done = state.load(losses, done)
-    flat_losses, flat_done = losses.reshape(-1), done.reshape(-1)
     rows = grid.y if len(grid.y) else np.zeros(1)
-    with _weights_kept(grid.moving), _saved_on_exit(state, losses, done):
+    tensors, bases = [one.tensor for one in grid.moving], [one.base for one in grid.moving]
+    with values_kept(tensors, bases), _saved_on_exit(state, losses, done):
         for row, b in enumerate(rows):
-            todo = [i for i in range(len(grid.x)) if not flat_done[row * len(grid.x) + i]]
-            if not todo:
-                continue
             start_of_row = _row(grid.moving, float(b))
-            for first in range(0, len(todo), points_at_once):
-                columns = todo[first : first + points_at_once]
-                at = [row * len(grid.x) + column for column in columns]
-                flat_losses[at] = _losses(objective, grid, start_of_row, [float(grid.x[i]) for i in columns])
-                flat_done[at] = True
+            for column, a in enumerate(grid.x):
+                at = (row, column) if len(grid.y) else column
+                if done[at]:
+                    continue
+                _move(grid.moving, start_of_row, float(a))
+                losses[at], done[at] = objective.loss(), True
                 if state is not None:
                     state.save_if_due(losses, done)
                 if progress is not None:
-                    progress(int(flat_done.sum()), flat_done.size)
+                    progress(int(done.sum()), done.size)
     return losses
 
 
@@ -102,52 +93,12 @@ def _row(moving: Sequence[MovedTensor], b: float) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _losses(objective: Objective, grid: Grid, starts: list[Tensor], columns: list[float]) -> list[float]:
-    if len(columns) > 1:
-        return _together(objective, grid, starts, columns)
-    for one, start in zip(grid.moving, starts, strict=True):
+def _move(moving: Sequence[MovedTensor], starts: list[Tensor], a: float) -> None:
+    for one, start in zip(moving, starts, strict=True):
         if one.along_x is None:
             one.tensor.copy_(start)
         else:
-            torch.add(start, one.along_x, alpha=columns[0], out=one.tensor)
-    return [objective.loss()]
-
-
-class _LossOf(nn.Module):
-    """The objective as a module, so that functional_call can replace the weights of its model."""
-
-    def __init__(self, objective: Objective) -> None:
-        super().__init__()
-        self.model = objective.model
-        self.objective = objective
-
-    def forward(self, index: int) -> Tensor:
-        return self.objective.batch_loss(index)
-
-
-def _together(objective: Objective, grid: Grid, starts: list[Tensor], columns: list[float]) -> list[float]:
-    module = _LossOf(objective)
-    stacked = {}
-    for one, start in zip(grid.moving, starts, strict=True):
-        scale = torch.tensor(columns, dtype=start.dtype, device=start.device).view(-1, *[1] * start.dim())
-        along = torch.zeros_like(start) if one.along_x is None else one.along_x
-        stacked[f"model.{one.name}"] = start + scale * along
-    total = np.zeros(len(columns))
-    for index, weight in enumerate(objective.weights):
-
-        def loss_at(weights: dict[str, Tensor], index: int = index) -> Tensor:
-            return functional_call(module, weights, (index,))  # type: ignore[no-any-return]
-
-        total += weight * vmap(loss_at)(stacked).double().cpu().numpy()
-    return [float(value) for value in total]
-
-
-@contextmanager
-def _weights_kept(moving: Sequence[MovedTensor]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        put_back([one.tensor for one in moving], [one.base for one in moving])
+            torch.add(start, one.along_x, alpha=a, out=one.tensor)
 
 
 # ---- the state file ------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +20,19 @@ from sparsesam.analysis.results import AnalysisResult
 Array = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class HessianSpectrum(AnalysisResult):
+@dataclass(frozen=True, kw_only=True)
+class HessianMeasurement(AnalysisResult):
+    """Of ``size`` weights in ``parameters``, from ``products`` of the Hessian with vectors."""
+
+    products: int
+    size: int
+    parameters: list[str]
+    measured_on: ObjectiveSummary
+    notes: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HessianSpectrum(HessianMeasurement):
     """Largest eigenvalues first. ``error_bounds`` are estimates of |computed - true|, by the residuals.
 
     ``ratio`` is lambda_1 / lambda_5, the paper's measure; None when fewer than five were requested.
@@ -32,11 +44,6 @@ class HessianSpectrum(AnalysisResult):
     converged: bool
     ratio: float | None
     which: Which
-    products: int
-    size: int
-    parameters: list[str]
-    measured_on: ObjectiveSummary
-    notes: list[str]
     vectors: list[dict[str, Tensor]] = field(repr=False, default_factory=list, metadata={"stored": False})
 
 
@@ -73,9 +80,8 @@ def hessian_eigenvalues(
             max_basis=max_basis,
             storage=hessian.dtype,
         )
-    notes = list(hessian.notes)
     if not pairs.converged:
-        notes.append(f"not converged to {tolerance} within {hessian.products} products: raise max_products")
+        hessian.notes.append(f"not converged to {tolerance} within {hessian.products} products: raise max_products")
     values = pairs.values
     ratio = float(values[0] / values[4]) if count >= 5 and which == "largest" and values[4] != 0 else None
     return HessianSpectrum(
@@ -84,27 +90,18 @@ def hessian_eigenvalues(
         converged=pairs.converged,
         ratio=ratio,
         which=which,
-        products=hessian.products,
-        size=hessian.size,
-        parameters=list(hessian.parameters),
-        measured_on=objective.describe(),
-        notes=notes,
+        **_measured(hessian),
         vectors=[hessian.named(vector) for vector in pairs.vectors],
     )
 
 
-@dataclass(frozen=True)
-class HessianTrace(AnalysisResult):
+@dataclass(frozen=True, kw_only=True)
+class HessianTrace(HessianMeasurement):
     """trace = mean over probes of z'Hz; ``standard_error`` is that of this mean."""
 
     trace: float
     standard_error: float
     probes: Array
-    products: int
-    size: int
-    parameters: list[str]
-    measured_on: ObjectiveSummary
-    notes: list[str]
 
 
 def hessian_trace(
@@ -136,20 +133,27 @@ def hessian_trace(
         trace=float(np.mean(values)),
         standard_error=_standard_error(values),
         probes=np.array(values),
-        products=hessian.products,
-        size=hessian.size,
-        parameters=list(hessian.parameters),
-        measured_on=objective.describe(),
-        notes=list(hessian.notes),
+        **_measured(hessian),
     )
+
+
+def _measured(hessian: HessianOperator) -> dict[str, Any]:
+    """The fields that all results have."""
+    return {
+        "products": hessian.products,
+        "size": hessian.size,
+        "parameters": list(hessian.parameters),
+        "measured_on": hessian.objective.describe(),
+        "notes": list(hessian.notes),
+    }
 
 
 def _standard_error(values: Sequence[float]) -> float:
     return float(np.std(values, ddof=1)) / math.sqrt(len(values))
 
 
-@dataclass(frozen=True)
-class SpectralDensity(AnalysisResult):
+@dataclass(frozen=True, kw_only=True)
+class SpectralDensity(HessianMeasurement):
     """The share of eigenvalues per unit length: ``density`` over ``grid``, integrating to 1.
 
     ``nodes`` and ``shares`` are the quadrature itself, one row per probe (rows may differ in length): the share
@@ -161,11 +165,6 @@ class SpectralDensity(AnalysisResult):
     nodes: list[Array]
     shares: list[Array]
     width: float
-    products: int
-    size: int
-    parameters: list[str]
-    measured_on: ObjectiveSummary
-    notes: list[str]
 
     def __post_init__(self) -> None:
         if self.grid.shape != self.density.shape:
@@ -219,11 +218,7 @@ def spectral_density(
         nodes=nodes,
         shares=shares,
         width=width,
-        products=hessian.products,
-        size=hessian.size,
-        parameters=list(hessian.parameters),
-        measured_on=objective.describe(),
-        notes=list(hessian.notes),
+        **_measured(hessian),
     )
 
 

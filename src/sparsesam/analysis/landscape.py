@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsesam.analysis.directions import Direction, check_directions, random_directions
 from sparsesam.analysis.grid import Array, Grid, MovedTensor, Progress, evaluate_grid
-from sparsesam.analysis.objective import Objective, ObjectiveSummary, ParameterFilter, check_state, state_kept
+from sparsesam.analysis.objective import Objective, ObjectiveSummary, ParameterFilter, check_state, norm, state_kept
 from sparsesam.analysis.results import AnalysisResult
 
 _ONE_DIMENSIONAL_NOTES = {
@@ -62,7 +62,6 @@ def loss_landscape(
     state_file: str | os.PathLike[str] | None = None,
     save_every: float = 10.0,
     progress: Progress | None = None,
-    points_at_once: int = 1,
 ) -> Landscape:
     """The loss on ``points`` (by ``points``) points over ``span`` along filter-normalized random directions.
 
@@ -70,9 +69,6 @@ def loss_landscape(
     are, so unit vectors make x and y distances. ``state_file``, written every ``save_every``
     seconds, makes it resumable; ``progress(done, total)`` is called after every point. The weights are restored bit
     for bit, also after an exception.
-
-    ``points_at_once`` evaluates several points in one vmap over stacked weights. It is exact to rounding, but
-    on a CPU faster only for networks of a few hundred weights, so the default is one at a time, in place.
     """
     _check_grid(dimensions, points, span)
     if directions is None:
@@ -87,14 +83,7 @@ def loss_landscape(
     grid = Grid(_moving(objective, chosen), x, x.copy() if dimensions == 2 else np.zeros(0))
     with objective.measuring():
         center = objective.loss()
-        loss = evaluate_grid(
-            objective,
-            grid,
-            state_file=state_file,
-            save_every=save_every,
-            progress=progress,
-            points_at_once=points_at_once,
-        )
+        loss = evaluate_grid(objective, grid, state_file=state_file, save_every=save_every, progress=progress)
     kind = "given directions" if directions is not None else "filter-normalized random directions"
     notes = [] if directions is not None else [_ONE_DIMENSIONAL_NOTES[one_dimensional]]
     return _result(objective, kind, grid, loss, center, chosen, None if directions is not None else seed, notes)
@@ -187,7 +176,7 @@ def _result(
     seed: int | None,
     notes: list[str],
 ) -> Landscape:
-    lengths = [math.sqrt(sum(float(part.double().square().sum()) for part in d.values())) for d in directions]
+    lengths = [norm(d.values()) for d in directions]
     bad = int((~np.isfinite(loss)).sum())
     if bad:
         notes = [*notes, f"the loss of {bad} points is not finite"]

@@ -1,22 +1,16 @@
-"""Masks over a training run, and the agreement of Fisher information with the Hessian's diagonal."""
+"""Masks over a training run."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sparsesam.analysis.hessian import hessian_diagonal
-from sparsesam.analysis.hessian_operator import HessianOperator
-from sparsesam.analysis.objective import Objective, ObjectiveSummary, ParameterFilter
 from sparsesam.analysis.results import AnalysisResult
-from sparsesam.masks.fisher import fisher_diagonal
 
 Array = npt.NDArray[np.float64]
 
@@ -71,9 +65,9 @@ class _History:
             raise ValueError("the first snapshot holds no masks: opt.masks is empty before the mask's first use")
         self.shapes = {name: mask.shape for name, mask in first.items()}
         self.steps: list[int] = []
-        self.ones: list[dict[str, int]] = []
-        self.both: list[dict[str, int]] = []
-        self.either: list[dict[str, int]] = []
+        self.ones: list[list[int]] = []
+        self.both: list[list[int]] = []
+        self.either: list[list[int]] = []
         self.ever = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in self.shapes.items()}
         self.always = {name: torch.ones(shape, dtype=torch.bool) for name, shape in self.shapes.items()}
         self.previous: dict[str, Tensor] | None = None
@@ -87,154 +81,44 @@ class _History:
             raise ValueError(f"the masks of step {step} must be bool tensors; use mask.bool()")
         here = {name: mask.detach().cpu() for name, mask in masks.items()}
         self.steps.append(int(step))
-        self.ones.append({name: int(mask.sum()) for name, mask in here.items()})
+        self.ones.append([int(here[name].sum()) for name in self.shapes])
         if self.previous is not None:
             before = self.previous
-            self.both.append({name: int((mask & before[name]).sum()) for name, mask in here.items()})
-            self.either.append({name: int((mask | before[name]).sum()) for name, mask in here.items()})
+            self.both.append([int((here[name] & before[name]).sum()) for name in self.shapes])
+            self.either.append([int((here[name] | before[name]).sum()) for name in self.shapes])
         for name, mask in here.items():
             self.ever[name] |= mask
             self.always[name] &= mask
         self.previous = {name: mask.clone() for name, mask in here.items()}
 
     def result(self) -> MaskHistory:
-        weights = {name: shape.numel() for name, shape in self.shapes.items()}
-        total = sum(weights.values())
-        if total == 0:
+        weights = np.array([shape.numel() for shape in self.shapes.values()], dtype=np.float64)
+        if weights.sum() == 0:
             raise ValueError("the masks hold no entries")
-        by_layer = {name: np.array([_share(ones[name], weights[name]) for ones in self.ones]) for name in weights}
+        # One row per snapshot, or per pair of neighbours, and one column per layer.
+        ones = np.array(self.ones, dtype=np.float64)
+        both, either = (np.array(one, dtype=np.float64).reshape(-1, len(weights)) for one in (self.both, self.either))
+        ever = np.array([int(mask.sum()) for mask in self.ever.values()])
+        p, q = (_ratio(rows, np.maximum(weights, 1)) for rows in (ones[:-1], ones[1:]))
         return MaskHistory(
             steps=self.steps,
-            weights=weights,
-            density=np.array([sum(ones.values()) / total for ones in self.ones]),
-            density_by_layer=by_layer,
-            overlap=np.array(
-                [
-                    _share(sum(both.values()), sum(either.values()))
-                    for both, either in zip(self.both, self.either, strict=True)
-                ]
-            ),
-            overlap_by_layer={
-                name: np.array([_share(b[name], e[name]) for b, e in zip(self.both, self.either, strict=True)])
-                for name in weights
-            },
-            overlap_by_chance=self._by_chance(by_layer, weights),
-            ever=sum(int(mask.sum()) for mask in self.ever.values()) / total,
-            ever_by_layer={name: _share(int(mask.sum()), weights[name]) for name, mask in self.ever.items()},
-            always=sum(int(mask.sum()) for mask in self.always.values()) / total,
+            weights={name: shape.numel() for name, shape in self.shapes.items()},
+            density=ones.sum(1) / weights.sum(),
+            density_by_layer=self._by_layer(_ratio(ones, weights)),
+            overlap=_ratio(both.sum(1), either.sum(1)),
+            overlap_by_layer=self._by_layer(_ratio(both, either)),
+            # E|A ∩ B| / E|A ∪ B| of independent masks with the densities p and q of each layer
+            overlap_by_chance=_ratio((p * q) @ weights, (p + q - p * q) @ weights),
+            ever=float(ever.sum() / weights.sum()),
+            ever_by_layer=dict(zip(self.shapes, _ratio(ever, weights).tolist(), strict=True)),
+            always=sum(int(mask.sum()) for mask in self.always.values()) / float(weights.sum()),
         )
 
-    def _by_chance(self, densities: Mapping[str, Array], weights: Mapping[str, int]) -> Array:
-        """E|A ∩ B| / E|A ∪ B| of independent masks with p and q of each layer: pq and p + q - pq."""
-        both, either = np.zeros(len(self.steps) - 1), np.zeros(len(self.steps) - 1)
-        for name, density in densities.items():
-            if weights[name]:
-                p, q = density[:-1], density[1:]
-                both += weights[name] * p * q
-                either += weights[name] * (p + q - p * q)
-        return np.divide(both, either, out=np.full_like(both, np.nan), where=either > 0)
+    def _by_layer(self, columns: Array) -> dict[str, Array]:
+        return dict(zip(self.shapes, columns.T, strict=True))
 
 
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else math.nan
-
-
-@dataclass(frozen=True)
-class FisherAgreement(AnalysisResult):
-    """Fisher diagonal F against Hessian diagonal h over all weights.
-
-    ``pearson`` and ``spearman`` correlate F with h; ``*_magnitude`` with |h|, which is what flatness means where
-    h is negative (``negative_share``). ``kept_in_common[s]``: the share of the weights kept by Fisher at sparsity
-    s that |h| would keep too; 1 - s of them would be by chance. ``scatter``: up to 2000 pairs (F, h).
-    """
-
-    pearson: float
-    spearman: float
-    pearson_magnitude: float
-    spearman_magnitude: float
-    negative_share: float
-    kept_in_common: dict[str, float]
-    weights: int
-    hessian: str
-    products: int
-    labels: str
-    scatter: Array
-    measured_on: ObjectiveSummary
-    notes: list[str]
-
-
-def fisher_vs_hessian(
-    objective: Objective,
-    *,
-    probes: int | None = None,
-    exact_up_to: int = 5000,
-    labels: str = "data",
-    sparsities: Sequence[float] = (0.5, 0.8, 0.9, 0.95),
-    parameters: ParameterFilter = None,
-    seed: int = 0,
-) -> FisherAgreement:
-    """Correlate the Fisher diagonal (one gradient per sample, as SSAM-F measures it) with the Hessian's.
-
-    The Hessian's is exact, at one product per weight, up to ``exact_up_to`` weights; beyond that ``probes``
-    random sign vectors must be given, and their noise lowers the correlation.
-    """
-    hessian = HessianOperator(objective, parameters=parameters)
-    if probes is None and hessian.size > exact_up_to:
-        raise ValueError(
-            f"the exact diagonal takes one product per weight, {hessian.size} of them; "
-            f"give probes=100 for an estimate, a parameters filter, or exact_up_to={hessian.size}"
-        )
-    if objective.statistics != "frozen":
-        raise ValueError(f"statistics must be 'frozen' as in the Fisher's measurement, got {objective.statistics!r}")
-    loss_fn: Callable[[Any, Any], Tensor] | None = objective.loss_fn
-    fisher = fisher_diagonal(
-        objective.model,
-        objective.batches,
-        loss_fn,
-        model_loss=objective.model_loss,
-        parameters=dict(hessian.parameters),
-        labels=labels,  # type: ignore[arg-type]
-        generator=torch.Generator().manual_seed(seed) if labels == "sampled" else None,
-    )
-    f = np.concatenate([fisher.values[name].double().reshape(-1).cpu().numpy() for name in hessian.parameters])
-    h = hessian_diagonal(hessian, probes=probes, seed=seed)
-    chosen = np.random.default_rng(seed).permutation(len(f))[:2000]
-    notes = list(hessian.notes)
-    if min(f.std(), h.std()) == 0:
-        notes.append("one of the two is constant: their correlation is not defined")
-    return FisherAgreement(
-        pearson=_pearson(f, h),
-        spearman=_pearson(_ranks(f), _ranks(h)),
-        pearson_magnitude=_pearson(f, np.abs(h)),
-        spearman_magnitude=_pearson(_ranks(f), _ranks(np.abs(h))),
-        negative_share=float((h < 0).mean()),
-        kept_in_common={f"{s:g}": _kept_in_common(f, np.abs(h), s) for s in sparsities},
-        weights=len(f),
-        hessian="exact" if probes is None else f"estimated with {probes} random sign vectors",
-        products=hessian.products,
-        labels=labels,
-        scatter=np.stack([f[chosen], h[chosen]], axis=1),
-        measured_on=objective.describe(),
-        notes=notes,
-    )
-
-
-def _pearson(a: Array, b: Array) -> float:
-    a, b = a - a.mean(), b - b.mean()
-    length = float(np.linalg.norm(a) * np.linalg.norm(b))
-    return float(a @ b) / length if length > 0 else math.nan
-
-
-def _ranks(values: Array) -> Array:
-    """Ranks from 0, equal values sharing their mean rank."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return np.asarray((last - (counts + 1) / 2)[inverse], dtype=np.float64)
-
-
-def _kept_in_common(a: Array, b: Array, sparsity: float) -> float:
-    if not 0 <= sparsity < 1:
-        raise ValueError(f"sparsities must be in [0, 1), got {sparsity}")
-    keep = max(1, round((1 - sparsity) * len(a)))
-    first, second = (set(np.argsort(-values, kind="stable")[:keep].tolist()) for values in (a, b))
-    return len(first & second) / keep
+def _ratio(part: Array, whole: Array) -> Array:
+    """NaN where the whole is 0."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(np.where(whole > 0, part / whole, np.nan))

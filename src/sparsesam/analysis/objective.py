@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -264,26 +264,33 @@ def check_state(model: nn.Module, state: Mapping[str, Any], name: str = "state d
 
 
 @contextmanager
-def state_kept(model: nn.Module) -> Iterator[None]:
-    """Restore parameters and buffers bit for bit, also after exceptions and interruptions."""
-    tensors = [*model.parameters(), *model.buffers()]
-    saved = [tensor.detach().clone() for tensor in tensors]
+def values_kept(tensors: Sequence[Tensor], saved: Sequence[Tensor] | None = None) -> Iterator[None]:
+    """Restore the tensors bit for bit, also after exceptions; an interruption (Ctrl-C) is raised only after that."""
+    kept = [tensor.detach().clone() for tensor in tensors] if saved is None else saved
     try:
         yield
     finally:
-        put_back(tensors, saved)
+        try:
+            _copy(kept, tensors)
+        except BaseException:
+            _copy(kept, tensors)
+            raise
 
 
 @torch.no_grad()
-def put_back(tensors: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
-    """Copy the saved values back; an interruption (Ctrl-C) is raised only after that."""
-    try:
-        for tensor, value in zip(tensors, saved, strict=True):
-            tensor.copy_(value)
-    except BaseException:
-        for tensor, value in zip(tensors, saved, strict=True):
-            tensor.copy_(value)
-        raise
+def _copy(values: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    for tensor, value in zip(into, values, strict=True):
+        tensor.copy_(value)
+
+
+def state_kept(model: nn.Module) -> AbstractContextManager[None]:
+    """Restore parameters and buffers bit for bit, also after exceptions and interruptions."""
+    return values_kept([*model.parameters(), *model.buffers()])
+
+
+def norm(tensors: Iterable[Tensor]) -> float:
+    """The Euclidean norm of all tensors together, in float64."""
+    return math.sqrt(sum(float(tensor.detach().double().square().sum()) for tensor in tensors))
 
 
 # ---- helpers -------------------------------------------------------------------------------------------------

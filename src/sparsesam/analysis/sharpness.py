@@ -14,8 +14,9 @@ from sparsesam.analysis.objective import (
     ObjectiveSummary,
     ParameterFilter,
     check_masks,
-    put_back,
+    norm,
     select_parameters,
+    values_kept,
 )
 from sparsesam.analysis.results import AnalysisResult
 
@@ -69,11 +70,9 @@ def sharpness(
     generator = torch.Generator().manual_seed(seed)
     with objective.measuring(chosen.values()):
         climb = _Climb(objective, list(chosen.values()), kept, rho)
-        try:
+        with values_kept(climb.tensors, climb.saved):
             for number in range(starts):
                 climb.run(steps, None if number == 0 else generator)
-        finally:
-            climb.undo()
     notes = ["found by gradient ascent: a lower bound of the true maximum"]
     if not math.isfinite(climb.best):
         notes.append("the loss is not finite somewhere within the ball")
@@ -124,10 +123,6 @@ class _Climb:
             else:
                 stride /= 2
 
-    @torch.no_grad()
-    def undo(self) -> None:
-        put_back(self.tensors, self.saved)
-
     def _at(self, perturbation: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
         with torch.no_grad():
             for tensor, base, e in zip(self.tensors, self.saved, perturbation, strict=True):
@@ -137,7 +132,7 @@ class _Climb:
     def _unit(self, vector: list[Tensor]) -> list[Tensor] | None:
         if self.masks is not None:
             vector = [v * mask for v, mask in zip(vector, self.masks, strict=True)]
-        length = _norm(vector)
+        length = norm(vector)
         return [v / length for v in vector] if 0 < length < math.inf else None
 
     def _random(self, generator: torch.Generator) -> list[Tensor]:
@@ -147,9 +142,5 @@ class _Climb:
         return found
 
     def _project(self, vector: list[Tensor]) -> list[Tensor]:
-        length = _norm(vector)
+        length = norm(vector)
         return vector if length <= self.rho else [v * (self.rho / length) for v in vector]
-
-
-def _norm(vector: Sequence[Tensor]) -> float:
-    return math.sqrt(sum(float(part.double().square().sum()) for part in vector))

@@ -1,0 +1,120 @@
+"""The agreement of Fisher information with the Hessian's diagonal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sparsesam.analysis.hessian import hessian_diagonal
+from sparsesam.analysis.hessian_operator import HessianOperator
+from sparsesam.analysis.objective import Objective, ObjectiveSummary, ParameterFilter
+from sparsesam.analysis.results import AnalysisResult
+from sparsesam.masks.fisher import fisher_diagonal
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class FisherAgreement(AnalysisResult):
+    """Fisher diagonal F against Hessian diagonal h over all weights.
+
+    ``pearson`` and ``spearman`` correlate F with h; ``*_magnitude`` with |h|, which is what flatness means where
+    h is negative (``negative_share``). ``kept_in_common[s]``: the share of the weights kept by Fisher at sparsity
+    s that |h| would keep too; 1 - s of them would be by chance. ``scatter``: up to 2000 pairs (F, h).
+    """
+
+    pearson: float
+    spearman: float
+    pearson_magnitude: float
+    spearman_magnitude: float
+    negative_share: float
+    kept_in_common: dict[str, float]
+    weights: int
+    hessian: str
+    products: int
+    labels: str
+    scatter: Array
+    measured_on: ObjectiveSummary
+    notes: list[str]
+
+
+def fisher_vs_hessian(
+    objective: Objective,
+    *,
+    probes: int | None = None,
+    exact_up_to: int = 5000,
+    labels: Literal["data", "sampled"] = "data",
+    sparsities: Sequence[float] = (0.5, 0.8, 0.9, 0.95),
+    parameters: ParameterFilter = None,
+    seed: int = 0,
+) -> FisherAgreement:
+    """Correlate the Fisher diagonal (one gradient per sample, as SSAM-F measures it) with the Hessian's.
+
+    The Hessian's is exact, at one product per weight, up to ``exact_up_to`` weights; beyond that ``probes``
+    random sign vectors must be given, and their noise lowers the correlation.
+    """
+    hessian = HessianOperator(objective, parameters=parameters)
+    if probes is None and hessian.size > exact_up_to:
+        raise ValueError(
+            f"the exact diagonal takes one product per weight, {hessian.size} of them; "
+            f"give probes=100 for an estimate, a parameters filter, or exact_up_to={hessian.size}"
+        )
+    if objective.statistics != "frozen":
+        raise ValueError(f"statistics must be 'frozen' as in the Fisher's measurement, got {objective.statistics!r}")
+    fisher = fisher_diagonal(
+        objective.model,
+        objective.batches,
+        objective.loss_fn,
+        model_loss=objective.model_loss,
+        parameters=dict(hessian.parameters),
+        labels=labels,
+        generator=torch.Generator().manual_seed(seed) if labels == "sampled" else None,
+    )
+    f = np.concatenate([fisher.values[name].double().reshape(-1).cpu().numpy() for name in hessian.parameters])
+    h = hessian_diagonal(hessian, probes=probes, seed=seed)
+    chosen = np.random.default_rng(seed).permutation(len(f))[:2000]
+    notes = list(hessian.notes)
+    if min(f.std(), h.std()) == 0:
+        notes.append("one of the two is constant: their correlation is not defined")
+    return FisherAgreement(
+        pearson=_pearson(f, h),
+        spearman=_pearson(_ranks(f), _ranks(h)),
+        pearson_magnitude=_pearson(f, np.abs(h)),
+        spearman_magnitude=_pearson(_ranks(f), _ranks(np.abs(h))),
+        negative_share=float((h < 0).mean()),
+        kept_in_common={f"{s:g}": _kept_in_common(f, np.abs(h), s) for s in sparsities},
+        weights=len(f),
+        hessian="exact" if probes is None else f"estimated with {probes} random sign vectors",
+        products=hessian.products,
+        labels=labels,
+        scatter=np.stack([f[chosen], h[chosen]], axis=1),
+        measured_on=objective.describe(),
+        notes=notes,
+    )
+
+
+def _pearson(a: Array, b: Array) -> float:
+    a, b = a - a.mean(), b - b.mean()
+    length = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return float(a @ b) / length if length > 0 else math.nan
+
+
+def _ranks(values: Array) -> Array:
+    """Ranks from 0, equal values sharing their mean rank."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    return np.asarray((last - (counts + 1) / 2)[inverse], dtype=np.float64)
+
+
+def _kept_in_common(a: Array, b: Array, sparsity: float) -> float:
+    if not 0 <= sparsity < 1:
+        raise ValueError(f"sparsities must be in [0, 1), got {sparsity}")
+    keep = max(1, round((1 - sparsity) * len(a)))
+    first, second = (set(np.argsort(-values, kind="stable")[:keep].tolist()) for values in (a, b))
+    return len(first & second) / keep
