@@ -75,7 +75,7 @@ def test_a_checkpoint_of_davda54_loads_and_says_what_it_lacks():
     for group in state["param_groups"]:
         group.update(rho=0.2, adaptive=True, lr=0.05)
     state["state"] = {i: {"old_p": p.detach().clone()} for i, p in enumerate(model.parameters())}
-    with pytest.warns(UserWarning, match="momentum starts anew"):
+    with pytest.warns(UserWarning, match="momentum starts from zero"):
         ours.load_state_dict(state)
     assert (ours.param_groups[0]["lr"], ours.param_groups[0]["rho"]) == (0.05, 0.2)
     assert not ours.state

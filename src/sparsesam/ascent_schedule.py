@@ -1,4 +1,4 @@
-"""Which steps ascend anew, which use the last perturbation again, and which are the base optimizer's."""
+"""Which steps compute a new perturbation, which reuse the last one, and which are plain steps of the base optimizer."""
 
 from __future__ import annotations
 

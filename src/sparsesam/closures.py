@@ -70,13 +70,13 @@ def _first_pass(step: Step, call: Callable[[Any], Any], batch: Any) -> Any:
     finally:
         old.release()
     outside.restore()
-    _judge(step, old.treatment(), loss)
+    _check_gradients(step, old.treatment(), loss)
     if statistics is not None:
         statistics.restore()
     return loss
 
 
-def _judge(step: Step, treatment: Treatment, loss: Any) -> None:
+def _check_gradients(step: Step, treatment: Treatment, loss: Any) -> None:
     """Refuse a closure that adds to older gradients, and note one that computes none."""
     accumulates = step.context.closure_accumulates
     if treatment is Treatment.ADDED_TO and not accumulates:

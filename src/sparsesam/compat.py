@@ -27,7 +27,7 @@ class SAM(optimizer.SAM):
     >>> loss_fn(model(x), y).backward()
     >>> optimizer.second_step(zero_grad=True)
 
-    Results are theirs; ``adaptive=True`` scales biases too and has no eta, as there. ``step(closure)`` wants a gradient
+    Results are theirs; ``adaptive=True`` scales biases too and has no eta, as there. ``step(closure)`` needs a gradient
     at w before it and calls the closure once, as there. Their checkpoints load. Beyond them: give ``model=``, and
     running statistics of normalization layers move once per step; checkpoints hold the base optimizer's momentum;
     weights come back bit for bit.
@@ -113,7 +113,7 @@ class SAM(optimizer.SAM):
         if not any(state.values()):
             warnings.warn(
                 "the checkpoint holds no state of the base optimizer (davda54/sam does not save it): its momentum "
-                "starts anew",
+                "starts from zero",
                 stacklevel=2,
             )
         with warnings.catch_warnings():

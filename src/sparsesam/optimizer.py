@@ -22,7 +22,7 @@ class SAM(SharpnessAware):
         e = rho * g / ||g||,    w <- base's update of w with the gradient at w + e
 
     ``adaptive=True`` is ASAM: e = rho * T² g / ||T g|| with T = |w| + eta on weights and 1 on biases
-    (``"all"``: on biases too); it wants a rho about ten times larger. ``rho``, ``adaptive``, ``eta`` and
+    (``"all"``: on biases too); it needs a rho about ten times larger. ``rho``, ``adaptive``, ``eta`` and
     ``perturb=False`` may stand in the base optimizer's parameter groups (as ``sam_rho`` and so on where the base has an
     option of that name itself, like Adadelta); a group that is not perturbed does not count in the norm.
     ``rho_schedule`` multiplies each group's first rho; without one, ``group["rho"]`` is yours to change.
@@ -33,7 +33,7 @@ class SAM(SharpnessAware):
 
     ``ascent="momentum"`` is Momentum-SAM: e = -rho * v / ||v|| with v the base optimizer's momentum (Adam and its kin:
     the first moment), *ahead* along the coming steps. It takes no pass of its own, so a step costs what the base's
-    costs, and wants a rho about five times larger than SAM. ``"momentum-climbing"`` is the opposite sign, an
+    costs, and needs a rho about five times larger than SAM. ``"momentum-climbing"`` is the opposite sign, an
     ablation that trains worse. In such steps of one pass the loss returned is that at w + e, and normalization
     statistics are those of w + e as well.
 
@@ -81,7 +81,7 @@ class SSAM(SharpnessAware):
 
     ``ascent="explicit"`` masks the gradient. ``"implicit"`` also sends the ascent's gradient through the masked
     weights of linear and convolution layers, dX = dY · (W ⊙ m); ``"implicit-dense"`` does only that and perturbs
-    every weight by what comes out (the paper's form). Everything else is as in `SAM`.
+    every weight by the result (the paper's form). Everything else is as in `SAM`.
 
     The paper leaves the first mask to chance; here SSAM-F measures Fisher before the first step.
     """

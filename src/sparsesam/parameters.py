@@ -66,15 +66,15 @@ def named(model: nn.Module, base: Optimizer) -> dict[Tensor, str]:
     """The names of the optimizer's parameters; each must be one of the model's."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     optimized = [parameter for group in base.param_groups for parameter in group["params"]]
-    strangers = sum(parameter not in names for parameter in optimized)
+    unknown = sum(parameter not in names for parameter in optimized)
     if not names or not optimized:
         raise ValueError(
             f"model must have parameters to train, got {type(model).__name__} with {len(names)} parameters "
             f"and an optimizer with {len(optimized)}"
         )
-    if strangers:
+    if unknown:
         raise ValueError(
-            f"model must own every parameter of the base optimizer, but {strangers} of {len(optimized)} are not in "
+            f"model must own every parameter of the base optimizer, but {unknown} of {len(optimized)} are not in "
             f"{type(model).__name__}; pass the model the optimizer was made for, or an nn.ModuleList of all of them"
         )
     return names
@@ -114,7 +114,7 @@ def _is_on_accelerator(value: object) -> bool:
 
 
 def check_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse the call of other packages, ``SAM(params, SGD, rho=…, lr=…)``, with the way out."""
+    """Refuse the call of other packages, ``SAM(params, SGD, rho=…, lr=…)``, naming the replacement."""
     takes_class = any(isinstance(one, type) for one in (*args[:2], kwargs.get("base"), kwargs.get("base_optimizer")))
     if takes_class or {"lr", "params", "base_optimizer"} & kwargs.keys():
         raise TypeError(

@@ -1,4 +1,4 @@
-"""What an optimizer was told to do, checked when it is made."""
+"""The settings of an optimizer, validated at construction."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Counters:
         self._skipped_on_device: dict[torch.device, Tensor] = {}
 
     def skip_where(self, event: Tensor) -> None:
-        """Count an ascent as skipped if the tensor is true; nobody waits to see it."""
+        """Count an ascent as skipped if the tensor is true, without a synchronization."""
         count = self._skipped_on_device.setdefault(event.device, torch.zeros_like(event, dtype=torch.int64))
         count.add_(event)
 
@@ -86,7 +86,7 @@ class StepContext:
         return self.masks.due(self.counters.steps, {one.name for one in params})
 
     def refresh(self, params: Sequence[PerturbedParam], batch: Any) -> None:
-        """Make the masks anew."""
+        """Recompute the masks."""
         ddp = None if self.is_joining else self.engine.ddp
         before = self.masks_of(params)
         self.masks.refresh(

@@ -86,7 +86,7 @@ def test_a_stream_is_not_read_further_than_needed():
 @pytest.mark.parametrize("name", [*INDEXED, *STREAMS])
 def test_too_few_samples_are_all_used_and_told_once(name):
     data = INDEXED[name] if name in INDEXED else stream(name)
-    with pytest.warns(UserWarning, match="asked for 12 samples but data holds only 10") as told:
+    with pytest.warns(UserWarning, match="12 samples were requested but data holds only 10") as told:
         batches = drawn(data, count=12)
     assert len(told) == 1
     assert torch.equal(torch.cat([y for _, y in batches]).sort().values, Y)

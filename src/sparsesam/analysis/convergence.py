@@ -110,7 +110,7 @@ def measure_convergence(
 ) -> Convergence:
     """Run SAM or SSAM on a smooth non-convex problem and compare it with the theorem's bound.
 
-    The stochastic gradient is ∇f(w) + xi with xi drawn anew each step, Gaussian with E||xi||² = sigma², and the
+    The stochastic gradient is ∇f(w) + xi with xi drawn in each step, Gaussian with E||xi||² = sigma², and the
     same in both passes of a step: the gradient of f(w) + <xi, w>, as smooth as f. eta_0 is 1 / L by default and
     rho_0 the largest that the theorem allows. SSAM perturbs a fixed random half (``sparsity``) of the weights.
     """

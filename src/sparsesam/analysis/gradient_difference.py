@@ -2,7 +2,7 @@
 
     r = log |(g_SAM - g_SGD) / g_SGD|
 
-The paper writes "log"; here it is the logarithm to base 10 unless asked otherwise. r < 0 means a difference
+The paper writes "log"; here it is the logarithm to base 10 by default. r < 0 means a difference
 smaller than the gradient itself, whatever the base.
 """
 

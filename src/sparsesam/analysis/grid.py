@@ -124,7 +124,7 @@ class _State:
         if fingerprint != self.fingerprint:
             raise ValueError(
                 f"state_file {self.path} belongs to another landscape (other weights, directions, grid, batches or "
-                "options); remove it to start anew, or choose another name"
+                "options); remove it to start again, or choose another name"
             )
         return kept.copy(), kept_done.copy()
 

@@ -127,7 +127,7 @@ def loss_between(
     """The loss on the line from one state dict (x = 0) to another (x = 1) of the same model.
 
     With frozen statistics, running statistics are interpolated like the weights, which raises the loss between
-    networks with batch normalization; ``Objective(statistics="recomputed")`` does not have that fault. Buffers
+    networks with batch normalization; ``Objective(statistics="recomputed")`` avoids this. Buffers
     of whole numbers are the first checkpoint's.
     """
     _check_grid(1, points, span)
@@ -141,7 +141,9 @@ def loss_between(
             center = objective.loss()
             loss = evaluate_grid(objective, grid, state_file=state_file, progress=progress)
     frozen = objective.statistics == "frozen" and any(True for _ in objective.model.buffers())
-    notes = ["running statistics are interpolated; statistics='recomputed' measures them anew"] if frozen else []
+    notes = (
+        ["running statistics are interpolated; statistics='recomputed' recomputes them at each point"] if frozen else []
+    )
     direction = {one.name: one.along_x for one in moving if one.along_x is not None}
     return _result(objective, "line between two checkpoints", grid, loss, center, [direction], None, notes)
 

@@ -49,8 +49,8 @@ class Objective:
 
     The model is measured in evaluation mode (``mode="unchanged"`` keeps its modes), and everything is restored
     afterwards: modes, weights, buffers, gradients, random states. ``statistics`` says where normalization layers take
-    theirs from: "frozen" are the running ones; "recomputed" are averaged over the batches anew wherever the
-    weights are, at twice the cost; "batch" are each batch's own, as in training.
+    theirs from: "frozen" are the running ones; "recomputed" are averaged over the batches at each
+    point, at twice the cost; "batch" are each batch's own, as in training.
 
     A loss that differs between two evaluations is refused. ``allow_random=True`` accepts it and gives every
     evaluation the same random numbers: what is measured then is one draw of it.

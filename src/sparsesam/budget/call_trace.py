@@ -1,4 +1,4 @@
-"""One training pass taken apart: what each call of the model costs, forward and backward, where it stands.
+"""The cost of each call of a model in one training pass, forward and backward.
 
 One call is one torch function that the model's own code calls. Nothing is run in isolation, so caches, memory and
 fused kernels are those of a real step.
@@ -51,7 +51,7 @@ class FunctionCall:
     parameters: tuple[str, ...]
     upstream: frozenset[int]  # earlier calls that it depends on, directly or through others
     leads_back: bool  # whether an input needs a gradient
-    sliced: bool  # whether its weight gradient can be had for some filters alone
+    sliced: bool  # whether its weight gradient can be computed for some filters alone
     module: ModuleCall
     forward: float = 0.0
     backward: float = 0.0
@@ -59,7 +59,7 @@ class FunctionCall:
 
 @contextmanager
 def stopwatch(how: How, device: torch.device) -> Iterator[Clock]:
-    """A clock that tells seconds, CPU seconds of this process, or the multiply-adds made so far."""
+    """A clock in seconds, CPU seconds of this process, or multiply-adds."""
     if how == "count":
         with MultiplyAdds() as counter:
             yield lambda: counter.total
@@ -98,7 +98,7 @@ def trace(model: nn.Module, inputs: Any, clock: Clock, kind: PassKind) -> list[F
     """Run the model forward and backward once, in its present mode, and leave no gradients behind."""
     mode = _Trace(model, clock, kind)
     inputs = map_tensors(Tensor.detach, inputs)
-    with mode, mode.told_of_modules(model):
+    with mode, mode.tracking_modules(model):
         output = call_model(model, inputs)
     mode.differentiate(output)
     return mode.calls
@@ -122,7 +122,7 @@ class _Trace(TorchFunctionMode):
         return frozenset(self.names[id(p)] for p in module.parameters() if p.requires_grad)
 
     @contextmanager
-    def told_of_modules(self, model: nn.Module) -> Iterator[None]:
+    def tracking_modules(self, model: nn.Module) -> Iterator[None]:
         """Within the block, the trace knows which module's forward is running."""
         hooks = [one.register_forward_pre_hook(self._enter) for one in model.modules()]
         hooks += [one.register_forward_hook(self._leave, always_call=True) for one in model.modules()]

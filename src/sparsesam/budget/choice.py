@@ -1,4 +1,4 @@
-"""The units with the most score among those that fit: every layer is tried as the earliest perturbed one."""
+"""The units of the largest score that fit into a budget: every layer is tried as the earliest perturbed one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Item:
 
 @dataclass(frozen=True)
 class FrontierOption:
-    """One frontier: what comes with it, what that costs, and what more there is to choose from."""
+    """One choice of the earliest perturbed layer: what is always perturbed, its cost, and what can be added."""
 
     free: tuple[str, ...]  # normalization parameters and biases behind the frontier
     fixed: float
@@ -45,7 +45,7 @@ class FrontierOption:
 def frontier_options(costs: LayerCosts, shapes: Mapping[str, torch.Size], unit: BudgetUnit) -> Iterator[FrontierOption]:
     """From the last layer to the first.
 
-    An item is charged what it adds to the frontier's own passes. Two items that dirty the same calls are both
+    An item is charged what it adds to the frontier's own passes. Two items that make the same calls run again are both
     charged for them, so a choice never costs more than it is charged, and less only where branches run in parallel.
     """
     places = {name: place for name, place in costs.first_use.items() if name in shapes}
@@ -64,7 +64,7 @@ def frontier_options(costs: LayerCosts, shapes: Mapping[str, torch.Size], unit: 
 
 
 def unit_count(costs: LayerCosts, name: str, unit: BudgetUnit) -> int:
-    """Filters, where they can be had for less than the whole tensor; else the tensor is the unit."""
+    """The number of filters where they cost less than the whole tensor; else 1, the tensor itself."""
     return costs.shapes[name][0] if unit == "filter" and costs.can_slice(name) else 1
 
 
@@ -90,7 +90,7 @@ def unit_sums(scores: Mapping[str, Tensor], counts: Mapping[str, int]) -> dict[s
 def best_units(
     options: Sequence[FrontierOption], scores: Mapping[str, Floats], allowance: float
 ) -> dict[str, list[int]]:
-    """The units to perturb, by parameter, of the frontier that gathers the most score."""
+    """The units to perturb, by parameter, of the frontier with the largest total score."""
     best, chosen = -1.0, {}
     for one in options:
         left = allowance - one.fixed
@@ -111,7 +111,7 @@ def best_units(
 
 
 def _taken(items: Sequence[Item], values: Sequence[Floats], left: float) -> list[int]:
-    """How many units of each item: whole tensors at their best or, if they gather more, filters."""
+    """How many units of each item: the best whole tensors or, if their score is larger, filters."""
     chosen = best_subset([float(v[-1]) for v in values], [float(item.costs[-1]) for item in items], left)
     whole = [len(item.costs) - 1 if place in chosen else 0 for place, item in enumerate(items)]
     if all(len(item.costs) == 2 for item in items):

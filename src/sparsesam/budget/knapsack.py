@@ -10,7 +10,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Places = npt.NDArray[np.intp]
 
-#: Beyond so many undominated choices, those of nearly equal cost are downsampled out.
+#: Beyond so many undominated choices, those of nearly equal cost are dropped.
 _STATES = 1 << 14
 
 
@@ -18,7 +18,7 @@ def best_subset(values: Sequence[float], costs: Sequence[float], capacity: float
     """The items of greatest total value whose total cost is at most the capacity: the 0/1 knapsack.
 
     Grows the list of undominated (cost, value) pairs item by item (Nemhauser and Ullmann, 1969), which is exact;
-    should the list pass 16384 pairs, only the best of each 16384th part of the capacity is kept on.
+    should the list pass 16384 pairs, only the best of each 16384th part of the capacity is kept.
     """
     cost, value = np.zeros(1), np.zeros(1)
     history: list[Places] = []  # where each pair came from: 2 * the pair before, + 1 with the item
@@ -53,7 +53,7 @@ def best_prefixes(values: Sequence[Floats], costs: Sequence[Floats], capacity: f
     """How many of the first entries to take of each list; ``values[l][k]`` and ``costs[l][k]`` are those of k entries.
 
     For a price p per unit of cost, each list is best off with the k that maximizes values[l][k] - p * costs[l][k]:
-    the units of the most score per cost, a list's opening cost included. The lowest price whose choice fits is
+    the units of the most score per cost, a list's fixed cost included. The lowest price whose choice fits is
     optimal for what it spends; what is left over is filled by what gains most.
     """
     if not values:

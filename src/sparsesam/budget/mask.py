@@ -1,4 +1,4 @@
-"""The mask rule, and how a user makes it."""
+"""The mask rule of a budget, and its constructor."""
 
 from __future__ import annotations
 
@@ -88,17 +88,17 @@ class BudgetMask(MaskRule):
         return spread(best_units(options, scores, self._allowance), context.parameters, counts)
 
     def report(self, masks: Mapping[str, Tensor], *, measured: float | None = None) -> BudgetReport:
-        """What these masks mean, usually ``opt.masks``; ``measured`` stands beside it."""
+        """What these masks mean, usually ``opt.masks``; with the ``measured`` cost, if given."""
         if not masks:
             raise ValueError("masks must not be empty; opt.masks is, before the first step")
         return replace(report_of(self.budget, self.costs, masks), measured=measured)
 
     def _check_known(self, names: Mapping[str, Tensor]) -> None:
-        strangers = [name for name in names if name not in self.costs.shapes]
-        if strangers:
+        unknown = [name for name in names if name not in self.costs.shapes]
+        if unknown:
             raise ValueError(
-                f"costs must be those of the model being trained, but {strangers[0]!r} is not among them; "
-                "make the rule anew with budget_mask(model, ...), after freezing or unfreezing layers"
+                f"costs must be those of the model being trained, but {unknown[0]!r} is not among them; "
+                "make a new rule with budget_mask(model, ...) after freezing or unfreezing layers"
             )
 
     def _require(self, options: Sequence[FrontierOption]) -> None:
@@ -128,8 +128,8 @@ def budget_mask(
     """Perturb what a step of ``budget`` times the base optimizer's cost can pay for.
 
     ``example_input`` is a batch of inputs as in training; each layer's forward, input and weight gradient are
-    measured on it (``how="time"``) or counted (``"count"``, reproducible, but blind to the machine). What is most
-    worth perturbing is told by the Fisher information over ``data`` (with ``loss_fn`` or ``model_loss``), by
+    measured on it (``how="time"``) or counted (``"count"``, reproducible, but blind to the machine). Weights are
+    ranked by the Fisher information over ``data`` (with ``loss_fn`` or ``model_loss``), by
     ``score``, or else by the squared gradient. Use it with ``norm="masked"``:
 
     >>> rule = budget_mask(model, images, budget=1.25, data=train_set, loss_fn=cross_entropy)

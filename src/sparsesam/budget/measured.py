@@ -1,4 +1,4 @@
-"""The proof: what a step with a mask really costs."""
+"""The measured cost of a step with a mask."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def measured_cost(
 ) -> float:
     """A step of SSAM with this mask and norm="masked", in steps of the base optimizer: the median of rounds.
 
-    Steps are taken on copies of the model, by turns, after two to warm up; the mask is made once, in the first of
+    Steps alternate on copies of the model, after two warm-up rounds; the mask is made once, in the first of
     them, and not counted. ``base`` makes the optimizer from the parameters; SGD with momentum if it is left out.
     """
     if rounds < 1:

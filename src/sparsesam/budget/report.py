@@ -1,4 +1,4 @@
-"""What a budget bought, layer by layer."""
+"""What is perturbed within a budget, layer by layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BudgetRow:
 
 @dataclass(frozen=True)
 class BudgetReport:
-    """What a budget bought: ``predicted`` and ``measured`` are costs in steps of the base optimizer."""
+    """What is perturbed within a budget: ``predicted`` and ``measured`` are costs in steps of the base optimizer."""
 
     budget: float
     predicted: float

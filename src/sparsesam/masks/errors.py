@@ -1,4 +1,4 @@
-"""What can go wrong with a score, told apart from a user's mistake."""
+"""Errors of a score that are not a mistake of the user."""
 
 
 class NonFiniteScoreError(ValueError):

@@ -7,9 +7,9 @@ whole batch, in which hooks give every layer's input and output gradient, and th
 squared per-sample gradients of them (``layer_rules``). A parameter that no rule covers is measured by
 re-running, sample by sample, the smallest module that contains all its uses, or the whole model.
 
-Which way a parameter goes is decided on the first sample and never trusted: the fast result of that sample
-must equal autograd's, the batched output must equal the single one, and later batches must use the
-parameters in the same places. Whatever fails goes to the loop; the way may change the cost, not the result.
+Which method a parameter gets is chosen on the first sample and verified: the fast result of that sample must
+equal autograd's, the batched output must equal the single one, and later batches must use the parameters in the
+same places. A parameter that fails a check is measured by the loop; the method changes the cost, not the result.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sparsesam.masks.preserve_model_state import preserve_model_state, requiring
 
 @dataclass(frozen=True)
 class FisherDiagonal:
-    """Mean squared per-sample gradients and, per parameter, the way they were computed.
+    """Mean squared per-sample gradients and, per parameter, the method by which they were computed.
 
     ``values``: float32 (float64 for float64 parameters), zeros for a parameter the loss does not depend on.
     ``paths``: "rule: Conv2d", "recomputed: <module name or 'model'>" or "unused".
@@ -171,7 +171,7 @@ class _Measurement:
         try:
             self._add_by_hooks(plan, used, 1, trial, draw=False)
         except Exception:
-            # Autograd has just differentiated this sample, so it is the hooks that the model does not bear.
+            # Autograd has just differentiated this sample, so the hooks are the cause.
             plan.loop(self.wanted)
         plan.loop(_different(trial, expected))
         return plan
@@ -240,7 +240,7 @@ class _Measurement:
         return torch.stack(losses).sum()
 
     def _mixes_samples(self, output: Any, size: int) -> bool:
-        """Whether the first sample's output changes in the company of others; asked of one batch."""
+        """Whether the first sample's output differs when it is part of a batch; checked for one batch only."""
         alone = self.first_output
         if alone is None or size == 1:
             return False
@@ -382,7 +382,7 @@ def _tensors_close(found: Tensor, expected: Tensor) -> bool:
 
 
 def _different(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> set[str]:
-    """Names whose root squares differ, beyond rounding of the largest: some gradients are zero but for it."""
+    """Names whose root squares differ by more than rounding errors relative to the largest of all norms."""
     norms = {name: square.sum().sqrt().item() for name, square in expected.items()}
     floor = 1e-3 * max(norms.values())
     return {

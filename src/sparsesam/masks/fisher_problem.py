@@ -1,4 +1,4 @@
-"""What a Fisher measurement is asked: whose loss, with whose labels."""
+"""The loss and the labels of a Fisher measurement."""
 
 from __future__ import annotations
 

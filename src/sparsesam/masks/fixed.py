@@ -1,4 +1,4 @@
-"""Masks that the user names, and that never change."""
+"""Masks given by the user, which never change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _ByNameAndParameters(type):
 
 
 class NamedNormalization(nn.Module, metaclass=_ByNameAndParameters):
-    """Any module whose type's name says "norm", without parts, with vectors for parameters: `isinstance` tells.
+    """An `isinstance` check for any module without children, with "norm" in its type's name and 1-D parameters.
 
     Hugging Face's own layers, such as LlamaRMSNorm or T5LayerNorm, have no common base class.
     """

@@ -164,7 +164,7 @@ def _without_scores(
 
 
 def _unpacked(masks: Mapping[str, PackedMask], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The previous masks of the parameters of today: one that has come since had nothing perturbed."""
+    """The previous masks of the current parameters; zeros for a parameter added since."""
     return {
         name: masks[name].unpack(parameter.device) if name in masks else torch.zeros_like(parameter, dtype=torch.bool)
         for name, parameter in parameters.items()

@@ -1,4 +1,4 @@
-"""How many samples at a time fit into the memory that is free."""
+"""How many samples at a time fit into free memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SavedBytes:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that can still be allocated there; None where nobody knows."""
+    """Memory that can still be allocated there; None where unknown."""
     if device.type in ("cuda", "xpu"):
         module: Any = getattr(torch, device.type)
         held_back = module.memory_reserved(device) - module.memory_allocated(device)
@@ -46,7 +46,7 @@ def free_bytes(device: torch.device) -> int | None:
 def fitting(count: int, bytes_each: int, available: int | None) -> int:
     """``count`` halved until that many fit into half of what is available; at least 1.
 
-    Halving makes the number, and with it the order of summation, depend on free memory as rarely as can be.
+    Halving makes the number, and with it the order of summation, depend on free memory as little as possible.
     """
     while available is not None and count > 1 and count * bytes_each > available // 2:
         count = (count + 1) // 2

@@ -1,4 +1,4 @@
-"""One forward, observed: where parameters are used, what goes into each layer and what gradient comes back."""
+"""Observes one forward: where parameters are used, the inputs of each layer and the gradients at its outputs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class CapturedCall:
 
 @dataclass
 class FisherPlan:
-    """Which way each parameter goes: a layer's rule, re-running a module, or the loop over the model."""
+    """The method for each parameter: a layer's rule, re-running a module, or the loop over the model."""
 
     rules: dict[nn.Module, tuple[str, Rule, dict[str, str]]] = field(default_factory=dict)
     reruns: dict[nn.Module, list[str]] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class FisherPlan:
         return [*ruled, *self.reruns.get(module, ())]
 
     def loop(self, names: Iterable[str]) -> None:
-        """Send these parameters to the loop over the model, from which none returns."""
+        """Measure these parameters by the loop over the model from now on."""
         moved = set(names)
         self.looped |= moved
         for module, (kind, rule, own) in list(self.rules.items()):
@@ -172,7 +172,7 @@ class Observer(TorchFunctionMode):
         return receive
 
     def release(self) -> None:
-        """Let go of activations and sums now; hooks refer back to the observer, and such a cycle would keep them."""
+        """Free activations and sums now: hooks refer to the observer, and this cycle would keep them alive."""
         self.on_grads = lambda module: None
         self.runs, self.leaves, self.inputs = {}, [], []
 

@@ -1,4 +1,4 @@
-"""Look at a model without leaving a trace on it."""
+"""Run a model and restore its state afterwards."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _remember_flags(model: nn.Module, stack: ExitStack, *, evaluate: bool, freez
 def _remember_buffers(model: nn.Module, stack: ExitStack) -> None:
     """Put all buffers back when the stack is left: the same tensors with the same values.
 
-    Values are compared, because versions do not tell whether a buffer was written to (batch normalization does not
+    Values are compared, because versions do not show whether a buffer was written to (batch normalization does not
     raise them), and a graph that holds an unchanged buffer must stay valid.
     """
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""When a mask is made anew."""
+"""When a mask is recomputed."""
 
 from __future__ import annotations
 

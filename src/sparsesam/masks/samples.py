@@ -142,4 +142,4 @@ def _take(batches: Iterator[Any], count: int, chunk: int) -> Iterator[Any]:
 
 
 def _warn_fewer(found: int, count: int) -> None:
-    warnings.warn(f"asked for {count} samples but data holds only {found}; using all {found}", stacklevel=4)
+    warnings.warn(f"{count} samples were requested but data holds only {found}; using all {found}", stacklevel=4)

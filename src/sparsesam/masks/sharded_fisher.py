@@ -32,7 +32,7 @@ def sharded_fisher(
     }
     samples = 0
     with ExitStack() as stack:
-        # FSDP2 knows which parameters require gradients, and may not be told otherwise.
+        # FSDP2 does not support changing requires_grad after wrapping.
         stack.enter_context(preserve_model_state(model, freeze=False))
         for parameter in model.parameters():
             stack.callback(setattr, parameter, "grad", parameter.grad)

@@ -32,7 +32,7 @@ def kth_largest(values: Tensor, k: int, shards: Shards) -> Threshold:
 
 
 def _by_partition(values: np.ndarray, k: int) -> Threshold:
-    """np.partition; of long vectors, only of the few entries near the k-th largest, as a sample tells them."""
+    """np.partition; for long vectors, only of the entries between two quantiles of a sample."""
     if len(values) > 4 * _SAMPLE:
         # The result does not depend on the sample: where it misleads, everything is partitioned.
         sample = np.sort(values[np.random.default_rng(0).integers(len(values), size=_SAMPLE)])
@@ -58,8 +58,8 @@ def by_topk(values: Tensor, k: int) -> Threshold:
 def _by_digits(values: Tensor, k: int, shards: Shards) -> Threshold:
     """From a few histograms of 2048 counts.
 
-    Each round looks at eleven more bits: ranks add up how many of their keys have each value of them, and go on with
-    the value in which the k-th largest lies. Rounds and their 16 kB depend on the width of a number alone.
+    Each round looks at eleven more bits: ranks add up how many of their keys have each value of them, and continue with
+    the value that contains the k-th largest. Rounds and their 16 kB depend on the width of a number alone.
     """
     bits = 8 * values.element_size()
     integers = torch.int32 if bits == 32 else torch.int64

@@ -1,6 +1,6 @@
 """Which sets of weights may be perturbed together.
 
-A pattern turns scores into a mask (SSAM-F) and exchanges a part of a mask for another (SSAM-D). It sees
+A pattern turns scores into a mask (SSAM-F) and drops and grows a part of a mask (SSAM-D). It sees
 names, shapes and scores, never data or modules.
 """
 

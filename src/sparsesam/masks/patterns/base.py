@@ -1,4 +1,4 @@
-"""What a pattern can do, and what it may be asked."""
+"""The interface of patterns."""
 
 from __future__ import annotations
 
