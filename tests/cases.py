@@ -41,6 +41,21 @@ def closure_for(model, optimizer, x, y):
     return closure
 
 
+def with_closure(opt, model, x, y):
+    """One step: both passes in step()."""
+    opt.step(closure_for(model, opt, x, y))
+
+
+def in_two_phases(opt, model, x, y):
+    """One step: each pass in a block of its own."""
+    opt.zero_grad()
+    with opt.first_pass():
+        F.cross_entropy(model(x), y).backward()
+    with opt.perturbed():
+        F.cross_entropy(model(x), y).backward()
+    opt.step()
+
+
 def sgd(model, lr=0.1, momentum=0.9, **options):
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, **options)
 

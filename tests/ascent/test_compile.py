@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import sparsesam
 from sparsesam.lab.models import resnet18
 from tests import cases
+from tests.cases import in_two_phases, with_closure
 
 BACKEND = "aot_eager"
 
@@ -60,19 +61,6 @@ def as_children(model):
     for place in range(1, 4):
         model[place] = torch.compile(model[place], backend=BACKEND)
     return model
-
-
-def with_closure(opt, model, x, y):
-    opt.step(cases.closure_for(model, opt, x, y))
-
-
-def in_two_phases(opt, model, x, y):
-    opt.zero_grad()
-    with opt.first_pass():
-        F.cross_entropy(model(x), y).backward()
-    with opt.perturbed():
-        F.cross_entropy(model(x), y).backward()
-    opt.step()
 
 
 def graphs():

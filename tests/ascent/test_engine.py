@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sparsesam
 from tests import cases
+from tests.cases import in_two_phases, with_closure
 
 WIDTH = 6
 
@@ -148,19 +149,6 @@ def train(model, masks, *, engine, loop, ascent="explicit", steps=3, adaptive=Fa
         x, y = cases.vectors(8, seed=seed)
         loop(opt, model, x, y)
     return opt
-
-
-def with_closure(opt, model, x, y):
-    opt.step(cases.closure_for(model, opt, x, y))
-
-
-def in_two_phases(opt, model, x, y):
-    opt.zero_grad()
-    with opt.first_pass():
-        F.cross_entropy(model(x), y).backward()
-    with opt.perturbed():
-        F.cross_entropy(model(x), y).backward()
-    opt.step()
 
 
 def everything(model):

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsesam
 from tests import cases
+from tests.cases import in_two_phases, with_closure
 from tests.distributed.processes import run_ranks
 
 
@@ -74,19 +75,6 @@ class CountingOnOneRank(SyncBatchNorm):
         if dist.get_rank() == 1:
             self.calls += 1
         return super().forward(x)
-
-
-def with_closure(opt, model, x, y):
-    opt.step(cases.closure_for(model, opt, x, y))
-
-
-def in_two_phases(opt, model, x, y):
-    opt.zero_grad()
-    with opt.first_pass():
-        F.cross_entropy(model(x), y).backward()
-    with opt.perturbed():
-        F.cross_entropy(model(x), y).backward()
-    opt.step()
 
 
 def accumulated(opt, model, x, y):
