@@ -4,7 +4,7 @@ THREADS ?= 2
 BENCH ?= steps fisher selection memory engine budget vit_timing throughput augmentation sweep hessian landscape report
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint docs matrix package bench clean
+.PHONY: help demo test coverage slow lint docs matrix package bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 16
@@ -23,6 +23,9 @@ demo: .venv/.installed  ## SGD, SAM, SSAM and the recommended optimizer side by 
 
 test: .venv/.installed  ## run the tests
 	@$(BIN)/python -m pytest -q
+
+coverage: .venv/.installed  ## run the tests and show which lines and branches they do not reach
+	@$(BIN)/python -m pytest -q --cov --cov-report=term-missing:skip-covered
 
 slow: .venv/.installed  ## run the slow tests: many architectures, compilers, processes
 	@$(BIN)/python -m pytest -q -m slow
@@ -48,5 +51,5 @@ bench: .venv/.installed  ## every measured figure, about an hour; BENCH=steps fo
 	done
 
 clean:  ## remove the environment and everything the tools left
-	@rm -rf .venv build dist runs .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	@rm -rf .venv build dist runs .pytest_cache .hypothesis .coverage .mypy_cache .ruff_cache .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
