@@ -341,7 +341,7 @@ def test_a_budget_for_biases_alone_says_so():
 
 
 def test_another_model_is_refused():
-    with pytest.raises(ValueError, match="make the rule anew"):
+    with pytest.raises(ValueError, match="make a new rule"):
         small().make(context(conv_model()))
 
 
