@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import sparsesam
+from sparsesam.ascent.extrapolation import Extrapolation, TrackedWeight
+from sparsesam.masks.packed import PackedMask
 from tests import cases
 
 BASES = {
@@ -143,13 +145,13 @@ def test_weights_loaded_between_steps_do_not_count_as_an_update():
     model = cases.mlp()
     opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 50.0)
     steps_of(model, opt, range(2))
-    update = {name: u.clone() for name, u in opt._context.extrapolation.updates.items()}
+    updates = [entries["sparsesam_update"].clone() for entries in opt.state_dict()["state"].values()]
     model.load_state_dict(cases.mlp(seed=7).state_dict())
     here = cases.weights_of(model)
     with opt.perturbed():
         there = cases.weights_of(model)
         F.cross_entropy(model(cases.vectors()[0]), cases.vectors()[1]).backward()
-    expected = [w + 50.0 * update[name] for w, name in zip(here, update, strict=True)]
+    expected = [w + 50.0 * update for w, update in zip(here, updates, strict=True)]
     torch.testing.assert_close(there, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -169,12 +171,13 @@ def test_two_phases_need_one_pass_and_equal_the_closure():
 
 
 def test_memory_is_kept_for_the_perturbed_entries_only():
-    model = cases.mlp()
-    rule = sparsesam.random_mask(sparsity=0.75)
-    opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 5.0, mask=rule)
-    steps_of(model, opt, range(3))
-    kept = sum(update.numel() for update in opt._context.extrapolation.updates.values())
-    assert kept == sum(int(mask.sum()) for mask in opt.masks.values())
+    weight, mask = torch.randn(8, 6), torch.arange(48).view(8, 6) % 4 == 0
+    tracked = [TrackedWeight("w", weight, PackedMask.pack(mask), 5.0)]
+    extrapolation = Extrapolation()
+    extrapolation.hold(tracked)
+    weight += 1
+    extrapolation.record(tracked)
+    assert {name: update.numel() for name, update in extrapolation.updates.items()} == {"w": 12}
 
 
 RULES = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from benchmarks.gpu import Setting, beyond_passes, make_case, methods, sparse_product, table
+from tests.cases import same_bits, weights_of
 from torch import nn
 
 
@@ -49,7 +50,11 @@ def test_launches_are_those_beyond_the_passes(setting):
 def test_mixed_precision_takes_steps():
     setting = Setting(torch.device("cpu"), small, 4, torch.bfloat16)
     for wrap in methods().values():
-        make_case(setting, wrap).step()
+        case = make_case(setting, wrap)
+        before = weights_of(case.model)
+        case.step()
+        assert all(p.isfinite().all() for p in case.model.parameters())
+        assert not same_bits(case.model.parameters(), before)
 
 
 def test_here_the_sparse_product_is_dense(setting):

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from benchmarks.vit_timing import CASES, PAPER, case
@@ -7,8 +9,9 @@ from benchmarks.vit_timing import CASES, PAPER, case
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_every_case_takes_steps_on_this_device(name, precision):
     step = case(name, 16, 2, 2, torch.device("cpu"), precision, CASES[name])
-    step()
-    step()
+    first, second = step(), step()
+    assert math.isfinite(second)
+    assert second != first
 
 
 def test_the_paper_s_numbers_belong_to_cases():
