@@ -30,7 +30,7 @@ class Ratio:
 
 
 def interleaved(
-    cases: Mapping[str, Callable[[], None]],
+    cases: Mapping[str, Callable[[], object]],
     reference: str,
     *,
     rounds: int,
