@@ -54,7 +54,7 @@ def test_it_maps_over_models():
 
 def test_bad_input():
     gradients = {"w": torch.ones(2)}
-    with pytest.raises(ValueError, match="norm must be one of full, masked, got 'l1'"):
+    with pytest.raises(ValueError, match="norm must be one of 'full', 'masked', got 'l1'"):
         perturbation(gradients, rho=0.1, norm="l1")
     with pytest.raises(ValueError, match="rho must be at least 0, got -1"):
         perturbation(gradients, rho=-1)

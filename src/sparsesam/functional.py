@@ -14,6 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from sparsesam.masks.checks import check_choice
+
 Params = Mapping[str, Tensor]
 
 
@@ -24,9 +26,8 @@ def perturbation(
     masks: Mapping[str, Tensor] | None = None,
     norm: Literal["full", "masked"] = "full",
 ) -> dict[str, Tensor]:
-    """E of the equations above, ``{name: tensor}``; a parameter that ``masks`` does not name is perturbed whole."""
-    if norm not in ("full", "masked"):
-        raise ValueError(f"norm must be one of full, masked, got {norm!r}")
+    """The e of the equations above, ``{name: tensor}``; a parameter that ``masks`` does not name is perturbed whole."""
+    check_choice("norm", norm, ("full", "masked"))
     if not rho >= 0:
         raise ValueError(f"rho must be at least 0, got {rho}; 0 is the plain gradient, 0.05 a usual start")
     unknown = set(masks or {}) - set(gradients)

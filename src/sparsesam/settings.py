@@ -9,6 +9,7 @@ from torch import nn
 
 from sparsesam.ascent.plan import ONE_PASS, Ascent, Norm
 from sparsesam.ascent_schedule import AscentSchedule, StepKind
+from sparsesam.masks.checks import check_choice
 from sparsesam.masks.mask import MaskRule
 from sparsesam.schedules import RhoSchedule
 
@@ -28,9 +29,9 @@ class Settings:
     engine: bool
 
     def __post_init__(self) -> None:
-        _check_choice("norm", self.norm, get_args(Norm))
-        _check_choice("ascent", self.ascent, get_args(Ascent))
-        _check_choice("ascent_scope", self.ascent_scope, get_args(AscentScope))
+        check_choice("norm", self.norm, get_args(Norm))
+        check_choice("ascent", self.ascent, get_args(Ascent))
+        check_choice("ascent_scope", self.ascent_scope, get_args(AscentScope))
         if not 0 < self.ascent_fraction <= 1:
             raise ValueError(f"ascent_fraction must be in (0, 1], got {self.ascent_fraction}; the paper tries 0.25")
         if self.ascent in ONE_PASS and (self.ascent_fraction < 1 or self.schedule.off_steps == "reuse"):
@@ -73,8 +74,3 @@ class Settings:
     def takes_first_pass(self, kind: StepKind) -> bool:
         """Whether a step of this kind needs a gradient at w."""
         return kind is StepKind.ASCEND and self.ascent not in ONE_PASS
-
-
-def _check_choice(argument: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{argument} must be one of {', '.join(known)}, got {value!r}")

@@ -319,7 +319,7 @@ def small(budget=1.5, **options):
         (lambda: small(math.nan), "budget must be a finite number of at least 1, got nan"),
         (lambda: small(math.inf), "budget must be a finite number of at least 1, got inf"),
         (lambda: small(1.0), r"budget must be at least 1\.0\d+ for this model, got 1.0"),
-        (lambda: small(unit="column"), 'unit must be "tensor" or "filter", got \'column\''),
+        (lambda: small(unit="column"), "unit must be one of 'tensor', 'filter', got 'column'"),
         (lambda: small(loss_fn=F.cross_entropy), "data must be given with loss_fn"),
         (lambda: small(data=cases.vectors()), "with data, give either loss_fn"),
         (lambda: small(data=[], score=Given({})), "score and data must not both be given"),

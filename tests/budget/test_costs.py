@@ -246,7 +246,7 @@ class Undecided(nn.Module):
     [
         (
             lambda: layer_costs(chain(), torch.randn(2, 6), how="guess"),
-            "how must be \"time\", .* got 'guess'",
+            "how must be one of 'time', .* got 'guess'",
         ),
         (lambda: layer_costs(chain(), torch.randn(2, 6), repeats=0), "repeats must be at least 1, got 0"),
         (lambda: layer_costs(nn.Tanh(), torch.randn(2, 6)), "model must have parameters that require a gradient"),

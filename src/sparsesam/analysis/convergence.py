@@ -24,6 +24,7 @@ from torch.func import functional_call, hessian
 from sparsesam.analysis.objective import norm
 from sparsesam.analysis.results import AnalysisResult
 from sparsesam.analysis.smooth_problems import SmoothProblem, nonconvex_logistic
+from sparsesam.masks.checks import check_choice
 from sparsesam.masks.recipes import random_mask
 from sparsesam.optimizer import SSAM
 from sparsesam.schedules import InverseSqrt
@@ -114,8 +115,7 @@ def measure_convergence(
     same in both passes of a step: the gradient of f(w) + <xi, w>, as smooth as f. eta_0 is 1 / L by default and
     rho_0 the largest that the theorem allows. SSAM perturbs a fixed random half (``sparsity``) of the weights.
     """
-    if method not in ("SAM", "SSAM"):
-        raise ValueError(f"method must be 'SAM' or 'SSAM', got {method!r}")
+    check_choice("method", method, ("SAM", "SSAM"))
     if steps < 2 or runs < 1 or sigma < 0:
         raise ValueError(f"steps >= 2, runs >= 1 and sigma >= 0 are needed, got {steps}, {runs} and {sigma}")
     problem = problem or nonconvex_logistic()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsesam.analysis.objective import ParameterFilter, select_parameters
+from sparsesam.masks.checks import check_choice
 from sparsesam.masks.fixed import NORMALIZATION
 from sparsesam.parameters import unwrap
 
@@ -35,8 +36,7 @@ def random_directions(
     The Gaussian numbers depend on the seed and the shapes alone, so checkpoints of one model get the same
     directions, each scaled to its own weights. They are drawn on the CPU, the same for every device.
     """
-    if one_dimensional not in ("ignore", "normalize"):
-        raise ValueError(f"one_dimensional must be 'ignore' or 'normalize', got {one_dimensional!r}")
+    check_choice("one_dimensional", one_dimensional, ("ignore", "normalize"))
     model = unwrap(model)
     chosen = select_parameters(model, parameters)
     normalization = _names_of(model, NORMALIZATION)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from sparsesam.analysis.objective import (
     values_kept,
 )
 from sparsesam.analysis.results import AnalysisResult
+from sparsesam.masks.checks import check_choice
 
 Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -130,8 +131,7 @@ def compare_gradients(
     measured_on: ObjectiveSummary | None = None,
 ) -> GradientDifference:
     """The same for two given gradients by parameter name, for example those of one training step."""
-    if logarithm not in ("10", "e"):
-        raise ValueError(f"logarithm must be '10' or 'e', got {logarithm!r}")
+    check_choice("logarithm", logarithm, get_args(Logarithm))
     if plain.keys() != perturbed.keys() or any(plain[name].shape != perturbed[name].shape for name in plain):
         raise ValueError("the two gradients must have the same names and shapes")
     if not plain:

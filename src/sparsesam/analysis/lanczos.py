@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from sparsesam.masks.checks import check_choice
 
 Which = Literal["largest", "smallest", "magnitude"]
 Product = Callable[[Tensor], Tensor]
@@ -55,8 +57,7 @@ def top_eigenpairs(
     spectra missed an eigenvalue about as rarely as ARPACK at the same tolerance, with fewer products. Values
     below a millionth of the largest count as zero.
     """
-    if which not in ("largest", "smallest", "magnitude"):
-        raise ValueError(f"which must be 'largest', 'smallest' or 'magnitude', got {which!r}")
+    check_choice("which", which, get_args(Which))
     size = len(start)
     most = min(max(max_basis, 2 * count + 2), size)
     basis = _Basis(most + 1, start, storage)

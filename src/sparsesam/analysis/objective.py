@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from sparsesam.analysis.results import AnalysisResult
 from sparsesam.ascent.rng import RNGSnapshot, RNGState
 from sparsesam.masks.batches import batch_size, call_model, scalar_loss, to_device
+from sparsesam.masks.checks import check_choice
 from sparsesam.masks.fixed import NORMALIZATION
 from sparsesam.masks.preserve_model_state import preserve_model_state
 from sparsesam.parameters import unwrap
 
 Statistics = Literal["frozen", "recomputed", "batch"]
 ParameterFilter = Callable[[str], bool] | Iterable[str] | str | None
-
-_STATISTICS = ("frozen", "recomputed", "batch")
 
 
 @dataclass(frozen=True)
@@ -70,10 +69,8 @@ class Objective:
     ) -> None:
         if (loss_fn is None) == (model_loss is None):
             raise ValueError("give either loss_fn(output, target) or model_loss(model, batch), and not both")
-        if statistics not in _STATISTICS:
-            raise ValueError(f"statistics must be one of {', '.join(_STATISTICS)}, got {statistics!r}")
-        if mode not in ("evaluation", "unchanged"):
-            raise ValueError(f"mode must be 'evaluation' or 'unchanged', got {mode!r}")
+        check_choice("statistics", statistics, get_args(Statistics))
+        check_choice("mode", mode, ("evaluation", "unchanged"))
         self.model = unwrap(model)
         self.batches = _as_list(batches)
         self.loss_fn, self.model_loss = loss_fn, model_loss

@@ -30,6 +30,7 @@ from sparsesam.ascent.explicit import Perturbation
 from sparsesam.ascent.rng import RNGState
 from sparsesam.ascent.targets import Target
 from sparsesam.budget.call_trace import PASS_KINDS, Clock, FunctionCall, How, ModuleCall, PassKind, stopwatch, trace
+from sparsesam.masks.checks import check_choice
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.preserve_model_state import preserve_model_state
 from sparsesam.parameters import unwrap
@@ -199,10 +200,7 @@ def layer_costs(
     named ones. Passes run in training mode, as a step does; the model, its buffers and the random state are left as
     found. F and dX + dW are read off a complete pass while it runs, dX off one whose weights take no gradient.
     """
-    if how not in get_args(How):
-        raise ValueError(
-            f'how must be "time", "cpu-time" or "count", got {how!r}; "count" is reproducible, "time" is this machine'
-        )
+    check_choice("how", how, get_args(How))
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}; 5 give a usable median")
     model = unwrap(model)

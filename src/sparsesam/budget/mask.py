@@ -22,6 +22,7 @@ from sparsesam.budget.choice import (
 )
 from sparsesam.budget.costs import LayerCosts, layer_costs
 from sparsesam.budget.report import BudgetReport, report_of
+from sparsesam.masks.checks import check_choice
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.refresh import Refresh, manual
 from sparsesam.masks.scores import Fisher, GradientEnergy, Score, ScoreContext
@@ -49,8 +50,7 @@ class BudgetMask(MaskRule):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.unit not in get_args(BudgetUnit):
-            raise ValueError(f'unit must be "tensor" or "filter", got {self.unit!r}')
+        check_choice("unit", self.unit, get_args(BudgetUnit))
         if not 1 <= self.budget < math.inf:
             raise ValueError(
                 f"budget must be a finite number of at least 1, got {self.budget}; it is the cost of a step relative "

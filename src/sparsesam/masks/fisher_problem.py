@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from sparsesam.masks.batches import call_model, scalar_loss
+from sparsesam.masks.checks import check_choice
 from sparsesam.masks.observer import detached
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -70,8 +71,7 @@ def problem_of(
 ) -> Problem:
     if (loss_fn is None) == (model_loss is None):
         raise ValueError("exactly one of loss_fn and model_loss must be given")
-    if labels not in ("data", "sampled"):
-        raise ValueError(f"labels must be 'data' or 'sampled', got {labels!r}")
+    check_choice("labels", labels, ("data", "sampled"))
     if labels == "data":
         return Problem(loss_fn, model_loss, None)
     if model_loss is not None:

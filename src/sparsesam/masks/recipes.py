@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from sparsesam.masks.checks import check_choice
 from sparsesam.masks.mask import DynamicMask, Mask, RandomMask
 from sparsesam.masks.patterns import Pattern, as_pattern
 from sparsesam.masks.refresh import Refresh, manual
@@ -63,9 +64,11 @@ def dynamic_mask(
     seed: int = 0,
 ) -> DynamicMask:
     """SSAM-D: at each refresh drop the flattest of the perturbed weights and grow as many at random."""
+    check_choice("drop", drop, _DROPS)
+    check_choice("growth", growth, _GROWTHS)
     return DynamicMask(
-        drop=_choose("drop", drop, _DROPS),
-        growth=_choose("growth", growth, _GROWTHS),
+        drop=_DROPS[drop],
+        growth=_GROWTHS[growth],
         pattern=as_pattern(pattern),
         sparsity=sparsity,
         drop_ratio=drop_ratio,
@@ -84,9 +87,3 @@ def random_mask(
 ) -> RandomMask:
     """A mask at random, the ablations' baseline."""
     return RandomMask(as_pattern(pattern), sparsity, refresh or manual(), seed)
-
-
-def _choose(argument: str, value: str, known: dict[str, Score | None]) -> Score | None:
-    if value not in known:
-        raise ValueError(f"{argument} must be one of {', '.join(known)}, got {value!r}")
-    return known[value]

@@ -107,8 +107,3 @@ def _check_arguments(masks: Tensors, keep: Choice, grow: Choice, ratio: float) -
     for name, mask in masks.items():
         if mask.dtype != torch.bool:
             raise ValueError(f"masks[{name!r}] must be a bool tensor, got {mask.dtype}; convert with .bool()")
-
-
-def check_choice(argument: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{argument} must be one of {', '.join(map(repr, allowed))}, got {value!r}")

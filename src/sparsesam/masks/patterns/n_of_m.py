@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from sparsesam.distributed.shards import Part, Shards
+from sparsesam.masks.checks import check_choice
 from sparsesam.masks.nm import Axis, as_matrix, choose_in_groups
-from sparsesam.masks.patterns.base import Choice, Pattern, check_choice, left_after_drop
+from sparsesam.masks.patterns.base import Choice, Pattern, left_after_drop
 from sparsesam.masks.select import Tensors, check_scores, count_true, random_scores, top_mask
 from sparsesam.masks.units import Units
 

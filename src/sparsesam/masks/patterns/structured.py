@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sparsesam.distributed.shards import Shards
-from sparsesam.masks.patterns.base import Choice, Pattern, check_choice, left_after_drop, weight_budget
+from sparsesam.masks.checks import check_choice
+from sparsesam.masks.patterns.base import Choice, Pattern, left_after_drop, weight_budget
 from sparsesam.masks.select import Tensors, count_true, random_scores
 from sparsesam.masks.units import Unit, Units
 
