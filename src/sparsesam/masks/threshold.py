@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sparsesam.distributed.shards import Shards
+
+#: A numpy array or a tensor: both know the operators that are used.
+Array = Any
 
 _DIGIT = 11
 _SAMPLE = 1 << 14
@@ -24,26 +29,38 @@ class Threshold:
     equal: int
 
 
-def kth_largest(values: Tensor, k: int, shards: Shards) -> Threshold:
-    """Of the vectors ``values`` (float32, float64, or int64 not below zero) of all ranks; 1 <= k <= their length."""
-    if not shards.is_whole:
-        return _by_digits(values, k, shards)
-    return _by_partition(values.numpy(), k) if values.device.type == "cpu" else by_topk(values, k)
+def kth_largest(values: Sequence[Array], allowed: Sequence[Array], k: int, shards: Shards) -> Threshold:
+    """Of the allowed entries of all vectors of all ranks, of which there are at least k >= 1.
+
+    ``values``: at least one vector, all float32, float64, or int64 not below zero; numpy arrays or tensors.
+    """
+    pairs = list(zip(values, allowed, strict=True))
+    if isinstance(values[0], np.ndarray):
+        return _by_partition([(v, a) for v, a in pairs if len(v)], k)
+    vector = torch.cat([v[a] for v, a in pairs])
+    return by_topk(vector, k) if shards.is_whole else _by_digits(vector, k, shards)
 
 
-def _by_partition(values: np.ndarray, k: int) -> Threshold:
-    """np.partition; for long vectors, only of the entries between two quantiles of a sample."""
-    if len(values) > 4 * _SAMPLE:
-        # The result does not depend on the sample: where it misleads, everything is partitioned.
-        sample = np.sort(values[np.random.default_rng(0).integers(len(values), size=_SAMPLE)])
-        place, margin = _SAMPLE * (1 - k / len(values)), 2 * math.sqrt(_SAMPLE)
-        low, high = sample[max(0, int(place - margin))], sample[min(_SAMPLE - 1, int(place + margin))]
-        above = int(np.count_nonzero(values > high))
-        near = values[(values >= low) & (values <= high)]
-        if above < k <= above + len(near):
-            values, k = near, k - above
-    value = np.partition(values, len(values) - k)[len(values) - k]
-    return Threshold(value.item(), k - int(np.count_nonzero(values > value)), int(np.count_nonzero(values == value)))
+def _by_partition(pairs: Sequence[tuple[Array, Array]], k: int) -> Threshold:
+    """np.partition; of many numbers, only of those between two quantiles of a sample."""
+    low, high, above = -math.inf, math.inf, 0
+    size = sum(len(v) for v, _ in pairs)
+    if size > 4 * _SAMPLE:
+        rng = np.random.default_rng(0)  # the result does not depend on it
+        places = [rng.integers(len(v), size=_SAMPLE * len(v) // size) for v, _ in pairs]
+        sample = np.sort(np.concatenate([v[i][a[i]] for (v, a), i in zip(pairs, places, strict=True)]))
+        middle = len(sample) * (1 - k / sum(np.count_nonzero(a) for _, a in pairs))
+        margin = 2 * math.sqrt(len(sample))
+        if margin <= middle < len(sample) - margin:
+            low, high = sample[int(middle - margin)], sample[int(middle + margin)]
+            above = sum(int(np.count_nonzero((v > high) & a)) for v, a in pairs)
+    near = np.concatenate([v[(v >= low) & (v <= high) & a] for v, a in pairs])
+    if not above < k <= above + len(near):
+        near, above = np.concatenate([v[a] for v, a in pairs]), 0
+    place = len(near) - (k - above)
+    value = np.partition(near, place)[place]
+    above += int(np.count_nonzero(near > value))
+    return Threshold(value.item(), k - above, int(np.count_nonzero(near == value)))
 
 
 def by_topk(values: Tensor, k: int) -> Threshold:
