@@ -53,7 +53,7 @@ def test_sparsity(make, sparsity):
         (lambda: sparsesam.random_mask(sparsity=0.5, pattern="filters"), "filter"),
         (
             lambda: sparsesam.dynamic_mask(sparsity=0.5, drop="best", refresh=sparsesam.manual()),
-            "flattest, sharpest",
+            "'flattest', 'sharpest'",
         ),
         (
             lambda: sparsesam.dynamic_mask(sparsity=0.5, drop_ratio=2, refresh=sparsesam.manual()),

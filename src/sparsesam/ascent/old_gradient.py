@@ -52,10 +52,11 @@ class OldGradient:
         with torch._C.DisableTorchFunction():
             index = next(i for i, p in enumerate(self._parameters) if p is self._watched)
             versions = self._gradient_versions()
-            rewritten = self._watched.grad is not self._gradient or versions[index] != self._versions[index]
-            if rewritten or not self._is_there():  # cleared, or assigned by hand
-                return Treatment.CLEARED
-            return Treatment.UNTOUCHED if versions == self._versions else Treatment.ADDED_TO
+            if self._watched.grad is not self._gradient or versions[index] != self._versions[index]:
+                return Treatment.CLEARED  # or assigned by hand
+            if versions == self._versions:
+                return Treatment.UNTOUCHED
+            return Treatment.ADDED_TO if self._is_there() else Treatment.CLEARED
 
     def release(self) -> None:
         if self._watched is not None:

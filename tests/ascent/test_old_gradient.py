@@ -1,0 +1,60 @@
+"""What a pass did to the gradients that were there before it."""
+
+import pytest
+import torch
+from torch import nn
+
+from sparsesam.ascent.old_gradient import OldGradient, Treatment
+
+
+def left_alone(parameter):
+    pass
+
+
+def set_to_none(parameter):
+    parameter.grad = None
+
+
+def filled_with_zeros(parameter):
+    parameter.grad.zero_()
+
+
+def added_to(parameter):
+    parameter.sum().backward()
+
+
+def cleared_and_added_to(parameter):
+    parameter.grad = None
+    parameter.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("happens", "treatment"),
+    [
+        (left_alone, Treatment.UNTOUCHED),
+        (set_to_none, Treatment.CLEARED),
+        (filled_with_zeros, Treatment.CLEARED),
+        (added_to, Treatment.ADDED_TO),
+        (cleared_and_added_to, Treatment.CLEARED),
+    ],
+)
+def test_what_happens_to_a_gradient(happens, treatment):
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    old = OldGradient([parameter])
+    happens(parameter)
+    old.release()
+    assert old.treatment() is treatment
+
+
+def test_a_gradient_of_zeros_that_is_left_alone_was_not_cleared():
+    """Of a bias in front of a batch normalization, for example."""
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.zeros(3)
+    old = OldGradient([parameter])
+    old.release()
+    assert old.treatment() is Treatment.UNTOUCHED
+
+
+def test_no_gradient_counts_as_cleared():
+    assert OldGradient([nn.Parameter(torch.ones(3))]).treatment() is Treatment.CLEARED
