@@ -189,16 +189,9 @@ class _Measurement:
         with requiring_grad(chosen.values()):
             # Only the forward: setting flags and taking gradients touch the parameters too.
             with nullcontext() if observer is None else observer.watch():
-                output, sample, loss = self._sample_loss(sample, draw=draw)
+                output, sample, loss = self.problem.sample_loss(self.model, sample, draw=draw)
             _add_squared_gradients([loss], [None], chosen, into)
         return tree_map(detached, output), sample
-
-    def _sample_loss(self, sample: Any, *, draw: bool) -> tuple[Any, Any, Tensor]:
-        if self.problem.model_loss is not None:
-            return None, sample, self.problem.own_loss(self.model, sample)
-        output = self.problem.output(self.model, sample)
-        labelled = self.problem.labelled(sample, output) if draw else sample
-        return output, labelled, self.problem.loss(output, labelled)
 
     def _add_by_hooks(
         self, plan: FisherPlan, batch: Any, size: int, into: dict[str, Tensor], *, draw: bool

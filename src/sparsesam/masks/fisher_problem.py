@@ -46,10 +46,13 @@ class Problem:
         assert self.loss_fn is not None
         return scalar_loss(self.loss_fn(output, self._pair(batch)[1]), "loss_fn")
 
-    def own_loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss of one sample by a model that computes its own."""
-        assert self.model_loss is not None
-        return scalar_loss(self.model_loss(model, batch), "model_loss")
+    def sample_loss(self, model: nn.Module, sample: Any, *, draw: bool) -> tuple[Any, Any, Tensor]:
+        """The model's output for a batch of one, the batch with labels (drawn if ``draw``), and its loss."""
+        if self.model_loss is not None:
+            return None, sample, scalar_loss(self.model_loss(model, sample), "model_loss")
+        output = self.output(model, sample)
+        labelled = self.labelled(sample, output) if draw else sample
+        return output, labelled, self.loss(output, labelled)
 
     def _pair(self, batch: Any) -> tuple[Any, Any]:
         if isinstance(batch, (tuple, list)) and len(batch) == 2:

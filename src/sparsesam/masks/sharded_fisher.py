@@ -69,12 +69,7 @@ def _add_sample(
     model: nn.Module, sample: Any, problem: Problem, parameters: Mapping[str, Tensor], sums: dict[str, Tensor]
 ) -> None:
     model.zero_grad()
-    if problem.model_loss is not None:
-        loss = problem.own_loss(model, sample)
-    else:
-        output = problem.output(model, sample)
-        loss = problem.loss(output, problem.labelled(sample, output))
-    loss.backward()
+    problem.sample_loss(model, sample, draw=True)[2].backward()
     for name, parameter in parameters.items():
         if parameter.grad is not None:
             gradient = local_part(parameter.grad, parameter).to(sums[name].dtype)
