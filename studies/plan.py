@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from sparsesam.ascent.plan import ONE_PASS
 from sparsesam.lab.experiment.config import TrainConfig, from_mapping
+from sparsesam.lab.experiment.cost import passes_per_step
 
 HERE = Path(__file__).parent
 Record = dict[str, Any]
@@ -113,14 +113,9 @@ def task_names() -> list[str]:
     return sorted(path.stem for path in (HERE / "tasks").glob("*.yaml"))
 
 
-def passes_per_step(config: TrainConfig, steps: int, images: int) -> float:
+def passes_with_fisher(config: TrainConfig, images: int) -> float:
     """Forward-backwards of a whole batch per step, those of the Fisher information included."""
-    if config.is_plain or config.ascent in ONE_PASS:
-        ascents = 0.0
-    else:
-        per_epoch = steps / config.epochs
-        ascents = (1 - config.ascent_start * per_epoch / steps) / config.ascent_every
     fisher = 0.0
     if config.optimizer == "ssam-f" and config.mask_epochs is not None:
         fisher = config.fisher_samples * -(-config.epochs // config.mask_epochs) / (images * config.epochs)
-    return 1 + ascents * config.ascent_fraction + fisher
+    return passes_per_step(config) + fisher

@@ -28,7 +28,7 @@ from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
 from sparsesam.lab.experiment.training import Training
 from studies.parts import PARTS
-from studies.plan import HERE, Job, Record, Task, passes_per_step, read_task, task_names
+from studies.plan import HERE, Job, Record, Task, passes_with_fisher, read_task, task_names
 
 #: Radius of the sharpness that is measured on trained networks.
 RADIUS = 0.5
@@ -114,7 +114,7 @@ def measure(job: Job, data_dir: Path | None) -> Record:
         "loss": loss,
         "train_accuracy": None if diverged else training.sums.correct / training.sums.images,
         "steps": training.steps_taken,
-        "passes": job.part_passes + passes_per_step(config, config.epochs * batches.steps, images),
+        "passes": job.part_passes + passes_with_fisher(config, images),
         "cpu_seconds": round(seconds, 3),
     }
     if any(length is not None for length in lengths):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from studies.plan import Task, passes_per_step
+from studies.plan import Task, passes_with_fisher
 from studies.statistics import Mean, paired, verdict
 
 from sparsesam.lab.experiment.config import TrainConfig
@@ -67,7 +67,7 @@ def test_longer_and_later_methods_are_relative_to_the_task():
 )
 def test_passes(settings, passes):
     config = TrainConfig(**settings)
-    assert passes_per_step(config, steps=16 * config.epochs, images=1000) == pytest.approx(passes)
+    assert passes_with_fisher(config, images=1000) == pytest.approx(passes)
 
 
 def test_a_mean_has_students_interval():

@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from sparsesam.lab.experiment.cost import FlopCounter, plain_pass
+from sparsesam.lab.experiment.config import TrainConfig
+from sparsesam.lab.experiment.cost import FlopCounter, passes_per_step, plain_pass
 from tests.lab.experiment.runs import train
 
 
@@ -65,3 +66,19 @@ def test_counting_does_not_change_a_result():
     with FlopCounter():
         layer(x).square().sum().backward()
     assert torch.equal(layer.weight.grad, expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "passes"),
+    [
+        ({"optimizer": "sgd"}, 1),
+        ({"optimizer": "sam"}, 2),
+        ({"optimizer": "sam", "ascent": "momentum"}, 1),
+        ({"optimizer": "auto"}, 1),
+        ({"optimizer": "sam", "ascent_fraction": 0.25}, 1.25),
+        ({"optimizer": "sam", "ascent_every": 2}, 1.5),
+        ({"optimizer": "sam", "ascent_start": 8, "epochs": 10}, 1.2),
+    ],
+)
+def test_passes_by_the_settings(settings, passes):
+    assert passes_per_step(TrainConfig(**settings)) == pytest.approx(passes)

@@ -133,7 +133,7 @@ def test_accuracy_cost_and_seeds_are_summed_up(tmp_path):
     sgd, sam = summarize(jobs)
     assert (sgd.relative_cost, sam.relative_cost) == (1, 2)
     assert sam.accuracy == pytest.approx(0.85)
-    assert sam.spread == pytest.approx(0.1 / 2**0.5)
+    assert sam.deviation == pytest.approx(0.1 / 2**0.5)
 
 
 def test_gpus_are_claimed_one_each(tmp_path):

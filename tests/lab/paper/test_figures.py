@@ -6,7 +6,7 @@ import pytest
 
 from sparsesam.lab.cli import main
 from sparsesam.lab.experiment.paper import recipes
-from sparsesam.lab.paper.figures import FIGURES, Material
+from sparsesam.lab.paper.figures import FIGURES, TrainedRecipe
 
 SMOKE = ["--set", "epochs=1", "train_size=48", "fisher_samples=8", "--seeds", "1", "--jobs", "1"]
 #: Thirteen wide networks take longer than a smoke test should.
@@ -20,7 +20,7 @@ NUMBERS = {
     "grad-diff": "small-cnn, digits, SGD: r < 0 for",
     "hessian": "SSAM-D: lambda_1",
     "vis-landscape": "SSAM-F: loss",
-    "sparsity-acc": "Bars are 95 % intervals",
+    "sparsity-acc": "Shades are 95 % intervals",
     "speedup": "The time of the steps themselves",
     "train-curve": "Lines are means",
 }
@@ -29,7 +29,7 @@ NUMBERS = {
 @pytest.fixture
 def few_points(monkeypatch):
     few = {"landscape": {"samples": 16, "points": 4}, "hessian": {"samples": 16, "density_steps": 5, "trace_probes": 3}}
-    monkeypatch.setattr(Material, "options", property(lambda material: few.get(material.recipe.figure, {})))
+    monkeypatch.setattr(TrainedRecipe, "options", property(lambda trained: dict(few.get(trained.recipe.figure, {}))))
 
 
 @pytest.mark.parametrize("label", DRAWN)
@@ -43,7 +43,7 @@ def test_each_figure_is_trained_analysed_and_drawn(label, tmp_path, capsys, few_
 
 
 def test_every_drawing_belongs_to_a_recipe():
-    assert {one.figure for one in recipes().values()} - {None} == set(FIGURES)
+    assert {one.figure for one in recipes().values()} - {None} == {*FIGURES, "corruption"}
 
 
 def test_an_analysis_is_kept_and_made_anew_when_the_run_is_another(tmp_path, few_points):

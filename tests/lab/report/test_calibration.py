@@ -1,7 +1,7 @@
 import json
 
-from sparsesam.lab.report.calibration import read_calibrations
-from sparsesam.lab.report.write import build
+from sparsesam.lab.report.read_run import read_run
+from sparsesam.lab.report.write import build, read_calibrations
 from tests.lab.report.made_runs import write_calibration, write_run
 
 
@@ -9,8 +9,8 @@ def test_the_file_beside_the_runs_is_read_once(tmp_path):
     runs = [write_run(tmp_path / name, optimizer=name) for name in ("sgd", "sam")]
     write_calibration(tmp_path, runs, [1.0, 2.0])
     problems = []
-    (found,) = read_calibrations(runs, problems)
-    assert sorted(found.seconds_per_epoch.values()) == [1.0, 2.0]
+    (found,) = read_calibrations(map(read_run, runs), problems)
+    assert sorted(one.seconds_per_epoch for one in found.variants.values()) == [1.0, 2.0]
     assert problems == []
 
 

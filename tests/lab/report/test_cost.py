@@ -1,18 +1,16 @@
 import json
 
-import pytest
-
-from sparsesam.lab.report.calibration import read_calibrations
-from sparsesam.lab.report.cost import cost_of, nominal_passes
+from sparsesam.lab.report.cost import cost_of
 from sparsesam.lab.report.read_run import read_run
 from sparsesam.lab.report.variants import group_runs
+from sparsesam.lab.report.write import read_calibrations
 from tests.lab.report.made_runs import write_calibration, write_run
 
 
 def cost(*paths):
     runs, problems = [read_run(path) for path in paths], []
     (task,) = group_runs(runs)
-    found = cost_of(task, read_calibrations(paths, problems))
+    found = cost_of(task, read_calibrations(runs, problems))
     assert problems == []
     return found, {variant.label: found.values[variant] for variant in task.variants}
 
@@ -70,19 +68,3 @@ def test_counts_and_settings_are_not_mixed(tmp_path):
         with_passes(write_run(tmp_path / "a", optimizer="sgd"), 0.9), write_run(tmp_path / "b", optimizer="sam")
     )
     assert values == {"SGD": 1.0, "SAM": 2.0}
-
-
-@pytest.mark.parametrize(
-    ("settings", "passes"),
-    [
-        ({"optimizer": "sgd"}, 1),
-        ({"optimizer": "sam"}, 2),
-        ({"optimizer": "sam", "ascent": "momentum"}, 1),
-        ({"optimizer": "auto"}, 1),
-        ({"optimizer": "sam", "ascent_fraction": 0.25}, 1.25),
-        ({"optimizer": "sam", "ascent_every": 2}, 1.5),
-        ({"optimizer": "sam", "ascent_start": 8, "epochs": 10}, 1.2),
-    ],
-)
-def test_passes_by_the_settings(settings, passes):
-    assert nominal_passes(settings) == pytest.approx(passes)

@@ -22,7 +22,7 @@ from sparsesam.lab.paper.choices import other_choices, settings_of
 from sparsesam.lab.paper.comparison import Comparison
 from sparsesam.lab.paper.cost import PAPER_TFLOPS
 from sparsesam.lab.paper.dry_run import Rehearsal, cost_table, dry_run
-from sparsesam.lab.paper.figures import Material, draw
+from sparsesam.lab.paper.figures import TrainedRecipe, draw
 
 HELP = (
     "Repeat a table or figure of the paper. `list` names them, `show NAME` tells what it runs and where each setting "
@@ -73,7 +73,7 @@ def run(options: Namespace) -> int:
         )
     _run(chosen, options, settings, jobs, out, console)
     if file is not None:
-        for sentence in draw(Material(chosen, scale, jobs, settings, options.data_dir), file):
+        for sentence in draw(TrainedRecipe(chosen, scale, jobs, settings, options.data_dir), file):
             console.print(f"- {sentence}", soft_wrap=True, markup=False)
         console.print(f"picture: {file}", soft_wrap=True, markup=False)
     return 0

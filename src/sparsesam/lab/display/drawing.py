@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from sparsesam.lab.display.colors import COLORS, PALETTE_SIZE
 from sparsesam.lab.display.figure import Axis, Figure, Series, to_csv
@@ -75,6 +76,19 @@ def write_figures(figures: Sequence[Figure], folder: Path) -> None:
                 _draw_panel(drawing, figure, name, panel, _WIDTH)
                 for suffix in (".svg", ".pdf"):
                     _save(drawing, folder / f"{figure.name}{end}{suffix}")
+
+
+def write_images(titles: Sequence[str], rows: Sequence[Sequence[Tensor]], file: Path) -> None:
+    """Images, (c, h, w) uint8, in rows; a title above each column."""
+    _import_matplotlib()
+    drawing = _new_drawing(1.6 * len(titles), 1.4 * len(rows))
+    axes = drawing.subplots(len(rows), len(titles), squeeze=False)
+    for row, column in np.ndindex(axes.shape):
+        axes[row, column].imshow(rows[row][column].expand(3, -1, -1).permute(1, 2, 0).numpy(), interpolation="nearest")
+        axes[row, column].set_axis_off()
+        axes[row, column].set_title(titles[column] if row == 0 else "", fontsize="small")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    _save(drawing, file)
 
 
 def _import_matplotlib() -> Any:

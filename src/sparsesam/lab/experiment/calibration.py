@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,10 @@ class SweepCalibration:
     def of(self, config: TrainConfig) -> VariantTime | None:
         return self.variants.get(key(config))
 
+    def seconds_per_epoch(self, keys: Iterable[str]) -> float | None:
+        """Of the first of these variants that was measured."""
+        return next((self.variants[one].seconds_per_epoch for one in keys if one in self.variants), None)
+
     def fits(self, configs: Sequence[TrainConfig]) -> bool:
         """Whether it has all of these, measured on a machine like this one."""
         here = provenance()
@@ -68,13 +72,15 @@ def key(config: TrainConfig) -> str:
 
 
 def read_calibration(folder: Path) -> SweepCalibration | None:
-    """The calibration beside the runs in ``folder``; None where there is none."""
+    """The calibration beside the runs in ``folder``; None where there is none, ValueError if it cannot be read."""
     try:
         content = json.loads((folder / FILE).read_text())
+        variants = {name: VariantTime(**one) for name, one in content["variants"].items()}
+        return SweepCalibration(variants, dict(content["provenance"]))
     except FileNotFoundError:
         return None
-    variants = {name: VariantTime(**one) for name, one in content["variants"].items()}
-    return SweepCalibration(variants, content["provenance"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{FILE} is not a calibration of this version of sparsesam ({error}); delete it") from error
 
 
 def calibrate(jobs: Sequence[Job], place: RunEnvironment, folder: Path) -> SweepCalibration:

@@ -17,6 +17,20 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from sparsesam.ascent.plan import ONE_PASS
+from sparsesam.lab.experiment.config import TrainConfig
+
+
+def passes_per_step(config: TrainConfig, *, epochs: float | None = None) -> float:
+    """Forward-backwards of a batch that an average step takes by its settings, without masks: 1 for SGD, 2 for SAM.
+
+    ``epochs`` is the length of the training if it is not the config's.
+    """
+    if config.is_plain or config.optimizer == "auto" or config.ascent in ONE_PASS:
+        return 1.0
+    ascending = max(0.0, 1 - config.ascent_start / (epochs or config.epochs))
+    return 1 + config.ascent_fraction * ascending / config.ascent_every
+
 
 class FlopCounter(TorchDispatchMode):
     """Within the block, ``flops`` adds up.

@@ -42,14 +42,14 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Cell:
+class MeanOverSeeds:
     """Ours: mean, sample standard deviation (None for one seed) and number of seeds; None before any is finished.
 
     ``values`` are the seeds' own.
     """
 
     mean: float
-    spread: float | None
+    deviation: float | None
     seeds: int
     kind: Literal["share", "seconds", "speed"] = "share"
     values: Mapping[int, float] = field(default_factory=dict)
@@ -173,7 +173,7 @@ class Recipe:
         """The runs whose time is measured, with seed 0."""
         return {self.config(row, column, overrides) for row, column in self.cells(scale) if column.is_timed}
 
-    def cell(self, row: str, column: Column, finished: Finished, overrides: Mapping[str, Any]) -> Cell | None:
+    def cell(self, row: str, column: Column, finished: Finished, overrides: Mapping[str, Any]) -> MeanOverSeeds | None:
         values = self._values(row, column, finished, overrides)
         if column.relative_to is not None:
             reference = self._values(column.relative_to, column, finished, overrides)
@@ -183,8 +183,8 @@ class Recipe:
         kind: Literal["share", "seconds", "speed"]
         kind = "speed" if column.relative_to is not None else "seconds" if column.is_timed else "share"
         numbers = list(values.values())
-        spread = statistics.stdev(numbers) if len(numbers) > 1 else None
-        return Cell(statistics.fmean(numbers), spread, len(numbers), kind, values)
+        deviation = statistics.stdev(numbers) if len(numbers) > 1 else None
+        return MeanOverSeeds(statistics.fmean(numbers), deviation, len(numbers), kind, values)
 
     def _values(self, row: str, column: Column, finished: Finished, overrides: Mapping[str, Any]) -> dict[int, float]:
         results = finished.get(replace(self.config(row, column, overrides), seed=0), [])
@@ -233,15 +233,15 @@ def default_out(chosen: Recipe, scale: Scale) -> Path:
     return Path("runs") / "paper" / (_SHARED_DIRECTORY if is_shared else chosen.label) / scale
 
 
-def show_ours(cell: Cell | None) -> str:
+def show_ours(cell: MeanOverSeeds | None) -> str:
     """Accuracies in percent, times in seconds, speeds as factors; ± is the sample standard deviation."""
     if cell is None:
         return "–"
     if cell.kind == "seconds":
-        return f"{cell.mean:.3g}" + ("" if cell.spread is None else f" ± {cell.spread:.2g}")
+        return f"{cell.mean:.3g}" + ("" if cell.deviation is None else f" ± {cell.deviation:.2g}")
     if cell.kind == "speed":
-        return f"×{cell.mean:.2f}" + ("" if cell.spread is None else f" ± {cell.spread:.2f}")
-    return f"{100 * cell.mean:.2f}" + ("" if cell.spread is None else f" ± {100 * cell.spread:.2f}")
+        return f"×{cell.mean:.2f}" + ("" if cell.deviation is None else f" ± {cell.deviation:.2f}")
+    return f"{100 * cell.mean:.2f}" + ("" if cell.deviation is None else f" ± {100 * cell.deviation:.2f}")
 
 
 def show_theirs(number: float | None, column: Column) -> str:

@@ -14,7 +14,7 @@ from sparsesam.lab.experiment.sweep import Job
 
 @dataclass(frozen=True)
 class Row:
-    """One variant over its seeds; numbers are of the finished ones. ``spread`` is the sample standard deviation.
+    """One variant over its seeds; numbers are of the finished ones. ``deviation`` is the sample standard deviation.
 
     ``relative_cost`` is that of a step in units of the first row's: of times that were measured together, or of
     forward and backward passes where there is no calibration.
@@ -25,7 +25,7 @@ class Row:
     finished: int
     failed: int
     accuracy: float | None
-    spread: float | None
+    deviation: float | None
     relative_cost: float | None
     sparsity: float | None
     now: str
@@ -52,7 +52,7 @@ def _row(label: str, members: Sequence[Job], relative_cost: float | None) -> Row
         finished=len(results),
         failed=sum(job.failure is not None for job in members),
         accuracy=statistics.fmean(accuracies) if accuracies else None,
-        spread=statistics.stdev(accuracies) if len(accuracies) > 1 else None,
+        deviation=statistics.stdev(accuracies) if len(accuracies) > 1 else None,
         relative_cost=relative_cost,
         sparsity=results[0]["sparsity"] if results else None,
         now=_now(members),

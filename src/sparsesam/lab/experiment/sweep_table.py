@@ -84,7 +84,7 @@ def table(title: str, jobs: Sequence[Job], calibration: SweepCalibration | None 
     for row in rows:
         cells = [
             row.label,
-            mean_and_spread(row.accuracy, row.spread),
+            mean_and_deviation(row.accuracy, row.deviation),
             "–" if row.relative_cost is None else f"{row.relative_cost:.2f}",
             "–" if row.sparsity is None else f"{row.sparsity:.4g}",
             _seeds(row),
@@ -93,11 +93,11 @@ def table(title: str, jobs: Sequence[Job], calibration: SweepCalibration | None 
     return drawn
 
 
-def mean_and_spread(mean: float | None, spread: float | None) -> str:
+def mean_and_deviation(mean: float | None, deviation: float | None) -> str:
     """Fractions as percentages."""
     if mean is None:
         return "–"
-    return f"{100 * mean:.2f}{'' if spread is None else f' ± {100 * spread:.2f}'} %"
+    return f"{100 * mean:.2f}{'' if deviation is None else f' ± {100 * deviation:.2f}'} %"
 
 
 def _seeds(row: Row) -> str:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from sparsesam.lab.display.numbers import plural
 from sparsesam.lab.experiment.confidence import differ
-from sparsesam.lab.experiment.paper import Cell, Column, Recipe, Scale, finished_results, show_theirs
+from sparsesam.lab.experiment.paper import Column, MeanOverSeeds, Recipe, Scale, finished_results, show_theirs
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Job
 
@@ -98,7 +98,7 @@ class Comparison:
                 said.append(_best_of(column, found))
         return said
 
-    def _cells(self) -> dict[tuple[str, str], Cell]:
+    def _cells(self) -> dict[tuple[str, str], MeanOverSeeds]:
         finished = finished_results(self.jobs)
         found = {
             (row, column.label): self.recipe.cell(row, column, finished, self.overrides)
@@ -107,7 +107,7 @@ class Comparison:
         return {place: cell for place, cell in found.items() if cell is not None}
 
 
-def _best_of(column: Column, found: Mapping[str, Cell]) -> str:
+def _best_of(column: Column, found: Mapping[str, MeanOverSeeds]) -> str:
     order = sorted(found, key=lambda row: found[row].mean, reverse=not column.is_timed)
     best, others = order[0], order[1:]
     apart = {row: differ(found[best].values, found[row].values) for row in others}
@@ -126,7 +126,7 @@ def _listed(rows: Sequence[str]) -> str:
     return rows[0] if len(rows) == 1 else f"{'; '.join(rows[:-1])} and {rows[-1]}"
 
 
-def show_interval(cell: Cell | None) -> str:
+def show_interval(cell: MeanOverSeeds | None) -> str:
     """A mean and its 95 % interval: percentages, seconds or factors."""
     if cell is None:
         return "–"

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from sparsesam.ascent.plan import ONE_PASS
 from sparsesam.lab import models
 from sparsesam.lab.data.cifar import CIFAR10, CIFAR100
 from sparsesam.lab.experiment.config import TrainConfig
+from sparsesam.lab.experiment.cost import passes_per_step
 
 #: Operations per second that the paper's table 10 implies of its A100: ResNet-18, 50,000 images an epoch, two
 #: forward-backwards each of three times the forward's 1.11 GFLOP, in 13.60 s.
@@ -40,7 +40,7 @@ SHAPES = {
 
 
 @dataclass(frozen=True)
-class Cost:
+class RunCost:
     """Of one run, or the sum of many: ``memory`` is then the largest. ``passes`` are forward-backwards of a batch."""
 
     runs: int
@@ -53,21 +53,22 @@ class Cost:
         return self.flops / (tflops * 1e12) / 3600
 
 
-def cost(config: TrainConfig) -> Cost:
+def cost(config: TrainConfig) -> RunCost:
     """An estimate: a backward takes twice its forward, a step's arithmetic outside of the model nothing."""
     shape, model = shape_of(config), measured_model(config.model, *shape_of(config)[:3])
     images = min(config.train_size or shape.train, shape.train)
     per_epoch = math.ceil(images / config.batch_size)
     steps = min(config.epochs * per_epoch, config.max_steps or config.epochs * per_epoch)
     masks = _masks(config, steps, per_epoch) if config.optimizer == "ssam-f" else 0
-    passes = steps * _passes_per_step(config, steps, per_epoch) + masks * config.fisher_samples / config.batch_size
+    fisher = masks * config.fisher_samples / config.batch_size
+    passes = steps * passes_per_step(config, epochs=steps / per_epoch) + fisher
     flops = passes * 3 * model.forward_flops * config.batch_size
-    return Cost(1, steps, passes, flops, _memory(config, model))
+    return RunCost(1, steps, passes, flops, _memory(config, model))
 
 
-def total(costs: Iterable[Cost]) -> Cost:
+def total(costs: Iterable[RunCost]) -> RunCost:
     found = list(costs)
-    return Cost(
+    return RunCost(
         runs=sum(one.runs for one in found),
         steps=sum(one.steps for one in found),
         passes=sum(one.passes for one in found),
@@ -115,13 +116,6 @@ def measured_model(name: str, classes: int, channels: int, side: int) -> Measure
     saved = sum(size for storage, size in storages.items() if storage not in of_weights)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return MeasuredModel(parameters, counter.get_total_flops() / len(images), saved / len(images))
-
-
-def _passes_per_step(config: TrainConfig, steps: int, per_epoch: int) -> float:
-    if config.is_plain or config.ascent in ONE_PASS:
-        return 1.0
-    ascending = max(0.0, 1 - config.ascent_start * per_epoch / steps) / config.ascent_every
-    return 1 + config.ascent_fraction * ascending
 
 
 def _masks(config: TrainConfig, steps: int, per_epoch: int) -> int:

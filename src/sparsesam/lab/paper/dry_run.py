@@ -22,7 +22,7 @@ from sparsesam.lab.experiment.optimizers import make_optimizer
 from sparsesam.lab.experiment.paper import Recipe, Scale
 from sparsesam.lab.experiment.run import make_fabric
 from sparsesam.lab.experiment.training import Training
-from sparsesam.lab.paper.cost import Cost, cost, measured_model, shape_of, total
+from sparsesam.lab.paper.cost import RunCost, cost, measured_model, shape_of, total
 
 STEPS = 2
 #: Images a step on a CPU, where the ascent uses all of them; a quarter must be one at least.
@@ -36,7 +36,7 @@ class Rehearsal:
     """``steps`` taken, and why not more."""
 
     config: TrainConfig
-    cost: Cost
+    cost: RunCost
     steps: int
     reason: str = ""
 
@@ -102,7 +102,7 @@ def cost_table(chosen: Recipe, found: Iterable[Rehearsal], *, seeds: int, tflops
     return drawn
 
 
-def _shown(one: Cost, tflops: float) -> list[str]:
+def _shown(one: RunCost, tflops: float) -> list[str]:
     return [
         str(one.runs),
         f"{one.steps:,}",
@@ -136,7 +136,7 @@ def _made_up(config: TrainConfig, short: TrainConfig) -> Splits:
     return Splits(train=whole, test=whole, name=config.dataset, classes=classes, mean=mean, std=std)
 
 
-def _too_much(config: TrainConfig, estimate: Cost, device: torch.device) -> str:
+def _too_much(config: TrainConfig, estimate: RunCost, device: torch.device) -> str:
     """Why this machine should not take the steps."""
     free: float | None
     if device.type == "cuda":

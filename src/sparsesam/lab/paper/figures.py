@@ -1,9 +1,11 @@
-"""From a recipe's trained runs to its figure, in the paper's layout."""
+"""From a recipe's trained runs to its figure: a panel for each network, a line for each optimizer."""
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +13,28 @@ import numpy as np
 import torch
 
 from sparsesam.lab.data import CORRUPTIONS, FolderSplits, corrupt, load
+from sparsesam.lab.display.colors import assign_colors
+from sparsesam.lab.display.drawing import write_images, write_plot
+from sparsesam.lab.display.figure import Axis, Bar, Figure, Series
 from sparsesam.lab.experiment.paper import Column, Recipe, Scale, finished_results
 from sparsesam.lab.experiment.records import read_records
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Job
-from sparsesam.lab.paper import drawing, measure
+from sparsesam.lab.inspection import Analysis, Measured, TrainedRun, load_run, write_analysis
+from sparsesam.lab.inspection.gradients import GradientAnalysis
+from sparsesam.lab.inspection.hessian import HessianAnalysis
+from sparsesam.lab.inspection.landscape import LandscapeAnalysis
+from sparsesam.lab.inspection.options import options_of
 
 #: The order in the paper's figure 3.
 CORRUPTED = ("resolution", "occlusion", "gaussian-noise", "fog")
 _IMAGES = 4
+#: Training images that landscapes and spectra are measured on, unless the recipe says another number.
+SAMPLES = 2048
 
 
 @dataclass(frozen=True)
-class Material:
+class TrainedRecipe:
     """Finished runs of a recipe, and where their data are."""
 
     recipe: Recipe
@@ -33,159 +44,213 @@ class Material:
     data_dir: Path | None
 
     @property
-    def options(self) -> Mapping[str, Any]:
+    def options(self) -> dict[str, Any]:
         """Of the analysis."""
         return dict(self.recipe.content[self.scale].get("analysis", {}))
 
+    @property
+    def columns(self) -> list[Column]:
+        return self.recipe.columns(self.scale)
+
+    @property
+    def rows(self) -> list[str]:
+        return self.recipe.rows(self.scale)
+
     def runs(self, row: str, column: Column) -> list[Path]:
         """The directories of a cell, seed by seed."""
-        wanted = self.recipe.config(row, column, self.overrides)
-        return [job.directory for job in self.jobs if _without_seed(job) == {**wanted.__dict__, "seed": None}]
+        wanted = replace(self.recipe.config(row, column, self.overrides), seed=0)
+        return [job.directory for job in self.jobs if replace(job.config, seed=0) == wanted]
+
+    def looks(self) -> dict[str, tuple[str, int]]:
+        """A colour and a style number for each row."""
+        optimizers = [self.recipe.config(row, self.columns[0], {}).optimizer for row in self.rows]
+        return dict(zip(self.rows, assign_colors(optimizers), strict=True))
+
+    def measured(self, column: Column, measure: Callable[[Path], Any]) -> list[Measured[Any]]:
+        """Of the first seed's run of each row: the paper's figures have one network."""
+        looks = self.looks()
+        return [Measured(row, measure(self.runs(row, column)[0]), *looks[row]) for row in self.rows]
 
 
-def draw(material: Material, file: Path) -> list[str]:
+def draw(trained: TrainedRecipe, file: Path) -> list[str]:
     """Measure what the figure shows, draw it to ``file``, and return its numbers in words."""
-    assert material.recipe.figure is not None
-    figure, said = FIGURES[material.recipe.figure](material)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=150)
+    assert trained.recipe.figure is not None
+    if trained.recipe.figure == "corruption":
+        write_images(("image", *CORRUPTED), _corrupted(trained), file)
+        return []
+    figures, said = FIGURES[trained.recipe.figure](trained)
+    write_plot(figures, file)
     return said
 
 
 # ---- one function for each figure ------------------------------------------------------------------------------
 
 
-def _gradients(material: Material) -> tuple[Any, list[str]]:
-    panels: dict[str, dict[str, Any]] = {}
-    said = []
-    for column in material.recipe.columns(material.scale):
-        panels[column.label] = {}
-        for row in material.recipe.rows(material.scale):
-            found = measure.gradients(material.runs(row, column)[0], material.options, material.data_dir)
-            panels[column.label][row] = found
-            said.append(f"{column.label}, {row}: r < 0 for {found['every']['share_below_zero']:.1%} of the weights")
-    said.append("r is that of one training batch, at the end of the training, with a logarithm to base 10.")
-    return drawing.gradients(panels), said
+def _gradients(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
+    """r of SAM's and SGD's gradient of one batch as training sees it: of its size, normalized by itself."""
 
+    def measure(directory: Path) -> Any:
+        config = load_run(directory).config
+        batch: dict[str, Any] = {"samples": config.batch_size, "batch_size": config.batch_size, "statistics": "batch"}
+        run = load_run(directory, data_dir=trained.data_dir, **batch)
+        return _kept(run, GradientAnalysis(rho=config.rho, **trained.options))
 
-def _curves(material: Material) -> tuple[Any, list[str]]:
-    panels: dict[str, dict[str, Any]] = {}
-    for column in material.recipe.columns(material.scale):
-        panels[column.label] = {}
-        for row in material.recipe.rows(material.scale):
-            epochs = [_epochs(run) for run in material.runs(row, column)]
-            panels[column.label][row] = {
-                name: np.array([[record[name] for record in one] for one in epochs])
-                for name in ("train_loss", "test_accuracy")
-            }
-    return drawing.curves(panels), ["Lines are means over the seeds, shades reach from the lowest to the highest."]
-
-
-def _sparsity(material: Material) -> tuple[Any, list[str]]:
-    recipe, finished = material.recipe, finished_results(material.jobs)
-    panels: dict[str, dict[str, list[drawing.Point]]] = {}
-    theirs: dict[str, dict[str, list[drawing.Point]]] = {}
-    place = {column.label: number for number, column in enumerate(recipe.columns("full"))}
-    for row, column in recipe.cells(material.scale):
-        config, method = recipe.config(row, column, {}), row.split()[0]
-        at = 0.0 if config.sparsity is None else config.sparsity
-        cell = recipe.cell(row, column, finished, material.overrides)
-        if cell is not None:
-            bar = None if cell.interval is None else (100 * cell.interval[0], 100 * cell.interval[1])
-            point = drawing.Point(at, 100 * cell.mean, bar)
-            panels.setdefault(column.label, {}).setdefault(method, []).append(point)
-        printed = recipe.paper(row)
-        if material.scale == "full" and place[column.label] < len(printed):
-            point = drawing.Point(at, printed[place[column.label]], None)
-            theirs.setdefault(column.label, {}).setdefault(method, []).append(point)
-    said = ["Bars are 95 % intervals of the mean."] + (["Dotted lines are the paper's numbers."] if theirs else [])
-    return drawing.sparsity(panels, theirs), said
-
-
-def _landscape(material: Material) -> tuple[Any, list[str]]:
-    found = _of_each_row(material, measure.landscape)
+    found = {column.label: trained.measured(column, measure) for column in trained.columns}
+    drawn = {label: GradientAnalysis.figures("gradients", measured)[0] for label, measured in found.items()}
+    panels = {label: figure.panels["every weight"] for label, figure in drawn.items()}
     said = [
-        f"{row}: loss {one['center_loss']:.4g} in the middle, {_largest(one['loss']):.4g} at the highest point"
-        for row, one in found.items()
+        f"{label}, {one.label}: r < 0 for {one.result.every.share_below_zero:.1%} of the weights"
+        for label, measured in found.items()
+        for one in measured
     ]
-    return drawing.landscapes(found), said
+    said.append("r is that of one training batch, at the end of the training, with a logarithm to base 10.")
+    return [replace(next(iter(drawn.values())), panels=panels)], said
 
 
-def _hessian(material: Material) -> tuple[Any, list[str]]:
-    found = _of_each_row(material, measure.hessian)
+def _curves(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
+    looks = trained.looks()
+
+    def series(row: str, column: Column, name: str, factor: float) -> Series:
+        runs = [_epochs(run) for run in trained.runs(row, column)]
+        values = factor * np.array([[record[name] for record in one] for one in runs])
+        bars: list[Bar | None] | None = None
+        if len(runs) > 1:
+            bars = list(zip(values.min(0).tolist(), values.max(0).tolist(), strict=True))
+        color, number = looks[row]
+        return Series(row, color, list(range(1, values.shape[1] + 1)), values.mean(0).tolist(), number, bars=bars)
+
+    def figure(name: str, title: str, axis: str, factor: float) -> Figure:
+        panels = {
+            column.label: [series(row, column, name, factor) for row in trained.rows] for column in trained.columns
+        }
+        return Figure(name, title, "", "lines", Axis("epoch", whole=True), Axis(axis), panels)
+
+    loss = figure("train_loss", "Training loss", "training loss", 1.0)
+    accuracy = figure("test_accuracy", "Test accuracy", "test accuracy (%)", 100.0)
+    return [loss, accuracy], ["Lines are means over the seeds, shades reach from the lowest to the highest."]
+
+
+def _sparsity(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
+    """Accuracy over sparsity, SAM as a line across; at full scale the paper's own numbers dotted."""
+    recipe, finished = trained.recipe, finished_results(trained.jobs)
+    printed_at = {column.label: place for place, column in enumerate(recipe.columns("full"))}
+    points: dict[tuple[str, str, bool], list[tuple[float, float, Bar | None]]] = {}
+    for row, column in recipe.cells(trained.scale):
+        method, at = row.split()[0], recipe.config(row, column, {}).sparsity or 0.0
+        ours = recipe.cell(row, column, finished, trained.overrides)
+        if ours is not None:
+            bar = ours.interval and (100 * ours.interval[0], 100 * ours.interval[1])
+            points.setdefault((column.label, method, False), []).append((at, 100 * ours.mean, bar))
+        theirs, place = recipe.paper(row), printed_at.get(column.label, 0)
+        if trained.scale == "full" and place < len(theirs):
+            points.setdefault((column.label, method, True), []).append((at, theirs[place], None))
+    methods = list(dict.fromkeys(method for _, method, _ in points))
+    looks = dict(zip(methods, assign_colors([method.lower() for method in methods]), strict=True))
+    right = max(x for line in points.values() for x, _, _ in line)
+    panels: dict[str, list[Series]] = {}
+    for (label, method, is_paper), line in points.items():
+        line = [(x, *line[0][1:]) for x in (0.0, right)] if method == "SAM" else line
+        x, y, bars = (list(values) for values in zip(*line, strict=True))
+        name, (color, number) = f"{method}, paper" if is_paper else method, looks[method]
+        panels.setdefault(label, []).append(Series(name, color, x, y, number, bars=bars, faint=is_paper))
+    figure = Figure(
+        "sparsity", "Test accuracy", "", "lines", Axis("sparsity"), Axis("test accuracy (%)"), panels=panels
+    )
+    dotted = ["Dotted lines are the paper's numbers."] if trained.scale == "full" else []
+    return [figure], ["Shades are 95 % intervals of the mean.", *dotted]
+
+
+def _landscape(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
+    """The training loss on points x points places of [-1, 1]² along filter-normalized random directions."""
+    found = _measured_on_samples(trained, lambda options: LandscapeAnalysis(**{"points": 50, **options}))
+    said = [
+        f"{one.label}: loss {one.result.center_loss:.4g} in the middle, "
+        f"{np.nanmax(one.result.loss):.4g} at the highest point"
+        for one in found
+    ]
+    return LandscapeAnalysis.figures("landscape-2d", found)[:1], said
+
+
+def _hessian(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
+    """The spectral density, with the largest eigenvalue and its ratio to the fifth in the legend."""
+    found = _measured_on_samples(trained, lambda options: HessianAnalysis(**options))
     said = []
-    for row, one in found.items():
-        spectrum = one["eigenvalues"]
-        said.append(
-            f"{row}: lambda_1 {spectrum['eigenvalues'][0]:.4g}, lambda_1 / lambda_5 {_number(spectrum['ratio'])}"
-        )
-    return drawing.spectra(found), said
+    for one in found:
+        spectrum = one.result.eigenvalues
+        ratio = "–" if spectrum.ratio is None else f"{spectrum.ratio:.4g}"
+        said.append(f"{one.label}: lambda_1 {spectrum.eigenvalues[0]:.4g}, lambda_1 / lambda_5 {ratio}")
+    named = [replace(one, label=name) for one, name in zip(found, said, strict=True)]
+    return HessianAnalysis.figures("hessian", named)[1:], said
 
 
-def _speedup(material: Material) -> tuple[Any, list[str]]:
-    (column,) = material.recipe.columns(material.scale)
-    lines = {}
-    for row in material.recipe.rows(material.scale):
-        seconds = [
-            [one for record in _epochs(run) for one in record["step_seconds"]] for run in material.runs(row, column)
+def _speedup(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
+    """Running time over training iterations."""
+    (column,), looks, lines = trained.columns, trained.looks(), []
+    for row in trained.rows:
+        steps = [
+            [one for record in _epochs(run) for one in record["step_seconds"]] for run in trained.runs(row, column)
         ]
-        lines[row] = np.mean([np.cumsum(one) for one in seconds], axis=0)
+        seconds = np.mean([np.cumsum([0.0, *one]) for one in steps], axis=0)
+        color, number = looks[row]
+        lines.append(Series(row, color, list(range(len(seconds))), seconds.tolist(), number))
+    x, y = Axis("training iteration", whole=True), Axis("running time (s)")
     said = ["The time of the steps themselves, without loading images and making masks."]
-    return drawing.speedup(lines), said
+    return [Figure("speedup", "Running time", "", "lines", x, y, {"": lines})], said
 
 
-def _corruption(material: Material) -> tuple[Any, list[str]]:
-    """Images as they are, and after each corruption; for each data set that the recipe names."""
-    names = {column.settings["dataset"] for column in material.recipe.columns(material.scale)}
-    rows = []
-    for name in sorted(names):
-        splits = load(name, material.data_dir)
-        if isinstance(splits, FolderSplits):
-            raise ValueError(f"dataset must be one that is held in memory, got {name!r}")
-        images = splits.train.images[:_IMAGES]
-        generator = torch.Generator().manual_seed(0)
-        changed = [corrupt(images, 1.0, kind, generator).images for kind in CORRUPTED]
-        rows += [[one[place] for one in (images, *changed)] for place in range(len(images))]
-    assert set(CORRUPTED) == set(CORRUPTIONS)
-    return drawing.corruptions(("image", *CORRUPTED), rows), []
-
-
-FIGURES: dict[str, Callable[[Material], tuple[Any, list[str]]]] = {
+FIGURES: dict[str, Callable[[TrainedRecipe], tuple[list[Figure], list[str]]]] = {
     "gradients": _gradients,
     "curves": _curves,
     "sparsity": _sparsity,
     "landscape": _landscape,
     "hessian": _hessian,
     "speedup": _speedup,
-    "corruption": _corruption,
 }
 
 
-# ---- small things ----------------------------------------------------------------------------------------------
+def _corrupted(trained: TrainedRecipe) -> list[list[torch.Tensor]]:
+    """Images as they are, and after each corruption; for each data set that the recipe names."""
+    assert set(CORRUPTED) == set(CORRUPTIONS)
+    rows = []
+    for name in sorted({column.settings["dataset"] for column in trained.columns}):
+        splits = load(name, trained.data_dir)
+        if isinstance(splits, FolderSplits):
+            raise ValueError(f"dataset must be one that is held in memory, got {name!r}")
+        images = splits.train.images[:_IMAGES]
+        generator = torch.Generator().manual_seed(0)
+        changed = [corrupt(images, 1.0, kind, generator).images for kind in CORRUPTED]
+        rows += [[one[place] for one in (images, *changed)] for place in range(len(images))]
+    return rows
 
 
-def _of_each_row(
-    material: Material, analysis: Callable[[Path, Mapping[str, Any], Path | None], dict[str, Any]]
-) -> dict[str, dict[str, Any]]:
-    """Of the first seed's run, which is where the paper's figures have one network."""
-    (column,) = material.recipe.columns(material.scale)
-    return {
-        row: analysis(material.runs(row, column)[0], material.options, material.data_dir)
-        for row in material.recipe.rows(material.scale)
-    }
+# ---- measuring -------------------------------------------------------------------------------------------------
 
 
-def _without_seed(job: Job) -> dict[str, Any]:
-    return {**job.config.__dict__, "seed": None}
+def _measured_on_samples(
+    trained: TrainedRecipe, make: Callable[[dict[str, Any]], Analysis[Any]]
+) -> list[Measured[Any]]:
+    options = trained.options
+    samples, analysis = options.pop("samples", SAMPLES), make(options)
+    (column,) = trained.columns
+    return trained.measured(
+        column, lambda directory: _kept(load_run(directory, samples=samples, data_dir=trained.data_dir), analysis)
+    )
+
+
+def _kept(run: TrainedRun, analysis: Analysis[Any]) -> Any:
+    """The result in ``RUN/analyses``, if it is of these weights, images and options; else measured and written."""
+    wanted = {**analysis.origin(run).to_dict(), "options": options_of(analysis)}
+    file = run.path / "analyses" / f"{analysis.name}.json"
+    if file.exists():
+        content = json.loads(file.read_text())
+        if all(content["made"].get(key) == value for key, value in wanted.items() if key != "notes"):
+            return analysis.read(content["result"])
+    start = time.perf_counter()
+    result = analysis.measure(run, lambda done, total: None)
+    seconds = time.perf_counter() - start
+    write_analysis(run.path, analysis.name, result, analysis.origin(run), options=options_of(analysis), seconds=seconds)
+    return result
 
 
 def _epochs(directory: Path) -> list[dict[str, Any]]:
     return [record for record in read_records(RunDirectory(directory).records) if record["kind"] == "epoch"]
-
-
-def _largest(loss: Sequence[Sequence[float | None]]) -> float:
-    return max((value for line in loss for value in line if value is not None), default=float("nan"))
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"

@@ -5,18 +5,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from sparsesam.ascent.plan import ONE_PASS
 from sparsesam.lab.display.numbers import Number, number, ratio
+from sparsesam.lab.experiment.calibration import SweepCalibration
 from sparsesam.lab.experiment.config import PLAIN
-from sparsesam.lab.report.calibration import Calibration
+from sparsesam.lab.experiment.cost import passes_per_step
 from sparsesam.lab.report.names import optimizer_name
 from sparsesam.lab.report.variants import Task, Variant
 
 
 @dataclass(frozen=True)
-class Cost:
+class VariantCosts:
     """``values`` by variant; ``column`` and ``axis`` say what they are, ``explanation`` how they were obtained."""
 
     column: str
@@ -29,12 +28,12 @@ class Cost:
         return f"{ratio(self.values[variant])} {self.unit}"
 
 
-def cost_of(task: Task, calibrations: Sequence[Calibration] = ()) -> Cost:
+def cost_of(task: Task, calibrations: Sequence[SweepCalibration] = ()) -> VariantCosts:
     """Times only if all finished variants of the task were measured together; otherwise forward-backward passes."""
     finished = [variant for variant in task.variants if variant.finished]
     plain = _plain(finished)
     for calibration in calibrations:
-        if plain is not None and all(calibration.seconds(variant.hashes) for variant in finished):
+        if plain is not None and all(calibration.seconds_per_epoch(variant.hashes) for variant in finished):
             return _times(task, plain, calibration)
     return _passes(task, plain)
 
@@ -44,11 +43,15 @@ def _plain(variants: Sequence[Variant]) -> Variant | None:
     return next((variant for variant in variants if variant.optimizer in PLAIN), None)
 
 
-def _times(task: Task, plain: Variant, calibration: Calibration) -> Cost:
-    name, unit = optimizer_name(plain.optimizer), calibration.seconds(plain.hashes)
-    seconds = {variant: _times_length(calibration.seconds(variant.hashes), variant, plain) for variant in task.variants}
-    where = f" on {calibration.machine}" if calibration.machine else ""
-    return Cost(
+def _times(task: Task, plain: Variant, calibration: SweepCalibration) -> VariantCosts:
+    name, unit = optimizer_name(plain.optimizer), calibration.seconds_per_epoch(plain.hashes)
+    seconds = {
+        variant: _times_length(calibration.seconds_per_epoch(variant.hashes), variant, plain)
+        for variant in task.variants
+    }
+    cpu = calibration.origin.get("cpu")
+    where = f" on {cpu}" if cpu else ""
+    return VariantCosts(
         column=f"time / {name}",
         axis=f"time of a run / {name}’s",
         explanation=f"Cost is time, masks included: all variants were measured together, in turns{where}.",
@@ -57,7 +60,7 @@ def _times(task: Task, plain: Variant, calibration: Calibration) -> Cost:
     )
 
 
-def _passes(task: Task, plain: Variant | None) -> Cost:
+def _passes(task: Task, plain: Variant | None) -> VariantCosts:
     """Counted passes relative to those of plain steps; by the settings alone if a run has no count."""
     counts = {variant: _times_length(_passes_per_step(variant), variant, plain) for variant in task.variants}
     unit = counts[plain] if plain is not None else None
@@ -66,12 +69,12 @@ def _passes(task: Task, plain: Variant | None) -> Cost:
     values = {
         variant: (count / unit if count and unit else None)
         if is_counted
-        else _times_length(nominal_passes(variant.settings), variant, plain)
+        else _times_length(passes_per_step(variant.config) if variant.config else None, variant, plain)
         for variant, count in counts.items()
     }
     name = optimizer_name(plain.optimizer) if plain is not None else "a plain step"
     how = "counted in forward and backward passes, masks included" if is_counted else "the passes of a step"
-    return Cost(
+    return VariantCosts(
         column=f"passes / {name}",
         axis=f"forward-backward passes / {name}’s",
         explanation=f"Cost is {how}, not time: these runs were not measured together.",
@@ -89,12 +92,3 @@ def _times_length(cost: Number, variant: Variant, plain: Variant | None) -> Numb
 def _passes_per_step(variant: Variant) -> Number:
     counted = variant.values("forward_backwards_per_step")
     return statistics.median(counted) if counted else None
-
-
-def nominal_passes(settings: Mapping[str, Any]) -> float:
-    """Passes of a step by the settings alone, for runs that recorded no count: 1 for SGD, 2 for SAM."""
-    if settings.get("optimizer") in (*PLAIN, "auto") or settings.get("ascent") in ONE_PASS:
-        return 1.0
-    fraction, every = number(settings.get("ascent_fraction")) or 1.0, number(settings.get("ascent_every")) or 1.0
-    epochs, start = number(settings.get("epochs")) or 1.0, number(settings.get("ascent_start")) or 0.0
-    return 1.0 + fraction / every * max(0.0, 1.0 - start / epochs)

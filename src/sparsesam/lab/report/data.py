@@ -9,10 +9,10 @@ from typing import Any
 
 from sparsesam.lab.display.colors import PALETTE_SIZE
 from sparsesam.lab.display.numbers import plural
+from sparsesam.lab.experiment.calibration import SweepCalibration
 from sparsesam.lab.inspection import Analysis, Measured
 from sparsesam.lab.inspection.origin import Origin
-from sparsesam.lab.report.calibration import Calibration
-from sparsesam.lab.report.cost import Cost, cost_of
+from sparsesam.lab.report.cost import VariantCosts, cost_of
 from sparsesam.lab.report.read_run import RunRecord
 from sparsesam.lab.report.variants import Task
 
@@ -27,11 +27,11 @@ class ReportData:
 
     runs: list[RunRecord]
     tasks: list[Task]
-    calibrations: list[Calibration] = field(default_factory=list)
+    calibrations: list[SweepCalibration] = field(default_factory=list)
     show_bounds: bool = False
     problems: list[tuple[str, str]] = field(default_factory=list)
 
-    def cost_of(self, task: Task) -> Cost:
+    def cost_of(self, task: Task) -> VariantCosts:
         return cost_of(task, self.calibrations)
 
     def measured(self, analysis: type[Analysis[Any]], name: str, task: Task) -> list[Measured[Any]]:

@@ -20,17 +20,17 @@ _DEFAULTS = {one.name: one.default for one in dataclasses.fields(TrainConfig)}
 class RunRecord:
     """``epochs`` are its records of that kind, the latest of each epoch; ``analyses`` the files' contents by name.
 
-    ``settings`` have defaults where the result does not depend on them, ``written_settings`` are those of the file.
-    ``variant_name`` is the name that a sweep or --name gave, else empty; ``variant_hash`` is that of the settings with
-    seed 0. ``reason`` says why a run is not
-    finished, ``problems`` what could not be read.
+    ``config`` is None if the settings are those of another version of sparsesam. ``settings`` have defaults where the
+    result does not depend on them. ``variant_name`` is the name that a sweep or --name gave, else empty;
+    ``variant_hash`` is that of the settings with seed 0. ``reason`` says why a run is not finished, ``problems`` what
+    could not be read.
     """
 
     path: Path
     status: Status
     reason: str
     settings: dict[str, Any]
-    written_settings: dict[str, Any]
+    config: TrainConfig | None
     variant_name: str
     variant_hash: str
     epochs: list[dict[str, Any]]
@@ -57,14 +57,15 @@ def read_run(path: Path) -> RunRecord:
     status, reason = _status(path, settings, epochs, result, failure)
     if not settings and status != "analyses only":
         problems.append("no settings could be read")
+    config = _config(settings) if settings else None
     return RunRecord(
         path=path,
         status=status,
         reason=reason,
-        settings=_canonical({**_DEFAULTS, **settings}) if settings else {},
-        written_settings={**_DEFAULTS, **settings} if settings else {},
+        settings=_canonical(config) if config else {**_DEFAULTS, **settings} if settings else {},
+        config=config,
         variant_name=str(written.get("name") or begun.get("name") or ""),
-        variant_hash=_variant_hash({**_DEFAULTS, **settings}, written.get("hash") or begun.get("hash")),
+        variant_hash=_variant_hash(config, written.get("hash") or begun.get("hash")),
         epochs=epochs,
         result=result if status == "finished" else {},
         provenance=_mapping(written, "provenance") or _mapping(begun, "provenance") or _mapping(failure, "provenance"),
@@ -73,22 +74,23 @@ def read_run(path: Path) -> RunRecord:
     )
 
 
-def _canonical(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings without influence on the result at their defaults, so that identical runs are equal."""
+def _config(settings: dict[str, Any]) -> TrainConfig | None:
     try:
-        return dataclasses.asdict(from_mapping(TrainConfig, settings).canonical)
-    except (TypeError, ValueError):  # written by another version of sparsesam
-        return settings
-
-
-def _variant_hash(settings: dict[str, Any], written: Any) -> str:
-    """The hash with seed 0: as the run wrote it, or by today's settings; empty for those of another version."""
-    if written and settings.get("seed") == 0:
-        return str(written)
-    try:
-        return from_mapping(TrainConfig, {**settings, "seed": 0}).content_hash
+        return from_mapping(TrainConfig, settings)
     except (TypeError, ValueError):
+        return None
+
+
+def _canonical(config: TrainConfig) -> dict[str, Any]:
+    """Settings without influence on the result at their defaults, so that identical runs are equal."""
+    return dataclasses.asdict(config.canonical)
+
+
+def _variant_hash(config: TrainConfig | None, written: Any) -> str:
+    """The hash with seed 0: as the run wrote it, or by today's settings; empty for those of another version."""
+    if config is None:
         return ""
+    return str(written) if written and config.seed == 0 else dataclasses.replace(config, seed=0).content_hash
 
 
 def _status(

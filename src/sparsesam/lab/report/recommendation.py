@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sparsesam.lab.display.numbers import percent
 from sparsesam.lab.experiment.confidence import differ
-from sparsesam.lab.report.cost import Cost
+from sparsesam.lab.report.cost import VariantCosts
 from sparsesam.lab.report.variants import Task, Variant
 
 
@@ -16,7 +16,7 @@ class Recommendation:
 
     chosen: Variant
     best: Variant
-    cost: Cost
+    cost: VariantCosts
 
     @property
     def sentence(self) -> str:
@@ -29,7 +29,7 @@ class Recommendation:
         )
 
 
-def recommend(task: Task, cost: Cost) -> Recommendation | None:
+def recommend(task: Task, cost: VariantCosts) -> Recommendation | None:
     """None for fewer than two variants with an accuracy and a cost.
 
     Of all variants whose accuracy cannot be told from the highest mean, the cheapest; of equally cheap ones, the most

@@ -42,6 +42,10 @@ class Variant:
         return str(self.settings["optimizer"])
 
     @property
+    def config(self) -> TrainConfig | None:
+        return self.runs[0].config
+
+    @property
     def hashes(self) -> set[str]:
         """Of its settings with seed 0; a run of another version of sparsesam may have another one."""
         return {run.variant_hash for run in (*self.runs, *self.duplicates)}

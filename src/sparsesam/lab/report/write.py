@@ -8,12 +8,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from sparsesam.lab.display.drawing import write_figures
-from sparsesam.lab.report.calibration import read_calibrations
+from sparsesam.lab.experiment.calibration import SweepCalibration, read_calibration
 from sparsesam.lab.report.data import ReportData
 from sparsesam.lab.report.find_runs import find_runs
 from sparsesam.lab.report.layout import build_sections
 from sparsesam.lab.report.page import render
-from sparsesam.lab.report.read_run import read_run
+from sparsesam.lab.report.read_run import RunRecord, read_run
 from sparsesam.lab.report.section import Section
 from sparsesam.lab.report.variants import group_runs
 
@@ -53,7 +53,18 @@ def build(runs: Iterable[StrPath], *, bounds: bool = False) -> tuple[ReportData,
     """What was read, and the sections made of it."""
     records = [read_run(path) for path in find_runs(runs)]
     problems: list[tuple[str, str]] = []
-    calibrations = read_calibrations((run.path for run in records), problems)
-    labels = {key: label for calibration in calibrations for key, label in calibration.labels.items()}
+    calibrations = read_calibrations(records, problems)
+    labels = {key: one.label for calibration in calibrations for key, one in calibration.variants.items() if one.label}
     data = ReportData(records, group_runs(records, labels), calibrations, show_bounds=bounds, problems=problems)
     return data, build_sections(data)
+
+
+def read_calibrations(runs: Iterable[RunRecord], problems: list[tuple[str, str]]) -> list[SweepCalibration]:
+    """Those beside the runs; files that cannot be read are noted as problems."""
+    found = []
+    for folder in dict.fromkeys(run.path.resolve().parent for run in runs):
+        try:
+            found.append(read_calibration(folder))
+        except (OSError, ValueError) as error:
+            problems.append((str(folder), str(error)))
+    return [one for one in found if one is not None]

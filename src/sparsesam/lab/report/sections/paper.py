@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from sparsesam.lab.display.numbers import plural
 from sparsesam.lab.display.table import Cell, Table, cells, number_cell
-from sparsesam.lab.experiment.config import TrainConfig, from_mapping, names_of
+from sparsesam.lab.experiment.config import TrainConfig, names_of
 from sparsesam.lab.experiment.paper import Finished, Recipe, Scale, recipes, show_ours, show_theirs
 from sparsesam.lab.report.data import ReportData
 from sparsesam.lab.report.names import setting_name
@@ -18,7 +19,7 @@ _SCALES: tuple[Scale, Scale] = ("laptop", "full")
 
 
 def beside_the_paper(data: ReportData) -> Section:
-    configs = [(run, config) for run in data.runs if (config := _config(run)) is not None]
+    configs = [(run, replace(run.config, seed=0)) for run in data.runs if run.config is not None]
     tables = [
         table
         for recipe in recipes().values()
@@ -27,14 +28,6 @@ def beside_the_paper(data: ReportData) -> Section:
         if (table := _table(recipe, scale, configs)) is not None
     ]
     return Section("paper", "Beside the paper", [Part("", tables)] if tables else [])
-
-
-def _config(run: RunRecord) -> TrainConfig | None:
-    """With seed 0, by which cells are looked up."""
-    try:
-        return from_mapping(TrainConfig, {**run.written_settings, "seed": 0}) if run.settings else None
-    except (TypeError, ValueError):  # of another version of sparsesam
-        return None
 
 
 def _table(recipe: Recipe, scale: Scale, configs: list[tuple[RunRecord, TrainConfig]]) -> Table | None:

@@ -6,7 +6,7 @@ from sparsesam.lab.display.figure import Axis, Bar, Figure, Series
 from sparsesam.lab.display.numbers import Number, percent, plural, ratio, significant
 from sparsesam.lab.display.table import Cell, Table, cells, number_cell
 from sparsesam.lab.experiment.confidence import confidence_interval
-from sparsesam.lab.report.cost import Cost
+from sparsesam.lab.report.cost import VariantCosts
 from sparsesam.lab.report.data import ReportData
 from sparsesam.lab.report.recommendation import Recommendation, recommend
 from sparsesam.lab.report.section import Part, Section
@@ -53,7 +53,7 @@ def accuracy_bar(variant: Variant) -> list[Bar] | None:
     return None if interval is None else [interval]
 
 
-def _cost_figure(task: Task, cost: Cost, recommendation: Recommendation | None) -> Figure:
+def _cost_figure(task: Task, cost: VariantCosts, recommendation: Recommendation | None) -> Figure:
     chosen = recommendation.chosen if recommendation else None
     series = [_point(variant, cost.values[variant], variant is chosen) for variant in task.variants]
     return Figure(
@@ -82,7 +82,7 @@ def _point(variant: Variant, place: Number, recommended: bool) -> Series | None:
     )
 
 
-def _table(task: Task, cost: Cost) -> Table:
+def _table(task: Task, cost: VariantCosts) -> Table:
     columns = ["variant", "test accuracy", cost.column, "sparsity", "best epoch’s", "train accuracy", "seeds"]
     caption = (
         "Mean ± standard deviation over the finished seeds, in the last epoch. “Best epoch’s” is the mean accuracy of "
@@ -101,7 +101,7 @@ def _chosen_on(task: Task) -> str:
     return f", {by_test}" if chosen else ""
 
 
-def _row(variant: Variant, cost: Cost) -> list[Cell]:
+def _row(variant: Variant, cost: VariantCosts) -> list[Cell]:
     measures = ("best_test_accuracy", "train_accuracy", "sparsity")
     best, train, sparsity = (variant.mean(measure) for measure in measures)
     return cells(
