@@ -5,13 +5,13 @@ import signal
 import sys
 from pathlib import Path
 
-from sparsesam.lab.experiment.observers import Silent
+from sparsesam.lab.experiment.observers import RunObserver
 from tests.lab.experiment.runs import train
 
 SETTINGS = {"optimizer": "ssam-f", "mask_steps": 3}
 
 
-class KillAt(Silent):
+class KillAt(RunObserver):
     def __init__(self, step):
         self.at = step
 

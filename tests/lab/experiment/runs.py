@@ -10,7 +10,7 @@ import torch
 
 from sparsesam.lab.experiment import checkpoint
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
-from sparsesam.lab.experiment.observers import Silent
+from sparsesam.lab.experiment.observers import RunObserver
 from sparsesam.lab.experiment.run import run
 
 SHORT = TrainConfig(train_size=72, test_size=40, epochs=3, batch_size=16, fisher_samples=8, optimizer="sgd", rho=0.1)
@@ -39,7 +39,7 @@ def same(first, second):
     return first == second
 
 
-class InterruptAt(Silent):
+class InterruptAt(RunObserver):
     """Sends itself Ctrl-C after the given number of steps."""
 
     def __init__(self, step):

@@ -9,7 +9,7 @@ from rich.console import Console
 from sparsesam.lab.cli import main
 from sparsesam.lab.experiment.errors import RunError
 from sparsesam.lab.experiment.paper import Recipe, recipe, recipes
-from sparsesam.lab.paper.dry_run import build, cost_table, dry_run, rehearse
+from sparsesam.lab.paper.dry_run import build, cost_table, dry_run, dry_run_config
 
 RUNS = {
     f"{one.label}: {label}": config
@@ -35,7 +35,7 @@ KINDS = {kind(config): label for label, config in reversed(list(CIFAR.items())) 
 
 @pytest.mark.parametrize("label", KINDS.values())
 def test_every_kind_of_cifar_run_takes_its_steps(label):
-    found = rehearse(CIFAR[label])
+    found = dry_run_config(CIFAR[label])
     assert found.steps == (0 if "vit" in CIFAR[label].model else 2)
     assert bool(found.reason) == (found.steps == 0)
 
@@ -50,7 +50,7 @@ def test_every_model_and_optimizer_is_built():
     "label", {kind(config): label for label, config in RUNS.items() if kind(config) not in KINDS}.values()
 )
 def test_every_other_kind_of_run_takes_its_steps(label):
-    assert rehearse(RUNS[label]).steps == 2
+    assert dry_run_config(RUNS[label]).steps == 2
 
 
 def test_a_bad_setting_is_told_with_its_row():
@@ -66,7 +66,7 @@ def test_a_bad_setting_is_told_with_its_row():
 def test_the_cost_of_all_seeds_is_shown():
     one = recipe("nm_vit")
     heard = []
-    found = dry_run(one, "laptop", {}, lambda label, rehearsal: heard.append(label))
+    found = dry_run(one, "laptop", {}, lambda label, one: heard.append(label))
     assert heard == ["SAM, s / step", "SSAM-F implicit 1:2, s / step", "SSAM-F implicit 2:4, s / step"]
     drawn = cost_table(one, found, seeds=3, tflops=10)
     console = Console(width=200, record=True, quiet=True)

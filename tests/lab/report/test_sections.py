@@ -160,7 +160,7 @@ def test_the_paper_s_numbers_stand_beside_ours_in_its_directory_whatever_was_set
     write_recipe(tmp_path / "paper" / "mask-strategy" / "laptop", "mask-strategy", "laptop", epochs=2)
     (table,) = paper_tables(tmp_path)
     sgd, sam, *_ = texts(table)
-    assert sgd == ["SGD", "53.50 ± 4.95", "76.67", "2"]
+    assert sgd == ["SGD", "53.50 (9.03 to 97.97)", "76.67", "2"]
     assert (sam[0], sam[2]) == ("SAM", "77.25")
     assert "Ours were run with epochs 2 instead of the recipe’s." in table.caption
 

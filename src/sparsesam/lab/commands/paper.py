@@ -21,7 +21,7 @@ from sparsesam.lab.experiment.sweep import Job
 from sparsesam.lab.paper.choices import other_choices, settings_of
 from sparsesam.lab.paper.comparison import Comparison
 from sparsesam.lab.paper.cost import PAPER_TFLOPS
-from sparsesam.lab.paper.dry_run import Rehearsal, cost_table, dry_run
+from sparsesam.lab.paper.dry_run import DryRun, cost_table, dry_run
 from sparsesam.lab.paper.figures import TrainedRecipe, draw
 
 HELP = (
@@ -61,7 +61,7 @@ def run(options: Namespace) -> int:
         _show(chosen, scale, settings, jobs, console)
         return 0
     if options.dry_run:
-        _rehearse(chosen, options, settings, console)
+        _dry_run(chosen, options, settings, console)
         return 0
     file = None
     if chosen.figure is not None:
@@ -92,15 +92,15 @@ def _run(
         report_failures(jobs)
 
 
-def _rehearse(chosen: Recipe, options: Namespace, settings: Mapping[str, Any], console: Console) -> None:
+def _dry_run(chosen: Recipe, options: Namespace, settings: Mapping[str, Any], console: Console) -> None:
     if options.tflops <= 0:
         raise ValueError(f"--tflops must be positive, got {options.tflops}")
 
-    def told(label: str, one: Rehearsal) -> None:
+    def on_run(label: str, one: DryRun) -> None:
         done = plural(one.steps, "step") if one.steps else f"built, no steps: {one.reason}"
         console.print(f"{label}: {done}", soft_wrap=True, markup=False)
 
-    found = dry_run(chosen, options.scale, settings, told)
+    found = dry_run(chosen, options.scale, settings, on_run)
     console.print(cost_table(chosen, found, seeds=_seeds(chosen, options.seeds), tflops=options.tflops))
     source = (
         ", what table 10 of the paper implies of its A100 (ResNet-18 with SAM, 13.60 s an epoch)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 from pathlib import Path
 from typing import Any
@@ -87,10 +86,6 @@ def initialize(model: nn.Module, path: Path) -> list[str]:
         )
     model.load_state_dict({name: weights[name] for name in own if name in weights and name not in kept}, strict=False)
     return kept
-
-
-def file_sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _head(model: nn.Module) -> set[str]:

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sparsesam.lab.experiment.config import TrainConfig
-from sparsesam.lab.experiment.observers import EpochLines, RunObserver, Silent, epoch_line, headline, total_steps
+from sparsesam.lab.experiment.observers import EpochLines, RunObserver, epoch_line, headline, total_steps
 from sparsesam.lab.experiment.training import Training
 
 
-class Live:
+class Live(RunObserver):
     """Epoch, loss, accuracy, images per second, mask density, rho and time remaining; a line stays for each epoch."""
 
     def __init__(self) -> None:
@@ -59,5 +59,5 @@ class Live:
 def for_terminal(*, quiet: bool) -> RunObserver:
     """A progress bar on a terminal, a line per epoch elsewhere."""
     if quiet:
-        return Silent()
+        return RunObserver()
     return Live() if sys.stdout.isatty() else EpochLines()

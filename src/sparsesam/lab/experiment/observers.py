@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from sparsesam.lab.display.numbers import plural
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.training import Training
 
 
-class RunObserver(Protocol):
+class RunObserver:
+    """Follows a run; this one shows nothing."""
+
     def begin(self, config: TrainConfig, training: Training, where: str) -> None:
         """Training starts, or is resumed, in the directory ``where``."""
 
@@ -25,33 +27,17 @@ class RunObserver(Protocol):
         """The last call, whether or not the run is complete."""
 
 
-class Silent:
-    """Shows nothing."""
-
-    def begin(self, config: TrainConfig, training: Training, where: str) -> None: ...
-
-    def step(self, training: Training) -> None: ...
-
-    def epoch(self, record: Mapping[str, Any]) -> None: ...
-
-    def end(self) -> None: ...
-
-
-class EpochLines:
+class EpochLines(RunObserver):
     """A line per epoch with the time remaining, for logs."""
 
     def begin(self, config: TrainConfig, training: Training, where: str) -> None:
         print(headline(config, training, where), flush=True)
         self._start, self._first, self._total = time.monotonic(), training.steps_taken, total_steps(config, training)
 
-    def step(self, training: Training) -> None: ...
-
     def epoch(self, record: Mapping[str, Any]) -> None:
         taken, left = record["step"] - self._first, self._total - record["step"]
         remaining = (time.monotonic() - self._start) * left / taken
         print(f"{epoch_line(record)}{f'  {duration(remaining)} remaining' if left else ''}", flush=True)
-
-    def end(self) -> None: ...
 
 
 def total_steps(config: TrainConfig, training: Training) -> int:

@@ -6,7 +6,7 @@ import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -43,16 +43,14 @@ class Column:
 
 @dataclass(frozen=True)
 class MeanOverSeeds:
-    """Ours: mean, sample standard deviation (None for one seed) and number of seeds; None before any is finished.
+    """Our number in a table: at least one seed's value."""
 
-    ``values`` are the seeds' own.
-    """
+    values: Mapping[int, float]
+    kind: Literal["share", "seconds", "speed"]
 
-    mean: float
-    deviation: float | None
-    seeds: int
-    kind: Literal["share", "seconds", "speed"] = "share"
-    values: Mapping[int, float] = field(default_factory=dict)
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values.values())
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -182,9 +180,7 @@ class Recipe:
             return None
         kind: Literal["share", "seconds", "speed"]
         kind = "speed" if column.relative_to is not None else "seconds" if column.is_timed else "share"
-        numbers = list(values.values())
-        deviation = statistics.stdev(numbers) if len(numbers) > 1 else None
-        return MeanOverSeeds(statistics.fmean(numbers), deviation, len(numbers), kind, values)
+        return MeanOverSeeds(values, kind)
 
     def _values(self, row: str, column: Column, finished: Finished, overrides: Mapping[str, Any]) -> dict[int, float]:
         results = finished.get(replace(self.config(row, column, overrides), seed=0), [])
@@ -234,14 +230,13 @@ def default_out(chosen: Recipe, scale: Scale) -> Path:
 
 
 def show_ours(cell: MeanOverSeeds | None) -> str:
-    """Accuracies in percent, times in seconds, speeds as factors; ± is the sample standard deviation."""
+    """A mean and its 95 % interval: percentages, seconds or factors."""
     if cell is None:
         return "–"
-    if cell.kind == "seconds":
-        return f"{cell.mean:.3g}" + ("" if cell.deviation is None else f" ± {cell.deviation:.2g}")
-    if cell.kind == "speed":
-        return f"×{cell.mean:.2f}" + ("" if cell.deviation is None else f" ± {cell.deviation:.2f}")
-    return f"{100 * cell.mean:.2f}" + ("" if cell.deviation is None else f" ± {100 * cell.deviation:.2f}")
+    scale, form = {"share": (100.0, ".2f"), "seconds": (1.0, ".3g"), "speed": (1.0, ".2f")}[cell.kind]
+    text = f"{'×' if cell.kind == 'speed' else ''}{scale * cell.mean:{form}}"
+    interval = cell.interval
+    return text if interval is None else f"{text} ({scale * interval[0]:{form}} to {scale * interval[1]:{form}})"
 
 
 def show_theirs(number: float | None, column: Column) -> str:

@@ -25,7 +25,7 @@ from sparsesam.lab.experiment.initial_weights import initialize
 from sparsesam.lab.experiment.interrupt import StopOnSignal
 from sparsesam.lab.experiment.loggers import LogEpoch, check_logger, open_logger
 from sparsesam.lab.experiment.mask_record import forget_masks_from, is_cheap, write_masks
-from sparsesam.lab.experiment.observers import RunObserver, Silent
+from sparsesam.lab.experiment.observers import RunObserver
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.records import read_records
 from sparsesam.lab.experiment.result import RunResult, run_result
@@ -54,7 +54,7 @@ def run(
         if main:
             check_logger(place.logger)
             directory.check(config, resume=place.resume)
-        splits = _load(config, place, shown=main and not isinstance(observer, Silent))
+        splits = _load(config, place, shown=main and type(observer) is not RunObserver)
         fabric.launch()
         training = make_training(config, splits, fabric, place)
         with directory.locked() if main else nullcontext():
@@ -64,7 +64,7 @@ def run(
             header = _header(config, place, training, extended)
             if main:
                 directory.append(header)
-            shown = (observer if main else None) or Silent()
+            shown = (observer if main else None) or RunObserver()
             try:
                 return _train(config, place, training, directory, shown, header, stop)
             except Exception as error:

@@ -68,7 +68,11 @@ class Analysis(ABC, Generic[ResultT]):
         return TrainedRun(path, settings)
 
     def prepare(self, subjects: Sequence[Any]) -> Prepared:
-        return Prepared(self, subjects)
+        """Runs are compared at one rho: that of the first, unless one was given."""
+        analysis: Any = self
+        if getattr(analysis, "rho", 0.0) is None:
+            analysis = dataclasses.replace(analysis, rho=subjects[0].config.rho)
+        return Prepared(analysis, subjects)
 
     @abstractmethod
     def measure(self, subject: Any, progress: Progress) -> ResultT:
@@ -111,13 +115,6 @@ def shared_notes(notes: Sequence[tuple[str, str]]) -> list[str]:
     labels = {note: list(dict.fromkeys(label for label, other in notes if other == note)) for _, note in notes}
     everyone = len({label for label, _ in notes})
     return [note if len(of) == everyone else f"{', '.join(of)}: {note}" for note, of in labels.items()]
-
-
-def with_shared_rho(analysis: Any, runs: Sequence[TrainedRun]) -> Prepared:
-    """Runs are compared at one rho: that of the first, unless one was given."""
-    if analysis.rho is None:
-        analysis = dataclasses.replace(analysis, rho=runs[0].config.rho)
-    return Prepared(analysis, runs)
 
 
 def usable_masks(run: TrainedRun) -> dict[str, Tensor] | None:

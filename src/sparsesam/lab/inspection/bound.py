@@ -13,7 +13,7 @@ from sparsesam.analysis.theory import CAVEATS
 from sparsesam.lab.display.figure import Axis, Figure, Series
 from sparsesam.lab.display.numbers import significant
 from sparsesam.lab.display.table import Cell, number_cell
-from sparsesam.lab.inspection.analysis import Analysis, Measured, Prepared, Progress, usable_masks, with_shared_rho
+from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, usable_masks
 from sparsesam.lab.inspection.options import option
 from sparsesam.lab.inspection.trained_run import TrainedRun
 
@@ -43,9 +43,6 @@ class BoundAnalysis(Analysis[BoundResult]):
     rho: float | None = option(None, "radius; default the first run's")
     delta: float = option(0.05, "the bound holds with probability 1 - delta")
     steps: int = option(20, "gradients of the ascent that finds the largest loss")
-
-    def prepare(self, subjects: Sequence[TrainedRun]) -> Prepared:
-        return with_shared_rho(self, subjects)
 
     def measure(self, subject: TrainedRun, progress: Progress) -> BoundResult:
         if subject.on.split != "train":

@@ -10,7 +10,7 @@ from sparsesam.analysis import GradientDifference, gradient_difference
 from sparsesam.lab.display.figure import Axis, Figure, Series
 from sparsesam.lab.display.numbers import numbers, percent
 from sparsesam.lab.display.table import Cell, number_cell
-from sparsesam.lab.inspection.analysis import Analysis, Measured, Prepared, Progress, with_shared_rho
+from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress
 from sparsesam.lab.inspection.options import option
 from sparsesam.lab.inspection.trained_run import TrainedRun
 
@@ -27,9 +27,6 @@ class GradientAnalysis(Analysis[GradientDifference]):
 
     rho: float | None = option(None, "length of SAM's ascent; default the first run's")
     logarithm: Literal["10", "e"] = option("10", "base of the logarithm in r")
-
-    def prepare(self, subjects: Sequence[TrainedRun]) -> Prepared:
-        return with_shared_rho(self, subjects)
 
     def measure(self, subject: TrainedRun, progress: Progress) -> GradientDifference:
         assert self.rho is not None

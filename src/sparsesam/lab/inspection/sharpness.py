@@ -10,7 +10,7 @@ from sparsesam.analysis import AnalysisResult, Sharpness, sharpness
 from sparsesam.lab.display.figure import Axis, Figure, Series
 from sparsesam.lab.display.numbers import numbers
 from sparsesam.lab.display.table import Cell, number_cell
-from sparsesam.lab.inspection.analysis import Analysis, Measured, Prepared, Progress, usable_masks, with_shared_rho
+from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, usable_masks
 from sparsesam.lab.inspection.options import option
 from sparsesam.lab.inspection.trained_run import TrainedRun
 
@@ -34,9 +34,6 @@ class SharpnessAnalysis(Analysis[SharpnessResult]):
     rho: float | None = option(None, "radius; default the first run's")
     steps: int = option(20, "gradients of the ascent")
     starts: int = option(1, "ascents; further ones begin at random points")
-
-    def prepare(self, subjects: Sequence[TrainedRun]) -> Prepared:
-        return with_shared_rho(self, subjects)
 
     def measure(self, subject: TrainedRun, progress: Progress) -> SharpnessResult:
         assert self.rho is not None

@@ -19,6 +19,7 @@ from sparsesam.lab.data import FolderSplits, Splits, load
 from sparsesam.lab.experiment import checkpoint
 from sparsesam.lab.experiment.batches import Batches, Share, Split, make_batches
 from sparsesam.lab.experiment.errors import CheckpointError
+from sparsesam.lab.experiment.initial_weights import weights_of
 from sparsesam.lab.experiment.mask_record import mask_files, read_mask_file
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.inspection.options import option
@@ -90,15 +91,9 @@ class TrainedRun:
     def weights(self) -> dict[str, Tensor]:
         """The state dict of the model as it was tested: the moving average, where the run has one."""
         try:
-            if self.on.checkpoint == "best":
-                return dict(self._content["model"])
-            training = self._content["training"]
-            if training["ema"] is None:
-                return dict(training["model"])
+            return weights_of(self._content)
         except KeyError as error:
             raise CheckpointError(f"{self._file} lacks {error}; it is not the {self._file.name} of a run") from None
-        prefix = "module."
-        return {key.removeprefix(prefix): value for key, value in training["ema"].items() if key.startswith(prefix)}
 
     @property
     def step(self) -> int:

@@ -11,7 +11,15 @@ from rich.table import Table
 
 from sparsesam.lab.display.numbers import plural
 from sparsesam.lab.experiment.confidence import differ
-from sparsesam.lab.experiment.paper import Column, MeanOverSeeds, Recipe, Scale, finished_results, show_theirs
+from sparsesam.lab.experiment.paper import (
+    Column,
+    MeanOverSeeds,
+    Recipe,
+    Scale,
+    finished_results,
+    show_ours,
+    show_theirs,
+)
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Job
 
@@ -40,7 +48,7 @@ class Comparison:
             printed = [*recipe.paper(row), *[None] * len(theirs)]
             drawn.add_row(
                 row,
-                *(show_interval(cells.get((row, column.label))) for column in columns),
+                *(show_ours(cells.get((row, column.label))) for column in columns),
                 *(show_theirs(number, column) for number, column in zip(printed, theirs, strict=False)),
             )
         return drawn
@@ -76,7 +84,7 @@ class Comparison:
     def _where(self) -> list[str]:
         """The machines, and the number of seeds behind each mean."""
         machines = dict.fromkeys(_machine(job) for job in self.jobs if job.is_finished)
-        seeds = sorted({cell.seeds for cell in self._cells().values()})
+        seeds = sorted({len(cell.values) for cell in self._cells().values()})
         if not seeds:
             return []
         count = plural(seeds[0], "seed") if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
@@ -124,17 +132,6 @@ def _best_of(column: Column, found: Mapping[str, MeanOverSeeds]) -> str:
 
 def _listed(rows: Sequence[str]) -> str:
     return rows[0] if len(rows) == 1 else f"{'; '.join(rows[:-1])} and {rows[-1]}"
-
-
-def show_interval(cell: MeanOverSeeds | None) -> str:
-    """A mean and its 95 % interval: percentages, seconds or factors."""
-    if cell is None:
-        return "–"
-    scale, form = {"share": (100.0, ".2f"), "seconds": (1.0, ".3g"), "speed": (1.0, ".2f")}[cell.kind]
-    sign = "×" if cell.kind == "speed" else ""
-    text = f"{sign}{scale * cell.mean:{form}}"
-    interval = cell.interval
-    return text if interval is None else f"{text} ({scale * interval[0]:{form}} to {scale * interval[1]:{form}})"
 
 
 def _machine(job: Job) -> str:

@@ -1,4 +1,4 @@
-"""A rehearsal of a recipe: every model and optimizer is built, and takes two steps on made-up images."""
+"""Dry runs of a recipe: every model and optimizer is built, and takes two steps on random images."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CPU_FLOPS = 2e12
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class DryRun:
     """``steps`` taken, and why not more."""
 
     config: TrainConfig
@@ -41,60 +41,60 @@ class Rehearsal:
     reason: str = ""
 
 
-def rehearse(config: TrainConfig, fabric: Fabric | None = None) -> Rehearsal:
-    """Build the run's model and optimizer, and take two steps where memory and patience allow.
+def dry_run_config(config: TrainConfig, fabric: Fabric | None = None) -> DryRun:
+    """Build the run's model and optimizer, and take two steps where memory and time allow.
 
     Errors are those that the run itself would end with. A GPU gets the run's own batch size, a CPU a few images.
     """
     fabric = fabric or make_fabric(config, RunEnvironment())
     estimate = cost(config)
-    reason = _too_much(config, estimate, fabric.device)
+    reason = _why_not(config, estimate, fabric.device)
     if reason:
         build(config)
-        return Rehearsal(config, estimate, 0, reason)
+        return DryRun(config, estimate, 0, reason)
     batch = config.batch_size if fabric.device.type == "cuda" else max(CPU_BATCH, round(1 / config.ascent_fraction))
     short = replace(config, batch_size=batch, train_size=STEPS * batch, test_size=1, max_steps=None)
     if fabric.device.type != "cuda":
         short = replace(short, fisher_samples=2, fisher_batch=2)
     if not config.is_plain:
-        short = replace(short, mask_steps=1)  # so that a mask is made, and made anew
-    splits = _made_up(config, short)
+        short = replace(short, mask_steps=1)  # so that a mask is made, and refreshed
+    splits = _random_splits(config, short)
     shape = shape_of(config)
     torch.manual_seed(0)
     model = models.build(config.model, shape.classes, shape.channels, shape.side)
     training = Training(short, model, make_batches(short, splits, Share(), fabric.device, 0), fabric)
     training.advance(lambda: False, lambda: None)
-    return Rehearsal(config, estimate, training.steps_taken)
+    return DryRun(config, estimate, training.steps_taken)
 
 
 def dry_run(
-    chosen: Recipe, scale: Scale, overrides: Mapping[str, Any], told: Callable[[str, Rehearsal], None]
-) -> list[Rehearsal]:
-    """Rehearse every run of a recipe with one seed; ``told`` hears of each."""
+    chosen: Recipe, scale: Scale, overrides: Mapping[str, Any], on_run: Callable[[str, DryRun], None]
+) -> list[DryRun]:
+    """Every run of a recipe with one seed; ``on_run`` is called after each."""
     found = []
     for label, config in chosen.sweep(scale, [0], overrides).variants.items():
         try:
-            found.append(rehearse(config))
+            found.append(dry_run_config(config))
         except Exception as error:
             raise RunError(f"{chosen.label}: {label} cannot run: {type(error).__name__}: {error}") from error
-        told(label, found[-1])
+        on_run(label, found[-1])
     return found
 
 
-def cost_table(chosen: Recipe, found: Iterable[Rehearsal], *, seeds: int, tflops: float) -> Table:
+def cost_table(chosen: Recipe, found: Iterable[DryRun], *, seeds: int, tflops: float) -> Table:
     """Each kind of run with its cost, and the sum over the seeds."""
-    rehearsals = list(found)
+    runs = list(found)
     drawn = Table(title=f"{chosen.place}, estimated", caption="passes are forward-backwards of a batch")
     drawn.add_column("one seed", overflow="fold", min_width=16)
     headings = ("runs", "steps", "passes", "PFLOP", "GPU\nhours", "GPU\nmemory")
     for heading in headings:
         drawn.add_column(heading, justify="right", no_wrap=True)
-    groups: dict[str, list[Rehearsal]] = {}
-    for one in rehearsals:
+    groups: dict[str, list[DryRun]] = {}
+    for one in runs:
         groups.setdefault(f"{one.config.model} on {one.config.dataset}, {one.config.optimizer}", []).append(one)
     for label, members in groups.items():
         drawn.add_row(label, *_shown(total(one.cost for one in members), tflops))
-    once = total(one.cost for one in rehearsals)
+    once = total(one.cost for one in runs)
     every = replace(once, runs=seeds * once.runs, steps=seeds * once.steps)
     every = replace(every, passes=seeds * once.passes, flops=seeds * once.flops)
     drawn.add_section()
@@ -122,7 +122,7 @@ def build(config: TrainConfig) -> None:
     make_optimizer(config, model, fisher_data=[], steps_per_epoch=steps, engine=config.engine)
 
 
-def _made_up(config: TrainConfig, short: TrainConfig) -> Splits:
+def _random_splits(config: TrainConfig, short: TrainConfig) -> Splits:
     """Random images of the data set's shape; all are views of one batch, whatever their number."""
     shape, generator = shape_of(config), torch.Generator().manual_seed(0)
     assert short.train_size is not None
@@ -136,7 +136,7 @@ def _made_up(config: TrainConfig, short: TrainConfig) -> Splits:
     return Splits(train=whole, test=whole, name=config.dataset, classes=classes, mean=mean, std=std)
 
 
-def _too_much(config: TrainConfig, estimate: RunCost, device: torch.device) -> str:
+def _why_not(config: TrainConfig, estimate: RunCost, device: torch.device) -> str:
     """Why this machine should not take the steps."""
     free: float | None
     if device.type == "cuda":
@@ -154,7 +154,7 @@ def _too_much(config: TrainConfig, estimate: RunCost, device: torch.device) -> s
 
 
 def _free_memory() -> float | None:
-    """Bytes that can be had without swapping; None where the system does not tell."""
+    """Bytes available without swapping; None where the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

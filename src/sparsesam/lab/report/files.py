@@ -22,29 +22,17 @@ def read_text(path: Path, problems: list[str]) -> str:
         return ""
 
 
-def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
-    text = read_text(path, problems)
-    if not text and not path.is_file():
-        return {}
-    try:
-        content = json.loads(text)
-        if isinstance(content, dict):
-            return content
-        problems.append(f"{path.name} must hold a JSON object, but holds {type(content).__name__}")
-    except (ValueError, RecursionError) as error:
-        problems.append(f"{path.name} is not JSON: {error}" if text else f"{path.name} is empty")
-    return {}
-
-
 def read_mapping(path: Path, problems: list[str]) -> dict[str, Any]:
+    """Names and values of a YAML or JSON file; empty for a missing file."""
+    is_yaml = path.suffix == ".yaml"
     text = read_text(path, problems)
     if not text:
         problems += [f"{path.name} is empty"] if path.is_file() else []
         return {}
     try:
-        content = yaml.load(text, _Loader)
+        content = yaml.load(text, _Loader) if is_yaml else json.loads(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        problems.append(f"{path.name} is not YAML: {error}")
+        problems.append(f"{path.name} is not {'YAML' if is_yaml else 'JSON'}: {error}")
         return {}
     if isinstance(content, dict):
         return {str(name): value for name, value in content.items()}

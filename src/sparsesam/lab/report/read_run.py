@@ -10,7 +10,7 @@ from typing import Any, Literal
 from sparsesam.lab.display.numbers import Number, number
 from sparsesam.lab.experiment.config import TrainConfig, from_mapping
 from sparsesam.lab.experiment.run_directory import RunDirectory
-from sparsesam.lab.report.files import read_lines, read_mapping, read_object
+from sparsesam.lab.report.files import read_lines, read_mapping
 
 Status = Literal["finished", "failed", "unfinished", "analyses only"]
 _DEFAULTS = {one.name: one.default for one in dataclasses.fields(TrainConfig)}
@@ -48,8 +48,8 @@ def read_run(path: Path) -> RunRecord:
     files, problems = RunDirectory(path), list[str]()
     records = read_lines(files.records, problems)
     analyses = _read_analyses(path / "analyses", problems)
-    written = read_object(files.result, problems)
-    failure = read_object(path / "failure.json", problems)
+    written = read_mapping(files.result, problems)
+    failure = read_mapping(path / "failure.json", problems)
     begun = _last(records, "run") | _last(records, "resume")
     settings = read_mapping(files.config, problems) or _mapping(begun, "config") or _mapping(written, "config")
     result = _mapping(written, "result") or _last(records, "result")
@@ -105,7 +105,7 @@ def _status(
     if not settings:
         return "unfinished", "its settings cannot be read"
     done = f"epoch {len(epochs)} of {settings.get('epochs', '?')}"
-    holder = read_object(path / "running.json", [])
+    holder = read_mapping(path / "running.json", [])
     if holder:
         return "unfinished", f"{done}; process {holder.get('pid')} on {holder.get('host')} is running it, or was killed"
     return "unfinished", f"stopped after {done}; sparsesam train --resume --out {path} continues it"
@@ -127,7 +127,7 @@ def _epochs(records: list[dict[str, Any]], problems: list[str]) -> list[dict[str
 def _read_analyses(folder: Path, problems: list[str]) -> dict[str, dict[str, Any]]:
     found = {}
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
-        content = read_object(path, problems)
+        content = read_mapping(path, problems)
         if isinstance(content.get("result"), dict):
             found[path.stem] = content
         elif content:

@@ -48,7 +48,7 @@ def _table(recipe: Recipe, scale: Scale, configs: list[tuple[RunRecord, TrainCon
         own = [Cell(show_ours(cell), order=cell.mean if cell else None) for cell in line]
         printed = recipe.paper(row) + [None] * (len(theirs) - len(recipe.paper(row)))
         paper = [Cell(show_theirs(one, column), order=one) for one, column in zip(printed, theirs, strict=True)]
-        seeds = max((cell.seeds for cell in line if cell), default=0)
+        seeds = max((len(cell.values) for cell in line if cell), default=0)
         rows.append(cells(row, *own, *paper, number_cell(seeds)))
     columns = ["", *(f"ours: {one.label}" for one in ours), *(f"paper: {one.label}" for one in theirs), "our seeds"]
     return Table(f"paper-{recipe.label}-{scale}", _caption(recipe, scale, overrides, len(here)), columns, rows)
@@ -69,7 +69,7 @@ def _overrides(recipe: Recipe, scale: Scale, configs: list[TrainConfig]) -> dict
 
 def _caption(recipe: Recipe, scale: Scale, overrides: Mapping[str, Any], runs: int) -> str:
     count = f", {plural(runs, 'run')}" if runs else ""
-    parts = [f"{recipe.title} ({recipe.label}, {scale} scale{count})."]
+    parts = [f"{recipe.title} ({recipe.label}, {scale} scale{count}). Brackets: 95 % interval of our mean."]
     if scale == "laptop":
         parts.append("Another data set than the paper’s: compare the differences between rows, not the values.")
     if overrides:

@@ -2,18 +2,18 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tools import paper_page as module
+from tools.paper_page import _items, _places, page
 
 from sparsesam.lab.experiment.paper import recipes
-from sparsesam.lab.paper import page as module
-from sparsesam.lab.paper.page import _items, _places, page
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 ITEMS = {row[0]: row for row in _items(list(recipes().values()))}
 
 
 def test_the_page_is_up_to_date():
     assert (ROOT / "docs" / "paper.md").read_text() == page(), (
-        "write it anew: python -m sparsesam.lab.paper.page > docs/paper.md"
+        "write it anew: python -m tools.paper_page > docs/paper.md"
     )
 
 
@@ -26,7 +26,7 @@ def test_each_item_has_a_file_and_a_test(item):
 
 
 def test_every_equation_theorem_table_and_figure_is_there():
-    numbers = " ".join(one["item"] for one in yaml.safe_load(Path(module.__file__).with_name("text.yaml").read_text()))
+    numbers = " ".join(one["item"] for one in yaml.safe_load(Path(module.__file__).with_suffix(".yaml").read_text()))
     for number in range(1, 17):
         assert f" {number}" in numbers or f".{number}" in numbers
     assert all(f"Theorem {number}" in numbers for number in (1, 2, 3))

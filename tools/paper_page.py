@@ -1,13 +1,13 @@
 """docs/paper.md: what of the paper is where, and where we depart from it.
 
-python -m sparsesam.lab.paper.page > docs/paper.md
+python -m tools.paper_page > docs/paper.md
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -15,7 +15,7 @@ import yaml
 from sparsesam.lab.experiment.paper import Recipe, recipes
 from sparsesam.lab.paper.choices import UNMENTIONED, Choice, other_choices, settings_of
 
-_HEAD = """<!-- Written by `python -m sparsesam.lab.paper.page > docs/paper.md`; change the data, not this page. -->
+_HEAD = """<!-- Written by `python -m tools.paper_page > docs/paper.md`; change the data, not this page. -->
 
 # The paper, item by item
 
@@ -70,7 +70,7 @@ def page() -> str:
 
 
 def _items(everything: Sequence[Recipe]) -> list[tuple[str, ...]]:
-    content: list[dict[str, Any]] = yaml.safe_load((resources.files("sparsesam.lab.paper") / "text.yaml").read_text())
+    content: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
     rows: list[tuple[str, ...]] = [
         (one["item"], one["what"], _code(one["file"]), _code(one["command"]), _code(one["test"])) for one in content
     ]
