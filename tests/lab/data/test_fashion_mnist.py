@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sparsesam.lab.data import DataError, MissingData, load
-from sparsesam.lab.data.fashion_mnist import Files, load_fashion_mnist
+from sparsesam.lab.data.fashion_mnist import load_fashion_mnist
 from tests.lab.data.files import fashion_files, idx, labels, remote, write_fashion
 
 
@@ -21,10 +21,10 @@ def test_reads_local_files(tmp_path, folder, compressed):
 
 def test_downloads_what_is_not_there(tmp_path, server, cache):
     server.files = {f"{name}.gz": gzip.compress(content, mtime=0) for name, content in fashion_files().items()}
-    files = Files(tuple(remote(server.url(name), content) for name, content in server.files.items()))
-    first = load_fashion_mnist(files=files)
+    remotes = [remote(server.url(name), content) for name, content in server.files.items()]
+    first = load_fashion_mnist(remotes=remotes)
     assert {path.name for path in (cache / "fashion-mnist").glob("*.gz")} == set(server.files)
-    assert torch.equal(load_fashion_mnist(files=files, download=False).train.images, first.train.images)
+    assert torch.equal(load_fashion_mnist(remotes=remotes, download=False).train.images, first.train.images)
 
 
 def test_without_a_net_says_which_files_to_put_where(tmp_path):

@@ -14,8 +14,8 @@ from sparsesam.lab.cli import main
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import RunError
 from sparsesam.lab.experiment.execution import claimed_gpu, sweep_jobs
-from sparsesam.lab.experiment.summary import summarize
 from sparsesam.lab.experiment.sweep import read_sweep
+from sparsesam.lab.experiment.sweep_table import summarize
 
 SETTINGS = {"train_size": 64, "test_size": 40, "epochs": 1, "batch_size": 32, "fisher_samples": 8}
 

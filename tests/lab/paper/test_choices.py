@@ -5,7 +5,7 @@ import pytest
 from sparsesam.lab.cli import main
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.paper import Recipe, recipe, recipes
-from sparsesam.lab.paper.choices import _content, other_choices, settings_of
+from sparsesam.lab.paper.choices import other_choices, read_choices, settings_of
 
 
 def mark_of(label, name, value):
@@ -47,7 +47,7 @@ def test_where_settings_come_from(label, name, value, mark):
 
 def test_what_the_issue_lists_is_said():
     names = {choice.name for one in recipes().values() for choice in other_choices(one, "full")}
-    assert names == {one["name"] for one in _content()["choices"]}
+    assert names == {one["name"] for one in read_choices()["choices"]}
     for name in (
         "first mask of SSAM-F",
         "regrowth of just-dropped weights",
@@ -70,8 +70,8 @@ def test_a_setting_means_nothing_where_it_has_no_effect():
 
 def test_rules_are_about_settings_that_there_are():
     fields = {one.name for one in dataclasses.fields(TrainConfig)}
-    assert set(_content()["settings"]) <= fields
-    assert set(_content()["applies"]) <= fields
+    assert set(read_choices()["settings"]) <= fields
+    assert set(read_choices()["applies"]) <= fields
 
 
 def test_a_value_that_nothing_is_said_about_is_refused():

@@ -13,8 +13,8 @@ from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.inspection.bound import BoundResult
 from sparsesam.lab.inspection.convergence import ConvergenceResult
 from sparsesam.lab.inspection.hessian import HessianResult
-from sparsesam.lab.inspection.origin import Origin
 from sparsesam.lab.inspection.sharpness import SharpnessResult
+from sparsesam.lab.inspection.store import Origin
 from sparsesam.lab.report.read_run import read_run
 
 PROVENANCE = {"cpu": "a chip", "machine": "Linux", "threads": 1, "torch": "2", "python": "3", "commit": "abc"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from sparsesam.lab.data.download import Remote, cache_dir, obtain
@@ -18,24 +18,12 @@ FOLDERS = ("", "fashion-mnist", "fashion", "FashionMNIST/raw")
 HOST = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion"
 
 
-@dataclass(frozen=True)
-class Files:
-    """Images and labels, for training and for testing, in this order."""
-
-    remotes: tuple[Remote, Remote, Remote, Remote]
-
-    @property
-    def names(self) -> list[str]:
-        return [remote.name.removesuffix(".gz") for remote in self.remotes]
-
-
-OFFICIAL = Files(
-    (
-        Remote(f"{HOST}/train-images-idx3-ubyte.gz", "8d4fb7e6c68d591d4c3dfef9ec88bf0d"),
-        Remote(f"{HOST}/train-labels-idx1-ubyte.gz", "25c81989df183df01b3e8a0aad5dffbe"),
-        Remote(f"{HOST}/t10k-images-idx3-ubyte.gz", "bef4ecab320f06d8554ea6380940ec79"),
-        Remote(f"{HOST}/t10k-labels-idx1-ubyte.gz", "bb300cfdad3c16e7a12a480ee83cd310"),
-    )
+#: Images and labels, for training and for testing.
+REMOTES = (
+    Remote(f"{HOST}/train-images-idx3-ubyte.gz", "8d4fb7e6c68d591d4c3dfef9ec88bf0d"),
+    Remote(f"{HOST}/train-labels-idx1-ubyte.gz", "25c81989df183df01b3e8a0aad5dffbe"),
+    Remote(f"{HOST}/t10k-images-idx3-ubyte.gz", "bef4ecab320f06d8554ea6380940ec79"),
+    Remote(f"{HOST}/t10k-labels-idx1-ubyte.gz", "bb300cfdad3c16e7a12a480ee83cd310"),
 )
 
 
@@ -43,12 +31,12 @@ def load_fashion_mnist(
     data_dir: Path | None = None,
     download: bool = True,
     progress: bool = False,
-    files: Files = OFFICIAL,
+    remotes: Sequence[Remote] = REMOTES,
 ) -> Splits:
     """From idx or idx.gz files in ``data_dir`` or its usual subfolders, else from the cache, else from the net."""
-    paths = _local(data_dir, files) if data_dir else None
+    paths = _local(data_dir, remotes) if data_dir else None
     if paths is None:
-        paths = obtain(NAME, files.remotes, cache_dir() / NAME, data_dir=data_dir, download=download, progress=progress)
+        paths = obtain(NAME, remotes, cache_dir() / NAME, data_dir=data_dir, download=download, progress=progress)
     return Splits(
         train=_labelled(*paths[:2]),
         test=_labelled(*paths[2:]),
@@ -59,15 +47,15 @@ def load_fashion_mnist(
     )
 
 
-def _local(data_dir: Path, files: Files) -> list[Path] | None:
+def _local(data_dir: Path, remotes: Sequence[Remote]) -> list[Path] | None:
     """The four files, from the first folder that has any of them; None where there is none."""
+    names = [remote.name.removesuffix(".gz") for remote in remotes]
     for folder in (data_dir / name for name in FOLDERS):
-        found = [_either(folder / name) for name in files.names]
-        if absent := [name for name, path in zip(files.names, found, strict=True) if path is None]:
+        found = [_either(folder / name) for name in names]
+        if absent := [name for name, path in zip(names, found, strict=True) if path is None]:
             if len(absent) < len(found):
                 raise DataError(
-                    f"{folder}: expected {', '.join(files.names)}, each as it is or with .gz, "
-                    f"found no {', '.join(absent)}"
+                    f"{folder}: expected {', '.join(names)}, each as it is or with .gz, found no {', '.join(absent)}"
                 )
             continue
         return [path for path in found if path is not None]

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from sparsesam.lab.data import (
     Augment,
@@ -139,7 +139,7 @@ class InMemory(Batches):
             yield Batch(self.augment.plain(images[chosen]), labels[chosen], len(labels))
 
     def unaugmented(self, split: Split = "train") -> Dataset[tuple[Tensor, Tensor]]:
-        return _Normalized(*self._sets[split], self.augment)
+        return _Normalized(TensorDataset(*self._sets[split]), self.augment, self.device)
 
 
 class FromFolder(Batches):
@@ -185,7 +185,8 @@ class FromFolder(Batches):
             yield Batch(self.augment.plain(images), labels, len(chosen))
 
     def unaugmented(self, split: Split = "train") -> Dataset[tuple[Tensor, Tensor]]:
-        return _FolderNormalized(*self._sets[split], self.augment, self.device)
+        folder, chosen = self._sets[split]
+        return _Normalized(Subset(folder, chosen.tolist()), self.augment, self.device)
 
     def _load(self, folder: ImageFolder, batches: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         on_gpu = self.device.type == "cuda"
@@ -208,26 +209,15 @@ def make_batches(
 
 
 class _Normalized(Dataset[tuple[Tensor, Tensor]]):
-    def __init__(self, images: Tensor, labels: Tensor, augment: Augment) -> None:
-        self.images, self.labels, self.augment = images, labels, augment
+    def __init__(self, images: Any, augment: Augment, device: torch.device) -> None:
+        self.images, self.augment, self.device = images, augment, device
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.augment.plain(self.images[index : index + 1])[0], self.labels[index]
-
-
-class _FolderNormalized(Dataset[tuple[Tensor, Tensor]]):
-    def __init__(self, folder: ImageFolder, chosen: Tensor, augment: Augment, device: torch.device) -> None:
-        self.folder, self.chosen, self.augment, self.device = folder, chosen, augment, device
-
-    def __len__(self) -> int:
-        return len(self.chosen)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        image, label = self.folder[int(self.chosen[index])]
-        return self.augment.plain(image[None].to(self.device))[0], torch.tensor(label, device=self.device)
+        image, label = self.images[index]
+        return self.augment.plain(image[None].to(self.device))[0], torch.as_tensor(label, device=self.device)
 
 
 def _augmentation(config: TrainConfig, splits: Splits | FolderSplits) -> Augment:

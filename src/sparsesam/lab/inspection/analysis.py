@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsesam.analysis import AnalysisResult
 from sparsesam.lab.display.figure import Figure
 from sparsesam.lab.display.table import Cell, Table, table_of_rows
-from sparsesam.lab.inspection.origin import Origin
+from sparsesam.lab.inspection.store import Origin
 from sparsesam.lab.inspection.trained_run import MeasuredOn, TrainedRun
 
 Progress = Callable[[int, int], None]

@@ -22,7 +22,7 @@ from sparsesam.lab.display.numbers import numbers
 from sparsesam.lab.display.table import Cell, Table, number_cell, table_of_rows
 from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, shared_notes
 from sparsesam.lab.inspection.options import NoSettings, option
-from sparsesam.lab.inspection.origin import Origin
+from sparsesam.lab.inspection.store import Origin
 
 _PROBLEMS: dict[str, Callable[..., SmoothProblem]] = {"logistic": nonconvex_logistic, "tanh-network": tanh_network}
 

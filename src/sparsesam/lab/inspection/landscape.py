@@ -18,7 +18,7 @@ from sparsesam.lab.display.table import Cell, number_cell
 from sparsesam.lab.experiment.errors import Interrupted
 from sparsesam.lab.inspection.analysis import Analysis, Measured, Prepared, Progress
 from sparsesam.lab.inspection.options import option
-from sparsesam.lab.inspection.origin import Origin
+from sparsesam.lab.inspection.store import Origin
 from sparsesam.lab.inspection.trained_run import TrainedRun, check_fits
 
 #: If the largest loss is this many times the median, its logarithm is drawn: the rest would be flat.

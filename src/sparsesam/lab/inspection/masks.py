@@ -15,7 +15,7 @@ from sparsesam.lab.display.table import Cell, number_cell
 from sparsesam.lab.experiment.mask_record import mask_files, read_masks
 from sparsesam.lab.inspection.analysis import Analysis, Measured, Prepared, Progress
 from sparsesam.lab.inspection.options import NoSettings
-from sparsesam.lab.inspection.origin import Origin
+from sparsesam.lab.inspection.store import Origin
 from sparsesam.lab.inspection.trained_run import MeasuredOn, TrainedRun
 
 

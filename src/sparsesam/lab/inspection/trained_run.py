@@ -23,7 +23,7 @@ from sparsesam.lab.experiment.initial_weights import weights_of
 from sparsesam.lab.experiment.mask_record import mask_files, read_mask_file
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.inspection.options import option
-from sparsesam.lab.inspection.origin import Origin
+from sparsesam.lab.inspection.store import Origin
 from sparsesam.wrapper import split_own
 
 

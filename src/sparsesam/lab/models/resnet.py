@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from sparsesam.lab.models.initialize import he_initialized
-from sparsesam.lab.models.stem import stem_convolution, stem_pool
+from sparsesam.lab.models.parts import he_initialized, stem_convolution, stem_pool
 
 
 def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:

@@ -8,8 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-from sparsesam.lab.models.initialize import he_initialized
-from sparsesam.lab.models.stem import is_small
+from sparsesam.lab.models.parts import he_initialized, is_small
 
 Head = Literal["linear", "4096"]
 

@@ -68,7 +68,7 @@ def other_choices(chosen: Recipe, scale: Scale) -> list[Choice]:
     """The decisions behind a recipe that are no settings."""
     configs = [chosen.config(row, column, {}) for row, column in chosen.cells(scale)]
     found = []
-    for one in _content()["choices"]:
+    for one in read_choices()["choices"]:
         wanted = one.get("when", {})
         if any(_fits(wanted, chosen, config) for config in configs) or (not configs and _names_recipe(wanted, chosen)):
             found.append(Choice(one["name"], (one["what"],), Mark(one["from"], one["say"])))
@@ -81,7 +81,7 @@ def _mark(name: str, chosen: Recipe, scale: Scale, config: TrainConfig, override
     if scale == "laptop":
         return Mark("ours", _LAPTOP)
     value = getattr(config, name)
-    for rule in _content()["settings"].get(name, []):
+    for rule in read_choices()["settings"].get(name, []):
         if "value" in rule and rule["value"] != value:
             continue
         if _fits(rule.get("when", {}), chosen, config):
@@ -92,7 +92,7 @@ def _mark(name: str, chosen: Recipe, scale: Scale, config: TrainConfig, override
 
 
 def _applies(name: str, chosen: Recipe, config: TrainConfig) -> bool:
-    return _fits(_content()["applies"].get(name, {}), chosen, config)
+    return _fits(read_choices()["applies"].get(name, {}), chosen, config)
 
 
 def _fits(wanted: Mapping[str, Any], chosen: Recipe, config: TrainConfig) -> bool:
@@ -117,6 +117,6 @@ def _listed(value: Any) -> list[Any]:
 
 
 @cache
-def _content() -> dict[str, Any]:
+def read_choices() -> dict[str, Any]:
     content: dict[str, Any] = yaml.safe_load((resources.files("sparsesam.lab.paper") / "choices.yaml").read_text())
     return content

@@ -11,7 +11,7 @@ from sparsesam.lab.display.colors import PALETTE_SIZE
 from sparsesam.lab.display.numbers import plural
 from sparsesam.lab.experiment.calibration import SweepCalibration
 from sparsesam.lab.inspection import Analysis, Measured
-from sparsesam.lab.inspection.origin import Origin
+from sparsesam.lab.inspection.store import Origin
 from sparsesam.lab.report.cost import VariantCosts, cost_of
 from sparsesam.lab.report.read_run import RunRecord
 from sparsesam.lab.report.variants import Task

@@ -1,8 +1,12 @@
-"""How a residual network begins: at full resolution on small images, at a quarter of the side on large ones."""
+"""What the convolutional networks share: how they begin, and their initial weights."""
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from torch import nn
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
 
 SMALL_SIDE = 64
 """Up to this many pixels an image is small: CIFAR (32), Tiny ImageNet (64), digits (8)."""
@@ -24,3 +28,13 @@ def stem_convolution(in_channels: int, out_channels: int, image_size: int) -> nn
 def stem_pool(image_size: int) -> dict[str, nn.Module]:
     """The ImageNet stem's max-pool, under its name; none for small images."""
     return {} if is_small(image_size) else {"maxpool": nn.MaxPool2d(3, stride=2, padding=1)}
+
+
+def he_initialized(model: ModelT) -> ModelT:
+    """The model, its convolutions drawn from N(0, 2 / fan_out) with zero bias; other layers keep torch's start."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    return model
