@@ -30,17 +30,19 @@ def test_what_was_overridden_and_what_the_laptop_changes_is_said(tmp_path):
 
 def test_rows_that_the_seeds_cannot_tell_apart_are_named(tmp_path):
     (sentence,) = [one for one in compared(tmp_path, SEEDS | APART | ALIKE).sentences() if one.startswith("digits")]
-    assert sentence == ("digits: SAM is best, but cannot be told apart from SSAM-F random mask with these seeds.")
+    assert sentence == (
+        "digits: SAM is best, but its difference to SSAM-F random mask is not significant with these seeds."
+    )
 
 
 def test_rows_that_are_all_apart_are_said_to_be(tmp_path):
     (sentence,) = [one for one in compared(tmp_path, SEEDS | APART).sentences() if one.startswith("digits")]
-    assert sentence == "digits: SAM is best, and every other row is told apart from it."
+    assert sentence == "digits: SAM is best; the difference to every other row is significant."
 
 
 def test_one_seed_tells_nothing_apart(tmp_path):
     told = compared(tmp_path, {("sgd", 0): 0.8, ("sam", 0): 0.9}).sentences()
-    assert any("one seed cannot tell rows apart" in one for one in told)
+    assert any("one seed shows no significant difference" in one for one in told)
     assert any("one seed has no interval" in one for one in told)
 
 

@@ -1,4 +1,4 @@
-"""The colours of series: distinct within a figure, and told apart also by readers who do not see all colours."""
+"""The colours of series: distinct within a figure, also for readers with a colour vision deficiency."""
 
 from __future__ import annotations
 

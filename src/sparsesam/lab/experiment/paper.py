@@ -74,21 +74,21 @@ class Recipe:
 
     @property
     def names(self) -> list[str]:
-        """Everything it answers to."""
+        """Its label and aliases."""
         return [self.label, *self.content.get("aliases", [])]
 
     def notes(self, scale: Scale) -> list[str]:
-        """What is to be said about the table, and at full scale about its networks."""
+        """Notes on the table, at full scale also on its networks."""
         return [*self.content.get("notes", []), *(self.content.get("full_notes", []) if scale == "full" else [])]
 
     @property
     def figure(self) -> str | None:
-        """The drawing that it ends in; None for a table alone."""
+        """The name of its figure; None for a table."""
         return self.content.get("figure")
 
     @property
     def has_numbers(self) -> bool:
-        """Whether the paper prints numbers that ours can stand beside."""
+        """Whether the paper prints numbers to compare ours with."""
         return any(self.paper(row) for row in self.rows("full"))
 
     def columns(self, scale: Scale) -> list[Column]:

@@ -136,7 +136,7 @@ def _line(one: Measured[Landscape]) -> Series:
 
 
 def _surface_figures(name: str, measured: Sequence[Measured[Landscape]]) -> list[Figure]:
-    """Surface, contours and a cut: all runs on one scale, so that flat and sharp can be told apart by eye."""
+    """Surface, contours and a cut: all runs on one scale, so that flat and sharp can be compared by eye."""
     losses = np.sort(np.concatenate([one.result.loss[np.isfinite(one.result.loss)] for one in measured]))
     if not len(losses):
         return []

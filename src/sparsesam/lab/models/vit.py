@@ -193,7 +193,7 @@ def vit_one_block_8192(
 def vit_tiny_small(num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Sequential:
     """Four blocks of 96 dimensions, patches of about an eighth of the side, but two pixels: for a laptop's CPU.
 
-    Positions start as large as patches, not at 0.02: otherwise hundreds of steps pass before places are told apart.
+    Positions start as large as patches, not at 0.02: otherwise hundreds of steps pass before positions matter.
     """
     sizes = [size for size in range(min(2, image_size), image_size + 1) if image_size % size == 0]
     patch = min(sizes, key=lambda size: abs(size - image_size / 8))

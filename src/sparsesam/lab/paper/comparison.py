@@ -1,4 +1,4 @@
-"""The table in the terminal: ours beside the paper's, and in words what may be read from it."""
+"""The table in the terminal, ours beside the paper's; what ran, and which differences are significant."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Comparison:
 
     def sentences(self) -> list[str]:
         """What the table does not show: what ran, where, and what cannot be concluded from it."""
-        return [*self._what_ran(), *self._where(), *self._told_apart()]
+        return [*self._what_ran(), *self._where(), *self._significant_differences()]
 
     def _what_ran(self) -> list[str]:
         configs = [job.config for job in self.jobs]
@@ -93,8 +93,8 @@ class Comparison:
             intervals = "one seed has no interval"
         return [f"On {'; '.join(machines)}. {count} for each number; {intervals}."]
 
-    def _told_apart(self) -> list[str]:
-        """For each column the rows that the seeds cannot tell from the best."""
+    def _significant_differences(self) -> list[str]:
+        """For each column the rows without a significant difference to the best."""
         said, cells = [], self._cells()
         for column in self.recipe.columns(self.scale):
             if column.relative_to is not None:
@@ -119,15 +119,16 @@ def _best_of(column: Column, found: Mapping[str, MeanOverSeeds]) -> str:
     order = sorted(found, key=lambda row: found[row].mean, reverse=not column.is_timed)
     best, others = order[0], order[1:]
     apart = {row: differ(found[best].values, found[row].values) for row in others}
-    if any(told is None for told in apart.values()):
-        return f"{column.label}: one seed cannot tell rows apart; --seeds 3 or more can."
+    if None in apart.values():
+        return f"{column.label}: one seed shows no significant difference; --seeds 3 or more may."
     alike = [row for row in others if not apart[row]]
     what = "fastest" if column.is_timed else "best"
+    start = f"{column.label}: {best} is {what}"
     if not alike:
-        return f"{column.label}: {best} is {what}, and every other row is told apart from it."
+        return f"{start}; the difference to every other row is significant."
     if len(alike) == len(others):
-        return f"{column.label}: {best} is {what}, but no row can be told apart from it with these seeds."
-    return f"{column.label}: {best} is {what}, but cannot be told apart from {_listed(alike)} with these seeds."
+        return f"{start}, but no difference to another row is significant with these seeds."
+    return f"{start}, but its difference to {_listed(alike)} is not significant with these seeds."
 
 
 def _listed(rows: Sequence[str]) -> str:

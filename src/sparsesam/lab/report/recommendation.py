@@ -1,4 +1,4 @@
-"""Which variant to choose: the cheapest one that is as accurate as the best, as far as the seeds can tell."""
+"""Which variant to choose: the cheapest one whose accuracy does not differ significantly from the best."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparsesam.lab.report.variants import Task, Variant
 
 @dataclass(frozen=True)
 class Recommendation:
-    """``best`` has the highest mean accuracy; ``chosen`` is the cheapest that the seeds cannot tell from it."""
+    """``best`` has the highest mean accuracy; ``chosen`` is the cheapest without a significant difference."""
 
     chosen: Variant
     best: Variant
@@ -25,26 +25,26 @@ class Recommendation:
             return f"{text} It has the highest mean accuracy."
         return (
             f"{text} The highest mean is {_accuracy(self.best)}, {self.best.label} at {self.cost.show(self.best)}; "
-            "the seeds cannot tell the two apart."
+            "the difference is not significant."
         )
 
 
 def recommend(task: Task, cost: VariantCosts) -> Recommendation | None:
     """None for fewer than two variants with an accuracy and a cost.
 
-    Of all variants whose accuracy cannot be told from the highest mean, the cheapest; of equally cheap ones, the most
-    accurate. Two variants are told apart if the 95 % interval of their difference, seed by seed, leaves out 0.
+    Of all variants whose accuracy does not differ significantly from the highest mean, the cheapest; of equally cheap
+    ones, the most accurate. A difference is significant if its 95 % interval, seed by seed, excludes 0.
     """
     known = [variant for variant in task.variants if variant.accuracy is not None and cost.values[variant] is not None]
     if len(known) < 2:
         return None
     best = max(known, key=_mean)
-    equal = [variant for variant in known if variant is best or _cannot_be_told_apart(variant, best)]
+    equal = [variant for variant in known if variant is best or _is_not_different(variant, best)]
     chosen = min(equal, key=lambda variant: (cost.values[variant], -_mean(variant)))
     return Recommendation(chosen, best, cost)
 
 
-def _cannot_be_told_apart(first: Variant, second: Variant) -> bool:
+def _is_not_different(first: Variant, second: Variant) -> bool:
     """False for fewer than three seeds in common, which say too little; then only equal means are equal."""
     accuracies = [_by_seed(variant) for variant in (first, second)]
     if len(accuracies[0].keys() & accuracies[1].keys()) < 3:

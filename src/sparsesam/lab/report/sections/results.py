@@ -37,7 +37,7 @@ def overview(data: ReportData) -> Section:
             costs = Cell(cost.show(shown), order=cost.values[shown])
             rows.append(cells(task.label, accuracy, shown.label, costs, number_cell(len(known))))
     caption = (
-        "For each task the best choice: the cheapest that the seeds cannot tell from the best. "
+        "For each task the best choice: the cheapest variant without a significant difference to the best. "
         "Mean ± standard deviation over seeds."
     )
     columns = ["task", "test accuracy", "variant", "cost", "variants"]
@@ -60,7 +60,7 @@ def _cost_figure(task: Task, cost: VariantCosts, recommendation: Recommendation 
         name="accuracy-against-cost",
         title="Test accuracy against cost",
         caption=f"{cost.explanation} Up and to the left is better. Bars are 95 % confidence intervals of the mean, "
-        "from three seeds on; the ring marks the cheapest variant that the seeds cannot tell from the best.",
+        "from three seeds on; the ring marks the cheapest variant without a significant difference to the best.",
         kind="points",
         x=Axis(cost.axis),
         y=Axis("test accuracy (%)"),
