@@ -8,7 +8,7 @@ Steps of one kind cost the same; one step of each kind is counted.
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -72,9 +72,6 @@ class StepCost:
         """Forward and backward passes over a batch of ``batch_size``, masks included."""
         steps: float = sum(images * self.per_image.get(kind, 1.0) for kind, images in self.images.items())
         return (steps + self.masks * self.per_mask) / batch_size
-
-    def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def plain_pass(model: nn.Module, images: Tensor, labels: Tensor) -> float:

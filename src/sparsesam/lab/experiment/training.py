@@ -293,7 +293,7 @@ class Training:
             "position": asdict(self.position),
             "sums": asdict(self.sums),
             "best": self.best,
-            "cost": self.cost.state_dict(),
+            "cost": asdict(self.cost),
             "model": self.module.state_dict(),
             "ema": None if self.ema is None else self.ema.state_dict(),
             "optimizer": self.optimizer.state_dict(),

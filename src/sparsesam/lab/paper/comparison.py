@@ -4,38 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from rich.table import Table
 
 from sparsesam.lab.display.numbers import plural
 from sparsesam.lab.experiment.confidence import differ
-from sparsesam.lab.experiment.paper import (
-    Column,
-    MeanOverSeeds,
-    Recipe,
-    Scale,
-    finished_results,
-    show_ours,
-    show_theirs,
-)
+from sparsesam.lab.experiment.paper import Column, MeanOverSeeds, RecipeRuns, show_ours, show_theirs
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Job
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A recipe's runs as far as they are finished."""
-
-    recipe: Recipe
-    scale: Scale
-    jobs: Sequence[Job]
-    overrides: Mapping[str, Any]
+class Comparison(RecipeRuns):
+    """Ours beside the paper's."""
 
     def table(self) -> Table:
         """Ours, the mean over the seeds with its 95 % interval, and beside it the paper's."""
-        recipe, scale, cells = self.recipe, self.scale, self._cells()
+        recipe, scale, cells = self.recipe, self.scale, self.cells()
         columns, theirs = recipe.columns(scale), recipe.columns("full") if recipe.has_numbers else []
         done = sum(job.is_finished for job in self.jobs)
         drawn = Table(title=f"{recipe.place}: {recipe.title}", caption=f"{done} of {plural(len(self.jobs), 'run')}")
@@ -73,7 +57,7 @@ class Comparison:
         return [*said, *self.recipe.notes(self.scale), *self._times()]
 
     def _times(self) -> list[str]:
-        if not any(column.is_timed for column in self.recipe.columns(self.scale)):
+        if not any(column.is_timed for column in self.columns):
             return []
         return [
             "Times are of short runs of their own, with no other run of this table beside them: medians over the steps "
@@ -84,7 +68,7 @@ class Comparison:
     def _where(self) -> list[str]:
         """The machines, and the number of seeds behind each mean."""
         machines = dict.fromkeys(_machine(job) for job in self.jobs if job.is_finished)
-        seeds = sorted({len(cell.values) for cell in self._cells().values()})
+        seeds = sorted({len(cell.values) for cell in self.cells().values()})
         if not seeds:
             return []
         count = plural(seeds[0], "seed") if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
@@ -95,24 +79,14 @@ class Comparison:
 
     def _significant_differences(self) -> list[str]:
         """For each column the rows without a significant difference to the best."""
-        said, cells = [], self._cells()
-        for column in self.recipe.columns(self.scale):
+        said, cells = [], self.cells()
+        for column in self.columns:
             if column.relative_to is not None:
                 continue
-            found = {
-                row: cells[row, column.label] for row in self.recipe.rows(self.scale) if (row, column.label) in cells
-            }
+            found = {row: cells[row, column.label] for row in self.rows if (row, column.label) in cells}
             if len(found) > 1:
                 said.append(_best_of(column, found))
         return said
-
-    def _cells(self) -> dict[tuple[str, str], MeanOverSeeds]:
-        finished = finished_results(self.jobs)
-        found = {
-            (row, column.label): self.recipe.cell(row, column, finished, self.overrides)
-            for row, column in self.recipe.cells(self.scale)
-        }
-        return {place: cell for place, cell in found.items() if cell is not None}
 
 
 def _best_of(column: Column, found: Mapping[str, MeanOverSeeds]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,9 @@ from sparsesam.lab.data import CORRUPTIONS, FolderSplits, corrupt, load
 from sparsesam.lab.display.colors import assign_colors
 from sparsesam.lab.display.drawing import write_images, write_plot
 from sparsesam.lab.display.figure import Axis, Bar, Figure, Series
-from sparsesam.lab.experiment.paper import Column, Recipe, Scale, finished_results
+from sparsesam.lab.experiment.paper import Column, RecipeRuns
 from sparsesam.lab.experiment.records import read_records
 from sparsesam.lab.experiment.run_directory import RunDirectory
-from sparsesam.lab.experiment.sweep import Job
 from sparsesam.lab.inspection import Analysis, Measured, TrainedRun, load_run, write_analysis
 from sparsesam.lab.inspection.gradients import GradientAnalysis
 from sparsesam.lab.inspection.hessian import HessianAnalysis
@@ -34,27 +33,15 @@ SAMPLES = 2048
 
 
 @dataclass(frozen=True)
-class TrainedRecipe:
+class TrainedRecipe(RecipeRuns):
     """Finished runs of a recipe, and where their data are."""
 
-    recipe: Recipe
-    scale: Scale
-    jobs: Sequence[Job]
-    overrides: Mapping[str, Any]
     data_dir: Path | None
 
     @property
     def options(self) -> dict[str, Any]:
         """Of the analysis."""
         return dict(self.recipe.content[self.scale].get("analysis", {}))
-
-    @property
-    def columns(self) -> list[Column]:
-        return self.recipe.columns(self.scale)
-
-    @property
-    def rows(self) -> list[str]:
-        return self.recipe.rows(self.scale)
 
     def runs(self, row: str, column: Column) -> list[Path]:
         """The directories of a cell, seed by seed."""
@@ -132,12 +119,12 @@ def _curves(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
 
 def _sparsity(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
     """Accuracy over sparsity, SAM as a line across; at full scale the paper's own numbers dotted."""
-    recipe, finished = trained.recipe, finished_results(trained.jobs)
+    recipe, cells = trained.recipe, trained.cells()
     printed_at = {column.label: place for place, column in enumerate(recipe.columns("full"))}
     points: dict[tuple[str, str, bool], list[tuple[float, float, Bar | None]]] = {}
     for row, column in recipe.cells(trained.scale):
         method, at = row.split()[0], recipe.config(row, column, {}).sparsity or 0.0
-        ours = recipe.cell(row, column, finished, trained.overrides)
+        ours = cells.get((row, column.label))
         if ours is not None:
             bar = ours.interval and (100 * ours.interval[0], 100 * ours.interval[1])
             points.setdefault((column.label, method, False), []).append((at, 100 * ours.mean, bar))
@@ -165,7 +152,7 @@ def _landscape(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
     found = _measured_on_samples(trained, lambda options: LandscapeAnalysis(**{"points": 50, **options}))
     said = [
         f"{one.label}: loss {one.result.center_loss:.4g} in the middle, "
-        f"{np.nanmax(one.result.loss):.4g} at the highest point"
+        f"{np.max(one.result.loss, where=np.isfinite(one.result.loss), initial=-np.inf):.4g} at the highest point"
         for one in found
     ]
     return LandscapeAnalysis.figures("landscape-2d", found)[:1], said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
@@ -12,7 +13,7 @@ from markupsafe import Markup, escape
 
 from sparsesam import __version__
 from sparsesam.lab.display.colors import COLORS
-from sparsesam.lab.display.figure import Axis, Figure, Series
+from sparsesam.lab.display.figure import Figure, Series
 from sparsesam.lab.display.table import Table
 from sparsesam.lab.report.data import ReportData
 from sparsesam.lab.report.downsample import downsampled, points_per_curve
@@ -86,18 +87,14 @@ def _figure(figure: Figure, limit: int, twin: str | None) -> dict[str, Any]:
         "name": figure.name,
         "title": figure.title,
         "kind": figure.kind,
-        "x": _axis(figure.x),
-        "y": _axis(figure.y),
-        "z": None if figure.z is None else _axis(figure.z),
+        "x": asdict(figure.x),
+        "y": asdict(figure.y),
+        "z": figure.z and asdict(figure.z),
         "range_z": figure.range_z,
         # A surface and its contours are the same numbers, written once.
         "panels_of": twin,
         "panels": [] if twin else panels,
     }
-
-
-def _axis(axis: Axis) -> dict[str, Any]:
-    return {"title": axis.title, "log": axis.log, "whole": axis.whole}
 
 
 def _series(series: Series) -> dict[str, Any]:
