@@ -26,9 +26,9 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> int:
-    config, place = settings_of(options)
+    config, environment = settings_of(options)
     config = replace(config, batch_size=options.images)
-    splits = load(config.dataset, place.data_dir, place.download, image_size=config.image_size)
+    splits = load(config.dataset, environment.data_dir, environment.download, image_size=config.image_size)
     batches = make_batches(config, splits, Share(), torch.device("cpu"), workers=0)
     batch = next(batches.train(epoch=0))
     labels = batch.labels if batch.labels.dim() == 1 else batch.labels.argmax(1)  # probabilities with mixup

@@ -23,8 +23,8 @@ def run(options: Namespace) -> int:
     from sparsesam.lab.experiment.config import RunEnvironment
     from sparsesam.lab.experiment.evaluation import evaluate
 
-    place = RunEnvironment(data_dir=options.data_dir, accelerator=options.accelerator)
-    found = evaluate(options.run, options.weights, options.split, place)
+    environment = RunEnvironment(data_dir=options.data_dir, accelerator=options.accelerator)
+    found = evaluate(options.run, options.weights, options.split, environment)
     numbers = f"accuracy {found.accuracy:.2%}, loss {found.loss:.4f}"
     print(f"{options.split} {numbers}, {plural(found.images, 'image')}; {found.file}")
     return 0

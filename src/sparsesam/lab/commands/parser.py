@@ -86,8 +86,8 @@ def settings_of(options: Namespace) -> tuple[TrainConfig, RunEnvironment]:
         check_names(content, known)
         given |= content
     given |= {name: value for name, value in vars(options).items() if name in known}
-    config, place = ({name: given[name] for name in names_of(kind) if name in given} for kind in _KINDS)
-    return TrainConfig(**config), RunEnvironment(**place)
+    config, environment = ({name: given[name] for name in names_of(kind) if name in given} for kind in _KINDS)
+    return TrainConfig(**config), RunEnvironment(**environment)
 
 
 _KINDS: tuple[Any, Any] = (TrainConfig, RunEnvironment)

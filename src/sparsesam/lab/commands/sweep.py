@@ -47,11 +47,11 @@ def add_execution(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> int:
-    place = _environment(options)
+    environment = _environment(options)
     sweep = read_sweep(options.file, overrides=overrides(options.set), seeds=options.seeds)
     out = options.out or Path("runs") / Path(options.file).stem
     jobs = sweep.jobs(out)
-    calibration = None if options.no_calibration else _calibration(jobs, place, out)
+    calibration = None if options.no_calibration else _calibration(jobs, environment, out)
     execute(jobs, options, lambda: table(sweep.title, jobs, calibration), calibration=calibration)
     print(f"runs: {out}")
     return report_failures(jobs)
@@ -70,7 +70,7 @@ def execute(
     The ``timed`` among the jobs come last, one at a time, and record the time of each step.
     """
     workers = options.jobs or default_workers(options.gpus)
-    place, console = _environment(options), Console(highlight=False)
+    environment, console = _environment(options), Console(highlight=False)
     progress = SweepProgress(jobs, draw, Remaining(jobs, workers, calibration), console)
     common = {
         "backend": options.backend,
@@ -81,8 +81,8 @@ def execute(
     try:
         with progress.shown():
             rest = [job for job in jobs if job not in timed]
-            sweep_jobs(rest, place, workers=workers, **common)
-            sweep_jobs(timed, replace(place, record_times=True), workers=1, **common)
+            sweep_jobs(rest, environment, workers=workers, **common)
+            sweep_jobs(timed, replace(environment, record_times=True), workers=1, **common)
     except KeyboardInterrupt:
         done = sum(job.is_finished for job in jobs)
         raise Interrupted(f"{done} of {plural(len(jobs), 'run')} finished; give the same command to continue") from None
@@ -96,14 +96,14 @@ def _environment(options: Namespace) -> RunEnvironment:
     return RunEnvironment(data_dir=options.data_dir, accelerator="cuda" if options.gpus else "auto")
 
 
-def _calibration(jobs: Sequence[Job], place: RunEnvironment, out: Path) -> SweepCalibration:
+def _calibration(jobs: Sequence[Job], environment: RunEnvironment, out: Path) -> SweepCalibration:
     """The one that is there, or a new one; measuring also checks every variant before anything is trained."""
     known = read_calibration(out)
     if known is not None and known.fits([job.config for job in jobs]):
         return known
     console = Console(stderr=True)
     with console.status("measuring the time of a step of every variant …") if console.is_terminal else nullcontext():
-        return calibrate(jobs, place, out)
+        return calibrate(jobs, environment, out)
 
 
 def report_failures(jobs: Sequence[Job]) -> int:

@@ -31,22 +31,22 @@ def run(options: Namespace) -> int:
     from sparsesam.lab.experiment.live import for_terminal
     from sparsesam.lab.experiment.run import run as run_one
 
-    config, place = settings_of(options)
-    place = under_torchrun(place)
-    result = run_one(config, place, for_terminal(quiet=place.quiet))
+    config, environment = settings_of(options)
+    environment = under_torchrun(environment)
+    result = run_one(config, environment, for_terminal(quiet=environment.quiet))
     chosen = "validation" if result.best_chosen_on == "val" else "test"
     print(
         f"test accuracy {result.test_accuracy:.2%}; best.pt {result.best_test_accuracy:.2%}, "
         f"epoch {result.best_epoch}, chosen on {chosen} images; "
-        f"{result.seconds:.1f} s of training; {place.directory(config)}"
+        f"{result.seconds:.1f} s of training; {environment.directory(config)}"
     )
     return 0
 
 
 def _value_of(name: str, arguments: list[str]) -> str | None:
-    for place, argument in enumerate(arguments):
-        if argument == name and place + 1 < len(arguments):
-            return arguments[place + 1]
+    for index, argument in enumerate(arguments):
+        if argument == name and index + 1 < len(arguments):
+            return arguments[index + 1]
         if argument.startswith(name + "="):
             return argument.partition("=")[2]
     return None

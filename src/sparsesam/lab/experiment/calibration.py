@@ -83,7 +83,7 @@ def read_calibration(folder: Path) -> SweepCalibration | None:
         raise ValueError(f"{FILE} is not a calibration of this version of sparsesam ({error}); delete it") from error
 
 
-def calibrate(jobs: Sequence[Job], place: RunEnvironment, folder: Path) -> SweepCalibration:
+def calibrate(jobs: Sequence[Job], environment: RunEnvironment, folder: Path) -> SweepCalibration:
     """Measure every variant of the jobs and write ``calibration.json``. Raises what a variant's settings raise."""
     labels: dict[str, str] = {}
     configs: dict[str, TrainConfig] = {}
@@ -91,10 +91,10 @@ def calibrate(jobs: Sequence[Job], place: RunEnvironment, folder: Path) -> Sweep
         labels.setdefault(key(job.config), job.label)
         configs.setdefault(key(job.config), replace(job.config, seed=0))
     threads = torch.get_num_threads()
-    torch.set_num_threads(place.threads or 1)
+    torch.set_num_threads(environment.threads or 1)
     try:
         with torch.random.fork_rng():
-            times = _measure(configs, labels, place)
+            times = _measure(configs, labels, environment)
     finally:
         torch.set_num_threads(threads)
     found = SweepCalibration(times, provenance())
@@ -102,7 +102,7 @@ def calibrate(jobs: Sequence[Job], place: RunEnvironment, folder: Path) -> Sweep
         "kind": "calibration",
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "rounds": ROUNDS,
-        "threads": place.threads or 1,
+        "threads": environment.threads or 1,
         "variants": {name: asdict(one) for name, one in times.items()},
         "provenance": found.origin,
     }
@@ -112,7 +112,7 @@ def calibrate(jobs: Sequence[Job], place: RunEnvironment, folder: Path) -> Sweep
 
 
 def _measure(
-    configs: Mapping[str, TrainConfig], labels: Mapping[str, str], place: RunEnvironment
+    configs: Mapping[str, TrainConfig], labels: Mapping[str, str], environment: RunEnvironment
 ) -> dict[str, VariantTime]:
     loaded: dict[tuple[str, int | None], Splits | FolderSplits] = {}
 
@@ -120,8 +120,10 @@ def _measure(
         source = (config.dataset, config.image_size)
         try:
             if source not in loaded:
-                loaded[source] = load(config.dataset, place.data_dir, place.download, image_size=config.image_size)
-            return _Stepper(config, loaded[source], place)
+                loaded[source] = load(
+                    config.dataset, environment.data_dir, environment.download, image_size=config.image_size
+                )
+            return _Stepper(config, loaded[source], environment)
         except (ImportError, TypeError, ValueError) as error:
             raise type(error)(f"{labels[name]}: {error}") from error
 
@@ -139,10 +141,10 @@ def _measure(
 class _Stepper:
     """A variant that takes its steps when it is its turn."""
 
-    def __init__(self, config: TrainConfig, splits: Splits | FolderSplits, place: RunEnvironment) -> None:
+    def __init__(self, config: TrainConfig, splits: Splits | FolderSplits, environment: RunEnvironment) -> None:
         # After the first one, masks are made in `_make_mask` alone.
         endless = replace(config, epochs=10**6, max_steps=None, ascent_start=0.0, mask_epochs=10**6, mask_steps=None)
-        self.training = make_training(endless, splits, make_fabric(endless, place), place)
+        self.training = make_training(endless, splits, make_fabric(endless, environment), environment)
         self.every = 1 if config.is_plain else config.ascent_every
         self.rounds: list[float] = []
         self.masks: list[float] = []

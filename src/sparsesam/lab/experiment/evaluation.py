@@ -28,15 +28,15 @@ class Evaluation(NamedTuple):
     file: Path
 
 
-def evaluate(run: Path, weights: str, split: Literal["val", "test"], place: RunEnvironment) -> Evaluation:
+def evaluate(run: Path, weights: str, split: Literal["val", "test"], environment: RunEnvironment) -> Evaluation:
     """Loss and accuracy of ``weights`` ("best", "last" or a file) on images that the run was not trained on."""
     config = RunDirectory.existing(run).saved_config()
     if split == "val" and config.val_size is None:
         raise ValueError(f"{run} has no validation images (val_size); evaluate it on the test images")
     file = _file(run, weights)
-    fabric = make_fabric(config, place)
-    splits = load(config.dataset, place.data_dir, place.download, image_size=config.image_size)
-    batches = make_batches(config, splits, Share(), fabric.device, place.workers or 0)
+    fabric = make_fabric(config, environment)
+    splits = load(config.dataset, environment.data_dir, environment.download, image_size=config.image_size)
+    batches = make_batches(config, splits, Share(), fabric.device, environment.workers or 0)
     model = models.build(config.model, splits.num_classes, splits.in_channels, splits.image_size)
     content = read_weights(file)
     try:

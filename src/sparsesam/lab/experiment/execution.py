@@ -38,7 +38,7 @@ class Outcome:
 
 def sweep_jobs(
     jobs: Iterable[Job],
-    place: RunEnvironment,
+    environment: RunEnvironment,
     *,
     workers: int,
     backend: Backend = "loky",
@@ -54,10 +54,10 @@ def sweep_jobs(
     """
     once = {job.directory: job for job in reversed(list(jobs))}  # of identical runs the first one
     due = [job for job in reversed(once.values()) if not job.is_finished and (retry or job.failure is None)]
-    place = replace(place, resume=True, quiet=True, threads=place.threads or 1, logger="none")
+    environment = replace(environment, resume=True, quiet=True, threads=environment.threads or 1, logger="none")
     parent = os.getpid() if backend == "loky" else None
     interrupted = False
-    arguments = [(job, place, gpus, parent) for job in due]
+    arguments = [(job, environment, gpus, parent) for job in due]
     for outcome in _on_ray(arguments, workers) if backend == "ray" else _here(arguments, workers):
         interrupted = interrupted or outcome.status == "interrupted"
         on_end(outcome)
@@ -69,7 +69,7 @@ def default_workers(gpus: int) -> int:
     return gpus or int(joblib.cpu_count())
 
 
-def _run_job(job: Job, place: RunEnvironment, gpus: int, parent: int | None) -> Outcome:
+def _run_job(job: Job, environment: RunEnvironment, gpus: int, parent: int | None) -> Outcome:
     """In a worker process: an error is written to failure.json and does not end the sweep."""
     from sparsesam.lab.experiment.run import run
 
@@ -82,8 +82,8 @@ def _run_job(job: Job, place: RunEnvironment, gpus: int, parent: int | None) -> 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         try:
-            with claimed_gpu(gpus, job.directory.parent) if gpus else nullcontext(place.devices) as devices:
-                mine = replace(place, name=job.label, out=job.directory, devices=devices)
+            with claimed_gpu(gpus, job.directory.parent) if gpus else nullcontext(environment.devices) as devices:
+                mine = replace(environment, name=job.label, out=job.directory, devices=devices)
                 run(job.config, mine, stop=is_orphan)
             status: Literal["finished", "failed", "interrupted"] = "finished"
         except (Interrupted, KeyboardInterrupt):

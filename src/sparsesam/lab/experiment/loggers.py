@@ -21,12 +21,12 @@ LogEpoch = Callable[[Mapping[str, Any]], None]
 
 
 @contextmanager
-def open_logger(config: TrainConfig, place: RunEnvironment, folder: Path) -> Iterator[LogEpoch]:
+def open_logger(config: TrainConfig, environment: RunEnvironment, folder: Path) -> Iterator[LogEpoch]:
     """A function that logs an epoch's record; it does nothing with ``logger="none"``."""
-    if place.logger == "none":
+    if environment.logger == "none":
         yield lambda record: None
         return
-    logger = _logger(place.logger, folder, name=place.name or folder.name)
+    logger = _logger(environment.logger, folder, name=environment.name or folder.name)
     logger.log_hyperparams({name: _loggable(value) for name, value in vars(config).items()})
 
     def log(record: Mapping[str, Any]) -> None:

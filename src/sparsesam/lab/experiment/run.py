@@ -36,49 +36,49 @@ from sparsesam.lab.experiment.training import Sums, Training
 
 def run(
     config: TrainConfig,
-    place: RunEnvironment,
+    environment: RunEnvironment,
     observer: RunObserver | None = None,
     *,
     stop: Callable[[], bool] = lambda: False,
 ) -> RunResult:
-    """Train as ``config`` says; with ``place.resume``, from the last checkpoint in the run's directory.
+    """Train as ``config`` says; with ``environment.resume``, from the last checkpoint in the run's directory.
 
     Everything is checked and built before anything is written: a config that is refused leaves no directory.
     ``stop`` is asked after every step, like a signal, whether to stop there. Raises `Interrupted` then,
     `DivergedError` for a loss that is not finite, and `CheckpointError`: each leaves the last good checkpoint.
     """
-    fabric = make_fabric(config, place)
-    directory = RunDirectory(place.directory(config))
+    fabric = make_fabric(config, environment)
+    directory = RunDirectory(environment.directory(config))
     main = fabric.global_rank == 0
-    with torch.random.fork_rng(), _threads(place.threads):
+    with torch.random.fork_rng(), _threads(environment.threads):
         if main:
-            check_logger(place.logger)
-            directory.check(config, resume=place.resume)
-        splits = _load(config, place, shown=main and type(observer) is not RunObserver)
+            check_logger(environment.logger)
+            directory.check(config, resume=environment.resume)
+        splits = _load(config, environment, shown=main and type(observer) is not RunObserver)
         fabric.launch()
-        training = make_training(config, splits, fabric, place)
+        training = make_training(config, splits, fabric, environment)
         with directory.locked() if main else nullcontext():
-            if place.resume:  # a checkpoint that cannot be read leaves the run as it is
+            if environment.resume:  # a checkpoint that cannot be read leaves the run as it is
                 _restore(training, directory, fabric)
-            extended = directory.begin(config, resume=place.resume) if main else None
-            header = _header(config, place, training, extended)
+            extended = directory.begin(config, resume=environment.resume) if main else None
+            header = _header(config, environment, training, extended)
             if main:
                 directory.append(header)
             shown = (observer if main else None) or RunObserver()
             try:
-                return _train(config, place, training, directory, shown, header, stop)
+                return _train(config, environment, training, directory, shown, header, stop)
             except Exception as error:
                 if main and not isinstance(error, Interrupted | CheckpointError):
                     directory.write_failure(error)
                 raise
 
 
-def make_fabric(config: TrainConfig, place: RunEnvironment) -> Fabric:
+def make_fabric(config: TrainConfig, environment: RunEnvironment) -> Fabric:
     """Devices, processes and precision."""
     options: dict[str, Any] = {
-        "accelerator": place.accelerator,
-        "devices": place.devices,
-        "num_nodes": place.num_nodes,
+        "accelerator": environment.accelerator,
+        "devices": environment.devices,
+        "num_nodes": environment.num_nodes,
     }
     try:
         fabric = Fabric(**options)
@@ -93,13 +93,13 @@ def make_fabric(config: TrainConfig, place: RunEnvironment) -> Fabric:
 
 
 def make_training(
-    config: TrainConfig, splits: Splits | FolderSplits, fabric: Fabric, place: RunEnvironment
+    config: TrainConfig, splits: Splits | FolderSplits, fabric: Fabric, environment: RunEnvironment
 ) -> Training:
     """The run at its first step: batches, model and optimizer."""
     share = Share(fabric.global_rank, fabric.world_size)
     if share.world > 1 and config.ascent != "explicit" and not config.is_plain:
         raise ValueError(f"ascent must be explicit on several devices, got {config.ascent}; train on one")
-    batches = make_batches(config, splits, share, fabric.device, _workers(place))
+    batches = make_batches(config, splits, share, fabric.device, _workers(environment))
     seed_global(derive(config.seed, Purpose.WEIGHTS), fabric.device)
     model = models.build(config.model, splits.num_classes, splits.in_channels, splits.image_size)
     if config.init_from is not None:
@@ -107,16 +107,16 @@ def make_training(
             initialize(model, Path(config.init_from))
         except CheckpointError as error:
             raise ValueError(f"init_from: {error}") from error
-    return Training(config, model, batches, fabric, record_times=place.record_times)
+    return Training(config, model, batches, fabric, record_times=environment.record_times)
 
 
-def _load(config: TrainConfig, place: RunEnvironment, *, shown: bool) -> Splits | FolderSplits:
+def _load(config: TrainConfig, environment: RunEnvironment, *, shown: bool) -> Splits | FolderSplits:
     progress = shown and sys.stdout.isatty()
-    return load(config.dataset, place.data_dir, place.download, progress, image_size=config.image_size)
+    return load(config.dataset, environment.data_dir, environment.download, progress, image_size=config.image_size)
 
 
-def _workers(place: RunEnvironment) -> int:
-    return min(4, joblib.cpu_count()) if place.workers is None else place.workers
+def _workers(environment: RunEnvironment) -> int:
+    return min(4, joblib.cpu_count()) if environment.workers is None else environment.workers
 
 
 def _restore(training: Training, directory: RunDirectory, fabric: Fabric) -> None:
@@ -133,17 +133,19 @@ def _restore(training: Training, directory: RunDirectory, fabric: Fabric) -> Non
         forget_masks_from(directory.masks, training.steps_taken)
 
 
-def _header(config: TrainConfig, place: RunEnvironment, training: Training, extended: int | None) -> dict[str, Any]:
+def _header(
+    config: TrainConfig, environment: RunEnvironment, training: Training, extended: int | None
+) -> dict[str, Any]:
     """The record of a beginning: kind "run", "resume", or "extend" with the number of epochs there were before."""
     kind = "resume" if training.steps_taken else "run"
     before = {} if extended is None else {"kind": "extend", "epochs_before": extended}
-    settings = {"config": asdict(config), "hash": config.content_hash, "name": place.name}
+    settings = {"config": asdict(config), "hash": config.content_hash, "name": environment.name}
     return {"kind": kind, "step": training.steps_taken, **before, **settings, "provenance": provenance()}
 
 
 def _train(
     config: TrainConfig,
-    place: RunEnvironment,
+    environment: RunEnvironment,
     training: Training,
     directory: RunDirectory,
     observer: RunObserver,
@@ -152,19 +154,19 @@ def _train(
 ) -> RunResult:
     main = training.fabric.global_rank == 0
     observer.begin(config, training, str(directory.path))
-    on_step = _OnStep(config, place, training, directory, observer)
-    logger = open_logger(config, place, directory.path) if main else nullcontext(lambda record: None)
+    on_step = _OnStep(config, environment, training, directory, observer)
+    logger = open_logger(config, environment, directory.path) if main else nullcontext(lambda record: None)
     with StopOnSignal() as signalled, logger as log:
         try:
             while not training.finished:
                 if training.advance(lambda: signalled() or stop(), on_step):
-                    _complete_epoch(config, place, training, directory, observer, log)
+                    _complete_epoch(config, environment, training, directory, observer, log)
                 elif main:
                     _save(training, config, directory)
                 if training.stop_requested and not training.finished:
                     raise Interrupted(
                         f"stopped after {plural(training.steps_taken, 'step')} and saved; "
-                        f"continue with: {place.resume_command(directory.path)}"
+                        f"continue with: {environment.resume_command(directory.path)}"
                     )
         except DivergedError as error:
             kept = f"the last good state is in {directory.last}" if directory.last.exists() else "no epoch was complete"
@@ -187,15 +189,15 @@ class _OnStep:
     def __init__(
         self,
         config: TrainConfig,
-        place: RunEnvironment,
+        environment: RunEnvironment,
         training: Training,
         directory: RunDirectory,
         observer: RunObserver,
     ) -> None:
-        self.config, self.place, self.training = config, place, training
+        self.config, self.environment, self.training = config, environment, training
         self.directory, self.observer = directory, observer
         self.main = training.fabric.global_rank == 0
-        self.records_masks = self.main and _records_masks(config, place, training)
+        self.records_masks = self.main and _records_masks(config, environment, training)
         self.saved, self.masks = training.steps_taken, 0
 
     def __call__(self) -> None:
@@ -205,7 +207,7 @@ class _OnStep:
         if self.records_masks and len(training.mask_seconds) > self.masks:
             write_masks(self.directory.masks, training.steps_taken - 1, training.masks)
             self.masks = len(training.mask_seconds)
-        every = self.place.checkpoint_steps
+        every = self.environment.checkpoint_steps
         if self.main and every is not None and training.looked and training.steps_taken - self.saved >= every:
             _save(training, self.config, self.directory)
             self.saved = training.steps_taken
@@ -213,7 +215,7 @@ class _OnStep:
 
 def _complete_epoch(
     config: TrainConfig,
-    place: RunEnvironment,
+    environment: RunEnvironment,
     training: Training,
     directory: RunDirectory,
     observer: RunObserver,
@@ -244,7 +246,7 @@ def _complete_epoch(
         "images_per_second": sums.images / sums.seconds,
         "skipped_ascents": getattr(training.optimizer, "skipped_ascents", 0),
     }
-    if place.record_times:
+    if environment.record_times:
         record["step_seconds"] = sums.step_seconds
         record["seconds_of_masks"] = sums.mask_seconds
     is_best = _is_best(training.best, val_accuracy, test_accuracy)
@@ -271,9 +273,9 @@ def _is_best(best: dict[str, Any] | None, val_accuracy: float | None, test_accur
     return bool(val_accuracy > best["val_accuracy"])
 
 
-def _records_masks(config: TrainConfig, place: RunEnvironment, training: Training) -> bool:
-    if place.record_masks is not None:
-        return place.record_masks
+def _records_masks(config: TrainConfig, environment: RunEnvironment, training: Training) -> bool:
+    if environment.record_masks is not None:
+        return environment.record_masks
     return is_cheap(config, sum(p.numel() for p in training.module.parameters()), training.batches.steps)
 
 
