@@ -28,7 +28,7 @@ def rewrite(arguments: list[str]) -> list[str]:
 
 def run(options: Namespace) -> int:
     from sparsesam.lab.experiment.elastic import under_torchrun
-    from sparsesam.lab.experiment.live import for_terminal
+    from sparsesam.lab.experiment.observers import for_terminal
     from sparsesam.lab.experiment.run import run as run_one
 
     config, environment = settings_of(options)
