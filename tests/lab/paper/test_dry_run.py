@@ -71,7 +71,7 @@ def test_the_cost_of_all_seeds_is_shown():
     drawn = cost_table(one, found, seeds=3, tflops=10)
     console = Console(width=200, record=True, quiet=True)
     console.print(drawn)
-    assert list(drawn.columns[0].cells)[-1] == "all, 3 seed(s)"
+    assert list(drawn.columns[0].cells)[-1] == "all, 3 seeds"
     assert list(drawn.columns[1].cells)[-1] == "9"
 
 
