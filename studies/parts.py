@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -148,14 +148,15 @@ def by_length(training: Training) -> None:
     """Extrapolation with k = ``steps_ahead`` / (mean length of the updates so far): a length in place of a number."""
     opt = training.optimizer
     assert isinstance(opt, sparsesam.ExtrapolatedSAM)
-    step: Any = opt.step
+    assert training.config.steps_ahead is not None
+    wanted, step = training.config.steps_ahead, cast(Any, opt.step)
     lengths: list[float] = []
 
     def step_and_measure(*args: Any, **options: Any) -> Any:
         result = step(*args, **options)
         lengths.append(float(get_total_norm(list(opt._context.extrapolation.updates.values()))))
         for group in opt.param_groups:
-            group["rho"] = training.config.steps_ahead * len(lengths) / (sum(lengths) or math.inf)
+            group["rho"] = wanted * len(lengths) / (sum(lengths) or math.inf)
         return result
 
     opt.step = step_and_measure  # type: ignore[method-assign]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import sparsesam
 from tests import cases
@@ -29,6 +30,12 @@ def test_its_strength_is_that_of_what_it_chooses():
     model = cases.mlp()
     assert sparsesam.recommended(cases.sgd(model), model, strength=7.0).param_groups[0]["rho"] == 7.0
     assert sparsesam.recommended(cases.sgd(model), model, cost=2, strength=0.7).param_groups[0]["rho"] == 0.7
+
+
+@pytest.mark.parametrize(("kind", "steps"), [(torch.optim.SGD, 60), (torch.optim.AdamW, 10), (torch.optim.RMSprop, 10)])
+def test_one_pass_looks_further_ahead_for_sgd(kind, steps):
+    model = cases.mlp()
+    assert sparsesam.recommended(kind(model.parameters(), lr=0.1), model).param_groups[0]["rho"] == steps
 
 
 @pytest.mark.parametrize("cost", [0.5, -1.0, float("nan")])

@@ -8,8 +8,7 @@ from torch.optim import Optimizer
 from sparsesam.optimizer import SAM, ExtrapolatedSAM
 from sparsesam.sharpness_aware import SharpnessAware
 
-#: Where a search begins: between the best values of the study's tasks, 10 to 110 steps and 0.07 to 0.4.
-STEPS_AHEAD = 40.0
+#: Where a search begins: between the best values of the study's tasks.
 RHO = 0.2
 
 
@@ -21,7 +20,7 @@ def recommended(
     ========== ========================================= ==========================
     ``cost``   what it is                                ``strength``
     ========== ========================================= ==========================
-    below 1.1  ``ExtrapolatedSAM``: one pass             ``steps_ahead``, 40
+    below 1.1  ``ExtrapolatedSAM``: one pass             ``steps_ahead``, its own
     below 2    ``SAM``, ascent on a part of the batch    ``rho``, 0.2
     2 or more  ``SAM``                                   ``rho``, 0.2
     ========== ========================================= ==========================
@@ -36,6 +35,6 @@ def recommended(
     if not cost >= 1:
         raise ValueError(f"cost must be at least 1, got {cost}; 1 is a step of the base optimizer, 2 one of SAM")
     if cost < 1.1:
-        return ExtrapolatedSAM(base, model, STEPS_AHEAD if strength is None else strength)
+        return ExtrapolatedSAM(base, model, strength)
     rho = RHO if strength is None else strength
     return SAM(base, model, rho) if cost >= 2 else SAM(base, model, rho, ascent_fraction=cost - 1)

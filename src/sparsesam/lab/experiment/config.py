@@ -93,7 +93,9 @@ class TrainConfig:
     ascent: Literal["explicit", "implicit", "implicit-dense", "momentum", "momentum-climbing", "extrapolation"] = (
         _option("explicit", "what the mask is applied to; momentum and extrapolation take no pass of their own")
     )
-    steps_ahead: float = _option(40.0, "of the extrapolation: how many times the last update")
+    steps_ahead: float | None = _option(
+        None, "of the extrapolation: how many times the last update; null: 60 around sgd, else 10"
+    )
     ascent_fraction: float = _option(1.0, "fraction of each batch that the perturbation is computed from")
     ascent_every: int = _option(1, "perturb in every k-th step only")
     ascent_off_steps: Literal["skip", "reuse"] = _option("skip", "in between: plain steps, or the last perturbation")
@@ -176,9 +178,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
         lambda value: value >= 0,
         (
             *("lr", "weight_decay", "rho", "warmup_epochs", "rho_warmup_epochs", "rho_final", "ascent_start", "seed"),
-            *("steps_ahead", "mixup", "randaugment"),
+            *("mixup", "randaugment"),
         ),
     ),
+    "at least 0, or null": (lambda value: value is None or value >= 0, ("steps_ahead",)),
     "in [0, 1], or null": (lambda value: value is None or 0 <= value <= 1, ("sparsity",)),
     "in [0, 1)": (lambda value: 0 <= value < 1, ("label_smoothing",)),
     "in (0, 1]": (lambda value: 0 < value <= 1, ("ascent_fraction",)),
