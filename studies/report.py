@@ -218,19 +218,21 @@ def ahead_table(folder: Path) -> list[str]:
 
 
 def default_table(folder: Path) -> list[str]:
-    """Validation accuracy of a number of steps and of a length that nobody tuned, below the best number's."""
-    lines = ["| task | best | 40 steps | length 2 | length 3 | length 4.5 |", "|---|---|---|---|---|---|"]
+    """Validation accuracy of strengths that nobody tuned, against the best number of steps."""
+    lines = [
+        "| task | best number of steps | 40 steps | 60 steps | length 3 | length 4.5 |",
+        "|---|---|---|---|---|---|",
+    ]
     for name in task_names():
         task, records = read_task(name), read(folder / f"{name}.jsonl")
-        if ONE_PASS not in task.names or task.tuned(BY_LENGTH, records) is None:
+        steps = task.tuned(ONE_PASS, records) if ONE_PASS in task.names else None
+        untuned = [task.tuned(method, records) or {} for method in ("extrapolation, 60 steps", BY_LENGTH)]
+        if steps is None or not any(untuned):
             continue
-        steps, lengths = task.tuned(ONE_PASS, records), task.tuned(BY_LENGTH, records)
-        assert steps is not None
-        assert lengths is not None
-        best = max(steps.values())
-        near = min(steps, key=lambda value: abs(value - 40))
-        shown = " | ".join(f"{100 * (value - best):+.1f}" for value in (steps[near], *lengths.values()))
-        lines.append(f"| {task.content['title']} | {100 * best:.1f} | {shown} |")
+        best = max(steps, key=lambda value: steps[value])
+        found = [steps.get(40), untuned[0].get(60), *(untuned[1].get(length) for length in (3, 4.5))]
+        shown = " | ".join("–" if value is None else f"{100 * (value - steps[best]):+.1f}" for value in found)
+        lines.append(f"| {task.content['title']} | {best:g}: {100 * steps[best]:.1f} | {shown} |")
     return lines
 
 
