@@ -75,7 +75,8 @@ class StepContext:
     second_gradient: OldGradient | None = None
     is_joining: bool = False  # within torch's Join, where ranks answer no collectives but those of DDP
     _warned: set[str] = field(default_factory=set)
-    _shards: tuple[list[Tensor], Shards | None] = ([], None)  # of which parameters, and how they are spread
+    #: How parameters are spread; the list is the same object as long as they are.
+    _shards: tuple[Sequence[PerturbedParam], Shards | None] = ((), None)
 
     def masks_of(self, params: Sequence[PerturbedParam]) -> dict[str, PackedMask | None]:
         """Their current masks; None: all of the parameter is perturbed."""
@@ -111,11 +112,10 @@ class StepContext:
 
     def shards(self, params: Sequence[PerturbedParam]) -> Shards | None:
         """How they are spread over ranks; None: every rank has them whole."""
-        parameters = [one.parameter for one in params]
         known, shards = self._shards
-        if len(known) != len(parameters) or any(one is not other for one, other in zip(known, parameters, strict=True)):
+        if known is not params:
             shards = Shards.of({one.name: one.parameter for one in params})
-            self._shards = parameters, shards
+            self._shards = params, shards
         return shards
 
     def directions(self, params: Sequence[PerturbedParam]) -> dict[str, Tensor]:

@@ -59,6 +59,9 @@ class OptimizerWrapper(Optimizer, Joinable):
     ``param_groups`` and ``state`` are the base optimizer's own, so a scheduler may drive either of the two.
     """
 
+    #: What `_perturbed_params` has listed last: groups (held, so that their ids stay theirs), what it saw, the list.
+    _listed: tuple[list[dict[str, Any]], list[Any], list[PerturbedParam]] = ([], [], [])
+
     def __new__(cls, *args: Any, **kwargs: Any) -> OptimizerWrapper:  # (typing.Self needs Python 3.11)
         cls._check_call(args, kwargs)
         return super().__new__(cls)
@@ -214,13 +217,30 @@ class OptimizerWrapper(Optimizer, Joinable):
             raise RuntimeError("Join must have the model first: write `with Join([model, opt]):`")
 
     def _perturbed_params(self) -> list[PerturbedParam]:
-        """The parameters that take part in an ascent now, their groups completed and checked."""
-        for group in self.param_groups:
-            self._complete(group)
-        refuse_fsdp1(self._names)
-        if any(parameter not in self._names for group in self.param_groups for parameter in group["params"]):
-            self._names = named(self.model, self.base)
-        return list(perturbed_params(self.base, self._names))
+        """The parameters that take part in an ascent now, their groups completed and checked.
+
+        The same list as before if nothing has changed that it depends on: small networks feel what a step looks at.
+        """
+        options = (*option_keys(self.base).values(), "maximize")
+        seen = [
+            (
+                id(group),
+                [group.get(key) for key in options],
+                list(map(id, group["params"])),
+                [parameter.requires_grad for parameter in group["params"]],
+            )
+            for group in self.param_groups
+        ]
+        _, before, params = self._listed
+        if before != seen:
+            for group in self.param_groups:
+                self._complete(group)
+            refuse_fsdp1(self._names)
+            if any(parameter not in self._names for group in self.param_groups for parameter in group["params"]):
+                self._names = named(self.model, self.base)
+            params = list(perturbed_params(self.base, self._names))
+            self._listed = list(self.param_groups), seen, params
+        return params
 
     def _complete(self, group: dict[str, Any]) -> None:
         keys = option_keys(self.base)
