@@ -24,7 +24,7 @@ from sparsesam.ascent.statistics import StatisticsSnapshot
 from sparsesam.ascent.targets import Target
 from sparsesam.ascent_schedule import StepKind
 from sparsesam.distributed import average_gradients, local_part, reshard, unsynchronized
-from sparsesam.parameters import PerturbedParam, require_gradients
+from sparsesam.parameters import PerturbedParam, option_keys, require_gradients
 from sparsesam.step_context import StepContext
 
 
@@ -235,10 +235,19 @@ class Step:
 
     @cached_property
     def _tracked(self) -> list[TrackedWeight]:
-        return [
-            TrackedWeight(one.name, local_part(one.parameter), self.masks[one.name], float(one.rho))
-            for one in self.params
-        ]
+        """Those of the last step if nothing has changed that they depend on."""
+        context = self.context
+        steps_ahead = [group.get(option_keys(context.base)["rho"]) for group in context.base.param_groups]
+        state = (self.params, context.masks.masks, steps_ahead)
+        before, tracked = context.tracked
+        same = all(one is other for one, other in zip(state[:2], before[:2], strict=True)) and before[2] == steps_ahead
+        if not same or context.shards(self.params) is not None or any(isinstance(k, Tensor) for k in steps_ahead):
+            tracked = [
+                TrackedWeight(one.name, local_part(one.parameter), self.masks[one.name], float(one.rho))
+                for one in self.params
+            ]
+            context.tracked = state, tracked
+        return tracked
 
     def _check_implicit(self) -> None:
         """The first pass did send its gradient through the masks."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from sparsesam.ascent.engine import Engine
 from sparsesam.ascent.explicit import Perturbation
-from sparsesam.ascent.extrapolation import Extrapolation
+from sparsesam.ascent.extrapolation import Extrapolation, TrackedWeight
 from sparsesam.ascent.momentum import momentum_of, require_momentum
 from sparsesam.ascent.old_gradient import OldGradient, Treatment
 from sparsesam.ascent.plan import ONE_PASS
@@ -74,6 +74,8 @@ class StepContext:
     #: That of perturbed(), until it is used or cleared.
     second_gradient: OldGradient | None = None
     is_joining: bool = False  # within torch's Join, where ranks answer no collectives but those of DDP
+    #: What the last step extrapolated, and the parameters, masks and numbers of steps that this was made from.
+    tracked: tuple[tuple[Any, Any, list[Any]], list[TrackedWeight]] = ((None, None, []), [])
     _warned: set[str] = field(default_factory=set)
     #: How parameters are spread; the list is the same object as long as they are.
     _shards: tuple[Sequence[PerturbedParam], Shards | None] = ((), None)

@@ -55,7 +55,7 @@ class Extrapolation:
         ahead = [one for one in tracked if one.name in self.updates]
         for steps, group in _grouped(ahead):
             updates = [self.updates.pop(one.name) for one in group]
-            here = [kept_entries(one.weight, one.mask) for one in group]
+            here = _kept(group)
             there = torch._foreach_add(here, updates, alpha=steps)
             torch._foreach_copy_(updates, here)
             self._held |= {one.name: update for one, update in zip(group, updates, strict=True)}
@@ -94,7 +94,7 @@ class Extrapolation:
         if held:
             updates = [self._held.pop(one.name) for one in held]
             torch._foreach_neg_(updates)
-            torch._foreach_add_(updates, [kept_entries(one.weight, one.mask) for one in held])
+            torch._foreach_add_(updates, _kept(held))
             self.updates |= {one.name: update for one, update in zip(held, updates, strict=True)}
 
     @torch.no_grad()
@@ -115,6 +115,10 @@ def kept_entries(weight: Tensor, mask: PackedMask | None) -> Tensor:
     if mask.rows is not None:
         return weight.index_select(0, mask.rows)
     return weight.masked_select(mask.unpack(weight.device))
+
+
+def _kept(tracked: Sequence[TrackedWeight]) -> list[Tensor]:
+    return [one.weight if one.mask is None else kept_entries(one.weight, one.mask) for one in tracked]
 
 
 def _write(tracked: Sequence[TrackedWeight], values: Sequence[Tensor]) -> None:
