@@ -1,7 +1,8 @@
 """What a step of each method costs: ``python -m studies.calibrate``, on a machine that does nothing else.
 
-The methods of a task take turns of a few steps each, and a method's cost is the median, over the rounds, of its CPU
-time divided by that of SGD in the same round. Masks are timed apart and shared out over the steps between two of them.
+The methods of a task take turns of a few steps each, and a method's cost is the CPU time of its fastest turn divided by
+that of SGD's: whatever else the machine does only adds. Masks are timed apart and shared out over the steps between two
+of them.
 Writes records/cost.jsonl.
 """
 
@@ -67,12 +68,9 @@ def measure(task: Task, records: list[Record], data_dir: Path | None, *, rounds:
     for _ in range(rounds):
         for watch in watches.values():
             watch.run(steps)
-    sgd = watches[_SGD].steps
-    found = {}
-    for name, watch in watches.items():
-        ratios = [(own + watch.mask_seconds) / base for own, base in zip(watch.steps, sgd, strict=True)]
-        found[name] = 1 + (median(ratios) - 1) * watch.share
-    return {**found, _TWICE: 2.0}
+    sgd = min(watches[_SGD].steps)
+    ratios = {name: (min(watch.steps) + watch.mask_seconds) / sgd for name, watch in watches.items()}
+    return {**{name: 1 + (ratio - 1) * watches[name].share for name, ratio in ratios.items()}, _TWICE: 2.0}
 
 
 def main() -> None:
@@ -80,8 +78,8 @@ def main() -> None:
     parser.add_argument("tasks", nargs="*", default=task_names())
     parser.add_argument("--records", type=Path, default=HERE / "records")
     parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=20, help="of a turn; a multiple of every method's period")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name in options.tasks:
