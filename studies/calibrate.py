@@ -1,8 +1,8 @@
 """What a step of each method costs: ``python -m studies.calibrate``, on a machine that does nothing else.
 
-The methods of a task take turns of a few steps each, and a method's cost is the CPU time of its fastest turn divided by
-that of SGD's: whatever else the machine does only adds. Masks are timed apart and shared out over the steps between two
-of them.
+The methods of a task take turns of a few steps each, and a method's cost is the CPU time of its turns divided by that of
+SGD's: the lower quartile of each, because whatever else the machine does only adds. Masks are timed apart and shared out
+over the steps between two of them.
 Writes records/cost.jsonl.
 """
 
@@ -12,7 +12,7 @@ import argparse
 import time
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
 import torch
 
@@ -68,8 +68,8 @@ def measure(task: Task, records: list[Record], data_dir: Path | None, *, rounds:
     for _ in range(rounds):
         for watch in watches.values():
             watch.run(steps)
-    sgd = min(watches[_SGD].steps)
-    ratios = {name: (min(watch.steps) + watch.mask_seconds) / sgd for name, watch in watches.items()}
+    lower = {name: quantiles(watch.steps, n=4)[0] for name, watch in watches.items()}
+    ratios = {name: (lower[name] + watch.mask_seconds) / lower[_SGD] for name, watch in watches.items()}
     return {**{name: 1 + (ratio - 1) * watches[name].share for name, ratio in ratios.items()}, _TWICE: 2.0}
 
 
@@ -78,8 +78,8 @@ def main() -> None:
     parser.add_argument("tasks", nargs="*", default=task_names())
     parser.add_argument("--records", type=Path, default=HERE / "records")
     parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=20, help="of a turn; a multiple of every method's period")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=10, help="of a turn; a multiple of every method's period")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name in options.tasks:
