@@ -1,8 +1,8 @@
 """What a step of each method costs: ``python -m studies.calibrate``, on a machine that does nothing else.
 
-The methods of a task take turns of a few steps each, and a method's cost is the CPU time of its turns divided by that of
-SGD's: the lower quartile of each, because whatever else the machine does only adds. Masks are timed apart and shared out
-over the steps between two of them.
+The methods of a task take turns of a few steps each, and a method's cost is the CPU time of its turns divided by that
+of SGD's: the lower quartile of each, because whatever else the machine does only adds. Masks are timed apart and shared
+out over the steps between two of them.
 Writes records/cost.jsonl.
 """
 
