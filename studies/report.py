@@ -213,7 +213,8 @@ def ahead_table(folder: Path) -> list[str]:
         if found is not None:
             best = max(found, key=lambda value: found[value])
             shown = ", ".join(f"{value:g}: {100 * accuracy:.1f}" for value, accuracy in found.items())
-            rows.append(f"| {task.content['title'].removeprefix('how far ahead, ')} | {best:g} | {shown} |")
+            title = task.content["title"].replace("how far ahead", "digits, 30 % wrong")
+            rows.append(f"| {title} | {best:g} | {shown} |")
     return ["| training | best | validation accuracy by steps ahead |", "|---|---|---|", *rows] if rows else []
 
 
@@ -227,12 +228,13 @@ def default_table(folder: Path) -> list[str]:
         task, records = read_task(name), read(folder / f"{name}.jsonl")
         steps = task.tuned(ONE_PASS, records) if ONE_PASS in task.names else None
         untuned = [task.tuned(method, records) or {} for method in ("extrapolation, 60 steps", BY_LENGTH)]
-        if steps is None or not any(untuned):
+        if steps is None or not (any(untuned) or 60 in steps):
             continue
         best = max(steps, key=lambda value: steps[value])
-        found = [steps.get(40), untuned[0].get(60), *(untuned[1].get(length) for length in (3, 4.5))]
+        found = [steps.get(40), untuned[0].get(60, steps.get(60)), *(untuned[1].get(length) for length in (3, 4.5))]
         shown = " | ".join("–" if value is None else f"{100 * (value - steps[best]):+.1f}" for value in found)
-        lines.append(f"| {task.content['title']} | {best:g}: {100 * steps[best]:.1f} | {shown} |")
+        title = task.content["title"].replace("how far ahead", "digits, 30 % wrong")
+        lines.append(f"| {title} | {best:g}: {100 * steps[best]:.1f} | {shown} |")
     return lines
 
 
