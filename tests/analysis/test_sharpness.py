@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -89,3 +91,13 @@ def test_empty_masks_and_wrong_numbers_are_named():
         )
     with pytest.raises(ValueError, match="rho"):
         sharpness(objective, -1.0)
+
+
+def test_a_loss_that_is_not_finite_within_the_ball_is_an_infinite_increase():
+    model = nn.Linear(1, 1, bias=False).double()
+    model.weight.data.fill_(0.9)
+    objective = Objective(model, [torch.ones(1, 1)], model_loss=lambda model, _: -torch.log(1 - model.weight).sum())
+    found = sharpness(objective, rho=0.2)
+    assert math.isinf(found.increase)
+    assert any("not finite" in note for note in found.notes)
+    assert float(model.weight.detach()) == 0.9

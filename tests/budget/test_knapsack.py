@@ -1,0 +1,20 @@
+"""Where exact choices become too many, the best of them is nearly found."""
+
+import pytest
+
+from sparsesam.budget.knapsack import best_prefixes, best_subset
+
+
+def test_more_choices_than_are_kept_cost_little():
+    sizes = [2.0**place for place in range(16)]  # every total is possible, and none dominates another
+    chosen = best_subset(sizes, sizes, 40_000.5)
+    assert 40_000 * 0.999 <= sum(sizes[place] for place in chosen) <= 40_000
+
+
+def test_fewer_choices_are_exact():
+    assert best_subset([6.0, 5.0, 5.0], [6.0, 5.0, 5.0], 10.0) == [1, 2]
+
+
+@pytest.mark.parametrize("choose", [best_subset, best_prefixes])
+def test_nothing_to_choose_from(choose):
+    assert choose([], [], 1.0) == []
