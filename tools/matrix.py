@@ -4,7 +4,7 @@
 
 Every combination gets an environment of its own below --work, made by uv, which shares files between them; it is
 removed after its tests unless --keep is given. Results are kept beside them in results.json, so that a run which was
-interrupted, or given other combinations, adds to the page; ``--fresh`` forgets them.
+interrupted, or given other combinations, adds to the page; ``--fresh`` forgets them, ``--python`` alone only writes it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ UV = [sys.executable, "-m", "uv"]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", nargs="+", default=["3.10", "3.11", "3.12", "3.13"])
-    parser.add_argument("--torch", nargs="+", default=[declared_minimum(), "newest"])
+    parser.add_argument("--python", nargs="*", default=["3.10", "3.11", "3.12", "3.13"])
+    parser.add_argument("--torch", nargs="*", default=[declared_minimum(), "newest"])
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "matrix")
     parser.add_argument("--tests", nargs="+", default=TESTS, help="paths or patterns, from the root of the repository")
     parser.add_argument("--write", type=Path, help="the page for the results")
