@@ -49,7 +49,7 @@ def as_shard_of(parameter: Tensor, part: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardLayout:
     """Which entries of a tensor of ``shape`` this rank holds: those at every combination of the ``indices``.
 
     ``counts``: of several ranks that hold the same entries, exactly one counts them.
@@ -80,16 +80,16 @@ class Part:
             rest, stride = rest // len(index), stride * size
         return places
 
-    def as_matrix(self) -> Part:
+    def as_matrix(self) -> ShardLayout:
         """The same of the matrix (O, everything else)."""
-        rest = Part(self.shape[1:], self.indices[1:], self.counts)
+        rest = ShardLayout(self.shape[1:], self.indices[1:], self.counts)
         columns = rest.positions(torch.arange(math.prod(len(index) for index in rest.indices)))
-        return Part(torch.Size([self.shape[0], math.prod(rest.shape)]), (self.indices[0], columns), self.counts)
+        return ShardLayout(torch.Size([self.shape[0], math.prod(rest.shape)]), (self.indices[0], columns), self.counts)
 
-    def first(self, sizes: tuple[int, int]) -> Part:
+    def first(self, sizes: tuple[int, int]) -> ShardLayout:
         """The same of the upper left corner of a matrix."""
         inside = tuple(index[index < size] for index, size in zip(self.indices, sizes, strict=True))
-        return Part(torch.Size(sizes), inside, self.counts)
+        return ShardLayout(torch.Size(sizes), inside, self.counts)
 
 
 class Shards:
@@ -98,7 +98,7 @@ class Shards:
     Without a mesh, this process holds all of them, and nothing is sent.
     """
 
-    def __init__(self, parts: Mapping[str, Part], mesh: DeviceMesh | None) -> None:
+    def __init__(self, parts: Mapping[str, ShardLayout], mesh: DeviceMesh | None) -> None:
         self.parts, self._mesh = dict(parts), mesh
 
     @property
@@ -127,7 +127,7 @@ class Shards:
     def only(self, *names: str) -> Shards:
         return self.with_parts({name: self.parts[name] for name in names})
 
-    def with_parts(self, parts: Mapping[str, Part]) -> Shards:
+    def with_parts(self, parts: Mapping[str, ShardLayout]) -> Shards:
         """Other tensors over the same ranks."""
         return Shards(parts, self._mesh)
 
@@ -167,11 +167,11 @@ class Shards:
             require_same(list(numbers), what, self.mesh.get_group(dim))
 
 
-def _whole_part(shape: torch.Size, counts: bool = True) -> Part:
-    return Part(shape, tuple(torch.arange(size) for size in shape), counts)
+def _whole_part(shape: torch.Size, counts: bool = True) -> ShardLayout:
+    return ShardLayout(shape, tuple(torch.arange(size) for size in shape), counts)
 
 
-def _part(parameter: Any, mesh: DeviceMesh) -> Part:
+def _part(parameter: Any, mesh: DeviceMesh) -> ShardLayout:
     if not is_sharded(parameter):
         return _whole_part(parameter.shape, all(place == 0 for place in _coordinate(mesh)))
     indices = [torch.arange(size) for size in parameter.shape]
@@ -192,7 +192,7 @@ def _part(parameter: Any, mesh: DeviceMesh) -> Part:
             f"a parameter of shape {tuple(parameter.shape)} is laid out as {parameter.placements}, which is not "
             f"known here: this rank holds {held} of it, not {found}; shard it by fully_shard or parallelize_module"
         )
-    return Part(parameter.shape, tuple(indices), counts)
+    return ShardLayout(parameter.shape, tuple(indices), counts)
 
 
 def _chunk(index: Tensor, ranks: int, place: int) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from sparsesam.distributed.shards import Part, Shards
+from sparsesam.distributed.shards import ShardLayout, Shards
 from sparsesam.masks.checks import check_choice
 from sparsesam.masks.nm import Axis, as_matrix, choose_in_groups
 from sparsesam.masks.patterns.base import Choice, Pattern, left_after_drop
@@ -95,7 +95,7 @@ class NM(Pattern):
     def _groups(self, shards: Shards) -> dict[str, _Groups]:
         """By name, for the tensors that have groups."""
         axis = 0 if self.axis == "output" else 1
-        inside: dict[str, Part] = {}
+        inside: dict[str, ShardLayout] = {}
         for name, part in shards.parts.items():
             if len(part.shape) < 2 or not part.shape.numel():
                 continue
@@ -168,7 +168,7 @@ class NM(Pattern):
 class _Groups:
     """The part of a matrix that divides into groups of ``m``: what this rank holds of it, and which groups are cut."""
 
-    part: Part
+    part: ShardLayout
     m: int
     cut: Tensor
 
