@@ -99,10 +99,9 @@ def total_steps(config: TrainConfig, training: Training) -> int:
 
 
 def headline(config: TrainConfig, training: Training, where: str) -> str:
-    count = sum(parameter.numel() for parameter in training.module.parameters())
     begun = f", resumed after {plural(training.steps_taken, 'step')}" if training.steps_taken else ""
     return (
-        f"{config.optimizer} on {config.dataset} with {config.model} ({count:,} parameters), "
+        f"{config.optimizer} on {config.dataset} with {config.model} ({training.num_parameters:,} parameters), "
         f"{plural(config.epochs, 'epoch')} of {plural(training.batches.steps, 'step')}{begun}; {where}"
     )
 

@@ -75,7 +75,7 @@ def run_result(training: Training, records: list[dict[str, Any]]) -> RunResult:
         warm_seconds_per_epoch=None if warm is None else warm * training.batches.steps,
         images_per_second=statistics.median(record["images_per_second"] for record in epochs),
         sparsity=training.sparsity,
-        parameters=sum(parameter.numel() for parameter in training.module.parameters()),
+        parameters=training.num_parameters,
     )
 
 

@@ -66,7 +66,7 @@ def run(
                 directory.append(header)
             shown = (observer if main else None) or RunObserver()
             try:
-                return _train(config, environment, training, directory, shown, header, stop)
+                return _Run(config, environment, training, directory, shown).train(header, stop)
             except Exception as error:
                 if main and not isinstance(error, Interrupted | CheckpointError):
                     directory.write_failure(error)
@@ -143,48 +143,8 @@ def _header(
     return {"kind": kind, "step": training.steps_taken, **before, **settings, "provenance": provenance()}
 
 
-def _train(
-    config: TrainConfig,
-    environment: RunEnvironment,
-    training: Training,
-    directory: RunDirectory,
-    observer: RunObserver,
-    header: dict[str, Any],
-    stop: Callable[[], bool],
-) -> RunResult:
-    main = training.fabric.global_rank == 0
-    observer.begin(config, training, str(directory.path))
-    on_step = _OnStep(config, environment, training, directory, observer)
-    logger = open_logger(config, environment, directory.path) if main else nullcontext(lambda record: None)
-    with StopOnSignal() as signalled, logger as log:
-        try:
-            while not training.finished:
-                if training.advance(lambda: signalled() or stop(), on_step):
-                    _complete_epoch(config, environment, training, directory, observer, log)
-                elif main:
-                    _save(training, config, directory)
-                if training.stop_requested and not training.finished:
-                    raise Interrupted(
-                        f"stopped after {plural(training.steps_taken, 'step')} and saved; "
-                        f"continue with: {environment.resume_command(directory.path)}"
-                    )
-        except DivergedError as error:
-            kept = f"the last good state is in {directory.last}" if directory.last.exists() else "no epoch was complete"
-            raise DivergedError(f"{error}; {kept}") from None
-        finally:
-            observer.end()
-    result = run_result(training, read_records(directory.records)) if main else None
-    result = training.fabric.broadcast(result)
-    assert result is not None
-    if main:
-        directory.append({"kind": "result", "step": training.steps_taken, **asdict(result)})
-        kept_of_header = {name: header[name] for name in ("config", "hash", "name", "provenance")}
-        directory.finish({"result": asdict(result), **kept_of_header})
-    return result
-
-
-class _OnStep:
-    """After a step: call the observer, write a new mask, save a checkpoint that is due."""
+class _Run:
+    """The training of one run, and what is recorded of it."""
 
     def __init__(
         self,
@@ -197,10 +157,43 @@ class _OnStep:
         self.config, self.environment, self.training = config, environment, training
         self.directory, self.observer = directory, observer
         self.main = training.fabric.global_rank == 0
-        self.records_masks = self.main and _records_masks(config, environment, training)
-        self.saved, self.masks = training.steps_taken, 0
+        self.records_masks = self.main and self._records_masks()
+        self.saved_at, self.masks = training.steps_taken, 0
 
-    def __call__(self) -> None:
+    def train(self, header: dict[str, Any], stop: Callable[[], bool]) -> RunResult:
+        training, directory = self.training, self.directory
+        self.observer.begin(self.config, training, str(directory.path))
+        no_logger = nullcontext(lambda record: None)
+        logger = open_logger(self.config, self.environment, directory.path) if self.main else no_logger
+        with StopOnSignal() as signalled, logger as log:
+            try:
+                while not training.finished:
+                    if training.advance(lambda: signalled() or stop(), self._on_step):
+                        self._complete_epoch(log)
+                    elif self.main:
+                        self._save()
+                    if training.stop_requested and not training.finished:
+                        raise Interrupted(
+                            f"stopped after {plural(training.steps_taken, 'step')} and saved; "
+                            f"continue with: {self.environment.resume_command(directory.path)}"
+                        )
+            except DivergedError as error:
+                last = directory.last
+                kept = f"the last good state is in {last}" if last.exists() else "no epoch was complete"
+                raise DivergedError(f"{error}; {kept}") from None
+            finally:
+                self.observer.end()
+        result = run_result(training, read_records(directory.records)) if self.main else None
+        result = training.fabric.broadcast(result)
+        assert result is not None
+        if self.main:
+            directory.append({"kind": "result", "step": training.steps_taken, **asdict(result)})
+            kept_of_header = {name: header[name] for name in ("config", "hash", "name", "provenance")}
+            directory.finish({"result": asdict(result), **kept_of_header})
+        return result
+
+    def _on_step(self) -> None:
+        """Call the observer, write a new mask, save a checkpoint that is due."""
         training = self.training
         self.observer.step(training)
         # Before the checkpoint: a resumed run removes the masks that come after it, and makes them again.
@@ -208,60 +201,65 @@ class _OnStep:
             write_masks(self.directory.masks, training.steps_taken - 1, training.masks)
             self.masks = len(training.mask_seconds)
         every = self.environment.checkpoint_steps
-        if self.main and every is not None and training.looked and training.steps_taken - self.saved >= every:
-            _save(training, self.config, self.directory)
-            self.saved = training.steps_taken
+        if self.main and every is not None and training.looked and training.steps_taken - self.saved_at >= every:
+            self._save()
+            self.saved_at = training.steps_taken
 
+    def _complete_epoch(self, log: LogEpoch) -> None:
+        """Evaluate, record and save; the checkpoint comes last, so that a run killed before it repeats this epoch."""
+        training = self.training
+        record = self._epoch_record()
+        is_best = _is_best(training.best, record["val_accuracy"], record["test_accuracy"])
+        if is_best:
+            training.best = {name: record[name] for name in ("epoch", "val_accuracy", "test_accuracy")}
+        if not self.main:
+            return
+        if is_best:
+            tested = training.module if training.ema is None else training.ema.module
+            content = {"config": asdict(self.config), "model": tested.state_dict(), **(training.best or {})}
+            checkpoint.save(self.directory.best, content)
+        self.directory.append(record)
+        self._save()
+        log(record)
+        self.observer.epoch(record)
 
-def _complete_epoch(
-    config: TrainConfig,
-    environment: RunEnvironment,
-    training: Training,
-    directory: RunDirectory,
-    observer: RunObserver,
-    log: LogEpoch,
-) -> None:
-    """Evaluate, record and save; the checkpoint comes last, so that a run killed before it repeats this epoch."""
-    sums, training.sums = training.sums, Sums()
-    val_loss, val_accuracy = training.evaluate("val") if training.batches.has_validation else (None, None)
-    test_loss, test_accuracy = training.evaluate("test")
-    record: dict[str, Any] = {
-        "kind": "epoch",
-        "epoch": training.position.epoch + (training.position.step > 0),
-        "epochs": config.epochs,
-        "step": training.steps_taken,
-        "train_loss": sums.loss / sums.images,
-        "train_accuracy": sums.correct / sums.images,
-        "val_loss": val_loss,
-        "val_accuracy": val_accuracy,
-        "test_loss": test_loss,
-        "test_accuracy": test_accuracy,
-        "lr": training.optimizer.param_groups[0]["lr"],
-        "rho": training.rho,
-        "sparsity": training.sparsity,
-        "forward_backwards": training.forward_backwards,
-        "seconds": sums.seconds,
-        "masks": len(sums.mask_seconds),
-        "mask_seconds": sum(sums.mask_seconds),
-        "images_per_second": sums.images / sums.seconds,
-        "skipped_ascents": getattr(training.optimizer, "skipped_ascents", 0),
-    }
-    if environment.record_times:
-        record["step_seconds"] = sums.step_seconds
-        record["seconds_of_masks"] = sums.mask_seconds
-    is_best = _is_best(training.best, val_accuracy, test_accuracy)
-    if is_best:
-        training.best = {name: record[name] for name in ("epoch", "val_accuracy", "test_accuracy")}
-    if training.fabric.global_rank != 0:
-        return
-    if is_best:
-        tested = training.module if training.ema is None else training.ema.module
-        content: dict[str, Any] = {"config": asdict(config), "model": tested.state_dict(), **(training.best or {})}
-        checkpoint.save(directory.best, content)
-    directory.append(record)
-    _save(training, config, directory)
-    log(record)
-    observer.epoch(record)
+    def _epoch_record(self) -> dict[str, Any]:
+        training = self.training
+        sums, training.sums = training.sums, Sums()
+        val_loss, val_accuracy = training.evaluate("val") if training.batches.has_validation else (None, None)
+        test_loss, test_accuracy = training.evaluate("test")
+        times = {"step_seconds": sums.step_seconds, "seconds_of_masks": sums.mask_seconds}
+        return {
+            "kind": "epoch",
+            "epoch": training.position.epoch + (training.position.step > 0),
+            "epochs": self.config.epochs,
+            "step": training.steps_taken,
+            "train_loss": sums.loss / sums.images,
+            "train_accuracy": sums.correct / sums.images,
+            "val_loss": val_loss,
+            "val_accuracy": val_accuracy,
+            "test_loss": test_loss,
+            "test_accuracy": test_accuracy,
+            "lr": training.optimizer.param_groups[0]["lr"],
+            "rho": training.rho,
+            "sparsity": training.sparsity,
+            "forward_backwards": training.forward_backwards,
+            "seconds": sums.seconds,
+            "masks": len(sums.mask_seconds),
+            "mask_seconds": sum(sums.mask_seconds),
+            "images_per_second": sums.images / sums.seconds,
+            "skipped_ascents": getattr(training.optimizer, "skipped_ascents", 0),
+            **(times if self.environment.record_times else {}),
+        }
+
+    def _records_masks(self) -> bool:
+        if self.environment.record_masks is not None:
+            return self.environment.record_masks
+        return is_cheap(self.config, self.training.num_parameters, self.training.batches.steps)
+
+    def _save(self) -> None:
+        content = {"config": asdict(self.config), "training": self.training.state_dict()}
+        checkpoint.save(self.directory.last, content)
 
 
 def _is_best(best: dict[str, Any] | None, val_accuracy: float | None, test_accuracy: float) -> bool:
@@ -271,16 +269,6 @@ def _is_best(best: dict[str, Any] | None, val_accuracy: float | None, test_accur
     if val_accuracy is None:
         return bool(test_accuracy > best["test_accuracy"])
     return bool(val_accuracy > best["val_accuracy"])
-
-
-def _records_masks(config: TrainConfig, environment: RunEnvironment, training: Training) -> bool:
-    if environment.record_masks is not None:
-        return environment.record_masks
-    return is_cheap(config, sum(p.numel() for p in training.module.parameters()), training.batches.steps)
-
-
-def _save(training: Training, config: TrainConfig, directory: RunDirectory) -> None:
-    checkpoint.save(directory.last, {"config": asdict(config), "training": training.state_dict()})
 
 
 @contextmanager

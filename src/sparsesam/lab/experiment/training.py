@@ -92,6 +92,10 @@ class Training:
     # ---- what is shown and recorded ----------------------------------------------------------------------
 
     @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+    @property
     def steps_taken(self) -> int:
         return self.position.epoch * self.batches.steps + self.position.step
 
