@@ -9,10 +9,10 @@ from typing import Literal
 import torch
 
 from sparsesam.lab.commands.parser import Namespace, Parser, add_settings, settings_of
-from sparsesam.lab.data import contact_sheet, load
+from sparsesam.lab.data import contact_sheet
 from sparsesam.lab.data.augment import denormalize
 from sparsesam.lab.display.numbers import plural
-from sparsesam.lab.experiment.batches import Share, make_batches
+from sparsesam.lab.experiment.batches import Share, load_splits, make_batches
 
 HELP = "Draw training images as the network sees them, with noise, corruption and augmentation."
 
@@ -28,7 +28,7 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Namespace) -> int:
     config, environment = settings_of(options)
     config = replace(config, batch_size=options.images)
-    splits = load(config.dataset, environment.data_dir, environment.download, image_size=config.image_size)
+    splits = load_splits(config, environment)
     batches = make_batches(config, splits, Share(), torch.device("cpu"), workers=0)
     batch = next(batches.train(epoch=0))
     labels = batch.labels if batch.labels.dim() == 1 else batch.labels.argmax(1)  # probabilities with mixup

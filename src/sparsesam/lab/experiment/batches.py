@@ -20,16 +20,22 @@ from sparsesam.lab.data import (
     Splits,
     corrupt,
     flip_labels,
+    load,
     standard_augmentation,
 )
 from sparsesam.lab.data.image_folder import ImageFolder
 from sparsesam.lab.data.mixup import mixup
-from sparsesam.lab.experiment.config import TrainConfig
+from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.seeds import Purpose, derive, generator
 
 Split = Literal["train", "val", "test"]
 
 _EVALUATION_BATCH = 500
+
+
+def load_splits(config: TrainConfig, environment: RunEnvironment, *, progress: bool = False) -> Splits | FolderSplits:
+    """The data set of a run."""
+    return load(config.dataset, environment.data_dir, environment.download, progress, image_size=config.image_size)
 
 
 class Share(NamedTuple):

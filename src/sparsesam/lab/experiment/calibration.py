@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from sparsesam.lab.data import FolderSplits, Splits, load
+from sparsesam.lab.data import FolderSplits, Splits
+from sparsesam.lab.experiment.batches import load_splits
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.errors import DivergedError
 from sparsesam.lab.experiment.provenance import provenance
@@ -120,9 +121,7 @@ def _measure(
         source = (config.dataset, config.image_size)
         try:
             if source not in loaded:
-                loaded[source] = load(
-                    config.dataset, environment.data_dir, environment.download, image_size=config.image_size
-                )
+                loaded[source] = load_splits(config, environment)
             return _Stepper(config, loaded[source], environment)
         except (ImportError, TypeError, ValueError) as error:
             raise type(error)(f"{labels[name]}: {error}") from error

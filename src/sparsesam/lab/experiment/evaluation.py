@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsesam.lab import models
-from sparsesam.lab.data import load
-from sparsesam.lab.experiment.batches import Share, make_batches
+from sparsesam.lab.experiment.batches import Share, load_splits, make_batches
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.errors import CheckpointError
 from sparsesam.lab.experiment.initial_weights import read_weights
@@ -35,7 +34,7 @@ def evaluate(run: Path, weights: str, split: Literal["val", "test"], environment
         raise ValueError(f"{run} has no validation images (val_size); evaluate it on the test images")
     file = _file(run, weights)
     fabric = make_fabric(config, environment)
-    splits = load(config.dataset, environment.data_dir, environment.download, image_size=config.image_size)
+    splits = load_splits(config, environment)
     batches = make_batches(config, splits, Share(), fabric.device, environment.workers or 0)
     model = models.build(config.model, splits.num_classes, splits.in_channels, splits.image_size)
     content = read_weights(file)

@@ -15,10 +15,10 @@ from lightning_fabric import Fabric
 from lightning_fabric.plugins import MixedPrecision
 
 from sparsesam.lab import models
-from sparsesam.lab.data import FolderSplits, Splits, load
+from sparsesam.lab.data import FolderSplits, Splits
 from sparsesam.lab.display.numbers import plural
 from sparsesam.lab.experiment import checkpoint
-from sparsesam.lab.experiment.batches import Share, make_batches
+from sparsesam.lab.experiment.batches import Share, load_splits, make_batches
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.errors import CheckpointError, DivergedError, Interrupted
 from sparsesam.lab.experiment.initial_weights import initialize
@@ -54,7 +54,8 @@ def run(
         if main:
             check_logger(environment.logger)
             directory.check(config, resume=environment.resume)
-        splits = _load(config, environment, shown=main and type(observer) is not RunObserver)
+        shows_progress = main and type(observer) is not RunObserver and sys.stdout.isatty()
+        splits = load_splits(config, environment, progress=shows_progress)
         fabric.launch()
         training = make_training(config, splits, fabric, environment)
         with directory.locked() if main else nullcontext():
@@ -108,11 +109,6 @@ def make_training(
         except CheckpointError as error:
             raise ValueError(f"init_from: {error}") from error
     return Training(config, model, batches, fabric, record_times=environment.record_times)
-
-
-def _load(config: TrainConfig, environment: RunEnvironment, *, shown: bool) -> Splits | FolderSplits:
-    progress = shown and sys.stdout.isatty()
-    return load(config.dataset, environment.data_dir, environment.download, progress, image_size=config.image_size)
 
 
 def _workers(environment: RunEnvironment) -> int:
