@@ -38,6 +38,8 @@ _CHECKPOINT_VERSION = 2
 class SharpnessAware(OptimizerWrapper):
     """The two-phase step. `SAM` and `SSAM` are the ones to use; see their docstrings."""
 
+    own_tensors = ("mask", "last", "update")
+
     settings: Settings
     _context: StepContext
     _step: Step | None  # the one that is under way

@@ -6,8 +6,9 @@ import functools
 import itertools
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +62,8 @@ class OptimizerWrapper(Optimizer, Joinable):
 
     #: What `_perturbed_params` has listed last: groups (held, so that their ids stay theirs), what it saw, the list.
     _listed: tuple[list[dict[str, Any]], list[Any], list[PerturbedParam]] = ([], [], [])
+    #: The kinds of tensors that `_own_state` may give.
+    own_tensors: ClassVar[tuple[str, ...]] = ()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> OptimizerWrapper:  # (typing.Self needs Python 3.11)
         cls._check_call(args, kwargs)
@@ -111,8 +114,8 @@ class OptimizerWrapper(Optimizer, Joinable):
         return self.base.param_groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.base.state
+    def state(self) -> SharedState:  # type: ignore[override]
+        return SharedState(self.base.state, self.own_tensors)
 
     @property
     def train(self) -> Callable[[], None]:
@@ -146,8 +149,7 @@ class OptimizerWrapper(Optimizer, Joinable):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         values, tensors = self._own_state()
-        names = [self._names[parameter] for group in self.param_groups for parameter in group["params"]]
-        state = _with_own(self.base.state_dict(), {**values, "names": names}, tensors)
+        state = _with_own(self.base.state_dict(), {**values, "names": self._names_in_order}, tensors)
         for after in self._optimizer_state_dict_post_hooks.values():
             state = after(self, state) or state
         return state
@@ -157,7 +159,8 @@ class OptimizerWrapper(Optimizer, Joinable):
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        plain, own, tensors = split_own(state_dict)
+        # By place, as torch.optim does: torch.distributed.checkpoint has put everything in this optimizer's order.
+        plain, own, tensors = split_own(state_dict, self._names_in_order)
         if own is None:
             warnings.warn(
                 "the checkpoint is of a bare base optimizer: its state is loaded, step counters and masks start anew",
@@ -177,6 +180,10 @@ class OptimizerWrapper(Optimizer, Joinable):
         self._load_own_state(own, tensors)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
+
+    @property
+    def _names_in_order(self) -> list[str]:
+        return [self._names[parameter] for group in self.param_groups for parameter in group["params"]]
 
     def _keep_place(self) -> None:
         """torch's flattened state dicts load only the keys that they find in the groups."""
@@ -249,18 +256,51 @@ class OptimizerWrapper(Optimizer, Joinable):
         check_group(group, keys)
 
 
-def split_own(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None, OwnTensors]:
-    """The base optimizer's part of a checkpoint, our values (None: there are none) and our tensors."""
+class SharedState(MutableMapping[Tensor, MutableMapping[str, Any]]):
+    """The base optimizer's state, where each parameter also shows the names of our tensors, as None.
+
+    torch's flattened checkpoints load only what they find here. What is written goes to the base optimizer.
+    """
+
+    def __init__(self, state: MutableMapping[Tensor, Any], kinds: Iterable[str]) -> None:
+        self._state = state
+        self._places = dict.fromkeys(f"{OWN}_{kind}" for kind in kinds)
+
+    def __getitem__(self, parameter: Tensor) -> MutableMapping[str, Any]:
+        return ChainMap(self._state[parameter], self._places)
+
+    def __setitem__(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
+        self._state[parameter] = {key: value for key, value in entries.items() if key not in self._places}
+
+    def __delitem__(self, parameter: Tensor) -> None:
+        del self._state[parameter]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+
+def split_own(
+    state_dict: Mapping[str, Any], names: Sequence[str] | None = None
+) -> tuple[dict[str, Any], dict[str, Any] | None, OwnTensors]:
+    """The base optimizer's part of a checkpoint, our values (None: there are none) and our tensors.
+
+    ``names`` of the parameters, in the order of the checkpoint's; without them, those of the optimizer that saved it.
+    """
     groups = [dict(group) for group in state_dict["param_groups"]]
-    state = {key: dict(entries) for key, entries in state_dict["state"].items()}
     own = groups[0].pop(OWN, None) if groups else None
+    places = itertools.chain.from_iterable(group["params"] for group in groups)
+    known = {} if own is None else dict(zip(places, own["names"] if names is None else names, strict=False))
+    state: dict[Any, dict[str, Any]] = {}
     tensors: OwnTensors = {}
-    if own is not None:
-        places = itertools.chain.from_iterable(group["params"] for group in groups)
-        for place, name in zip(places, own["names"], strict=True):
-            for key in [key for key in state.get(place, {}) if key.startswith(f"{OWN}_")]:
-                tensors.setdefault(key.removeprefix(f"{OWN}_"), {})[name] = state[place].pop(key)
-        state = {place: entries for place, entries in state.items() if entries}
+    for place, entries in state_dict["state"].items():
+        for key, value in entries.items():
+            if not key.startswith(f"{OWN}_"):
+                state.setdefault(place, {})[key] = value
+            elif place in known and isinstance(value, Tensor):  # a flattened checkpoint has {} for what it lacks
+                tensors.setdefault(key.removeprefix(f"{OWN}_"), {})[known[place]] = value
     return {**state_dict, "state": state, "param_groups": groups}, own, tensors
 
 

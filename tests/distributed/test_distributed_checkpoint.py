@@ -36,18 +36,76 @@ def make(kind, base, seed=0):
     return model, equal_runs.optimizer(kind, model, base=bases()[base], **options)
 
 
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+LAYOUTS = {"nested": StateDictOptions(), "flat": FLAT}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("base", bases())
 @pytest.mark.parametrize("kind", ["sam", "dynamic", "fisher filter"])
-def test_a_round_trip_into_a_fresh_optimizer(kind, base):
+def test_a_round_trip_into_a_fresh_optimizer(kind, base, layout):
     model, opt = make(kind, base)
     equal_runs.train(model, opt, steps=range(7))
-    weights, state = copy.deepcopy(get_state_dict(model, opt))
+    options = LAYOUTS[layout]
+    weights, state = copy.deepcopy(get_state_dict(model, opt, options=options))
     again, resumed = make(kind, base, seed=1)
-    set_state_dict(again, resumed, model_state_dict=weights, optim_state_dict=state)
+    set_state_dict(again, resumed, model_state_dict=weights, optim_state_dict=state, options=options)
+    assert_goes_on(again, resumed, model, opt)
+
+
+def assert_goes_on(again, resumed, model, opt):
     assert (resumed.steps, resumed.sparsity) == (7, opt.sparsity)
     equal_runs.train(model, opt, steps=range(7, 15))
     equal_runs.train(again, resumed, steps=range(7, 15))
     assert cases.same_bits(model.parameters(), again.parameters())
+    assert all(torch.equal(mask, resumed.masks[name]) for name, mask in opt.masks.items())
+
+
+@pytest.mark.parametrize("base", bases())
+def test_a_flat_state_is_loaded_over_one_that_has_taken_steps(base):
+    model, opt = make("dynamic", base)
+    equal_runs.train(model, opt, steps=range(7))
+    weights, state = copy.deepcopy(get_state_dict(model, opt, options=FLAT))
+    again, resumed = make("dynamic", base, seed=1)
+    equal_runs.train(again, resumed, steps=range(3))
+    set_state_dict(again, resumed, model_state_dict=weights, optim_state_dict=state, options=FLAT)
+    assert_goes_on(again, resumed, model, opt)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parameters_of_another_order_keep_their_masks(layout):
+    def in_groups(model):
+        return torch.optim.SGD([{"params": [*model[5].parameters()]}, {"params": [*model[:5].parameters()]}], lr=0.1)
+
+    def other_groups(model):
+        groups = [{"params": [model[5].bias, model[5].weight]}, {"params": [*model[:5].parameters()][::-1]}]
+        return torch.optim.SGD(groups, lr=0.1)
+
+    model, again = equal_runs.network(), equal_runs.network()
+    opt = equal_runs.optimizer("fixed", model, base=in_groups)
+    equal_runs.train(model, opt, steps=range(3))
+    state = copy.deepcopy(get_optimizer_state_dict(model, opt, options=LAYOUTS[layout]))
+    resumed = equal_runs.optimizer("random", again, base=other_groups)
+    set_optimizer_state_dict(again, resumed, state, options=LAYOUTS[layout])
+    assert all(torch.equal(mask, resumed.masks[name]) for name, mask in opt.masks.items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parameters_that_are_not_perturbed_have_no_mask(layout):
+    def last_layer_alone(model):
+        groups = [{"params": [*model[:5].parameters()], "perturb": False}, {"params": [*model[5].parameters()]}]
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+    found = []
+    for steps in (range(3), range(0)):
+        model = equal_runs.network()
+        opt = equal_runs.optimizer("random", model, base=last_layer_alone)
+        equal_runs.train(model, opt, steps=steps)
+        found.append((model, opt))
+    (model, opt), (again, resumed) = found
+    state = copy.deepcopy(get_optimizer_state_dict(model, opt, options=LAYOUTS[layout]))
+    set_optimizer_state_dict(again, resumed, state, options=LAYOUTS[layout])
+    assert opt.masks.keys() == resumed.masks.keys() == {"5.weight", "5.bias"}
     assert all(torch.equal(mask, resumed.masks[name]) for name, mask in opt.masks.items())
 
 
@@ -63,14 +121,15 @@ def test_what_torch_does_to_make_the_state_leaves_weights_and_counters_alone():
         opt.step()
 
 
-def test_masks_that_a_flat_state_dict_loses_are_missed():
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    model, opt = make("dynamic", "sgd")
-    equal_runs.train(model, opt, steps=range(3))
-    state = get_optimizer_state_dict(model, opt, options=options)
-    again, resumed = make("dynamic", "sgd")
-    with pytest.raises(ValueError, match="flatten_optimizer_state_dict"):
-        set_optimizer_state_dict(again, resumed, state, options=options)
+@pytest.mark.parametrize("base", bases())
+def test_the_state_is_the_base_optimizers_to_read_and_to_write(base):
+    model, opt = make("dynamic", base)
+    equal_runs.train(model, opt, steps=range(2))
+    assert set(opt.state) == set(opt.base.state)
+    for parameter, entries in opt.state.items():
+        assert all(entries[key] is value for key, value in opt.base.state[parameter].items())
+        opt.state[parameter] = dict(entries)
+        assert not any(key.startswith("sparsesam") for key in opt.base.state[parameter])
 
 
 def spread(way, ranks):
@@ -81,30 +140,34 @@ def spread(way, ranks):
 REUSED = {"every": 2, "off_steps": "reuse"}
 
 
+WAYS = [(way, layout) for way in ("ddp", "fsdp2") for layout in LAYOUTS]
+
+
 def save(rank, ranks, folder):
-    for way in ("ddp", "fsdp2"):
+    for way, layout in WAYS:
         model = spread(way, ranks)
         opt = equal_runs.optimizer("dynamic", model, **REUSED)
         equal_runs.train(model, opt, (rank, ranks), range(7))
-        weights, state = get_state_dict(model, opt)
-        dcp.save({"model": weights, "opt": state}, checkpoint_id=f"{folder}/{way}")
+        weights, state = get_state_dict(model, opt, options=LAYOUTS[layout])
+        dcp.save({"model": weights, "opt": state}, checkpoint_id=f"{folder}/{way} {layout}")
 
 
 def load(rank, ranks, folder):
     found = {}
-    for way in ("ddp", "fsdp2"):
+    for way, layout in WAYS:
         model = spread(way, ranks)
         opt = equal_runs.optimizer("dynamic", model, **REUSED)
-        weights, state = get_state_dict(model, opt)
-        content = {"model": weights, "opt": state}
-        dcp.load(content, checkpoint_id=f"{folder}/{way}")
-        set_state_dict(model, opt, model_state_dict=content["model"], optim_state_dict=content["opt"])
+        content = dict(zip(("model", "opt"), get_state_dict(model, opt, options=LAYOUTS[layout]), strict=True))
+        dcp.load(content, checkpoint_id=f"{folder}/{way} {layout}")
+        weights, state = content.values()
+        set_state_dict(model, opt, model_state_dict=weights, optim_state_dict=state, options=LAYOUTS[layout])
         sparsity = opt.sparsity
         equal_runs.train(model, opt, (rank, ranks), range(7, equal_runs.STEPS))
         if way == "fsdp2":
-            found[way] = (*whole(model, opt), sparsity)
+            found[way, layout] = (*whole(model, opt), sparsity)
         else:
-            found[way] = ({name: p.detach() for name, p in model.module.named_parameters()}, opt.masks, sparsity)
+            weights = {name: p.detach() for name, p in model.module.named_parameters()}
+            found[way, layout] = (weights, opt.masks, sparsity)
     return found
 
 
@@ -115,7 +178,7 @@ def resumed(tmp_path_factory):
     return run_ranks(load, 2, folder / "2", 2, str(folder))[0]
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("way", WAYS, ids=" ".join)
 def test_two_ranks_go_on_where_four_stopped(resumed, way):
     equal_runs.assert_equal(resumed[way], "dynamic", **REUSED)
     assert resumed[way][2] == pytest.approx(0.5, abs=2e-3)

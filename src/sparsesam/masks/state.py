@@ -133,8 +133,7 @@ class MaskState:
             raise ValueError(f"state_dict is of {saved}, but this optimizer is {mine}; load it into the same kind")
         if values is not None and values["is_made"] and not masks:
             raise ValueError(
-                "state_dict says that masks were made, but holds none; with torch.distributed.checkpoint, leave "
-                "flatten_optimizer_state_dict at False"
+                "state_dict says that masks were made, but holds none; load all of the state that was saved"
             )
         parameters = dict(model.named_parameters())
         for name, mask in masks.items():
