@@ -38,7 +38,7 @@ class SAM(SharpnessAware):
     statistics are those of w + e as well.
 
     With DistributedDataParallel the ascent follows the gradient of all ranks; ``ascent_scope="local"`` follows each
-    rank's own, which sends nothing (m-sharpness, with m the batch of a rank).
+    rank's own, which sends nothing (m-sharpness, with m the batch of a rank) but in steps that make a mask from it.
     """
 
     def __init__(

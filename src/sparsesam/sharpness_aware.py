@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from sparsesam.ascent.engine import Engine
@@ -356,6 +357,10 @@ class SharpnessAware(OptimizerWrapper):
     # ---- a step ------------------------------------------------------------------------------------------
 
     @property
+    def _ddp(self) -> DistributedDataParallel | None:
+        return self._context.engine.ddp
+
+    @property
     def _kind(self) -> StepKind:
         return self.settings.schedule.kind(self.steps, has_last=self._context.has_last)
 
@@ -363,7 +368,7 @@ class SharpnessAware(OptimizerWrapper):
         """List and check once what takes part in the coming step."""
         if self.in_second_pass:
             raise RuntimeError("a step must not begin inside perturbed(): the weights are at w + e")
-        self._check_join(self._context.engine.ddp)
+        self._check_join()
         self._context.is_joining = self._is_joining
         if self.settings.rho_schedule is not None:
             rho = option_keys(self.base)["rho"]

@@ -83,7 +83,8 @@ class Step:
         """The block is the first pass of the step, or a part of it, with whatever the engine may leave out."""
         settings, engine = self.context.settings, self.context.engine
         ddp = engine.ddp
-        is_local = settings.ascent_scope == "local"
+        # A mask that is made from the gradient must be made from that of all ranks.
+        is_local = settings.ascent_scope == "local" and not self.context.refresh_due(self.params)
         reason = self._why_plain()
         if reason is not None:
             engine.switched_off(reason)

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from sparsesam.distributed import StateJoinHook, is_joining, local_part, refuse_fsdp1
+from sparsesam.distributed import StateJoinHook, local_part, refuse_fsdp1
 from sparsesam.parameters import (
     PerturbedParam,
     check_base,
@@ -64,6 +64,7 @@ class OptimizerWrapper(Optimizer, Joinable):
     _listed: tuple[list[dict[str, Any]], list[Any], list[PerturbedParam]] = ([], [], [])
     #: The kinds of tensors that `_own_state` may give.
     own_tensors: ClassVar[tuple[str, ...]] = ()
+    _ended_join: object = None  # by what torch has marked DistributedDataParallel in a Join that is over
 
     def __new__(cls, *args: Any, **kwargs: Any) -> OptimizerWrapper:  # (typing.Self needs Python 3.11)
         cls._check_call(args, kwargs)
@@ -216,12 +217,23 @@ class OptimizerWrapper(Optimizer, Joinable):
     def _is_joining(self) -> bool:
         return bool(self._join_config.enable)
 
-    def _check_join(self, ddp: DistributedDataParallel | None) -> None:
+    @property
+    def _ddp(self) -> DistributedDataParallel | None:
+        """What the model is wrapped in, as far as known."""
+        return None
+
+    def _check_join(self) -> None:
         """Ranks that stop early must take over counters and masks, or later refreshes would wait for them forever."""
-        if is_joining(ddp) and not self._is_joining:
+        mark = None if self._ddp is None else self._ddp._join_config
+        if mark is not None and mark.enable and mark is not self._ended_join and not self._is_joining:
             raise RuntimeError("Join must have the optimizer too: write `with Join([model, opt]):`")
         if self._is_joining and self._join_config.is_first_joinable:
             raise RuntimeError("Join must have the model first: write `with Join([model, opt]):`")
+
+    def _end_join(self) -> None:
+        """torch marks its Joinables when a Join is made, and does not unmark them when it is over."""
+        self._ended_join = None if self._ddp is None else self._ddp._join_config
+        Joinable.__init__(self)
 
     def _perturbed_params(self) -> list[PerturbedParam]:
         """The parameters that take part in an ascent now, their groups completed and checked.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -83,24 +81,63 @@ def test_local_sends_what_sgd_sends_and_global_the_perturbed_tensors_too(tmp_pat
 
 
 def masks_that_differ(rank):
+    """At the second refresh; all ranks are told, and go on when they agree again."""
     model = DistributedDataParallel(equal_runs.network())
-    rule = sparsesam.random_mask(sparsity=0.5, refresh=sparsesam.every_steps(2), seed=int(rank == 1))
+    rule = sparsesam.random_mask(sparsity=0.5, refresh=sparsesam.every_steps(2))
     opt = sparsesam.SSAM(cases.sgd(model), model, mask=rule)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        equal_runs.train(model, opt, (rank, 3), range(1))
-    return opt.masks, [str(one.message) for one in seen if issubclass(one.category, RuntimeWarning)]
+    equal_runs.train(model, opt, (rank, 3), range(2))
+    state, before, weights = opt._context.masks.generator.get_state(), opt.masks, cases.weights_of(model)
+    opt._context.masks.generator.manual_seed(int(rank == 1))
+    told = r"the masks of rank 1 differ from rank 0's; .* same arguments, seed and data"
+    with pytest.raises(RuntimeError, match=told):
+        equal_runs.train(model, opt, (rank, 3), range(2, 3))
+    assert cases.same_bits(weights, model.parameters())
+    assert cases.same_bits(before.values(), opt.masks.values())
+    opt._context.masks.generator.set_state(state)
+    equal_runs.train(model, opt, (rank, 3), range(2, 4))
+    return opt.steps, [p.detach() for p in model.parameters()]
 
 
-def test_masks_that_differ_are_told_by_rank_and_those_of_rank_0_taken(tmp_path):
+def test_masks_that_differ_are_an_error_on_all_ranks_that_names_the_rank(tmp_path):
     found = run_ranks(masks_that_differ, 3, tmp_path)
+    assert [steps for steps, _ in found] == [4, 4, 4]
+    assert all(cases.same_bits(found[0][1], weights) for _, weights in found)
+
+
+def local_and_fisher_of_parts(rank):
+    found = {}
+    for kind in ("dynamic", "dynamic filter"):
+        model = DistributedDataParallel(equal_runs.network())
+        opt = equal_runs.optimizer(kind, model, ascent_scope="local")
+        equal_runs.train(model, opt, (rank, 2))
+        found[kind] = list(opt.masks.values())
+    model = DistributedDataParallel(equal_runs.network())
+    data = tuple(part.chunk(2)[rank] for part in cases.images(32, torch.float64))
+    rule = sparsesam.fisher_mask(data, torch.nn.functional.cross_entropy, sparsity=0.5, samples=16)
+    opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.1, mask=rule)
+    equal_runs.train(model, opt, (rank, 2), range(1))
+    found["fisher of parts"] = list(opt.masks.values())
+    return found
+
+
+@pytest.fixture(scope="module")
+def made_from_different_data(tmp_path_factory):
+    return run_ranks(local_and_fisher_of_parts, 2, tmp_path_factory.mktemp("local"))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "dynamic filter", "fisher of parts"])
+def test_masks_are_made_from_the_gradients_of_all_ranks(made_from_different_data, kind):
+    one, other = made_from_different_data
+    assert cases.same_bits(one[kind], other[kind])
+
+
+def test_fisher_is_that_of_all_ranks_data(made_from_different_data):
     model = equal_runs.network()
-    opt = sparsesam.SSAM(cases.sgd(model), model, mask=sparsesam.random_mask(sparsity=0.5))
+    data = cases.images(32, torch.float64)
+    rule = sparsesam.fisher_mask(data, torch.nn.functional.cross_entropy, sparsity=0.5, samples=32)
+    opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.1, mask=rule)
     equal_runs.train(model, opt, steps=range(1))
-    for masks, told in found:
-        assert all(torch.equal(mask, opt.masks[name]) for name, mask in masks.items())
-        assert len(told) == 1
-        assert "the masks that rank 1 made differ from rank 0's" in told[0]
+    assert cases.same_bits(opt.masks.values(), made_from_different_data[0]["fisher of parts"])
 
 
 def wrapped_late(rank):

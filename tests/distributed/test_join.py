@@ -27,12 +27,21 @@ def uneven(rank):
         equal_runs.train(model, opt, (rank, 2), range(12, 18))
         weights = {name: p.detach() for name, p in model.module.named_parameters()}
         momentum = [state["momentum_buffer"] for state in opt.state.values()]
-        found[kind] = (weights, opt.masks, momentum, inside, opt.steps)
+        found[kind] = (weights, opt.masks, momentum, inside, opt.steps, opt.engine_report()["engine"])
+        if kind == "random":  # compared again, now that Join is over
+            opt._context.masks.generator.manual_seed(rank)
+            with pytest.raises(RuntimeError, match="the masks of rank 1 differ"):
+                equal_runs.train(model, opt, (rank, 2), range(18, 22))
     model = DistributedDataParallel(equal_runs.network())
     opt = equal_runs.optimizer("random", model)
-    for joinables, told in (([model], "must have the optimizer too"), ([model, opt][::-1], "the model first")):
-        with pytest.raises(RuntimeError, match=told), Join(joinables):
-            equal_runs.train(model, opt, (rank, 2), range(1))
+    wrong = [([model], "must have the optimizer too"), ([model, opt][::-1], "the model first")]
+    for round_ in range(2):
+        for joinables, told in wrong:
+            with pytest.raises(RuntimeError, match=told), Join(joinables):
+                equal_runs.train(model, opt, (rank, 2), range(1))
+        if round_ == 0:  # also after a Join that was right
+            with Join([model, opt]):
+                equal_runs.train(model, opt, (rank, 2), range(3 + rank))
     return found
 
 
@@ -43,8 +52,27 @@ def ranks(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_that_stops_early_goes_on_with_the_others_state(ranks, kind):
-    (weights, masks, momentum, inside, steps), other = (found[kind] for found in ranks)
+    (weights, masks, momentum, inside, steps, _), other = (found[kind] for found in ranks)
     assert (inside, steps) == (12, 18) == (other[3], other[4])
     assert cases.same_bits(weights.values(), other[0].values())
     assert all(torch.equal(mask, other[1][name]) for name, mask in masks.items())
     assert cases.same_bits(momentum, other[2])
+
+
+def test_the_engine_works_again_after_join(ranks):
+    assert [found["fixed layers"][5] for found in ranks] == ["on", "on"]
+
+
+def entered_twice(rank):
+    model = DistributedDataParallel(equal_runs.network())
+    opt = equal_runs.optimizer("sam", model)
+    join = Join([model, opt])
+    with join:
+        equal_runs.train(model, opt, (rank, 2), range(2))
+    with join:
+        equal_runs.train(model, opt, (rank, 2), range(2 + rank))
+
+
+def test_a_join_that_is_entered_twice_raises(tmp_path):
+    with pytest.raises(Exception, match=r"a Join must not be entered twice|Connection closed|reset by peer"):
+        run_ranks(entered_twice, 2, tmp_path)

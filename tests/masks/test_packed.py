@@ -42,38 +42,15 @@ def test_the_way_other_devices_pack_and_unpack_is_the_same(size):
     assert torch.equal(packed._unpack_bits_on_device(bits)[:size], mask)
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize(("share", "kind"), [(0.3, "entries"), (0.7, "bits"), (None, "rows")])
-def test_an_indexed_mask_is_the_same_mask(share, kind, memory_format):
-    weight = torch.empty(6, 4, 3, 3).to(memory_format=memory_format)
-    mask = torch.rand(weight.shape) < share if share else torch.zeros(weight.shape, dtype=torch.bool)
-    if share is None:
-        mask[1::2] = True
-    plain = PackedMask.pack(mask)
-    indexed = plain.indexed(weight)
-    assert indexed.index.kind == kind
-    assert indexed.count == plain.count
-    assert torch.equal(indexed.unpack(), mask)
-    assert torch.equal(indexed.bits, plain.bits)
-    if kind == "entries":
-        assert indexed.index.values.dtype == torch.int32
-        values = torch.arange(mask.numel()).view(mask.shape).to(memory_format=memory_format)
-        kept = values.as_strided((mask.numel(),), (1,))[indexed.index.values]
-        assert torch.equal(kept.sort().values, values[mask].sort().values)
-    if kind == "rows":
-        assert torch.equal(indexed.rows, torch.tensor([1, 3, 5]))
-    assert indexed.indexed(weight) is indexed
-    assert torch.equal(indexed.placed(weight).bits, plain.bits)  # on a CPU, bits again
-    assert indexed.placed(weight).index is None
-
-
-def test_an_index_follows_the_layout_of_its_weight():
-    weight = torch.empty(6, 4, 3, 3)
-    mask = torch.rand(weight.shape) < 0.3
-    indexed = PackedMask.pack(mask).indexed(weight)
-    again = indexed.indexed(weight.to(memory_format=torch.channels_last))
-    assert again is not indexed
-    assert torch.equal(again.unpack(), mask)
+def test_a_mask_placed_on_a_device_knows_its_rows():
+    mask = torch.zeros(6, 4, 3, 3, dtype=torch.bool)
+    mask[1::2] = True
+    placed = PackedMask.pack(mask).placed(torch.device("meta"))
+    assert placed.bits.is_meta
+    assert placed.rows.is_meta
+    assert len(placed.rows) == 3
+    mask[0, 0] = True
+    assert PackedMask.pack(mask).placed(torch.device("meta")).rows is None
 
 
 def test_n_of_m_is_told_along_the_output_dimension():

@@ -1,8 +1,8 @@
 """The perturbation on an accelerator: few launches whatever the number of tensors, and nothing read by the host.
 
 Tensors of one device, dtype, rho and eta move together: their directions become one vector, on which the maths runs.
-A mask's kept entries are gathered and written by the index that was made with the mask. The norm stays on the device,
-and so does the rule for a norm that is zero or not finite, with which nothing moves:
+Of masked tensors only the kept entries of that vector are saved and moved. The norm stays on the device, and so does
+the rule for a norm that is zero or not finite, with which nothing moves:
 
     e = rho / norm * T² g  where 0 < norm < inf,  else 0
 """
@@ -12,14 +12,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from sparsesam.ascent.kept_positions import KeptPositions, flat, joined
 from sparsesam.ascent.plan import Norm
 from sparsesam.ascent.targets import Target
-from sparsesam.masks.packed import KeptIndex, PackedMask, bit_values, in_memory_order, is_dense
+from sparsesam.masks.packed import is_dense
 
 #: Entries that are moved at a time: room for one such vector is all that is needed beside what is saved.
 CHUNK = 1 << 23
@@ -46,11 +46,6 @@ def scale_of(rho: float | Tensor, norm: float | Tensor, device: torch.device) ->
         return rho / norm, None
     norm = norm.to(device)
     return rho / norm, ~is_usable(norm)
-
-
-def joined(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
-    """All entries in one new vector, each tensor in the memory order of the one it is like."""
-    return torch.cat([_flat(one, other.stride()) for one, other in zip(tensors, like, strict=True)])
 
 
 def parted(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -86,22 +81,15 @@ def group_norms(directions: Sequence[Tensor], weights: Sequence[Tensor], *, eta:
     return list(torch._foreach_norm(scales, 2, dtype=wide))
 
 
-def _flat(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    if tensor.stride() == stride and is_dense(tensor):
-        return tensor.as_strided((tensor.numel(),), (1,))
-    return in_memory_order(tensor, stride)
-
-
 # ---- groups of targets --------------------------------------------------------------------------------------
 
 
-@dataclass
 class Group(ABC):
     """Targets of one device, dtype, rho and eta, which move together; ``saved`` holds w as a vector while they do."""
 
-    targets: list[Target]
-    indices: list[KeptIndex | None]
-    saved: Tensor | None = None
+    def __init__(self, targets: list[Target]) -> None:
+        self.targets = targets
+        self.saved: Tensor | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -144,21 +132,13 @@ class Group(ABC):
 
 
 class WholeGroup(Group):
-    """Tensors that are saved whole; where a mask of bits drops entries, their e is zero."""
+    """Tensors without a mask."""
 
     def gather(self, tensors: Sequence[Tensor]) -> Tensor:
-        vector = joined(tensors, self.weights)
-        if all(index is None for index in self.indices):
-            return vector
-        values = bit_values(vector.device)
-        for index, piece in zip(self.indices, vector.split([w.numel() for w in self.weights]), strict=True):
-            if index is not None:
-                dropped = (index.values[:, None] & values).eq(0).view(-1)
-                piece.masked_fill_(dropped[: piece.numel()], 0)
-        return vector
+        return joined(tensors, self.weights)
 
     def save(self, room: Tensor) -> None:
-        self.saved = torch.cat([_flat(weight, weight.stride()) for weight in self.weights], out=room)
+        self.saved = torch.cat([flat(weight, weight.stride()) for weight in self.weights], out=room)
 
     def add(self, e: Tensor) -> None:
         torch._foreach_add_(self.weights, parted(e, self.weights))
@@ -177,17 +157,25 @@ class WholeGroup(Group):
 
 
 class EntryGroup(Group):
-    """Tensors of which only the kept entries or rows are saved and moved."""
+    """Tensors of which only the kept entries are saved and moved."""
+
+    def __init__(self, targets: list[Target], kept: KeptPositions) -> None:
+        super().__init__(targets)
+        self._kept = kept
+        self._positions: Tensor | None = None
 
     @property
-    def lengths(self) -> list[int]:
-        return [target.mask.count if target.mask is not None else 0 for target in self.targets]
+    def positions(self) -> Tensor:
+        """Known while a move is prepared; they may take more memory than what is saved."""
+        if self._positions is None:
+            self._positions = self._kept.find()
+        return self._positions
 
     def gather(self, tensors: Sequence[Tensor]) -> Tensor:
-        return self._gather(tensors, tensors[0].new_empty(sum(self.lengths)))
+        return self._vector(tensors).index_select(0, self.positions)
 
     def save(self, room: Tensor) -> None:
-        self.saved = self._gather(self.weights, room)
+        self.saved = torch.index_select(self._vector(self.weights), 0, self.positions, out=room)
 
     def add(self, e: Tensor) -> None:
         assert self.saved is not None
@@ -199,49 +187,37 @@ class EntryGroup(Group):
 
     def added(self) -> dict[str, Tensor]:
         assert self.saved is not None
-        found = {}
-        moved = self.gather(self.weights).sub_(self.saved)
-        for target, index, piece in zip(self.targets, self.indices, moved.split(self.lengths), strict=True):
-            weight = target.weight
-            assert index is not None
-            if index.kind == "rows":
-                found[target.name] = piece.view(-1, *weight.shape[1:])
-            elif weight.is_contiguous():
-                found[target.name] = piece
-            else:
-                whole = torch.zeros_like(weight)
-                _flat(whole, weight.stride()).index_put_((index.values,), piece)
-                found[target.name] = whole
-        return found
+        positions = self._kept.find()
+        vector = joined(self.weights, self.weights)
+        moved = vector.index_select(0, positions).sub_(self.saved)
+        if not all(weight.is_contiguous() for weight in self.weights):
+            vector.zero_().index_put_((positions,), moved)
+            return dict(zip(self.names, parted(vector, self.weights), strict=True))
+        pieces = zip(self.targets, moved.split(self._kept.lengths), strict=True)
+        return {target.name: _by_rows(target, piece) for target, piece in pieces}
 
     def given(self, last: dict[str, Tensor]) -> Tensor:
-        pieces = []
-        for target, index in zip(self.targets, self.indices, strict=True):
-            e, weight = last[target.name], target.weight
-            in_order = index is not None and (index.kind == "rows" or weight.is_contiguous())
-            if e.shape == weight.shape or not in_order:
-                e = EntryGroup([target], [index]).gather([_like_weight(target, e)])
-            pieces.append(e.reshape(-1))
-        return torch.cat(pieces)
+        entries = [last[name] for name in self.names]
+        if all(w.is_contiguous() and e.shape != w.shape for w, e in zip(self.weights, entries, strict=True)):
+            return torch.cat([one.reshape(-1) for one in entries])
+        return self.gather([_like_weight(target, e) for target, e in zip(self.targets, entries, strict=True)])
 
-    def _gather(self, tensors: Sequence[Tensor], out: Tensor) -> Tensor:
-        for tensor, weight, index, piece in zip(
-            tensors, self.weights, self.indices, out.split(self.lengths), strict=True
-        ):
-            assert index is not None
-            if index.kind == "rows":
-                torch.index_select(tensor, 0, index.values, out=piece.view(-1, *weight.shape[1:]))
-            else:
-                torch.index_select(_flat(tensor, weight.stride()), 0, index.values, out=piece)
-        return out
+    def _vector(self, tensors: Sequence[Tensor]) -> Tensor:
+        """All entries; a view of them where there is only one tensor."""
+        if len(tensors) == 1:
+            return flat(tensors[0], self.weights[0].stride())
+        return joined(tensors, self.weights)
 
-    def _write(self, vector: Tensor) -> None:
-        for weight, index, piece in zip(self.weights, self.indices, vector.split(self.lengths), strict=True):
-            assert index is not None
-            if index.kind == "rows":
-                weight.index_copy_(0, index.values, piece.view(-1, *weight.shape[1:]))
-            else:
-                _flat(weight, weight.stride()).index_put_((index.values,), piece)
+    def _write(self, values: Tensor) -> None:
+        vector = self._vector(self.weights).index_put_((self.positions,), values)
+        self._positions = None
+        if len(self.targets) > 1:
+            torch._foreach_copy_(self.weights, parted(vector, self.weights))
+
+
+def _by_rows(target: Target, entries: Tensor) -> Tensor:
+    assert target.mask is not None
+    return entries if target.mask.rows is None else entries.view(-1, *target.weight.shape[1:])
 
 
 def _identity(rho: float | Tensor) -> float | tuple[str, int]:
@@ -263,7 +239,7 @@ class DeviceMover:
     def __init__(self) -> None:
         self._rooms: dict[tuple[str, ...], Tensor] = {}
         self._moved: list[Group] = []
-        self._indexed: dict[str, tuple[PackedMask, PackedMask]] = {}
+        self._kept: dict[tuple[str, ...], KeptPositions] = {}
 
     @property
     def active(self) -> bool:
@@ -271,14 +247,13 @@ class DeviceMover:
 
     def norms(self, targets: Sequence[Target], norm: Norm) -> list[Tensor]:
         """||T g|| of each target or group of them, over all entries or the kept ones; at least float32."""
-        counted = targets if norm == "full" else [t for t in targets if t.mask is None or not t.mask.is_empty]
-        whole = [target for target in counted if norm == "full" or target.is_dense]
-        masked = [target for target in counted if norm == "masked" and not target.is_dense]
+        whole = [target for target in targets if norm == "full" or target.is_dense]
+        masked = [target for target in targets if norm == "masked" and not (target.is_dense or target.is_empty)]
         parts = []
-        for group in self._groups(whole, by_rho=False, by_mask=False):
+        for group in self._groups(whole, whole=True):
             directions = [target.direction for target in group.targets]
             parts += group_norms(directions, group.weights, eta=group.targets[0].eta)
-        for group in self._groups(masked, by_rho=False, by_mask=True):
+        for group in self._groups(masked):
             vector = group.scaled(power=1)
             parts.append(torch.linalg.vector_norm(vector, dtype=torch.float32 if vector.dtype in _HALF else None))
         return parts
@@ -306,7 +281,7 @@ class DeviceMover:
             self._moved.pop()
 
     def forget(self) -> None:
-        self._rooms, self._indexed = {}, {}
+        self._rooms, self._kept = {}, {}
 
     def _add(self, group: Group, e: Tensor) -> None:
         room = self._rooms.get(group.names)
@@ -318,39 +293,35 @@ class DeviceMover:
         group.add(e)
 
     def _with_rooms(self, targets: Sequence[Target]) -> list[Group]:
-        groups = list(self._groups(targets, by_rho=True, by_mask=True))
+        groups = list(self._groups(targets))
         names = {group.names for group in groups}
         self._rooms = {key: room for key, room in self._rooms.items() if key in names}
+        self._kept = {key: kept for key, kept in self._kept.items() if key in names}
         return groups
 
-    def _groups(self, targets: Sequence[Target], *, by_rho: bool, by_mask: bool) -> Iterator[Group]:
-        """Targets that one vector can hold, in groups of at most `CHUNK` entries unless one tensor has more."""
-        found: dict[object, tuple[Group, int]] = {}
+    def _groups(self, targets: Sequence[Target], *, whole: bool = False) -> Iterator[Group]:
+        """Targets that one vector can hold, at most `CHUNK` entries unless one tensor has more."""
+        found: dict[object, tuple[list[Target], int]] = {}
         for target in targets:
-            weight = target.weight
+            weight, is_whole = target.weight, whole or target.is_dense
             if weight.numel() == 0:
                 continue
-            index = self._index(target) if by_mask else None
-            kind = WholeGroup if index is None or index.kind == "bits" else EntryGroup
-            rho = _identity(target.rho) if by_rho else None
-            key = (weight.device, weight.dtype, target.direction.dtype, target.eta, rho, kind)
-            number = weight.numel() if kind is WholeGroup or target.mask is None else target.mask.count
-            group, size = found.pop(key, (kind([], []), 0))
-            if group.targets and size + number > CHUNK:
-                yield group
-                group, size = kind([], []), 0
-            group.targets.append(target)
-            group.indices.append(index)
-            found[key] = group, size + number
-        for group, _ in found.values():
-            yield group
+            key = (weight.device, weight.dtype, target.direction.dtype, target.eta, _identity(target.rho), is_whole)
+            together, size = found.pop(key, ([], 0))
+            if together and size + weight.numel() > CHUNK:
+                yield self._group(together, whole=is_whole)
+                together, size = [], 0
+            together.append(target)
+            found[key] = together, size + weight.numel()
+        for together, _ in found.values():
+            yield self._group(together, whole=whole or together[0].is_dense)
 
-    def _index(self, target: Target) -> KeptIndex | None:
-        """The index of the target's mask, made now if the mask came without one that fits the weight's layout."""
-        mask = target.mask
-        if mask is None or mask.is_full:
-            return None
-        held = self._indexed.get(target.name)
-        if held is None or held[0] is not mask:
-            held = self._indexed[target.name] = (mask, mask.indexed(target.weight))
-        return held[1].index
+    def _group(self, targets: list[Target], *, whole: bool) -> Group:
+        masks = [target.mask for target in targets if target.mask is not None]
+        if whole:
+            return WholeGroup(targets)
+        names, weights = tuple(target.name for target in targets), [target.weight for target in targets]
+        kept = self._kept.get(names)
+        if kept is None or not kept.fits(masks, weights):
+            kept = self._kept[names] = KeptPositions(masks, weights)
+        return EntryGroup(targets, kept)

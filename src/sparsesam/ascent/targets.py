@@ -30,10 +30,12 @@ class Target:
         return self.mask is None or self.mask.is_full
 
     @property
+    def is_empty(self) -> bool:
+        return self.mask is not None and self.mask.is_empty
+
+    @property
     def is_still(self) -> bool:
-        if self.mask is not None and self.mask.is_empty:
-            return True
-        return not isinstance(self.rho, Tensor) and self.rho == 0
+        return self.is_empty or (not isinstance(self.rho, Tensor) and self.rho == 0)
 
     def release(self) -> None:
         """Let go of g: the second pass needs the memory."""

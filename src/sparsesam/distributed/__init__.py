@@ -5,7 +5,6 @@ from sparsesam.distributed.ddp import (
     average_gradients,
     invalidates_graphs,
     is_first_of_static_graph,
-    is_joining,
     running_ddp,
     unsynchronized,
 )
@@ -23,7 +22,6 @@ __all__ = [
     "invalidates_graphs",
     "is_distributed",
     "is_first_of_static_graph",
-    "is_joining",
     "is_sharded",
     "local_part",
     "refuse_fsdp1",

@@ -39,26 +39,22 @@ def hash_of(parts: Iterable[Tensor | int | str]) -> int:
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-def ranks_that_differ(number: int, group: dist.ProcessGroup | None = None) -> list[int]:
-    """The global ranks that do not have rank 0's number (of the group's first rank)."""
-    mine = torch.tensor([number], dtype=torch.int64, device=communication_device(group))
+def require_same(parts: Iterable[Tensor | int | str], what: str, group: dist.ProcessGroup | None = None) -> None:
+    """Raise RuntimeError on every rank, naming those that differ from the group's first."""
+    first, *others = dist.get_process_group_ranks(group or dist.group.WORLD)
+    mine = torch.tensor([hash_of(parts)], dtype=torch.int64, device=communication_device(group))
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyones, mine, group=group)
-    numbers = [int(one) for one in everyones]
-    ranks = dist.get_process_group_ranks(group) if group is not None else range(len(numbers))
-    return [rank for rank, one in zip(ranks, numbers, strict=True) if one != numbers[0]]
-
-
-def require_same(parts: Iterable[Tensor | int | str], what: str, group: dist.ProcessGroup | None = None) -> None:
-    """Raise RuntimeError on every rank, naming those that differ."""
-    different = ranks_that_differ(hash_of(parts), group)
+    expected, *hashes = [int(one) for one in everyones]
+    different = [rank for rank, one in zip(others, hashes, strict=True) if one != expected]
     if different:
         raise RuntimeError(
-            f"{what} of {name_ranks(different)} differ from rank 0's; every rank must make the optimizer with the same "
-            "arguments and seed, take the same steps, and load the same checkpoint"
+            f"{what} of {_name_ranks(different)} differ from rank {first}'s; every rank must make the optimizer and "
+            "its mask with the same arguments, seed and data (all of the data, not the rank's part), take the same "
+            "steps, and load the same checkpoint"
         )
 
 
-def name_ranks(ranks: list[int]) -> str:
+def _name_ranks(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -18,11 +18,6 @@ def running_ddp(model: nn.Module) -> DistributedDataParallel | None:
     return active if holds else None
 
 
-def is_joining(ddp: DistributedDataParallel | None) -> bool:
-    """Whether it runs within ``Join``, where ranks that are out of inputs answer DDP's collectives and no others."""
-    return ddp is not None and bool(ddp._join_config.enable)
-
-
 def is_first_of_static_graph(ddp: DistributedDataParallel) -> bool:
     """Whether its next backward must run through all of the model, and synchronized, for static_graph=True."""
     return bool(ddp.static_graph) and not getattr(ddp, "_static_graph_delay_allreduce_enqueued", True)

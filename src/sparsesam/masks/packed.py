@@ -1,11 +1,9 @@
-"""A mask of one tensor: one bit per weight on a CPU, the indices of what is kept on other devices."""
+"""A mask of one tensor, one bit per weight."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 import torch
@@ -15,31 +13,16 @@ from torch import Tensor
 _CHUNK = 1 << 16
 
 
-@dataclass(frozen=True)
-class KeptIndex:
-    """Where a mask is 1, in the form that a step on a device uses without searching or waiting for the host.
-
-    ``values`` are kept rows (int64); kept entries (int32, int64 beyond 2^31); or bits, eight entries per byte. Entries
-    are counted in the memory order of ``stride``, the weight's.
-    """
-
-    kind: Literal["rows", "entries", "bits"]
-    values: Tensor
-    stride: tuple[int, ...]
-
-
 class PackedMask:
-    """A boolean mask in d/8 bytes, or in 4 bytes for each kept entry; nothing if all ones or all zeros.
+    """A boolean mask in d/8 bytes; nothing if all ones or all zeros.
 
     ``bits`` holds eight weights per byte in row-major order, first weight in the highest bit (numpy's packbits order).
-    A mask with an ``index`` holds that instead and computes its bits when asked.
     """
 
-    def __init__(self, shape: torch.Size, count: int, bits: Tensor | None, index: KeptIndex | None = None) -> None:
+    def __init__(self, shape: torch.Size, count: int, bits: Tensor | None) -> None:
         self.shape = shape
         self.count = count
-        self.index = index
-        self._bits = bits
+        self.bits = bits
         self._patterns: dict[tuple[int, int], bool] = {}
 
     @classmethod
@@ -61,16 +44,10 @@ class PackedMask:
     def is_empty(self) -> bool:
         return self.count == 0
 
-    @property
-    def bits(self) -> Tensor | None:
-        return self._bits if self.index is None else pack_bits(self.unpack().reshape(-1))
-
     @cached_property
     def rows(self) -> Tensor | None:
         """The indices along dimension 0 that are kept whole, if none is kept in part; None otherwise."""
-        if self.index is not None:
-            return self.index.values if self.index.kind == "rows" else None
-        if self._bits is None or len(self.shape) < 2:
+        if self.bits is None or len(self.shape) < 2:
             return None
         by_row = self.unpack().flatten(1)
         some = by_row.any(1)
@@ -88,47 +65,26 @@ class PackedMask:
         return bool((self.unpack().view(self.shape[0] // m, m, -1).sum(1) == n).all())
 
     def unpack(self, device: torch.device | None = None) -> Tensor:
-        if self.index is not None:
-            return _unpack_index(self.index, self.shape).to(device or self.index.values.device)
-        if self._bits is None:
+        if self.bits is None:
             return torch.full(self.shape, self.is_full, dtype=torch.bool, device=device)
-        flat = unpack_bits(self._bits)[: self.numel]
-        return flat.to(device or self._bits.device).reshape(self.shape)
+        flat = unpack_bits(self.bits)[: self.numel]
+        return flat.to(device or self.bits.device).reshape(self.shape)
 
     def chunks(self) -> Iterator[tuple[int, int, Tensor]]:
         """Yield ``(start, stop, positions)``: the kept positions within each chunk, counted from its start."""
-        bits = self.bits
-        assert bits is not None
+        assert self.bits is not None
         for start in range(0, self.numel, _CHUNK):
             stop = min(start + _CHUNK, self.numel)
-            yield start, stop, _positions(bits[start // 8 : (stop + 7) // 8])
+            yield start, stop, _positions(self.bits[start // 8 : (stop + 7) // 8])
 
-    def placed(self, weight: Tensor) -> PackedMask:
-        """The same mask on the weight's device, as bits on a CPU and `indexed` on others."""
-        if weight.device.type != "cpu" and is_dense(weight):
-            return self.indexed(weight)
-        bits = self.bits
-        return PackedMask(self.shape, self.count, None if bits is None else bits.to(weight.device))
-
-    def indexed(self, weight: Tensor) -> PackedMask:
-        """The same mask with an index for this weight, which must be dense in memory.
-
-        Kept rows where nothing else is kept, kept entries up to half of the weights, beyond that bits: index and saved
-        values take at most 4 bytes per weight, or one bit more than that.
-        """
-        stride = weight.stride()
-        if self.is_full or self.is_empty or (self.index is not None and self.index.stride == stride):
+    def placed(self, device: torch.device) -> PackedMask:
+        """The same mask on the device. Elsewhere than on a CPU its rows are looked for now, so that no step has to."""
+        if self.bits is None:
             return self
-        if self.rows is not None:
-            index = KeptIndex("rows", self.rows.to(weight.device), stride)
-        else:
-            mask = in_memory_order(self.unpack(), stride)
-            if 2 * self.count <= self.numel:
-                kept = mask.nonzero().squeeze(1).to(torch.int32 if self.numel < 2**31 else torch.int64)
-                index = KeptIndex("entries", kept.to(weight.device), stride)
-            else:
-                index = KeptIndex("bits", pack_bits(mask).to(weight.device), stride)
-        return PackedMask(self.shape, self.count, None, index)
+        placed = PackedMask(self.shape, self.count, self.bits.to(device))
+        if device.type != "cpu":
+            placed.rows = None if self.rows is None else self.rows.to(device)
+        return placed
 
 
 def pack_bits(flat: Tensor) -> Tensor:
@@ -171,17 +127,6 @@ def in_memory_order(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     """The entries as a vector, in the order in which a dense tensor of that stride holds them."""
     laid_out = torch.empty_strided(tuple(tensor.shape), stride, dtype=tensor.dtype, device=tensor.device)
     return laid_out.copy_(tensor).as_strided((tensor.numel(),), (1,))
-
-
-def _unpack_index(index: KeptIndex, shape: torch.Size) -> Tensor:
-    if index.kind == "bits":
-        return unpack_bits(index.values)[: shape.numel()].as_strided(tuple(shape), index.stride).contiguous()
-    is_rows = index.kind == "rows"
-    flat = torch.zeros(shape[0] if is_rows else shape.numel(), dtype=torch.bool, device=index.values.device)
-    flat.index_fill_(0, index.values.long(), True)
-    if is_rows:
-        return flat.view(-1, *[1] * (len(shape) - 1)).expand(shape).contiguous()
-    return flat.as_strided(tuple(shape), index.stride).contiguous()
 
 
 def _positions(bits: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ class Fisher:
 
     def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
         batches = draw_batches(self.data, self.samples, generator=context.generator, chunk=self.chunk or _LARGEST_CHUNK)
-        return _measured(self, batches, context).values
+        return _measured(self, batches, context)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,12 +117,8 @@ class BatchFisher:
                 "batch must be given where a mask takes its Fisher from the current batch, got None; "
                 "call opt.step(closure, batch=(x, y)) or opt.perturbed(batch=(x, y))"
             )
-        if context.shards is not None:
-            batches = gathered_batches(context.batch, context.shards)
-            return _measured(self, batches, context).values
-        if context.ranks is None:
-            return _measured(self, [context.batch], context).values
-        return _averaged(lambda: _measured(self, [context.batch], context), context.ranks).values
+        shards = context.shards
+        return _measured(self, [context.batch] if shards is None else gathered_batches(context.batch, shards), context)
 
 
 @dataclass(frozen=True)
@@ -159,24 +155,30 @@ class Inverted:
         return {name: -values for name, values in self.score(context).items()}
 
 
-def _measured(score: Fisher | BatchFisher, batches: Iterable[Any], context: ScoreContext) -> FisherDiagonal:
+def _measured(score: Fisher | BatchFisher, batches: Iterable[Any], context: ScoreContext) -> dict[str, Tensor]:
+    """The Fisher information of the samples of all ranks."""
     if context.shards is not None:
         problem = problem_of(score.loss_fn, score.model_loss, score.labels, None, context.generator)
-        return sharded_fisher(context.model, batches, problem, context.parameters, context.shards)
-    return fisher_diagonal(
-        context.model,
-        batches,
-        score.loss_fn,
-        model_loss=score.model_loss,
-        parameters=context.parameters,
-        labels=score.labels,
-        generator=context.generator,
-        chunk=score.chunk,
-    )
+        return sharded_fisher(context.model, batches, problem, context.parameters, context.shards).values
+
+    def measure() -> FisherDiagonal:
+        return fisher_diagonal(
+            context.model,
+            batches,
+            score.loss_fn,
+            model_loss=score.model_loss,
+            parameters=context.parameters,
+            labels=score.labels,
+            generator=context.generator,
+            chunk=score.chunk,
+        )
+
+    # Also where all ranks measure the same samples: two devices may round differently, and masks must be equal.
+    return (measure() if context.ranks is None else _averaged(measure, context.ranks)).values
 
 
 def _averaged(measure: Callable[[], FisherDiagonal], ranks: dist.ProcessGroup) -> FisherDiagonal:
-    """The Fisher information of the samples of all ranks."""
+    """The mean over the samples of all ranks."""
     result, error = None, None
     try:
         result = measure()
@@ -184,7 +186,7 @@ def _averaged(measure: Callable[[], FisherDiagonal], ranks: dist.ProcessGroup) -
         error = caught
     device = communication_device(ranks)
     if not all_agree(error is None, device, ranks) or result is None:
-        raise error or NonFiniteScoreError("the Fisher information of another rank's batch is not finite")
+        raise error or NonFiniteScoreError("the Fisher information on another rank is not finite")
     samples = torch.tensor(float(result.samples), device=device)
     dist.all_reduce(samples, group=ranks)
     for value in result.values.values():

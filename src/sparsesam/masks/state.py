@@ -101,7 +101,7 @@ class MaskState:
         )
 
     def _hold(self, masks: Mapping[str, PackedMask], parameters: Mapping[str, Tensor], shards: Shards | None) -> None:
-        self.masks = {name: mask.placed(parameters[name]) for name, mask in masks.items()}
+        self.masks = {name: mask.placed(parameters[name].device) for name, mask in masks.items()}
         counted = masks if shards is None else shards.counted(masks)
         counts = sum(masks[name].count for name in counted), sum(masks[name].numel for name in counted)
         self._kept, self._total = counts if shards is None else shards.sum_of(*counts)
