@@ -16,6 +16,8 @@ from tests import cases
 from tests.cases import in_two_phases, with_closure
 from tests.distributed.processes import run_ranks
 
+pytestmark = pytest.mark.xdist_group("ranks")
+
 
 class Summed(torch.autograd.Function):
     """The sum over ranks, whose gradient is the sum of the ranks' gradients."""
@@ -131,8 +133,8 @@ def train_all(rank):
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return run_ranks(train_all, 2, tmp_path_factory.mktemp("engine"))
+def ranks():
+    return run_ranks(train_all, 2)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -167,8 +169,8 @@ def refusal(rank):
     return str(error.value)
 
 
-def test_a_static_graph_with_a_local_ascent_is_refused(tmp_path):
-    assert all("ascent_scope" in words for words in run_ranks(refusal, 2, tmp_path))
+def test_a_static_graph_with_a_local_ascent_is_refused():
+    assert all("ascent_scope" in words for words in run_ranks(refusal, 2))
 
 
 def sharded(rank):
@@ -185,7 +187,5 @@ def sharded(rank):
 
 
 @pytest.mark.skipif(torch.__version__ < "2.7", reason="torch's own fully_shard fails on a CPU")
-def test_sharded_parameters_switch_it_off_and_the_report_says_so(tmp_path):
-    assert all(
-        words.startswith("off: parameters are sharded (fully_shard") for words in run_ranks(sharded, 2, tmp_path)
-    )
+def test_sharded_parameters_switch_it_off_and_the_report_says_so():
+    assert all(words.startswith("off: parameters are sharded (fully_shard") for words in run_ranks(sharded, 2))

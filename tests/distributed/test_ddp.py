@@ -12,6 +12,8 @@ from tests.distributed import equal_runs
 from tests.distributed.counted_bytes import CountedBytes
 from tests.distributed.processes import run_ranks
 
+pytestmark = pytest.mark.xdist_group("ranks")
+
 KINDS = list(equal_runs.RULES)
 
 
@@ -26,8 +28,8 @@ def equal_steps(rank, ranks):
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def ranks(request, tmp_path_factory):
-    return run_ranks(equal_steps, request.param, tmp_path_factory.mktemp("ddp"), request.param)
+def ranks(request):
+    return run_ranks(equal_steps, request.param, request.param)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,8 +68,8 @@ def classifier(base, model, *, norm="masked", **options):
     return sparsesam.SSAM(base, model, mask=sparsesam.fixed_mask("5.*"), norm=norm, **options)
 
 
-def test_local_sends_what_sgd_sends_and_global_the_perturbed_tensors_too(tmp_path):
-    sent = run_ranks(bytes_sent, 2, tmp_path)[0]
+def test_local_sends_what_sgd_sends_and_global_the_perturbed_tensors_too():
+    sent = run_ranks(bytes_sent, 2)[0]
     model = equal_runs.network()
     everything, perturbed = (8 * sum(p.numel() for p in part.parameters()) for part in (model, model[5]))
     assert sent == {
@@ -85,22 +87,22 @@ def masks_that_differ(rank):
     model = DistributedDataParallel(equal_runs.network())
     rule = sparsesam.random_mask(sparsity=0.5, refresh=sparsesam.every_steps(2))
     opt = sparsesam.SSAM(cases.sgd(model), model, mask=rule)
-    equal_runs.train(model, opt, (rank, 3), range(2))
+    equal_runs.train(model, opt, (rank, 4), range(2))
     state, before, weights = opt._context.masks.generator.get_state(), opt.masks, cases.weights_of(model)
     opt._context.masks.generator.manual_seed(int(rank == 1))
     told = r"the masks of rank 1 differ from rank 0's; .* same arguments, seed and data"
     with pytest.raises(RuntimeError, match=told):
-        equal_runs.train(model, opt, (rank, 3), range(2, 3))
+        equal_runs.train(model, opt, (rank, 4), range(2, 3))
     assert cases.same_bits(weights, model.parameters())
     assert cases.same_bits(before.values(), opt.masks.values())
     opt._context.masks.generator.set_state(state)
-    equal_runs.train(model, opt, (rank, 3), range(2, 4))
+    equal_runs.train(model, opt, (rank, 4), range(2, 4))
     return opt.steps, [p.detach() for p in model.parameters()]
 
 
-def test_masks_that_differ_are_an_error_on_all_ranks_that_names_the_rank(tmp_path):
-    found = run_ranks(masks_that_differ, 3, tmp_path)
-    assert [steps for steps, _ in found] == [4, 4, 4]
+def test_masks_that_differ_are_an_error_on_all_ranks_that_names_the_rank():
+    found = run_ranks(masks_that_differ, 4)
+    assert [steps for steps, _ in found] == [4, 4, 4, 4]
     assert all(cases.same_bits(found[0][1], weights) for _, weights in found)
 
 
@@ -121,8 +123,8 @@ def local_and_fisher_of_parts(rank):
 
 
 @pytest.fixture(scope="module")
-def made_from_different_data(tmp_path_factory):
-    return run_ranks(local_and_fisher_of_parts, 2, tmp_path_factory.mktemp("local"))
+def made_from_different_data():
+    return run_ranks(local_and_fisher_of_parts, 2)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "dynamic filter", "fisher of parts"])
@@ -148,8 +150,8 @@ def wrapped_late(rank):
     return {name: p.detach() for name, p in model.named_parameters()}, opt.masks, opt.engine_report()
 
 
-def test_a_model_that_is_wrapped_after_the_optimizer_was_made(tmp_path):
-    *found, report = run_ranks(wrapped_late, 2, tmp_path)[0]
+def test_a_model_that_is_wrapped_after_the_optimizer_was_made():
+    *found, report = run_ranks(wrapped_late, 2)[0]
     equal_runs.assert_equal(found, "fixed layers", norm="masked")
     assert report["engine"] == "on"
     assert "used again" in report["0.weight"]

@@ -21,6 +21,8 @@ from tests.distributed import equal_runs
 from tests.distributed.processes import run_ranks
 from tests.distributed.test_fsdp2 import sharded, whole
 
+pytestmark = pytest.mark.xdist_group("ranks")
+
 
 def bases():
     return {
@@ -174,8 +176,8 @@ def load(rank, ranks, folder):
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
-    run_ranks(save, 4, folder / "4", 4, str(folder))
-    return run_ranks(load, 2, folder / "2", 2, str(folder))[0]
+    run_ranks(save, 4, 4, str(folder))
+    return run_ranks(load, 2, 2, str(folder))[0]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=" ".join)

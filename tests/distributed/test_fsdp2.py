@@ -9,6 +9,8 @@ from torch.distributed.fsdp import fully_shard
 from tests.distributed import equal_runs
 from tests.distributed.processes import run_ranks
 
+pytestmark = pytest.mark.xdist_group("ranks")
+
 KINDS = list(equal_runs.RULES)
 
 
@@ -35,8 +37,8 @@ def equal_steps(rank, ranks):
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def ranks(request, tmp_path_factory):
-    return run_ranks(equal_steps, request.param, tmp_path_factory.mktemp("fsdp2"), request.param)
+def ranks(request):
+    return run_ranks(equal_steps, request.param, request.param)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,12 +6,15 @@ import re
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 from torch.nn import functional as F
 
 import sparsesam
 from tests import cases
 from tests.distributed.processes import run_ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
 
 PAGE = Path(__file__).parents[2] / "docs" / "multi-gpu.md"
 
@@ -41,6 +44,6 @@ def every_block(rank, folder):
 
 
 def test_the_page_runs(tmp_path):
-    for ddp, fsdp2, sparsity in run_ranks(every_block, 2, tmp_path, str(tmp_path)):
+    for ddp, fsdp2, sparsity in run_ranks(every_block, 2, str(tmp_path)):
         assert (ddp, fsdp2) == (9, 5)
         assert abs(sparsity - 0.9) < 0.01

@@ -10,7 +10,7 @@ narrowed. When all ranks are done, all of them take over the optimizer's state o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -18,14 +18,11 @@ from torch.distributed.algorithms.join import JoinHook
 
 from sparsesam.distributed.agreement import communication_device
 
-if TYPE_CHECKING:
-    from sparsesam.wrapper import OptimizerWrapper
-
 
 class StateJoinHook(JoinHook):
     """Gives every rank the optimizer's state of the last rank that was still training."""
 
-    def __init__(self, optimizer: OptimizerWrapper, group: dist.ProcessGroup) -> None:
+    def __init__(self, optimizer: Any, group: dist.ProcessGroup) -> None:
         self._optimizer, self._group = optimizer, group
         super().__init__()
 

@@ -1,4 +1,4 @@
-"""A network without batch normalization: its gradient is the mean over images, however they are spread over ranks."""
+"""Networks without batch normalization: their gradient is the mean over images, however they are spread over ranks."""
 
 from torch import nn
 
@@ -12,3 +12,9 @@ def build(num_classes, in_channels):
     """In float64, so that ranks' rounding does not decide which of two equal weights a mask keeps."""
     layers = nn.Sequential(nn.Conv2d(in_channels, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 6 * 6, num_classes))
     return nn.Sequential(Double(), layers.double())
+
+
+def build_with_late_normalization(num_classes, in_channels):
+    """SAM on its normalization layers perturbs only the last stage."""
+    last = nn.Sequential(nn.Flatten(), nn.LayerNorm(8 * 6 * 6), nn.Linear(8 * 6 * 6, num_classes))
+    return nn.Sequential(Double(), nn.Sequential(nn.Conv2d(in_channels, 8, 3), nn.ReLU()).double(), last.double())

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.elastic import under_torchrun
@@ -37,7 +38,7 @@ def test_machines_with_unequal_numbers_of_processes_are_refused():
         under_torchrun(RunEnvironment(), {**TORCHRUN, "WORLD_SIZE": "6"})
 
 
-def torchrun(out, *, kill):
+def torchrun(out, *, kill="no", **changed):
     settings = {
         "model": "tests.lab.experiment.killed_network:network",
         "optimizer": "ssam-f",
@@ -54,6 +55,7 @@ def torchrun(out, *, kill):
         "accelerator": "cpu",
         "quiet": "true",
         "out": out,
+        **changed,
     }
     options = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
@@ -81,3 +83,13 @@ def test_a_killed_rank_is_started_again_and_the_weights_are_those_of_the_undistu
     assert "resume" not in [record["kind"] for record in read_records(tmp_path / "whole" / "records.jsonl")]
     assert same(state(tmp_path / "killed")["training"]["model"], state(tmp_path / "whole")["training"]["model"])
     assert same(state(tmp_path / "killed")["training"]["optimizer"], state(tmp_path / "whole")["training"]["optimizer"])
+
+
+@pytest.mark.slow
+def test_the_engine_changes_nothing_on_two_ranks(tmp_path):
+    model = "tests.lab.experiment.plain_model:build_with_late_normalization"
+    for engine in ("true", "false"):
+        done = torchrun(tmp_path / engine, optimizer="sam-on", model=model, norm="masked", engine=engine)
+        assert done.returncode == 0, done.stderr
+    weights = (state(tmp_path / engine)["training"]["model"] for engine in ("true", "false"))
+    torch.testing.assert_close(*weights, rtol=1e-10, atol=1e-12)

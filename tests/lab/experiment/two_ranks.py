@@ -11,17 +11,21 @@ from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.training import Training
 from tests.lab.experiment.runs import SHORT
 
+BUILDERS = {"ssam-d": "build", "sam-on": "build_with_late_normalization"}
 
-def main(folder, optimizer, devices):
+
+def main(folder, optimizer, devices, *, engine=True):
     class LeavesMasks(Training):
         def evaluate(self, split):
-            torch.save(self.masks, Path(folder) / f"masks-{self.fabric.global_rank}.pt")
+            left = {"masks": self.masks, "engine": self.optimizer.engine_report()}
+            torch.save(left, Path(folder) / f"left-{self.fabric.global_rank}.pt")
             return super().evaluate(split)
 
     module.Training = LeavesMasks
     place = RunEnvironment(out=Path(folder) / "run", accelerator="cpu", devices=devices, threads=1, logger="none")
     # 71 images in batches of 16: the last one has 7, so that the two ranks' parts differ.
-    config = replace(SHORT, optimizer=optimizer, model="tests.lab.experiment.plain_model:build", train_size=71)
+    model = f"tests.lab.experiment.plain_model:{BUILDERS[optimizer]}"
+    config = replace(SHORT, optimizer=optimizer, model=model, train_size=71, norm="masked", engine=engine)
     module.run(config, place)
     module.Training = Training
 

@@ -47,9 +47,7 @@ class MaskTimer:
             self.seconds.append(time.perf_counter() - start)
 
 
-def make_optimizer(
-    config: TrainConfig, model: nn.Module, *, fisher_data: Any, steps_per_epoch: int, engine: bool
-) -> Optimizer:
+def make_optimizer(config: TrainConfig, model: nn.Module, *, fisher_data: Any, steps_per_epoch: int) -> Optimizer:
     """The config's optimizer for ``model``; ``fisher_data`` is what the Fisher information is measured on."""
     base = _base(config, model)
     if config.clip_grad_norm is not None:
@@ -70,7 +68,7 @@ def make_optimizer(
         "off_steps": config.ascent_off_steps,
         "start": round(config.ascent_start * steps_per_epoch),
         "ascent_fraction": config.ascent_fraction,
-        "engine": engine,
+        "engine": config.engine,
     }
     if config.optimizer in ("sam", "asam"):
         if config.ascent.startswith("implicit"):

@@ -81,8 +81,6 @@ class Training:
             compiled,
             fisher_data=batches.unaugmented(),
             steps_per_epoch=batches.steps,
-            # Distributed data parallel waits for every gradient, also those that the engine would leave out.
-            engine=config.engine and fabric.world_size == 1,
         )
         self._mask_timer = MaskTimer(getattr(self.optimizer, "mask", None))
         precision = fabric.strategy.precision

@@ -119,7 +119,7 @@ def build(config: TrainConfig) -> None:
     with torch.device("meta"):
         model = models.build(config.model, shape.classes, shape.channels, shape.side)
     steps = math.ceil(shape.train / config.batch_size)
-    make_optimizer(config, model, fisher_data=[], steps_per_epoch=steps, engine=config.engine)
+    make_optimizer(config, model, fisher_data=[], steps_per_epoch=steps)
 
 
 def _random_splits(config: TrainConfig, short: TrainConfig) -> Splits:
