@@ -1,6 +1,6 @@
 """Predicted, not measured: the time of a step with DistributedDataParallel on 8 to 1,024 GPUs.
 
-python -m benchmarks.predict [--parameters 25.6e6] [--tensors 161] [--pass-ms 100] [--link-gbs 25] …
+python -m benchmarks.predict [--parameters 25.6e6] [--pass-ms 100] [--link-gbs 25] …
 
 A step is its passes, the part of the gradients' all-reduce that the backward does not hide, the move to w + e and back,
 and the base optimizer's update:
@@ -30,7 +30,6 @@ class Assumptions:
     """Defaults: ResNet-50 in bf16 with 256 images per A100, nodes of 8 with 200 Gb/s for each GPU."""
 
     parameters: float = 25.6e6
-    tensors: int = 161
     pass_ms: float = 100.0
     backward_share: float = 2 / 3
     memory_gbs: float = 1500.0
@@ -48,21 +47,20 @@ class Method:
     passes: float
     sent: tuple[float, ...]
     moved: float
-    launches_per_tensor: float = 0
     launches: float = 30
 
 
 # Floats per weight that SAM's move reads and writes: norm 1, join g 2, scale 2, fill 2, save 2, add 3, restore 2.
 _SAM_MOVED = 4 * 14
-# Norm 1; two gathers that touch every sector, 2; two scatters that read and write every sector, 4; for the kept half
-# its index four times, twice widened to int64 (4 + 2 * 4), and values as in SAM's vectors (8).
-_ENTRIES_MOVED = 4 * 7 + 4 * 0.5 * (12 + 8)
+# Bytes: norm 4; g once and w three times joined, 32, and w copied back twice, 16; the kept half's int64 positions found
+# twice from bits, 16, and read four times, 16; two gathers, 12, scale and fill, 8, add, 6, and two scatters, 20.
+_ENTRIES_MOVED = 4 + 32 + 16 + 16 + 16 + 12 + 8 + 6 + 20
 
 METHODS = {
     "SGD": Method(1, (1,), 0, launches=0),
     "SAM, global": Method(2, (1, 1), _SAM_MOVED),
     "SAM, local": Method(2, (0, 1), _SAM_MOVED),
-    "half of the entries, global": Method(2, (1, 1), _ENTRIES_MOVED, launches_per_tensor=4),
+    "half of the entries, global": Method(2, (1, 1), _ENTRIES_MOVED, launches=64),
     # ResNet-50's last stage: 15.0 M of 25.6 M weights with the classifier; passes as measured for ResNet-18 on a CPU.
     "last stage, global": Method(1.24, (0.67, 1), _SAM_MOVED * 0.67),
 }
@@ -86,8 +84,9 @@ def exposed_ms(share: float, gpus: int, backward_ms: float, given: Assumptions) 
 
 
 def move_ms(method: Method, given: Assumptions) -> float:
-    launches = method.launches + method.launches_per_tensor * given.tensors
-    return max(launches * given.launch_us / 1e3, 1e3 * method.moved * given.parameters / (given.memory_gbs * 1e9))
+    return max(
+        method.launches * given.launch_us / 1e3, 1e3 * method.moved * given.parameters / (given.memory_gbs * 1e9)
+    )
 
 
 def step_ms(method: Method, gpus: int, given: Assumptions) -> float:

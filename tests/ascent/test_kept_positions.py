@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparsesam.ascent.kept_positions import KeptPositions, joined
+from sparsesam.ascent.kept_positions import KeptPositions, joined, positions_by_sums, positions_of
 from sparsesam.masks.packed import PackedMask
 
 
@@ -24,3 +24,10 @@ def test_they_are_those_of_nonzero(share, memory_format):
     assert kept.fits(packed, weights)
     assert not kept.fits([PackedMask.pack(mask) for mask in masks], weights)
     assert not kept.fits(packed, [weights[0].permute(1, 0, 2, 3), *weights[1:]])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_both_ways_of_finding_them_are_those_of_nonzero(share):
+    kept = torch.rand(1000) < share
+    for find in (positions_of, positions_by_sums):
+        assert torch.equal(find(kept, int(kept.sum())), kept.nonzero().squeeze(1))

@@ -30,7 +30,7 @@ def test_a_local_ascent_sends_what_sgd_sends(gpus):
     assert step_ms(METHODS["SAM, local"], gpus, GIVEN) < step_ms(METHODS["SAM, global"], gpus, GIVEN)
 
 
-@pytest.mark.parametrize("arguments", ["", "--parameters 350e6 --tensors 390 --pass-ms 60"])
+@pytest.mark.parametrize("arguments", ["", "--parameters 350e6 --pass-ms 60"])
 def test_the_page_shows_what_the_command_prints(arguments, capsys, pytestconfig):
     main(arguments.split())
     printed = capsys.readouterr().out

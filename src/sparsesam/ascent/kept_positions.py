@@ -37,7 +37,8 @@ class KeptPositions:
         vector = joined(kept, weights)
         self._size, self._count = vector.numel(), sum(self.lengths)
         few = 8 * self._count + self._size / 8 <= 4 * self._size
-        self._positions = self._find(vector) if few else None
+        found = positions_of(vector, self._count) if few else None
+        self._positions = found if found is None or self._size >= 2**31 else found.int()
         self._bits = None if few else pack_bits(vector)
 
     def fits(self, masks: Sequence[PackedMask], weights: Sequence[Tensor]) -> bool:
@@ -49,12 +50,18 @@ class KeptPositions:
         if self._positions is not None:
             return self._positions
         assert self._bits is not None
-        return self._find(unpack_bits(self._bits)[: self._size])
+        return positions_of(unpack_bits(self._bits)[: self._size], self._count)
 
-    def _find(self, kept: Tensor) -> Tensor:
-        """As nonzero() would, whose result has a size that only the device knows; all others go to one last place."""
-        places = kept.cumsum(0).sub_(1).masked_fill_(~kept, self._count)
-        dtype = torch.int32 if self._size < 2**31 else torch.int64
-        found = torch.empty(self._count + 1, dtype=dtype, device=kept.device)
-        found.scatter_(0, places, torch.arange(self._size, dtype=dtype, device=kept.device))
-        return found[: self._count]
+
+def positions_of(kept: Tensor, count: int) -> Tensor:
+    """nonzero() of a vector with ``count`` ones; the device need not tell the host how many there are."""
+    if kept.device.type in ("cpu", "cuda", "xpu", "meta") and torch.__version__ >= "2.7":
+        return torch.nonzero_static(kept, size=count).squeeze(1)
+    return positions_by_sums(kept, count)
+
+
+def positions_by_sums(kept: Tensor, count: int) -> Tensor:
+    """The same where torch has no nonzero_static: every one has its place, all zeros share the first."""
+    places = kept.cumsum(0).masked_fill_(~kept, 0)
+    found = places.new_empty(count + 1)
+    return found.scatter_(0, places, torch.arange(len(kept), device=kept.device))[1:]
