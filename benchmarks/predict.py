@@ -84,9 +84,8 @@ def exposed_ms(share: float, gpus: int, backward_ms: float, given: Assumptions) 
 
 
 def move_ms(method: Method, given: Assumptions) -> float:
-    return max(
-        method.launches * given.launch_us / 1e3, 1e3 * method.moved * given.parameters / (given.memory_gbs * 1e9)
-    )
+    traffic = method.moved * given.parameters / (given.memory_gbs * 1e9)
+    return max(method.launches * given.launch_us / 1e3, 1e3 * traffic)
 
 
 def step_ms(method: Method, gpus: int, given: Assumptions) -> float:

@@ -317,9 +317,9 @@ class DeviceMover:
             yield self._group(together, whole=whole or together[0].is_dense)
 
     def _group(self, targets: list[Target], *, whole: bool) -> Group:
-        masks = [target.mask for target in targets if target.mask is not None]
         if whole:
             return WholeGroup(targets)
+        masks = [target.mask for target in targets if target.mask is not None]
         names, weights = tuple(target.name for target in targets), [target.weight for target in targets]
         kept = self._kept.get(names)
         if kept is None or not kept.fits(masks, weights):
