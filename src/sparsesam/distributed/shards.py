@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from sparsesam.distributed.agreement import require_same
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -161,8 +163,6 @@ class Shards:
 
     def require_same(self, numbers: Iterable[int], what: str) -> None:
         """Raise on all ranks, naming those that differ from the first."""
-        from sparsesam.distributed.agreement import require_same
-
         for dim in range(self.mesh.ndim):
             require_same(list(numbers), what, self.mesh.get_group(dim))
 
