@@ -24,8 +24,12 @@ OPTIONS = {
 OPTIONS["mixed, offloaded"] = OPTIONS["mixed"] | OPTIONS["offloaded"]
 
 
-def halves(seed):
-    x, y = cases.images(16, torch.float32, seed=seed)
+def network(way):
+    return equal_runs.network().to(torch.float32 if "mixed" in way else torch.float64)
+
+
+def halves(seed, way):
+    x, y = cases.images(16, torch.float32 if "mixed" in way else torch.float64, seed=seed)
     return list(zip(x.chunk(2), y.chunk(2), strict=True))
 
 
@@ -33,17 +37,17 @@ def train_sharded(rank):
     found = {}
     for way, options in OPTIONS.items():
         for kind in KINDS:
-            model = sharded(equal_runs.network().float(), 2, **options)
+            model = sharded(network(way), 2, **options)
             opt = equal_runs.optimizer(kind, model)
             for seed in range(STEPS):
+                x, y = halves(seed, way)[rank]
                 before = [p.to_local().clone() for p in model.parameters()]
                 opt.zero_grad()
-                F.cross_entropy(model(halves(seed)[rank][0]), halves(seed)[rank][1]).backward()
+                F.cross_entropy(model(x), y).backward()
                 with opt.perturbed():
-                    F.cross_entropy(model(halves(seed)[rank][0]), halves(seed)[rank][1]).backward()
+                    F.cross_entropy(model(x), y).backward()
                 assert cases.same_bits(before, [p.to_local() for p in model.parameters()])
                 opt.step()
-            assert all(p.dtype == torch.float32 for p in model.parameters())
             found[way, kind] = whole(model, opt)
     return found
 
@@ -58,17 +62,17 @@ class CastLinear(nn.Linear):
         return F.linear(x.bfloat16(), self.weight.bfloat16(), self.bias.bfloat16())
 
 
-def alone(kind, *, mixed):
-    """One process, which adds up the gradients of both halves of a batch in float32."""
-    model = equal_runs.network().float()
-    if mixed:
+def alone(kind, way):
+    """One process, which adds up the gradients of both halves of a batch in the weights' precision."""
+    model = network(way)
+    if "mixed" in way:
         model[0].__class__ = model[2].__class__ = CastConv2d
         model[5].__class__ = CastLinear
     start = cases.weights_of(model)
     opt = equal_runs.optimizer(kind, model, engine=False)
 
     def backward(seed):
-        for x, y in halves(seed):
+        for x, y in halves(seed, way):
             F.cross_entropy(model(x), y).backward()
         for parameter in model.parameters():
             parameter.grad.div_(2)
@@ -96,8 +100,8 @@ def difference(found, expected):
 def test_two_ranks_train_as_one_process(ranks, way, kind):
     """A weight at w + e may round to another bfloat16 there: 2 % of the way is that, and a wrong mask is more."""
     weights, masks = ranks[0][way, kind]
-    start, expected, expected_masks = alone(kind, mixed="mixed" in way)
-    tolerance, overlap = (0.02, 0.95) if "mixed" in way else (1e-4, 1.0)
+    start, expected, expected_masks = alone(kind, way)
+    tolerance, overlap = (0.02, 0.95) if "mixed" in way else (1e-10, 1.0)
     assert difference(weights.values(), expected) <= tolerance * difference(start, expected)
     kept = sum(int(mask.sum()) for mask in expected_masks.values())
     assert sum(int(mask.sum()) for mask in masks.values()) == kept
