@@ -105,6 +105,8 @@ class Step:
             averages = first is not None and first.plan.is_partial and not is_local
             with unsynchronized(ddp if averages or is_local else None):
                 yield
+                if first is not None:
+                    first.closure_returns()
         self.first = first
         self.has_every_gradient &= first is None or first.is_complete
         if averages and first is not None and ddp is not None:

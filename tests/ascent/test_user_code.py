@@ -397,6 +397,7 @@ PRIVATE = {
     "torch._C.DisableTorchFunction",
     "torch._C._current_graph_task_id",
     "torch._C._is_alias_of",
+    "torch._C._set_grad_enabled",
     "torch._C._functorch.is_functorch_wrapped_tensor",
     "torch._C._functorch.peek_interpreter_stack",
     "torch._compile",

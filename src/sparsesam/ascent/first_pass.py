@@ -1,8 +1,8 @@
 """The first pass as torch sees it: its backward computes the gradients that the ascent needs, and no others.
 
 ``loss.backward()`` becomes ``loss.backward(inputs=needed)``: autograd then leaves out all other weight gradients and
-every input gradient before the first perturbed layer. Any other differentiation is left alone. A closure that looks
-at a gradient afterwards finds all of them: the rest is computed then, from the graph that is kept until it returns.
+every input gradient before the first perturbed layer. Any other differentiation is left alone. In a closure it runs
+when the closure returns; should the closure look at a gradient before, the whole backward runs at that moment.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sparsesam.ascent.graph import has_compiled, is_for_single_use, is_reentrant, nodes_of, roots_of
+from sparsesam.ascent.deferral import HARMLESS, backward_context, why_at_once
+from sparsesam.ascent.graph import has_compiled, is_for_single_use, is_reentrant, leaf_of, nodes_of
 from sparsesam.ascent.layers import Switch
 from sparsesam.ascent.plan import Plan
-from sparsesam.ascent.prefix import Prefix, in_backward
+from sparsesam.ascent.prefix import Prefix
 from sparsesam.ascent.tensors import memory_of, tensors_in
 
 SINGLE_USE = (
@@ -53,11 +54,16 @@ class FirstPass(TorchFunctionMode):
         self._model_memory = model_memory
         self._before_calls = before_calls
         self._backwards = 0
-        self._pending: Call | None = None
+        self._waiting: Call | None = None
+        self._other_leaves: list[Tensor] = []  # not of the model: the user's own
+        self._context = backward_context() if in_closure else ()
         self._grad_was_off = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._waiting is not None and func not in HARMLESS:
+            self._widen("the closure goes on after backward() in a way that may need its gradients")
+            self._run_waiting()
         if torch.compiler.is_compiling():  # a part of the forward is being traced (torch.cond)
             return func(*args, **kwargs)
         if self._before_calls is not None and self._before_calls():
@@ -86,14 +92,17 @@ class FirstPass(TorchFunctionMode):
 
     def give_up(self, reason: str) -> None:
         """Leave nothing out from here on."""
-        self.why_not = self.why_not or reason
-        self._narrow = False
+        self._widen(reason)
         if self.prefix is not None:
             self.prefix.drop(reason)
 
+    def closure_returns(self) -> None:
+        """Run the backward that waited for it."""
+        if self._waiting is not None:
+            self.paused(self._run_waiting, (), {})
+
     def finish(self) -> None:
-        """The pass is over: let go of its graph."""
-        self._pending = None
+        """The pass is over."""
         if self.prefix is not None:
             if self._backwards == 0:
                 self.prefix.drop("no backward() was seen")
@@ -131,12 +140,19 @@ class FirstPass(TorchFunctionMode):
                 prefix.fault_inside("it gives the memory of a tensor away (.data, numpy, data_ptr)")
         return func(*args, **kwargs)
 
-    def _look_at_graph(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self.prefix is not None and self.prefix.holds(args[0]):
-            self.prefix.drop("the graph of an output is looked at (grad_fn)")
+    def _add_hook(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The closure may see when hooks are called, and on what; reading ``grad_fn`` is the way to add some."""
+        if self.prefix is not None and not args[0].is_leaf:
+            self.prefix.drop("a hook is added to a value, or its graph is looked at (grad_fn)")
+        if self._in_closure and self.plan.is_explicit:
+            self._widen("a closure adds hooks, or looks at the graph (grad_fn)")
         return func(*args, **kwargs)
 
     # ---- differentiation ---------------------------------------------------------------------------------
+
+    def _touch_gradient(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Of a weight: no use of the weight."""
+        return func(*args, **kwargs)
 
     def _gradient(self, func: Any, args: Any, kwargs: Any) -> Any:
         """torch.autograd.grad: the user's own, in full."""
@@ -151,74 +167,53 @@ class FirstPass(TorchFunctionMode):
         elif self._backwards == 2 and self.prefix is not None:
             self.prefix.drop("several backward passes: activations of the first are not kept")
         if self._backwards > 1 and self._in_closure:
-            self._complete()
             self.give_up("several backward passes in a closure")
-        if self._narrow and self._grad_was_off and any(map(is_reentrant, nodes_of(roots_of(args)))):
+        roots = list(tensors_in(args[0]))
+        nodes = list(nodes_of(roots))
+        if self._narrow and self._grad_was_off and any(map(is_reentrant, nodes)):
             self.give_up("a reentrant checkpoint cannot be differentiated in part")
-        keep = self._keeps_graph
-        if keep and has_compiled() and any(map(is_for_single_use, nodes_of(roots_of(args)))):
+        leaves = (leaf_of(node) for node in nodes)
+        self._other_leaves = [leaf for leaf in leaves if leaf is not None and id(leaf) not in self.plan.names]
+        self._waiting = (func, args, kwargs)
+        if self._narrow and self._in_closure and self.plan.is_explicit:
+            reason = why_at_once(roots, nodes, self.plan.needed)
+            if backward_context() != self._context:
+                reason = "backward() is called in a context of its own (autocast, anomaly detection)"
+            if reason is None:
+                return None
+            self._widen(reason)
+        return self._run_waiting()
+
+    def _run_waiting(self) -> Any:
+        assert self._waiting is not None
+        (func, args, kwargs), self._waiting = self._waiting, None
+        if self._keeps_graph and has_compiled() and any(map(is_for_single_use, nodes_of(tensors_in(args[0])))):
             self.give_up(SINGLE_USE)
-            keep = False
+        if self._keeps_graph:
+            kwargs = {**kwargs, "retain_graph": True}
         if not self._narrow:
-            return func(*args, **({**kwargs, "retain_graph": True} if keep else kwargs))
+            return func(*args, **kwargs)
         self.is_complete = False
         self.switch.on = True
         try:
-            result = func(*args, **{**kwargs, "inputs": self.plan.needed, "retain_graph": keep})
+            return func(*args, **{**kwargs, "inputs": [*self.plan.needed, *self._other_leaves]})
         finally:
             self.switch.on = False
-        if self._in_closure and self._can_complete:
-            self._pending = (func, args, kwargs)
-        return result
+
+    def _widen(self, reason: str) -> None:
+        """Compute every gradient; the second pass may still use the graph again."""
+        self.why_not = self.why_not or reason
+        self._narrow = False
 
     @property
     def _keeps_graph(self) -> bool:
         """Whether nodes that run must keep what they saved.
 
-        A closure may look at more gradients before it returns. The second pass uses the graph of the prefix, which
-        runs now only if gradients of unperturbed weights are needed: nodes that do not run keep what they saved.
+        The second pass uses the graph of the prefix, which runs now only if gradients are needed of what does not
+        move: nodes that do not run keep what they saved.
         """
-        if self._narrow and self._in_closure and self._can_complete:
-            return True
-        return (
-            self.prefix is not None and not self.prefix.is_empty and not (self._narrow and self.plan.needs_only_moved)
-        )
-
-    @property
-    def _can_complete(self) -> bool:
-        """Whether gradients that were left out have a meaning; what passed through masked weights cannot be undone."""
-        return not (self.plan.blocking or any(want.implicit for want in self.plan.sliced.values()))
-
-    def _look_at_gradient(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if not in_backward():
-            self._complete()
-        return func(*args, **kwargs)
-
-    def _complete(self) -> None:
-        """Compute the gradients that were left out: of other leaves, and of the other filters."""
-        if self._pending is None:
-            return
-        (func, args, kwargs), self._pending = self._pending, None
-        done = {id(parameter) for parameter in self.plan.needed}
-        found = (getattr(node, "variable", None) for node in nodes_of(roots_of(args)))
-        leaves = {id(leaf): leaf for leaf in found if leaf is not None}
-        rest = [leaf for key, leaf in leaves.items() if key not in done]
-        if rest:
-            func(*args, **{**kwargs, "inputs": rest, "retain_graph": True})
-        for key, want in self.plan.sliced.items():
-            if key in leaves and want.rows is not None:
-                self._complete_rows(leaves[key], want.rows, func, args, kwargs)
-        self.is_complete = True
-
-    def _complete_rows(self, weight: Tensor, rows: Tensor, func: Any, args: Any, kwargs: Any) -> None:
-        before = weight.grad
-        weight.grad = None
-        func(*args, **{**kwargs, "inputs": [weight], "retain_graph": True})
-        whole: Tensor | None = weight.grad
-        if whole is None or before is None:
-            return
-        with torch.no_grad():
-            weight.grad = before.add_(whole.index_fill_(0, rows, 0))
+        stays = self._narrow and self.plan.needs_only_moved and not self._other_leaves
+        return self.prefix is not None and not self.prefix.is_empty and not stays
 
 
 def _attribute(name: str, access: str) -> Any:
@@ -227,14 +222,19 @@ def _attribute(name: str, access: str) -> Any:
 
 
 _MEMORY = (Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage, Tensor.__dlpack__)
+_HOOKS = (
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+    Tensor.retain_grad,
+    _attribute("grad_fn", "__get__"),
+)
 
 _HANDLERS: dict[Any, Callable[[FirstPass, Any, Any, Any], Any]] = {
     Tensor.backward: FirstPass._backward,
     torch.autograd.backward: FirstPass._backward,
     torch.autograd.grad: FirstPass._gradient,
-    _attribute("grad", "__get__"): FirstPass._look_at_gradient,
-    _attribute("grad", "__set__"): FirstPass._look_at_gradient,
-    _attribute("grad_fn", "__get__"): FirstPass._look_at_graph,
+    **dict.fromkeys((_attribute("grad", "__get__"), _attribute("grad", "__set__")), FirstPass._touch_gradient),
+    **dict.fromkeys(_HOOKS, FirstPass._add_hook),
     _attribute("data", "__get__"): FirstPass._hand_out_memory,
     _attribute("data", "__set__"): FirstPass._hand_out_memory,
     **dict.fromkeys(_MEMORY, FirstPass._hand_out_memory),

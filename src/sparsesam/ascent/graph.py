@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from sparsesam.ascent.tensors import tensors_in
+from torch import Tensor
 
 
-def roots_of(args: tuple[Any, ...]) -> list[Any]:
-    return [root.grad_fn for root in tensors_in(args[0])]
-
-
-def nodes_of(roots: list[Any]) -> Iterator[Any]:
+def nodes_of(roots: Iterable[Tensor]) -> Iterator[Any]:
     """All nodes of a graph."""
-    waiting, seen = [root for root in roots if root is not None], set()
+    waiting: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set()
     while waiting:
         node = waiting.pop()
         if node not in seen:
             seen.add(node)
             yield node
             waiting += [following for following, _ in node.next_functions if following is not None]
+
+
+def leaf_of(node: Any) -> Tensor | None:
+    """The tensor whose gradient a node adds to."""
+    return node.variable if type(node).__name__ == "AccumulateGrad" else None
 
 
 def has_compiled() -> bool:

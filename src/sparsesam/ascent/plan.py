@@ -39,6 +39,11 @@ class Plan:
         return all(id(parameter) in self.moved for parameter in self.needed)
 
     @property
+    def is_explicit(self) -> bool:
+        """Whether its gradients are the loss's own, and not what came through masked weights."""
+        return not (self.blocking or any(want.implicit for want in self.sliced.values()))
+
+    @property
     def is_partial(self) -> bool:
         """Whether the first backward computes less than every gradient."""
         return len(self.needed) < len(self.names) or bool(self.sliced) or bool(self.blocking)

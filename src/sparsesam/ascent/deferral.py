@@ -1,0 +1,67 @@
+"""When a closure's ``backward()`` may wait until the closure returns, and what it may do meanwhile.
+
+A closure that looks at gradients must find all of them; one that returns without doing so needs only those of the
+ascent. So its backward waits, until it returns or does anything that could tell.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from sparsesam.distributed import is_distributed
+
+_READS = (
+    "item tolist detach clone cpu to float double half int long bool size dim numel __len__ __float__ __int__ __bool__ "
+    "__format__ __repr__ add sub mul div neg __radd__ __rsub__ __rmul__ __rdiv__ sqrt exp log abs eq ne __eq__ __ne__ lt le gt ge "
+    "sum mean max min argmax softmax isnan isfinite isinf"
+)
+_ATTRIBUTES = ("shape", "device", "dtype", "requires_grad", "is_leaf", "ndim", "layout", "is_cuda")
+
+#: functions that neither change a tensor nor depend on a backward pass: what people use to log a loss
+HARMLESS: frozenset[Any] = frozenset(
+    (
+        *(getattr(Tensor, name) for name in _READS.split()),
+        *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
+        *(torch.isnan, torch.isfinite, torch.isinf, torch.is_tensor),
+        torch._C._set_grad_enabled,  # torch.no_grad()
+    )
+)
+
+
+def backward_context() -> tuple[Any, ...]:
+    """What a backward pass depends on beside its graph."""
+    autocast = (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda", "xpu"))
+    cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
+    return (
+        *autocast,
+        torch.is_anomaly_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.get_num_threads(),
+        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, mkldnn.enabled),
+        _get_current_dispatch_mode(),
+    )
+
+
+def why_at_once(roots: list[Tensor], nodes: list[Any], needed: tuple[Tensor, ...]) -> str | None:
+    """What of a backward pass could be noticed before a closure returns; None: nothing."""
+    if not all(root.requires_grad for root in roots):
+        return "a loss does not require grad"  # torch says so
+    if any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in needed):
+        return "a gradient hook is registered on a perturbed parameter"
+    for node in nodes:
+        if isinstance(node, BackwardCFunction) and _package(node) not in ("torch", "sparsesam"):
+            return f"the closure may see what the backward of {type(node)._forward_cls.__name__} does"
+    # Collective operations write to a loss without torch's knowledge.
+    if is_distributed() and any(hasattr(root.grad_fn, "_saved_result") for root in roots):
+        return "the loss is a part of its own graph, and ranks may average it"
+    return None
+
+
+def _package(node: Any) -> str:
+    return str(type(node)._forward_cls.__module__).split(".")[0]
