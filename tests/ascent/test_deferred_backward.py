@@ -54,7 +54,8 @@ def logs_loss_and_accuracy(opt, model, x, y):
     loss = F.cross_entropy(out, y)
     loss.backward()
     model.log = f"{loss:.3f} {loss.item()} {float(loss.detach() / 2)} {loss} {out.shape}"
-    assert torch.isfinite(loss) and not loss != loss
+    assert torch.isfinite(loss)
+    assert loss == loss
     with torch.no_grad():
         model.correct = (out.argmax(1) == y).float().mean().item() * len(x)
     return loss.item()

@@ -17,8 +17,8 @@ from sparsesam.distributed import is_distributed
 
 _READS = (
     "item tolist detach clone cpu to float double half int long bool size dim numel __len__ __float__ __int__ __bool__ "
-    "__format__ __repr__ add sub mul div neg __radd__ __rsub__ __rmul__ __rdiv__ sqrt exp log abs eq ne __eq__ __ne__ lt le gt ge "
-    "sum mean max min argmax softmax isnan isfinite isinf"
+    "__format__ __repr__ add sub mul div neg __radd__ __rsub__ __rmul__ __rdiv__ sqrt exp log abs "
+    "eq ne __eq__ __ne__ lt le gt ge sum mean max min argmax softmax isnan isfinite isinf"
 )
 _ATTRIBUTES = ("shape", "device", "dtype", "requires_grad", "is_leaf", "ndim", "layout", "is_cuda")
 
