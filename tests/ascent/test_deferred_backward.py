@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sparsesam
+from sparsesam.ascent import prefix
 from tests import cases
 from tests.ascent.test_user_code import compare, is_reused, make, single_precision, some_filters
 
@@ -328,15 +330,20 @@ def test_what_a_closure_does_around_its_backward(name, mask, norm):
         assert is_reused(opt) == reused
 
 
-def test_gradients_of_other_leaves_add_up_over_the_passes():
+@pytest.mark.parametrize("place", ["input", "output"])
+def test_gradients_of_other_leaves_add_up_over_the_passes(place):
     found = []
     for engine in (True, False):
-        model, scale = make(), torch.ones(3, dtype=torch.float64, requires_grad=True)
+        model, scale = make(), torch.ones(1, dtype=torch.float64, requires_grad=True)
         opt = sparsesam.SSAM(
             cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked", engine=engine
         )
         x, y = cases.vectors(8)
-        opt.step(cases.closure_for(lambda x, model=model, scale=scale: model(x) * scale, opt, x, y))
+
+        def scaled(x, model=model, scale=scale):
+            return model(x * scale) if place == "input" else model(x) * scale
+
+        opt.step(cases.closure_for(scaled, opt, x, y))
         found.append(scale.grad)
     torch.testing.assert_close(*found, rtol=1e-12, atol=0)
 
@@ -402,3 +409,17 @@ def test_the_graph_of_the_first_pass_is_gone_before_the_second():
     kept = []
     run(body, opt, model, *cases.vectors(8))
     assert alive == [[], [False, False]]
+
+
+def some_vectors(count, _, seed):
+    return cases.vectors(count, seed=seed)
+
+
+def test_small_modules_of_torch_are_run_again(monkeypatch):
+    """Checking that they need not be would take longer."""
+    monkeypatch.setattr(prefix, "SMALLEST_WORK", 8 * 6 * 43)
+    for count, reused in ((8, True), (7, False)):
+        data = functools.partial(some_vectors, count)
+        opt = compare(make, MASKS["head"](), lambda *given: run(returns_the_loss, *given), data=data)
+        assert opt.engine_report()["engine"] == "on"
+        assert is_reused(opt) == reused

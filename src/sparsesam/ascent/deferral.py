@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from sparsesam.ascent.survey import has_gradient_hooks
 from sparsesam.distributed import is_distributed
 
 _READS = (
@@ -36,14 +37,14 @@ HARMLESS: frozenset[Any] = frozenset(
 def backward_context() -> tuple[Any, ...]:
     """What a backward pass depends on beside its graph."""
     autocast = (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda", "xpu"))
-    cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
+    cudnn = torch.backends.cudnn
     return (
         *autocast,
         torch.is_anomaly_enabled(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
         torch.get_num_threads(),
-        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, mkldnn.enabled),
+        torch.cuda.is_initialized() and (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32),
         _get_current_dispatch_mode(),
     )
 
@@ -52,16 +53,13 @@ def why_at_once(roots: list[Tensor], nodes: list[Any], needed: tuple[Tensor, ...
     """What of a backward pass could be noticed before a closure returns; None: nothing."""
     if not all(root.requires_grad for root in roots):
         return "a loss does not require grad"  # torch says so
-    if any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in needed):
+    if any(map(has_gradient_hooks, needed)):
         return "a gradient hook is registered on a perturbed parameter"
     for node in nodes:
-        if isinstance(node, BackwardCFunction) and _package(node) not in ("torch", "sparsesam"):
-            return f"the closure may see what the backward of {type(node)._forward_cls.__name__} does"
+        function = node._forward_cls if isinstance(node, BackwardCFunction) else None  # type: ignore[attr-defined]
+        if function is not None and function.__module__.split(".")[0] not in ("torch", "sparsesam"):
+            return f"the closure may see what the backward of {function.__name__} does"
     # Collective operations write to a loss without torch's knowledge.
     if is_distributed() and any(hasattr(root.grad_fn, "_saved_result") for root in roots):
         return "the loss is a part of its own graph, and ranks may average it"
     return None
-
-
-def _package(node: Any) -> str:
-    return str(type(node)._forward_cls.__module__).split(".")[0]

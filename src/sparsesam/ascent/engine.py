@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from sparsesam.ascent.prefix import Prefix
 from sparsesam.ascent.replaced_calls import Replacement, is_compiled, replaced_calls
 from sparsesam.ascent.report import describe
 from sparsesam.ascent.rng import OtherGenerators, RNGState
-from sparsesam.ascent.survey import Survey, hooks_left_out, survey
+from sparsesam.ascent.survey import Survey, has_gradient_hooks, have_global_hooks, have_hooks, hooks_left_out, survey
 from sparsesam.ascent.tensors import memory_of
 from sparsesam.distributed import (
     all_agree,
@@ -47,6 +48,21 @@ COMPILED = (
 )
 
 
+SHARDED = "parameters are sharded (fully_shard, DTensor), and gathered by hooks in every forward and backward"
+
+
+@dataclass
+class _Known:
+    """What follows from one state of the model and its masks."""
+
+    key: list[Any]
+    alive: Any  # what the key names by identity
+    plan: Plan
+    found: Survey
+    memory: frozenset[int | None]
+    reason: str | None
+
+
 class Engine:
     """What is known of one optimizer's model from step to step; what belongs to one step is a `FirstPass`."""
 
@@ -62,8 +78,7 @@ class Engine:
             self._off = self._off or "DataParallel copies the model in each forward; use DistributedDataParallel"
         elif is_compiled(wrapped):
             self._off = self._off or COMPILED
-        self._known_for: tuple[Any, ...] = ()
-        self._known: tuple[Plan, Survey, frozenset[int | None]] | None = None
+        self._known: _Known | None = None
         self._rng, self._others = RNGState(model.parameters()), OtherGenerators()
 
     @property
@@ -78,27 +93,32 @@ class Engine:
             return self._off
         if is_compiled(self.model):
             return COMPILED
-        if any(is_sharded(parameter) for parameter in self.model.parameters()):
-            return "parameters are sharded (fully_shard, DTensor), and gathered by hooks in every forward and backward"
         if self.ddp is not None and is_first_of_static_graph(self.ddp):
             return "DistributedDataParallel records its static graph in this step"
         if self.ddp is not None and self.ddp._comm_hooks:
             return "a communication hook of DistributedDataParallel would not see the ascent's gradients"
         return None
 
-    def _plan(self, masks: Masks, ascent: Ascent, norm: Norm) -> tuple[Plan, Survey, frozenset[int | None]]:
-        """Kept until masks, modules or what is trainable change."""
-        parameters, modules = list(self.model.parameters()), list(self.model.modules())
-        key = (
-            [(p, p.requires_grad) for p in parameters],
-            [(m, is_compiled(m), bool(m._forward_hooks or m._forward_pre_hooks), m.training) for m in modules],
-            list(masks.items()),
-            (ascent, norm),
-        )
-        if self._known is None or not _same_key(key, self._known_for):
+    def _look(self, masks: Masks, ascent: Ascent, norm: Norm) -> _Known:
+        """Kept until masks, modules, hooks or what is trainable change."""
+        modules = list(self.model.modules())
+        key = [ascent, norm, *masks, *map(id, masks.values()), *have_global_hooks()]
+        for module in modules:
+            key += (id(module), is_compiled(module), getattr(module, "training", False), *have_hooks(module))
+            for one in module._parameters.values():
+                if one is not None:
+                    key += (id(one), one.requires_grad, has_gradient_hooks(one))
+        if self._known is None or key != self._known.key:
             plan = make_plan(self.model, masks, ascent, norm)
-            memory = frozenset(map(memory_of, (*parameters, *self.model.buffers()))) - {None}
-            self._known, self._known_for = (plan, survey(self.model, plan), memory), key
+            tensors = [*self.model.parameters(), *self.model.buffers()]
+            memory = frozenset(map(memory_of, tensors)) - {None}
+            found = survey(self.model, plan)
+            reason = SHARDED if any(map(is_sharded, tensors)) else hooks_left_out(self.model, plan)
+            if not plan.needed:
+                reason = reason or "nothing is perturbed"
+            elif ascent == "explicit" and not plan.is_partial and not found.has_clean_parameters:
+                reason = reason or "every parameter is perturbed, and no mask is made of whole filters"
+            self._known = _Known(key, (modules, tensors, masks), plan, found, memory, reason)
         return self._known
 
     # ---- the two passes ----------------------------------------------------------------------------------
@@ -117,16 +137,12 @@ class Engine:
         where it computes everything.
         """
         reason = self.why_off()
-        plan, found, memory = self._plan(masks, ascent, norm)
-        reason = reason or hooks_left_out(self.model, plan)
-        if reason is None and not plan.needed:
-            reason = "nothing is perturbed"
-        if reason is None and ascent == "explicit" and not plan.is_partial and not found.has_clean_parameters:
-            reason = "every parameter is perturbed, and no mask is made of whole filters"
-        if reason is not None:
-            self.switched_off(reason)
+        known = self._look(masks, ascent, norm) if reason is None else None
+        if known is None or known.reason is not None:
+            self.switched_off(reason or str(known and known.reason))
             yield None
             return
+        plan, found = known.plan, known.found
         prefix = self._prefix(plan, found) if found.clean else None
         if prefix is not None and no_reuse is not None:
             prefix.drop(no_reuse)
@@ -136,7 +152,7 @@ class Engine:
             plan,
             prefix,
             in_closure=in_closure,
-            model_memory=memory,
+            model_memory=known.memory,
             before_calls=self._find_ddp if is_distributed() and self.ddp is None else None,
         )
 
@@ -177,7 +193,7 @@ class Engine:
                 if any(isinstance(one, nn.SyncBatchNorm) for one in within):
                     device = next(module.parameters(), next(self.model.parameters())).device
                     agree[module] = partial(all_agree, device=device, group=group)
-        return Prefix(found.clean, plan.names, plan.moved, self._rng, self._others, agree)
+        return Prefix(found.clean, found.of_torch, plan.names, plan.moved, self._rng, self._others, agree)
 
     def _find_ddp(self) -> bool:
         found = running_ddp(self.model)
@@ -214,17 +230,3 @@ def _unwatched(first: FirstPass, replacement: Replacement | None, is_clean: bool
         return quiet(*args, **kwargs) if replacement is None else replacement(quiet, args, kwargs)
 
     return call
-
-
-def _same_key(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
-    return len(left) == len(right) and all(map(_same_items, left, right))
-
-
-def _same_items(left: Any, right: Any) -> bool:
-    """By identity: tensors and modules may define an equality of their own."""
-    if len(left) != len(right):
-        return False
-    return all(
-        _same_items(a, b) if isinstance(a, tuple) and isinstance(b, tuple) else a is b or (type(a) is str and a == b)
-        for a, b in zip(left, right, strict=True)
-    )

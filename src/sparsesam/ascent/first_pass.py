@@ -7,11 +7,13 @@ when the closure returns; should the closure look at a gradient before, the whol
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from sparsesam.ascent.deferral import HARMLESS, backward_context, why_at_once
@@ -61,9 +63,12 @@ class FirstPass(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._waiting is None and func in _NO_USE:
+            return func(*args, **kwargs)
         if self._waiting is not None and func not in HARMLESS:
             self._widen("the closure goes on after backward() in a way that may need its gradients")
             self._run_waiting()
+            return self.__torch_function__(func, types, args, kwargs)
         if torch.compiler.is_compiling():  # a part of the forward is being traced (torch.cond)
             return func(*args, **kwargs)
         if self._before_calls is not None and self._before_calls():
@@ -103,6 +108,7 @@ class FirstPass(TorchFunctionMode):
 
     def finish(self) -> None:
         """The pass is over."""
+        self._other_leaves = []
         if self.prefix is not None:
             if self._backwards == 0:
                 self.prefix.drop("no backward() was seen")
@@ -141,7 +147,12 @@ class FirstPass(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _add_hook(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The closure may see when hooks are called, and on what; reading ``grad_fn`` is the way to add some."""
+        """The closure may see when hooks are called, and on what; reading ``grad_fn`` is the way to add some.
+
+        DistributedDataParallel reads it too, to see whether an output has one.
+        """
+        if sys._getframe(2).f_globals.get("__name__") == DistributedDataParallel.__module__:
+            return func(*args, **kwargs)
         if self.prefix is not None and not args[0].is_leaf:
             self.prefix.drop("a hook is added to a value, or its graph is looked at (grad_fn)")
         if self._in_closure and self.plan.is_explicit:
@@ -149,10 +160,6 @@ class FirstPass(TorchFunctionMode):
         return func(*args, **kwargs)
 
     # ---- differentiation ---------------------------------------------------------------------------------
-
-    def _touch_gradient(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Of a weight: no use of the weight."""
-        return func(*args, **kwargs)
 
     def _gradient(self, func: Any, args: Any, kwargs: Any) -> Any:
         """torch.autograd.grad: the user's own, in full."""
@@ -168,7 +175,7 @@ class FirstPass(TorchFunctionMode):
             self.prefix.drop("several backward passes: activations of the first are not kept")
         if self._backwards > 1 and self._in_closure:
             self.give_up("several backward passes in a closure")
-        roots = list(tensors_in(args[0]))
+        roots = tensors_in(args[0])
         nodes = list(nodes_of(roots))
         if self._narrow and self._grad_was_off and any(map(is_reentrant, nodes)):
             self.give_up("a reentrant checkpoint cannot be differentiated in part")
@@ -222,6 +229,8 @@ def _attribute(name: str, access: str) -> Any:
 
 
 _MEMORY = (Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage, Tensor.__dlpack__)
+#: no use of a weight: its gradient, and switching gradients off
+_NO_USE = frozenset((_attribute("grad", "__get__"), _attribute("grad", "__set__"), torch._C._set_grad_enabled))
 _HOOKS = (
     Tensor.register_hook,
     Tensor.register_post_accumulate_grad_hook,
@@ -233,7 +242,6 @@ _HANDLERS: dict[Any, Callable[[FirstPass, Any, Any, Any], Any]] = {
     Tensor.backward: FirstPass._backward,
     torch.autograd.backward: FirstPass._backward,
     torch.autograd.grad: FirstPass._gradient,
-    **dict.fromkeys((_attribute("grad", "__get__"), _attribute("grad", "__set__")), FirstPass._touch_gradient),
     **dict.fromkeys(_HOOKS, FirstPass._add_hook),
     _attribute("data", "__get__"): FirstPass._hand_out_memory,
     _attribute("data", "__set__"): FirstPass._hand_out_memory,

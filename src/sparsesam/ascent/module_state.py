@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 #: values that are equal if ``==`` says so, and that nobody changes in place
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.Size, torch.dtype, torch.device, slice, range)
 _CONTAINERS = (list, dict, set)
-#: a call that is replaced for the duration of a pass
-_CALLS = ("forward", "_compiled_call_impl")
+#: what every module has, and calls that are replaced for the duration of a pass
+_BASE = frozenset((*nn.Module().__dict__, "forward", "_compiled_call_impl"))
 #: in training mode their output does not depend on the running statistics, which DDP may overwrite
 _NORMALIZATION = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
@@ -65,42 +66,37 @@ class ModuleState:
     """Parameters, buffers, flags and attributes of a module and all modules in it, by identity and version."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.flags = [getattr(module, "training", False) for module in modules]  # frozen scripts have none
-        self.tensors: list[Tensor | None] = []
-        self.versions: list[int] = []
-        self.attributes = [{k: v for k, v in module.__dict__.items() if k not in _CALLS} for module in modules]
-        self.sizes = [
-            (value, len(value)) for held in self.attributes for value in held.values() if type(value) in _CONTAINERS
-        ]
-        for module, held in zip(modules, self.attributes, strict=True):
-            skip = isinstance(module, _NORMALIZATION) and module.training
-            attributes = (value for value in held.values() if isinstance(value, Tensor))
-            buffers = () if skip else module._buffers.values()
-            for tensor in (*module._parameters.values(), *buffers, *attributes):
-                self.tensors.append(tensor)
-                self.versions.append(0 if tensor is None or tensor.is_inference() else tensor._version)
+        self._modules = modules
+        self._values, self._versions = _read(modules)
 
-    def difference(self, other: ModuleState) -> str | None:
-        """In what the two differ; None: in nothing."""
-        if self.flags != other.flags:
-            return "training and evaluation mode alternate"
-        if len(self.tensors) != len(other.tensors) or any(
-            a is not b for a, b in zip(self.tensors, other.tensors, strict=True)
-        ):
-            return "a parameter or buffer is replaced"
-        if self.versions != other.versions:
-            return "a parameter or buffer is written to in the forward"
-        if any(map(_attributes_differ, self.attributes, other.attributes)):
-            return "an attribute of a module changes in the forward"
-        if any(len(value) != size for value, size in (*self.sizes, *other.sizes)):
-            return "a list or dictionary of a module changes in the forward"
+    def difference(self) -> str | None:
+        """What has changed since; None: nothing."""
+        values, versions = _read(self._modules)
+        if len(values) != len(self._values):
+            return "a parameter, buffer or attribute of a module is added or removed in the forward"
+        if not all(map(operator.is_, values, self._values)):
+            for now, then in zip(values, self._values, strict=True):
+                if now is not then and not _are_equal(now, then):
+                    return f"an attribute of a module changes in the forward, from one {type(then).__name__} to another"
+        if versions != self._versions:
+            return "a parameter, buffer, list or dictionary of a module is written to in the forward"
         return None
 
 
-def _attributes_differ(left: dict[str, Any], right: dict[str, Any]) -> bool:
-    return left.keys() != right.keys() or any(
-        value is not right[name] and not _are_equal(value, right[name]) for name, value in left.items()
-    )
+def _read(modules: Sequence[nn.Module]) -> tuple[list[Any], list[int]]:
+    """All values that a forward may depend on, and the versions and sizes of those that can change in place."""
+    values: list[Any] = []
+    versions: list[int] = []
+    for module in modules:
+        held = module.__dict__
+        own = [value for name, value in held.items() if name not in _BASE]
+        tensors = [*module._parameters.values(), *(value for value in own if isinstance(value, Tensor))]
+        if not (isinstance(module, _NORMALIZATION) and module.training):
+            tensors += module._buffers.values()
+        values += (getattr(module, "training", False), *module._modules.values(), *own, *tensors)
+        versions += [0 if one is None or one.is_inference() else one._version for one in tensors]
+        versions += [len(value) for value in own if type(value) in _CONTAINERS]
+    return values, versions
 
 
 def _are_equal(left: Any, right: Any) -> bool:

@@ -23,6 +23,8 @@ from sparsesam.ascent.statistics import statistics_of
 from sparsesam.ascent.tensors import memory_of, tensors_in
 
 Agree = Callable[[bool], bool]
+#: multiplications, at most, of a module that is not worth a check of 50 microseconds
+SMALLEST_WORK = 3_000_000
 #: nodes of the graph between two modules that are looked at before it is taken for unknown
 _LONGEST_WAY = 2000
 
@@ -47,6 +49,7 @@ class Prefix:
     def __init__(
         self,
         modules: Mapping[nn.Module, Sequence[nn.Module]],
+        of_torch: Mapping[nn.Module, int],
         trainable: Mapping[int, str],
         moved: frozenset[int],
         rng: RNGState,
@@ -54,6 +57,7 @@ class Prefix:
         agree: Mapping[nn.Module, Agree],
     ) -> None:
         self.modules = modules  # each with all modules in it
+        self._of_torch = of_torch  # torch's own, which draw from torch's generators if at all: how many weights
         self.is_open = True  # no perturbed weight has been used yet
         self.reused: set[str] = set()
         self.why_not: str | None = None
@@ -64,16 +68,20 @@ class Prefix:
         self._ends: set[Any] = set()  # nodes of outputs that were used again
         self._inside = False
         self._fault: str | None = None
-        self._others, self._others_at = others, others.read()
+        self._rng_at, self._others = rng.read(), others
 
     # ---- first pass --------------------------------------------------------------------------------------
 
     def record(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self.is_open or self._inside or _is_hidden():
             return forward(*args, **kwargs)
+        if self._is_small(module, args):
+            self._records.setdefault(id(module), []).append(None)
+            return forward(*args, **kwargs)
         with _unwatched():
             inputs = Inputs.of(args, kwargs)
             state, context, before = ModuleState(self.modules[module]), _context(), self._rng.read()
+            others = None if module in self._of_torch else self._others.read()
         self._inside, self._fault = True, None
         try:
             output = forward(*args, **kwargs)
@@ -81,22 +89,27 @@ class Prefix:
             self._inside = False
         with _unwatched():
             made: _Record | None = None
-            fault = self._why_not_recorded(module, inputs, state, output)
+            if others is not None and others != self._others.read():
+                self._fault = "it draws random numbers of Python or numpy"
+            fault = self._why_not_recorded(inputs, state, output)
             if fault is not None:
                 self.note(f"{type(module).__name__}: {fault}")
             elif self.is_open and inputs is not None:
-                after = self._rng.read()
-                drew = None if same_state(before, after) else (before, after)
-                made = _Record(output, [], inputs, state, context, drew)
+                made = _Record(output, [], inputs, state, context, (before, self._rng.read()))
                 made.versions = [tensor._version for tensor in made.tensors]
                 self._memory.update(map(memory_of, made.tensors))
                 self._statistics.update(id(buffer) for buffer in statistics_of(self.modules[module]))
             self._records.setdefault(id(module), []).append(made)
         return output
 
-    def _why_not_recorded(
-        self, module: nn.Module, inputs: Inputs | None, state: ModuleState, output: Any
-    ) -> str | None:
+    def _is_small(self, module: nn.Module, args: tuple[Any, ...]) -> bool:
+        """Whether running it again takes no longer than checking that it need not be."""
+        weights = self._of_torch.get(module)
+        if weights is None or len(args) != 1 or not isinstance(args[0], Tensor):
+            return False
+        return args[0].numel() * (weights + 1) < SMALLEST_WORK  # no layer multiplies more often
+
+    def _why_not_recorded(self, inputs: Inputs | None, state: ModuleState, output: Any) -> str | None:
         if inputs is None:
             return "an argument cannot be compared between the passes (Hugging Face models: pass use_cache=False)"
         if not inputs.are_unchanged:
@@ -104,7 +117,7 @@ class Prefix:
         strange = strange_leaf(output)
         if strange is not None:
             return f"its output holds a {strange}"
-        return self._fault or state.difference(ModuleState(self.modules[module]))
+        return self._fault or state.difference()
 
     def close(self) -> None:
         """A perturbed weight is used: from here on nothing is recorded."""
@@ -145,11 +158,16 @@ class Prefix:
 
     def check_values(self) -> None:
         """Between the passes: outputs must be as they were when their module returned."""
-        if self._others_at != self._others.read():
-            self.drop("random numbers of Python or numpy are drawn")
+        if self.is_empty:
+            return
+        nobody_drew = same_state(self._rng_at, self._rng.read())
         for calls in self._records.values():
             for place, made in enumerate(calls):
-                if made is not None and any(map(_was_touched, made.tensors, made.versions)):
+                if made is None:
+                    continue
+                if nobody_drew or (made.drew is not None and same_state(*made.drew)):
+                    made.drew = None
+                if any(map(_was_touched, made.tensors, made.versions)):
                     self.note("an output of a module is written to in place, or has a hook")
                     calls[place] = None
 
@@ -158,7 +176,7 @@ class Prefix:
             return forward(*args, **kwargs)
         calls = self._records.get(id(module), [])
         made = calls.pop(0) if calls else None
-        fault = "it was not recorded" if made is None else self._difference(made, module, args, kwargs)
+        fault = "it was not recorded" if made is None else self._difference(made, args, kwargs)
         agree = self._agree.get(module)
         if agree is not None and not agree(fault is None):
             fault = fault or "another rank computes it"
@@ -178,13 +196,13 @@ class Prefix:
         self._ends.update(tensor.grad_fn for tensor in _tensors(output))
         return output
 
-    def _difference(self, made: _Record, module: nn.Module, args: Any, kwargs: Any) -> str | None:
+    def _difference(self, made: _Record, args: Any, kwargs: Any) -> str | None:
         inputs = Inputs.of(args, kwargs)
         if inputs is None or inputs.structure != made.inputs.structure or _context() != made.context:
             return "it is called in another way"
         if made.drew is not None and not same_state(self._rng.read(), made.drew[0]):
             return "it draws other random numbers"
-        fault = made.state.difference(ModuleState(self.modules[module]))
+        fault = made.state.difference()
         if fault is not None:
             return fault
         if not made.inputs.are_unchanged or not all(map(self._same, inputs.leaves, made.inputs.leaves)):

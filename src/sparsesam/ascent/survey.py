@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sparsesam.ascent.layers import is_layer
 from sparsesam.ascent.plan import Plan
@@ -19,10 +19,12 @@ _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerE
 class Survey:
     """``clean`` modules hold no perturbed weight; each is listed with all modules in it.
 
+    ``of_torch``: those of them that are made of torch's own modules, and how many weights they have.
     ``layers`` are linear and convolution layers whose ascent computes less; ``unwatched`` ones must not see a mode.
     """
 
     clean: dict[nn.Module, list[nn.Module]] = field(default_factory=dict)
+    of_torch: dict[nn.Module, int] = field(default_factory=dict)
     layers: dict[nn.Module, int] = field(default_factory=dict)
     unwatched: list[nn.Module] = field(default_factory=list)
 
@@ -60,11 +62,17 @@ def _visit(module: nn.Module, plan: Plan, found: Survey) -> tuple[bool, list[nn.
     is_called = has_forward and not is_script
     if free and is_called and not (is_compiled_in_place(module) and _has_hooks(module)):
         found.clean[module] = list(dict.fromkeys(within))
+        if all(map(_is_of_torch, within)):
+            found.of_torch[module] = sum(parameter.numel() for parameter in module.parameters())
     if not is_closed and is_layer(module):
         weight = module._parameters.get("weight")
         if id(weight) in plan.sliced or id(weight) in plan.blocking:
             found.layers[module] = id(weight)
     return free, within
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.") and "forward" not in module.__dict__
 
 
 def _holds(module: nn.Module, moved: frozenset[int]) -> bool:
@@ -75,19 +83,34 @@ def _has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+def have_global_hooks() -> tuple[bool, bool]:
+    """Whether backward and forward hooks are registered for all modules."""
+    every = nn.modules.module
+    return (
+        bool(every._global_backward_hooks or every._global_backward_pre_hooks),
+        bool(every._global_forward_hooks or every._global_forward_pre_hooks),
+    )
+
+
+def have_hooks(module: nn.Module) -> tuple[bool, bool]:
+    """Whether a module has backward and forward hooks."""
+    return bool(module._backward_hooks or module._backward_pre_hooks), _has_hooks(module)
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
 def hooks_left_out(model: nn.Module, plan: Plan) -> str | None:
     """Hooks that the user expects to be called in both passes, and that would not be."""
-    every = nn.modules.module
-    if every._global_backward_hooks or every._global_backward_pre_hooks:
-        return "backward hooks are registered for all modules"
-    if every._global_forward_hooks or every._global_forward_pre_hooks:
-        return "forward hooks are registered for all modules"
+    backward, forward = have_global_hooks()
+    if backward or forward:
+        return f"{'backward' if backward else 'forward'} hooks are registered for all modules"
     for module in model.modules():
-        if module._backward_hooks or module._backward_pre_hooks:
+        if have_hooks(module)[0]:
             return f"a backward hook is registered on {type(module).__name__}"
     whole = {id(parameter) for parameter in plan.needed} - plan.sliced.keys()
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in whole:
-            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-                return f"a gradient hook is registered on {name}"
+        if parameter.requires_grad and id(parameter) not in whole and has_gradient_hooks(parameter):
+            return f"a gradient hook is registered on {name}"
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,15 +11,17 @@ from torch import Tensor, nn
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def tensors_in(*trees: Any) -> Iterator[Tensor]:
+def tensors_in(*trees: Any) -> list[Tensor]:
     """Tensors in tuples, lists and dictionaries, in order."""
+    found: list[Tensor] = []
     for tree in trees:
         if isinstance(tree, Tensor):
-            yield tree
-        elif isinstance(tree, tuple | list):
-            yield from tensors_in(*tree)
-        elif isinstance(tree, dict):
-            yield from tensors_in(*tree.values())
+            found.append(tree)
+        elif isinstance(tree, (tuple, list)) and tree:
+            found += tensors_in(*tree)
+        elif isinstance(tree, dict) and tree:
+            found += tensors_in(*tree.values())
+    return found
 
 
 def map_tensors(change: Callable[[Tensor], Any], tree: Any) -> Any:
