@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 
 
-def nodes_of(roots: Iterable[Tensor]) -> Iterator[Any]:
-    """All nodes of a graph."""
-    waiting: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+def nodes_of(roots: Iterable[Tensor], ends: Container[Any] = ()) -> Iterator[Any]:
+    """All nodes of a graph up to ``ends``, which are left out."""
+    waiting: list[Any] = [root.grad_fn for root in roots]
     seen = set()
     while waiting:
         node = waiting.pop()
-        if node not in seen:
+        if node is not None and node not in seen and node not in ends:
             seen.add(node)
             yield node
-            waiting += [following for following, _ in node.next_functions if following is not None]
+            waiting += [following for following, _ in node.next_functions]
 
 
 def leaf_of(node: Any) -> Tensor | None:

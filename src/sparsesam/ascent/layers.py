@@ -109,34 +109,29 @@ class _ConvAscent(torch.autograd.Function):
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
         # Filters of a grouped convolution see different inputs.
         rows = want.rows if want is not None and ctx.geometry[3] == 1 else None
-        implicit = want is not None and want.implicit
-        dx = dw = None
-        if want is None or rows is None:
-            through = weight * want.mask.unpack(weight.device) if want is not None and implicit else weight
-            if through is weight:
-                dx, dw = _conv_backward(dy, x, weight, ctx.geometry, need_x=need_x, need_w=need_w)
+        dx_by = dw_by = (dy, weight)
+        if want is not None and (rows is not None or want.implicit):
+            if rows is not None:
+                some = dy.index_select(1, rows), weight.index_select(0, rows)
             else:
-                dx, _ = _conv_backward(dy, x, through, ctx.geometry, need_x=need_x)
-                _, dw = _conv_backward(dy, x, weight, ctx.geometry, need_w=need_w)
+                some = dy, weight * want.mask.unpack(weight.device)
+            dx_by = some if want.implicit else dx_by
+            dw_by = some if rows is not None and not want.dense else dw_by
+        if dx_by is dw_by:
+            dx, dw = _conv_backward(*dx_by, x, ctx.geometry, need_x=need_x, need_w=need_w)
         else:
-            if need_x and not implicit:
-                dx, _ = _conv_backward(dy, x, weight, ctx.geometry, need_x=True)
-            if need_w and want.dense:
-                _, dw = _conv_backward(dy, x, weight, ctx.geometry, need_w=True)
-            some_x, some_w = need_x and implicit, need_w and not want.dense
-            if some_x or some_w:
-                kept, kept_weight = dy.index_select(1, rows), weight.index_select(0, rows)
-                some_dx, some_dw = _conv_backward(kept, x, kept_weight, ctx.geometry, need_x=some_x, need_w=some_w)
-                dx = some_dx if some_x else dx
-                dw = dw if some_dw is None else _scatter_rows(some_dw, rows, weight)
+            dx, _ = _conv_backward(*dx_by, x, ctx.geometry, need_x=need_x)
+            _, dw = _conv_backward(*dw_by, x, ctx.geometry, need_w=need_w)
+        if dw is not None and rows is not None and len(dw) < len(weight):
+            dw = _scatter_rows(dw, rows, weight)
         db = dy.transpose(0, 1).flatten(1).sum(1) if need_b else None
         return dx, dw, db, None, None, None, None
 
 
 def _conv_backward(
     dy: Tensor,
-    x: Tensor,
     weight: Tensor,
+    x: Tensor,
     geometry: tuple[Any, ...],
     *,
     need_x: bool = False,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from sparsesam.ascent.graph import leaf_of, nodes_of
 from sparsesam.ascent.module_state import Inputs, ModuleState, strange_leaf
 from sparsesam.ascent.rng import OtherGenerators, RNGSnapshot, RNGState, same_state
 from sparsesam.ascent.statistics import statistics_of
@@ -107,7 +108,8 @@ class Prefix:
         weights = self._of_torch.get(module)
         if weights is None or len(args) != 1 or not isinstance(args[0], Tensor):
             return False
-        return args[0].numel() * (weights + 1) < SMALLEST_WORK  # no layer multiplies more often
+        with _unwatched():
+            return args[0].numel() * (weights + 1) < SMALLEST_WORK  # no layer multiplies more often
 
     def _why_not_recorded(self, inputs: Inputs | None, state: ModuleState, output: Any) -> str | None:
         if inputs is None:
@@ -225,18 +227,13 @@ class Prefix:
         """Whether its gradient goes only into outputs used again and unperturbed weights of the model."""
         if not tensor.requires_grad:
             return True
-        waiting, seen = [tensor.grad_fn], set()
-        while waiting:
-            node = waiting.pop()
-            if node in self._ends or node in seen:
-                continue
-            seen.add(node)
-            if node is None or len(seen) > _LONGEST_WAY:  # a leaf of the user's own
+        if tensor.is_leaf:  # of the user's own
+            return False
+        for count, node in enumerate(nodes_of([tensor], self._ends)):
+            leaf = leaf_of(node)
+            is_other = leaf is not None and (id(leaf) not in self._trainable or id(leaf) in self._moved)
+            if is_other or count > _LONGEST_WAY:
                 return False
-            leaf = getattr(node, "variable", None)
-            if leaf is not None and (id(leaf) not in self._trainable or id(leaf) in self._moved):
-                return False
-            waiting += [following for following, _ in node.next_functions if following is not None]
         return True
 
 
