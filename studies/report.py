@@ -270,7 +270,7 @@ def draw(every: list[Results], file: Path) -> None:
 
 #: Colour, symbol and where the name stands, in points from the symbol.
 _STYLES = {
-    "SGD": ("#666666", "o", (6, -3)),
+    "SGD": ("#666666", "o", (5, -14)),
     "SGD, 2 x epochs": ("#666666", "s", (6, -3)),
     "SAM": ("#1f6fb4", "o", (-9, -14)),
     "SSAM-F 50 %": ("#2a9d5c", "o", (-22, 7)),
