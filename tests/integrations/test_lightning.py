@@ -401,6 +401,32 @@ def test_fabric_in_two_phases_equals_a_plain_loop(precision):
     assert opt.steps == other.steps == 10
 
 
+def test_the_engine_works_in_closures_of_fabric():
+    """Fabric adds a hook to every output, which does nothing in full precision."""
+    lightning_fabric = pytest.importorskip("lightning_fabric")
+    fabric = lightning_fabric.Fabric(accelerator="cpu")
+    x, y = cases.vectors()
+    weights = []
+    for engine in (True, False):
+        module = cases.mlp()
+        opt = sparsesam.SSAM(
+            cases.sgd(module), module, rho=0.3, mask=sparsesam.fixed_mask("4.*"), norm="masked", engine=engine
+        )
+        model = fabric.setup(module)
+
+        def closure(model=model, opt=opt):
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            fabric.backward(loss)
+            return loss
+
+        for _ in range(3):
+            opt.step(closure)
+        weights.append(cases.weights_of(module))
+        assert (opt.engine_report()["engine"] == "on") is engine
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
 # ---- logging ---------------------------------------------------------------------------------------------
 
 

@@ -19,16 +19,18 @@ from sparsesam.distributed import is_distributed
 _READS = (
     "item tolist detach clone cpu to float double half int long bool size dim numel __len__ __float__ __int__ __bool__ "
     "__format__ __repr__ add sub mul div neg __radd__ __rsub__ __rmul__ __rdiv__ sqrt exp log abs "
-    "eq ne __eq__ __ne__ lt le gt ge sum mean max min argmax softmax isnan isfinite isinf"
+    "eq ne __eq__ __ne__ lt le gt ge sum mean max min argmax argmin topk softmax isnan isfinite isinf "
+    "__getitem__ view view_as reshape flatten squeeze unsqueeze expand_as t type numel"
 )
+_FUNCTIONS = "isnan isfinite isinf is_tensor stack cat argmax topk softmax sum mean max exp sqrt eq"
 _ATTRIBUTES = ("shape", "device", "dtype", "requires_grad", "is_leaf", "ndim", "layout", "is_cuda")
 
-#: functions that neither change a tensor nor depend on a backward pass: what people use to log a loss
+#: functions that neither change a tensor nor depend on a backward pass: what people log a loss and an accuracy with
 HARMLESS: frozenset[Any] = frozenset(
     (
         *(getattr(Tensor, name) for name in _READS.split()),
         *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
-        *(torch.isnan, torch.isfinite, torch.isinf, torch.is_tensor),
+        *(getattr(torch, name) for name in _FUNCTIONS.split()),
         torch._C._set_grad_enabled,  # torch.no_grad()
     )
 )

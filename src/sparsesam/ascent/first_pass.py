@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -151,7 +152,8 @@ class FirstPass(TorchFunctionMode):
 
         DistributedDataParallel reads it too, to see whether an output has one.
         """
-        if sys._getframe(2).f_globals.get("__name__") == DistributedDataParallel.__module__:
+        by_ddp = sys._getframe(2).f_globals.get("__name__") == DistributedDataParallel.__module__
+        if by_ddp or (len(args) > 1 and _does_nothing(args[1])):
             return func(*args, **kwargs)
         if self.prefix is not None and not args[0].is_leaf:
             self.prefix.drop("a hook is added to a value, or its graph is looked at (grad_fn)")
@@ -221,6 +223,15 @@ class FirstPass(TorchFunctionMode):
         """
         stays = self._narrow and self.plan.needs_only_moved and not self._other_leaves
         return self.prefix is not None and not self.prefix.is_empty and not stays
+
+
+def _does_nothing(hook: Any) -> bool:
+    """Fabric adds a hook to every output, which acts only where its own backward() is required."""
+    return (
+        isinstance(hook, partial)
+        and hook.func.__module__.endswith("fabric.wrappers")
+        and (hook.func.__name__, hook.args, hook.keywords) == ("_backward_hook", (False,), {})
+    )
 
 
 def _attribute(name: str, access: str) -> Any:
