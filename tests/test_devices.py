@@ -8,7 +8,6 @@ import pytest
 import torch
 from benchmarks.launches import LaunchCounter
 from torch import nn
-from torch.nn import functional as F
 
 import sparsesam
 from sparsesam.ascent.explicit import use_implementation
@@ -67,31 +66,18 @@ OPTIMIZERS = {
 }
 
 
-def closure_step(model, opt, x, y):
-    opt.step(cases.closure_for(model, opt, x, y))
-
-
-def two_phase_step(model, opt, x, y):
-    opt.zero_grad()
-    with opt.first_pass():
-        F.cross_entropy(model(x), y).backward()
-    with opt.perturbed():
-        F.cross_entropy(model(x), y).backward()
-    opt.step()
-
-
 def batch(device=META):
     return torch.empty(8, 4, 6, 6, device=device), torch.empty(8, dtype=torch.long, device=device)
 
 
-@pytest.mark.parametrize("step", [closure_step, two_phase_step])
+@pytest.mark.parametrize("step", [cases.with_closure, cases.in_two_phases])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_whole_step_runs_on_the_meta_device(name, step):
     """There is no value to read there, and a tensor of the CPU does not go together with one of it."""
     model = network(3)
     opt = OPTIMIZERS[name](model)
     for _ in range(2):
-        step(model, opt, *batch())
+        step(opt, model, *batch())
     assert opt.steps == 2
     assert all(p.is_meta for p in model.parameters())
 
@@ -144,7 +130,7 @@ def test_the_devices_implementation_trains_like_the_hosts(name):
             for seed in range(4):
                 generator = torch.Generator().manual_seed(seed)
                 x = torch.randn(8, 4, 6, 6, generator=generator, dtype=torch.float64)
-                closure_step(model, opt, x, torch.arange(8) % 3)
+                cases.with_closure(opt, model, x, torch.arange(8) % 3)
         results.append(cases.weights_of(model))
     torch.testing.assert_close(*results, rtol=1e-11, atol=1e-12)
 
@@ -192,7 +178,7 @@ def test_rho_may_be_a_tensor_that_the_host_does_not_read():
     model = network(2)
     opt = sparsesam.SAM(sgd(model), model, rho=0.1, rho_schedule=sparsesam.Warmup(4))
     rho = opt.param_groups[0]["rho"] = torch.empty((), device=META)
-    closure_step(model, opt, *batch())
+    cases.with_closure(opt, model, *batch())
     assert opt.param_groups[0]["rho"] is rho
 
 

@@ -107,6 +107,16 @@ def clips_by_value(opt, model, x, y):
     return loss
 
 
+@loop(reused=False)  # the weight is read before the forward
+def writes_to_a_weight_by_out(opt, model, x, y):
+    values = model.head.weight.detach().square()
+    loss = loss_of(model, x, y)
+    loss.backward()
+    with torch.no_grad():
+        torch.sqrt(values, out=model.head.weight)
+    return loss
+
+
 @loop()
 def reads_an_unperturbed_gradient_every_third_step(opt, model, x, y):
     loss = loss_of(model, x, y)

@@ -35,19 +35,6 @@ def make(between=torch.tanh):
     return Net(between).double()
 
 
-def with_closure(opt, model, x, y):
-    opt.step(cases.closure_for(model, opt, x, y))
-
-
-def in_two_phases(opt, model, x, y):
-    opt.zero_grad()
-    with opt.first_pass():
-        F.cross_entropy(model(x), y).backward()
-    with opt.perturbed():
-        F.cross_entropy(model(x), y).backward()
-    opt.step()
-
-
 def plain_phases(opt, model, x, y):
     opt.zero_grad()
     F.cross_entropy(model(x), y).backward()
@@ -56,7 +43,7 @@ def plain_phases(opt, model, x, y):
     opt.step()
 
 
-LOOPS = [with_closure, in_two_phases, plain_phases]
+LOOPS = [cases.with_closure, cases.in_two_phases, plain_phases]
 
 
 def some_filters(model, *prefixes):
@@ -113,7 +100,7 @@ class Drop(nn.Module):
 
 
 def test_with_a_closure_the_noise_of_a_module_is_used_again():
-    opt = compare(lambda: make(Drop()), sparsesam.fixed_mask("head.*"), with_closure)
+    opt = compare(lambda: make(Drop()), sparsesam.fixed_mask("head.*"), cases.with_closure)
     assert is_reused(opt)
 
 
@@ -135,7 +122,7 @@ class ThreeDimensional(nn.Module):
 
 
 @pytest.mark.parametrize("ascent", ["explicit", "implicit"])
-@pytest.mark.parametrize("loop", [with_closure, in_two_phases])
+@pytest.mark.parametrize("loop", [cases.with_closure, cases.in_two_phases])
 def test_a_linear_layer_of_a_three_dimensional_input_that_is_changed_in_place(loop, ascent):
     def make_model():
         torch.manual_seed(0)
@@ -215,7 +202,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("perturbed", ["last.*", "head.*", "middle.*"])
-@pytest.mark.parametrize("loop", [with_closure, in_two_phases])
+@pytest.mark.parametrize("loop", [cases.with_closure, cases.in_two_phases])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpoints(reentrant, loop, perturbed):
     def make_model():
@@ -236,7 +223,7 @@ def test_activation_checkpoints(reentrant, loop, perturbed):
 # ---- precision ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loop", [with_closure, in_two_phases])
+@pytest.mark.parametrize("loop", [cases.with_closure, cases.in_two_phases])
 def test_autocast(loop):
     def in_bfloat16(opt, model, x, y):
         def forward(x):
@@ -316,7 +303,7 @@ class Counting(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("loop", [with_closure, in_two_phases])
+@pytest.mark.parametrize("loop", [cases.with_closure, cases.in_two_phases])
 def test_the_full_norm_uses_the_second_forward_of_the_prefix_again(loop):
     opt = compare(make, sparsesam.fixed_mask("head.*"), loop, norm="full")
     assert is_reused(opt)
@@ -334,7 +321,7 @@ def test_the_full_norm_uses_the_second_forward_of_the_prefix_again(loop):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("loop", [with_closure, in_two_phases])
+@pytest.mark.parametrize("loop", [cases.with_closure, cases.in_two_phases])
 def test_peft_adapters(loop):
     peft = pytest.importorskip("peft")
 

@@ -6,6 +6,7 @@ ascent. So its backward waits, until it returns or does anything that could tell
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ _READS = (
     "item tolist detach clone cpu to float double half int long bool size dim numel __len__ __float__ __int__ __bool__ "
     "__format__ __repr__ add sub mul div neg __radd__ __rsub__ __rmul__ __rdiv__ sqrt exp log abs "
     "eq ne __eq__ __ne__ lt le gt ge sum mean max min argmax argmin topk softmax isnan isfinite isinf "
-    "__getitem__ view view_as reshape flatten squeeze unsqueeze expand_as t type numel"
+    "__getitem__ view view_as reshape flatten squeeze unsqueeze expand_as t type"
 )
 _FUNCTIONS = "isnan isfinite isinf is_tensor stack cat argmax topk softmax sum mean max exp sqrt eq"
 _ATTRIBUTES = ("shape", "device", "dtype", "requires_grad", "is_leaf", "ndim", "layout", "is_cuda")
@@ -34,6 +35,11 @@ HARMLESS: frozenset[Any] = frozenset(
         torch._C._set_grad_enabled,  # torch.no_grad()
     )
 )
+
+
+def is_harmless(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call may come before a backward pass that is due."""
+    return func in HARMLESS and kwargs.get("out") is None
 
 
 def backward_context() -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from sparsesam.ascent.deferral import HARMLESS, backward_context, why_at_once
+from sparsesam.ascent.deferral import backward_context, is_harmless, why_at_once
 from sparsesam.ascent.graph import has_compiled, is_for_single_use, is_reentrant, leaf_of, nodes_of
 from sparsesam.ascent.layers import Switch
 from sparsesam.ascent.plan import Plan
@@ -66,7 +66,7 @@ class FirstPass(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._waiting is None and func in _NO_USE:
             return func(*args, **kwargs)
-        if self._waiting is not None and func not in HARMLESS:
+        if self._waiting is not None and not is_harmless(func, kwargs):
             self._widen("the closure goes on after backward() in a way that may need its gradients")
             self._run_waiting()
             return self.__torch_function__(func, types, args, kwargs)
