@@ -48,7 +48,7 @@ def main() -> int:
             results.write_text(json.dumps(rows, indent=1))
     if options.write:
         options.write.write_text(page(list(rows.values())))
-    return int(any("failed" in row["tests"] or "error" in row["tests"] for row in rows.values()))
+    return int(any(re.search(r"failed|\d errors?", row["tests"]) for row in rows.values()))
 
 
 def declared_minimum() -> str:
@@ -69,7 +69,8 @@ def try_combination(python: str, torch: str, options: argparse.Namespace) -> dic
         made = subprocess.run(command, capture_output=True, text=True)
         if made.returncode != 0:
             (options.work / f"{environment.name}.log").write_text(made.stdout + made.stderr)
-            return {"python": python, "torch": torch, "tests": "cannot be installed", "seconds": "", "commit": commit()}
+            reason = "cannot be installed: " + " ".join(made.stderr.split())[:300].replace("|", "/")
+            return {"python": python, "torch": torch, "tests": reason, "seconds": "", "commit": commit()}
     versions = "import platform, torch; print(platform.python_version(), torch.__version__)"
     python, torch = output([str(binary), "-c", versions]).split()
     start = time.monotonic()
