@@ -3,8 +3,8 @@
     python tools/matrix.py --python 3.10 3.13 --torch 2.6 newest --write docs/versions.md
 
 Every combination gets an environment of its own below --work, made by uv, which shares files between them; it is
-removed after its tests unless --keep is given. Results are kept beside them in results.json, so that a run which was
-interrupted, or given other combinations, adds to the page; ``--fresh`` forgets them, ``--python`` alone only writes it.
+removed after its tests unless --keep is given. Results are kept beside them in results.json: combinations that passed
+at this commit are not run again, and ``--python`` alone only writes the page.
 """
 
 from __future__ import annotations
@@ -35,20 +35,25 @@ def main() -> int:
     parser.add_argument("--tests", nargs="+", default=TESTS, help="paths or patterns, from the root of the repository")
     parser.add_argument("--write", type=Path, help="the page for the results")
     parser.add_argument("--keep", action="store_true", help="keep the environments")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     results = options.work / "results.json"
-    rows = {} if options.fresh or not results.exists() else json.loads(results.read_text())
+    rows = json.loads(results.read_text()) if results.exists() else {}
     for torch in options.torch:
         for python in options.python:
-            row = try_combination(python, torch, options)
+            name = f"{python} {torch}"
+            if name in rows and rows[name]["commit"] == commit() and not is_failure(rows[name]):
+                continue
+            rows[name] = row = try_combination(python, torch, options)
             print(" | ".join(row.values()), flush=True)
-            rows[f"{row['python']} {row['torch']}"] = row
             results.write_text(json.dumps(rows, indent=1))
     if options.write:
         options.write.write_text(page(list(rows.values())))
-    return int(any(re.search(r"failed|\d errors?", row["tests"]) for row in rows.values()))
+    return int(any(map(is_failure, rows.values())))
+
+
+def is_failure(row: dict[str, str]) -> bool:
+    return re.search(r"failed|\d errors?", row["tests"]) is not None
 
 
 def declared_minimum() -> str:

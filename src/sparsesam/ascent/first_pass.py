@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from sparsesam.ascent.deferral import backward_context, is_harmless, why_at_once
 from sparsesam.ascent.graph import has_compiled, is_for_single_use, is_reentrant, leaf_of, nodes_of
@@ -64,13 +65,12 @@ class FirstPass(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._waiting is None and func in _NO_USE:
-            return func(*args, **kwargs)
         if self._waiting is not None and not is_harmless(func, kwargs):
             self._widen("the closure goes on after backward() in a way that may need its gradients")
             self._run_waiting()
             return self.__torch_function__(func, types, args, kwargs)
-        if torch.compiler.is_compiling():  # a part of the forward is being traced (torch.cond)
+        # While a part of the forward is traced (torch.cond), torch 2.6 can follow no other question than the first.
+        if torch.compiler.is_compiling() or (self._waiting is None and func in _NO_USE):
             return func(*args, **kwargs)
         if self._before_calls is not None and self._before_calls():
             self._before_calls = None
@@ -150,10 +150,11 @@ class FirstPass(TorchFunctionMode):
     def _add_hook(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The closure may see when hooks are called, and on what; reading ``grad_fn`` is the way to add some.
 
-        DistributedDataParallel reads it too, to see whether an output has one.
+        torch reads it too, to see whether an output has one: DistributedDataParallel, and in torch 2.6 checkpoint().
         """
-        by_ddp = sys._getframe(2).f_globals.get("__name__") == DistributedDataParallel.__module__
-        if by_ddp or (len(args) > 1 and _does_nothing(args[1])):
+        reader = sys._getframe(2).f_globals.get("__name__")
+        by_torch = reader in (DistributedDataParallel.__module__, checkpoint.__name__)
+        if by_torch or (len(args) > 1 and _does_nothing(args[1])):
             return func(*args, **kwargs)
         if self.prefix is not None and not args[0].is_leaf:
             self.prefix.drop("a hook is added to a value, or its graph is looked at (grad_fn)")
