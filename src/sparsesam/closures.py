@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsesam.ascent.old_gradient import Treatment
+from sparsesam.ascent.old_gradient import OldGradient, Treatment
 from sparsesam.ascent.statistics import StatisticsSnapshot
 from sparsesam.ascent.subset import ascent_part
 from sparsesam.ascent.tensors import map_tensors
@@ -34,27 +34,43 @@ def run_closure(step: Step, closure: Closure, batch: Any, zero_grad: Callable[[]
         step.phase = Phase.READY
         step.is_empty = loss is None and not _has_gradients(step)
         return loss
-    climbs, here, rng = step.climbs, None, None
-    if climbs:
-        if fraction < 1 and not takes_batch:
-            raise ValueError(
-                f"batch must be given with ascent_fraction={fraction}, and the closure must take it: "
-                "opt.step(closure, batch=(x, y)) with def closure(batch): ..."
-            )
-        rng = step.context.rng.read()
-        here = _first_pass(step, call, batch)
-        if step.is_empty:
-            return here
-    with step.away(batch, statistics_return=climbs and fraction == 1):
+    if not step.climbs:
+        return _only_pass(step, call, batch, zero_grad)
+    if fraction < 1 and not takes_batch:
+        raise ValueError(
+            f"batch must be given with ascent_fraction={fraction}, and the closure must take it: "
+            "opt.step(closure, batch=(x, y)) with def closure(batch): ..."
+        )
+    rng = step.context.rng.read()
+    here = _first_pass(step, call, batch)
+    if step.is_empty:
+        return here
+    with step.away(batch, statistics_return=fraction == 1):
         zero_grad()
-        if rng is not None:
-            step.context.rng.write(rng)
+        step.context.rng.write(rng)
         with step.context.engine.second_pass(step.first):
             there = _pass(call, batch)
-    is_left_out = there is None or (step.context.counters.steps > 0 and not climbs)
-    step.is_empty = is_left_out and not _has_gradients(step)
+    step.is_empty = there is None and not _has_gradients(step)
     # Like the normalization statistics, the loss is of the whole batch.
-    return here if climbs and fraction == 1 else there
+    return here if fraction == 1 else there
+
+
+def _only_pass(step: Step, call: Callable[[Any], Any], batch: Any, zero_grad: Callable[[], None]) -> Any:
+    """The pass at w + e, of a step that needs no other."""
+    context = step.context
+    old = None if context.closure_accumulates else OldGradient([one.parameter for one in step.params])
+    try:
+        with step.away(batch, statistics_return=False):
+            if old is None:
+                zero_grad()
+            loss = _pass(call, batch)
+    finally:
+        if old is not None:
+            old.release()
+    if old is not None:
+        _check_gradients(step, old.treatment(), loss)
+    step.is_empty |= (loss is None or context.counters.steps > 0) and not _has_gradients(step)
+    return loss
 
 
 def _first_pass(step: Step, call: Callable[[Any], Any], batch: Any) -> Any:
@@ -81,8 +97,8 @@ def _check_gradients(step: Step, treatment: Treatment, loss: Any) -> None:
     accumulates = step.context.closure_accumulates
     if treatment is Treatment.ADDED_TO and not accumulates:
         raise RuntimeError(
-            "the closure added to gradients that were there before: the second pass would see only what the closure "
-            "computes, not what was accumulated. Clear them in the closure (opt.zero_grad()), or to accumulate: in "
+            "the closure added to gradients that were there before, but only what the closure computes is computed at "
+            "w + e, not what was accumulated. Clear them in the closure (opt.zero_grad()), or to accumulate: in "
             "Lightning, callbacks=[sparsesam.integrations.lightning.AccumulatedAscent()]; in a loop of your own, all "
             "micro-batches in the first pass and again in `with opt.perturbed():`; for the closures of davda54/sam "
             "and pytorch-optimizer, sparsesam.compat.SAM"
@@ -117,6 +133,8 @@ def _pass(call: Callable[[Any], Any], batch: Any) -> Any:
 
 def _has_parameter(closure: Closure) -> bool:
     """Whether it takes the batch; torch.optim's takes nothing."""
+    if inspect.isfunction(closure) and not closure.__kwdefaults__ and not hasattr(closure, "__wrapped__"):
+        return closure.__code__.co_argcount > len(closure.__defaults__ or ())  # inspect.signature is slow
     return any(
         p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         for p in inspect.signature(closure).parameters.values()

@@ -39,7 +39,7 @@ _CHECKPOINT_VERSION = 2
 class SharpnessAware(OptimizerWrapper):
     """The two-phase step. `SAM` and `SSAM` are the ones to use; see their docstrings."""
 
-    own_tensors = ("mask", "last", "update")
+    own_tensors = ("mask", "last", "back")
 
     settings: Settings
     _context: StepContext
@@ -278,14 +278,14 @@ class SharpnessAware(OptimizerWrapper):
     def _own_state(self) -> tuple[dict[str, Any], OwnTensors]:
         context, parameters = self._context, {one.name: one.parameter for one in self._perturbed_params()}
         values, masks = context.masks.state_dict(parameters)
-        kept = {"last": context.perturbation.last, "update": context.extrapolation.updates}
+        kept = {"last": context.perturbation.last, "back": context.extrapolation.back}
         own = {**asdict(context.counters.read()), "version": _CHECKPOINT_VERSION, "mask": values}
-        own |= {"last": context.has_last, "update": bool(kept["update"])}
+        own |= {"last": context.has_last, "back": bool(kept["back"])}
         tensors = {"mask": masks}
         if self.settings.schedule.off_steps == "reuse":
             tensors["last"] = dense_entries(kept["last"], context.masks.masks, parameters)
         if self.settings.ascent == "extrapolation":
-            tensors["update"] = dense_entries(kept["update"], context.masks.masks, parameters)
+            tensors["back"] = dense_entries(kept["back"], context.masks.masks, parameters)
         return own, tensors
 
     def _check_own_state(self, own: dict[str, Any], tensors: OwnTensors) -> None:
@@ -309,7 +309,7 @@ class SharpnessAware(OptimizerWrapper):
         masks.load_state_dict(own["mask"], here.get("mask", {}), parameters)
         counters = Counters(**{key: own[key] for key in asdict(self._context.counters)})
         kept = [
-            kept_in(here.get(kind, {}), masks.masks, parameters) if own[kind] else {} for kind in ("last", "update")
+            kept_in(here.get(kind, {}), masks.masks, parameters) if own[kind] else {} for kind in ("last", "back")
         ]
         self._start(masks, counters, kept[0], kept[1], own["last"])
 
@@ -318,7 +318,7 @@ class SharpnessAware(OptimizerWrapper):
             raise RuntimeError("an optimizer cannot be copied inside perturbed(): its weights are at w + e")
         context = self._context
         kept = {key: self.__dict__[key] for key in ("base", "model", "defaults", "settings")}
-        last = context.perturbation.last, context.extrapolation.updates, context.has_last
+        last = context.perturbation.last, context.extrapolation.back, context.has_last
         return {**kept, "start": (context.masks, context.counters, *last)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -333,7 +333,7 @@ class SharpnessAware(OptimizerWrapper):
         masks: MaskState,
         counters: Counters,
         last_perturbation: dict[str, Tensor] | None = None,
-        last_update: dict[str, Tensor] | None = None,
+        way_back: dict[str, Tensor] | None = None,
         has_last: bool = False,
     ) -> None:
         """Everything that belongs to one process: a copy or a loaded checkpoint begins here too."""
@@ -347,7 +347,7 @@ class SharpnessAware(OptimizerWrapper):
             counters,
             Engine(self.model, wrapped or self.model, enabled=self.settings.engine),
             Perturbation(remember=self.settings.schedule.off_steps == "reuse"),
-            Extrapolation(last_update),
+            Extrapolation(way_back),
             RNGState(self.model.parameters()),
             has_last,
         )

@@ -142,7 +142,7 @@ class Step:
         """Within the block the weights are at w + e; on the way out they are back, exceptions included."""
         self.phase = Phase.PERTURBED
         statistics = StatisticsSnapshot(self.context.model) if statistics_return else None
-        renormalized = RenormalizedWeights(self.context.model)
+        renormalized = RenormalizedWeights(self.context.facts(self.params).renormalized)
         completed = False
         try:
             self._ascend(batch)

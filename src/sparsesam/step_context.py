@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from sparsesam.ascent.extrapolation import Extrapolation, TrackedWeight
 from sparsesam.ascent.momentum import momentum_of, require_momentum
 from sparsesam.ascent.old_gradient import OldGradient, Treatment
 from sparsesam.ascent.plan import ONE_PASS
+from sparsesam.ascent.renormalized import renormalized_in_forward
 from sparsesam.ascent.rng import RNGState
 from sparsesam.distributed import Shards, local_part
 from sparsesam.masks.packed import PackedMask
@@ -52,6 +53,14 @@ class Counters:
         return self
 
 
+class ParamFacts(NamedTuple):
+    """What is found out once about a list of parameters; the list is the same object as long as nothing changes."""
+
+    params: Sequence[PerturbedParam]
+    shards: Shards | None  # how they are spread over ranks; None: every rank has them whole
+    renormalized: list[Tensor]  # weights that a forward writes to
+
+
 @dataclass
 class StepContext:
     """Lives as long as its optimizer; a copy or a loaded checkpoint makes a new one."""
@@ -77,8 +86,7 @@ class StepContext:
     #: What the last step extrapolated, and the parameters, masks and numbers of steps that this was made from.
     tracked: tuple[tuple[Any, Any, list[Any]], list[TrackedWeight]] = ((None, None, []), [])
     _warned: set[str] = field(default_factory=set)
-    #: How parameters are spread; the list is the same object as long as they are.
-    _shards: tuple[Sequence[PerturbedParam], Shards | None] = ((), None)
+    _facts: ParamFacts = ParamFacts((), None, [])
 
     def masks_of(self, params: Sequence[PerturbedParam]) -> dict[str, PackedMask | None]:
         """Their current masks; None: all of the parameter is perturbed."""
@@ -86,7 +94,7 @@ class StepContext:
         return {one.name: masks.get(one.name) for one in params}
 
     def refresh_due(self, params: Sequence[PerturbedParam]) -> bool:
-        return self.masks.due(self.counters.steps, {one.name for one in params})
+        return self.masks.rule is not None and self.masks.due(self.counters.steps, {one.name for one in params})
 
     def refresh(self, params: Sequence[PerturbedParam], batch: Any) -> None:
         """Recompute the masks."""
@@ -113,12 +121,13 @@ class StepContext:
             self.extrapolation.change_mask(one.name, local_part(one.parameter), before[one.name], after[one.name])
 
     def shards(self, params: Sequence[PerturbedParam]) -> Shards | None:
-        """How they are spread over ranks; None: every rank has them whole."""
-        known, shards = self._shards
-        if known is not params:
+        return self.facts(params).shards
+
+    def facts(self, params: Sequence[PerturbedParam]) -> ParamFacts:
+        if self._facts.params is not params:
             shards = Shards.of({one.name: one.parameter for one in params})
-            self._shards = params, shards
-        return shards
+            self._facts = ParamFacts(params, shards, renormalized_in_forward(self.model))
+        return self._facts
 
     def directions(self, params: Sequence[PerturbedParam]) -> dict[str, Tensor]:
         """What the ascent follows, for each parameter that has it: its gradient, or its momentum."""

@@ -145,13 +145,13 @@ def test_weights_loaded_between_steps_do_not_count_as_an_update():
     model = cases.mlp()
     opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 50.0)
     steps_of(model, opt, range(2))
-    updates = [entries["sparsesam_update"].clone() for entries in opt.state_dict()["state"].values()]
+    ways_back = [entries["sparsesam_back"].clone() for entries in opt.state_dict()["state"].values()]
     model.load_state_dict(cases.mlp(seed=7).state_dict())
     here = cases.weights_of(model)
     with opt.perturbed():
         there = cases.weights_of(model)
         F.cross_entropy(model(cases.vectors()[0]), cases.vectors()[1]).backward()
-    expected = [w + 50.0 * update for w, update in zip(here, updates, strict=True)]
+    expected = [w - 50.0 * back for w, back in zip(here, ways_back, strict=True)]
     torch.testing.assert_close(there, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -170,6 +170,26 @@ def test_two_phases_need_one_pass_and_equal_the_closure():
     assert cases.same_bits(model.state_dict().values(), twin.state_dict().values())
 
 
+def test_a_closure_that_adds_to_older_gradients_is_refused():
+    model = cases.mlp()
+    opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 5.0)
+    x, y = cases.vectors()
+    for _ in range(2):
+        opt.step(cases.closure_for(model, opt, x, y))
+    opt.zero_grad()
+    F.cross_entropy(model(x), y).backward()  # an earlier micro-batch, at w
+
+    def closure():
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    here = cases.weights_of(model)
+    with pytest.raises(RuntimeError, match="added to gradients"):
+        opt.step(closure)
+    assert cases.same_bits(here, cases.weights_of(model))
+
+
 def test_memory_is_kept_for_the_perturbed_entries_only():
     weight, mask = torch.randn(8, 6), torch.arange(48).view(8, 6) % 4 == 0
     tracked = [TrackedWeight("w", weight, PackedMask.pack(mask), 5.0)]
@@ -177,7 +197,7 @@ def test_memory_is_kept_for_the_perturbed_entries_only():
     extrapolation.hold(tracked)
     weight += 1
     extrapolation.record(tracked)
-    assert {name: update.numel() for name, update in extrapolation.updates.items()} == {"w": 12}
+    assert {name: back.numel() for name, back in extrapolation.back.items()} == {"w": 12}
 
 
 RULES = {

@@ -210,8 +210,21 @@ def test_accumulation_sees_the_same_random_numbers_in_both_passes(tmp_path):
     assert (first_again, last_again) == (first, last)
 
 
-def test_accumulation_without_the_callback_is_refused_in_the_first_step(tmp_path):
-    module = Classifier(cases.mlp())
+class OnePass(Classifier):
+    def configure_optimizers(self):
+        return sparsesam.ExtrapolatedSAM(cases.sgd(self.net), self.net, 5.0)
+
+
+def test_accumulation_in_one_pass_equals_a_plain_loop(tmp_path):
+    module = OnePass(cases.mlp())
+    twin = copy.deepcopy(module)
+    accumulating(quiet(tmp_path)).fit(module, batches())
+    assert_same_run(module, twin, plain(twin, batches(), count=2))
+
+
+@pytest.mark.parametrize("kind", [Classifier, OnePass])
+def test_accumulation_without_the_callback_is_refused_in_the_first_step(kind, tmp_path):
+    module = kind(cases.mlp())
     before = cases.weights_of(module)
     with pytest.raises(RuntimeError, match=r"AccumulatedAscent\(\)"):
         fit(module, {**quiet(tmp_path), "accumulate_grad_batches": 2})

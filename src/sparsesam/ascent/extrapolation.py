@@ -2,8 +2,9 @@
 
     e = k * m ⊙ (w - w_before)
 
-One buffer for each perturbed tensor, with room for its kept entries only. Between steps it holds the last update;
-while the weights are away it holds w, from which they return bit for bit, and from which the next update is taken.
+One buffer for each perturbed tensor, with room for its kept entries only. Between steps it holds w_before - w; while
+the weights are away it holds w, from which they return bit for bit, and from which the next difference is taken, in
+place: the buffer stays where it is, as a captured graph needs it.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Extrapolation:
     perturbed. But for ``undo``, callers have switched autograd off.
     """
 
-    def __init__(self, updates: dict[str, Tensor] | None = None) -> None:
-        self.updates: dict[str, Tensor] = updates or {}
+    def __init__(self, back: dict[str, Tensor] | None = None) -> None:
+        self.back: dict[str, Tensor] = back or {}  # w_before - w
         self._held: dict[str, Tensor] = {}
         self._moved: list[TrackedWeight] = []
 
@@ -52,13 +53,13 @@ class Extrapolation:
 
     def move(self, tracked: Iterable[TrackedWeight]) -> bool:
         """Move w to w + k (w - w_before); False where no update is known yet."""
-        ahead = [one for one in tracked if one.name in self.updates]
+        ahead = [one for one in tracked if one.name in self.back]
         for steps, group in _grouped(ahead):
-            updates = [self.updates.pop(one.name) for one in group]
+            buffers = [self.back.pop(one.name) for one in group]
             here = _kept(group)
-            there = torch._foreach_add(here, updates, alpha=steps)
-            torch._foreach_copy_(updates, here)
-            self._held |= {one.name: update for one, update in zip(group, updates, strict=True)}
+            there = torch._foreach_sub(here, buffers, alpha=steps)
+            torch._foreach_copy_(buffers, here)
+            self._held.update(zip((one.name for one in group), buffers, strict=True))
             # Listed before they are moved, so that an interruption half-way is undone too.
             self._moved += group
             _write(group, there)
@@ -85,27 +86,26 @@ class Extrapolation:
         for one in tracked:
             if one.name not in self._held and not (one.mask is not None and one.mask.is_empty):
                 here = kept_entries(one.weight, one.mask)
-                old = self.updates.pop(one.name, None)
+                old = self.back.pop(one.name, None)
                 self._held[one.name] = here.clone() if old is None or old.shape != here.shape else old.copy_(here)
 
     def record(self, tracked: Iterable[TrackedWeight]) -> None:
         """The update that the base optimizer has just made."""
         held = [one for one in tracked if one.name in self._held]
         if held:
-            updates = [self._held.pop(one.name) for one in held]
-            torch._foreach_neg_(updates)
-            torch._foreach_add_(updates, _kept(held))
-            self.updates |= {one.name: update for one, update in zip(held, updates, strict=True)}
+            buffers = [self._held.pop(one.name) for one in held]
+            torch._foreach_sub_(buffers, _kept(held))
+            self.back.update(zip((one.name for one in held), buffers, strict=True))
 
     @torch.no_grad()
     def change_mask(self, name: str, weight: Tensor, old: PackedMask | None, new: PackedMask | None) -> None:
         """Keep the updates of entries that both masks keep; of entries that only the new one keeps none is known."""
-        update = self.updates.pop(name, None)
-        if update is None or (new is not None and new.is_empty):
+        back = self.back.pop(name, None)
+        if back is None or (new is not None and new.is_empty):
             return
         dense = torch.zeros_like(weight)
-        _write([TrackedWeight(name, dense, old, 0.0)], [update])
-        self.updates[name] = kept_entries(dense, new).clone()
+        _write([TrackedWeight(name, dense, old, 0.0)], [back])
+        self.back[name] = kept_entries(dense, new).clone()
 
 
 def kept_entries(weight: Tensor, mask: PackedMask | None) -> Tensor:
