@@ -308,9 +308,7 @@ class SharpnessAware(OptimizerWrapper):
         masks = self._context.masks
         masks.load_state_dict(own["mask"], here.get("mask", {}), parameters)
         counters = Counters(**{key: own[key] for key in asdict(self._context.counters)})
-        kept = [
-            kept_in(here.get(kind, {}), masks.masks, parameters) if own[kind] else {} for kind in ("last", "back")
-        ]
+        kept = [kept_in(here.get(kind, {}), masks.masks, parameters) if own[kind] else {} for kind in ("last", "back")]
         self._start(masks, counters, kept[0], kept[1], own["last"])
 
     def __getstate__(self) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class StepContext:
     #: What the last step extrapolated, and the parameters, masks and numbers of steps that this was made from.
     tracked: tuple[tuple[Any, Any, list[Any]], list[TrackedWeight]] = ((None, None, []), [])
     _warned: set[str] = field(default_factory=set)
-    _facts: ParamFacts = ParamFacts((), None, [])
+    _facts: ParamFacts | None = None
 
     def masks_of(self, params: Sequence[PerturbedParam]) -> dict[str, PackedMask | None]:
         """Their current masks; None: all of the parameter is perturbed."""
@@ -124,7 +124,7 @@ class StepContext:
         return self.facts(params).shards
 
     def facts(self, params: Sequence[PerturbedParam]) -> ParamFacts:
-        if self._facts.params is not params:
+        if self._facts is None or self._facts.params is not params:
             shards = Shards.of({one.name: one.parameter for one in params})
             self._facts = ParamFacts(params, shards, renormalized_in_forward(self.model))
         return self._facts
