@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.timing import format_ratios, interleaved, print_provenance, ratios
 from sparsesam.lab.data import Augment
-from sparsesam.lab.models import build
+from sparsesam.lab.models import build_model
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 OURS, PILLOW = "batch of tensors", "image by image, Pillow"
@@ -82,7 +82,7 @@ def pillow_view(picture: Image.Image, draws: random.Random, mean: Tensor, std: T
 def training_step(batch: int) -> Callable[[], None]:
     images = torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
-    model = build(LIGHT_MODEL)
+    model = build_model(LIGHT_MODEL)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     labels = torch.arange(len(images)) % 10
 

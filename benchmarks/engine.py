@@ -25,7 +25,7 @@ import sparsesam
 from benchmarks.live_bytes import LiveBytes
 from benchmarks.timing import Timed, format_ratios, interleaved, print_provenance, ratios
 from sparsesam.lab.experiment.provenance import provenance
-from sparsesam.lab.models import build
+from sparsesam.lab.models import build_model
 from sparsesam.settings import Settings
 
 SGD: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3}
@@ -180,7 +180,7 @@ def main() -> None:
     torch.manual_seed(0)
     count, side = SHAPES[options.model]
     count = options.batch or count
-    model = build(options.model, image_size=side)
+    model = build_model(options.model, image_size=side)
     batch = (torch.randn(count, 3, side, side), torch.randint(10, (count,)))
     words = options.only.split(",")
     chosen = {

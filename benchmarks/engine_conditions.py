@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsesam
 from benchmarks.engine import SGD, TAILS, Case, ssam
 from benchmarks.timing import format_ratios, interleaved, print_provenance, ratios
-from sparsesam.lab.models import build
+from sparsesam.lab.models import build_model
 
 Clock = Callable[[], float]
 
@@ -49,7 +49,7 @@ def cases(model: nn.Module, batch: tuple[Tensor, Tensor], prepare: Callable[[nn.
 
 def resnet(batch: int) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
-    return build("resnet18", image_size=32), (torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,)))
+    return build_model("resnet18", image_size=32), (torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,)))
 
 
 def timed(chosen: dict[str, Case], rounds: int, clock: Clock) -> str:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from benchmarks.timing import print_provenance
 from sparsesam.analysis import Objective, hessian_eigenvalues
-from sparsesam.lab.data import load_digits_split
+from sparsesam.lab.data.digits import load_digits
 from sparsesam.lab.models import resnet18, small_cnn
 
 Array = npt.NDArray[np.float64]
@@ -181,7 +181,8 @@ def main() -> None:
     print(
         f"products: the most of {len(SEEDS)} start vectors; error: the largest of {COUNT} eigenvalues and the starts\n"
     )
-    x, y, _, _ = load_digits_split(flip=0.0)
+    digits = load_digits()
+    x, y = digits.train.images / 255, digits.train.labels
 
     torch.manual_seed(0)
     network = trained(nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10)), x, y, 500, 0.1)

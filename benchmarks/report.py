@@ -24,7 +24,8 @@ import yaml
 
 from benchmarks.timing import print_provenance
 from sparsesam.lab.experiment.config import TrainConfig
-from sparsesam.lab.experiment.records import append_records
+from sparsesam.lab.experiment.cost import passes_per_step
+from sparsesam.lab.experiment.run_directory import append_records
 
 _SETTINGS = (
     {"optimizer": "sgd"},
@@ -75,6 +76,7 @@ def _write_run(path: Path, config: TrainConfig, draw: random.Random) -> None:
     append_records(path / "records.jsonl", records)
     (path / "config.yaml").write_text(yaml.safe_dump({**settings, "betas": list(config.betas)}))
     result = {**records[-1], "best_test_accuracy": best, "seconds_per_epoch": seconds, "sparsity": config.sparsity}
+    result["forward_backwards_per_step"] = passes_per_step(config)
     (path / "result.json").write_text(json.dumps({"result": result, "config": settings, "provenance": origin}))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
-from sparsesam.lab.data import Labelled, Splits, load
+from sparsesam.lab.data import Labelled, Splits, load_dataset
 
 #: Where Debian's package dataset-fashion-mnist puts its files.
 _FASHION = Path("/usr/share/datasets/fashion-mnist")
@@ -46,7 +46,7 @@ def cifar_test(data_dir: Path | None) -> Splits:
 
 def _digits(part: slice) -> Splits:
     """1000 for training; of the other 797, the first 297 for validation and 500 for the test."""
-    whole = load("digits")
+    whole = load_dataset("digits")
     assert isinstance(whole, Splits)
     order = _order(len(whole.test.labels))[part]
     return replace(whole, test=Labelled(*(tensor[order] for tensor in whole.test)))
@@ -68,7 +68,7 @@ def _subset(whole: Splits, *, train: int, validation: int, final: bool) -> Split
 @cache
 def _half_size(name: str, data_dir: Path | None) -> Splits:
     """Means of 2x2 pixels: a quarter of the work per image, so that a study has enough seeds."""
-    whole = load(name, data_dir)
+    whole = load_dataset(name, data_dir)
     assert isinstance(whole, Splits)
     return replace(
         whole,

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 import sparsesam
 from sparsesam.analysis import Objective, hessian_eigenvalues, sharpness
 from sparsesam.lab import models
-from sparsesam.lab.data import Splits, load
+from sparsesam.lab.data import Splits, load_dataset
 from sparsesam.lab.experiment.batches import Share, make_batches
 from sparsesam.lab.experiment.errors import DivergedError
 from sparsesam.lab.experiment.provenance import provenance
@@ -81,11 +81,11 @@ def is_done(job: Job, records: list[Record]) -> bool:
 
 def prepare(job: Job, data_dir: Path | None) -> Training:
     config, fabric = job.config, Fabric(accelerator="cpu", devices=1)
-    splits = load(config.dataset, data_dir)
+    splits = load_dataset(config.dataset, data_dir)
     assert isinstance(splits, Splits)
     batches = make_batches(config, splits, Share(), fabric.device, 0)
     seed_global(derive(config.seed, Purpose.WEIGHTS), fabric.device)
-    model = models.build(config.model, splits.num_classes, splits.in_channels, splits.image_size)
+    model = models.build_model(config.model, splits.num_classes, splits.in_channels, splits.image_size)
     training = Training(config, model, batches, fabric)
     if job.part is not None:
         PARTS[job.part](training)

@@ -19,8 +19,7 @@ from pathlib import Path
 from PIL import Image
 
 from sparsesam.lab import cli
-from sparsesam.lab.display.colors import assign_colors
-from sparsesam.lab.display.drawing import write_plot
+from sparsesam.lab.display import assign_colors, write_plot
 from sparsesam.lab.inspection import ANALYSES, Measured
 
 ROOT = Path(__file__).parents[1]

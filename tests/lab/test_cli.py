@@ -105,7 +105,7 @@ def test_a_bad_value_ends_with_its_reason(tmp_path, capsys):
     assert main(["train", "--epochs", "0"]) == 2
     assert "epochs must be at least 1, got 0" in capsys.readouterr().err
     assert main(["train", *SHORT, "--dataset", "cifra10", "--out", str(tmp_path / "run")]) == 2
-    assert "dataset must be one of 'cifar10'" in capsys.readouterr().err
+    assert "did you mean cifar10 or cifar100?" in capsys.readouterr().err
 
 
 def test_what_the_machine_does_not_have_is_told_in_a_line(tmp_path, capsys):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sparsesam.lab.cli import main
-from sparsesam.lab.plug_in import call, find_function
+from sparsesam.lab.names import call_function, find_function
 
 DOCS = Path(__file__).parents[2] / "docs" / "command-line.md"
 
@@ -28,7 +28,7 @@ def test_errors_of_a_function_are_one_line(capsys):
         raise KeyError("two\nlines")
 
     with pytest.raises(ValueError, match=r"^model a:b raised KeyError: 'two\\nlines'$"):
-        call("model", "a:b", broken)
+        call_function("model", "a:b", broken)
     with pytest.raises(ValueError, match="dataset must be an importable module:function, got 'nowhere:f'"):
         find_function("dataset", "nowhere:f")
     assert main(["train", "--model", "tests.lab.test_plug_in:DOCS"]) == 2

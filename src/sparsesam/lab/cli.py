@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from sparsesam.lab.commands.parser import Parser
         from sparsesam.lab.experiment.errors import Interrupted, RunError
-        from sparsesam.lab.experiment.names import nearest
+        from sparsesam.lab.names import nearest
     except ImportError as error:
         return _say(f"the command line needs {error.name}: {_NEEDS}", 2)
     if command not in COMMANDS:

@@ -80,7 +80,7 @@ def test_a_landscape_is_50_by_50_over_minus_one_to_one_unless_told(runs):
 
 
 def test_a_landscape_on_a_line(runs):
-    assert analyze("landscape", runs / "sgd", "--dimensions", 1, "--points", 5, "--span", -2, 3, *SAMPLES) == 0
+    assert analyze("landscape", runs / "sgd", "--dimensions", 1, "--points", 5, "--span", [-2, 3], *SAMPLES) == 0
     found = result_of(runs / "sgd", "landscape-1d")
     assert found["x"] == [-2, -0.75, 0.5, 1.75, 3]
     expected = analysis.loss_landscape(
@@ -91,7 +91,7 @@ def test_a_landscape_on_a_line(runs):
 
 def test_a_landscape_along_eigenvectors_bends_as_their_eigenvalues_say(runs):
     step = 0.02
-    words = ["--points", 3, "--span", -step, step, "--along", "eigenvectors"]
+    words = ["--points", 3, "--span", [-step, step], "--along", "eigenvectors"]
     assert analyze("landscape", runs / "sgd", *words, *SAMPLES) == 0
     loss = np.array(result_of(runs / "sgd", "landscape-eigenvectors")["loss"])
     bends = [(loss[1, 0] - 2 * loss[1, 1] + loss[1, 2]) / step**2, (loss[0, 1] - 2 * loss[1, 1] + loss[2, 1]) / step**2]

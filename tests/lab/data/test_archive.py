@@ -3,8 +3,8 @@ import tarfile
 
 import pytest
 
-from sparsesam.lab.data.archive import unpack
-from sparsesam.lab.data.errors import DataError
+from sparsesam.lab.data import DataError
+from sparsesam.lab.data.download import unpack
 
 
 def write_tar(path, members):

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from sparsesam.lab.data import Augment, load, standard_augmentation
-from sparsesam.lab.data.augment import crop_and_flip, cut_out_, denormalize, normalize
+from sparsesam.lab.data import Augment, load_dataset, standard_augmentation
+from sparsesam.lab.data.augment import crop_and_flip, cut_out_, denormalize, mixup, normalize
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 DTYPES = pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64])
@@ -117,7 +117,7 @@ def test_half_of_the_images_are_cut_and_half_flipped():
 
 
 def test_the_standard_one_is_the_papers_on_cifar_and_gentle_on_digits():
-    digits = load("digits")
+    digits = load_dataset("digits")
     assert standard_augmentation(digits) == Augment(digits.mean, digits.std, padding=1)
     images = torch.zeros(10, 3, 32, 32, dtype=torch.uint8)
     cifar = type(digits)(*[(images, torch.arange(10))] * 2, name="", classes=digits.classes, mean=MEAN, std=STD)
@@ -143,3 +143,24 @@ def test_refuses_what_makes_no_sense(changes, message):
 def test_the_channels_must_be_those_of_the_constants():
     with pytest.raises(ValueError, match=r"images must have 3 channels, as mean has, got shape \(2, 1, 4, 4\)"):
         normalize(torch.zeros(2, 1, 4, 4), MEAN, STD)
+
+
+def test_mixup_mixes_images_and_labels_by_the_same_share():
+    images, labels = torch.eye(6).view(6, 6, 1, 1), torch.arange(6)
+    mixed, targets = mixup(images, labels, alpha=1.0, num_classes=6, generator=generator(3))
+    assert torch.equal(mixed.view(6, 6), targets)
+    torch.testing.assert_close(targets.sum(1), torch.ones(6))
+    assert ((targets > 0).sum(1) > 1).any()
+
+
+def test_the_share_of_mixup_is_beta_distributed():
+    """Beta(a, a) has mean 1/2 and variance 1 / (4 (2 a + 1))."""
+    draw = generator()
+    shares = []
+    while len(shares) < 2000:
+        _, targets = mixup(torch.zeros(2, 1, 1, 1), torch.tensor([0, 1]), alpha=0.5, num_classes=2, generator=draw)
+        shares.append(float(targets[0, 0]))
+    shares = torch.tensor([share for share in shares if share != 1.0])
+    # Half of the permutations of two leave each image with itself; the others show the share.
+    assert abs(shares.mean() - 0.5) < 0.05
+    assert abs(shares.var() - 1 / 8) < 0.02

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparsesam.lab.data import DataError, MissingData, load
+from sparsesam.lab.data import DataError, MissingData, load_dataset
 from sparsesam.lab.data.cifar import CIFAR10, CIFAR100, load_cifar
 from tests.lab.data.files import RECORDS, labels, pixels, remote, small, tar, write_cifar
 
@@ -70,7 +70,7 @@ def test_downloads_unpacks_and_keeps_only_the_files(tmp_path, server, cache):
 
 def test_without_a_net_says_what_to_put_where(cache):
     with pytest.raises(MissingData) as caught:
-        load("cifar10", download=False)
+        load_dataset("cifar10", download=False)
     message = str(caught.value)
     assert f"Put into {cache / 'cifar10'}, or into a directory you name as data_dir:" in message
     assert "cifar-10-binary.tar.gz  MD5 c32a1d4ab5d03f1284b67883e8d87530  from https://www.cs.toronto.edu" in message

@@ -5,13 +5,13 @@ import sys
 import numpy as np
 import pytest
 
-from sparsesam.lab.data import DataError, load
+from sparsesam.lab.data import DataError, load_dataset
 
 
 def test_the_package_is_asked_for_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match="need datasets: pip install datasets"):
-        load("hf/somebody/pictures")
+        load_dataset("hf/somebody/pictures")
 
 
 def written(folder, columns=("image", "label")):
@@ -30,14 +30,14 @@ def written(folder, columns=("image", "label")):
 
 def test_a_saved_data_set_is_read(tmp_path):
     pictures = written(tmp_path, ("img", "fine_label"))
-    splits = load("hf/pictures", tmp_path)
+    splits = load_dataset("hf/pictures", tmp_path)
     assert splits.classes == ("cat", "dog", "eel")
     assert splits.train.labels.tolist() == [0, 1, 2, 0, 1, 2]
     assert np.array_equal(splits.test.images[3].permute(1, 2, 0).numpy(), np.array(pictures[3]))
-    assert load("hf/pictures", tmp_path, image_size=4).image_size == 4
+    assert load_dataset("hf/pictures", tmp_path, image_size=4).image_size == 4
 
 
 def test_what_cannot_be_read_is_told(tmp_path):
     pytest.importorskip("datasets")
     with pytest.raises(DataError, match="hf/pictures: expected a data set that can be loaded"):
-        load("hf/pictures", tmp_path)
+        load_dataset("hf/pictures", tmp_path)

@@ -3,7 +3,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from sparsesam.lab.data import DataError, MissingData, load
+from sparsesam.lab.data import DataError, MissingData, load_dataset
 from sparsesam.lab.data.image_folder import CentreCrop, RandomResizedCrop, random_box
 
 
@@ -30,7 +30,7 @@ def root(tmp_path):
 
 def test_reads_pairs_in_the_order_of_classes(root):
     (root / "train" / "cat" / "notes.txt").write_text("no image")
-    splits = load("imagenet", root)
+    splits = load_dataset("imagenet", root)
     assert splits.classes == ("cat", "dog")
     assert (len(splits.train), len(splits.test), splits.image_size) == (6, 4, 224)
     images, labels = zip(*splits.train, strict=False)
@@ -43,12 +43,12 @@ def epoch(dataset, workers):
 
 
 def test_workers_change_nothing(root):
-    train = load("imagenet", root).train
+    train = load_dataset("imagenet", root).train
     assert torch.equal(epoch(train, 0), epoch(train, 2))
 
 
 def test_each_epoch_sees_other_views_and_the_same_ones_again(root):
-    train = load("imagenet", root).train
+    train = load_dataset("imagenet", root).train
     loader = DataLoader(train, batch_size=6, num_workers=1, persistent_workers=True)
     views = []
     for number in (0, 1, 0):
@@ -59,7 +59,7 @@ def test_each_epoch_sees_other_views_and_the_same_ones_again(root):
 
 
 def test_test_images_are_always_the_same(root):
-    test = load("imagenet", root).test
+    test = load_dataset("imagenet", root).test
     before = test[0][0]
     test.set_epoch(5)
     assert torch.equal(before, test[0][0])
@@ -107,36 +107,36 @@ def test_a_damaged_image_is_named(root):
     path = root / "val" / "dog" / "1.jpeg"
     path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(DataError, match=r"1\.jpeg: expected a complete image, found one that cannot be decoded"):
-        load("imagenet", root).test[3]
+        load_dataset("imagenet", root).test[3]
 
 
 def test_a_class_missing_from_the_test_images_is_named(root):
     (root / "val" / "dog").rename(root / "val" / "dig")
     with pytest.raises(DataError, match=r"expected the 2 class folders .* missing: dog; unknown: dig"):
-        load("imagenet", root)
+        load_dataset("imagenet", root)
 
 
 def test_an_empty_class_is_named(root):
     (root / "train" / "ant").mkdir()
     with pytest.raises(DataError, match=r"ant: expected images \(.jpeg, .*\), found nothing"):
-        load("imagenet", root)
+        load_dataset("imagenet", root)
 
 
 def test_without_test_images_says_so(root):
     (root / "val").rename(root / "elsewhere")
     with pytest.raises(DataError, match="expected train and val"):
-        load("imagenet", root)
+        load_dataset("imagenet", root)
 
 
 def test_needs_a_directory(tmp_path):
     with pytest.raises(MissingData, match="needs data_dir"):
-        load("imagenet")
+        load_dataset("imagenet")
     with pytest.raises(DataError, match="train: expected a folder with one subfolder of images per class"):
-        load("imagenet", tmp_path)
+        load_dataset("imagenet", tmp_path)
 
 
 def test_any_folder_is_a_data_set_of_the_size_asked_for(root):
-    splits = load("folder", root, image_size=40)
+    splits = load_dataset("folder", root, image_size=40)
     assert (splits.name, splits.image_size, splits.train[0][0].shape) == ("folder", 40, (3, 40, 40))
 
 
@@ -145,11 +145,11 @@ def test_the_first_frame_of_a_gif_is_read_and_other_files_are_named(root):
         path.unlink()
     frames = [Image.new("RGB", (30, 30), color) for color in ("red", "blue")]
     frames[0].save(root / "train" / "cat" / "a.gif", save_all=True, append_images=frames[1:])
-    image, _ = load("folder", root, image_size=8).train[0]
+    image, _ = load_dataset("folder", root, image_size=8).train[0]
     assert image[:, 4, 4].tolist() == [255, 0, 0]
     (root / "train" / "cat" / "a.gif").rename(root / "train" / "cat" / "a.heic")
     with pytest.raises(DataError, match=r"cat: expected images \(.*\), found \.heic"):
-        load("folder", root)
+        load_dataset("folder", root)
 
 
 def test_tiny_imagenet_is_read_as_it_is_published(tmp_path):
@@ -162,9 +162,9 @@ def test_tiny_imagenet_is_read_as_it_is_published(tmp_path):
         Image.new("RGB", (64, 64), "white").save(tmp_path / "val" / "images" / f"val_{number}.JPEG")
     annotations = tmp_path / "val" / "val_annotations.txt"
     annotations.write_text("val_0.JPEG\tn02\t0\t32\t44\t62\nval_1.JPEG\tn01\t52\t55\t57\t59\n")
-    splits = load("tiny-imagenet", tmp_path)
+    splits = load_dataset("tiny-imagenet", tmp_path)
     assert (splits.image_size, len(splits.train), splits.test.labels) == (64, 2, [1, 0])
     assert splits.test[0][0].shape == (3, 64, 64)
     annotations.write_text("val_0.JPEG\tn03\t0\t32\t44\t62\n")
     with pytest.raises(DataError, match="line 1: expected a file and one of the classes"):
-        load("tiny-imagenet", tmp_path)
+        load_dataset("tiny-imagenet", tmp_path)

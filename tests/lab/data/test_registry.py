@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from sparsesam.lab.data import Labelled, Splits, load
+from sparsesam.lab.data import Labelled, Splits, load_dataset
 from tests.lab.data.files import write_fashion
 
 
@@ -16,7 +16,7 @@ def not_a_data_set(data_dir):
 
 
 def test_digits_need_no_files():
-    splits = load("digits")
+    splits = load_dataset("digits")
     assert splits.train.images.shape == (1000, 1, 8, 8)
     pixels = splits.train.images / 255
     assert pixels.mean().item() == pytest.approx(splits.mean[0], abs=1e-3)
@@ -25,31 +25,31 @@ def test_digits_need_no_files():
 
 def test_names_may_be_spelled_with_underscores(tmp_path):
     write_fashion(tmp_path)
-    assert load("Fashion_MNIST", str(tmp_path)).name == "fashion-mnist"
+    assert load_dataset("Fashion_MNIST", str(tmp_path)).name == "fashion-mnist"
 
 
 def test_takes_any_importable_function(tmp_path):
-    assert load("tests.lab.data.test_registry:tiny", tmp_path).name == str(tmp_path)
+    assert load_dataset("tests.lab.data.test_registry:tiny", tmp_path).name == str(tmp_path)
 
 
 def test_an_unknown_name_gets_the_nearest():
-    with pytest.raises(ValueError, match=r"dataset must be one of 'cifar10', .*or a module:function, got 'cifer10'"):
-        load("cifer10")
+    with pytest.raises(ValueError, match=r"dataset must be one of .*, got 'cifer10'; did you mean cifar10 or"):
+        load_dataset("cifer10")
 
 
 @pytest.mark.parametrize("name", ["no_such_module:function", "tests.lab.data.test_registry:no_such", ":", "a b:c"])
 def test_a_function_that_is_not_there_is_said(name):
     with pytest.raises(ValueError, match=f"dataset must be an importable module:function, got '{name}'"):
-        load(name)
+        load_dataset(name)
 
 
 def test_a_function_must_return_splits():
     with pytest.raises(
         ValueError, match=r"not_a_data_set must return sparsesam\.lab\.data\.Splits or FolderSplits, got list"
     ):
-        load("tests.lab.data.test_registry:not_a_data_set")
+        load_dataset("tests.lab.data.test_registry:not_a_data_set")
 
 
 def test_the_directory_must_exist(tmp_path):
     with pytest.raises(ValueError, match=r"data_dir must be an existing directory, got '.*nowhere'"):
-        load("cifar10", tmp_path / "nowhere")
+        load_dataset("cifar10", tmp_path / "nowhere")

@@ -4,7 +4,7 @@ import pickle
 import numpy as np
 import pytest
 
-from sparsesam.lab.data.errors import DataError
+from sparsesam.lab.data import DataError
 from sparsesam.lab.data.restricted_pickle import read_pickle
 
 

@@ -4,8 +4,9 @@ import warnings
 
 import numpy as np
 import pytest
+import torch
 
-from sparsesam.lab.display.drawing import check_plot, draw_plot, write_figures, write_plot
+from sparsesam.lab.display.drawing import check_plot, draw_plot, write_figures, write_images, write_plot
 from sparsesam.lab.display.figure import Axis, Figure, Series
 from sparsesam.lab.inspection import ANALYSES, Measured
 from tests.lab.report.made_runs import analyses
@@ -128,6 +129,18 @@ def test_a_plot_has_a_row_for_each_figure_and_leaves_out_single_points(tmp_path)
     assert sizes["one"] == sizes["with-point"]
     assert sizes["two"][1] > 1.8 * sizes["one"][1]
     assert (np.asarray(Image.open(tmp_path / "one.png").convert("L")) < 128).mean() > 0.002
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_images_are_drawn_row_by_row(tmp_path, channels):
+    from PIL import Image
+
+    images = [torch.full((channels, 8, 8), value, dtype=torch.uint8) for value in (200, 50, 120)]
+    write_images(images, ["a", "b"], tmp_path / "images.png", columns=2)
+    picture = np.asarray(Image.open(tmp_path / "images.png").convert("L"))
+    rows, columns = picture.shape
+    middle = [rows // 4 + 10, 3 * rows // 4 - 10], [columns // 4, 3 * columns // 4]
+    assert picture[np.ix_(*middle)].tolist() == [[200, 50], [120, 255]]
 
 
 def test_a_suffix_that_cannot_be_drawn_is_refused(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sparsesam.lab.data import DataError, load
+from sparsesam.lab.data import DataError, load_dataset
 from sparsesam.lab.experiment.batches import Share, make_batches
 from tests.lab.experiment.runs import SHORT
 
@@ -14,7 +14,7 @@ ONE = Share()
 
 @pytest.fixture(scope="module")
 def splits():
-    return load("digits")
+    return load_dataset("digits")
 
 
 def batches(splits, share=ONE, **settings):
@@ -45,13 +45,13 @@ def test_every_training_image_comes_once_in_an_epoch(splits):
     made = batches(splits, augment="none")
     seen = torch.cat([batch.images for batch in made.train(0)])
     assert len(seen) == 72
-    assert len(seen.unique(dim=0)) == len(made.augment.plain(made.images).unique(dim=0))
+    assert len(seen.unique(dim=0)) == len(made.augment.plain(made.sets["train"][0].tensors[0]).unique(dim=0))
 
 
 def test_label_noise_and_corruption_reach_the_training_images_only(splits):
     clean, noisy = batches(splits), batches(splits, label_noise=0.25, corruption_rate=0.5)
-    assert (clean.labels != noisy.labels).sum() == 18
-    assert (clean.images != noisy.images).flatten(1).any(1).sum() <= 36
+    assert (clean.sets["train"][0].tensors[1] != noisy.sets["train"][0].tensors[1]).sum() == 18
+    assert (clean.sets["train"][0].tensors[0] != noisy.sets["train"][0].tensors[0]).flatten(1).any(1).sum() <= 36
     assert all(
         torch.equal(a.images, b.images) for a, b in zip(clean.evaluation("test"), noisy.evaluation("test"), strict=True)
     )
@@ -74,7 +74,7 @@ def test_a_damaged_image_is_named_in_one_line(tmp_path, workers):
         Image.effect_noise((64, 64), 50).save(tmp_path / part / "cat" / "1.jpeg")
     path = tmp_path / "train" / "cat" / "1.jpeg"
     path.write_bytes(path.read_bytes()[:500])
-    made = make_batches(SHORT, load("folder", tmp_path), ONE, CPU, workers=workers)
+    made = make_batches(SHORT, load_dataset("folder", tmp_path), ONE, CPU, workers=workers)
     with pytest.raises(DataError) as caught:
         list(made.train(0))
     assert str(caught.value).startswith(f"{path}: expected a complete image")

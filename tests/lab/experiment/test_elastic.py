@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from sparsesam.lab.commands.train import under_torchrun
 from sparsesam.lab.experiment.config import RunEnvironment
-from sparsesam.lab.experiment.elastic import under_torchrun
-from sparsesam.lab.experiment.records import read_records
+from sparsesam.lab.experiment.run_directory import read_records
 from tests.lab.experiment.runs import same, state
 
 TORCHRUN = {

@@ -5,7 +5,7 @@ import torch
 
 from sparsesam.lab.data import DATASETS
 from sparsesam.lab.experiment.paper import TIMES, default_out, finished_results, recipe, recipes, show_ours
-from sparsesam.lab.models import MODELS, build
+from sparsesam.lab.models import MODELS, build_model
 from sparsesam.masks.patterns import as_pattern
 
 SCALES = ("laptop", "full")
@@ -99,7 +99,7 @@ def test_table_4_has_rows_for_both_units_of_the_text():
     assert {one.config(row, one.columns("full")[0], {}).pattern for row in one.rows("full")[2:]} == {"filter", "tensor"}
     assert one.paper("SSAM-F explicit 98 %, by filter") == one.paper("SSAM-F explicit 98 %, by tensor")
     worst = {"filter": 0.0, "tensor": 0.0}
-    shapes = {name: p.shape for name, p in build("resnet18").named_parameters()}
+    shapes = {name: p.shape for name, p in build_model("resnet18").named_parameters()}
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
         scores = {name: torch.rand(shape, generator=generator) for name, shape in shapes.items()}

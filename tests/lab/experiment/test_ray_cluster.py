@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsesam.lab.experiment.records import read_records
+from sparsesam.lab.experiment.run_directory import read_records
 
 SCRIPT = """
 import os, sys, threading, time

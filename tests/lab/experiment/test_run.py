@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsesam.lab.data import load
+from sparsesam.lab.data import load_dataset
 from sparsesam.lab.experiment import checkpoint, read_records
 from sparsesam.lab.experiment.errors import CheckpointError, DivergedError, Interrupted, RunError
 from sparsesam.lab.experiment.run_directory import RunDirectory
@@ -25,7 +25,7 @@ def with_dropout(num_classes):
 
 
 def own_digits(data_dir):
-    return load("digits", data_dir)
+    return load_dataset("digits", data_dir)
 
 
 def test_leaves_settings_records_checkpoints_and_a_result_with_provenance(tmp_path):

@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import re
@@ -9,13 +10,14 @@ import warnings
 import pytest
 import torch
 import yaml
+from rich.console import Console
 
 from sparsesam.lab.cli import main
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import RunError
 from sparsesam.lab.experiment.execution import claimed_gpu, sweep_jobs
 from sparsesam.lab.experiment.sweep import read_sweep
-from sparsesam.lab.experiment.sweep_table import summarize
+from sparsesam.lab.experiment.sweep_table import sweep_table
 
 SETTINGS = {"train_size": 64, "test_size": 40, "epochs": 1, "batch_size": 32, "fisher_samples": 8}
 
@@ -40,6 +42,14 @@ def test_a_sweep_is_variants_times_grid_times_seeds(tmp_path):
     assert [job.config.seed for job in jobs] == [0] * 4 + [1] * 4 + [2] * 4
 
 
+def rows(jobs):
+    """The cells of each variant's row."""
+    console = Console(file=io.StringIO(), width=200)
+    console.print(sweep_table("", jobs))
+    lines = [line.split("│")[1:-1] for line in console.file.getvalue().splitlines() if line.startswith("│")]
+    return {label.strip(): [cell.strip() for cell in cells] for label, *cells in lines}
+
+
 def test_points_of_a_grid_that_a_variant_does_not_use_are_one_run(tmp_path):
     variants = {"SGD": {"optimizer": "sgd"}, "SAM": {"optimizer": "sam"}, "fixed": {"optimizer": "sam", "rho": 0.5}}
     sweep = read(tmp_path, variants=variants, grid={"rho": [0.1, 0.2]})
@@ -52,7 +62,7 @@ def test_identical_runs_are_trained_once(tmp_path):
     ended = []
     sweep_jobs(jobs, RunEnvironment(), workers=1, on_end=ended.append)
     assert [outcome.job.label for outcome in ended] == ["SGD"]
-    assert [row.finished for row in summarize(jobs)] == [1, 1]
+    assert rows(jobs)["the same"][-1] == "1"
 
 
 def test_a_log_has_a_line_for_each_run_with_the_time_remaining(tmp_path, capsys):
@@ -102,8 +112,7 @@ def test_finished_runs_are_skipped_and_failed_ones_retried_on_request(tmp_path):
     sweep_jobs(jobs, RunEnvironment(), workers=1)
     assert good.result is not None
     assert "DivergedError: the loss is" in bad.failure
-    row = {row.label: row for row in summarize(jobs)}
-    assert (row["good"].finished, row["bad"].failed) == (1, 1)
+    assert (rows(jobs)["good"][-1], rows(jobs)["bad"][-1]) == ("1", "0 of 1, 1 failed")
 
     times = [(job.directory / "records.jsonl").stat().st_mtime_ns for job in jobs]
     sweep_jobs(jobs, RunEnvironment(), workers=1)
@@ -130,10 +139,7 @@ def test_accuracy_cost_and_seeds_are_summed_up(tmp_path):
         job.directory.mkdir(exist_ok=True)
         result = {"test_accuracy": accuracy, "forward_backwards_per_step": passes, "sparsity": None}
         (job.directory / "result.json").write_text(json.dumps({"result": result}))
-    sgd, sam = summarize(jobs)
-    assert (sgd.relative_cost, sam.relative_cost) == (1, 2)
-    assert sam.accuracy == pytest.approx(0.85)
-    assert sam.deviation == pytest.approx(0.1 / 2**0.5)
+    assert rows(jobs) == {"SGD": ["60.0 ± 14.1 %", "1.00", "–", "2"], "SAM": ["85.0 ± 7.1 %", "2.00", "–", "2"]}
 
 
 def test_gpus_are_claimed_one_each(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparsesam.lab.models import build
+from sparsesam.lab.models import build_model
 
 
 @pytest.mark.parametrize(
@@ -25,13 +25,13 @@ from sparsesam.lab.models import build
 )
 def test_has_the_published_number_of_parameters(name, num_classes, image_size, published):
     with torch.device("meta"):
-        model = build(name, num_classes, 3, image_size)
+        model = build_model(name, num_classes, 3, image_size)
     assert sum(p.numel() for p in model.parameters()) == published
 
 
 def test_the_papers_one_block_vit_has_the_sizes_of_its_table():
     with torch.device("meta"):
-        parameters = dict(build("vit-one-block-8192").named_parameters())
+        parameters = dict(build_model("vit-one-block-8192").named_parameters())
     block = {name: tuple(p.shape) for name, p in parameters.items() if "blocks" in name and p.dim() == 2}
     assert block == {
         "blocks.0.attention.qkv.weight": (3 * 8192, 8192),
@@ -45,7 +45,7 @@ def test_the_papers_one_block_vit_has_the_sizes_of_its_table():
 def test_pooling_and_projection_of_the_papers_vit_can_be_chosen():
     with torch.device("meta"):
         names = {
-            name: set(dict(build(f"vit-one-block-8192{name}").named_parameters()))
+            name: set(dict(build_model(f"vit-one-block-8192{name}").named_parameters()))
             for name in ("", "-mean", "-no-projection", "-mean-no-projection")
         }
     projection = {"blocks.0.attention.proj.weight", "blocks.0.attention.proj.bias"}

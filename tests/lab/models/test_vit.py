@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparsesam.lab.models import build, vit
+from sparsesam.lab.models import build_model, vit
 from sparsesam.lab.models.vit import Attention
 
 
@@ -18,7 +18,7 @@ def test_attention_is_softmax_of_scaled_products():
 
 
 def test_every_matrix_belongs_to_a_plain_layer():
-    modules = dict(build("vit-tiny-small").named_modules())
+    modules = dict(build_model("vit-tiny-small").named_modules())
     owners = {type(module).__name__ for module in modules.values() for _ in module.parameters(recurse=False)}
     assert owners == {"Conv2d", "Linear", "LayerNorm", "ClassToken", "PositionEmbedding"}
     assert not any(isinstance(module, nn.MultiheadAttention) for module in modules.values())
@@ -36,7 +36,7 @@ def test_the_order_of_patches_matters_only_through_their_positions():
 
 def test_patches_must_tile_the_image():
     with pytest.raises(ValueError, match="image_size must be a multiple of the patch size 16, got 40"):
-        build("vit-b-16", image_size=40)
+        build_model("vit-b-16", image_size=40)
 
 
 def test_heads_must_divide_the_dimension():

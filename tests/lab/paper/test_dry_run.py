@@ -59,7 +59,7 @@ def test_a_bad_setting_is_told_with_its_row():
         "full": {"settings": {"dataset": "cifar10", "model": "resnet81"}, "columns": {"CIFAR-10": {}}},
         "rows": {"SGD": {"set": {"optimizer": "sgd"}, "paper": []}},
     }
-    with pytest.raises(RunError, match=r"SGD, CIFAR-10 cannot run: ValueError: model must be one of 'resnet18'"):
+    with pytest.raises(RunError, match=r"SGD, CIFAR-10 cannot run: ValueError: model must be one of resnet18"):
         dry_run(Recipe("misspelt", "", content), "full", {}, lambda label, one: None)
 
 

@@ -9,12 +9,14 @@ import torch.nn.functional as F
 import yaml
 
 from sparsesam import analysis
+from sparsesam.lab.experiment.calibration import key
 from sparsesam.lab.experiment.config import TrainConfig
+from sparsesam.lab.experiment.cost import passes_per_step
 from sparsesam.lab.inspection.bound import BoundResult
 from sparsesam.lab.inspection.convergence import ConvergenceResult
 from sparsesam.lab.inspection.hessian import HessianResult
 from sparsesam.lab.inspection.sharpness import SharpnessResult
-from sparsesam.lab.inspection.store import Origin
+from sparsesam.lab.inspection.trained_run import Origin
 from sparsesam.lab.report.read_run import read_run
 
 PROVENANCE = {"cpu": "a chip", "machine": "Linux", "threads": 1, "torch": "2", "python": "3", "commit": "abc"}
@@ -42,6 +44,7 @@ def write_run(path, *, accuracy=0.9, seconds=2.0, epochs=3, planned=None, finish
             "seconds_per_epoch": seconds,
             "seconds_per_step": seconds / 10,
             "sparsity": sparsity,
+            "forward_backwards_per_step": passes_per_step(TrainConfig(epochs=planned or epochs, **settings)),
         }
         content = {"result": result, "config": config, "provenance": PROVENANCE}
         path.joinpath("result.json").write_text(json.dumps(content))
@@ -51,7 +54,7 @@ def write_run(path, *, accuracy=0.9, seconds=2.0, epochs=3, planned=None, finish
 def write_calibration(folder, runs, seconds, labels=None):
     """The file that a sweep writes beside its runs."""
     variants = {
-        read_run(run).variant_hash: {
+        key(read_run(run).config): {
             "label": label,
             "seconds_per_step": [one / 10],
             "seconds_per_mask": None,

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.report import write_runs
 
 from sparsesam.lab.report import write_report
-from sparsesam.lab.report.write import build
+from sparsesam.lab.report.write import build_report
 from tests.lab.report.made_runs import write_every_analysis, write_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -133,7 +133,7 @@ MARKS = {
 
 
 def test_every_figure_is_drawn(drawn, runs):
-    figures = [figure for section in build([runs])[1] for figure in section.figures]
+    figures = [figure for section in build_report([runs])[1] for figure in section.figures]
     assert len(figures) > 20
     for figure in figures:
         marks = drawn.locator(f"#figure-{figure.name}").locator(MARKS[figure.kind])

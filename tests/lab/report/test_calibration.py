@@ -1,7 +1,7 @@
 import json
 
 from sparsesam.lab.report.read_run import read_run
-from sparsesam.lab.report.write import build, read_calibrations
+from sparsesam.lab.report.write import build_report, read_calibrations
 from tests.lab.report.made_runs import write_calibration, write_run
 
 
@@ -18,7 +18,7 @@ def test_a_file_in_another_format_is_noted(tmp_path):
     run = write_run(tmp_path / "a")
     for content in ("{", json.dumps({"variants": 3})):
         (tmp_path / "calibration.json").write_text(content)
-        data, _ = build([run])
+        data, _ = build_report([run])
         assert data.calibrations == []
         assert "calibration.json" in data.problems[0][1]
 
@@ -26,4 +26,4 @@ def test_a_file_in_another_format_is_noted(tmp_path):
 def test_variants_have_the_names_that_the_sweep_gave(tmp_path):
     runs = [write_run(tmp_path / str(rho), optimizer="sam", rho=rho) for rho in (0.1, 0.2)]
     write_calibration(tmp_path, runs, [1.0, 2.0], labels=["careful", "bold"])
-    assert [variant.label for variant in build([tmp_path])[0].tasks[0].variants] == ["careful", "bold"]
+    assert [variant.label for variant in build_report([tmp_path])[0].tasks[0].variants] == ["careful", "bold"]

@@ -54,17 +54,10 @@ def test_a_calibration_that_lacks_a_variant_is_not_mixed_with_other_times(tmp_pa
     assert cost(*runs)[1] == {"SGD": 1.0, "SAM": 2.0, "ASAM": 2.0}
 
 
-def test_counted_passes_come_before_nominal_ones(tmp_path):
+def test_passes_are_those_that_were_counted(tmp_path):
     found, values = cost(
         with_passes(write_run(tmp_path / "a", optimizer="sgd"), 0.9),
         with_passes(write_run(tmp_path / "b", optimizer="ssam-f"), 1.8),
     )
     assert values == {"SGD": 1.0, "SSAM-F": 2.0}
     assert "masks included" in found.explanation
-
-
-def test_counts_and_settings_are_not_mixed(tmp_path):
-    _, values = cost(
-        with_passes(write_run(tmp_path / "a", optimizer="sgd"), 0.9), write_run(tmp_path / "b", optimizer="sam")
-    )
-    assert values == {"SGD": 1.0, "SAM": 2.0}

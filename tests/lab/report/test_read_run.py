@@ -11,7 +11,7 @@ def test_a_finished_run(tmp_path):
     assert (run.status, run.reason, run.problems) == ("finished", "", [])
     assert run.measured("test_accuracy") == 0.8
     assert [record["epoch"] for record in run.epochs] == [1, 2, 3]
-    assert run.settings["optimizer"] == "sam"
+    assert run.config.optimizer == "sam"
     assert run.provenance["cpu"] == "a chip"
 
 
@@ -57,14 +57,22 @@ def test_settings_that_cannot_be_read_come_from_the_records(tmp_path):
     path = write_run(tmp_path / "a", optimizer="sam")
     (path / "config.yaml").write_text("optimizer: [")
     run = read_run(path)
-    assert run.settings["optimizer"] == "sam"
+    assert run.config.optimizer == "sam"
     assert "config.yaml is not YAML" in run.problems[0]
 
 
 def test_a_run_of_an_older_version_has_today_s_defaults_for_what_it_lacks(tmp_path):
     path = write_run(tmp_path / "a")
     (path / "config.yaml").write_text("optimizer: sam\n")
-    assert read_run(path).settings["ascent_every"] == 1
+    assert read_run(path).config.ascent_every == 1
+
+
+def test_settings_of_another_version_are_a_problem(tmp_path):
+    path = write_run(tmp_path / "a")
+    (path / "config.yaml").write_text("optimizer: sam\ntemperature: 3\n")
+    run = read_run(path)
+    assert (run.status, run.config) == ("finished", None)
+    assert "not those of this version of sparsesam: unknown option 'temperature'" in run.problems[0]
 
 
 def test_a_pipe_in_place_of_the_records_is_not_waited_for(tmp_path):

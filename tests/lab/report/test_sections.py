@@ -6,14 +6,14 @@ from sparsesam.lab.display.figure import Figure
 from sparsesam.lab.display.table import Table
 from sparsesam.lab.experiment.paper import recipe
 from sparsesam.lab.report.layout import missing_analyses
-from sparsesam.lab.report.write import build
+from sparsesam.lab.report.write import build_report
 from tests.lab.report.made_runs import PROVENANCE, analyses, write_analysis, write_every_analysis, write_run
 
 DIGITS = "task-digits-small-cnn"
 
 
 def sections(*places, **options):
-    data, built = build(places, **options)
+    data, built = build_report(places, **options)
     return data, {section.name: section for section in built}
 
 

@@ -51,7 +51,7 @@ def test_labels_name_what_differs_among_variants_of_one_optimizer_and_is_no_defa
     )
     assert [one.label for one in variants] == ["SGD", "SSAM-F", "SSAM-F, sparsity 0.9"]
     assert len({(one.color, one.number) for one in variants}) == 3
-    assert set(differing_settings(variants)) == {"optimizer", "sparsity", "weight_decay"}
+    assert set(differing_settings([one.config for one in variants])) == {"optimizer", "sparsity", "weight_decay"}
 
 
 def test_a_name_given_by_a_sweep_is_kept_unless_its_runs_have_different_ones(tmp_path):

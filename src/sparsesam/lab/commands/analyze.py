@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-import time
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from sparsesam.analysis import AnalysisResult
-from sparsesam.lab.commands.parser import Namespace, Parser
-from sparsesam.lab.display.colors import assign_colors
-from sparsesam.lab.display.drawing import check_plot, write_plot
-from sparsesam.lab.experiment.names import nearest
-from sparsesam.lab.inspection import ANALYSES, Analysis, Measured, write_analysis
+from sparsesam.lab.commands.parser import Namespace, Parser, add_options
+from sparsesam.lab.display import assign_colors, check_plot, write_plot
+from sparsesam.lab.inspection import ANALYSES, Analysis, Measured
 from sparsesam.lab.inspection.analysis import Prepared, Progress
-from sparsesam.lab.inspection.options import options_of
+from sparsesam.lab.names import nearest
 
 HELP = "Analyze trained runs: print a table, and write RUN/analyses/NAME.json (docs/analyses.md)."
 
@@ -37,8 +34,8 @@ def add_arguments(parser: Parser) -> None:
         command.set_defaults(parser=command)
         metavar, text = analysis.argument
         command.add_argument("paths", type=Path, nargs="+", metavar=metavar, help=text)
-        _add_options(command, analysis)
-        _add_options(command, analysis.settings)
+        add_options(command, analysis, flags=True)
+        add_options(command, analysis.settings, flags=True)
         command.add_argument("--plot", type=Path | None, default=None, help="draw it to FILE.png, .svg or .pdf")
 
 
@@ -75,12 +72,9 @@ def _measure(prepared: Prepared) -> list[Measured[AnalysisResult]]:
     optimizers = [getattr(getattr(subject, "config", None), "optimizer", "") for subject in subjects]
     measured = []
     for subject, (color, number) in zip(subjects, assign_colors(optimizers), strict=True):
-        start = time.perf_counter()
         with _progress_bar(f"{analysis.name} of {subject.path}") as progress:
-            result = analysis.measure(subject, progress)
-        origin, seconds = analysis.origin(subject), time.perf_counter() - start
-        write_analysis(subject.path, analysis.name, result, origin, options=options_of(analysis), seconds=seconds)
-        measured.append(Measured(str(subject.path), result, color, number, origin.other or ""))
+            result = analysis.measure_and_write(subject, progress)
+        measured.append(Measured(str(subject.path), result, color, number, analysis.origin(subject).other or ""))
     return measured
 
 
@@ -110,18 +104,5 @@ def _table(analysis: Analysis[Any], measured: Sequence[Measured[AnalysisResult]]
     return table
 
 
-def _add_options(parser: Parser, settings: type) -> None:
-    """An option for every field that has a help text."""
-    hints = typing.get_type_hints(settings)
-    for name, one in options_of(settings).items():
-        flag, text = f"--{name.replace('_', '-')}", one.metadata["help"]
-        if one.default is False:
-            parser.add_argument(flag, action="store_true", help=text)
-        elif one.metadata["nargs"]:
-            parser.add_argument(flag, type=float, nargs=one.metadata["nargs"], default=one.default, help=text)
-        else:
-            parser.add_argument(flag, type=hints[name], default=one.default, help=text)
-
-
 def _from_options(settings: Any, given: Mapping[str, Any]) -> Any:
-    return settings(**{name: given[name] for name in options_of(settings) if name in given})
+    return settings(**{one.name: given[one.name] for one in dataclasses.fields(settings) if one.name in given})

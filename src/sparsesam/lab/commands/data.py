@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -9,9 +10,8 @@ from typing import Literal
 import torch
 
 from sparsesam.lab.commands.parser import Namespace, Parser, add_settings, settings_of
-from sparsesam.lab.data import contact_sheet
 from sparsesam.lab.data.augment import denormalize
-from sparsesam.lab.display.numbers import plural
+from sparsesam.lab.display import check_plot, plural, write_images
 from sparsesam.lab.experiment.batches import Share, load_splits, make_batches
 
 HELP = "Draw training images as the network sees them, with noise, corruption and augmentation."
@@ -20,12 +20,13 @@ HELP = "Draw training images as the network sees them, with noise, corruption an
 def add_arguments(parser: Parser) -> None:
     parser.usage = "%(prog)s show [--out FILE.png] [--images 24] [--OPTION VALUE …]"
     parser.add_argument("action", type=Literal["show"], help="draw the contact sheet")
-    parser.add_argument("--out", type=Path, default=Path("data.png"), help="the picture")
+    parser.add_argument("--out", type=Path, default=Path("data.png"), help="FILE.png, .svg or .pdf")
     parser.add_argument("--images", type=int, default=24, help="how many")
     add_settings(parser, leave_out=("out", "resume", "batch_size"))
 
 
 def run(options: Namespace) -> int:
+    check_plot(options.out)
     config, environment = settings_of(options)
     config = replace(config, batch_size=options.images)
     splits = load_splits(config, environment)
@@ -33,6 +34,7 @@ def run(options: Namespace) -> int:
     batch = next(batches.train(epoch=0))
     labels = batch.labels if batch.labels.dim() == 1 else batch.labels.argmax(1)  # probabilities with mixup
     titles = [splits.classes[label] for label in labels.tolist()]
-    contact_sheet(denormalize(batch.images, splits.mean, splits.std), titles, options.out)
+    images = list(denormalize(batch.images, splits.mean, splits.std))
+    write_images(images, titles, options.out, columns=math.ceil(math.sqrt(1.5 * len(images))))
     print(f"{plural(len(titles), 'image')} of {splits.name}: {options.out}")
     return 0

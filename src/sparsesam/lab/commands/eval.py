@@ -3,28 +3,46 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from sparsesam.lab.commands.parser import Namespace, Parser
-from sparsesam.lab.display.numbers import plural
+from sparsesam.lab.display import plural
+
+if TYPE_CHECKING:
+    from sparsesam.lab.inspection import TrainedRun
 
 HELP = "Evaluate the weights of a run on its test or validation images."
+WEIGHTS = "best, last, or a file of weights (default: best)"
 
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="directory of a run")
-    parser.add_argument("--weights", type=str, default="best", help="best, last, or a file of weights (default: best)")
+    parser.add_argument("--weights", type=str, default="best", help=WEIGHTS)
     parser.add_argument("--split", type=Literal["test", "val"], default="test", help="images (default: test)")
     parser.add_argument("--data-dir", type=Path | None, default=None, help="where the data set's files are")
     parser.add_argument("--accelerator", type=str, default="auto", help="cpu, cuda, mps or auto")
 
 
-def run(options: Namespace) -> int:
-    from sparsesam.lab.experiment.config import RunEnvironment
-    from sparsesam.lab.experiment.evaluation import evaluate
+def weights_of(options: Namespace, **more: Any) -> TrainedRun:
+    """The run in ``options.run`` with the weights that are asked for."""
+    from sparsesam.lab.inspection import load_run
 
-    environment = RunEnvironment(data_dir=options.data_dir, accelerator=options.accelerator)
-    found = evaluate(options.run, options.weights, options.split, environment)
-    numbers = f"accuracy {found.accuracy:.2%}, loss {found.loss:.4f}"
-    print(f"{options.split} {numbers}, {plural(found.images, 'image')}; {found.file}")
+    if options.weights in ("best", "last"):
+        return load_run(options.run, checkpoint=options.weights, **more)
+    return load_run(options.run, weights=Path(options.weights), **more)
+
+
+def run(options: Namespace) -> int:
+    from sparsesam.lab.experiment.batches import Share, make_batches
+    from sparsesam.lab.experiment.run import make_fabric
+    from sparsesam.lab.experiment.training import loss_and_accuracy
+
+    trained = weights_of(options, data_dir=options.data_dir, device=options.accelerator)
+    if options.split == "val" and trained.config.val_size is None:
+        raise ValueError(f"{options.run} has no validation images (val_size); evaluate it on the test images")
+    fabric = make_fabric(trained.config, trained.environment)
+    batches = make_batches(trained.config, trained.splits, Share(), fabric.device, workers=0)
+    loss, correct, images = loss_and_accuracy(trained.model, batches.evaluation(options.split), fabric).tolist()
+    measured = f"accuracy {correct / images:.2%}, loss {loss / images:.4f}, {plural(int(images), 'image')}"
+    print(f"{options.split} {measured}; {trained.file}")
     return 0

@@ -4,21 +4,42 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
+from sparsesam.lab.commands.eval import WEIGHTS, weights_of
 from sparsesam.lab.commands.parser import Namespace, Parser
-from sparsesam.lab.display.numbers import plural
+from sparsesam.lab.display import plural
 
 HELP = "Write the weights of a run as a plain state_dict (.pt, .pth) or as safetensors (.safetensors)."
+FORMATS = (".pt", ".pth", ".safetensors")
 
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="directory of a run")
     parser.add_argument("-o", "--out", type=Path, required=True, help="FILE.pt, FILE.pth or FILE.safetensors")
-    parser.add_argument("--weights", type=str, default="best", help="best, last, or a file of weights (default: best)")
+    parser.add_argument("--weights", type=str, default="best", help=WEIGHTS)
 
 
 def run(options: Namespace) -> int:
-    from sparsesam.lab.experiment.evaluation import export
-
-    count = export(options.run, options.weights, options.out)
-    print(f"{plural(count, 'number')}: {options.out}")
+    out: Path = options.out
+    if out.suffix not in FORMATS:
+        raise ValueError(f"--out must end in {', '.join(FORMATS)}, got {out}")
+    trained = weights_of(options)
+    tensors = trained.weights
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.suffix == ".safetensors":
+        _write_safetensors(tensors, out, {"model": trained.config.model, "dataset": trained.config.dataset})
+    else:
+        torch.save(tensors, out)
+    print(f"{plural(sum(tensor.numel() for tensor in tensors.values()), 'number')}: {out}")
     return 0
+
+
+def _write_safetensors(tensors: dict[str, torch.Tensor], out: Path, metadata: dict[str, str]) -> None:
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ImportError("safetensors files need safetensors: pip install safetensors") from error
+    # Tensors that share memory are refused by safetensors.
+    separate = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    save_file(separate, out, metadata=metadata)

@@ -14,8 +14,7 @@ from rich.text import Text
 
 from sparsesam.lab.commands.parser import Namespace, Parser
 from sparsesam.lab.commands.sweep import add_execution, execute, overrides, report_failures
-from sparsesam.lab.display.drawing import check_plot
-from sparsesam.lab.display.numbers import plural
+from sparsesam.lab.display import check_plot, plural
 from sparsesam.lab.experiment.paper import Recipe, Scale, default_out, recipe, recipes
 from sparsesam.lab.experiment.sweep import Job
 from sparsesam.lab.paper.choices import other_choices, settings_of

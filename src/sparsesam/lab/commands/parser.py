@@ -11,14 +11,15 @@ import sys
 import typing
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, names_of, types_of
-from sparsesam.lab.experiment.names import check_names, nearest
 from sparsesam.lab.experiment.setting_types import alternatives, fitted
+from sparsesam.lab.names import check_names, nearest
 
 __all__ = ["ArgumentParser", "Namespace", "Parser", "add_settings", "settings_of"]
 
@@ -65,16 +66,27 @@ def add_settings(parser: Parser, *, leave_out: tuple[str, ...] = ()) -> None:
     parser.add_argument(
         "--config", type=Path, action="append", default=[], metavar="FILE", help="YAML file with any of these options"
     )
-    for kind in (TrainConfig, RunEnvironment):
-        group: Any = parser
-        for one in dataclasses.fields(kind):
-            if one.metadata["group"]:
-                group = parser.add_argument_group(one.metadata["group"])
-            if one.name not in leave_out:
-                flag, text = f"--{one.name.replace('_', '-')}", f"{one.metadata['help']}{_default(one.default)}"
-                options = {"type": types_of(kind)[one.name], "default": argparse.SUPPRESS, "help": text}
-                parser.known.append(flag.removeprefix("--"))
-                group.add_argument(flag, **_with_converter(flag, options))
+    for kind in _KINDS:
+        add_options(parser, kind, leave_out=leave_out)
+
+
+def add_options(parser: Parser, kind: Any, *, leave_out: tuple[str, ...] = (), flags: bool = False) -> None:
+    """An option for every field with a help text; those that are not given are not in the result.
+
+    ``flags``: a field that is False by default takes no value, so that what follows it is another argument.
+    """
+    group = parser.add_argument_group()
+    for one in dataclasses.fields(kind):
+        if one.name in leave_out or "help" not in one.metadata:
+            continue
+        if one.metadata["group"]:
+            group = parser.add_argument_group(one.metadata["group"])
+        flag, text = f"--{one.name.replace('_', '-')}", f"{one.metadata['help']}{_default(one.default)}"
+        options = {"type": types_of(kind)[one.name], "default": argparse.SUPPRESS, "help": text}
+        if flags and one.default is False:
+            options = {"action": "store_true", "default": argparse.SUPPRESS, "help": one.metadata["help"]}
+        parser.known.append(flag.removeprefix("--"))
+        group.add_argument(flag, **_with_converter(flag, options))
 
 
 def settings_of(options: Namespace) -> tuple[TrainConfig, RunEnvironment]:
@@ -112,24 +124,19 @@ def _with_converter(flag: str, options: dict[str, Any]) -> dict[str, Any]:
         return options
     if hint is bool:
         options = {"nargs": "?", "const": True, **options}
-    return {"metavar": _metavar(flag, hint), **options, "type": _Converter(flag, hint)}
+    return {"metavar": _metavar(flag, hint), **options, "type": partial(_converted, flag, hint)}
 
 
-class _Converter:
-    """From the text of a value to the type of its setting."""
-
-    def __init__(self, flag: str, hint: Any) -> None:
-        self.flag, self.hint = flag, hint
-
-    def __call__(self, text: str) -> Any:
-        try:
-            return fitted(self.flag, yaml.safe_load(text), self.hint)
-        except (ValueError, yaml.YAMLError):
-            pass  # perhaps it is meant as text
-        try:
-            return fitted(self.flag, text, self.hint)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+def _converted(flag: str, hint: Any, text: str) -> Any:
+    """The text of a value as the type of its setting."""
+    try:
+        return fitted(flag, yaml.safe_load(text), hint)
+    except (ValueError, yaml.YAMLError):
+        pass  # perhaps it is meant as text
+    try:
+        return fitted(flag, text, hint)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def _metavar(flag: str, hint: Any) -> str:

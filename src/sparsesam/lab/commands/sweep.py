@@ -13,14 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from sparsesam.lab.commands.parser import Namespace, Parser
-from sparsesam.lab.display.numbers import plural
+from sparsesam.lab.display import plural
 from sparsesam.lab.experiment.calibration import SweepCalibration, calibrate, read_calibration
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.execution import default_workers, sweep_jobs
-from sparsesam.lab.experiment.progress import Remaining
 from sparsesam.lab.experiment.sweep import Job, read_sweep
-from sparsesam.lab.experiment.sweep_table import SweepProgress, table
+from sparsesam.lab.experiment.sweep_table import RemainingTime, SweepProgress, sweep_table
 
 HELP = (
     "Train every combination of settings in a YAML file, times seeds. Finished runs are not run again; an interrupted "
@@ -52,7 +51,7 @@ def run(options: Namespace) -> int:
     out = options.out or Path("runs") / Path(options.file).stem
     jobs = sweep.jobs(out)
     calibration = None if options.no_calibration else _calibration(jobs, environment, out)
-    execute(jobs, options, lambda: table(sweep.title, jobs, calibration), calibration=calibration)
+    execute(jobs, options, lambda: sweep_table(sweep.title, jobs, calibration), calibration=calibration)
     print(f"runs: {out}")
     return report_failures(jobs)
 
@@ -71,7 +70,7 @@ def execute(
     """
     workers = options.jobs or default_workers(options.gpus)
     environment, console = _environment(options), Console(highlight=False)
-    progress = SweepProgress(jobs, draw, Remaining(jobs, workers, calibration), console)
+    progress = SweepProgress(jobs, draw, RemainingTime(jobs, workers, calibration), console)
     common = {
         "backend": options.backend,
         "retry": options.retry,

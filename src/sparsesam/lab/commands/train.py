@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from sparsesam.lab.commands.parser import Namespace, Parser, add_settings, settings_of
+from sparsesam.lab.experiment.config import RunEnvironment
 
 HELP = "Train one model. Everything has a default: `sparsesam train` alone takes half a minute on a laptop."
 
@@ -27,13 +31,12 @@ def rewrite(arguments: list[str]) -> list[str]:
 
 
 def run(options: Namespace) -> int:
-    from sparsesam.lab.experiment.elastic import under_torchrun
-    from sparsesam.lab.experiment.observers import for_terminal
+    from sparsesam.lab.experiment.observers import ProgressBar, RunObserver
     from sparsesam.lab.experiment.run import run as run_one
 
     config, environment = settings_of(options)
     environment = under_torchrun(environment)
-    result = run_one(config, environment, for_terminal(quiet=environment.quiet))
+    result = run_one(config, environment, RunObserver() if environment.quiet else ProgressBar())
     chosen = "validation" if result.best_chosen_on == "val" else "test"
     print(
         f"test accuracy {result.test_accuracy:.2%}; best.pt {result.best_test_accuracy:.2%}, "
@@ -41,6 +44,20 @@ def run(options: Namespace) -> int:
         f"{result.seconds:.1f} s of training; {environment.directory(config)}"
     )
     return 0
+
+
+def under_torchrun(environment: RunEnvironment, variables: Mapping[str, str] = os.environ) -> RunEnvironment:
+    """One process per device, as torchrun has started them; after it has lost one, from the last checkpoint.
+
+    Without torchrun, the environment as it is.
+    """
+    if "TORCHELASTIC_RUN_ID" not in variables:
+        return environment
+    local, world = int(variables["LOCAL_WORLD_SIZE"]), int(variables["WORLD_SIZE"])
+    if world % local:
+        raise ValueError(f"--nproc-per-node must be the same on every machine, got {local} here and {world} in total")
+    restarted = int(variables["TORCHELASTIC_RESTART_COUNT"]) > 0
+    return replace(environment, devices=local, num_nodes=world // local, resume=environment.resume or restarted)
 
 
 def _value_of(name: str, arguments: list[str]) -> str | None:

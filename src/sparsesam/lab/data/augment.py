@@ -1,4 +1,4 @@
-"""Random crop, flip, cutout and normalization of whole batches, on the device where the images are.
+"""Random crop, flip, cutout, mixup and normalization of whole batches, on the device where the images are.
 
 Every function takes the draws it needs as tensors, one entry per image; `Augment` makes the draws.
 """
@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from sparsesam.lab.data.rand_augment import rand_augment
 from sparsesam.lab.data.splits import FolderSplits, Splits
@@ -144,20 +145,29 @@ def denormalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> 
 
 
 def cut_out_(images: Tensor, tops: Tensor, lefts: Tensor, chosen: Tensor, *, size: int) -> Tensor:
-    """Zero, in place, rows top..top+size and columns left..left+size of the chosen images, where they lie inside.
-
-    A row of an image is kept whole or loses the columns at ``left``: few different rows, which are made once and
-    then looked up. ``left`` is in (-size, width).
-    """
+    """Zero, in place, rows top..top+size and columns left..left+size of the chosen images, where they are inside."""
     height, width = images.shape[2:]
-    starts = torch.arange(1 - size, width + 1, device=images.device)  # the last cuts nothing
-    kept = (~_band(starts, size, width)).to(images.dtype)
-    cut_rows = _band(tops, size, height) & chosen[:, None]
-    patterns = torch.where(cut_rows, (lefts + (size - 1))[:, None], len(starts) - 1)
-    return images.mul_(kept.index_select(0, patterns.flatten()).view(-1, 1, height, width))
+    rows, columns = _band(tops, size, height) & chosen[:, None], _band(lefts, size, width)
+    return images.masked_fill_((rows[:, :, None] & columns[:, None, :])[:, None], 0)
 
 
 def _band(starts: Tensor, size: int, length: int) -> Tensor:
     """(n, length): True at start..start+size."""
     distance = torch.arange(length, device=starts.device) - starts[:, None]
     return (distance >= 0) & (distance < size)
+
+
+def mixup(
+    images: Tensor, labels: Tensor, *, alpha: float, num_classes: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Mixup (Zhang et al. 2018): lam x + (1 - lam) x' and lam y + (1 - lam) y', with one lam ~ Beta(alpha, alpha).
+
+    ``labels`` are (n,) classes; the result's are (n, num_classes) probabilities, as `cross_entropy` takes them.
+    """
+    device = generator.device
+    # Beta(a, a) from two Gamma(a) draws; torch.distributions does not take a generator.
+    both = torch._standard_gamma(torch.full((2,), alpha, device=device, dtype=torch.float64), generator=generator)
+    share = float(both[0] / both.sum()) if both.sum() > 0 else 1.0
+    other = torch.randperm(len(labels), generator=generator, device=device).to(labels.device)
+    targets = one_hot(labels, num_classes).to(images.dtype)
+    return torch.lerp(images[other], images, share), torch.lerp(targets[other], targets, share)

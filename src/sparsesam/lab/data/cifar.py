@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,12 +9,10 @@ import numpy as np
 import torch
 from filelock import FileLock
 
-from sparsesam.lab.data.archive import unpack
 from sparsesam.lab.data.cifar_classes import CIFAR10_CLASSES, CIFAR100_CLASSES
-from sparsesam.lab.data.download import Remote, cache_dir, obtain, verify
-from sparsesam.lab.data.errors import DataError
+from sparsesam.lab.data.download import Remote, cache_dir, obtain, unpack, verify
 from sparsesam.lab.data.restricted_pickle import read_pickle
-from sparsesam.lab.data.splits import Labelled, Splits
+from sparsesam.lab.data.splits import DataError, Labelled, Splits
 
 PIXELS = 3 * 32 * 32
 
@@ -131,23 +128,19 @@ def _from_archive(
     with FileLock(cache / "unpack.lock"):
         if ready := _find(cifar, cache):  # by another process, while this one waited
             return ready
-        for layout, archive in _archives(cifar, data_dir):
+        given = [layout for layout in cifar.layouts if data_dir and (data_dir / layout.archive.name).is_file()]
+        layout = (given or cifar.layouts)[0]
+        if data_dir and given:
+            archive = data_dir / layout.archive.name
             verify(archive, layout.archive)
-            unpack(archive, _files(layout), cache / layout.folder)
-            return layout, cache / layout.folder
-        layout = cifar.layouts[0]
-        (archive,) = obtain(
-            cifar.name, [layout.archive], cache, data_dir=data_dir, download=download, progress=progress
-        )
+        else:
+            (archive,) = obtain(
+                cifar.name, [layout.archive], cache, data_dir=data_dir, download=download, progress=progress
+            )
         unpack(archive, _files(layout), cache / layout.folder)
-        archive.unlink()
+        if not given:
+            archive.unlink()
         return layout, cache / layout.folder
-
-
-def _archives(cifar: Cifar, data_dir: Path | None) -> Iterator[tuple[Layout, Path]]:
-    for layout in cifar.layouts:
-        if data_dir and (path := data_dir / layout.archive.name).is_file():
-            yield layout, path
 
 
 def _read(folder: Path, names: tuple[str, ...], layout: Layout, records: int) -> Labelled:

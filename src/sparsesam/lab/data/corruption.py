@@ -1,10 +1,8 @@
-"""The paper's four corruptions of training images. It does not give their strengths; ours are the constants below."""
+"""Wrong labels, and the paper's four corruptions of images; their strengths, which it does not give, are ours."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +13,6 @@ RESOLUTION_FACTOR = 2
 FOG_THINNEST, FOG_THICKEST, FOG_BRIGHTNESS = 0.3, 0.85, 0.9
 CHUNK = 4096
 """Images that are corrupted at a time, to keep the floating-point copy small."""
-
-
-class Corrupted(NamedTuple):
-    """``images`` as given but for the corrupted ones; ``kinds`` is (n,): a place in `CORRUPTIONS`, or -1 if clean."""
-
-    images: Tensor
-    kinds: Tensor
 
 
 def gaussian_noise(images: Tensor, generator: torch.Generator) -> Tensor:
@@ -62,7 +53,7 @@ CORRUPTIONS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
 """By name, on floating images in [0, 1]; results are clamped to that range."""
 
 
-def corrupt(images: Tensor, rate: float, kind: str, generator: torch.Generator) -> Corrupted:
+def corrupt(images: Tensor, rate: float, kind: str, generator: torch.Generator) -> Tensor:
     """A copy of (n, c, h, w) uint8 images in which round(rate * n) are corrupted.
 
     Which ones is uniform. ``kind`` is a name in `CORRUPTIONS`, or "mixed": equally many of each, to within one.
@@ -76,17 +67,16 @@ def corrupt(images: Tensor, rate: float, kind: str, generator: torch.Generator) 
         )
     names = list(CORRUPTIONS)
     if kind != "mixed" and kind not in names:
-        nearest = difflib.get_close_matches(kind, [*names, "mixed"], n=5, cutoff=0)
-        raise ValueError(f"kind must be one of {', '.join(map(repr, nearest))}, got {kind!r}")
+        raise ValueError(f"kind must be one of {', '.join(names)} or mixed, got {kind!r}")
     count = round(rate * len(images))
     chosen = torch.randperm(len(images), generator=generator, device=generator.device)[:count].to(images.device)
-    kinds = torch.full((len(images),), -1, device=images.device)
+    kinds = torch.full((len(images),), -1, device=images.device)  # places in CORRUPTIONS; -1: as it is
     kinds[chosen] = torch.arange(count, device=images.device) % len(names) if kind == "mixed" else names.index(kind)
     corrupted = images.clone()
     for place, function in enumerate(CORRUPTIONS.values()):
         for part in (kinds == place).nonzero()[:, 0].split(CHUNK):
             corrupted[part] = _bytes(function(images[part] / 255, generator))
-    return Corrupted(corrupted, kinds)
+    return corrupted
 
 
 def plasma(count: int, height: int, width: int, generator: torch.Generator) -> Tensor:
@@ -103,3 +93,26 @@ def plasma(count: int, height: int, width: int, generator: torch.Generator) -> T
 
 def _bytes(images: Tensor) -> Tensor:
     return images.mul(255).round_().clamp_(0, 255).to(torch.uint8)
+
+
+def flip_labels(labels: Tensor, *, fraction: float, num_classes: int, generator: torch.Generator) -> Tensor:
+    """Label noise: a copy of (n,) integer labels in which round(fraction * n) became a different class.
+
+    Which labels change, and to which of the other classes, is uniform: symmetric noise, in which a changed label
+    is always wrong.
+    """
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"fraction must be in [0, 1], got {fraction}; 0 keeps every label, 1 changes all")
+    if num_classes < 2:
+        raise ValueError(f"num_classes must be at least 2, got {num_classes}; one class has no other to flip to")
+    if len(labels) and not (labels.min() >= 0 and labels.max() < num_classes):
+        raise ValueError(
+            f"labels must be in 0..{num_classes - 1} for num_classes={num_classes}, got {int(labels.min())} to "
+            f"{int(labels.max())}"
+        )
+    count = round(fraction * len(labels))
+    chosen = torch.randperm(len(labels), generator=generator, device=generator.device)[:count].to(labels.device)
+    shift = torch.randint(1, num_classes, (count,), generator=generator, device=generator.device).to(labels.device)
+    flipped = labels.clone()
+    flipped[chosen] = (labels[chosen] + shift) % num_classes
+    return flipped

@@ -1,14 +1,20 @@
-"""Fashion-MNIST (Xiao et al. 2017): 60,000 and 10,000 pieces of clothing, 28x28, grey."""
+"""Fashion-MNIST (Xiao et al. 2017): 60,000 and 10,000 pieces of clothing, 28x28, grey, in idx files."""
 
 from __future__ import annotations
 
+import gzip
+import math
+import struct
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from sparsesam.lab.data.download import Remote, cache_dir, obtain
-from sparsesam.lab.data.errors import DataError
-from sparsesam.lab.data.idx import read_idx
-from sparsesam.lab.data.splits import Labelled, Splits
+from sparsesam.lab.data.splits import DataError, Labelled, Splits
 
 NAME = "fashion-mnist"
 CLASSES = (
@@ -16,7 +22,6 @@ CLASSES = (
 )  # fmt: skip
 FOLDERS = ("", "fashion-mnist", "fashion", "FashionMNIST/raw")
 HOST = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion"
-
 
 #: Images and labels, for training and for testing.
 REMOTES = (
@@ -71,3 +76,37 @@ def _labelled(images: Path, labels: Path) -> Labelled:
     if len(pixels) != len(numbers):
         raise DataError(f"{labels}: expected {len(pixels):,} labels, one per image of {images}, found {len(numbers):,}")
     return Labelled(pixels[:, None], numbers.long())
+
+
+def read_idx(path: Path, dimensions: int) -> Tensor:
+    """The uint8 tensor, with that many dimensions, in a file of the idx format. Files that end in .gz are decompressed.
+
+    Layout, big-endian: 0x0000, the type of an entry (0x08, unsigned byte), the number of dimensions; each
+    dimension as 4 bytes; the entries.
+    """
+    content = _read(path)
+    start = 4 + 4 * dimensions
+    magic = 0x0800 | dimensions
+    found = int.from_bytes(content[:4], "big")
+    if len(content) < start or found != magic:
+        raise DataError(
+            f"{path}: expected an idx file of bytes in {dimensions} dimensions (magic number {magic}), "
+            f"found magic number {found} in {len(content):,} bytes"
+        )
+    shape = struct.unpack(f">{dimensions}I", content[4:start])
+    if len(content) != start + math.prod(shape):
+        raise DataError(
+            f"{path}: expected {start + math.prod(shape):,} bytes for {' x '.join(map(str, shape))} entries, "
+            f"found {len(content):,}; the file is truncated or has more than one array in it"
+        )
+    return torch.from_numpy(np.frombuffer(content, dtype=np.uint8, offset=start).copy()).view(shape)
+
+
+def _read(path: Path) -> bytes:
+    if path.suffix != ".gz":
+        return path.read_bytes()
+    try:
+        with gzip.open(path) as file:
+            return file.read()
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path}: expected a complete gzip file, found a damaged one ({error})") from error

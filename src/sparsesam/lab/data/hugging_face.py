@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsesam.lab.data.errors import DataError
-from sparsesam.lab.data.splits import Labelled, Splits
+from sparsesam.lab.data.splits import DataError, Labelled, Splits
 
 
 def load_hugging_face(name: str, data_dir: Path | None, download: bool, *, size: int | None = None) -> Splits:

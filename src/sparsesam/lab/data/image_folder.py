@@ -1,10 +1,12 @@
-"""Folders of images, ROOT/CLASS/*.jpeg, decoded with Pillow when an image is needed."""
+"""Data sets of image files, decoded with Pillow when they are needed: ImageNet-1K, Tiny ImageNet, or any folder with a
+subfolder for each class.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,38 +15,33 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from sparsesam.lab.data.errors import DataError
+from sparsesam.lab.data.splits import DataError, FolderSplits, MissingData
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff")
+SOURCES = {
+    "imagenet": "ImageNet-1K is available on request from https://www.image-net.org and cannot be downloaded from here",
+    "tiny-imagenet": "unpack http://cs231n.stanford.edu/tiny-imagenet-200.zip and pass the folder tiny-imagenet-200",
+    "folder": "any images will do, at least one per class in each of the two",
+}
 View = Callable[["Image", torch.Generator], "Image"]
 """Crops and resizes an image; random choices come from the generator."""
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
-    """Pairs of a (3, size, size) uint8 image and its label, labels in the order of ``classes``.
-
-    Images are those in ROOT/CLASS, or in ROOT/CLASS/images. Of an animated file the first frame is used.
+    """Pairs of a (3, size, size) uint8 image and its label. Of an animated file the first frame is used.
 
     The view of image i in epoch e is drawn from a generator seeded with (seed, e, i): how many workers decode,
     and in which order, changes nothing. `set_epoch` reaches workers that are already running.
     """
 
-    def __init__(self, root: Path, classes: tuple[str, ...], view: View, *, seed: int = 0) -> None:
-        self.paths, self.labels = _list(root, classes)
-        self.view = view
-        self.seed = seed
+    def __init__(self, paths: list[str], labels: list[int], view: View) -> None:
+        self.paths, self.labels, self.view, self.seed = paths, labels, view, 0
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
-
-    @classmethod
-    def of_files(cls, files: Sequence[tuple[str, int]], view: View, *, seed: int = 0) -> ImageFolder:
-        """Of paths and labels that are known already."""
-        made = cls.__new__(cls)
-        made.paths, made.labels = [path for path, _ in files], [label for _, label in files]
-        made.view, made.seed, made._epoch = view, seed, torch.zeros((), dtype=torch.int64).share_memory_()
-        return made
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -60,7 +57,39 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         self._epoch.fill_(epoch)
 
 
-def class_names(root: Path) -> tuple[str, ...]:
+def load_image_folder(data_dir: Path | None, *, name: str, size: int) -> FolderSplits:
+    """Training images by `RandomResizedCrop` with flips, test images by `CentreCrop`; both uint8, not normalized.
+
+    The training images are in ``data_dir/train/CLASS``; the test images in ``val/CLASS`` or ``test/CLASS``, or, as
+    Tiny ImageNet is published, in ``val/images`` with their classes in ``val/val_annotations.txt``.
+    """
+    if data_dir is None:
+        raise MissingData(
+            f"{name} needs data_dir (--data-dir DIR), a directory with train/CLASS/*.jpeg and val/CLASS/*.jpeg; "
+            f"{SOURCES[name]}"
+        )
+    try:
+        import PIL  # noqa: F401
+    except ImportError as error:
+        raise ImportError("image folders need Pillow: pip install 'sparsesam[data]'") from error
+    classes = _class_names(data_dir / "train")
+    test = next((data_dir / part for part in ("val", "test") if (data_dir / part).is_dir()), None)
+    if test is None:
+        raise DataError(f"{data_dir}: expected train and val (or test) in it, found no val and no test")
+    trained, annotations = _by_class(data_dir / "train", classes), test / "val_annotations.txt"
+    tested = _annotated(annotations, classes) if annotations.is_file() else _by_class(test, classes)
+    return FolderSplits(
+        train=ImageFolder(*trained, RandomResizedCrop(size)),
+        test=ImageFolder(*tested, CentreCrop(size, resize=round(size * 256 / 224))),
+        image_size=size,
+        name=name,
+        classes=classes,
+        mean=MEAN,
+        std=STD,
+    )
+
+
+def _class_names(root: Path) -> tuple[str, ...]:
     """The names of the subfolders, sorted: a class's label is its place among them."""
     if not root.is_dir():
         raise DataError(f"{root}: expected a folder with one subfolder of images per class, found no folder")
@@ -70,25 +99,73 @@ def class_names(root: Path) -> tuple[str, ...]:
     return names
 
 
+def _by_class(root: Path, classes: tuple[str, ...]) -> tuple[list[str], list[int]]:
+    """The files in ROOT/CLASS, or ROOT/CLASS/images, and their labels."""
+    if (found := _class_names(root)) != classes:
+        missing, unknown = sorted(set(classes) - set(found)), sorted(set(found) - set(classes))
+        raise DataError(
+            f"{root}: expected the {len(classes)} class folders of the training images, found {len(found)}; "
+            f"missing: {', '.join(missing[:5]) or 'none'}; unknown: {', '.join(unknown[:5]) or 'none'}"
+        )
+    paths: list[str] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        folder = root / name / "images" if (root / name / "images").is_dir() else root / name
+        files = sorted(entry.path for entry in os.scandir(folder) if entry.is_file())
+        images = [file for file in files if file.lower().endswith(SUFFIXES)]
+        if not images:
+            others = sorted({Path(file).suffix or "files without a suffix" for file in files})
+            raise DataError(
+                f"{folder}: expected images ({', '.join(SUFFIXES)}), found {', '.join(others) or 'nothing'}"
+            )
+        paths += images
+        labels += [label] * len(images)
+    return paths, labels
+
+
+def _annotated(annotations: Path, classes: tuple[str, ...]) -> tuple[list[str], list[int]]:
+    """Files and labels from lines of a file's name, its class and a box, separated by tabs."""
+    paths, labels = [], []
+    for number, line in enumerate(annotations.read_text().splitlines(), start=1):
+        name, kind, *_ = [*line.split("\t"), ""]
+        if kind not in classes:
+            raise DataError(f"{annotations}: line {number}: expected a file and one of the classes, found {line!r}")
+        paths.append(str(annotations.parent / "images" / name))
+        labels.append(classes.index(kind))
+    if not paths:
+        raise DataError(f"{annotations}: expected a line for each image, found none")
+    return paths, labels
+
+
+def _decode(path: str) -> Image:
+    import PIL.Image
+
+    try:
+        with PIL.Image.open(path) as image:
+            return image.convert("RGB")
+    except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
+        raise DataError(f"{path}: expected a complete image, found one that cannot be decoded ({error})") from error
+
+
+# ---- views -----------------------------------------------------------------------------------------------------------
+
+
 class RandomResizedCrop:
     """A box of 8 to 100 % of the area and of aspect 3/4 to 4/3 (log-uniform), resized to a square; half are mirrored.
 
     Ten boxes are tried; if none fits in the image, the largest central one of an allowed aspect is taken.
     """
 
-    def __init__(self, size: int = 224, *, scale: tuple[float, float] = (0.08, 1.0), mirrored: bool = True) -> None:
-        self.size = size
-        self.scale = scale
-        self.mirrored = mirrored
+    def __init__(self, size: int, *, scale: tuple[float, float] = (0.08, 1.0)) -> None:
+        self.size, self.scale = size, scale
 
     def __call__(self, image: Image, generator: torch.Generator) -> Image:
         from PIL.Image import Resampling, Transpose
 
         box = random_box(image.size, self.scale, generator)
         seen = image.resize((self.size, self.size), Resampling.BILINEAR, box=box)
-        if self.mirrored and torch.rand((), generator=generator).item() < 0.5:
-            seen = seen.transpose(Transpose.FLIP_LEFT_RIGHT)
-        return seen
+        is_mirrored = torch.rand((), generator=generator).item() < 0.5
+        return seen.transpose(Transpose.FLIP_LEFT_RIGHT) if is_mirrored else seen
 
 
 def random_box(
@@ -114,8 +191,7 @@ class CentreCrop:
     """The shorter side resized to 256, then the central 224x224."""
 
     def __init__(self, size: int = 224, *, resize: int = 256) -> None:
-        self.size = size
-        self.resize = resize
+        self.size, self.resize = size, resize
 
     def __call__(self, image: Image, generator: torch.Generator) -> Image:
         from PIL.Image import Resampling
@@ -125,36 +201,3 @@ class CentreCrop:
         left, top = (width - self.size) // 2, (height - self.size) // 2
         resized = image.resize((width, height), Resampling.BILINEAR)
         return resized.crop((left, top, left + self.size, top + self.size))
-
-
-def _list(root: Path, classes: tuple[str, ...]) -> tuple[list[str], list[int]]:
-    if (found := class_names(root)) != classes:
-        missing, unknown = sorted(set(classes) - set(found)), sorted(set(found) - set(classes))
-        raise DataError(
-            f"{root}: expected the {len(classes)} class folders of the training images, found {len(found)}; "
-            f"missing: {', '.join(missing[:5]) or 'none'}; unknown: {', '.join(unknown[:5]) or 'none'}"
-        )
-    paths: list[str] = []
-    labels: list[int] = []
-    for label, name in enumerate(classes):
-        folder = root / name / "images" if (root / name / "images").is_dir() else root / name
-        files = sorted(entry.path for entry in os.scandir(folder) if entry.is_file())
-        images = [file for file in files if file.lower().endswith(SUFFIXES)]
-        if not images:
-            others = sorted({Path(file).suffix or "files without a suffix" for file in files})
-            raise DataError(
-                f"{folder}: expected images ({', '.join(SUFFIXES)}), found {', '.join(others) or 'nothing'}"
-            )
-        paths += images
-        labels += [label] * len(images)
-    return paths, labels
-
-
-def _decode(path: str) -> Image:
-    import PIL.Image
-
-    try:
-        with PIL.Image.open(path) as image:
-            return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
-        raise DataError(f"{path}: expected a complete image, found one that cannot be decoded ({error})") from error

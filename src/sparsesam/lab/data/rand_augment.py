@@ -7,13 +7,17 @@ interpolated bilinearly and padded with black.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LARGEST_ANGLE, LARGEST_SHEAR, LARGEST_SHIFT, LARGEST_BLEND = 30.0, 0.3, 0.33, 0.9
+LARGEST_ANGLE, LARGEST_SHEAR, LARGEST_SHIFT, LARGEST_BLEND = math.radians(30), 0.3, 0.33, 0.9
+
+Operation = Callable[[Tensor, float, Tensor], Tensor]
+"""Of floating images in 0..255, a strength in [0, 1] and a sign per image."""
 
 
 def rand_augment(images: Tensor, generator: torch.Generator, *, count: int, magnitude: float) -> Tensor:
@@ -32,10 +36,6 @@ def rand_augment(images: Tensor, generator: torch.Generator, *, count: int, magn
                 changed = operation(images[mine].float(), magnitude / 10, signs)
                 result[mine] = changed.round().clamp(0, 255).to(torch.uint8)
         images = result
-    return images
-
-
-def _identity(images: Tensor, strength: float, signs: Tensor) -> Tensor:
     return images
 
 
@@ -69,61 +69,39 @@ def _solarize(images: Tensor, strength: float, signs: Tensor) -> Tensor:
     return torch.where(images >= 255 * (1 - strength), 255 - images, images)
 
 
-def _blend(images: Tensor, other: Tensor, strength: float, signs: Tensor) -> Tensor:
-    """other + factor (images - other), with a factor of 1 ± 0.9 strength."""
-    factor = (1 + LARGEST_BLEND * strength * signs).view(-1, 1, 1, 1)
-    return other + factor * (images - other)
+def _away_from(reference: Callable[[Tensor], Tensor]) -> Operation:
+    """other + factor (images - other), with a factor of 1 ± 0.9 strength; ``reference`` makes the other images."""
+
+    def operation(images: Tensor, strength: float, signs: Tensor) -> Tensor:
+        other = reference(images)
+        return other + (1 + LARGEST_BLEND * strength * signs).view(-1, 1, 1, 1) * (images - other)
+
+    return operation
 
 
-def _color(images: Tensor, strength: float, signs: Tensor) -> Tensor:
-    return _blend(images, _gray(images), strength, signs)
-
-
-def _contrast(images: Tensor, strength: float, signs: Tensor) -> Tensor:
-    return _blend(images, _gray(images).mean((1, 2, 3), keepdim=True), strength, signs)
-
-
-def _brightness(images: Tensor, strength: float, signs: Tensor) -> Tensor:
-    return _blend(images, torch.zeros_like(images), strength, signs)
-
-
-def _sharpness(images: Tensor, strength: float, signs: Tensor) -> Tensor:
-    """Away from, or towards, the image smoothed with Pillow's 3x3 kernel; the border stays."""
+def _smooth(images: Tensor) -> Tensor:
+    """Pillow's 3x3 smoothing; the border stays."""
     kernel = torch.tensor([[1.0, 1.0, 1.0], [1.0, 5.0, 1.0], [1.0, 1.0, 1.0]], device=images.device) / 13
     smooth = images.clone()
     if min(images.shape[2:]) > 2:
         channels = images.shape[1]
         smooth[:, :, 1:-1, 1:-1] = F.conv2d(images, kernel.expand(channels, 1, 3, 3), groups=channels)
-    return _blend(images, smooth, strength, signs)
+    return smooth
 
 
-def _rotate(images: Tensor, strength: float, signs: Tensor) -> Tensor:
-    angles = torch.deg2rad(LARGEST_ANGLE * strength * signs)
-    return _affine(images, angles.cos(), -angles.sin(), 0, angles.sin(), angles.cos(), 0)
+def _moved(largest: float, matrix: Callable[[Tensor], Sequence[float | Tensor]]) -> Operation:
+    """Each output pixel (x, y) comes from (a x + b y + c, d x + e y + f), in units of half the side.
 
+    ``matrix`` gives a to f for an amount of at most ``largest``.
+    """
 
-def _shear_x(images: Tensor, strength: float, signs: Tensor) -> Tensor:
-    return _affine(images, 1, LARGEST_SHEAR * strength * signs, 0, 0, 1, 0)
+    def operation(images: Tensor, strength: float, signs: Tensor) -> Tensor:
+        count, entries = len(images), matrix(largest * strength * signs)
+        columns = [torch.as_tensor(entry, dtype=images.dtype, device=images.device).expand(count) for entry in entries]
+        grid = F.affine_grid(torch.stack(columns, 1).view(count, 2, 3), list(images.shape), align_corners=False)
+        return F.grid_sample(images, grid, align_corners=False)
 
-
-def _shear_y(images: Tensor, strength: float, signs: Tensor) -> Tensor:
-    return _affine(images, 1, 0, 0, LARGEST_SHEAR * strength * signs, 1, 0)
-
-
-def _translate_x(images: Tensor, strength: float, signs: Tensor) -> Tensor:
-    return _affine(images, 1, 0, 2 * LARGEST_SHIFT * strength * signs, 0, 1, 0)
-
-
-def _translate_y(images: Tensor, strength: float, signs: Tensor) -> Tensor:
-    return _affine(images, 1, 0, 0, 0, 1, 2 * LARGEST_SHIFT * strength * signs)
-
-
-def _affine(images: Tensor, *entries: float | Tensor) -> Tensor:
-    """Where each output pixel comes from: (x, y) -> (a x + b y + c, d x + e y + f), in units of half the side."""
-    count = len(images)
-    columns = [torch.as_tensor(entry, dtype=images.dtype, device=images.device).expand(count) for entry in entries]
-    grid = F.affine_grid(torch.stack(columns, 1).view(count, 2, 3), list(images.shape), align_corners=False)
-    return F.grid_sample(images, grid, align_corners=False)
+    return operation
 
 
 def _gray(images: Tensor) -> Tensor:
@@ -134,20 +112,19 @@ def _gray(images: Tensor) -> Tensor:
     return (images * weights).sum(1, keepdim=True)
 
 
-OPERATIONS: dict[str, Callable[[Tensor, float, Tensor], Tensor]] = {
-    "identity": _identity,
+OPERATIONS: dict[str, Operation] = {
+    "identity": lambda images, strength, signs: images,
     "auto-contrast": _auto_contrast,
     "equalize": _equalize,
-    "rotate": _rotate,
+    "rotate": _moved(LARGEST_ANGLE, lambda angle: (angle.cos(), -angle.sin(), 0, angle.sin(), angle.cos(), 0)),
     "solarize": _solarize,
-    "color": _color,
+    "color": _away_from(_gray),
     "posterize": _posterize,
-    "contrast": _contrast,
-    "brightness": _brightness,
-    "sharpness": _sharpness,
-    "shear-x": _shear_x,
-    "shear-y": _shear_y,
-    "translate-x": _translate_x,
-    "translate-y": _translate_y,
+    "contrast": _away_from(lambda images: _gray(images).mean((1, 2, 3), keepdim=True)),
+    "brightness": _away_from(torch.zeros_like),
+    "sharpness": _away_from(_smooth),
+    "shear-x": _moved(LARGEST_SHEAR, lambda slope: (1, slope, 0, 0, 1, 0)),
+    "shear-y": _moved(LARGEST_SHEAR, lambda slope: (1, 0, 0, slope, 1, 0)),
+    "translate-x": _moved(LARGEST_SHIFT, lambda share: (1, 0, 2 * share, 0, 1, 0)),
+    "translate-y": _moved(LARGEST_SHIFT, lambda share: (1, 0, 0, 0, 1, 2 * share)),
 }
-"""By name, on floating images in 0..255; each takes a strength in [0, 1] and a sign per image."""

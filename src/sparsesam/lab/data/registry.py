@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from functools import partial
 from os import PathLike
 from pathlib import Path
 
 from sparsesam.lab.data.cifar import CIFAR10, CIFAR100, load_cifar
-from sparsesam.lab.data.digits import digits_splits
+from sparsesam.lab.data.digits import load_digits
 from sparsesam.lab.data.fashion_mnist import load_fashion_mnist
-from sparsesam.lab.data.folders import load_image_folder
 from sparsesam.lab.data.hugging_face import load_hugging_face
+from sparsesam.lab.data.image_folder import load_image_folder
 from sparsesam.lab.data.splits import FolderSplits, Splits
-from sparsesam.lab.plug_in import call, find_function
+from sparsesam.lab.names import call_function, find_function, nearest
 
 Loader = Callable[[Path | None, bool, bool], Splits]
 
 IN_MEMORY: dict[str, Loader] = {
-    "digits": lambda data_dir, download, progress: digits_splits(),
+    "digits": lambda data_dir, download, progress: load_digits(),
     "fashion-mnist": load_fashion_mnist,
     "cifar10": partial(load_cifar, CIFAR10),
     "cifar100": partial(load_cifar, CIFAR100),
@@ -29,7 +28,7 @@ FOLDERS = {"imagenet": 224, "tiny-imagenet": 64, "folder": 224}
 DATASETS = (*IN_MEMORY, *FOLDERS)
 
 
-def load(
+def load_dataset(
     name: str,
     data_dir: str | PathLike[str] | None = None,
     download: bool = True,
@@ -57,15 +56,13 @@ def load(
     if ":" in name:
         return _from_user(name, place)
     if key not in IN_MEMORY:
-        nearest = difflib.get_close_matches(key, DATASETS, n=len(DATASETS), cutoff=0)
-        raise ValueError(
-            f"dataset must be one of {', '.join(map(repr, nearest))}, hf/NAME or a module:function, got {name!r}"
-        )
+        known = f"{', '.join(DATASETS)}, hf/NAME or a module:function"
+        raise ValueError(f"dataset must be one of {known}, got {name!r}; {nearest(key, DATASETS)}")
     return IN_MEMORY[key](place, download, progress)
 
 
 def _from_user(name: str, data_dir: Path | None) -> Splits | FolderSplits:
-    splits = call("dataset", name, find_function("dataset", name), data_dir)
+    splits = call_function("dataset", name, find_function("dataset", name), data_dir)
     if not isinstance(splits, Splits | FolderSplits):
         raise ValueError(
             f"dataset {name} must return sparsesam.lab.data.Splits or FolderSplits, got {type(splits).__name__}; "

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsesam.lab.data.errors import DataError
+from sparsesam.lab.data.splits import DataError
 
 
 def _latin1(text: str, encoding: str) -> bytes:

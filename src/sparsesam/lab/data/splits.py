@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparsesam.lab.data.errors import DataError
-from sparsesam.lab.data.image_folder import ImageFolder
+if TYPE_CHECKING:
+    from sparsesam.lab.data.image_folder import ImageFolder
+
+
+class DataError(ValueError):
+    """A file is not what was expected; the message names the file, what was expected and what was found."""
+
+
+class MissingData(DataError):
+    """Files were not found and cannot be downloaded; the message says which to put where, and their checksums."""
 
 
 class Labelled(NamedTuple):

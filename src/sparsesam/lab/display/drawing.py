@@ -78,15 +78,18 @@ def write_figures(figures: Sequence[Figure], folder: Path) -> None:
                     _save(drawing, folder / f"{figure.name}{end}{suffix}")
 
 
-def write_images(titles: Sequence[str], rows: Sequence[Sequence[Tensor]], file: Path) -> None:
-    """Images, (c, h, w) uint8, in rows; a title above each column."""
+def write_images(images: Sequence[Tensor], titles: Sequence[str], file: Path, *, columns: int) -> None:
+    """Images, (c, h, w) uint8 with c being 1 or 3, row by row, with titles above the first of them."""
     _import_matplotlib()
-    drawing = _new_drawing(1.6 * len(titles), 1.4 * len(rows))
-    axes = drawing.subplots(len(rows), len(titles), squeeze=False)
-    for row, column in np.ndindex(axes.shape):
-        axes[row, column].imshow(rows[row][column].expand(3, -1, -1).permute(1, 2, 0).numpy(), interpolation="nearest")
-        axes[row, column].set_axis_off()
-        axes[row, column].set_title(titles[column] if row == 0 else "", fontsize="small")
+    rows = -(-len(images) // columns)
+    drawing = _new_drawing(1.5 * columns, 1.6 * rows)
+    grid = list(drawing.subplots(rows, columns, squeeze=False).flat)
+    for axes in grid:
+        axes.set_axis_off()
+    for axes, title in zip(grid, titles, strict=False):
+        axes.set_title(_literal(title), fontsize="small")
+    for axes, image in zip(grid, images, strict=False):
+        axes.imshow(image.expand(3, -1, -1).permute(1, 2, 0).cpu().numpy(), interpolation="nearest")
     file.parent.mkdir(parents=True, exist_ok=True)
     _save(drawing, file)
 

@@ -2,6 +2,6 @@
 
 from sparsesam.lab.experiment.mask_record import read_masks
 from sparsesam.lab.experiment.provenance import provenance
-from sparsesam.lab.experiment.records import append_records, read_records
+from sparsesam.lab.experiment.run_directory import append_records, read_records
 
 __all__ = ["append_records", "provenance", "read_masks", "read_records"]

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +16,13 @@ from sparsesam.lab.data import (
     Augment,
     DataError,
     FolderSplits,
-    Labelled,
     Splits,
     corrupt,
     flip_labels,
-    load,
+    load_dataset,
     standard_augmentation,
 )
-from sparsesam.lab.data.image_folder import ImageFolder
-from sparsesam.lab.data.mixup import mixup
+from sparsesam.lab.data.augment import mixup
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.seeds import Purpose, derive, generator
 
@@ -35,7 +33,9 @@ _EVALUATION_BATCH = 500
 
 def load_splits(config: TrainConfig, environment: RunEnvironment, *, progress: bool = False) -> Splits | FolderSplits:
     """The data set of a run."""
-    return load(config.dataset, environment.data_dir, environment.download, progress, image_size=config.image_size)
+    return load_dataset(
+        config.dataset, environment.data_dir, environment.download, progress, image_size=config.image_size
+    )
 
 
 class Share(NamedTuple):
@@ -61,16 +61,27 @@ class Batch(NamedTuple):
 
 
 class Batches(ABC):
-    """The images of one run, in batches."""
+    """The images of one run, in batches. ``sets`` are the images of each split, and the places of those it uses."""
 
-    def __init__(self, config: TrainConfig, count: int, share: Share, device: torch.device) -> None:
+    #: Whether every rank augments the whole batch and keeps its part, so that all draw what one process would.
+    augments_whole: ClassVar[bool]
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        splits: Splits | FolderSplits,
+        sets: dict[Split, tuple[Any, Tensor]],
+        share: Share,
+        device: torch.device,
+    ) -> None:
         if config.batch_size < share.world:
             raise ValueError(
                 f"batch_size must be at least one image per process, {share.world}, got {config.batch_size}"
             )
-        self.seed, self.batch_size, self.count = config.seed, config.batch_size, count
-        self.share, self.device, self.mixup = share, device, config.mixup
-        self.has_validation = config.val_size is not None
+        self.seed, self.batch_size, self.mixup = config.seed, config.batch_size, config.mixup
+        self.augment, self.num_classes = _augmentation(config, splits), splits.num_classes
+        self.sets, self.count, self.has_validation = sets, len(sets["train"][1]), config.val_size is not None
+        self.share, self.device = share, device
 
     @property
     def steps(self) -> int:
@@ -78,130 +89,102 @@ class Batches(ABC):
         whole, rest = divmod(self.count, self.batch_size)
         return max(1, whole + (rest >= self.share.world))
 
-    def order(self, epoch: int, first_step: int) -> Iterator[tuple[int, Tensor]]:
-        """The step and the places of its images among the training images."""
-        order = torch.randperm(self.count, generator=generator(self.seed, Purpose.ORDER, epoch))
-        for step in range(first_step, self.steps):
-            yield step, order[step * self.batch_size : (step + 1) * self.batch_size]
-
-    @abstractmethod
     def train(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """An epoch's batches from ``first_step`` on."""
+        images, chosen = self.sets["train"]
+        order = chosen[torch.randperm(self.count, generator=generator(self.seed, Purpose.ORDER, epoch))]
+        batches = order.split(self.batch_size)[first_step : self.steps]
+        loaded = self._load(images, [batch if self.augments_whole else self.share.of(batch) for batch in batches])
+        for step, (batch, (images, labels)) in enumerate(zip(batches, loaded, strict=True), start=first_step):
+            rank = () if self.augments_whole else (self.share.rank,)
+            drawn = generator(self.seed, Purpose.AUGMENT, epoch, step, *rank)
+            images = self.augment(images, drawn)
+            if self.mixup:
+                images, labels = mixup(images, labels, alpha=self.mixup, num_classes=self.num_classes, generator=drawn)
+            if self.augments_whole and self.share.world > 1:
+                mine = self.share.of(torch.arange(len(batch), device=self.device))
+                images, labels = images[mine], labels[mine]
+            yield Batch(images, labels, len(batch))
 
-    @abstractmethod
     def evaluation(self, split: Literal["val", "test"]) -> Iterator[Batch]:
         """The validation or test images, or this rank's share of them."""
+        images, chosen = self.sets[split]
+        parts = [part for part in self.share.of(chosen).split(_EVALUATION_BATCH) if len(part)]
+        for loaded, labels in self._load(images, parts):
+            yield Batch(self.augment.plain(loaded), labels, len(chosen))
 
-    @abstractmethod
     def unaugmented(self, split: Split = "train") -> Dataset[tuple[Tensor, Tensor]]:
         """Single images, normalized only."""
+        images, chosen = self.sets[split]
+        return _Normalized(Subset(images, chosen.tolist()), self.augment, self.device)
 
-    def _mixed(self, images: Tensor, labels: Tensor, drawn: torch.Generator, num_classes: int) -> tuple[Tensor, Tensor]:
-        if not self.mixup:
-            return images, labels
-        return mixup(images, labels, alpha=self.mixup, num_classes=num_classes, generator=drawn)
+    @abstractmethod
+    def _load(self, images: Any, batches: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The images at these places, and their labels, on the training device."""
 
 
 class InMemory(Batches):
     """All images on the training device; whole batches are augmented."""
 
+    augments_whole = True
+
     def __init__(self, config: TrainConfig, splits: Splits, share: Share, device: torch.device) -> None:
-        self.augment = _augmentation(config, splits)
-        self.num_classes = splits.num_classes
         chosen, held_out = _choose(len(splits.train.labels), config)
-        images, labels = _prepared(config, splits, chosen)
         tested = subset(len(splits.test.labels), config.test_size)
-        self._sets: dict[Split, Labelled] = {
-            "train": Labelled(images.to(device), labels.to(device)),
-            "val": Labelled(*(part[held_out].to(device) for part in splits.train)),
-            "test": Labelled(*(part[tested].to(device) for part in splits.test)),
+        parts: dict[Split, tuple[Tensor, ...]] = {
+            "train": _prepared(config, splits, chosen),
+            "val": tuple(part[held_out] for part in splits.train),
+            "test": tuple(part[tested] for part in splits.test),
         }
-        super().__init__(config, len(labels), share, device)
+        sets: dict[Split, tuple[Any, Tensor]] = {
+            split: (TensorDataset(*(tensor.to(device) for tensor in part)), torch.arange(len(part[1])))
+            for split, part in parts.items()
+        }
+        super().__init__(config, splits, sets, share, device)
 
-    @property
-    def images(self) -> Tensor:
-        return self._sets["train"].images
-
-    @property
-    def labels(self) -> Tensor:
-        return self._sets["train"].labels
-
-    def train(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
-        for step, places in self.order(epoch, first_step):
-            # Every rank augments the whole batch and keeps its part, so that all draw what one process would.
-            drawn = generator(self.seed, Purpose.AUGMENT, epoch, step)
-            chosen = places.to(self.device)
-            images = self.augment(self.images[chosen], drawn)
-            images, labels = self._mixed(images, self.labels[chosen], drawn, self.num_classes)
-            if self.share.world > 1:
-                mine = self.share.of(torch.arange(len(places), device=self.device))
-                images, labels = images[mine], labels[mine]
-            yield Batch(images, labels, len(places))
-
-    def evaluation(self, split: Literal["val", "test"]) -> Iterator[Batch]:
-        images, labels = self._sets[split]
-        mine = self.share.of(torch.arange(len(labels), device=self.device))
-        for chosen in mine.split(_EVALUATION_BATCH):
-            yield Batch(self.augment.plain(images[chosen]), labels[chosen], len(labels))
-
-    def unaugmented(self, split: Split = "train") -> Dataset[tuple[Tensor, Tensor]]:
-        return _Normalized(TensorDataset(*self._sets[split]), self.augment, self.device)
+    def _load(self, images: Any, batches: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        return (images[places.to(self.device)] for places in batches)
 
 
 class FromFolder(Batches):
-    """Images that worker processes decode when they are needed."""
+    """Images that worker processes decode when they are needed; each rank decodes its own."""
+
+    augments_whole = False
 
     def __init__(
         self, config: TrainConfig, splits: FolderSplits, share: Share, device: torch.device, workers: int
     ) -> None:
         if config.corruption_rate:
             raise ValueError(f"corruption_rate must be 0 for images from folders, got {config.corruption_rate}")
-        self.augment = _augmentation(config, splits)
-        self.num_classes = splits.num_classes
-        self.folder = copy(splits.train)
+        self.folder, self.workers = copy(splits.train), workers
         self.folder.seed = derive(config.seed, Purpose.VIEWS)
         if config.augment == "none":
             self.folder.view = splits.test.view
         if config.label_noise:
             self.folder.labels = _noisy(config, torch.tensor(splits.train.labels), splits.num_classes).tolist()
-        self.chosen, held_out = _choose(len(splits.train), config)
+        chosen, held_out = _choose(len(splits.train), config)
         unseen = copy(splits.train)
         unseen.view = splits.test.view
-        self._sets: dict[Split, tuple[ImageFolder, Tensor]] = {
-            "train": (self.folder, self.chosen),
+        tested = subset(len(splits.test), config.test_size)
+        sets: dict[Split, tuple[Any, Tensor]] = {
+            "train": (self.folder, chosen),
             "val": (unseen, held_out),
-            "test": (splits.test, subset(len(splits.test), config.test_size)),
+            "test": (splits.test, tested),
         }
-        self.workers = workers
-        super().__init__(config, len(self.chosen), share, device)
+        super().__init__(config, splits, sets, share, device)
 
     def train(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         self.folder.set_epoch(epoch)
-        steps = [(step, self.chosen[places]) for step, places in self.order(epoch, first_step)]
-        loaded = self._load(self.folder, [self.share.of(places) for _, places in steps])
-        for (step, places), (images, labels) in zip(steps, loaded, strict=True):
-            drawn = generator(self.seed, Purpose.AUGMENT, epoch, step, self.share.rank)
-            images, labels = self._mixed(self.augment(images, drawn), labels, drawn, self.num_classes)
-            yield Batch(images, labels, len(places))
+        yield from super().train(epoch, first_step)
 
-    def evaluation(self, split: Literal["val", "test"]) -> Iterator[Batch]:
-        folder, chosen = self._sets[split]
-        parts = [part for part in self.share.of(chosen).split(_EVALUATION_BATCH) if len(part)]
-        for images, labels in self._load(folder, parts):
-            yield Batch(self.augment.plain(images), labels, len(chosen))
-
-    def unaugmented(self, split: Split = "train") -> Dataset[tuple[Tensor, Tensor]]:
-        folder, chosen = self._sets[split]
-        return _Normalized(Subset(folder, chosen.tolist()), self.augment, self.device)
-
-    def _load(self, folder: ImageFolder, batches: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _load(self, images: Any, batches: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         on_gpu = self.device.type == "cuda"
         loader: DataLoader[Any] = DataLoader(
-            folder, batch_sampler=[part.tolist() for part in batches], num_workers=self.workers, pin_memory=on_gpu
+            images, batch_sampler=[part.tolist() for part in batches], num_workers=self.workers, pin_memory=on_gpu
         )
         try:
-            for images, labels in loader:
-                yield images.to(self.device, non_blocking=on_gpu), labels.to(self.device, non_blocking=on_gpu)
+            for pixels, labels in loader:
+                yield pixels.to(self.device, non_blocking=on_gpu), labels.to(self.device, non_blocking=on_gpu)
         except DataError as error:  # of a worker, with its traceback as text around the message
             raise DataError(str(error).rpartition("DataError: ")[2].strip()) from None
 
@@ -252,7 +235,7 @@ def _prepared(config: TrainConfig, splits: Splits, chosen: Tensor) -> tuple[Tens
         labels = _noisy(config, labels, splits.num_classes)
     if config.corruption_rate:
         drawn = generator(config.seed, Purpose.CORRUPTION)
-        images = corrupt(images, config.corruption_rate, config.corruption, drawn).images
+        images = corrupt(images, config.corruption_rate, config.corruption, drawn)
     return images, labels
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from sparsesam.lab.experiment.batches import load_splits
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.errors import DivergedError
 from sparsesam.lab.experiment.provenance import provenance
-from sparsesam.lab.experiment.run import make_fabric, make_training
+from sparsesam.lab.experiment.run import make_fabric, make_training, torch_threads
 from sparsesam.lab.experiment.run_directory import write_whole
 from sparsesam.lab.experiment.sweep import Job
 from sparsesam.lab.experiment.training import Sums
@@ -56,10 +56,6 @@ class SweepCalibration:
     def of(self, config: TrainConfig) -> VariantTime | None:
         return self.variants.get(key(config))
 
-    def seconds_per_epoch(self, keys: Iterable[str]) -> float | None:
-        """Of the first of these variants that was measured."""
-        return next((self.variants[one].seconds_per_epoch for one in keys if one in self.variants), None)
-
     def fits(self, configs: Sequence[TrainConfig]) -> bool:
         """Whether it has all of these, measured on a machine like this one."""
         here = provenance()
@@ -91,13 +87,8 @@ def calibrate(jobs: Sequence[Job], environment: RunEnvironment, folder: Path) ->
     for job in jobs:
         labels.setdefault(key(job.config), job.label)
         configs.setdefault(key(job.config), replace(job.config, seed=0))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(environment.threads or 1)
-    try:
-        with torch.random.fork_rng():
-            times = _measure(configs, labels, environment)
-    finally:
-        torch.set_num_threads(threads)
+    with torch.random.fork_rng(), torch_threads(environment.threads or 1):
+        times = _measure(configs, labels, environment)
     found = SweepCalibration(times, provenance())
     content = {
         "kind": "calibration",
@@ -195,8 +186,7 @@ class _Stepper:
 def _time_of(label: str, config: TrainConfig, one: _Stepper, plain: _Stepper | None) -> VariantTime:
     steps, rounds = one.training.batches.steps, one.rounds[1:]  # the first is still cold
     per_mask = statistics.median(one.masks[1:]) if one.masks else None
-    every = config.mask_steps or (config.mask_epochs or config.epochs) * steps
-    whole = steps * statistics.median(rounds) + (per_mask or 0.0) * steps / every
+    whole = steps * statistics.median(rounds) + (per_mask or 0.0) * steps / config.steps_between_masks(steps)
     if plain is not None:
         share = min(1.0, config.ascent_start / config.epochs)
         whole = share * steps * statistics.median(plain.rounds[1:]) + (1 - share) * whole

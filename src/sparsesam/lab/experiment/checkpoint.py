@@ -45,21 +45,14 @@ def save(path: Path, content: dict[str, Any]) -> None:
 
 def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     """The content of a checkpoint of ours; damaged files and others are refused."""
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist: the run stopped before its first checkpoint; start it again")
     try:
         _verify(path)
-        content = torch.load(path, map_location=device, weights_only=True)
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} does not exist: the run stopped before its first checkpoint; start it again"
-        ) from None
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} is refused: it holds more than tensors and plain values, and loading it could run code. "
-            "It was not written by sparsesam, or was changed since"
-        ) from error
-    except (OSError, RuntimeError, EOFError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
         remedy = _REMEDY_OF_BEST if path.name == "best.pt" else _REMEDY
         raise CheckpointError(f"{path} is damaged or truncated ({error}); {remedy}") from error
+    content = load_tensors(path, device)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path} must be a checkpoint of `sparsesam train`, but is another file; check the path")
     if content.get("version") != VERSION:
@@ -68,6 +61,19 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
             "continue with the version of sparsesam that wrote it, or start again in another directory"
         )
     return content
+
+
+def load_tensors(path: Path, device: torch.device | str = "cpu") -> Any:
+    """The content of any file of torch.save; nothing that is in the file is run."""
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} is refused: it holds more than tensors and plain values, and loading it could run code; "
+            "save the state_dict only: torch.save(model.state_dict(), PATH)"
+        ) from error
+    except (RuntimeError, EOFError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: it is damaged or not written by torch.save ({error})") from error
 
 
 def _verify(path: Path) -> None:

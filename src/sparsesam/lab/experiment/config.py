@@ -11,17 +11,17 @@ import json
 import shlex
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import sparsesam
-from sparsesam.lab.data import CORRUPTIONS, DATASETS
+from sparsesam.lab.data import DATASETS
 from sparsesam.lab.experiment.identity import canonical
-from sparsesam.lab.experiment.names import check_names, nearest
-from sparsesam.lab.experiment.setting_types import fitted
+from sparsesam.lab.experiment.setting_types import fitted, option
 from sparsesam.lab.models import MODELS
+from sparsesam.lab.names import check_names
 
 #: Optimizers that take one pass per step.
 PLAIN = ("sgd", "adam", "adamw")
@@ -31,92 +31,89 @@ Settings = TypeVar("Settings", "TrainConfig", "RunEnvironment")
 _HASH_VERSION = 3
 
 
-def _option(default: Any, text: str, *, group: str | None = None) -> Any:
-    """A field with its help text. ``group`` is the heading in ``--help`` for this field and those after it."""
-    return field(default=default, metadata={"help": text, "group": group})
-
-
 @dataclass(frozen=True)
 class TrainConfig:
     """Everything the result depends on. Two runs of one config reach the same weights on the same machine."""
 
-    dataset: str = _option("digits", f"{', '.join(DATASETS)}, hf/NAME (Hugging Face) or module:function", group="data")
-    train_size: int | None = _option(None, "train on this many images only, the same for every seed")
-    val_size: int | None = _option(
+    dataset: str = option("digits", f"{', '.join(DATASETS)}, hf/NAME (Hugging Face) or module:function", group="data")
+    train_size: int | None = option(None, "train on this many images only, the same for every seed")
+    val_size: int | None = option(
         None, "hold out this many training images, the same for every seed, and choose best.pt on them"
     )
-    test_size: int | None = _option(None, "test on this many images only")
-    image_size: int | None = _option(None, "side in pixels of images from folders; default 224")
-    augment: Literal["standard", "no-cutout", "none"] = _option(
+    test_size: int | None = option(None, "test on this many images only")
+    image_size: int | None = option(None, "side in pixels of images from folders; default 224")
+    augment: Literal["standard", "no-cutout", "none"] = option(
         "standard", "crop, flip and cutout as in the paper; its noise experiments use no-cutout"
     )
-    randaugment: int = _option(0, "number of RandAugment operations per image; 0 turns it off")
-    randaugment_magnitude: float = _option(9.0, "strength of the RandAugment operations, from 0 to 10")
-    mixup: float = _option(0.0, "alpha of mixup's Beta(alpha, alpha) distribution; 0 turns it off")
-    label_noise: float = _option(0.0, "fraction of training labels changed to another class")
-    corruption: str = _option("mixed", f"{', '.join(CORRUPTIONS)}, or mixed: all of them in equal parts")
-    corruption_rate: float = _option(0.0, "fraction of training images that are corrupted")
-    model: str = _option("small-cnn", f"{', '.join(MODELS)}, timm/NAME or module:function", group="model")
-    init_from: str | None = _option(
+    randaugment: int = option(0, "number of RandAugment operations per image; 0 turns it off")
+    randaugment_magnitude: float = option(9.0, "strength of the RandAugment operations, from 0 to 10")
+    mixup: float = option(0.0, "alpha of mixup's Beta(alpha, alpha) distribution; 0 turns it off")
+    label_noise: float = option(0.0, "fraction of training labels changed to another class")
+    corruption: Literal["mixed", "gaussian-noise", "resolution", "fog", "occlusion"] = option(
+        "mixed", "of training images; mixed: all of the others in equal parts"
+    )
+    corruption_rate: float = option(0.0, "fraction of training images that are corrupted")
+    model: str = option("small-cnn", f"{', '.join(MODELS)}, timm/NAME or module:function", group="model")
+    init_from: str | None = option(
         None, "initial weights: a checkpoint of ours, a state_dict (.pt) or .safetensors; a head of other size is new"
     )
-    compile: bool = _option(False, "torch.compile the model")
+    compile: bool = option(False, "torch.compile the model")
     optimizer: Literal[
         "sgd", "adam", "adamw", "sam", "asam", "sam-on", "ssam-f", "ssam-d", "ssam-g", "ssam-random", "auto"
-    ] = _option(
+    ] = option(
         "ssam-f",
         "the first three take plain steps; the others perturb, around `base`; auto: as the study recommends",
         group="optimizer",
     )
-    base: Literal["sgd", "adam", "adamw"] = _option("sgd", "base optimizer of SAM and SSAM")
-    lr: float = _option(0.05, "largest learning rate")
-    momentum: float = _option(0.9, "of SGD")
-    nesterov: bool = _option(False, "SGD with Nesterov's momentum")
-    betas: tuple[float, float] = _option((0.9, 0.999), "of Adam and AdamW")
-    weight_decay: float = _option(5e-4, "the paper's: 5e-4 for SGD, 1e-3 for SAM and SSAM")
-    lr_schedule: Literal["cosine", "step", "constant"] = _option(
+    base: Literal["sgd", "adam", "adamw"] = option("sgd", "base optimizer of SAM and SSAM")
+    lr: float = option(0.05, "largest learning rate")
+    momentum: float = option(0.9, "of SGD")
+    nesterov: bool = option(False, "SGD with Nesterov's momentum")
+    betas: tuple[float, float] = option((0.9, 0.999), "of Adam and AdamW")
+    weight_decay: float = option(5e-4, "the paper's: 5e-4 for SGD, 1e-3 for SAM and SSAM")
+    lr_schedule: Literal["cosine", "step", "constant"] = option(
         "cosine", "cosine: to 0 over the whole run, at every step; step: times `lr_gamma` at each of `lr_milestones`"
     )
-    lr_milestones: tuple[float, ...] = _option((), "epochs at which the step schedule lowers the learning rate")
-    lr_gamma: float = _option(0.1, "factor of the step schedule")
-    warmup_epochs: float = _option(0.0, "epochs of linear warm-up of the learning rate")
-    clip_grad_norm: float | None = _option(None, "clip the norm of the gradient that the optimizer steps with")
-    rho: float = _option(0.1, "length of the perturbation", group="perturbation")
-    rho_schedule: Literal["constant", "warmup", "cosine", "inverse-sqrt"] = _option("constant", "schedule of rho")
-    rho_warmup_epochs: float = _option(1.0, "epochs of the warm-up of rho")
-    rho_final: float = _option(0.0, "fraction of rho at the end of its cosine")
-    adaptive: bool | Literal["all"] = _option(False, "perturb in proportion to the weight; asam is sam with it")
-    eta: float = _option(0.01, "of the adaptive perturbation")
-    sparsity: float | None = _option(None, "fraction of unperturbed weights; 0.5 unless the pattern implies another")
-    pattern: str = _option("unstructured", "unstructured, tensor, filter, column, 2:4, '2:4 input' or '2:4 filters'")
-    norm: Literal["full", "masked"] = _option("full", "divide by the norm of the whole gradient, or of its masked part")
+    lr_milestones: tuple[float, ...] = option((), "epochs at which the step schedule lowers the learning rate")
+    lr_gamma: float = option(0.1, "factor of the step schedule")
+    warmup_epochs: float = option(0.0, "epochs of linear warm-up of the learning rate")
+    clip_grad_norm: float | None = option(None, "clip the norm of the gradient that the optimizer steps with")
+    rho: float = option(0.1, "length of the perturbation", group="perturbation")
+    rho_schedule: Literal["constant", "warmup", "cosine", "inverse-sqrt"] = option("constant", "schedule of rho")
+    rho_warmup_epochs: float = option(1.0, "epochs of the warm-up of rho")
+    rho_final: float = option(0.0, "fraction of rho at the end of its cosine")
+    adaptive: bool | Literal["all"] = option(False, "perturb in proportion to the weight; asam is sam with it")
+    eta: float = option(0.01, "of the adaptive perturbation")
+    sparsity: float | None = option(None, "fraction of unperturbed weights; 0.5 unless the pattern implies another")
+    pattern: str = option("unstructured", "unstructured, tensor, filter, column, 2:4, '2:4 input' or '2:4 filters'")
+    norm: Literal["full", "masked"] = option("full", "divide by the norm of the whole gradient, or of its masked part")
     ascent: Literal["explicit", "implicit", "implicit-dense", "momentum", "momentum-climbing", "extrapolation"] = (
-        _option("explicit", "what the mask is applied to; momentum and extrapolation take no pass of their own")
+        option("explicit", "what the mask is applied to; momentum and extrapolation take no pass of their own")
     )
-    steps_ahead: float | None = _option(
+    steps_ahead: float | None = option(
         None, "of the extrapolation: how many times the last update; null: 60 around sgd, else 10"
     )
-    ascent_fraction: float = _option(1.0, "fraction of each batch that the perturbation is computed from")
-    ascent_every: int = _option(1, "perturb in every k-th step only")
-    ascent_off_steps: Literal["skip", "reuse"] = _option("skip", "in between: plain steps, or the last perturbation")
-    ascent_start: float = _option(0.0, "perturb from this epoch on, counted from 0")
-    engine: bool = _option(True, "skip computations of the ascent that the perturbation does not need")
-    mask_epochs: int | None = _option(1, "T_m: epochs between two masks; null: the first mask is kept")
-    mask_steps: int | None = _option(None, "steps between two masks, instead of epochs")
-    fisher_samples: int = _option(128, "N_F: images that the Fisher information is measured on")
-    fisher_batch: int | None = _option(None, "how many of them at a time; null: up to 128, fewer if memory is short")
-    fisher_labels: Literal["data", "sampled"] = _option("data", "labels of the Fisher information")
-    drop: Literal["flattest", "random", "sharpest"] = _option("flattest", "what ssam-d drops")
-    drop_ratio: float = _option(0.5, "fraction of the kept weights that ssam-d drops at first")
-    growth: Literal["random", "gradient"] = _option("random", "what ssam-d grows")
-    epochs: int = _option(30, "passes over the training images", group="training")
-    max_steps: int | None = _option(None, "stop after this many steps; schedules still follow `epochs`")
-    batch_size: int = _option(64, "images per step, over all devices together")
-    accumulate: int = _option(1, "compute the gradient of a step in this many parts, to save memory")
-    label_smoothing: float = _option(0.0, "of the training loss")
-    ema: float | None = _option(None, "test an exponential moving average of the weights, with this decay")
-    precision: Literal["fp32", "bf16", "fp16"] = _option("fp32", "bf16 and fp16 are mixed: weights stay float32")
-    seed: int = _option(0, "of the first weights, the batches, the augmentation, the noise and the masks")
+    ascent_fraction: float = option(1.0, "fraction of each batch that the perturbation is computed from")
+    ascent_every: int = option(1, "perturb in every k-th step only")
+    ascent_off_steps: Literal["skip", "reuse"] = option("skip", "in between: plain steps, or the last perturbation")
+    ascent_start: float = option(0.0, "perturb from this epoch on, counted from 0")
+    engine: bool = option(True, "skip computations of the ascent that the perturbation does not need")
+    mask_epochs: int | None = option(1, "T_m: epochs between two masks; null: the first mask is kept")
+    mask_steps: int | None = option(None, "steps between two masks, instead of epochs")
+    fisher_samples: int = option(128, "N_F: images that the Fisher information is measured on")
+    fisher_batch: int | None = option(None, "how many of them at a time; null: up to 128, fewer if memory is short")
+    fisher_labels: Literal["data", "sampled"] = option("data", "labels of the Fisher information")
+    drop: Literal["flattest", "random", "sharpest"] = option("flattest", "what ssam-d drops")
+    drop_ratio: float = option(0.5, "fraction of the kept weights that ssam-d drops at first")
+    growth: Literal["random", "gradient"] = option("random", "what ssam-d grows")
+    epochs: int = option(30, "passes over the training images", group="training")
+    max_steps: int | None = option(None, "stop after this many steps; schedules still follow `epochs`")
+    batch_size: int = option(64, "images per step, over all devices together")
+    accumulate: int = option(1, "compute the gradient of a step in this many parts, to save memory")
+    label_smoothing: float = option(0.0, "of the training loss")
+    ema: float | None = option(None, "test an exponential moving average of the weights, with this decay")
+    precision: Literal["fp32", "bf16", "fp16"] = option("fp32", "bf16 and fp16 are mixed: weights stay float32")
+    seed: int = option(0, "of the first weights, the batches, the augmentation, the noise and the masks")
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -125,11 +122,6 @@ class TrainConfig:
                 value = getattr(self, name)
                 if not is_valid(value):
                     raise ValueError(f"{name} must be {rule}, got {value}")
-        if self.corruption not in (*CORRUPTIONS, "mixed"):
-            raise ValueError(
-                f"corruption must be one of {', '.join(CORRUPTIONS)} or mixed, got {self.corruption!r}; "
-                f"{nearest(self.corruption, [*CORRUPTIONS, 'mixed'])}"
-            )
         if self.lr_schedule == "step" and not self.lr_milestones:
             raise ValueError("lr_milestones must be given with lr_schedule step, for example [60, 120, 160], got none")
         if list(self.lr_milestones) != sorted(set(self.lr_milestones)):
@@ -145,6 +137,15 @@ class TrainConfig:
         """Whether steps are plain ones of `base`, without a perturbation."""
         return self.optimizer in PLAIN
 
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Steps of the whole run."""
+        whole = self.epochs * steps_per_epoch
+        return min(whole, self.max_steps or whole)
+
+    def steps_between_masks(self, steps_per_epoch: int) -> int:
+        """As many as ``epochs`` have if the first mask is kept."""
+        return self.mask_steps or (self.mask_epochs or self.epochs) * steps_per_epoch
+
     @property
     def content_hash(self) -> str:
         """Twelve hexadecimal digits that are equal for two configs if and only if their results are.
@@ -152,8 +153,8 @@ class TrainConfig:
         Only settings that have an influence and are not at their default count, so that a setting that a later
         version adds leaves the hashes of existing runs alone.
         """
-        default, used = TrainConfig(), self.canonical
-        chosen = {name: value for name, value in dataclasses.asdict(used).items() if value != getattr(default, name)}
+        used = dataclasses.asdict(self.canonical)
+        chosen = {name: value for name, value in used.items() if value != DEFAULTS[name]}
         text = json.dumps({"version": _HASH_VERSION, **chosen}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -207,25 +208,25 @@ def _check_types(settings: Any) -> None:
 class RunEnvironment:
     """Where and how a run happens; nothing here changes its result beyond rounding."""
 
-    name: str | None = _option(
+    name: str | None = option(
         None, "name of the run in tables and reports, and of its directory runs/NAME", group="files and machine"
     )
-    out: Path | None = _option(None, "directory of the run; default runs/NAME or runs/DATASET-MODEL-OPTIMIZER-HASH")
-    resume: bool = _option(False, "continue the run in `out` with its own settings; a larger --epochs extends it")
-    data_dir: Path | None = _option(None, "where the data set's files are; default the user's cache, else a download")
-    download: bool = _option(True, "download a data set that is missing")
-    workers: int | None = _option(None, "processes that decode images from folders; default one per core, at most 4")
-    accelerator: str = _option("auto", "cpu, cuda, mps or auto")
-    devices: int | str = _option(1, "how many, or auto for all; several run as distributed data parallel")
-    num_nodes: int = _option(1, "machines; start the command on each, with MASTER_ADDR and NODE_RANK set")
-    threads: int | None = _option(None, "torch threads per process; default torch's own")
-    checkpoint_steps: int | None = _option(None, "steps between two checkpoints, beside those after each epoch")
-    logger: Literal["tensorboard", "wandb", "mlflow", "none"] = _option(
+    out: Path | None = option(None, "directory of the run; default runs/NAME or runs/DATASET-MODEL-OPTIMIZER-HASH")
+    resume: bool = option(False, "continue the run in `out` with its own settings; a larger --epochs extends it")
+    data_dir: Path | None = option(None, "where the data set's files are; default the user's cache, else a download")
+    download: bool = option(True, "download a data set that is missing")
+    workers: int | None = option(None, "processes that decode images from folders; default one per core, at most 4")
+    accelerator: str = option("auto", "cpu, cuda, mps or auto")
+    devices: int | str = option(1, "how many, or auto for all; several run as distributed data parallel")
+    num_nodes: int = option(1, "machines; start the command on each, with MASTER_ADDR and NODE_RANK set")
+    threads: int | None = option(None, "torch threads per process; default torch's own")
+    checkpoint_steps: int | None = option(None, "steps between two checkpoints, beside those after each epoch")
+    logger: Literal["tensorboard", "wandb", "mlflow", "none"] = option(
         "tensorboard", "where curves are logged, in `out`; wandb logs offline unless WANDB_MODE says otherwise"
     )
-    record_masks: bool | None = _option(None, "write each mask into `out`; null: if all of them take at most 16 MB")
-    record_times: bool = _option(False, "write the seconds of each step into the records")
-    quiet: bool = _option(False, "print nothing but the result")
+    record_masks: bool | None = option(None, "write each mask into `out`; null: if all of them take at most 16 MB")
+    record_times: bool = option(False, "write the seconds of each step into the records")
+    quiet: bool = option(False, "print nothing but the result")
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -246,6 +247,10 @@ class RunEnvironment:
         """The command that resumes the run in ``path``; it needs ``data_dir``, which the run does not record."""
         data = [] if self.data_dir is None else ["--data-dir", str(self.data_dir)]
         return shlex.join(["sparsesam", "train", "--resume", "--out", str(path), *data])
+
+
+#: Of every setting of a run.
+DEFAULTS: dict[str, Any] = {one.name: one.default for one in dataclasses.fields(TrainConfig)}
 
 
 def names_of(kind: type[TrainConfig] | type[RunEnvironment]) -> list[str]:

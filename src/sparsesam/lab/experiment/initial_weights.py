@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from sparsesam.lab.experiment import checkpoint
@@ -32,15 +30,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} does not exist; give a checkpoint, a state_dict (.pt) or a .safetensors file")
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} is refused: it holds more than tensors and plain values, and loading it could run code; "
-            "save the state_dict only: torch.save(model.state_dict(), PATH)"
-        ) from error
-    except (RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: it is damaged or not written by torch.save ({error})") from error
+    content = checkpoint.load_tensors(path)
     if isinstance(content, dict) and content.get("format") == checkpoint.FORMAT:
         return weights_of(checkpoint.load(path))
     for key in _KEYS:

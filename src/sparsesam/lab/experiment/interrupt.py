@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import signal
 import threading
-from types import FrameType, TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 
-class StopOnSignal:
-    """Within the block, the first signal sets ``asked``; a second one raises KeyboardInterrupt."""
+@contextmanager
+def stop_on_signal() -> Iterator[Callable[[], bool]]:
+    """A function that says whether a signal came within the block; a second one raises KeyboardInterrupt."""
+    numbers: list[int] = []
 
-    def __init__(self) -> None:
-        self.asked = False
-        self._before: dict[int, object] = {}
-
-    def __call__(self) -> bool:
-        return self.asked
-
-    def __enter__(self) -> StopOnSignal:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+    def ask(number: int, frame: FrameType | None) -> None:
+        if numbers:
             raise KeyboardInterrupt
-        self.asked = True
+        numbers.append(number)
+
+    is_main = threading.current_thread() is threading.main_thread()  # only there are signals received
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)} if is_main else {}
+    try:
+        yield lambda: bool(numbers)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +15,12 @@ METRICS = (
     *("train_loss", "train_accuracy", "val_loss", "val_accuracy", "test_loss", "test_accuracy"),
     *("lr", "rho", "sparsity", "forward_backwards"),
 )
-_NEEDS = {"tensorboard": "tensorboard", "wandb": "pytorch-lightning wandb", "mlflow": "pytorch-lightning mlflow"}
+#: The module that each logger needs, beside Lightning's, and how to install it.
+_NEEDS = {
+    "tensorboard": ("torch.utils.tensorboard", "tensorboard"),
+    "wandb": ("wandb", "pytorch-lightning wandb"),
+    "mlflow": ("mlflow", "pytorch-lightning mlflow"),
+}
 
 LogEpoch = Callable[[Mapping[str, Any]], None]
 """Takes the record of an epoch."""
@@ -43,19 +49,14 @@ def open_logger(config: TrainConfig, environment: RunEnvironment, folder: Path) 
 
 def check_logger(name: str) -> None:
     """Refuse a logger that is not installed before a run writes anything."""
+    if name == "none":
+        return
+    module, packages = _NEEDS[name]
     try:
-        if name == "tensorboard":
-            import torch.utils.tensorboard  # noqa: F401
-        elif name == "wandb":
-            import pytorch_lightning
-            import wandb  # noqa: F401
-        elif name == "mlflow":
-            import mlflow  # noqa: F401
-            import pytorch_lightning  # noqa: F401
+        for one in (module, *packages.split()[:-1]):
+            importlib.import_module(one.replace("-", "_"))
     except ImportError as error:
-        raise ImportError(
-            f"--logger {name} needs {error.name}: pip install {_NEEDS[name]}; or --logger none"
-        ) from error
+        raise ImportError(f"--logger {name} needs {error.name}: pip install {packages}; or --logger none") from error
 
 
 def _logger(kind: str, folder: Path, name: str) -> Any:

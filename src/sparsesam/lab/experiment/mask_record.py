@@ -21,9 +21,8 @@ CHEAP_BYTES = 16 * 2**20
 
 def is_cheap(config: TrainConfig, weights: int, steps_per_epoch: int) -> bool:
     """Whether all masks of a run of ``weights`` weights are small enough to be written by default."""
-    steps = min(config.epochs * steps_per_epoch, config.max_steps or config.epochs * steps_per_epoch)
-    every = config.mask_steps or (config.mask_epochs or config.epochs) * steps_per_epoch
-    return (steps // every + 1) * weights / 8 <= CHEAP_BYTES
+    masks = config.total_steps(steps_per_epoch) // config.steps_between_masks(steps_per_epoch) + 1
+    return masks * weights / 8 <= CHEAP_BYTES
 
 
 def write_masks(directory: Path, step: int, masks: Mapping[str, Tensor]) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
-from sparsesam.lab.display.numbers import plural
+from sparsesam.lab.display import plural
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.training import Training
 
@@ -31,38 +31,29 @@ class RunObserver:
         """The last call, whether or not the run is complete."""
 
 
-class EpochLines(RunObserver):
-    """A line per epoch with the time remaining, for logs."""
-
-    def begin(self, config: TrainConfig, training: Training, where: str) -> None:
-        print(headline(config, training, where), flush=True)
-        self._start, self._first, self._total = time.monotonic(), training.steps_taken, total_steps(config, training)
-
-    def epoch(self, record: Mapping[str, Any]) -> None:
-        taken, left = record["step"] - self._first, self._total - record["step"]
-        remaining = (time.monotonic() - self._start) * left / taken
-        print(f"{epoch_line(record)}{f'  {duration(remaining)} remaining' if left else ''}", flush=True)
-
-
 class ProgressBar(RunObserver):
-    """Epoch, loss, accuracy, images per second, mask density, rho and time remaining; a line stays for each epoch."""
+    """Epoch, loss, accuracy, images per second, mask density, rho and time remaining; a line stays for each epoch.
+
+    Where the output is no terminal, such as a log, there are only the lines, with the time remaining.
+    """
 
     def __init__(self) -> None:
-        self.console = Console(highlight=False)
+        self.console = Console(highlight=False, markup=False)
         columns = (
             TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
+            TimeRemainingColumn(table_column=Column(min_width=7)),  # a narrow terminal cuts what comes last
+            TextColumn("remaining", table_column=Column(min_width=9)),
+            BarColumn(bar_width=10),
             TextColumn("{task.fields[latest]}"),
-            TimeRemainingColumn(),
-            TextColumn("remaining"),
         )
-        self.bar = Progress(*columns, console=self.console, refresh_per_second=4)
+        is_log = not self.console.is_terminal
+        self.bar = Progress(*columns, console=self.console, refresh_per_second=4, disable=is_log)
         self.task = self.bar.add_task("", total=None, latest="")
 
     def begin(self, config: TrainConfig, training: Training, where: str) -> None:
-        self.console.print(headline(config, training, where))
-        self.epochs = config.epochs
-        self.bar.reset(self.task, total=total_steps(config, training), completed=training.steps_taken)
+        self.console.print(headline(config, training, where), soft_wrap=True)
+        self.epochs, self.start, self.first = config.epochs, time.monotonic(), training.steps_taken
+        self.bar.reset(self.task, total=training.total_steps, completed=training.steps_taken)
         self.bar.start()
 
     def step(self, training: Training) -> None:
@@ -80,22 +71,13 @@ class ProgressBar(RunObserver):
         )
 
     def epoch(self, record: Mapping[str, Any]) -> None:
-        self.console.print(epoch_line(record))
+        left = int(self.bar.tasks[0].remaining or 0)
+        seconds = (time.monotonic() - self.start) * left / (record["step"] - self.first)
+        remaining = f"  {duration(seconds)} remaining" if left and self.bar.disable else ""
+        self.console.print(f"{epoch_line(record)}{remaining}", soft_wrap=True)
 
     def end(self) -> None:
         self.bar.stop()
-
-
-def for_terminal(*, quiet: bool) -> RunObserver:
-    """A progress bar on a terminal, a line per epoch elsewhere."""
-    if quiet:
-        return RunObserver()
-    return ProgressBar() if sys.stdout.isatty() else EpochLines()
-
-
-def total_steps(config: TrainConfig, training: Training) -> int:
-    whole = config.epochs * training.batches.steps
-    return min(whole, config.max_steps or whole)
 
 
 def headline(config: TrainConfig, training: Training, where: str) -> str:

@@ -57,7 +57,15 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, fisher_data: Any, s
     if config.optimizer == "auto":
         return sparsesam.recommended(base, model, strength=config.steps_ahead)
     if config.ascent == "extrapolation":
-        return _extrapolated(config, base, model, fisher_data, steps_per_epoch)
+        return sparsesam.ExtrapolatedSAM(
+            base,
+            model,
+            config.steps_ahead,
+            mask=None if config.optimizer in ("sam", "asam") else _mask(config, fisher_data, steps_per_epoch),
+            schedule=_rho_schedule(config, steps_per_epoch),
+            every=config.ascent_every,
+            start=round(config.ascent_start * steps_per_epoch),
+        )
     common: dict[str, Any] = {
         "rho": config.rho,
         "adaptive": config.adaptive or config.optimizer == "asam",
@@ -76,21 +84,6 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, fisher_data: Any, s
         return sparsesam.SAM(base, model, **common)
     mask = _mask(config, fisher_data, steps_per_epoch)
     return sparsesam.SSAM(base, model, mask=mask, norm=config.norm, **common)
-
-
-def _extrapolated(
-    config: TrainConfig, base: Optimizer, model: nn.Module, fisher_data: Any, steps_per_epoch: int
-) -> Optimizer:
-    masked = config.optimizer not in ("sam", "asam")
-    return sparsesam.ExtrapolatedSAM(
-        base,
-        model,
-        config.steps_ahead,
-        mask=_mask(config, fisher_data, steps_per_epoch) if masked else None,
-        schedule=_rho_schedule(config, steps_per_epoch),
-        every=config.ascent_every,
-        start=round(config.ascent_start * steps_per_epoch),
-    )
 
 
 def lr_factor(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
@@ -122,16 +115,11 @@ def _clip(largest: float) -> Callable[[Optimizer, Any, Any], None]:
 def _base(config: TrainConfig, model: nn.Module) -> Optimizer:
     kind = config.optimizer if config.is_plain else config.base
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if kind == "sgd":
-        return torch.optim.SGD(
-            parameters,
-            lr=config.lr,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            nesterov=config.nesterov,
-        )
+        return torch.optim.SGD(parameters, momentum=config.momentum, nesterov=config.nesterov, **common)
     make = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
-    return make(parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
+    return make(parameters, betas=config.betas, **common)
 
 
 def _mask(config: TrainConfig, fisher_data: Any, steps_per_epoch: int) -> sparsesam.MaskRule:

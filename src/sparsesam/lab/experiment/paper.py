@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import statistics
@@ -16,8 +17,8 @@ import yaml
 
 from sparsesam.lab.experiment.confidence import confidence_interval
 from sparsesam.lab.experiment.config import TrainConfig, from_mapping
-from sparsesam.lab.experiment.names import nearest
 from sparsesam.lab.experiment.sweep import Job, Sweep
+from sparsesam.lab.names import nearest
 
 Scale = Literal["laptop", "full"]
 Finished = dict[TrainConfig, list[dict[str, Any]]]
@@ -115,6 +116,11 @@ class Recipe:
     def paper(self, row: str) -> list[float]:
         return list(self.content["rows"][row]["paper"])
 
+    def printed(self, row: str) -> list[tuple[Column, float | None]]:
+        """The paper's columns with its numbers; none where it prints none at all."""
+        columns = self.columns("full") if self.has_numbers else []
+        return list(itertools.zip_longest(columns, self.paper(row)[: len(columns)]))
+
     def config(self, row: str, column: Column, overrides: Mapping[str, Any]) -> TrainConfig:
         values = {**column.settings, **self.content["rows"][row]["set"]}
         sgd_weight_decay = values.pop("sgd_weight_decay", None)
@@ -183,7 +189,7 @@ class Recipe:
         return MeanOverSeeds(values, kind)
 
     def _values(self, row: str, column: Column, finished: Finished, overrides: Mapping[str, Any]) -> dict[int, float]:
-        results = finished.get(replace(self.config(row, column, overrides), seed=0), [])
+        results = finished.get(replace(self.config(row, column, overrides).canonical, seed=0), [])
         found = {result.get("seed", place): result[column.measure] for place, result in enumerate(results)}
         return {seed: value for seed, value in found.items() if value is not None}
 
@@ -216,11 +222,11 @@ class RecipeRuns:
 
 
 def finished_results(jobs: Sequence[Job]) -> Finished:
-    """The results there are, each with its seed, by config with seed 0."""
+    """The results there are, each with its seed, by canonical config with seed 0."""
     found: Finished = {}
     for job in jobs:
         if (result := job.result) is not None:
-            found.setdefault(replace(job.config, seed=0), []).append({**result, "seed": job.config.seed})
+            found.setdefault(replace(job.config.canonical, seed=0), []).append({**result, "seed": job.config.seed})
     return found
 
 

@@ -16,20 +16,19 @@ from lightning_fabric.plugins import MixedPrecision
 
 from sparsesam.lab import models
 from sparsesam.lab.data import FolderSplits, Splits
-from sparsesam.lab.display.numbers import plural
+from sparsesam.lab.display import plural
 from sparsesam.lab.experiment import checkpoint
 from sparsesam.lab.experiment.batches import Share, load_splits, make_batches
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.errors import CheckpointError, DivergedError, Interrupted
 from sparsesam.lab.experiment.initial_weights import initialize
-from sparsesam.lab.experiment.interrupt import StopOnSignal
+from sparsesam.lab.experiment.interrupt import stop_on_signal
 from sparsesam.lab.experiment.loggers import LogEpoch, check_logger, open_logger
 from sparsesam.lab.experiment.mask_record import forget_masks_from, is_cheap, write_masks
 from sparsesam.lab.experiment.observers import RunObserver
 from sparsesam.lab.experiment.provenance import provenance
-from sparsesam.lab.experiment.records import read_records
 from sparsesam.lab.experiment.result import RunResult, run_result
-from sparsesam.lab.experiment.run_directory import RunDirectory
+from sparsesam.lab.experiment.run_directory import RunDirectory, read_records
 from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
 from sparsesam.lab.experiment.training import Sums, Training
 
@@ -50,7 +49,7 @@ def run(
     fabric = make_fabric(config, environment)
     directory = RunDirectory(environment.directory(config))
     main = fabric.global_rank == 0
-    with torch.random.fork_rng(), _threads(environment.threads):
+    with torch.random.fork_rng(), torch_threads(environment.threads):
         if main:
             check_logger(environment.logger)
             directory.check(config, resume=environment.resume)
@@ -102,7 +101,7 @@ def make_training(
         raise ValueError(f"ascent must be explicit on several devices, got {config.ascent}; train on one")
     batches = make_batches(config, splits, share, fabric.device, _workers(environment))
     seed_global(derive(config.seed, Purpose.WEIGHTS), fabric.device)
-    model = models.build(config.model, splits.num_classes, splits.in_channels, splits.image_size)
+    model = models.build_model(config.model, splits.num_classes, splits.in_channels, splits.image_size)
     if config.init_from is not None:
         try:
             initialize(model, Path(config.init_from))
@@ -161,7 +160,7 @@ class _Run:
         self.observer.begin(self.config, training, str(directory.path))
         no_logger = nullcontext(lambda record: None)
         logger = open_logger(self.config, self.environment, directory.path) if self.main else no_logger
-        with StopOnSignal() as signalled, logger as log:
+        with stop_on_signal() as signalled, logger as log:
             try:
                 while not training.finished:
                     if training.advance(lambda: signalled() or stop(), self._on_step):
@@ -268,7 +267,7 @@ def _is_best(best: dict[str, Any] | None, val_accuracy: float | None, test_accur
 
 
 @contextmanager
-def _threads(count: int | None) -> Iterator[None]:
+def torch_threads(count: int | None) -> Iterator[None]:
     before = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)

@@ -13,7 +13,7 @@ import json
 import os
 import socket
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,11 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from sparsesam.lab.display.numbers import plural
+from sparsesam.lab.display import plural
 from sparsesam.lab.experiment.config import TrainConfig, differences, from_mapping
 from sparsesam.lab.experiment.errors import RunError
 from sparsesam.lab.experiment.mask_record import forget_masks_from
 from sparsesam.lab.experiment.provenance import provenance
-from sparsesam.lab.experiment.records import append_records
 
 
 class RunDirectory:
@@ -141,6 +140,19 @@ class RunDirectory:
 
     def finish(self, result: Mapping[str, Any]) -> None:
         write_whole(self.result, json.dumps(result, indent=1, sort_keys=True, allow_nan=False) + "\n")
+
+
+def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Append each record as one line of JSON, making the directories above ``path``."""
+    lines = [json.dumps(dict(record), sort_keys=True, allow_nan=False) for record in records]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.writelines(line + "\n" for line in lines)
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Every record of ``path``, in the order written."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line]
 
 
 def write_whole(path: Path, text: str) -> None:

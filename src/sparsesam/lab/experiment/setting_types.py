@@ -1,13 +1,19 @@
-"""The types of settings: values from YAML and from the command line are converted and checked here."""
+"""Settings as fields of dataclasses: their help texts and types; values from YAML and the command line are checked."""
 
 from __future__ import annotations
 
 import types
 import typing
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
-from sparsesam.lab.experiment.names import nearest
+from sparsesam.lab.names import nearest
+
+
+def option(default: Any, text: str, *, group: str | None = None) -> Any:
+    """A field with its help text. ``group`` is the heading in ``--help`` for this field and those after it."""
+    return field(default=default, metadata={"help": text, "group": group})
 
 
 def fitted(name: str, value: Any, hint: Any) -> Any:
@@ -19,10 +25,10 @@ def fitted(name: str, value: Any, hint: Any) -> Any:
         found = _as(value, one)
         if found is not _UNFIT:
             return found
-    raise ValueError(f"{name} must be {describe(hint)}, got {value!r}{_suggestion(value, hint)}")
+    raise ValueError(f"{name} must be {in_words(hint)}, got {value!r}{_suggestion(value, hint)}")
 
 
-def describe(hint: Any) -> str:
+def in_words(hint: Any) -> str:
     """A type as a sentence has it: "an int, or null"."""
     words = [_word(one) for one in alternatives(hint)]
     return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]

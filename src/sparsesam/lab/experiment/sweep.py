@@ -17,8 +17,8 @@ import yaml
 
 from sparsesam.lab.experiment.config import TrainConfig, from_mapping, names_of
 from sparsesam.lab.experiment.identity import unused
-from sparsesam.lab.experiment.names import check_names, nearest
 from sparsesam.lab.experiment.run_directory import RunDirectory
+from sparsesam.lab.names import check_names, nearest
 
 _KEYS = ("title", "settings", "variants", "grid", "seeds")
 

@@ -1,95 +1,30 @@
-"""A sweep's progress: a live table in a terminal, a line per run in a log."""
+"""A sweep's progress: a live table in a terminal, a line per run in a log, and when all will be done."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from sparsesam.lab.display.numbers import plural
+from sparsesam.lab.display import percent, plural, ratio, significant
 from sparsesam.lab.experiment.calibration import SweepCalibration
 from sparsesam.lab.experiment.execution import Outcome
 from sparsesam.lab.experiment.observers import duration
-from sparsesam.lab.experiment.progress import Remaining, epochs_done
+from sparsesam.lab.experiment.run_directory import RunDirectory, read_records
 from sparsesam.lab.experiment.sweep import Job
-
-
-@dataclass(frozen=True)
-class Row:
-    """One variant over its seeds; numbers are of the finished ones. ``deviation`` is the sample standard deviation.
-
-    ``relative_cost`` is that of a step in units of the first row's: of times that were measured together, or of
-    forward and backward passes where there is no calibration.
-    """
-
-    label: str
-    seeds: int
-    finished: int
-    failed: int
-    accuracy: float | None
-    deviation: float | None
-    relative_cost: float | None
-    sparsity: float | None
-    now: str
-
-
-def summarize(jobs: Sequence[Job], calibration: SweepCalibration | None = None) -> list[Row]:
-    """A row per variant, in the order they appear."""
-    groups: dict[str, list[Job]] = {}
-    for job in jobs:
-        groups.setdefault(job.label, []).append(job)
-    costs = [_cost(members, calibration) for members in groups.values()]
-    return [
-        _row(label, members, None if cost is None or not costs[0] else cost / costs[0])
-        for (label, members), cost in zip(groups.items(), costs, strict=True)
-    ]
-
-
-def _row(label: str, members: Sequence[Job], relative_cost: float | None) -> Row:
-    results = _results(members)
-    accuracies = [result["test_accuracy"] for result in results]
-    return Row(
-        label=label,
-        seeds=len(members),
-        finished=len(results),
-        failed=sum(job.failure is not None for job in members),
-        accuracy=statistics.fmean(accuracies) if accuracies else None,
-        deviation=statistics.stdev(accuracies) if len(accuracies) > 1 else None,
-        relative_cost=relative_cost,
-        sparsity=results[0]["sparsity"] if results else None,
-        now=_now(members),
-    )
-
-
-def _cost(members: Sequence[Job], calibration: SweepCalibration | None) -> float | None:
-    if calibration is not None:
-        measured = calibration.of(members[0].config)
-        return None if measured is None else measured.seconds_per_epoch
-    passes = [result["forward_backwards_per_step"] for result in _results(members)]
-    return statistics.fmean(passes) if passes else None
-
-
-def _results(members: Sequence[Job]) -> list[dict[str, Any]]:
-    return [result for job in members if (result := job.result) is not None]
-
-
-def _now(members: Sequence[Job]) -> str:
-    """How far the runs that are running have come."""
-    running = [job for job in members if (job.directory / "running.json").exists()]
-    return ", ".join(f"epoch {epochs_done(job)}/{job.config.epochs}" for job in running)
 
 
 class SweepProgress:
     """What is shown of a sweep while it runs. ``draw`` makes its table from the runs' directories."""
 
     def __init__(
-        self, jobs: Sequence[Job], draw: Callable[[], RenderableType], remaining: Remaining, console: Console
+        self, jobs: Sequence[Job], draw: Callable[[], RenderableType], remaining: RemainingTime, console: Console
     ) -> None:
         self.jobs, self.draw, self.remaining, self.console = jobs, draw, remaining, console
         self.warnings: dict[str, int] = {}
@@ -137,36 +72,96 @@ class SweepProgress:
         return [f"warning ({plural(count, 'run')}): {text}" for text, count in self.warnings.items()]
 
 
-def table(title: str, jobs: Sequence[Job], calibration: SweepCalibration | None = None) -> Table:
-    """The current state of the runs in these directories."""
-    rows = summarize(jobs, calibration)
-    unit = "forward-backwards" if calibration is None else "time"
+class RemainingTime:
+    """The seconds that a sweep will still take, from its calibration or from the runs that have ended.
+
+    A run's predicted time is its share of the work; how fast the work really goes is measured as it goes.
+    """
+
+    def __init__(self, jobs: Sequence[Job], workers: int, calibration: SweepCalibration | None) -> None:
+        self.jobs = {job.directory: job for job in jobs}
+        self.workers, self.calibration = workers, calibration
+        self.begun, self.work_before = time.monotonic(), self.work_left()
+
+    def seconds(self) -> float | None:
+        """None while nothing is known yet."""
+        left, elapsed = self.work_left(), time.monotonic() - self.begun
+        done = self.work_before - left
+        if done > 0.05 * self.work_before:
+            return left * elapsed / done
+        if self.calibration is None:
+            return None
+        unfinished = sum(not job.is_finished for job in self.jobs.values())
+        return left / max(1, min(self.workers, unfinished))
+
+    def work_left(self) -> float:
+        waiting = [job for job in self.jobs.values() if job.failure is None and not job.is_finished]
+        return sum(self._work(job) * max(0.0, 1 - epochs_done(job) / job.config.epochs) for job in waiting)
+
+    def _work(self, job: Job) -> float:
+        measured = None if self.calibration is None else self.calibration.of(job.config)
+        return job.config.epochs * (1.0 if measured is None else measured.seconds_per_epoch)
+
+
+def epochs_done(job: Job) -> int:
+    try:
+        records = read_records(RunDirectory(job.directory).records)
+    except (OSError, ValueError):  # not begun, or being written
+        return 0
+    return sum(record["kind"] == "epoch" for record in records)
+
+
+def sweep_table(title: str, jobs: Sequence[Job], calibration: SweepCalibration | None = None) -> Table:
+    """A row for each variant: the means over its finished seeds, and the cost relative to the first variant's.
+
+    Costs are times that were measured together, or forward and backward passes where there is no calibration.
+    """
+    variants: dict[str, list[Job]] = {}
+    for job in jobs:
+        variants.setdefault(job.label, []).append(job)
+    results = {label: [found for job in members if (found := job.result)] for label, members in variants.items()}
+    costs = {label: _cost(members[0], results[label], calibration) for label, members in variants.items()}
+    first, unit = next(iter(costs.items()))
+    running = {label: _running(members) for label, members in variants.items()}
     drawn = Table(title=title)
     drawn.add_column("")
-    for heading in ("test accuracy", f"{unit} / {rows[0].label}", "sparsity", "seeds"):
+    what = "forward-backwards" if calibration is None else "time"
+    for heading in ("test accuracy", f"{what} / {first}", "sparsity", "seeds"):
         drawn.add_column(heading, justify="right")
-    is_running = any(row.now for row in rows)
-    if is_running:
+    if any(running.values()):
         drawn.add_column("now")
-    for row in rows:
-        cells = [
-            row.label,
-            mean_and_deviation(row.accuracy, row.deviation),
-            "–" if row.relative_cost is None else f"{row.relative_cost:.2f}",
-            "–" if row.sparsity is None else f"{row.sparsity:.4g}",
-            _seeds(row),
-        ]
-        drawn.add_row(*cells, *([row.now] if is_running else []))
+    for label, members in variants.items():
+        finished, cost = results[label], costs[label]
+        accuracies = [result["test_accuracy"] for result in finished]
+        drawn.add_row(
+            label,
+            percent(
+                statistics.fmean(accuracies) if accuracies else None,
+                statistics.stdev(accuracies) if len(accuracies) > 1 else None,
+            ),
+            ratio(cost / unit if cost and unit else None),
+            significant(finished[0]["sparsity"] if finished else None),
+            _seeds(members, len(finished)),
+            *([running[label]] if any(running.values()) else []),
+        )
     return drawn
 
 
-def mean_and_deviation(mean: float | None, deviation: float | None) -> str:
-    """Fractions as percentages."""
-    if mean is None:
-        return "–"
-    return f"{100 * mean:.2f}{'' if deviation is None else f' ± {100 * deviation:.2f}'} %"
+def _cost(job: Job, results: Sequence[Mapping[str, Any]], calibration: SweepCalibration | None) -> float | None:
+    if calibration is not None:
+        measured = calibration.of(job.config)
+        return None if measured is None else measured.seconds_per_epoch
+    passes = [result["forward_backwards_per_step"] for result in results]
+    return statistics.fmean(passes) if passes else None
 
 
-def _seeds(row: Row) -> str:
-    done = str(row.seeds) if row.finished == row.seeds else f"{row.finished} of {row.seeds}"
-    return f"{done}, {row.failed} failed" if row.failed else done
+def _running(members: Sequence[Job]) -> str:
+    """How far the runs that are running have come."""
+    running = [job for job in members if (job.directory / "running.json").exists()]
+    return ", ".join(f"epoch {epochs_done(job)}/{job.config.epochs}" for job in running)
+
+
+def _seeds(members: Sequence[Job], finished: int) -> str:
+    failed = sum(job.failure is not None for job in members)
+    done = str(finished) if finished == len(members) else f"{finished} of {len(members)}"
+    return f"{done}, {failed} failed" if failed else done

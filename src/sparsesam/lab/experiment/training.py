@@ -98,9 +98,12 @@ class Training:
         return self.position.epoch * self.batches.steps + self.position.step
 
     @property
+    def total_steps(self) -> int:
+        return self.config.total_steps(self.batches.steps)
+
+    @property
     def finished(self) -> bool:
-        limit = self.config.max_steps
-        return self.position.epoch >= self.config.epochs or (limit is not None and self.steps_taken >= limit)
+        return self.steps_taken >= self.total_steps
 
     @property
     def sparsity(self) -> float | None:

@@ -18,7 +18,6 @@ from sparsesam.lab.inspection.hessian import HessianAnalysis
 from sparsesam.lab.inspection.landscape import LandscapeAnalysis
 from sparsesam.lab.inspection.masks import MaskAnalysis
 from sparsesam.lab.inspection.sharpness import SharpnessAnalysis
-from sparsesam.lab.inspection.store import write_analysis
 from sparsesam.lab.inspection.trained_run import MeasuredOn, TrainedRun, load_run
 
 ANALYSES: dict[str, type[Analysis[Any]]] = {
@@ -32,4 +31,4 @@ ANALYSES: dict[str, type[Analysis[Any]]] = {
     "convergence": ConvergenceAnalysis,
 }
 
-__all__ = ["ANALYSES", "Analysis", "Measured", "MeasuredOn", "TrainedRun", "load_run", "write_analysis"]
+__all__ = ["ANALYSES", "Analysis", "Measured", "MeasuredOn", "TrainedRun", "load_run"]

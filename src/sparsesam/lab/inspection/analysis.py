@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
+import numpy as np
 from torch import Tensor
 
 from sparsesam.analysis import AnalysisResult
-from sparsesam.lab.display.figure import Figure
-from sparsesam.lab.display.table import Cell, Table, table_of_rows
-from sparsesam.lab.inspection.store import Origin
-from sparsesam.lab.inspection.trained_run import MeasuredOn, TrainedRun
+from sparsesam.lab.display import Cell, Figure, Series, Table, numbers, table_of_rows
+from sparsesam.lab.experiment.provenance import provenance
+from sparsesam.lab.experiment.run_directory import write_whole
+from sparsesam.lab.inspection.trained_run import MeasuredOn, Origin, TrainedRun
 
 Progress = Callable[[int, int], None]
 ResultT = TypeVar("ResultT", bound=AnalysisResult)
@@ -31,6 +34,20 @@ class Measured(Generic[ResultT]):
     color: str = "blue"
     number: int = 0
     other: str = ""
+
+    def series(self, x: Iterable[Any], y: Iterable[Any], *, name: str = "", **options: Any) -> Series:
+        """A line in the colour of its run, under its label unless another ``name`` is given."""
+        return Series(name or self.label, self.color, as_list(x), numbers(as_list(y)), self.number, **options)
+
+    def grid(self, x: Iterable[Any], y: Iterable[Any], z: Iterable[Iterable[Any]]) -> Series:
+        """Values ``z`` with a row for each y."""
+        rows = [numbers(as_list(row)) for row in z]
+        return Series(self.label, self.color, as_list(x), as_list(y), self.number, z=rows)
+
+
+@dataclass(frozen=True)
+class NoSettings:
+    """Of analyses that measure no checkpoint."""
 
 
 class Prepared(NamedTuple):
@@ -78,6 +95,24 @@ class Analysis(ABC, Generic[ResultT]):
     def measure(self, subject: Any, progress: Progress) -> ResultT:
         """The result for one subject; ``progress(done, total)`` is called in between."""
 
+    def measure_and_write(self, subject: Any, progress: Progress = lambda done, total: None) -> ResultT:
+        """Measure, and write the result with its provenance to ``analyses/NAME.json`` (docs/analyses.md)."""
+        start = time.perf_counter()
+        result = self.measure(subject, progress)
+        seconds, machine = time.perf_counter() - start, provenance()
+        made = {
+            **self.origin(subject).to_dict(),
+            "options": options_of(self),
+            "seconds": seconds,
+            "command": machine["command"],
+            "provenance": machine,
+        }
+        content = {"analysis": self.name, "result": result.to_dict(), "made": made}
+        file = subject.path / "analyses" / f"{self.name}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps(content, allow_nan=False) + "\n")
+        return result
+
     def origin(self, subject: Any) -> Origin:
         """Which checkpoint and which images the result was measured on."""
         return cast(Origin, subject.origin())
@@ -108,6 +143,16 @@ class Analysis(ABC, Generic[ResultT]):
     def notes(cls, measured: Sequence[Measured[ResultT]]) -> list[str]:
         """What a reader must know, each note once, with the runs that it is about unless it is about all."""
         return shared_notes([(one.label, note) for one in measured for note in one.result.remarks()])
+
+
+def as_list(values: Iterable[Any]) -> list[Any]:
+    """With Python's own numbers."""
+    return list(values.tolist() if isinstance(values, np.ndarray) else values)
+
+
+def options_of(settings: Any) -> dict[str, Any]:
+    """The values of an analysis's options, by name."""
+    return {one.name: getattr(settings, one.name) for one in dataclasses.fields(settings) if "help" in one.metadata}
 
 
 def shared_notes(notes: Sequence[tuple[str, str]]) -> list[str]:

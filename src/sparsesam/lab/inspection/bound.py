@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from sparsesam.analysis import AnalysisResult, GeneralizationBound, generalization_bound
 from sparsesam.analysis.theory import CAVEATS
-from sparsesam.lab.display.figure import Axis, Figure, Series
-from sparsesam.lab.display.numbers import significant
-from sparsesam.lab.display.table import Cell, number_cell
+from sparsesam.lab.display import Axis, Cell, Figure, Series, number_cell, significant
+from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, usable_masks
-from sparsesam.lab.inspection.options import option
 from sparsesam.lab.inspection.trained_run import TrainedRun
 
 _TERMS = {"dimension": "dimension_term", "confidence": "confidence_term", "remainder": "remainder"}
@@ -103,7 +101,7 @@ class BoundAnalysis(Analysis[BoundResult]):
                 kind="bars",
                 x=Axis("term"),
                 y=Axis("value", log=True),
-                panels={"": [series for one in measured for series in _terms(one)]},
+                panels={"": [_terms(one, bound) for one in measured for bound in one.result.bounds]},
             )
         ]
 
@@ -125,8 +123,6 @@ class BoundAnalysis(Analysis[BoundResult]):
         )
 
 
-def _terms(one: Measured[BoundResult]) -> Iterator[Series]:
-    for bound in one.result.bounds:
-        label = f"{one.label} (masked)" if bound.masked else one.label
-        values = [getattr(bound, name) for name in _TERMS.values()]
-        yield Series(label, one.color, list(_TERMS), values, one.number, faint=bound.masked)
+def _terms(one: Measured[BoundResult], bound: GeneralizationBound) -> Series:
+    name = f"{one.label} (masked)" if bound.masked else one.label
+    return one.series(_TERMS, [getattr(bound, term) for term in _TERMS.values()], name=name, faint=bound.masked)

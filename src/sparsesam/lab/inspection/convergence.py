@@ -17,12 +17,10 @@ from sparsesam.analysis import (
     nonconvex_logistic,
     tanh_network,
 )
-from sparsesam.lab.display.figure import Axis, Figure, Series, error_bars
-from sparsesam.lab.display.numbers import numbers
-from sparsesam.lab.display.table import Cell, Table, number_cell, table_of_rows
-from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, shared_notes
-from sparsesam.lab.inspection.options import NoSettings, option
-from sparsesam.lab.inspection.store import Origin
+from sparsesam.lab.display import Axis, Cell, Figure, Series, Table, error_bars, number_cell, numbers, table_of_rows
+from sparsesam.lab.experiment.setting_types import option
+from sparsesam.lab.inspection.analysis import Analysis, Measured, NoSettings, Progress, shared_notes
+from sparsesam.lab.inspection.trained_run import Origin
 
 _PROBLEMS: dict[str, Callable[..., SmoothProblem]] = {"logistic": nonconvex_logistic, "tanh-network": tanh_network}
 
@@ -91,27 +89,15 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
 
     @classmethod
     def summary(cls, result: ConvergenceResult) -> dict[str, Cell]:
-        rows = {one.method: _method_row(one) for one in result.methods}
-        return {f"{method}: {name}": cell for method, row in rows.items() for name, cell in row.items()}
+        return {f"{one.method}: {name}": cell for one in result.methods for name, cell in _row(one).items()}
 
     @classmethod
     def table(cls, name: str, measured: Sequence[Measured[ConvergenceResult]]) -> Table:
         """A row for each method."""
-        rows = {
-            f"{one.method}, {found.label}" if len(measured) > 1 else one.method: _method_row(one)
-            for found in measured
-            for one in found.result.methods
-        }
-        return table_of_rows(name, cls.caption, rows)
+        return table_of_rows(name, cls.caption, {label: _row(one) for label, one in _methods(measured).items()})
 
     @classmethod
     def figures(cls, name: str, measured: Sequence[Measured[ConvergenceResult]]) -> list[Figure]:
-        several = len(measured) > 1
-        panels = {
-            f"{one.method}, {found.label}" if several else one.method: _curves(one)
-            for found in measured
-            for one in found.result.methods
-        }
         return [
             Figure(
                 name="convergence",
@@ -121,7 +107,7 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
                 kind="lines",
                 x=Axis("T", log=True),
                 y=Axis("mean squared gradient norm", log=True),
-                panels=panels,
+                panels={label: _curves(one) for label, one in _methods(measured).items()},
             )
         ]
 
@@ -132,21 +118,25 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
         )
 
 
-def _method_row(one: Convergence) -> dict[str, Cell]:
+def _methods(measured: Sequence[Measured[ConvergenceResult]]) -> dict[str, Convergence]:
+    several = len(measured) > 1
+    both = [(found.label, one) for found in measured for one in found.result.methods]
+    return {f"{one.method}, {label}" if several else one.method: one for label, one in both}
+
+
+def _row(one: Convergence) -> dict[str, Cell]:
+    failed = "; ".join(each.text for each in one.assumptions if not each.holds)
+    assumptions = Cell("all satisfied", status="finished")
+    if failed:
+        assumptions = Cell(f"not satisfied: {failed}", status="failed")
     return {
         "T": number_cell(int(one.T[-1])),
         "mean ||∇f||²": number_cell(one.measured[-1]),
         "bound as printed": number_cell(one.bound[-1]),
         "bound with Σ 1/t": number_cell(one.bound_harmonic[-1]),
         "slope in log T": number_cell(one.slope),
-        "assumptions": _assumptions_cell([each.text for each in one.assumptions if not each.holds]),
+        "assumptions": assumptions,
     }
-
-
-def _assumptions_cell(failed: Sequence[str]) -> Cell:
-    if failed:
-        return Cell(f"not satisfied: {'; '.join(failed)}", status="failed")
-    return Cell("all satisfied", status="finished")
 
 
 def _curves(one: Convergence) -> list[Series]:

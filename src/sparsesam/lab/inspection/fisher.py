@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sparsesam.analysis import FisherAgreement, fisher_vs_hessian, select_parameters
-from sparsesam.lab.display.figure import Axis, Figure, Series
-from sparsesam.lab.display.numbers import numbers, percent
-from sparsesam.lab.display.table import Cell, number_cell
+from sparsesam.lab.display import Axis, Cell, Figure, Series, number_cell, percent
+from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, parameter_patterns
-from sparsesam.lab.inspection.options import option
 from sparsesam.lab.inspection.trained_run import TrainedRun
 
 #: With more weights, the exact diagonal takes too long: one product for each.
@@ -83,17 +81,16 @@ class FisherAnalysis(Analysis[FisherAgreement]):
             kind="lines",
             x=Axis("sparsity"),
             y=Axis("kept by both (%)"),
-            panels={"": [*map(_kept, measured), chance]},
+            panels={"": [*(_kept(one) for one in measured), chance]},
         )
         return [scatter, kept]
 
 
 def _scatter(one: Measured[FisherAgreement]) -> Series:
     pairs = [(fisher, abs(h)) for fisher, h in one.result.scatter.tolist() if fisher > 0 and h != 0]
-    return Series(one.label, one.color, [fisher for fisher, _ in pairs], [h for _, h in pairs], one.number)
+    return one.series([fisher for fisher, _ in pairs], [h for _, h in pairs])
 
 
 def _kept(one: Measured[FisherAgreement]) -> Series:
     kept = one.result.kept_in_common
-    shares = numbers(100 * share for share in kept.values())
-    return Series(one.label, one.color, [float(sparsity) for sparsity in kept], shares, one.number)
+    return one.series([float(sparsity) for sparsity in kept], [100 * share for share in kept.values()])

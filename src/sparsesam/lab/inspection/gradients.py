@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sparsesam.analysis import GradientDifference, gradient_difference
-from sparsesam.lab.display.figure import Axis, Figure, Series
-from sparsesam.lab.display.numbers import numbers, percent
-from sparsesam.lab.display.table import Cell, number_cell
+from sparsesam.lab.display import Axis, Cell, Figure, Series, number_cell, percent
+from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress
-from sparsesam.lab.inspection.options import option
 from sparsesam.lab.inspection.trained_run import TrainedRun
 
 _GROUPS = {"every": "every weight", "inside": "inside the mask", "outside": "outside the mask"}
@@ -73,11 +71,9 @@ def _histograms(measured: Sequence[Measured[GradientDifference]], group: str) ->
         differences = getattr(one.result, group)
         if differences is not None:
             middles = (one.result.edges[1:] + one.result.edges[:-1]) / 2
-            shares = differences.histogram / max(differences.weights, 1)
-            series.append(Series(one.label, one.color, middles.tolist(), shares.tolist(), one.number))
+            series.append(one.series(middles, differences.histogram / max(differences.weights, 1)))
     return series
 
 
 def _layers(one: Measured[GradientDifference]) -> Series:
-    shares = [100 * layer.share_below_zero for layer in one.result.layers.values()]
-    return Series(one.label, one.color, list(one.result.layers), numbers(shares), one.number)
+    return one.series(one.result.layers, [100 * layer.share_below_zero for layer in one.result.layers.values()])

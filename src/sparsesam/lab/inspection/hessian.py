@@ -17,11 +17,9 @@ from sparsesam.analysis import (
     hessian_trace,
     spectral_density,
 )
-from sparsesam.lab.display.figure import Axis, Figure, Series, error_bars
-from sparsesam.lab.display.numbers import number, numbers, plus_minus
-from sparsesam.lab.display.table import Cell, number_cell
+from sparsesam.lab.display import Axis, Cell, Figure, Series, error_bars, number, number_cell, numbers, plus_minus
+from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, parameter_patterns
-from sparsesam.lab.inspection.options import option
 from sparsesam.lab.inspection.trained_run import TrainedRun
 
 #: Below this share of its peak, the density shows only the Gaussians that smooth it.
@@ -111,11 +109,9 @@ class HessianAnalysis(Analysis[HessianResult]):
 def _eigenvalues(one: Measured[HessianResult]) -> Series:
     spectrum = one.result.eigenvalues
     values, errors = numbers(spectrum.eigenvalues.tolist()), numbers(spectrum.error_bounds.tolist())
-    ranks, bars = list(range(1, len(values) + 1)), error_bars(values, errors)
-    return Series(one.label, one.color, ranks, values, one.number, bars=bars)
+    return one.series(range(1, len(values) + 1), values, bars=error_bars(values, errors))
 
 
 def _density(one: Measured[HessianResult]) -> Series:
     density = one.result.density
-    shown = np.where(density.density > _FLOOR * density.density.max(), density.density, np.nan)
-    return Series(one.label, one.color, density.grid.tolist(), numbers(shown.tolist()), one.number)
+    return one.series(density.grid, np.where(density.density > _FLOOR * density.density.max(), density.density, np.nan))

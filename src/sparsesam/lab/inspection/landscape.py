@@ -12,14 +12,11 @@ from typing import Any, Literal
 import numpy as np
 
 from sparsesam.analysis import Landscape, hessian_eigenvalues, loss_between, loss_landscape
-from sparsesam.lab.display.figure import Axis, Figure, Series
-from sparsesam.lab.display.numbers import Number, numbers
-from sparsesam.lab.display.table import Cell, number_cell
+from sparsesam.lab.display import Axis, Cell, Figure, Series, number_cell
 from sparsesam.lab.experiment.errors import Interrupted
+from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import Analysis, Measured, Prepared, Progress
-from sparsesam.lab.inspection.options import option
-from sparsesam.lab.inspection.store import Origin
-from sparsesam.lab.inspection.trained_run import TrainedRun, check_fits
+from sparsesam.lab.inspection.trained_run import Origin, TrainedRun, check_fits
 
 #: If the largest loss is this many times the median, its logarithm is drawn: the rest would be flat.
 _WIDE_RANGE = 100
@@ -35,7 +32,7 @@ class LandscapeAnalysis(Analysis[Landscape]):
 
     dimensions: Literal[1, 2] = option(2, "a line or a square")
     points: int | None = option(None, "in each dimension; default 50, or 51 with --between")
-    span: list[float] | None = option(None, "first and last point; default -1 1, or 0 1 with --between", nargs=2)
+    span: tuple[float, float] | None = option(None, "first and last point; default [-1,1], or [0,1] with --between")
     along: Literal["random", "eigenvectors"] = option(
         "random", "filter-normalized random directions, or the Hessian's leading eigenvectors (unit length)"
     )
@@ -131,8 +128,7 @@ def _lines(name: str, measured: Sequence[Measured[Landscape]]) -> Figure:
 
 
 def _line(one: Measured[Landscape]) -> Series:
-    label = f"{one.label} to {one.other}" if one.other else one.label
-    return Series(label, one.color, one.result.x.tolist(), numbers(one.result.loss.tolist()), one.number)
+    return one.series(one.result.x, one.result.loss, name=f"{one.label} to {one.other}" if one.other else "")
 
 
 def _surface_figures(name: str, measured: Sequence[Measured[Landscape]]) -> list[Figure]:
@@ -182,9 +178,8 @@ def _surface_figures(name: str, measured: Sequence[Measured[Landscape]]) -> list
 
 def _surface(one: Measured[Landscape], log: bool) -> Series:
     landscape = one.result
-    loss = np.where(landscape.loss > 0, landscape.loss, np.nan) if log else landscape.loss
-    z: list[list[Number]] = [numbers(row) for row in (np.log10(loss) if log else loss).tolist()]
-    return Series(one.label, one.color, landscape.x.tolist(), landscape.y.tolist(), one.number, z=z)
+    loss = np.log10(np.where(landscape.loss > 0, landscape.loss, np.nan)) if log else landscape.loss
+    return one.grid(landscape.x, landscape.y, loss)
 
 
 def _cut(surface: Series) -> Series:

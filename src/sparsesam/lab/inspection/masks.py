@@ -9,14 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from sparsesam.analysis import MaskHistory, masks_over_time
-from sparsesam.lab.display.figure import Axis, Figure, Series
-from sparsesam.lab.display.numbers import numbers, percent
-from sparsesam.lab.display.table import Cell, number_cell
+from sparsesam.lab.display import Axis, Cell, Figure, Series, number_cell, percent
 from sparsesam.lab.experiment.mask_record import mask_files, read_masks
-from sparsesam.lab.inspection.analysis import Analysis, Measured, Prepared, Progress
-from sparsesam.lab.inspection.options import NoSettings
-from sparsesam.lab.inspection.store import Origin
-from sparsesam.lab.inspection.trained_run import MeasuredOn, TrainedRun
+from sparsesam.lab.inspection.analysis import Analysis, Measured, NoSettings, Prepared, Progress
+from sparsesam.lab.inspection.trained_run import MeasuredOn, Origin, TrainedRun
 
 
 @dataclass(frozen=True)
@@ -93,18 +89,13 @@ def _why_no_masks(run: TrainedRun) -> str:
 def _density(one: Measured[MaskHistory]) -> Series:
     layers = one.result.density_by_layer
     # Steps are category names: masks are made at uneven distances, and each is drawn equally wide.
-    names = [str(step) for step in one.result.steps]
-    z = [numbers(density.tolist()) for density in layers.values()]
-    return Series(one.label, one.color, names, list(layers), one.number, z=z)
+    return one.grid([str(step) for step in one.result.steps], layers, layers.values())
 
 
 def _overlap(one: Measured[MaskHistory]) -> list[Series]:
-    steps = one.result.steps[1:]
-    overlap, chance = numbers(one.result.overlap.tolist()), numbers(one.result.overlap_by_chance.tolist())
-    return [
-        Series(one.label, one.color, steps, overlap, one.number),
-        Series(f"{one.label}, by chance", one.color, steps, chance, one.number, faint=True),
-    ]
+    steps, result = one.result.steps[1:], one.result
+    chance = one.series(steps, result.overlap_by_chance, name=f"{one.label}, by chance", faint=True)
+    return [one.series(steps, result.overlap), chance]
 
 
 def _mean(values: np.ndarray) -> float | None:

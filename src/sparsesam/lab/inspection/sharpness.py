@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparsesam.analysis import AnalysisResult, Sharpness, sharpness
-from sparsesam.lab.display.figure import Axis, Figure, Series
-from sparsesam.lab.display.numbers import numbers
-from sparsesam.lab.display.table import Cell, number_cell
+from sparsesam.lab.display import Axis, Cell, Figure, Series, number_cell
+from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, usable_masks
-from sparsesam.lab.inspection.options import option
 from sparsesam.lab.inspection.trained_run import TrainedRun
 
 
@@ -73,5 +71,4 @@ class SharpnessAnalysis(Analysis[SharpnessResult]):
 
 
 def _path(one: Measured[SharpnessResult], measured: Sharpness) -> Series:
-    increases = numbers(loss - measured.loss for loss in measured.path)
-    return Series(one.label, one.color, list(range(len(increases))), increases, one.number)
+    return one.series(range(len(measured.path)), [loss - measured.loss for loss in measured.path])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -10,20 +10,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
-from sparsesam.analysis import Objective, check_state
+from sparsesam.analysis import AnalysisResult, Objective, check_state
 from sparsesam.analysis.objective import Statistics
 from sparsesam.lab import models
-from sparsesam.lab.data import FolderSplits, Splits, load
+from sparsesam.lab.data import FolderSplits, Splits
 from sparsesam.lab.experiment import checkpoint
-from sparsesam.lab.experiment.batches import Batches, Share, Split, make_batches
+from sparsesam.lab.experiment.batches import Batches, Share, Split, load_splits, make_batches
+from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import CheckpointError
-from sparsesam.lab.experiment.initial_weights import weights_of
+from sparsesam.lab.experiment.initial_weights import read_weights, weights_of
 from sparsesam.lab.experiment.mask_record import mask_files, read_mask_file
+from sparsesam.lab.experiment.run import make_fabric
 from sparsesam.lab.experiment.run_directory import RunDirectory
-from sparsesam.lab.inspection.options import option
-from sparsesam.lab.inspection.store import Origin
+from sparsesam.lab.experiment.setting_types import option
 from sparsesam.wrapper import split_own
 
 
@@ -51,13 +52,34 @@ class MeasuredOn:
                 raise ValueError(f"{name} must be at least 1, got {value}")
 
 
-def load_run(path: Path | str, **options: Any) -> TrainedRun:
-    """The run in a directory; ``options`` are the fields of `MeasuredOn`.
+@dataclass(frozen=True)
+class Origin(AnalysisResult):
+    """The checkpoint and the images that a result was measured on; None for what does not apply.
+
+    ``step`` counts the training steps before the checkpoint, ``mask_step`` is the step in which its mask was made.
+    ``other`` is the directory of the second run of a line between two.
+    """
+
+    checkpoint: str | None = None
+    step: int | None = None
+    mask_step: int | None = None
+    split: str | None = None
+    samples: int | None = None
+    seed: int | None = None
+    loss: str | None = None
+    statistics: str | None = None
+    device: str | None = None
+    other: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def load_run(path: Path | str, *, weights: Path | None = None, **options: Any) -> TrainedRun:
+    """The run in a directory, or its model with the ``weights`` of a file; ``options`` are the fields of `MeasuredOn`.
 
     >>> run = load_run("runs/a", samples=256)
     >>> hessian_eigenvalues(run.objective).ratio
     """
-    return TrainedRun(Path(path), MeasuredOn(**options))
+    return TrainedRun(Path(path), MeasuredOn(**options), weights)
 
 
 class TrainedRun:
@@ -67,9 +89,11 @@ class TrainedRun:
     before the checkpoint, ``mask_step`` is the one that the masks were made in.
     """
 
-    def __init__(self, path: Path, on: MeasuredOn) -> None:
+    def __init__(self, path: Path, on: MeasuredOn, weights: Path | None = None) -> None:
         self.directory, self.on = RunDirectory.existing(path), on
+        self.file = weights or (self.directory.best if on.checkpoint == "best" else self.directory.last)
         self.config = self.directory.saved_config()
+        self.environment = RunEnvironment(data_dir=on.data_dir, download=on.download, accelerator=on.device)
         self.notes: list[str] = []
 
     @property
@@ -82,24 +106,26 @@ class TrainedRun:
     def model(self) -> nn.Module:
         splits = self.splits
         with torch.random.fork_rng(devices=[]):
-            model = models.build(self.config.model, splits.num_classes, splits.in_channels, splits.image_size)
+            model = models.build_model(self.config.model, splits.num_classes, splits.in_channels, splits.image_size)
         check_fits(model, self)
         model.load_state_dict(self.weights)
-        return model.to(_device(self.on.device))
+        return model.to(make_fabric(self.config, self.environment).device)
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:
         """The state dict of the model as it was tested: the moving average, where the run has one."""
+        if self.file.parent != self.path:
+            return read_weights(self.file)
         try:
             return weights_of(self._content)
         except KeyError as error:
-            raise CheckpointError(f"{self._file} lacks {error}; it is not the {self._file.name} of a run") from None
+            raise CheckpointError(f"{self.file} lacks {error}; it is not the {self.file.name} of a run") from None
 
     @property
     def step(self) -> int:
         steps = self.batches.steps
         if self.on.checkpoint == "best":
-            return min(int(self._content["epoch"]) * steps, self.config.max_steps or self.config.epochs * steps)
+            return min(int(self._content["epoch"]) * steps, self.config.total_steps(steps))
         position = self._content["training"]["position"]
         return int(position["epoch"] * steps + position["step"])
 
@@ -124,24 +150,20 @@ class TrainedRun:
             return None, None
         return made, masks
 
-    @property
-    def _file(self) -> Path:
-        return self.directory.best if self.on.checkpoint == "best" else self.directory.last
-
     @cached_property
     def _content(self) -> dict[str, Any]:
-        if not self._file.exists():
+        if not self.file.exists():
             raise CheckpointError(
-                f"{self._file} does not exist: the run has not finished an epoch; "
+                f"{self.file} does not exist: the run has not finished an epoch; "
                 f"continue it with: sparsesam train --resume --out {self.path}"
             )
-        return checkpoint.load(self._file)
+        return checkpoint.load(self.file)
 
     # ---- images ------------------------------------------------------------------------------------------
 
     @cached_property
     def splits(self) -> Splits | FolderSplits:
-        splits = load(self.config.dataset, self.on.data_dir, self.on.download, image_size=self.config.image_size)
+        splits = load_splits(self.config, self.environment)
         if splits.num_classes < 2:
             raise ValueError(
                 f"{self.path}: the data set {self.config.dataset} has one class, so its loss is always 0; "
@@ -189,8 +211,9 @@ class TrainedRun:
 
 def check_fits(model: nn.Module, run: TrainedRun) -> None:
     """Raise CheckpointError if a run's weights do not fit a model, its own or another run's."""
+    weights = run.weights
     try:
-        check_state(model, run.weights, str(run._file))
+        check_state(model, weights, str(run.file))
     except ValueError as error:
         reason = str(error).split("; give the model's own")[0]
         raise CheckpointError(
@@ -206,23 +229,9 @@ def _masks_of(content: dict[str, Any]) -> tuple[int | None, dict[str, Tensor] | 
     return int(own["mask"]["last_step"]), tensors["mask"]
 
 
-def _sample(images: Dataset[tuple[Tensor, Tensor]], on: MeasuredOn) -> list[tuple[Tensor, Tensor]]:
+def _sample(images: Dataset[tuple[Tensor, Tensor]], on: MeasuredOn) -> list[Any]:
     count = len(images)  # type: ignore[arg-type]
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(on.seed))
-    chosen = order[: on.samples or count].sort().values
-    return [_stacked([images[int(place)] for place in part]) for part in chosen.split(on.batch_size)]
-
-
-def _stacked(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    return torch.stack([image for image, _ in pairs]), torch.stack([label for _, label in pairs])
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device must be cpu, cuda, mps or auto and available, got {name!r}") from error
-    return device
+    generator = torch.Generator().manual_seed(on.seed)
+    chosen = torch.randperm(count, generator=generator)[: on.samples or count].sort().values.tolist()
+    loader = DataLoader(Subset(images, chosen), batch_size=on.batch_size, generator=generator)
+    return [tuple(batch) for batch in loader]

@@ -1,6 +1,6 @@
 """Networks, by name."""
 
-from sparsesam.lab.models.registry import MODELS, build
+from sparsesam.lab.models.registry import MODELS, build_model
 from sparsesam.lab.models.resnet import resnet10_small, resnet18, resnet50
 from sparsesam.lab.models.small_cnn import small_cnn
 from sparsesam.lab.models.vgg import vgg11_bn, vgg11_bn_4096, vgg_small
@@ -9,7 +9,7 @@ from sparsesam.lab.models.wide_resnet import wide_resnet
 
 __all__ = [
     "MODELS",
-    "build",
+    "build_model",
     "resnet10_small",
     "resnet18",
     "resnet50",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +13,7 @@ from sparsesam.lab.models.small_cnn import small_cnn
 from sparsesam.lab.models.vgg import vgg11_bn, vgg11_bn_4096, vgg_small
 from sparsesam.lab.models.vit import vit_b_16, vit_one_block_8192, vit_s_16, vit_tiny_small
 from sparsesam.lab.models.wide_resnet import wide_resnet
-from sparsesam.lab.plug_in import call, find_function
+from sparsesam.lab.names import call_function, find_function, nearest
 
 Builder = Callable[..., nn.Module]
 
@@ -38,7 +37,7 @@ MODELS: dict[str, Builder] = {
 }
 
 
-def build(name: str, num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Module:
+def build_model(name: str, num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Module:
     """The model called ``name`` for (batch, in_channels, image_size, image_size) images.
 
     ``name`` is one of `MODELS`, ``timm/NAME``, or ``module:function`` of anything importable, which is given those of
@@ -54,10 +53,8 @@ def build(name: str, num_classes: int = 10, in_channels: int = 3, image_size: in
         return _from_user(name, choices)
     key = name.lower().replace("_", "-")
     if key not in MODELS:
-        nearest = difflib.get_close_matches(key, MODELS, n=len(MODELS), cutoff=0)
-        raise ValueError(
-            f"model must be one of {', '.join(map(repr, nearest))}, timm/NAME or a module:function, got {name!r}"
-        )
+        known = f"{', '.join(MODELS)}, timm/NAME or a module:function"
+        raise ValueError(f"model must be one of {known}, got {name!r}; {nearest(key, MODELS)}")
     return MODELS[key](**_taken(name, MODELS[key], choices))
 
 
@@ -68,8 +65,8 @@ def _from_timm(name: str, num_classes: int, in_channels: int, image_size: int) -
     except ImportError as error:
         raise ImportError(f"timm/{name} needs timm: pip install timm") from error
     if not timm.is_model(name):
-        nearest = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
-        raise ValueError(f"model timm/{name} is not known to timm; did you mean {' or '.join(nearest) or 'another'}?")
+        meant = nearest(name, timm.list_models(), otherwise="timm.list_models() lists all")
+        raise ValueError(f"model timm/{name} is not known to timm; {meant}")
     options = {"num_classes": num_classes, "in_chans": in_channels}
     try:
         model: nn.Module = timm.create_model(name, img_size=image_size, **options)
@@ -80,7 +77,7 @@ def _from_timm(name: str, num_classes: int, in_channels: int, image_size: int) -
 
 def _from_user(name: str, choices: dict[str, int]) -> nn.Module:
     function = find_function("model", name)
-    model = call("model", name, function, **_taken(name, function, choices))
+    model = call_function("model", name, function, **_taken(name, function, choices))
     if not isinstance(model, nn.Module):
         raise ValueError(f"model {name} must return a torch.nn.Module, got {type(model).__name__}")
     return model

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-from sparsesam.lab.models.parts import he_initialized, is_small
+from sparsesam.lab.models.resnet import he_initialized, is_small
 
 Head = Literal["linear", "4096"]
 

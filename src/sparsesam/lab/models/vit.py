@@ -88,18 +88,15 @@ class TransformerBlock(nn.Module):
         return x
 
 
-class FirstToken(nn.Module):
-    """(batch, tokens, dim) to (batch, dim): what the class token has become."""
+class TokenPool(nn.Module):
+    """(batch, tokens, dim) to (batch, dim): what the class token has become, or the mean over the tokens."""
+
+    def __init__(self, kind: Literal["class", "mean"]) -> None:
+        super().__init__()
+        self.kind = kind
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return tokens[:, 0]
-
-
-class MeanToken(nn.Module):
-    """(batch, tokens, dim) to (batch, dim): the mean over the tokens."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return tokens.mean(dim=1)
+        return tokens[:, 0] if self.kind == "class" else tokens.mean(dim=1)
 
 
 def vit(
@@ -138,7 +135,7 @@ def vit(
             drop=nn.Dropout(dropout),
             blocks=nn.Sequential(*blocks),
             norm=nn.LayerNorm(dim, eps=EPSILON),
-            pool=FirstToken() if by_class else MeanToken(),
+            pool=TokenPool(pool),
             head=nn.Linear(dim, num_classes),
         )
     )

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from torch import Tensor, nn
 
-from sparsesam.lab.models.parts import he_initialized, stem_convolution, stem_pool
+from sparsesam.lab.models.resnet import he_initialized, stem_convolution, stem_pool
 
 
 class PreActivationBlock(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -12,7 +11,8 @@ from typing import Any, Literal
 
 import yaml
 
-from sparsesam.lab.experiment.config import TrainConfig
+from sparsesam.lab.experiment.config import DEFAULTS, TrainConfig
+from sparsesam.lab.experiment.identity import unused
 from sparsesam.lab.experiment.paper import Recipe, Scale
 
 _ORIGINS = {
@@ -20,7 +20,6 @@ _ORIGINS = {
     "authors": "from the authors' published settings: {}",
     "ours": "ours, because {}",
 }
-_DEFAULTS = {one.name: one.default for one in dataclasses.fields(TrainConfig)}
 _LAPTOP = "the laptop scale is to take minutes on a CPU"
 
 
@@ -53,11 +52,11 @@ def settings_of(chosen: Recipe, scale: Scale, overrides: Mapping[str, Any] | Non
     found: dict[tuple[str, Mark], dict[str, None]] = {}
     for row, column in chosen.cells(scale):
         config = chosen.config(row, column, overrides or {})
-        for name in _DEFAULTS:
-            if _applies(name, chosen, config):
-                mark = _mark(name, chosen, scale, config, overrides or {})
-                found.setdefault((name, mark), {})[str(getattr(config, name))] = None
-    order = {name: place for place, name in enumerate(_DEFAULTS)}
+        without = {*unused(config), "seed"}
+        for name in (name for name in DEFAULTS if name not in without):
+            mark = _mark(name, chosen, scale, config, overrides or {})
+            found.setdefault((name, mark), {})[str(getattr(config, name))] = None
+    order = {name: place for place, name in enumerate(DEFAULTS)}
     return [
         Choice(name, tuple(values), mark)
         for (name, mark), values in sorted(found.items(), key=lambda one: order[one[0][0]])
@@ -86,13 +85,9 @@ def _mark(name: str, chosen: Recipe, scale: Scale, config: TrainConfig, override
             continue
         if _fits(rule.get("when", {}), chosen, config):
             return Mark(rule["from"], rule["say"])
-    if value == _DEFAULTS[name]:
+    if value == DEFAULTS[name]:
         return UNMENTIONED
     raise ValueError(f"{chosen.label}: choices.yaml does not say where {name}={value} comes from")
-
-
-def _applies(name: str, chosen: Recipe, config: TrainConfig) -> bool:
-    return _fits(read_choices()["applies"].get(name, {}), chosen, config)
 
 
 def _fits(wanted: Mapping[str, Any], chosen: Recipe, config: TrainConfig) -> bool:

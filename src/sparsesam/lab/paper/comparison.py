@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from sparsesam.lab.display.numbers import plural
+from sparsesam.lab.display import plural
 from sparsesam.lab.experiment.confidence import differ
 from sparsesam.lab.experiment.paper import Column, MeanOverSeeds, RecipeRuns, show_ours, show_theirs
 from sparsesam.lab.experiment.run_directory import RunDirectory
@@ -19,22 +19,18 @@ class Comparison(RecipeRuns):
 
     def table(self) -> Table:
         """Ours, the mean over the seeds with its 95 % interval, and beside it the paper's."""
-        recipe, scale, cells = self.recipe, self.scale, self.cells()
-        columns, theirs = recipe.columns(scale), recipe.columns("full") if recipe.has_numbers else []
+        recipe, cells = self.recipe, self.cells()
+        theirs = recipe.columns("full") if recipe.has_numbers else []
         done = sum(job.is_finished for job in self.jobs)
         drawn = Table(title=f"{recipe.place}: {recipe.title}", caption=f"{done} of {plural(len(self.jobs), 'run')}")
         drawn.add_column("")
-        for column in columns:
+        for column in self.columns:
             drawn.add_column(f"ours\n{column.label}", justify="right")
         for column in theirs:
             drawn.add_column(f"paper\n{column.label}", justify="right")
-        for row in recipe.rows(scale):
-            printed = [*recipe.paper(row), *[None] * len(theirs)]
-            drawn.add_row(
-                row,
-                *(show_ours(cells.get((row, column.label))) for column in columns),
-                *(show_theirs(number, column) for number, column in zip(printed, theirs, strict=False)),
-            )
+        for row in self.rows:
+            ours = [show_ours(cells.get((row, column.label))) for column in self.columns]
+            drawn.add_row(row, *ours, *(show_theirs(number, column) for column, number in recipe.printed(row)))
         return drawn
 
     def sentences(self) -> list[str]:

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sparsesam.lab import models
 from sparsesam.lab.data.cifar import CIFAR10, CIFAR100
+from sparsesam.lab.data.digits import TRAIN_SIZE
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.cost import passes_per_step
 
@@ -32,7 +33,7 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "digits": Shape(10, 1, 8, 1437),
+    "digits": Shape(10, 1, 8, TRAIN_SIZE),
     "cifar10": Shape(len(CIFAR10.classes), 3, 32, CIFAR10.train_records),
     "cifar100": Shape(len(CIFAR100.classes), 3, 32, CIFAR100.train_records),
     "imagenet": Shape(1000, 3, 224, 1_281_167),
@@ -58,8 +59,8 @@ def cost(config: TrainConfig) -> RunCost:
     shape, model = shape_of(config), measured_model(config.model, *shape_of(config)[:3])
     images = min(config.train_size or shape.train, shape.train)
     per_epoch = math.ceil(images / config.batch_size)
-    steps = min(config.epochs * per_epoch, config.max_steps or config.epochs * per_epoch)
-    masks = _masks(config, steps, per_epoch) if config.optimizer == "ssam-f" else 0
+    steps = config.total_steps(per_epoch)
+    masks = math.ceil(steps / config.steps_between_masks(per_epoch)) if config.optimizer == "ssam-f" else 0
     fisher = masks * config.fisher_samples / config.batch_size
     passes = steps * passes_per_step(config, epochs=steps / per_epoch) + fisher
     flops = passes * 3 * model.forward_flops * config.batch_size
@@ -99,7 +100,7 @@ class MeasuredModel:
 def measured_model(name: str, classes: int, channels: int, side: int) -> MeasuredModel:
     """Without memory or arithmetic, on the meta device."""
     with torch.device("meta"):
-        model = models.build(name, classes, channels, side)
+        model = models.build_model(name, classes, channels, side)
         images = torch.empty(2, channels, side, side)
     storages: dict[int, int] = {}
     kept: list[Tensor] = []  # so that no storage takes the place of another
@@ -116,11 +117,6 @@ def measured_model(name: str, classes: int, channels: int, side: int) -> Measure
     saved = sum(size for storage, size in storages.items() if storage not in of_weights)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return MeasuredModel(parameters, counter.get_total_flops() / len(images), saved / len(images))
-
-
-def _masks(config: TrainConfig, steps: int, per_epoch: int) -> int:
-    every = config.mask_steps or (config.mask_epochs * per_epoch if config.mask_epochs is not None else steps)
-    return math.ceil(steps / every)
 
 
 def _memory(config: TrainConfig, model: MeasuredModel) -> float:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from sparsesam.lab import models
 from sparsesam.lab.data import Labelled, Splits
-from sparsesam.lab.display.numbers import plural
+from sparsesam.lab.display import plural
 from sparsesam.lab.experiment.batches import Share, make_batches
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.errors import RunError
@@ -61,7 +61,7 @@ def dry_run_config(config: TrainConfig, fabric: Fabric | None = None) -> DryRun:
     splits = _random_splits(config, short)
     shape = shape_of(config)
     torch.manual_seed(0)
-    model = models.build(config.model, shape.classes, shape.channels, shape.side)
+    model = models.build_model(config.model, shape.classes, shape.channels, shape.side)
     training = Training(short, model, make_batches(short, splits, Share(), fabric.device, 0), fabric)
     training.advance(lambda: False, lambda: None)
     return DryRun(config, estimate, training.steps_taken)
@@ -117,7 +117,7 @@ def build(config: TrainConfig) -> None:
     """Model and optimizer without memory."""
     shape = shape_of(config)
     with torch.device("meta"):
-        model = models.build(config.model, shape.classes, shape.channels, shape.side)
+        model = models.build_model(config.model, shape.classes, shape.channels, shape.side)
     steps = math.ceil(shape.train / config.batch_size)
     make_optimizer(config, model, fisher_data=[], steps_per_epoch=steps)
 

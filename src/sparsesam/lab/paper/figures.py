@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,18 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsesam.lab.data import CORRUPTIONS, FolderSplits, corrupt, load
-from sparsesam.lab.display.colors import assign_colors
-from sparsesam.lab.display.drawing import write_images, write_plot
-from sparsesam.lab.display.figure import Axis, Bar, Figure, Series
+from sparsesam.lab.data import CORRUPTIONS, FolderSplits, corrupt, load_dataset
+from sparsesam.lab.display import Axis, Bar, Figure, Series, assign_colors, write_images, write_plot
 from sparsesam.lab.experiment.paper import Column, RecipeRuns
-from sparsesam.lab.experiment.records import read_records
-from sparsesam.lab.experiment.run_directory import RunDirectory
-from sparsesam.lab.inspection import Analysis, Measured, TrainedRun, load_run, write_analysis
+from sparsesam.lab.experiment.run_directory import RunDirectory, read_records
+from sparsesam.lab.inspection import Analysis, Measured, TrainedRun, load_run
+from sparsesam.lab.inspection.analysis import options_of
 from sparsesam.lab.inspection.gradients import GradientAnalysis
 from sparsesam.lab.inspection.hessian import HessianAnalysis
 from sparsesam.lab.inspection.landscape import LandscapeAnalysis
-from sparsesam.lab.inspection.options import options_of
 
 #: The order in the paper's figure 3.
 CORRUPTED = ("resolution", "occlusion", "gaussian-noise", "fog")
@@ -63,7 +59,7 @@ def draw(trained: TrainedRecipe, file: Path) -> list[str]:
     """Measure what the figure shows, draw it to ``file``, and return its numbers in words."""
     assert trained.recipe.figure is not None
     if trained.recipe.figure == "corruption":
-        write_images(("image", *CORRUPTED), _corrupted(trained), file)
+        write_images(_corrupted(trained), ("image", *CORRUPTED), file, columns=1 + len(CORRUPTED))
         return []
     figures, said = FIGURES[trained.recipe.figure](trained)
     write_plot(figures, file)
@@ -195,19 +191,19 @@ FIGURES: dict[str, Callable[[TrainedRecipe], tuple[list[Figure], list[str]]]] = 
 }
 
 
-def _corrupted(trained: TrainedRecipe) -> list[list[torch.Tensor]]:
+def _corrupted(trained: TrainedRecipe) -> list[torch.Tensor]:
     """Images as they are, and after each corruption; for each data set that the recipe names."""
     assert set(CORRUPTED) == set(CORRUPTIONS)
-    rows = []
+    found: list[torch.Tensor] = []
     for name in sorted({column.settings["dataset"] for column in trained.columns}):
-        splits = load(name, trained.data_dir)
+        splits = load_dataset(name, trained.data_dir)
         if isinstance(splits, FolderSplits):
             raise ValueError(f"dataset must be one that is held in memory, got {name!r}")
         images = splits.train.images[:_IMAGES]
         generator = torch.Generator().manual_seed(0)
-        changed = [corrupt(images, 1.0, kind, generator).images for kind in CORRUPTED]
-        rows += [[one[place] for one in (images, *changed)] for place in range(len(images))]
-    return rows
+        changed = [corrupt(images, 1.0, kind, generator) for kind in CORRUPTED]
+        found += [one[place] for place in range(len(images)) for one in (images, *changed)]
+    return found
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------
@@ -232,11 +228,7 @@ def _kept(run: TrainedRun, analysis: Analysis[Any]) -> Any:
         content = json.loads(file.read_text())
         if all(content["made"].get(key) == value for key, value in wanted.items() if key != "notes"):
             return analysis.read(content["result"])
-    start = time.perf_counter()
-    result = analysis.measure(run, lambda done, total: None)
-    seconds = time.perf_counter() - start
-    write_analysis(run.path, analysis.name, result, analysis.origin(run), options=options_of(analysis), seconds=seconds)
-    return result
+    return analysis.measure_and_write(run)
 
 
 def _epochs(directory: Path) -> list[dict[str, Any]]:

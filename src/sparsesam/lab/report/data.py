@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparsesam.lab.display.colors import PALETTE_SIZE
-from sparsesam.lab.display.numbers import plural
+from sparsesam.lab.display import PALETTE_SIZE, plural
 from sparsesam.lab.experiment.calibration import SweepCalibration
 from sparsesam.lab.inspection import Analysis, Measured
-from sparsesam.lab.inspection.store import Origin
+from sparsesam.lab.inspection.trained_run import Origin
 from sparsesam.lab.report.cost import VariantCosts, cost_of
 from sparsesam.lab.report.read_run import RunRecord
 from sparsesam.lab.report.variants import Task
@@ -51,7 +50,7 @@ class ReportData:
 
     def measured_without_task(self, analysis: type[Analysis[Any]], name: str) -> list[Measured[Any]]:
         """Results in directories without a run."""
-        directories = [run for run in self.runs if name in run.analyses and not run.settings]
+        directories = [run for run in self.runs if name in run.analyses and run.config is None]
         read = [(run, self._read(analysis, name, run)) for run in directories]
         return [Measured(run.path.name, one[0], other=one[1]) for run, one in read if one is not None]
 

@@ -1,14 +1,43 @@
-"""Files that may be missing, empty or incomplete: that is noted as a problem, never raised."""
+"""The directories of runs, and their files, which may be missing, empty or incomplete: a problem, never an error."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+#: Any of these makes a directory that of a run: a run can end before it has all of them.
+SIGNS = ("config.yaml", "records.jsonl", "result.json", "failure.json", "analyses")
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def find_runs(places: Iterable[str | os.PathLike[str]]) -> list[Path]:
+    """The directories of runs at or below the given ones: in the order given, each once, sorted below one place."""
+    found: dict[Path, Path] = {}
+    for place in map(Path, places):
+        if not place.is_dir():
+            raise ValueError(
+                f"RUNS must be directories, got {str(place)!r}, which is not one; give that of a run, or one above"
+            )
+        below = list(_below(place))
+        if not below:
+            raise ValueError(f"{place} holds no runs; a run's directory has a config.yaml in it")
+        for one in below:
+            found.setdefault(one.resolve(), one)
+    return list(found.values())
+
+
+def _below(place: Path) -> Iterator[Path]:
+    # Links are not followed: they may lead in circles.
+    for folder, folders, files in os.walk(place):
+        if any(sign in files or sign in folders for sign in SIGNS):
+            yield Path(folder)
+            folders.clear()
+        folders.sort()
 
 
 def read_text(path: Path, problems: list[str]) -> str:

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from sparsesam.lab.display.figure import Figure
-from sparsesam.lab.display.table import Table
+from sparsesam.lab.display import Figure, Table
 from sparsesam.lab.inspection import ANALYSES
 from sparsesam.lab.report.data import ReportData
 from sparsesam.lab.report.section import Part, Section
 from sparsesam.lab.report.sections.analyses import analysis_parts, other_analyses
 from sparsesam.lab.report.sections.curves import curves_part
 from sparsesam.lab.report.sections.paper import beside_the_paper
-from sparsesam.lab.report.sections.provenance import provenance
-from sparsesam.lab.report.sections.results import overview, results_part
-from sparsesam.lab.report.sections.runs import all_runs, not_finished
-from sparsesam.lab.report.sections.sparsity import sparsity_part
+from sparsesam.lab.report.sections.results import overview, results_part, sparsity_part
+from sparsesam.lab.report.sections.runs import all_runs, not_finished, provenance
 from sparsesam.lab.report.variants import Task
 
 

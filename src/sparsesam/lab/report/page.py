@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import resources
 from typing import Any
 
@@ -12,13 +12,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from sparsesam import __version__
-from sparsesam.lab.display.colors import COLORS
-from sparsesam.lab.display.figure import Figure, Series
-from sparsesam.lab.display.table import Table
+from sparsesam.lab.display import COLORS, Figure, Series, Table
 from sparsesam.lab.report.data import ReportData
-from sparsesam.lab.report.downsample import downsampled, points_per_curve
 from sparsesam.lab.report.layout import missing_analyses
 from sparsesam.lab.report.section import Section
+
+#: Points of all figures together, about 20 bytes each: the page stays well below 10 MB with plotly's 5.
+BUDGET = 150_000
+_MOST, _FEWEST = 500, 20
 
 
 def render(title: str, made: str, sections: Sequence[Section], data: ReportData) -> str:
@@ -66,6 +67,28 @@ def _downsampled_to(figures: Sequence[Figure], limit: int) -> int | None:
     return limit if max(lengths, default=0) > limit else None
 
 
+def points_per_curve(figures: Sequence[Figure]) -> int:
+    """The limit at which all figures fit into the budget; surfaces are not downsampled."""
+    series = [one for figure in figures for panel in figure.panels.values() for one in panel]
+    curves = sum(one.z is None for one in series)
+    left = BUDGET - sum(len(one.x) * len(one.y) for one in series if one.z is not None)
+    return max(_FEWEST, min(_MOST, left // max(curves, 1)))
+
+
+def downsampled(series: Series, limit: int) -> Series:
+    """Every k-th point and the last."""
+    if series.z is not None or len(series.x) <= limit:
+        return series
+    stride = -(-len(series.x) // (limit - 1))
+    kept = sorted({*range(0, len(series.x), stride), len(series.x) - 1})
+    return replace(
+        series,
+        x=[series.x[place] for place in kept],
+        y=[series.y[place] for place in kept],
+        bars=None if series.bars is None else [series.bars[place] for place in kept],
+    )
+
+
 # ---- figures as data -------------------------------------------------------------------------------------------
 
 
@@ -80,7 +103,7 @@ def _json(figures: Sequence[Figure], limit: int) -> str:
 
 def _figure(figure: Figure, limit: int, twin: str | None) -> dict[str, Any]:
     panels = [
-        {"name": name, "series": [_series(downsampled(one, limit)) for one in panel]}
+        {"name": name, "series": [_rounded_fields(downsampled(one, limit)) for one in panel]}
         for name, panel in figure.panels.items()
     ]
     return {
@@ -97,23 +120,15 @@ def _figure(figure: Figure, limit: int, twin: str | None) -> dict[str, Any]:
     }
 
 
-def _series(series: Series) -> dict[str, Any]:
-    return {
-        "name": series.name,
-        "color": series.color,
-        "number": series.number,
-        "faint": series.faint,
-        "mark": series.mark,
-        "x": _rounded(series.x),
-        "y": _rounded(series.y),
-        "bars": None if series.bars is None else [bar and _rounded(bar) for bar in series.bars],
-        "z": None if series.z is None else [_rounded(line) for line in series.z],
-    }
+def _rounded_fields(series: Series) -> dict[str, Any]:
+    return {name: _rounded(value) for name, value in vars(series).items()}
 
 
-def _rounded(values: Sequence[Any]) -> list[Any]:
-    """Six significant digits, more than a chart can show."""
-    return [float(f"{value:.6g}") if isinstance(value, float) else value for value in values]
+def _rounded(value: Any) -> Any:
+    """Numbers with six significant digits, more than a chart can show."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    return [_rounded(one) for one in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 def _asset(name: str) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparsesam.lab.display.numbers import percent
+from sparsesam.lab.display import percent
 from sparsesam.lab.experiment.confidence import differ
 from sparsesam.lab.report.cost import VariantCosts
-from sparsesam.lab.report.variants import Task, Variant
+from sparsesam.lab.report.variants import Task, Variant, seed_of
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ def _is_not_different(first: Variant, second: Variant) -> bool:
 
 
 def _by_seed(variant: Variant) -> dict[int, float]:
-    found = {run.settings.get("seed"): run.measured("test_accuracy") for run in variant.finished}
-    return {int(seed): accuracy for seed, accuracy in found.items() if seed is not None and accuracy is not None}
+    found = {seed_of(run): run.measured("test_accuracy") for run in variant.finished}
+    return {seed: accuracy for seed, accuracy in found.items() if seed is not None and accuracy is not None}
 
 
 def _mean(variant: Variant) -> float:

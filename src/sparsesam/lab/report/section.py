@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparsesam.lab.display.figure import Figure
-from sparsesam.lab.display.table import Table
+from sparsesam.lab.display import Figure, Table
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 
-from sparsesam.lab.display.drawing import write_figures
+from sparsesam.lab.display import write_figures
 from sparsesam.lab.experiment.calibration import SweepCalibration, read_calibration
 from sparsesam.lab.report.data import ReportData
-from sparsesam.lab.report.find_runs import find_runs
+from sparsesam.lab.report.files import find_runs
 from sparsesam.lab.report.layout import build_sections
 from sparsesam.lab.report.page import render
 from sparsesam.lab.report.read_run import RunRecord, read_run
@@ -36,7 +36,7 @@ def write_report(
     out = Path(out)
     if out.is_dir():
         raise ValueError(f"out must be a file such as report.html, got the directory {str(out)!r}")
-    data, sections = build(runs, bounds=bounds)
+    data, sections = build_report(runs, bounds=bounds)
     made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC") + (f", {command}" if command else "")
     page = render(title, made, sections, data)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -49,13 +49,13 @@ def write_report(
     return data
 
 
-def build(runs: Iterable[StrPath], *, bounds: bool = False) -> tuple[ReportData, list[Section]]:
+def build_report(runs: Iterable[StrPath], *, bounds: bool = False) -> tuple[ReportData, list[Section]]:
     """What was read, and the sections made of it."""
     records = [read_run(path) for path in find_runs(runs)]
     problems: list[tuple[str, str]] = []
     calibrations = read_calibrations(records, problems)
-    labels = {key: one.label for calibration in calibrations for key, one in calibration.variants.items() if one.label}
-    data = ReportData(records, group_runs(records, labels), calibrations, show_bounds=bounds, problems=problems)
+    tasks = group_runs(records, calibrations)
+    data = ReportData(records, tasks, calibrations, show_bounds=bounds, problems=problems)
     return data, build_sections(data)
 
 

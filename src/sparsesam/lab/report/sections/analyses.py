@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sparsesam.lab.display.figure import Figure
-from sparsesam.lab.display.table import Table
+from sparsesam.lab.display import Figure, Table
 from sparsesam.lab.inspection import ANALYSES, Analysis, Measured
 from sparsesam.lab.inspection.bound import BoundAnalysis
 from sparsesam.lab.report.data import ReportData

@@ -6,8 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from sparsesam.lab.display.figure import Axis, Figure, Series, error_bars
-from sparsesam.lab.display.numbers import Number, number
+from sparsesam.lab.display import Axis, Figure, Number, Series, error_bars, number
 from sparsesam.lab.report.read_run import RunRecord
 from sparsesam.lab.report.section import Part
 from sparsesam.lab.report.variants import Task, Variant
@@ -52,12 +51,10 @@ def _caption(series: Sequence[Series]) -> str:
 def _curves(variant: Variant, measure: str, factor: float) -> list[Series]:
     finished = _mean_curve(variant, measure, factor)
     others = [
-        Series(
+        variant.series(
+            list(points),
+            list(points.values()),
             name=f"{variant.label_of(run, variant.runs)} ({run.status})",
-            color=variant.color,
-            number=variant.number,
-            x=list(points),
-            y=list(points.values()),
             faint=True,
         )
         for run in variant.runs
@@ -73,14 +70,8 @@ def _mean_curve(variant: Variant, measure: str, factor: float) -> Series | None:
         return None
     values = [[curve[epoch] for curve in curves if epoch in curve] for epoch in epochs]
     means, highest = [sum(one) / len(one) for one in values], factor if factor > 1 else math.inf
-    return Series(
-        name=variant.label,
-        color=variant.color,
-        number=variant.number,
-        x=epochs,
-        y=means,
-        bars=error_bars(means, map(_deviation, values), lowest=0.0, highest=highest) if len(curves) > 1 else None,
-    )
+    bars = error_bars(means, map(_deviation, values), lowest=0.0, highest=highest) if len(curves) > 1 else None
+    return variant.series(epochs, means, bars=bars)
 
 
 def _points(run: RunRecord, measure: str, factor: float) -> dict[float, float]:

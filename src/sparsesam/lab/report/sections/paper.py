@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from sparsesam.lab.display.numbers import plural
-from sparsesam.lab.display.table import Cell, Table, cells, number_cell
+from sparsesam.lab.display import Cell, Table, cells, number_cell, plural
 from sparsesam.lab.experiment.config import TrainConfig, names_of
 from sparsesam.lab.experiment.paper import Finished, Recipe, Scale, recipes, show_ours, show_theirs
 from sparsesam.lab.report.data import ReportData
@@ -46,8 +45,7 @@ def _table(recipe: Recipe, scale: Scale, configs: list[tuple[RunRecord, TrainCon
     rows: list[list[Cell]] = []
     for row, line in zip(recipe.rows(scale), found, strict=True):
         own = [Cell(show_ours(cell), order=cell.mean if cell else None) for cell in line]
-        printed = recipe.paper(row) + [None] * (len(theirs) - len(recipe.paper(row)))
-        paper = [Cell(show_theirs(one, column), order=one) for one, column in zip(printed, theirs, strict=True)]
+        paper = [Cell(show_theirs(number, column), order=number) for column, number in recipe.printed(row)]
         seeds = max((len(cell.values) for cell in line if cell), default=0)
         rows.append(cells(row, *own, *paper, number_cell(seeds)))
     columns = ["", *(f"ours: {one.label}" for one in ours), *(f"paper: {one.label}" for one in theirs), "our seeds"]
@@ -58,7 +56,7 @@ def _overrides(recipe: Recipe, scale: Scale, configs: list[TrainConfig]) -> dict
     """What `paper run --set` changed: settings that the table never varies, and all its runs have in common."""
     if not configs:
         return {}
-    cells_ = [recipe.config(row, column, {}) for row, column in recipe.cells(scale)]
+    cells_ = [recipe.config(row, column, {}).canonical for row, column in recipe.cells(scale)]
     changed = {}
     for name in names_of(TrainConfig):
         planned, ran = {getattr(one, name) for one in cells_}, {getattr(one, name) for one in configs}

@@ -1,10 +1,22 @@
-"""The answer of a task: accuracy against cost with the recommended variant, and every variant's numbers."""
+"""The answer of a task: accuracy against cost, with the recommended variant, and against sparsity; all numbers."""
 
 from __future__ import annotations
 
-from sparsesam.lab.display.figure import Axis, Bar, Figure, Series
-from sparsesam.lab.display.numbers import Number, percent, plural, ratio, significant
-from sparsesam.lab.display.table import Cell, Table, cells, number_cell
+from sparsesam.lab.display import (
+    Axis,
+    Bar,
+    Cell,
+    Figure,
+    Number,
+    Series,
+    Table,
+    cells,
+    number_cell,
+    percent,
+    plural,
+    ratio,
+    significant,
+)
 from sparsesam.lab.experiment.confidence import confidence_interval
 from sparsesam.lab.report.cost import VariantCosts
 from sparsesam.lab.report.data import ReportData
@@ -46,7 +58,7 @@ def overview(data: ReportData) -> Section:
     return Section("overview", "Overview", [Part("", [table])] if several else [])
 
 
-def accuracy_bar(variant: Variant) -> list[Bar] | None:
+def _accuracy_bar(variant: Variant) -> list[Bar] | None:
     """The 95 % interval of the mean accuracy in percent; None for fewer than three seeds."""
     values = [100 * one for one in variant.values("test_accuracy")]
     interval = confidence_interval(values, lowest=0.0, highest=100.0) if len(values) > 2 else None
@@ -71,15 +83,8 @@ def _cost_figure(task: Task, cost: VariantCosts, recommendation: Recommendation 
 def _point(variant: Variant, place: Number, recommended: bool) -> Series | None:
     if place is None or variant.accuracy is None:
         return None
-    return Series(
-        name=variant.label,
-        color=variant.color,
-        number=variant.number,
-        x=[place],
-        y=[100 * variant.accuracy],
-        bars=accuracy_bar(variant),
-        mark="best choice" if recommended else "",
-    )
+    mark = "best choice" if recommended else ""
+    return variant.series([place], [100 * variant.accuracy], bars=_accuracy_bar(variant), mark=mark)
 
 
 def _table(task: Task, cost: VariantCosts) -> Table:
@@ -130,5 +135,28 @@ def _notes(task: Task) -> list[str]:
     duplicates = sum(len(variant.duplicates) for variant in task.variants)
     if duplicates:
         notes.append(f"{plural(duplicates, 'run')} with the settings and the seed of another: counted once.")
-    names = [name.replace("_", " ") for name in differing_settings(task.variants)]
+    names = [name.replace("_", " ") for name in differing_settings([variant.config for variant in task.variants])]
     return [*notes, f"Settings that differ: {', '.join(names)}."] if names else notes
+
+
+def sparsity_part(task: Task) -> Part:
+    """Accuracy against the share of weights left unperturbed; only where at least two sparsities were reached."""
+    reached = {sparsity for variant in task.variants if (sparsity := variant.mean("sparsity")) is not None}
+    if len(reached) < 2:
+        return Part("")
+    levels = [
+        variant.series([0, max(reached)], [100 * variant.accuracy] * 2, faint=True)
+        for variant in task.variants
+        if variant.config.is_plain and variant.accuracy is not None
+    ]
+    points = [_point(variant, variant.mean("sparsity"), recommended=False) for variant in task.variants]
+    figure = Figure(
+        name="accuracy-against-sparsity",
+        title="Test accuracy against sparsity",
+        caption="The sparsity that the masks reached; 0 is SAM. Dotted: nothing is perturbed. Bars as above.",
+        kind="points",
+        x=Axis("share of weights not perturbed"),
+        y=Axis("test accuracy (%)"),
+        panels={"": [*levels, *(one for one in points if one is not None)]},
+    )
+    return Part("Accuracy against sparsity", [figure])

@@ -1,14 +1,21 @@
-"""Every run, and at the end those that are not finished."""
+"""Every run, where and how they ran (machines, versions, commits, settings), and those that are not finished."""
 
 from __future__ import annotations
 
+import json
 import os
+from typing import Any
 
-from sparsesam.lab.display.numbers import number, percent, plural, significant
-from sparsesam.lab.display.table import Cell, Table, cells, number_cell
+from sparsesam.lab.display import Cell, Table, cells, number, number_cell, percent, plural, significant
 from sparsesam.lab.report.data import ReportData
+from sparsesam.lab.report.names import show_setting
 from sparsesam.lab.report.read_run import RunRecord
 from sparsesam.lab.report.section import Part, Section
+from sparsesam.lab.report.variants import changed_settings, differing_settings, seed_of
+
+_ORIGIN = ("cpu", "machine", "threads", "python", "torch", "numpy", "sparsesam", "commit")
+#: Settings that are shown whatever their values.
+_ALWAYS = ("dataset", "model", "base", "lr", "batch_size")
 
 
 def all_runs(data: ReportData) -> Section:
@@ -46,13 +53,42 @@ def _row(run: RunRecord, name: str, label: str) -> list[Cell]:
     last = run.epochs[-1] if run.epochs else {}
     accuracy = run.measured("test_accuracy") if run.status == "finished" else number(last.get("test_accuracy"))
     seconds = sum(number(record.get("seconds")) or 0.0 for record in run.epochs) if run.epochs else None
-    planned = run.settings.get("epochs", "?")
+    planned = "?" if run.config is None else run.config.epochs
     return cells(
         name,
         number_cell(accuracy, percent),
         label,
-        number_cell(number(run.settings.get("seed"))),
+        number_cell(seed_of(run)),
         Cell(run.status, status=run.status),
         Cell(f"{len(run.epochs)} of {planned}", order=len(run.epochs)),
         number_cell(seconds, significant),
     )
+
+
+def provenance(data: ReportData) -> Section:
+    tables = [table for table in (_origins(data), _settings(data)) if table.rows]
+    return Section("provenance", "Where and how", [Part("", tables)] if tables else [])
+
+
+def _origins(data: ReportData) -> Table:
+    counts: dict[str, int] = {}
+    for run in data.runs:
+        if run.provenance:
+            origin = json.dumps([run.provenance.get(name) for name in _ORIGIN], default=str)
+            counts[origin] = counts.get(origin, 0) + 1
+    rows = [cells(*map(_text, json.loads(origin)), number_cell(count)) for origin, count in counts.items()]
+    caption = "A commit marked +changes had files that differed from it."
+    return Table("origins", caption, [*_ORIGIN, "runs"], rows, text_columns=_ORIGIN)
+
+
+def _settings(data: ReportData) -> Table:
+    configs = [variant.config for task in data.tasks for variant in task.variants]
+    varied = differing_settings(configs)
+    shared = {name: getattr(configs[0], name) for name in _ALWAYS} | changed_settings(configs[0]) if configs else {}
+    rows = [cells(name, _text(one)) for name, one in shared.items() if name not in varied]
+    caption = "Settings that all runs share; those at their defaults are left out."
+    return Table("settings", caption, ["setting", "value"], rows, text_columns=("value",))
+
+
+def _text(value: Any) -> str:
+    return "–" if value is None else show_setting(value)

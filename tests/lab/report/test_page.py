@@ -1,5 +1,5 @@
 from sparsesam.lab.display.figure import Axis, Figure, Series
-from sparsesam.lab.report.downsample import BUDGET, downsampled, points_per_curve
+from sparsesam.lab.report.page import BUDGET, downsampled, points_per_curve
 
 
 def figure(panels):

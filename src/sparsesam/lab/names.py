@@ -1,9 +1,11 @@
-"""Suggestions for misspelt names."""
+"""Names: suggestions for misspelt ones, and the user's own functions, ``module:function``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import pkgutil
+from collections.abc import Callable, Iterable
 from difflib import SequenceMatcher
+from typing import Any, cast
 
 
 def nearest(name: str, known: Iterable[str], *, otherwise: str = "--help lists all") -> str:
@@ -39,3 +41,26 @@ def _similarity(name: str, known: str) -> float:
 def _initials(name: str) -> str:
     words = name.split("-")
     return "".join(word[:1] for word in words) if len(words) > 1 else name
+
+
+def find_function(setting: str, name: str) -> Callable[..., Any]:
+    """The function that ``name``, the value of ``setting`` ("model" or "dataset"), stands for."""
+    try:
+        function = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{setting} must be an importable module:function, got {name!r}: {error}; "
+            "PYTHONPATH=. makes the modules of the working directory importable"
+        ) from error
+    if not callable(function):
+        raise ValueError(f"{setting} {name} must be a function, got {type(function).__name__}")
+    return cast(Callable[..., Any], function)
+
+
+def call_function(setting: str, name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """The function's result; what it raises becomes a ValueError of one line, with the original as its cause."""
+    try:
+        return function(*args, **options)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{setting} {name} raised {type(error).__name__}: {reason}") from error

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from sparsesam.lab.report.find_runs import find_runs
+from sparsesam.lab.report.files import find_runs
 from tests.lab.report.made_runs import write_run
 
 
