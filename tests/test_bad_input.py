@@ -33,7 +33,7 @@ def test_rho_set_wrong_later_is_caught_before_anything_moves():
     assert cases.same_bits(before, cases.weights_of(model))
 
 
-@pytest.mark.parametrize("sparsity", [-0.1, 1.2, float("nan")])
+@pytest.mark.parametrize("sparsity", [-0.1, 1.2, float("nan"), "half"])
 @pytest.mark.parametrize(
     "make", [sparsesam.random_mask, lambda **k: sparsesam.dynamic_mask(refresh=sparsesam.manual(), **k)]
 )
@@ -71,6 +71,7 @@ def test_sparsity(make, sparsity):
         (lambda: sparsesam.fixed_mask({"0.weight": torch.ones(2)}), "bool"),
         (lambda: sparsesam.Warmup(0), "steps"),
         (lambda: sparsesam.Cosine(5, final=-1), "final"),
+        (lambda: sparsesam.recommended(cases.sgd(cases.mlp()), cases.mlp(), cost="low"), "cost must be .* got low"),
     ],
 )
 def test_values_are_refused_with_a_reason(call, words):
@@ -78,7 +79,7 @@ def test_values_are_refused_with_a_reason(call, words):
         call()
 
 
-def test_a_base_that_is_no_optimizer():
+def test_arguments_of_another_type():
     model = cases.mlp()
     with pytest.raises(TypeError, match=r"base must be a torch\.optim\.Optimizer"):
         sparsesam.SAM(torch.optim.SGD, model)
@@ -88,6 +89,12 @@ def test_a_base_that_is_no_optimizer():
         sparsesam.SAM(sam(), model)
     with pytest.raises(TypeError, match="mask must be a mask rule"):
         sparsesam.SSAM(cases.sgd(model), model, mask=0.5)
+    with pytest.raises(TypeError, match="mask must be a mask rule"):
+        sparsesam.ExtrapolatedSAM(cases.sgd(model), model, mask=0.5)
+    with pytest.raises(TypeError, match=r"refresh must be every_steps\(k\).* got 100"):
+        sparsesam.dynamic_mask(sparsity=0.5, refresh=100)
+    with pytest.raises(TypeError, match=r"rho_schedule must be .* got 0.5"):
+        sam(rho_schedule=0.5)
 
 
 def test_a_model_that_is_not_the_optimizers():

@@ -12,7 +12,7 @@ from sparsesam.ascent.plan import Norm
 from sparsesam.ascent_schedule import AscentSchedule, OffSteps
 from sparsesam.masks.mask import MaskRule
 from sparsesam.schedules import RhoSchedule
-from sparsesam.settings import AscentScope, Settings
+from sparsesam.settings import AscentScope, Settings, require_mask_rule
 from sparsesam.sharpness_aware import SharpnessAware
 
 
@@ -105,11 +105,7 @@ class SSAM(SharpnessAware):
         ascent_scope: AscentScope = "global",
         engine: bool = True,
     ) -> None:
-        if not isinstance(mask, MaskRule):
-            raise TypeError(
-                f"mask must be a mask rule, got {mask!r}; for example fisher_mask(train_set, loss_fn, sparsity=0.5), "
-                "dynamic_mask(...), random_mask(...) or fixed_mask({name: bool tensor})"
-            )
+        require_mask_rule(mask)
         settings = Settings(
             norm=norm,
             ascent=ascent,
@@ -163,6 +159,8 @@ class ExtrapolatedSAM(SharpnessAware):
                 f"steps_ahead must be a finite number of at least 0, got {steps_ahead}; 0 is the base optimizer, 10 to "
                 "110 are usual"
             )
+        if mask is not None:
+            require_mask_rule(mask)
         settings = Settings(
             norm="masked",
             ascent="extrapolation",

@@ -33,7 +33,7 @@ def recommended(
     pass was up to 2.7 points below its best around SGD, and 9 around AdamW. Try half and twice, around AdamW also six
     times; if the training loss does not fall, it is too large.
     """
-    if not cost >= 1:
+    if not (isinstance(cost, int | float) and cost >= 1):
         raise ValueError(f"cost must be at least 1, got {cost}; 1 is a step of the base optimizer, 2 one of SAM")
     if cost < 1.1:
         return ExtrapolatedSAM(base, model, strength)

@@ -32,6 +32,10 @@ class Settings:
         check_choice("norm", self.norm, get_args(Norm))
         check_choice("ascent", self.ascent, get_args(Ascent))
         check_choice("ascent_scope", self.ascent_scope, get_args(AscentScope))
+        if self.rho_schedule is not None and not callable(self.rho_schedule):
+            raise TypeError(
+                f"rho_schedule must be a function of the step, got {self.rho_schedule!r}; for example Cosine(steps)"
+            )
         if not 0 < self.ascent_fraction <= 1:
             raise ValueError(f"ascent_fraction must be in (0, 1], got {self.ascent_fraction}; the paper tries 0.25")
         if self.ascent in ONE_PASS and (self.ascent_fraction < 1 or self.schedule.off_steps == "reuse"):
@@ -74,3 +78,11 @@ class Settings:
     def takes_first_pass(self, kind: StepKind) -> bool:
         """Whether a step of this kind needs a gradient at w."""
         return kind is StepKind.ASCEND and self.ascent not in ONE_PASS
+
+
+def require_mask_rule(mask: object) -> None:
+    if not isinstance(mask, MaskRule):
+        raise TypeError(
+            f"mask must be a mask rule, got {mask!r}; for example fisher_mask(train_set, loss_fn, sparsity=0.5), "
+            "dynamic_mask(...), random_mask(...) or fixed_mask({name: bool tensor})"
+        )

@@ -50,6 +50,8 @@ class _PatternRule(MaskRule):
 
     def __post_init__(self) -> None:
         check_sparsity(self.sparsity, self.pattern)
+        if not isinstance(self.refresh, Refresh):
+            raise TypeError(f"refresh must be every_steps(k), every_epochs(n, …) or manual(), got {self.refresh!r}")
 
     @property
     def knows_shards(self) -> bool:
@@ -148,7 +150,7 @@ def check_sparsity(sparsity: float | None, pattern: Pattern) -> None:
         raise ValueError(
             f"sparsity must be given with the pattern {pattern}, got None; 0.5 perturbs half of the weights"
         )
-    if sparsity is not None and not 0 <= sparsity <= 1:
+    if sparsity is not None and not (hasattr(sparsity, "__float__") and 0 <= sparsity <= 1):
         raise ValueError(f"sparsity must be in [0, 1], got {sparsity}; 0 perturbs every weight, 1 none")
     if sparsity is not None and implied is not None and not math.isclose(sparsity, implied):
         raise ValueError(f"sparsity must be left out with {pattern}, which implies {implied}, got {sparsity}")
