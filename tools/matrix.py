@@ -21,7 +21,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TESTS = ["tests/test_*.py", "tests/masks", "tests/ascent", "tests/budget"]
+TESTS = ["tests/test_*.py", "tests/masks/test_*.py", "tests/ascent/test_*.py", "tests/budget/test_*.py"]
+#: They take three quarters of the time; `--tests` can ask for them.
+SEVERAL_PROCESSES = {"tests/ascent/test_engine_ddp.py", "tests/ascent/test_one_pass_ranks.py"}
 #: What the core tests need; those that compare with other packages skip themselves where these are missing.
 TOOLS = ["pytest", "pytest-xdist", "hypothesis", "pyyaml", "pytorch-optimizer", "schedulefree"]
 UV = [sys.executable, "-m", "uv"]
@@ -96,7 +98,8 @@ def try_combination(python: str, torch: str, options: argparse.Namespace) -> dic
 
 
 def expand(tests: list[str]) -> list[str]:
-    return [str(path.relative_to(ROOT)) for pattern in tests for path in sorted(ROOT.glob(pattern))]
+    found = [path.relative_to(ROOT).as_posix() for pattern in tests for path in sorted(ROOT.glob(pattern))]
+    return [path for path in found if path not in SEVERAL_PROCESSES or path in tests]
 
 
 def commit() -> str:
@@ -121,7 +124,7 @@ def page(rows: list[dict[str, str]]) -> str:
             "",
             "The core tests (optimizer, masks, ascent, engine, budget, torch.func, compat) on combinations of Python",
             "and torch, each in an environment of its own, without a GPU. Tests that need a newer torch, or packages",
-            "that the environment does not have, are skipped.",
+            "that the environment does not have, are skipped. Those with several processes are not among them.",
             "",
             "| Python | torch | tests | time | commit |",
             "|---|---|---|---|---|",

@@ -22,10 +22,10 @@ _THEIR_STATE = ("old_p", "e_w", "old_g")
 class SAM(optimizer.SAM):
     """``SAM(params, torch.optim.SGD, rho=0.05, lr=0.1)`` with ``first_step``, ``second_step`` and ``step(closure)``.
 
-    >>> loss_fn(model(x), y).backward()
-    >>> optimizer.first_step(zero_grad=True)
-    >>> loss_fn(model(x), y).backward()
-    >>> optimizer.second_step(zero_grad=True)
+        loss_fn(model(x), y).backward()
+        optimizer.first_step(zero_grad=True)
+        loss_fn(model(x), y).backward()
+        optimizer.second_step(zero_grad=True)
 
     Results are theirs; ``adaptive=True`` scales biases too and has no eta, as there. ``step(closure)`` needs a gradient
     at w before it and calls the closure once, as there. Their checkpoints load. Beyond them: give ``model=``, and

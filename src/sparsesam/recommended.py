@@ -17,13 +17,11 @@ def recommended(
 ) -> SharpnessAware:
     """The sharpness-aware optimizer around ``base`` for steps that may cost ``cost`` times the base's own.
 
-    ========== ========================================= ==========================
-    ``cost``   what it is                                ``strength``
-    ========== ========================================= ==========================
-    below 1.1  ``ExtrapolatedSAM``: one pass             ``steps_ahead``, its own
-    below 2    ``SAM``, ascent on a part of the batch    ``rho``, 0.2
-    2 or more  ``SAM``                                   ``rho``, 0.2
-    ========== ========================================= ==========================
+    | ``cost``  | what it is                             | ``strength``, default                  |
+    |-----------|----------------------------------------|----------------------------------------|
+    | below 1.1 | `ExtrapolatedSAM`: one pass            | ``steps_ahead``: 60 for SGD, else 10   |
+    | below 2   | `SAM`, ascent on a part of the batch   | ``rho``, 0.2                           |
+    | 2 or more | `SAM`                                  | ``rho``, 0.2                           |
 
     In between, ``opt.step(closure, batch=(x, y))`` is called with a closure that takes the batch.
 

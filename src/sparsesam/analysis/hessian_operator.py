@@ -37,8 +37,8 @@ class HessianOperator:
     ones are left out unless a filter names them. ``keep_graph=True`` keeps every batch's first backward for the
     next product: about half the cost for several times the memory.
 
-    >>> with hessian.measuring():
-    ...     hv = hessian @ v
+        with hessian.measuring():
+            hv = hessian @ v
     """
 
     def __init__(self, objective: Objective, *, parameters: ParameterFilter = None, keep_graph: bool = False) -> None:

@@ -132,9 +132,9 @@ def budget_mask(
     ranked by the Fisher information over ``data`` (with ``loss_fn`` or ``model_loss``), by
     ``score``, or else by the squared gradient. Use it with ``norm="masked"``:
 
-    >>> rule = budget_mask(model, images, budget=1.25, data=train_set, loss_fn=cross_entropy)
-    >>> opt = SSAM(base, model, mask=rule, norm="masked")
-    >>> print(rule.report(opt.masks))   # after the first step
+        rule = budget_mask(model, images, budget=1.25, data=train_set, loss_fn=cross_entropy)
+        opt = SSAM(base, model, mask=rule, norm="masked")
+        print(rule.report(opt.masks))  # after the first step
     """
     if score is not None and data is not None:
         raise ValueError("score and data must not both be given: data is what Fisher scores are measured on")

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 class AccumulatedPasses:
     """Both passes over the micro-batches of a step, in a loop with ``accelerator.accumulate``.
 
-    >>> passes = AccumulatedPasses(accelerator, model, opt)
-    >>> for x, y in loader:
-    ...     with accelerator.accumulate(model):
-    ...         loss = passes(lambda x=x, y=y: loss_fn(model(x), y))
-    ...         prepared.step()
-    ...         prepared.zero_grad()
+        passes = AccumulatedPasses(accelerator, model, opt)
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                loss = passes(lambda x=x, y=y: loss_fn(model(x), y))
+                prepared.step()
+                prepared.zero_grad()
 
     ``model`` and ``prepared`` are what ``accelerator.prepare`` returned, ``opt`` is the optimizer itself. In the last
     micro-batch of a step all of them run again at w + e, with the random numbers of the first time, so what the

@@ -26,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from sparsesam.lab.experiment.errors import Interrupted, RunError
         from sparsesam.lab.names import nearest
     except ImportError as error:
+        if command == "doctor":  # it says what is missing
+            return int(find(command).run())
         return _say(f"the command line needs {error.name}: {_NEEDS}", 2)
     if command not in COMMANDS:
         return _say(f"unknown command {command!r}; {nearest(command, COMMANDS)}", 2)

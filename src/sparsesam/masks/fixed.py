@@ -108,10 +108,12 @@ class FixedMask(MaskRule):
 def fixed_mask(
     masks: Mapping[str, Tensor] | str | None = None, *names: str, types: tuple[type[nn.Module], ...] = ()
 ) -> FixedMask:
-    """A mask by ``{name: bool tensor}``, by name patterns, or by layer type.
+    """A mask by ``{name: bool tensor}``, by name patterns, or by layer type:
 
-    >>> fixed_mask("layer4.*", "fc.*")
-    >>> fixed_mask(types=sparsesam.NORMALIZATION)      # SAM-ON
+        fixed_mask("layer4.*", "fc.*")
+        fixed_mask(types=sparsesam.NORMALIZATION)  # SAM-ON
+
+    A parameter that nothing names is not perturbed.
     """
     if isinstance(masks, str):
         return FixedMask(names=(masks, *names), types=types)

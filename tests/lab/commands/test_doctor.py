@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 
 import torch
 
@@ -25,3 +26,11 @@ def test_the_engine_is_tried_not_assumed(monkeypatch):
 def test_what_is_not_installed_is_said_with_its_purpose(monkeypatch):
     monkeypatch.setitem(doctor._OPTIONAL, "no-such-package", "nothing")
     assert doctor.versions()["no-such-package"] == "not installed (for nothing)"
+
+
+def test_it_needs_no_extra_while_other_commands_name_theirs(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "sparsesam.lab.commands.parser", None)  # as if its packages were missing
+    assert cli.main(["train"]) == 2
+    assert "pip install 'sparsesam[experiment]'" in capsys.readouterr().err
+    assert cli.main(["doctor"]) == 0
+    assert "Fast paths" in capsys.readouterr().out

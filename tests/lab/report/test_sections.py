@@ -223,7 +223,7 @@ def test_analyses_of_another_format_are_noted_and_left_out(tmp_path, result):
         write_analysis(run, name, result)
     data, found = sections(tmp_path)
     assert not blocks(found[DIGITS]).keys() & (ANALYZED | BOUNDS)
-    assert any("landscape-2d.json is not in the format of docs/analyses.md" in what for _, what in data.problems)
+    assert any("landscape-2d.json is not in the format of docs/analyze.md" in what for _, what in data.problems)
 
 
 def landscape(factor):

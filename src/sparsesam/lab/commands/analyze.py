@@ -20,7 +20,7 @@ from sparsesam.lab.inspection import ANALYSES, Analysis, Measured
 from sparsesam.lab.inspection.analysis import Prepared, Progress
 from sparsesam.lab.names import nearest
 
-HELP = "Analyze trained runs: print a table, and write RUN/analyses/NAME.json (docs/analyses.md)."
+HELP = "Analyze trained runs: print a table, and write RUN/analyses/NAME.json (docs/analyze.md)."
 
 
 def add_arguments(parser: Parser) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import platform
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 import sparsesam
 from sparsesam.ascent.semi_structured import Hardware
-from sparsesam.lab.commands.parser import Namespace, Parser
 from sparsesam.masks.fisher import fisher_diagonal
+
+if TYPE_CHECKING:
+    from sparsesam.lab.commands.parser import Namespace, Parser
 
 HELP = "Say which versions are installed, which devices there are, and which fast paths are on or why not."
 
@@ -33,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
     pass
 
 
-def run(options: Namespace) -> int:
+def run(options: Namespace | None = None) -> int:
     for title, lines in (("Versions", versions()), ("Devices", devices()), ("Fast paths", fast_paths())):
         print(title)
         for name, text in lines.items():

@@ -4,7 +4,7 @@ An analysis is one class in a module of its own, and a line in `ANALYSES`. Its f
 analyze``; it measures a typed result, summarizes it for a table, and describes its figures, which ``--plot``, the
 report's page and the report's files draw.
 
->>> run = load_run("runs/a", samples=256)  # run.model, run.objective, run.masks, run.config
+    run = load_run("runs/a", samples=256)  # run.model, run.objective, run.masks, run.config
 """
 
 from typing import Any

@@ -96,7 +96,7 @@ class Analysis(ABC, Generic[ResultT]):
         """The result for one subject; ``progress(done, total)`` is called in between."""
 
     def measure_and_write(self, subject: Any, progress: Progress = lambda done, total: None) -> ResultT:
-        """Measure, and write the result with its provenance to ``analyses/NAME.json`` (docs/analyses.md)."""
+        """Measure, and write the result with its provenance to ``analyses/NAME.json`` (docs/analyze.md)."""
         start = time.perf_counter()
         result = self.measure(subject, progress)
         seconds, machine = time.perf_counter() - start, provenance()

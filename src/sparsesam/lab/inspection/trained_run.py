@@ -76,8 +76,10 @@ class Origin(AnalysisResult):
 def load_run(path: Path | str, *, weights: Path | None = None, **options: Any) -> TrainedRun:
     """The run in a directory, or its model with the ``weights`` of a file; ``options`` are the fields of `MeasuredOn`.
 
-    >>> run = load_run("runs/a", samples=256)
-    >>> hessian_eigenvalues(run.objective).ratio
+        run = load_run("runs/a", samples=256)
+        hessian_eigenvalues(run.objective).ratio
+
+    ``run.masks`` are those in use at the checkpoint.
     """
     return TrainedRun(Path(path), MeasuredOn(**options), weights)
 

@@ -3,7 +3,7 @@
 Reads what runs and analyses wrote down (config.yaml, records.jsonl, result.json, failure.json, analyses/*.json), never
 a checkpoint.
 
->>> write_report(["runs/demo"], "report.html", figures="figures")
+    write_report(["runs/demo"], "report.html", figures="figures")
 """
 
 from sparsesam.lab.report.write import write_report

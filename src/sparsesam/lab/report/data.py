@@ -71,7 +71,7 @@ class ReportData:
         try:
             result, origin = analysis.read(content["result"]), Origin.from_dict(content["made"])
         except (KeyError, ValueError) as error:
-            problem = f"analyses/{name}.json is not in the format of docs/analyses.md: {error}"
+            problem = f"analyses/{name}.json is not in the format of docs/analyze.md: {error}"
             if (str(run.path), problem) not in self.problems:
                 self.problems.append((str(run.path), problem))
             return None
