@@ -8,7 +8,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
@@ -19,6 +18,7 @@ from sparsesam.analysis import AnalysisResult
 from sparsesam.lab.display import Cell, Figure, Series, Table, numbers, table_of_rows
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.run_directory import write_whole
+from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.trained_run import MeasuredOn, Origin, TrainedRun
 
 Progress = Callable[[int, int], None]
@@ -145,6 +145,21 @@ class Analysis(ABC, Generic[ResultT]):
         return shared_notes([(one.label, note) for one in measured for note in one.result.remarks()])
 
 
+@dataclass(frozen=True)
+class LayerAnalysis(Analysis[ResultT]):
+    """Of all parameters, or of some; the result is then in ``NAME-layers.json``, beside that of all."""
+
+    layers: str | None = option(None, "only parameters whose names match a pattern, such as 'layer4.*,fc.*'")
+
+    @property
+    def name(self) -> str:
+        return self.files[0] if self.layers is None else self.files[1]
+
+    @property
+    def patterns(self) -> list[str] | None:
+        return None if self.layers is None else [pattern.strip() for pattern in self.layers.split(",")]
+
+
 def as_list(values: Iterable[Any]) -> list[Any]:
     """With Python's own numbers."""
     return list(values.tolist() if isinstance(values, np.ndarray) else values)
@@ -166,17 +181,3 @@ def usable_masks(run: TrainedRun) -> dict[str, Tensor] | None:
     """The masks of a run; None also if they keep no weight."""
     masks = run.masks
     return masks if masks is not None and any(bool(mask.any()) for mask in masks.values()) else None
-
-
-def parameter_patterns(layers: str | None, run: TrainedRun) -> list[str] | None:
-    """The patterns of ``--layers``; ValueError if they match no parameter."""
-    if layers is None:
-        return None
-    patterns = [pattern.strip() for pattern in layers.split(",")]
-    names = [name for name, _ in run.model.named_parameters()]
-    if not any(fnmatchcase(name, pattern) for name in names for pattern in patterns):
-        some = ", ".join(names[:3])
-        raise ValueError(
-            f"layers must match a parameter's name, such as {some}, got {layers!r}; '1.*,fc.*' matches two layers"
-        )
-    return patterns

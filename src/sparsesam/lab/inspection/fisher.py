@@ -9,7 +9,7 @@ from typing import Literal
 from sparsesam.analysis import FisherAgreement, fisher_vs_hessian, select_parameters
 from sparsesam.lab.display import Axis, Cell, Figure, Series, number_cell, percent
 from sparsesam.lab.experiment.setting_types import option
-from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, parameter_patterns
+from sparsesam.lab.inspection.analysis import LayerAnalysis, Measured, Progress
 from sparsesam.lab.inspection.trained_run import TrainedRun
 
 #: With more weights, the exact diagonal takes too long: one product for each.
@@ -17,7 +17,7 @@ EXACT_UP_TO = 5000
 
 
 @dataclass(frozen=True)
-class FisherAnalysis(Analysis[FisherAgreement]):
+class FisherAnalysis(LayerAnalysis[FisherAgreement]):
     help = "agreement of the Fisher information with the Hessian's diagonal"
     title = "Fisher information and Hessian"
     caption = "Correlation of the Fisher information with the Hessian’s diagonal h, and with its magnitude |h|."
@@ -28,22 +28,16 @@ class FisherAnalysis(Analysis[FisherAgreement]):
         None, f"random vectors for the Hessian's diagonal; default exact up to {EXACT_UP_TO} weights, else 100"
     )
     labels: Literal["data", "sampled"] = option("data", "labels of the Fisher information")
-    layers: str | None = option(None, "only parameters whose names match a pattern, such as 'layer4.*,fc.*'")
-
-    @property
-    def name(self) -> str:
-        return "fisher" if self.layers is None else "fisher-layers"
 
     def measure(self, subject: TrainedRun, progress: Progress) -> FisherAgreement:
-        patterns = parameter_patterns(self.layers, subject)
-        weights = sum(p.numel() for p in select_parameters(subject.model, patterns).values())
+        weights = sum(p.numel() for p in select_parameters(subject.model, self.patterns).values())
         probes = 100 if self.probes is None and weights > EXACT_UP_TO else self.probes
         return fisher_vs_hessian(
             subject.objective,
             probes=probes,
             exact_up_to=EXACT_UP_TO,
             labels=self.labels,
-            parameters=patterns,
+            parameters=self.patterns,
             seed=subject.on.seed,
         )
 

@@ -19,7 +19,7 @@ from sparsesam.analysis import (
 )
 from sparsesam.lab.display import Axis, Cell, Figure, Series, error_bars, number, number_cell, numbers, plus_minus
 from sparsesam.lab.experiment.setting_types import option
-from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, parameter_patterns
+from sparsesam.lab.inspection.analysis import LayerAnalysis, Measured, Progress
 from sparsesam.lab.inspection.trained_run import TrainedRun
 
 #: Below this share of its peak, the density shows only the Gaussians that smooth it.
@@ -34,7 +34,7 @@ class HessianResult(AnalysisResult):
 
 
 @dataclass(frozen=True)
-class HessianAnalysis(Analysis[HessianResult]):
+class HessianAnalysis(LayerAnalysis[HessianResult]):
     help = "the Hessian's largest eigenvalues, trace and spectral density"
     title = "Hessian"
     caption = "Curvature: a smaller lambda_1 and a smaller trace mean a flatter minimum. ± is the standard error."
@@ -47,15 +47,10 @@ class HessianAnalysis(Analysis[HessianResult]):
     density_probes: int = option(4, "random vectors for the density")
     density_steps: int = option(80, "Lanczos steps from each of them")
     keep_graph: bool = option(False, "half the time for several times the memory")
-    layers: str | None = option(None, "only parameters whose names match a pattern, such as 'layer4.*,fc.*'")
-
-    @property
-    def name(self) -> str:
-        return "hessian" if self.layers is None else "hessian-layers"
 
     def measure(self, subject: TrainedRun, progress: Progress) -> HessianResult:
         common: dict[str, Any] = {
-            "parameters": parameter_patterns(self.layers, subject),
+            "parameters": self.patterns,
             "keep_graph": self.keep_graph,
             "seed": subject.on.seed,
         }
