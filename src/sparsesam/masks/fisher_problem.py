@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_map
 
 from sparsesam.masks.batches import call_model, scalar_loss
 from sparsesam.masks.checks import check_choice
-from sparsesam.masks.observer import detached
 
 LossFn = Callable[[Any, Any], Tensor]
 ModelLoss = Callable[[nn.Module, Any], Tensor]
@@ -36,7 +35,8 @@ class Problem:
         if self.draw is None:
             return batch
         with torch.no_grad():
-            return self._pair(batch)[0], self.draw(tree_map(detached, output))
+            detached = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
+            return self._pair(batch)[0], self.draw(detached)
 
     def output(self, model: nn.Module, batch: Any) -> Any:
         return call_model(model, self._pair(batch)[0])
@@ -46,13 +46,12 @@ class Problem:
         assert self.loss_fn is not None
         return scalar_loss(self.loss_fn(output, self._pair(batch)[1]), "loss_fn")
 
-    def sample_loss(self, model: nn.Module, sample: Any, *, draw: bool) -> tuple[Any, Any, Tensor]:
-        """The model's output for a batch of one, the batch with labels (drawn if ``draw``), and its loss."""
+    def sample_loss(self, model: nn.Module, sample: Any, *, draw: bool) -> Tensor:
+        """The loss of a batch of one, with its own labels or (``draw``) those that are to be drawn."""
         if self.model_loss is not None:
-            return None, sample, scalar_loss(self.model_loss(model, sample), "model_loss")
+            return scalar_loss(self.model_loss(model, sample), "model_loss")
         output = self.output(model, sample)
-        labelled = self.labelled(sample, output) if draw else sample
-        return output, labelled, self.loss(output, labelled)
+        return self.loss(output, self.labelled(sample, output) if draw else sample)
 
     def _pair(self, batch: Any) -> tuple[Any, Any]:
         if isinstance(batch, (tuple, list)) and len(batch) == 2:

@@ -69,7 +69,7 @@ def _add_sample(
     model: nn.Module, sample: Any, problem: Problem, parameters: Mapping[str, Tensor], sums: dict[str, Tensor]
 ) -> None:
     model.zero_grad()
-    problem.sample_loss(model, sample, draw=True)[2].backward()
+    problem.sample_loss(model, sample, draw=True).backward()
     for name, parameter in parameters.items():
         if parameter.grad is not None:
             gradient = local_part(parameter.grad, parameter).to(sums[name].dtype)
