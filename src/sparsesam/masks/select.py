@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsesam.distributed.shards import Shards
 from sparsesam.masks.errors import NonFiniteScoreError
-from sparsesam.masks.threshold import Array, kth_largest
+from sparsesam.masks.threshold import kth_largest
 
 Tensors = Mapping[str, Tensor]
 
@@ -52,12 +52,12 @@ def top_mask(
     wide = any(score.dtype == torch.float64 for score in scores.values())
     values, allowed = {}, {}
     for name, score in scores.items():
-        values[name] = _flat(score.to(torch.float64 if wide else torch.float32), shards)
+        values[name] = score.detach().to(torch.float64 if wide else torch.float32).reshape(-1)
         allowed[name] = values[name] > -math.inf
         if among is not None:
-            allowed[name] &= _flat(among[name], shards)
+            allowed[name] &= among[name].reshape(-1)
         if first is not None:
-            allowed[name] &= ~_flat(first[name], shards)
+            allowed[name] &= ~first[name].reshape(-1)
     chosen = _largest(values, allowed, _remaining(count, first, shards), shards)
     found = {name: mask.view(scores[name].shape) for name, mask in chosen.items()}
     return found if first is None else {name: mask | first[name] for name, mask in found.items()}
@@ -115,25 +115,22 @@ def _remaining(count: int, first: Tensors | None, shards: Shards) -> int:
     return count - certain
 
 
-def _flat(tensor: Tensor, shards: Shards) -> Array:
-    """All entries in row-major order; on the CPU by numpy, which compares several times faster on one thread."""
-    flat = tensor.detach().reshape(-1)
-    return flat.numpy() if shards.is_whole and flat.device.type == "cpu" else flat
-
-
-def _largest(values: dict[str, Array], allowed: dict[str, Array], count: int, shards: Shards) -> dict[str, Tensor]:
+def _largest(values: Tensors, allowed: Tensors, count: int, shards: Shards) -> dict[str, Tensor]:
     """The ``count`` largest of the allowed values, or all of them."""
-    count = min(count, count_true({name: torch.as_tensor(mask) for name, mask in allowed.items()}, shards))
+    count = min(count, count_true(allowed, shards))
     if count == 0:
-        return {name: torch.zeros_like(torch.as_tensor(mask)) for name, mask in allowed.items()}
-    mine = [mask if shards.parts[name].counts else torch.zeros_like(mask) for name, mask in allowed.items()]
-    threshold = kth_largest(list(values.values()), mine, count, shards)
-    tied = {name: torch.as_tensor((value == threshold.value) & allowed[name]) for name, value in values.items()}
+        return {name: torch.zeros_like(mask) for name, mask in allowed.items()}
+    counted = [values[name].masked_select(allowed[name]) for name in shards.counted(values)]
+    threshold = kth_largest(_joined(counted, values), count, shards)
+    tied = {name: (value == threshold.value) & allowed[name] for name, value in values.items()}
     if threshold.wanted < threshold.equal:
         tied = _earliest(tied, threshold.wanted, shards)
-    return {
-        name: torch.as_tensor((value > threshold.value) & allowed[name]) | tied[name] for name, value in values.items()
-    }
+    return {name: (value > threshold.value) & allowed[name] | tied[name] for name, value in values.items()}
+
+
+def _joined(parts: list[Tensor], like: Tensors) -> Tensor:
+    """One vector; an empty one of the same kind on a rank that counts nothing."""
+    return torch.cat([next(iter(like.values()))[:0], *parts])
 
 
 def _earliest(marked: dict[str, Tensor], count: int, shards: Shards) -> dict[str, Tensor]:
@@ -149,8 +146,8 @@ def _earliest(marked: dict[str, Tensor], count: int, shards: Shards) -> dict[str
     for name, mask in marked.items():
         from_end[name] = left - 1 - shards.parts[name].positions(mask.nonzero().squeeze(1))
         left -= shards.parts[name].shape.numel()
-    mine = [torch.full_like(places, shards.parts[name].counts, dtype=torch.bool) for name, places in from_end.items()]
-    last = kth_largest(list(from_end.values()), mine, count, shards).value
+    counted = [from_end[name] for name in shards.counted(from_end)]
+    last = kth_largest(_joined(counted, from_end), count, shards).value
     chosen = {}
     for name, mask in marked.items():
         chosen[name] = torch.zeros_like(mask)
