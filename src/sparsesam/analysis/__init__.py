@@ -22,7 +22,7 @@ from sparsesam.analysis.hessian import (
     spectral_density,
 )
 from sparsesam.analysis.hessian_operator import HessianOperator
-from sparsesam.analysis.landscape import Landscape, compare_landscapes, loss_between, loss_landscape
+from sparsesam.analysis.landscape import Landscape, loss_between, loss_landscape
 from sparsesam.analysis.masks_over_time import MaskHistory, masks_over_time
 from sparsesam.analysis.objective import Objective, ObjectiveSummary, check_state, select_parameters
 from sparsesam.analysis.results import AnalysisResult
@@ -48,7 +48,6 @@ __all__ = [
     "SpectralDensity",
     "check_state",
     "compare_gradients",
-    "compare_landscapes",
     "complexity_terms",
     "fisher_vs_hessian",
     "generalization_bound",

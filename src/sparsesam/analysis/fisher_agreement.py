@@ -94,7 +94,7 @@ def fisher_vs_hessian(
         products=hessian.products,
         labels=labels,
         scatter=np.stack([f[chosen], h[chosen]], axis=1),
-        measured_on=objective.describe(),
+        measured_on=objective.summary(),
         notes=notes,
     )
 

@@ -116,7 +116,7 @@ def gradient_difference(
         logarithm=logarithm,
         edges=edges,
         rho=rho,
-        measured_on=objective.describe(),
+        measured_on=objective.summary(),
     )
 
 

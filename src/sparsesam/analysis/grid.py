@@ -159,7 +159,7 @@ def _saved_on_exit(state: _State | None, losses: Array, done: npt.NDArray[np.boo
 
 def _fingerprint(objective: Objective, grid: Grid) -> str:
     """Of everything the losses depend on, except the code of model and loss."""
-    digest = hashlib.blake2b(repr(objective.describe()).encode(), digest_size=16)
+    digest = hashlib.blake2b(repr(objective.summary()).encode(), digest_size=16)
     digest.update(repr((objective.weights, grid.x.tolist(), grid.y.tolist())).encode())
     for one in grid.moving:
         digest.update(one.name.encode())

@@ -143,7 +143,7 @@ def _measured(hessian: HessianOperator) -> dict[str, Any]:
         "products": hessian.products,
         "size": hessian.size,
         "parameters": list(hessian.parameters),
-        "measured_on": hessian.objective.describe(),
+        "measured_on": hessian.objective.summary(),
         "notes": list(hessian.notes),
     }
 
@@ -169,11 +169,6 @@ class SpectralDensity(HessianMeasurement):
     def __post_init__(self) -> None:
         if self.grid.shape != self.density.shape:
             raise ValueError(f"grid has {len(self.grid)} points, but density {len(self.density)}")
-
-    def moment(self, power: int) -> float:
-        """The mean of lambda^power over the eigenvalues; the first, times ``size``, estimates the trace."""
-        each = [float(shares @ nodes**power) for nodes, shares in zip(self.nodes, self.shares, strict=True)]
-        return float(np.mean(each))
 
 
 def spectral_density(

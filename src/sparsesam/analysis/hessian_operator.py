@@ -16,18 +16,7 @@ from torch import Tensor
 
 from sparsesam.analysis.objective import Objective, ParameterFilter, select_parameters
 
-_KINKED = (
-    "Relu",
-    "Threshold",
-    "MaxPool",
-    "Hardtanh",
-    "Abs",
-    "Hardswish",
-    "Hardsigmoid",
-    "Clamp",
-    "L1Loss",
-    "AdaptiveMax",
-)
+_KINKED = "Relu Threshold MaxPool Hardtanh Abs Hardswish Hardsigmoid Clamp L1Loss AdaptiveMax".lower().split()
 
 
 class HessianOperator:
@@ -160,7 +149,7 @@ def _kinks(loss: Tensor) -> set[str]:
             continue
         seen.add(node)
         name = node.name().removesuffix("0").removesuffix("Backward")
-        if any(kinked.lower() in name.lower() for kinked in _KINKED):
+        if any(kinked in name.lower() for kinked in _KINKED):
             found.add(name)
         waiting.extend(parent for parent, _ in node.next_functions)
     return found

@@ -6,15 +6,14 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from torch import Tensor
 
 from sparsesam.analysis.directions import Direction, check_directions, random_directions
 from sparsesam.analysis.grid import Array, Grid, MovedTensor, Progress, evaluate_grid
-from sparsesam.analysis.objective import Objective, ObjectiveSummary, ParameterFilter, check_state, norm, state_kept
+from sparsesam.analysis.objective import Objective, ObjectiveSummary, ParameterFilter, check_state, norm, values_kept
 from sparsesam.analysis.results import AnalysisResult
 
 _ONE_DIMENSIONAL_NOTES = {
@@ -89,31 +88,6 @@ def loss_landscape(
     return _result(objective, kind, grid, loss, center, chosen, None if directions is not None else seed, notes)
 
 
-def compare_landscapes(
-    objective: Objective,
-    checkpoints: Mapping[str, Mapping[str, Any]],
-    *,
-    state_dir: str | os.PathLike[str] | None = None,
-    **options: Any,
-) -> dict[str, Landscape]:
-    """`loss_landscape` of several state dicts of one model, with the same random numbers for all of them.
-
-    Each checkpoint's directions are scaled to its own filters, which is what makes them comparable. Every state
-    dict is checked before the first is loaded, and the model's own state comes back at the end.
-    """
-    if not checkpoints:
-        raise ValueError("checkpoints is empty; give {label: state_dict}")
-    for label, state in checkpoints.items():
-        check_state(objective.model, state, f"checkpoints[{label!r}]")
-    landscapes = {}
-    with state_kept(objective.model):
-        for number, (label, state) in enumerate(checkpoints.items()):
-            objective.model.load_state_dict(state)
-            file = None if state_dir is None else Path(state_dir) / f"landscape-{number}.npz"
-            landscapes[label] = loss_landscape(objective, state_file=file, **options)
-    return landscapes
-
-
 def loss_between(
     objective: Objective,
     first: Mapping[str, Tensor],
@@ -133,7 +107,7 @@ def loss_between(
     _check_grid(1, points, span)
     for label, state in (("first", first), ("second", second)):
         check_state(objective.model, state, label)
-    with state_kept(objective.model):
+    with values_kept([*objective.model.parameters(), *objective.model.buffers()]):
         objective.model.load_state_dict(first)
         moving = _line(objective, second)
         grid = Grid(moving, np.linspace(*span, points), np.zeros(0))
@@ -183,7 +157,7 @@ def _result(
     if bad:
         notes = [*notes, f"the loss of {bad} points is not finite"]
     moved = sum(one.tensor.numel() for one in grid.moving)
-    return Landscape(kind, grid.x, grid.y, loss, center, lengths, moved, seed, bad, objective.describe(), notes)
+    return Landscape(kind, grid.x, grid.y, loss, center, lengths, moved, seed, bad, objective.summary(), notes)
 
 
 def _check_grid(dimensions: int, points: int, span: tuple[float, float]) -> None:

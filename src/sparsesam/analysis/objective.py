@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
@@ -32,7 +32,6 @@ class ObjectiveSummary(AnalysisResult):
     batches: int
     samples: int
     statistics: str
-    mode: str
     random_loss: str
 
 
@@ -43,13 +42,12 @@ class Objective:
 
     Give ``loss_fn(output, target)`` for batches (inputs, targets), inputs being a tensor, a tuple of positional or
     a dictionary of keyword arguments; or ``model_loss(model, batch)`` for batches of any structure. n_b is the
-    number of samples of a batch, which makes f the mean over all samples where the loss is a batch's mean;
-    ``weights`` replaces it.
+    number of samples of a batch, which makes f the mean over all samples where the loss is a batch's mean.
 
-    The model is measured in evaluation mode (``mode="unchanged"`` keeps its modes), and everything is restored
-    afterwards: modes, weights, buffers, gradients, random states. ``statistics`` says where normalization layers take
-    theirs from: "frozen" are the running ones; "recomputed" are averaged over the batches at each
-    point, at twice the cost; "batch" are each batch's own, as in training.
+    The model is measured in evaluation mode, and everything is restored afterwards: modes, weights, buffers, gradients,
+    random states. ``statistics`` says where normalization layers take theirs from: "frozen" are the running ones;
+    "recomputed" are averaged over the batches at each point, at twice the cost; "batch" are each batch's own, as in
+    training.
 
     A loss that differs between two evaluations is refused. ``allow_random=True`` accepts it and gives every
     evaluation the same random numbers: what is measured then is one draw of it.
@@ -63,38 +61,32 @@ class Objective:
         *,
         model_loss: Callable[[nn.Module, Any], Tensor] | None = None,
         statistics: Statistics = "frozen",
-        mode: Literal["evaluation", "unchanged"] = "evaluation",
         allow_random: bool = False,
-        weights: Sequence[float] | None = None,
     ) -> None:
         if (loss_fn is None) == (model_loss is None):
             raise ValueError("give either loss_fn(output, target) or model_loss(model, batch), and not both")
         check_choice("statistics", statistics, get_args(Statistics))
-        check_choice("mode", mode, ("evaluation", "unchanged"))
         self.model = unwrap(model)
         self.batches = _as_list(batches)
         self.loss_fn, self.model_loss = loss_fn, model_loss
         self.statistics: Statistics = statistics
-        self.mode = mode
         self.allow_random = allow_random
         self.sizes = _sizes(self.batches, pairs=loss_fn is not None)
-        self.weights = _shares(self.sizes if weights is None else weights, len(self.batches))
+        self.weights = [size / sum(self.sizes) for size in self.sizes]
         self._device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         self._noise = RNGState(self.model.parameters())
         self._draw: RNGSnapshot | None = None
-        self._depth = 0
 
     @property
     def samples(self) -> int:
         return sum(self.sizes)
 
-    def describe(self) -> ObjectiveSummary:
+    def summary(self) -> ObjectiveSummary:
         """What a result was measured on."""
         return ObjectiveSummary(
             batches=len(self.batches),
             samples=self.samples,
             statistics=self.statistics,
-            mode=self.mode,
             random_loss="one draw, the same at every point" if self.allow_random else "refused",
         )
 
@@ -150,18 +142,14 @@ class Objective:
         with ExitStack() as stack:
             # Fused attention has no second derivative, and rounds differently without gradients.
             stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
-            if self._depth == 0:
-                stack.callback(self._noise.write, self._noise.read())
-            stack.enter_context(preserve_model_state(self.model, evaluate=self.mode == "evaluation"))
+            stack.callback(self._noise.write, self._noise.read())
+            stack.enter_context(preserve_model_state(self.model))
             if self.statistics == "batch":
                 for module in self.model.modules():
                     module.training = module.training or isinstance(module, NORMALIZATION)
             for tensor in parameters:
                 tensor.requires_grad_(True)
-            self._depth += 1
-            stack.callback(self._leave)
-            if self._depth == 1:
-                self._begin()
+            self._begin()
             yield
 
     def _begin(self) -> None:
@@ -182,9 +170,6 @@ class Objective:
                 "or pass allow_random=True (--allow-random) to measure one draw of it"
             )
         self._draw = self._noise.read() if self.allow_random else None
-
-    def _leave(self) -> None:
-        self._depth -= 1
 
     def _same_noise(self, index: int) -> None:
         if self._draw is None:
@@ -280,11 +265,6 @@ def _copy(values: Sequence[Tensor], into: Sequence[Tensor]) -> None:
         tensor.copy_(value)
 
 
-def state_kept(model: nn.Module) -> AbstractContextManager[None]:
-    """Restore parameters and buffers bit for bit, also after exceptions and interruptions."""
-    return values_kept([*model.parameters(), *model.buffers()])
-
-
 def norm(tensors: Iterable[Tensor]) -> float:
     """The Euclidean norm of all tensors together, in float64."""
     return math.sqrt(sum(float(tensor.detach().double().square().sum()) for tensor in tensors))
@@ -316,10 +296,3 @@ def _sizes(batches: Sequence[Any], *, pairs: bool) -> list[int]:
         if sizes[-1] == 0:
             raise ValueError(f"batch {number} holds no samples; leave it out")
     return sizes
-
-
-def _shares(weights: Sequence[float], count: int) -> list[float]:
-    total = float(sum(weights))
-    if len(weights) != count or total <= 0 or min(weights) < 0:
-        raise ValueError(f"weights must be {count} numbers of at least 0, one per batch and not all 0, got {weights}")
-    return [weight / total for weight in weights]

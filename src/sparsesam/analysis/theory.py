@@ -112,7 +112,7 @@ def generalization_bound(
         threshold=threshold,
         vacuous=not bound < threshold,
         masked=masks is not None,
-        measured_on=objective.describe(),
+        measured_on=objective.summary(),
         notes=_notes(bound, terms.complexity, threshold, classes, squared_norm, rho, k, count),
     )
 
