@@ -13,8 +13,8 @@ from sparsesam.ascent.old_gradient import OldGradient, Treatment
 from sparsesam.ascent.statistics import StatisticsSnapshot
 from sparsesam.ascent.subset import ascent_part
 from sparsesam.ascent.tensors import map_tensors
-from sparsesam.ascent_schedule import StepKind
 from sparsesam.parameters import OutsideGradients, gradients_of
+from sparsesam.settings import StepKind
 from sparsesam.step import Phase, Step
 
 Closure = Callable[..., Any]

@@ -9,10 +9,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sparsesam.ascent.plan import Norm
-from sparsesam.ascent_schedule import AscentSchedule, OffSteps
 from sparsesam.masks.mask import MaskRule
 from sparsesam.schedules import RhoSchedule
-from sparsesam.settings import AscentScope, Settings, require_mask_rule
+from sparsesam.settings import AscentScope, OffSteps, Settings, require_mask_rule
 from sparsesam.sharpness_aware import SharpnessAware
 
 
@@ -62,7 +61,9 @@ class SAM(SharpnessAware):
             norm="full",
             ascent=ascent,
             rho_schedule=rho_schedule,
-            schedule=AscentSchedule(every, off_steps, start),
+            every=every,
+            off_steps=off_steps,
+            start=start,
             ascent_fraction=ascent_fraction,
             ascent_scope=ascent_scope,
             engine=engine,
@@ -110,7 +111,9 @@ class SSAM(SharpnessAware):
             norm=norm,
             ascent=ascent,
             rho_schedule=rho_schedule,
-            schedule=AscentSchedule(every, off_steps, start),
+            every=every,
+            off_steps=off_steps,
+            start=start,
             ascent_fraction=ascent_fraction,
             ascent_scope=ascent_scope,
             engine=engine,
@@ -161,15 +164,7 @@ class ExtrapolatedSAM(SharpnessAware):
             )
         if mask is not None:
             require_mask_rule(mask)
-        settings = Settings(
-            norm="masked",
-            ascent="extrapolation",
-            rho_schedule=schedule,
-            schedule=AscentSchedule(every, "skip", start),
-            ascent_fraction=1.0,
-            ascent_scope="global",
-            engine=False,
-        )
+        settings = Settings("masked", "extrapolation", schedule, every=every, start=start, engine=False)
         super().__init__(base, model, settings, rho=steps_ahead, mask=mask, adaptive=False, eta=0.01)
 
 

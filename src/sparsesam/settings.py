@@ -1,19 +1,27 @@
-"""The settings of an optimizer, validated at construction."""
+"""The settings of an optimizer, validated at construction, and which steps ascend."""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from torch import nn
 
 from sparsesam.ascent.plan import ONE_PASS, Ascent, Norm
-from sparsesam.ascent_schedule import AscentSchedule, StepKind
 from sparsesam.masks.checks import check_choice
 from sparsesam.masks.mask import MaskRule
+from sparsesam.masks.refresh import is_whole_number
 from sparsesam.schedules import RhoSchedule
 
 AscentScope = Literal["global", "local"]
+OffSteps = Literal["skip", "reuse"]
+
+
+class StepKind(enum.Enum):
+    ASCEND = enum.auto()  # two passes
+    REUSE = enum.auto()  # one pass, at w + the last e
+    PLAIN = enum.auto()  # one pass, at w
 
 
 @dataclass(frozen=True)
@@ -22,23 +30,32 @@ class Settings:
 
     norm: Norm
     ascent: Ascent
-    rho_schedule: RhoSchedule | None
-    schedule: AscentSchedule
-    ascent_fraction: float
-    ascent_scope: AscentScope
-    engine: bool
+    rho_schedule: RhoSchedule | None = None
+    every: int = 1
+    off_steps: OffSteps = "skip"
+    start: int = 0
+    ascent_fraction: float = 1.0
+    ascent_scope: AscentScope = "global"
+    engine: bool = True
 
     def __post_init__(self) -> None:
         check_choice("norm", self.norm, get_args(Norm))
         check_choice("ascent", self.ascent, get_args(Ascent))
         check_choice("ascent_scope", self.ascent_scope, get_args(AscentScope))
+        check_choice("off_steps", self.off_steps, get_args(OffSteps))
+        if not is_whole_number(self.every) or self.every < 1:
+            raise ValueError(f"every must be a whole number of at least 1, got {self.every}; 1 perturbs in every step")
+        if not is_whole_number(self.start) or self.start < 0:
+            raise ValueError(
+                f"start must be a whole number of at least 0, got {self.start}; it is the first step that ascends"
+            )
         if self.rho_schedule is not None and not callable(self.rho_schedule):
             raise TypeError(
                 f"rho_schedule must be a function of the step, got {self.rho_schedule!r}; for example Cosine(steps)"
             )
         if not 0 < self.ascent_fraction <= 1:
             raise ValueError(f"ascent_fraction must be in (0, 1], got {self.ascent_fraction}; the paper tries 0.25")
-        if self.ascent in ONE_PASS and (self.ascent_fraction < 1 or self.schedule.off_steps == "reuse"):
+        if self.ascent in ONE_PASS and (self.ascent_fraction < 1 or self.off_steps == "reuse"):
             what = f"ascent_fraction={self.ascent_fraction}" if self.ascent_fraction < 1 else 'off_steps="reuse"'
             raise ValueError(
                 f"{what} has no use with ascent={self.ascent!r}, which takes no pass of its own; leave it out"
@@ -74,6 +91,14 @@ class Settings:
     @property
     def is_implicit(self) -> bool:
         return self.ascent in ("implicit", "implicit-dense")
+
+    def kind_of(self, step: int, *, has_last: bool) -> StepKind:
+        """What step 0, 1, 2, … is; ``has_last``: there is a last perturbation to reuse."""
+        if step >= self.start and (step - self.start) % self.every == 0:
+            return StepKind.ASCEND
+        if step < self.start or self.off_steps == "skip":
+            return StepKind.PLAIN
+        return StepKind.REUSE if has_last else StepKind.ASCEND  # after a resume the last perturbation is gone
 
     def takes_first_pass(self, kind: StepKind) -> bool:
         """Whether a step of this kind needs a gradient at w."""

@@ -22,13 +22,12 @@ from sparsesam.ascent.old_gradient import OldGradient
 from sparsesam.ascent.rng import RNGState
 from sparsesam.ascent.saved_entries import dense_entries, kept_in
 from sparsesam.ascent.statistics import versions
-from sparsesam.ascent_schedule import StepKind
 from sparsesam.closures import run_closure, run_empty_closure
 from sparsesam.distributed import as_shard_of
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.state import MaskState
 from sparsesam.parameters import check_model, gradients_of, named, option_keys, require_gradients
-from sparsesam.settings import Settings
+from sparsesam.settings import Settings, StepKind
 from sparsesam.step import Phase, Step
 from sparsesam.step_context import Counters, StepContext
 from sparsesam.wrapper import OptimizerWrapper, OwnTensors, inside_wrappers
@@ -282,7 +281,7 @@ class SharpnessAware(OptimizerWrapper):
         own = {**asdict(context.counters.read()), "version": _CHECKPOINT_VERSION, "mask": values}
         own |= {"last": context.has_last, "back": bool(kept["back"])}
         tensors = {"mask": masks}
-        if self.settings.schedule.off_steps == "reuse":
+        if self.settings.off_steps == "reuse":
             tensors["last"] = dense_entries(kept["last"], context.masks.masks, parameters)
         if self.settings.ascent == "extrapolation":
             tensors["back"] = dense_entries(kept["back"], context.masks.masks, parameters)
@@ -344,7 +343,7 @@ class SharpnessAware(OptimizerWrapper):
             masks,
             counters,
             Engine(self.model, wrapped or self.model, enabled=self.settings.engine),
-            Perturbation(remember=self.settings.schedule.off_steps == "reuse"),
+            Perturbation(remember=self.settings.off_steps == "reuse"),
             Extrapolation(way_back),
             RNGState(self.model.parameters()),
             has_last,
@@ -360,7 +359,7 @@ class SharpnessAware(OptimizerWrapper):
 
     @property
     def _kind(self) -> StepKind:
-        return self.settings.schedule.kind(self.steps, has_last=self._context.has_last)
+        return self.settings.kind_of(self.steps, has_last=self._context.has_last)
 
     def _begin(self) -> Step:
         """List and check once what takes part in the coming step."""

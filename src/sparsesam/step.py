@@ -22,9 +22,9 @@ from sparsesam.ascent.renormalized import RenormalizedWeights
 from sparsesam.ascent.report import explicit_after_all
 from sparsesam.ascent.statistics import StatisticsSnapshot
 from sparsesam.ascent.targets import Target
-from sparsesam.ascent_schedule import StepKind
 from sparsesam.distributed import average_gradients, local_part, reshard, unsynchronized
 from sparsesam.parameters import PerturbedParam, option_keys, require_gradients
+from sparsesam.settings import StepKind
 from sparsesam.step_context import StepContext
 
 
@@ -194,7 +194,7 @@ class Step:
             context.counters.skipped_ascents += not targets  # no gradient came through the unperturbed layers
             return
         norm = context.last_ascent_norm = self._norm(targets)
-        context.has_last = context.settings.schedule.off_steps == "reuse"
+        context.has_last = context.settings.off_steps == "reuse"
         if isinstance(norm, Tensor):  # on a device, which follows the same rule without telling the host
             context.perturbation.apply(targets, norm)
             context.counters.skip_where(~is_usable(norm))
@@ -282,7 +282,7 @@ class Step:
     def update(self) -> None:
         """The base optimizer's update, kept where the next step extrapolates it."""
         context, settings = self.context, self.context.settings
-        next_kind = settings.schedule.kind(context.counters.steps + 1, has_last=False)
+        next_kind = settings.kind_of(context.counters.steps + 1, has_last=False)
         extrapolates = settings.ascent == "extrapolation" and next_kind is StepKind.ASCEND
         tracked = self._tracked if extrapolates else []
         context.extrapolation.hold(tracked)

@@ -26,11 +26,7 @@ def test_chunks_list_every_kept_position_in_order(values):
     held = PackedMask.pack(torch.tensor(values))
     if held.bits is None:
         return
-    original, packed._CHUNK = packed._CHUNK, 16
-    try:
-        found = [start + int(i) for start, _, kept in held.chunks() for i in kept]
-    finally:
-        packed._CHUNK = original
+    found = [start + int(i) for start, _, kept in held.chunks(16) for i in kept]
     assert found == [i for i, value in enumerate(values) if value]
 
 
@@ -38,8 +34,8 @@ def test_chunks_list_every_kept_position_in_order(values):
 def test_the_way_other_devices_pack_and_unpack_is_the_same(size):
     mask = torch.rand(size) < 0.3
     bits = packed.pack_bits(mask)
-    assert torch.equal(packed._pack_bits_on_device(mask), bits)
-    assert torch.equal(packed._unpack_bits_on_device(bits)[:size], mask)
+    assert torch.equal(packed.pack_bits_on_device(mask), bits)
+    assert torch.equal(packed.unpack_bits_on_device(bits)[:size], mask)
 
 
 def test_a_mask_placed_on_a_device_knows_its_rows():

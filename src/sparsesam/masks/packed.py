@@ -9,9 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# A chunk should stay in a CPU's cache.
-_CHUNK = 1 << 16
-
 
 class PackedMask:
     """A boolean mask in d/8 bytes; nothing if all ones or all zeros.
@@ -70,11 +67,14 @@ class PackedMask:
         flat = unpack_bits(self.bits)[: self.numel]
         return flat.to(device or self.bits.device).reshape(self.shape)
 
-    def chunks(self) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield ``(start, stop, positions)``: the kept positions within each chunk, counted from its start."""
+    def chunks(self, size: int = 1 << 16) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield ``(start, stop, positions)``: the kept positions within each chunk, counted from its start.
+
+        ``size`` is a multiple of 8; a chunk should stay in a CPU's cache.
+        """
         assert self.bits is not None
-        for start in range(0, self.numel, _CHUNK):
-            stop = min(start + _CHUNK, self.numel)
+        for start in range(0, self.numel, size):
+            stop = min(start + size, self.numel)
             yield start, stop, _positions(self.bits[start // 8 : (stop + 7) // 8])
 
     def placed(self, device: torch.device) -> PackedMask:
@@ -91,10 +91,10 @@ def pack_bits(flat: Tensor) -> Tensor:
     """Eight booleans per byte, the first in the highest bit; the last byte is filled up with zeros."""
     if flat.device.type == "cpu":
         return torch.from_numpy(np.packbits(flat.numpy()))
-    return _pack_bits_on_device(flat)
+    return pack_bits_on_device(flat)
 
 
-def _pack_bits_on_device(flat: Tensor) -> Tensor:
+def pack_bits_on_device(flat: Tensor) -> Tensor:
     padded = flat.new_zeros((flat.numel() + 7) // 8 * 8)
     padded[: flat.numel()] = flat
     return (padded.view(-1, 8) * bit_values(flat.device)).sum(1, dtype=torch.uint8)
@@ -104,10 +104,10 @@ def unpack_bits(bits: Tensor) -> Tensor:
     """The inverse of `pack_bits`, with its padding."""
     if bits.device.type == "cpu":
         return torch.from_numpy(np.unpackbits(bits.numpy()).view(np.bool_))
-    return _unpack_bits_on_device(bits)
+    return unpack_bits_on_device(bits)
 
 
-def _unpack_bits_on_device(bits: Tensor) -> Tensor:
+def unpack_bits_on_device(bits: Tensor) -> Tensor:
     return (bits[:, None] & bit_values(bits.device)).ne(0).reshape(-1)
 
 
