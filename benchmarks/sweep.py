@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.timing import print_provenance
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.execution import sweep_jobs
-from sparsesam.lab.experiment.run import run
+from sparsesam.lab.experiment.run import run_training
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Sweep
 
@@ -54,7 +54,7 @@ def _lasted(directory: RunDirectory) -> float:
 
 def _seconds(config: TrainConfig, out: Path) -> float:
     start = time.perf_counter()
-    run(config, RunEnvironment(out=out, threads=1, logger="none", quiet=True))
+    run_training(config, RunEnvironment(out=out, threads=1, logger="none", quiet=True))
     return time.perf_counter() - start
 
 

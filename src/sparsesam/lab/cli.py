@@ -35,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module = find(command)
         parser = Parser(f"sparsesam {command}", module.HELP)
         module.add_arguments(parser)
-        rest = module.rewrite(rest) if hasattr(module, "rewrite") else rest
+        if hasattr(module, "check"):
+            module.check(rest)
         return int(module.run(parser.parse(rest)))
     except Interrupted as error:
         return _say(str(error), 130)
@@ -49,18 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _usage() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {text}" for name, text in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: sparsesam COMMAND …",
-            "",
-            "Sparse sharpness-aware training.",
-            "",
-            *lines,
-            "",
-            "COMMAND --help lists its options.",
-        ]
-    )
+    lines = "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
+    start, end = "Sparse sharpness-aware training.", "COMMAND --help lists its options."
+    return f"usage: sparsesam COMMAND …\n\n{start}\n\n{lines}\n\n{end}"
 
 
 def _say(text: str, code: int) -> int:

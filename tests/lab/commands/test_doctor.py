@@ -25,7 +25,7 @@ def test_the_engine_is_tried_not_assumed(monkeypatch):
 
 def test_what_is_not_installed_is_said_with_its_purpose(monkeypatch):
     monkeypatch.setitem(doctor._OPTIONAL, "no-such-package", "nothing")
-    assert doctor.versions()["no-such-package"] == "not installed (for nothing)"
+    assert doctor.installed_versions()["no-such-package"] == "not installed (for nothing)"
 
 
 def test_it_needs_no_extra_while_other_commands_name_theirs(monkeypatch, capsys):

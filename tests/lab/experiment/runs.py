@@ -11,14 +11,14 @@ import torch
 from sparsesam.lab.experiment import checkpoint
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.observers import RunObserver
-from sparsesam.lab.experiment.run import run
+from sparsesam.lab.experiment.run import run_training
 
 SHORT = TrainConfig(train_size=72, test_size=40, epochs=3, batch_size=16, fisher_samples=8, optimizer="sgd", rho=0.1)
 
 
 def train(out, observer=None, *, resume=False, logger="none", record_times=False, **settings):
     place = RunEnvironment(out=out, resume=resume, logger=logger, threads=1, record_times=record_times)
-    return run(replace(SHORT, **settings), place, observer)
+    return run_training(replace(SHORT, **settings), place, observer)
 
 
 def state(out):

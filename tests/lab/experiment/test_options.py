@@ -43,9 +43,9 @@ REFUSED = [
     ({"val_size": 1000}, "val_size must be below the number of training images, 1000"),
     ({"image_size": 32}, "image_size must be null for digits"),
     ({"init_from": "nowhere.pt"}, "nowhere.pt does not exist"),
-    ({"dataset": "digitz"}, "dataset must be one of 'digits'"),
+    ({"dataset": "digitz"}, r"did you mean digits\?"),
     ({"model": "vit-s-16"}, "image_size"),
-    ({"model": "resnet10smal"}, "model must be one of 'resnet10-small'"),
+    ({"model": "resnet10smal"}, "did you mean resnet10-small"),
 ]
 
 

@@ -79,8 +79,8 @@ def test_a_larger_number_of_epochs_extends_a_finished_run(tmp_path):
 
 def test_a_run_keeps_its_name(tmp_path, monkeypatch):
     from sparsesam.lab.experiment.config import RunEnvironment
-    from sparsesam.lab.experiment.run import run
+    from sparsesam.lab.experiment.run import run_training
 
     monkeypatch.chdir(tmp_path)
-    run(replace(SHORT, max_steps=1), RunEnvironment(name="my run", logger="none"))
+    run_training(replace(SHORT, max_steps=1), RunEnvironment(name="my run", logger="none"))
     assert read_records(tmp_path / "runs" / "my run" / "records.jsonl")[0]["name"] == "my run"

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from sparsesam.lab.models import wide_resnet
-from sparsesam.lab.models.wide_resnet import PreActivationBlock
+from sparsesam.lab.models.resnet import PreActivationBlock
 
 
 def test_where_the_shape_stays_the_shortcut_is_the_input():

@@ -9,7 +9,7 @@ from rich.console import Console
 from sparsesam.lab.cli import main
 from sparsesam.lab.experiment.errors import RunError
 from sparsesam.lab.experiment.paper import Recipe, recipe, recipes
-from sparsesam.lab.paper.dry_run import build, cost_table, dry_run, dry_run_config
+from sparsesam.lab.paper.dry_run import build_on_meta, cost_table, dry_run, dry_run_config
 
 RUNS = {
     f"{one.label}: {label}": config
@@ -42,7 +42,7 @@ def test_every_kind_of_cifar_run_takes_its_steps(label):
 
 def test_every_model_and_optimizer_is_built():
     for config in {replace(config, dataset="cifar10", rho=0.1, label_noise=0.0) for config in CIFAR.values()}:
-        build(config)
+        build_on_meta(config)
 
 
 @pytest.mark.slow

@@ -39,11 +39,10 @@ def add_arguments(parser: Parser) -> None:
         command.add_argument("--plot", type=Path | None, default=None, help="draw it to FILE.png, .svg or .pdf")
 
 
-def rewrite(arguments: list[str]) -> list[str]:
-    """Only a check: argparse would answer an unknown analysis with a list of all."""
+def check(arguments: list[str]) -> None:
+    """argparse would answer an unknown analysis with a list of all."""
     if arguments and not arguments[0].startswith("-") and arguments[0] not in ANALYSES:
         raise ValueError(f"unknown analysis {arguments[0]!r}; {nearest(arguments[0], ANALYSES)}")
-    return arguments
 
 
 def run(options: Namespace) -> int:
@@ -52,7 +51,7 @@ def run(options: Namespace) -> int:
     if given["plot"] is not None:
         check_plot(given["plot"])
     analysis, settings = _from_options(kind, given), _from_options(kind.settings, given)
-    prepared = analysis.prepare([analysis.load(path, settings) for path in given["paths"]])
+    prepared = analysis.prepare([analysis.load_subject(path, settings) for path in given["paths"]])
     measured = _measure(prepared)
     name, console = prepared.analysis.name, Console(highlight=False)
     console.print(_table(prepared.analysis, measured))

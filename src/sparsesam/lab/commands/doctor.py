@@ -37,14 +37,14 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: Namespace | None = None) -> int:
-    for title, lines in (("Versions", versions()), ("Devices", devices()), ("Fast paths", fast_paths())):
+    for title, lines in (("Versions", installed_versions()), ("Devices", devices()), ("Fast paths", fast_paths())):
         print(title)
         for name, text in lines.items():
             print(f"  {name:<22} {text}")
     return 0
 
 
-def versions() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
     found = {"sparsesam": sparsesam.__version__, "Python": platform.python_version(), "torch": torch.__version__}
     found["numpy"] = metadata.version("numpy")
     for name, purpose in _OPTIONAL.items():

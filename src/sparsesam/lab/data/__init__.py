@@ -8,18 +8,6 @@ from sparsesam.lab.data.registry import DATASETS, load_dataset
 from sparsesam.lab.data.splits import DataError, FolderSplits, Labelled, MissingData, Splits
 
 __all__ = [
-    "CORRUPTIONS",
-    "DATASETS",
-    "Augment",
-    "DataError",
-    "FolderSplits",
-    "ImageFolder",
-    "Labelled",
-    "MissingData",
-    "Splits",
-    "cache_dir",
-    "corrupt",
-    "flip_labels",
-    "load_dataset",
-    "standard_augmentation",
-]
+    "CORRUPTIONS", "DATASETS", "Augment", "DataError", "FolderSplits", "ImageFolder", "Labelled", "MissingData",
+    "Splits", "cache_dir", "corrupt", "flip_labels", "load_dataset", "standard_augmentation",
+]  # fmt: skip

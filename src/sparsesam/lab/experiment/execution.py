@@ -71,7 +71,7 @@ def default_workers(gpus: int) -> int:
 
 def _run_job(job: Job, environment: RunEnvironment, gpus: int, parent: int | None) -> Outcome:
     """In a worker process: an error is written to failure.json and does not end the sweep."""
-    from sparsesam.lab.experiment.run import run
+    from sparsesam.lab.experiment.run import run_training
 
     def is_orphan() -> bool:
         return parent is not None and parent not in (os.getpid(), os.getppid())
@@ -84,7 +84,7 @@ def _run_job(job: Job, environment: RunEnvironment, gpus: int, parent: int | Non
         try:
             with claimed_gpu(gpus, job.directory.parent) if gpus else nullcontext(environment.devices) as devices:
                 mine = replace(environment, name=job.label, out=job.directory, devices=devices)
-                run(job.config, mine, stop=is_orphan)
+                run_training(job.config, mine, stop=is_orphan)
             status: Literal["finished", "failed", "interrupted"] = "finished"
         except (Interrupted, KeyboardInterrupt):
             status = "interrupted"

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import yaml
 
 from sparsesam.lab.experiment.confidence import confidence_interval
-from sparsesam.lab.experiment.config import TrainConfig, from_mapping
+from sparsesam.lab.experiment.config import DEFAULTS, TrainConfig, from_mapping
 from sparsesam.lab.experiment.sweep import Job, Sweep
 from sparsesam.lab.names import nearest
 
@@ -130,16 +130,13 @@ class Recipe:
 
     def check_overrides(self, scale: Scale, overrides: Mapping[str, Any]) -> None:
         """ValueError where one run would be printed in several cells, for example because rows vary a setting."""
-        for name in overrides:
-            if name == "seed":
-                raise ValueError("--set must leave seed alone; --seeds says how many there are")
-            values = self.varied(scale).get(name)
-            if values is not None:
-                shown = ", ".join(str(value) for value in values[:6]) + (", …" if len(values) > 6 else "")
-                raise ValueError(
-                    f"--set must leave {name} alone: the runs of {self.label} differ in it ({shown}), and would be one "
-                    f"run in several cells; `sparsesam train --{name.replace('_', '-')} …` makes a run of your own"
-                )
+        if "seed" in overrides:
+            raise ValueError("--set must leave seed alone; --seeds says how many there are")
+        for name in self.varied(scale) & overrides.keys():
+            raise ValueError(
+                f"--set must leave {name} alone: the runs of {self.label} differ in it, and would be one run in "
+                f"several cells; `sparsesam train --{name.replace('_', '-')} …` makes a run of your own"
+            )
         if len(self._identities(scale, overrides)) < len(self._identities(scale, {})):
             changed = " ".join(f"{name}={value}" for name, value in overrides.items())
             raise ValueError(
@@ -151,18 +148,11 @@ class Recipe:
         cells = self.cells(scale)
         return {(self.config(row, column, overrides).content_hash, column.is_timed) for row, column in cells}
 
-    def varied(self, scale: Scale) -> dict[str, list[Any]]:
-        """The settings that runs of the table differ in, with their values; runs for times are apart."""
-        groups = [
-            [self.config(row, column, {}) for row, column in self.cells(scale) if column.is_timed is timed]
-            for timed in (False, True)
-        ]
-        found = {}
-        for name in TrainConfig.__dataclass_fields__:
-            values = [list(dict.fromkeys(getattr(config, name) for config in group)) for group in groups]
-            if any(len(one) > 1 for one in values):
-                found[name] = list(dict.fromkeys(value for one in values for value in one))
-        return found
+    def varied(self, scale: Scale) -> set[str]:
+        """The settings that runs of the table differ in; runs for times are apart."""
+        cells = [(self.config(row, column, {}), column.is_timed) for row, column in self.cells(scale)]
+        groups = [[config for config, is_timed in cells if is_timed is timed] for timed in (False, True)]
+        return {name for name in DEFAULTS for group in groups if len({getattr(one, name) for one in group}) > 1}
 
     def sweep(self, scale: Scale, seeds: Sequence[int], overrides: Mapping[str, Any]) -> Sweep:
         """All runs; columns that only measure something else of the same runs add none."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import joblib
@@ -22,7 +25,6 @@ from sparsesam.lab.experiment.batches import Share, load_splits, make_batches
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.errors import CheckpointError, DivergedError, Interrupted
 from sparsesam.lab.experiment.initial_weights import initialize
-from sparsesam.lab.experiment.interrupt import stop_on_signal
 from sparsesam.lab.experiment.loggers import LogEpoch, check_logger, open_logger
 from sparsesam.lab.experiment.mask_record import forget_masks_from, is_cheap, write_masks
 from sparsesam.lab.experiment.observers import RunObserver
@@ -33,7 +35,7 @@ from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
 from sparsesam.lab.experiment.training import Sums, Training
 
 
-def run(
+def run_training(
     config: TrainConfig,
     environment: RunEnvironment,
     observer: RunObserver | None = None,
@@ -275,3 +277,25 @@ def torch_threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[Callable[[], bool]]:
+    """A function that says whether Ctrl-C or a scheduler's SIGTERM came within the block, to stop after that step.
+
+    A second one raises KeyboardInterrupt.
+    """
+    numbers: list[int] = []
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if numbers:
+            raise KeyboardInterrupt
+        numbers.append(number)
+
+    is_main = threading.current_thread() is threading.main_thread()  # only there are signals received
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)} if is_main else {}
+    try:
+        yield lambda: bool(numbers)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

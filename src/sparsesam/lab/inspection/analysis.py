@@ -62,7 +62,7 @@ class Analysis(ABC, Generic[ResultT]):
     """A dataclass whose fields are the options of ``sparsesam analyze``.
 
     ``files`` are the names that its results may have in ``RUN/analyses``.
-    ``settings`` is a dataclass of further options, which `load` needs: what a run is measured on.
+    ``settings`` is a dataclass of further options, which `load_subject` needs: what a run is measured on.
     """
 
     help: ClassVar[str]
@@ -80,7 +80,7 @@ class Analysis(ABC, Generic[ResultT]):
 
     # ---- measuring
 
-    def load(self, path: Path, settings: Any) -> Any:
+    def load_subject(self, path: Path, settings: Any) -> Any:
         """What is measured: by default, the run in a directory."""
         return TrainedRun(path, settings)
 

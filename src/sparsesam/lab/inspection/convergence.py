@@ -61,7 +61,7 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
     rho_0: float | None = option(None, "first rho; default the largest that the theorem allows")
     seed: int = option(0, "seed of the problem, the noise and the mask")
 
-    def load(self, path: Path, settings: NoSettings) -> ResultDirectory:
+    def load_subject(self, path: Path, settings: NoSettings) -> ResultDirectory:
         return ResultDirectory(path)
 
     def measure(self, subject: ResultDirectory, progress: Progress) -> ConvergenceResult:

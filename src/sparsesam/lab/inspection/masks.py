@@ -24,7 +24,7 @@ class MaskAnalysis(Analysis[MaskHistory]):
     result_type = MaskHistory
     settings = NoSettings
 
-    def load(self, path: Path, settings: NoSettings) -> TrainedRun:
+    def load_subject(self, path: Path, settings: NoSettings) -> TrainedRun:
         return TrainedRun(path, MeasuredOn())
 
     def prepare(self, subjects: Sequence[TrainedRun]) -> Prepared:

@@ -1,9 +1,13 @@
-"""ResNets (He et al. 2016): with the SSAM paper's 3x3 stem and no max-pool on small images, else as published."""
+"""ResNets (He et al. 2016) and wide ones (Zagoruyko & Komodakis 2016), whose blocks normalize before they convolve.
+
+On small images with the SSAM paper's 3x3 stem and no max-pool, else as published.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -98,18 +102,38 @@ class Bottleneck(nn.Module):
         return outer.relu()
 
 
-def resnet(
-    block: type[BasicBlock] | type[Bottleneck],
-    depths: Sequence[int],
-    num_classes: int,
-    in_channels: int,
-    image_size: int,
-    *,
-    width: int = 64,
-) -> nn.Sequential:
+class PreActivationBlock(nn.Module):
+    """shortcut + conv(relu(bn(conv(relu(bn(x)))))), both convolutions 3x3.
+
+    Where the shape changes the shortcut is a 1x1 convolution of relu(bn(x)); elsewhere it is x itself.
+    """
+
+    expansion = 1
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(in_channels)
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
+        self.shortcut: nn.Module | None = None
+        if stride != 1 or in_channels != out_channels:
+            self.shortcut = nn.Conv2d(in_channels, out_channels, 1, stride=stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, in_channels, h, w) to (batch, out_channels, h / stride, w / stride)."""
+        active: Tensor = self.bn1(x).relu()
+        inner: Tensor = self.bn2(self.conv1(active)).relu()
+        outer: Tensor = self.conv2(inner)
+        return outer + (x if self.shortcut is None else self.shortcut(active))
+
+
+Block = type[BasicBlock] | type[Bottleneck] | type[PreActivationBlock]
+
+
+def _stages(block: Block, depths: Sequence[int], channels: int, width: int) -> dict[str, nn.Module]:
     """Stages of ``depths`` blocks; each stage after the first halves the side and doubles the width."""
-    stages: OrderedDict[str, nn.Module] = OrderedDict()
-    channels = width
+    stages: dict[str, nn.Module] = {}
     for number, depth in enumerate(depths):
         wide = width * 2**number
         blocks: list[nn.Module] = []
@@ -117,32 +141,57 @@ def resnet(
             blocks.append(block(channels, wide, 2 if number and not place else 1))
             channels = wide * block.expansion
         stages[f"layer{number + 1}"] = nn.Sequential(*blocks)
-    return he_initialized(
-        nn.Sequential(
-            OrderedDict(
-                conv1=stem_convolution(in_channels, width, image_size),
-                bn1=nn.BatchNorm2d(width),
-                relu=nn.ReLU(),
-                **stem_pool(image_size),
-                **stages,
-                pool=nn.AdaptiveAvgPool2d(1),
-                flatten=nn.Flatten(),
-                fc=nn.Linear(channels, num_classes),
-            )
-        )
+    return stages
+
+
+def _classifier(channels: int, num_classes: int) -> dict[str, nn.Module]:
+    return {"pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten(), "fc": nn.Linear(channels, num_classes)}
+
+
+def resnet(
+    block: type[BasicBlock] | type[Bottleneck],
+    depths: Sequence[int],
+    num_classes: int = 10,
+    in_channels: int = 3,
+    image_size: int = 32,
+    *,
+    width: int = 64,
+) -> nn.Sequential:
+    """A stem, a stage for each of ``depths`` beginning with ``width`` channels, and a linear classifier."""
+    layers = OrderedDict(
+        conv1=stem_convolution(in_channels, width, image_size),
+        bn1=nn.BatchNorm2d(width),
+        relu=nn.ReLU(),
+        **stem_pool(image_size),
+        **_stages(block, depths, width, width),
+        **_classifier(width * 2 ** (len(depths) - 1) * block.expansion, num_classes),
     )
+    return he_initialized(nn.Sequential(layers))
 
 
-def resnet18(num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Sequential:
-    """11,173,962 parameters for CIFAR-10, 11,689,512 for ImageNet."""
-    return resnet(BasicBlock, (2, 2, 2, 2), num_classes, in_channels, image_size)
+def wide_resnet(
+    depth: int, widening: int, num_classes: int = 10, in_channels: int = 3, image_size: int = 32
+) -> nn.Sequential:
+    """WRN-depth-widening: three stages of (depth - 4) / 6 blocks, 16, 32 and 64 times ``widening`` channels."""
+    if depth < 10 or (depth - 4) % 6:
+        raise ValueError(f"depth must be 6 n + 4 with n at least 1, as 10, 16, 22, 28, got {depth}")
+    last = 64 * widening
+    layers = OrderedDict(
+        conv1=stem_convolution(in_channels, 16, image_size),
+        **stem_pool(image_size),
+        **_stages(PreActivationBlock, [(depth - 4) // 6] * 3, 16, 16 * widening),
+        bn=nn.BatchNorm2d(last),
+        relu=nn.ReLU(),
+        **_classifier(last, num_classes),
+    )
+    return he_initialized(nn.Sequential(layers))
 
 
-def resnet50(num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Sequential:
-    """23,520,842 parameters for CIFAR-10, 25,557,032 for ImageNet."""
-    return resnet(Bottleneck, (3, 4, 6, 3), num_classes, in_channels, image_size)
+resnet18 = partial(resnet, BasicBlock, (2, 2, 2, 2))
+"""11,173,962 parameters for CIFAR-10, 11,689,512 for ImageNet."""
 
+resnet50 = partial(resnet, Bottleneck, (3, 4, 6, 3))
+"""23,520,842 parameters for CIFAR-10, 25,557,032 for ImageNet."""
 
-def resnet10_small(num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Sequential:
-    """One block per stage and a quarter of the width: ResNet-18's shape for a laptop's CPU."""
-    return resnet(BasicBlock, (1, 1, 1, 1), num_classes, in_channels, image_size, width=16)
+resnet10_small = partial(resnet, BasicBlock, (1, 1, 1, 1), width=16)
+"""One block per stage and a quarter of the width: ResNet-18's shape for a laptop's CPU."""

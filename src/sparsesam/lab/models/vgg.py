@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 from torch import nn
@@ -15,9 +16,9 @@ Head = Literal["linear", "4096"]
 
 def vgg(
     stages: Sequence[Sequence[int]],
-    num_classes: int,
-    in_channels: int,
-    image_size: int,
+    num_classes: int = 10,
+    in_channels: int = 3,
+    image_size: int = 32,
     *,
     head: Head | None = None,
 ) -> nn.Sequential:
@@ -70,17 +71,11 @@ def _published_head(features: int, num_classes: int) -> nn.Sequential:
 
 _ELEVEN = ((64,), (128,), (256, 256), (512, 512), (512, 512))
 
+vgg11_bn = partial(vgg, _ELEVEN)
+"""9,231,114 parameters for CIFAR-10 (one linear layer as head), 132,868,840 for ImageNet."""
 
-def vgg11_bn(num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Sequential:
-    """9,231,114 parameters for CIFAR-10 (one linear layer as head), 132,868,840 for ImageNet."""
-    return vgg(_ELEVEN, num_classes, in_channels, image_size)
+vgg11_bn_4096 = partial(vgg, _ELEVEN, head="4096")
+"""The published head on small images too, 512-4096-4096 with dropout: 28,149,514 parameters for CIFAR-10."""
 
-
-def vgg11_bn_4096(num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Sequential:
-    """The published head on small images too, 512-4096-4096 with dropout: 28,149,514 parameters for CIFAR-10."""
-    return vgg(_ELEVEN, num_classes, in_channels, image_size, head="4096")
-
-
-def vgg_small(num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Sequential:
-    """Five convolutions and at most a quarter of the channels: VGG's shape for a laptop's CPU."""
-    return vgg(((16,), (32,), (64, 64), (128,)), num_classes, in_channels, image_size)
+vgg_small = partial(vgg, ((16,), (32,), (64, 64), (128,)))
+"""Five convolutions and at most a quarter of the channels: VGG's shape for a laptop's CPU."""

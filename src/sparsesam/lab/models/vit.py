@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 from typing import Literal
 
 import torch
@@ -100,9 +101,9 @@ class TokenPool(nn.Module):
 
 
 def vit(
-    num_classes: int,
-    in_channels: int,
-    image_size: int,
+    num_classes: int = 10,
+    in_channels: int = 3,
+    image_size: int = 32,
     *,
     patch_size: int,
     dim: int,
@@ -150,41 +151,17 @@ def vit(
     return model
 
 
-def vit_b_16(num_classes: int = 1000, in_channels: int = 3, image_size: int = 224) -> nn.Sequential:
-    """ViT-B/16: 86,567,656 parameters for ImageNet."""
-    return vit(num_classes, in_channels, image_size, patch_size=16, dim=768, depth=12, heads=12)
+vit_b_16 = partial(vit, num_classes=1000, image_size=224, patch_size=16, dim=768, depth=12, heads=12)
+"""ViT-B/16: 86,567,656 parameters for ImageNet."""
 
+vit_s_16 = partial(vit, num_classes=1000, image_size=224, patch_size=16, dim=384, depth=12, heads=6)
+"""ViT-S/16 (Touvron et al. 2021): 22,050,664 parameters for ImageNet."""
 
-def vit_s_16(num_classes: int = 1000, in_channels: int = 3, image_size: int = 224) -> nn.Sequential:
-    """ViT-S/16 (Touvron et al. 2021): 22,050,664 parameters for ImageNet."""
-    return vit(num_classes, in_channels, image_size, patch_size=16, dim=384, depth=12, heads=6)
+vit_one_block_8192 = partial(vit, patch_size=1, dim=8192, depth=1, heads=1, mlp_ratio=1.0)
+"""The SSAM paper's, of one very wide block, whose N:M products it times: 1x1 patches, one head, mlp ratio 1.
 
-
-def vit_one_block_8192(
-    num_classes: int = 10,
-    in_channels: int = 3,
-    image_size: int = 32,
-    *,
-    pool: Literal["class", "mean"] = "class",
-    projects: bool = True,
-) -> nn.Sequential:
-    """The SSAM paper's, of one very wide block, whose N:M products it times: 1x1 patches, one head, mlp ratio 1.
-
-    The paper follows the original design, which has a class token and a projection; its text does not exclude the
-    others.
-    """
-    return vit(
-        num_classes,
-        in_channels,
-        image_size,
-        patch_size=1,
-        dim=8192,
-        depth=1,
-        heads=1,
-        mlp_ratio=1.0,
-        pool=pool,
-        projects=projects,
-    )
+The paper follows the original design, which has a class token and a projection; its text does not exclude the others.
+"""
 
 
 def vit_tiny_small(num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Sequential:

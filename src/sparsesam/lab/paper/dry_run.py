@@ -15,13 +15,11 @@ from rich.table import Table
 from sparsesam.lab import models
 from sparsesam.lab.data import Labelled, Splits
 from sparsesam.lab.display import plural
-from sparsesam.lab.experiment.batches import Share, make_batches
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.errors import RunError
 from sparsesam.lab.experiment.optimizers import make_optimizer
 from sparsesam.lab.experiment.paper import Recipe, Scale
-from sparsesam.lab.experiment.run import make_fabric
-from sparsesam.lab.experiment.training import Training
+from sparsesam.lab.experiment.run import make_fabric, make_training
 from sparsesam.lab.paper.cost import RunCost, cost, measured_model, shape_of, total
 
 STEPS = 2
@@ -50,7 +48,7 @@ def dry_run_config(config: TrainConfig, fabric: Fabric | None = None) -> DryRun:
     estimate = cost(config)
     reason = _why_not(config, estimate, fabric.device)
     if reason:
-        build(config)
+        build_on_meta(config)
         return DryRun(config, estimate, 0, reason)
     batch = config.batch_size if fabric.device.type == "cuda" else max(CPU_BATCH, round(1 / config.ascent_fraction))
     short = replace(config, batch_size=batch, train_size=STEPS * batch, test_size=1, max_steps=None)
@@ -58,11 +56,7 @@ def dry_run_config(config: TrainConfig, fabric: Fabric | None = None) -> DryRun:
         short = replace(short, fisher_samples=2, fisher_batch=2)
     if not config.is_plain:
         short = replace(short, mask_steps=1)  # so that a mask is made, and refreshed
-    splits = _random_splits(config, short)
-    shape = shape_of(config)
-    torch.manual_seed(0)
-    model = models.build_model(config.model, shape.classes, shape.channels, shape.side)
-    training = Training(short, model, make_batches(short, splits, Share(), fabric.device, 0), fabric)
+    training = make_training(short, _random_splits(config, short), fabric, RunEnvironment())
     training.advance(lambda: False, lambda: None)
     return DryRun(config, estimate, training.steps_taken)
 
@@ -86,19 +80,15 @@ def cost_table(chosen: Recipe, found: Iterable[DryRun], *, seeds: int, tflops: f
     runs = list(found)
     drawn = Table(title=f"{chosen.place}, estimated", caption="passes are forward-backwards of a batch")
     drawn.add_column("one seed", overflow="fold", min_width=16)
-    headings = ("runs", "steps", "passes", "PFLOP", "GPU\nhours", "GPU\nmemory")
-    for heading in headings:
+    for heading in ("runs", "steps", "passes", "PFLOP", "GPU\nhours", "GPU\nmemory"):
         drawn.add_column(heading, justify="right", no_wrap=True)
     groups: dict[str, list[DryRun]] = {}
     for one in runs:
         groups.setdefault(f"{one.config.model} on {one.config.dataset}, {one.config.optimizer}", []).append(one)
     for label, members in groups.items():
         drawn.add_row(label, *_shown(total(one.cost for one in members), tflops))
-    once = total(one.cost for one in runs)
-    every = replace(once, runs=seeds * once.runs, steps=seeds * once.steps)
-    every = replace(every, passes=seeds * once.passes, flops=seeds * once.flops)
     drawn.add_section()
-    drawn.add_row(f"all, {plural(seeds, 'seed')}", *_shown(every, tflops))
+    drawn.add_row(f"all, {plural(seeds, 'seed')}", *_shown(total(seeds * [one.cost for one in runs]), tflops))
     return drawn
 
 
@@ -113,7 +103,7 @@ def _shown(one: RunCost, tflops: float) -> list[str]:
     ]
 
 
-def build(config: TrainConfig) -> None:
+def build_on_meta(config: TrainConfig) -> None:
     """Model and optimizer without memory."""
     shape = shape_of(config)
     with torch.device("meta"):

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from sparsesam.lab.display import Number, ratio
 from sparsesam.lab.experiment.calibration import SweepCalibration
-from sparsesam.lab.report.names import optimizer_name
-from sparsesam.lab.report.variants import Task, Variant
+from sparsesam.lab.report.variants import Task, Variant, optimizer_name
 
 
 @dataclass(frozen=True)

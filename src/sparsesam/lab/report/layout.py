@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from sparsesam.lab.display import Figure, Table
 from sparsesam.lab.inspection import ANALYSES
-from sparsesam.lab.report.data import ReportData
-from sparsesam.lab.report.section import Part, Section
+from sparsesam.lab.report.data import Part, ReportData, Section
 from sparsesam.lab.report.sections.analyses import analysis_parts, other_analyses
 from sparsesam.lab.report.sections.curves import curves_part
 from sparsesam.lab.report.sections.paper import beside_the_paper

@@ -12,9 +12,22 @@ from typing import Any
 from sparsesam.lab.display import Number, Series, assign_colors, number
 from sparsesam.lab.experiment.calibration import SweepCalibration
 from sparsesam.lab.experiment.config import DEFAULTS, TrainConfig
-from sparsesam.lab.report.names import OPTIMIZERS, optimizer_name, setting_name
 from sparsesam.lab.report.read_run import RunRecord
 
+#: What optimizers are called on the page, in its order.
+OPTIMIZERS = {
+    "sgd": "SGD",
+    "adam": "Adam",
+    "adamw": "AdamW",
+    "sam": "SAM",
+    "asam": "ASAM",
+    "ssam-f": "SSAM-F",
+    "ssam-d": "SSAM-D",
+    "sam-on": "SAM-ON",
+    "ssam-g": "SSAM, largest gradients",
+    "ssam-random": "SSAM, random mask",
+    "auto": "recommended",
+}
 #: What is learned: accuracies are compared only where these agree.
 TASK = ("dataset", "model", "train_size", "test_size", "label_noise", "corruption", "corruption_rate")
 
@@ -163,3 +176,24 @@ def _rank(config: TrainConfig, runs: Sequence[RunRecord]) -> tuple[Any, ...]:
     changed = [(name, number(value) or 0.0, str(value)) for name, value in changed_settings(config).items()]
     is_unfinished = all(run.status != "finished" for run in runs)
     return is_unfinished, list(OPTIMIZERS).index(config.optimizer), len(changed), changed
+
+
+def optimizer_name(optimizer: str) -> str:
+    return OPTIMIZERS.get(optimizer, optimizer)
+
+
+def setting_name(name: str, value: Any) -> str:
+    return f"{name.replace('_', ' ')} {show_setting(value)}"
+
+
+def show_setting(value: Any) -> str:
+    """A setting's value in few characters."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(show_setting, value))
+    return str(value)

@@ -9,12 +9,11 @@ from pathlib import Path
 
 from sparsesam.lab.display import write_figures
 from sparsesam.lab.experiment.calibration import SweepCalibration, read_calibration
-from sparsesam.lab.report.data import ReportData
+from sparsesam.lab.report.data import ReportData, Section
 from sparsesam.lab.report.files import find_runs
 from sparsesam.lab.report.layout import build_sections
 from sparsesam.lab.report.page import render
 from sparsesam.lab.report.read_run import RunRecord, read_run
-from sparsesam.lab.report.section import Section
 from sparsesam.lab.report.variants import group_runs
 
 StrPath = str | os.PathLike[str]

@@ -8,8 +8,7 @@ from typing import Any
 from sparsesam.lab.display import Figure, Table
 from sparsesam.lab.inspection import ANALYSES, Analysis, Measured
 from sparsesam.lab.inspection.bound import BoundAnalysis
-from sparsesam.lab.report.data import ReportData
-from sparsesam.lab.report.section import Part, Section
+from sparsesam.lab.report.data import Part, ReportData, Section
 from sparsesam.lab.report.variants import Task
 
 Find = Callable[[type[Analysis[Any]], str], list[Measured[Any]]]

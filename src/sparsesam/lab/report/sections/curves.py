@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Sequence
 
 from sparsesam.lab.display import Axis, Figure, Number, Series, error_bars, number
+from sparsesam.lab.report.data import Part
 from sparsesam.lab.report.read_run import RunRecord
-from sparsesam.lab.report.section import Part
 from sparsesam.lab.report.variants import Task, Variant
 
 _MEASURES = {

@@ -9,10 +9,9 @@ from typing import Any
 from sparsesam.lab.display import Cell, Table, cells, number_cell, plural
 from sparsesam.lab.experiment.config import TrainConfig, names_of
 from sparsesam.lab.experiment.paper import Finished, Recipe, Scale, recipes, show_ours, show_theirs
-from sparsesam.lab.report.data import ReportData
-from sparsesam.lab.report.names import setting_name
+from sparsesam.lab.report.data import Part, ReportData, Section
 from sparsesam.lab.report.read_run import RunRecord
-from sparsesam.lab.report.section import Part, Section
+from sparsesam.lab.report.variants import setting_name
 
 _SCALES: tuple[Scale, Scale] = ("laptop", "full")
 

@@ -19,9 +19,8 @@ from sparsesam.lab.display import (
 )
 from sparsesam.lab.experiment.confidence import confidence_interval
 from sparsesam.lab.report.cost import VariantCosts
-from sparsesam.lab.report.data import ReportData
+from sparsesam.lab.report.data import Part, ReportData, Section
 from sparsesam.lab.report.recommendation import Recommendation, recommend
-from sparsesam.lab.report.section import Part, Section
 from sparsesam.lab.report.variants import Task, Variant, differing_settings
 
 

@@ -7,11 +7,9 @@ import os
 from typing import Any
 
 from sparsesam.lab.display import Cell, Table, cells, number, number_cell, percent, plural, significant
-from sparsesam.lab.report.data import ReportData
-from sparsesam.lab.report.names import show_setting
+from sparsesam.lab.report.data import Part, ReportData, Section
 from sparsesam.lab.report.read_run import RunRecord
-from sparsesam.lab.report.section import Part, Section
-from sparsesam.lab.report.variants import changed_settings, differing_settings, seed_of
+from sparsesam.lab.report.variants import changed_settings, differing_settings, seed_of, show_setting
 
 _ORIGIN = ("cpu", "machine", "threads", "python", "torch", "numpy", "sparsesam", "commit")
 #: Settings that are shown whatever their values.
