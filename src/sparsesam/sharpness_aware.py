@@ -386,7 +386,6 @@ class SharpnessAware(OptimizerWrapper):
             self._step = None
             raise
 
-    @torch.no_grad()
     def _descend(self, step: Step) -> None:
         require_gradients(self.base, "second")
         self._context.forget_second_gradient()

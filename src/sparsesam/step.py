@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsesam.ascent.extrapolation import TrackedWeight
+from sparsesam.ascent.extrapolation import TrackedWeights, tracked_weights
 from sparsesam.ascent.first_pass import FirstPass
 from sparsesam.ascent.old_gradient import OldGradient
 from sparsesam.ascent.on_device import is_usable
@@ -185,8 +185,8 @@ class Step:
             context.refresh(self.params, batch)
             self.masks = context.masks_of(self.params)
         if context.settings.ascent == "extrapolation":
-            moving = [one for one in self._tracked if not one.is_still]
-            context.counters.skipped_ascents += bool(moving) and not context.extrapolation.move(moving)
+            is_moved = context.extrapolation.move(self._tracked)
+            context.counters.skipped_ascents += not is_moved and any(group.steps_ahead for group in self._tracked)
             return
         directions = context.directions(self.params)
         targets = [self._target(one, directions[one.name]) for one in self.params if one.name in directions]
@@ -237,7 +237,7 @@ class Step:
         return Target(one.name, weight, direction, mask, -one.rho if is_reversed else one.rho, one.eta)
 
     @cached_property
-    def _tracked(self) -> list[TrackedWeight]:
+    def _tracked(self) -> list[TrackedWeights]:
         """Those of the last step if nothing has changed that they depend on."""
         context = self.context
         steps_ahead = [group.get(option_keys(context.base)["rho"]) for group in context.base.param_groups]
@@ -245,10 +245,9 @@ class Step:
         before, tracked = context.tracked
         same = all(one is other for one, other in zip(state[:2], before[:2], strict=True)) and before[2] == steps_ahead
         if not same or context.shards(self.params) is not None or any(isinstance(k, Tensor) for k in steps_ahead):
-            tracked = [
-                TrackedWeight(one.name, local_part(one.parameter), self.masks[one.name], float(one.rho))
-                for one in self.params
-            ]
+            tracked = tracked_weights(
+                (one.name, local_part(one.parameter), self.masks[one.name], float(one.rho)) for one in self.params
+            )
             context.tracked = state, tracked
         return tracked
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from sparsesam.ascent.engine import Engine
 from sparsesam.ascent.explicit import Perturbation
-from sparsesam.ascent.extrapolation import Extrapolation, TrackedWeight
+from sparsesam.ascent.extrapolation import Extrapolation, TrackedWeights
 from sparsesam.ascent.momentum import momentum_of, require_momentum
 from sparsesam.ascent.old_gradient import OldGradient, Treatment
 from sparsesam.ascent.plan import ONE_PASS
@@ -84,7 +84,7 @@ class StepContext:
     second_gradient: OldGradient | None = None
     is_joining: bool = False  # within torch's Join, where ranks answer no collectives but those of DDP
     #: What the last step extrapolated, and the parameters, masks and numbers of steps that this was made from.
-    tracked: tuple[tuple[Any, Any, list[Any]], list[TrackedWeight]] = ((None, None, []), [])
+    tracked: tuple[tuple[Any, Any, list[Any]], list[TrackedWeights]] = ((None, None, []), [])
     _warned: set[str] = field(default_factory=set)
     _facts: ParamFacts | None = None
 

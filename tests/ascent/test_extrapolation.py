@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sparsesam
-from sparsesam.ascent.extrapolation import Extrapolation, TrackedWeight
+from sparsesam.ascent.extrapolation import Extrapolation, tracked_weights
 from sparsesam.masks.packed import PackedMask
 from tests import cases
 
@@ -192,7 +192,7 @@ def test_a_closure_that_adds_to_older_gradients_is_refused():
 
 def test_memory_is_kept_for_the_perturbed_entries_only():
     weight, mask = torch.randn(8, 6), torch.arange(48).view(8, 6) % 4 == 0
-    tracked = [TrackedWeight("w", weight, PackedMask.pack(mask), 5.0)]
+    tracked = tracked_weights([("w", weight, PackedMask.pack(mask), 5.0)])
     extrapolation = Extrapolation()
     extrapolation.hold(tracked)
     weight += 1

@@ -9,8 +9,8 @@ place: the buffer stays where it is, as a captured graph needs it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,20 +18,57 @@ from torch import Tensor
 from sparsesam.masks.packed import PackedMask
 
 
-class TrackedWeight(NamedTuple):
-    """A weight whose updates are followed where its mask is 1 (None: everywhere), and how far they are extrapolated.
+@dataclass(frozen=True)
+class TrackedWeights:
+    """Weights whose updates are followed where their masks are 1, and how far they are extrapolated.
 
-    Of a sharded weight it is this rank's part.
+    Without ``masks``, everywhere; otherwise no mask is full or empty. Of sharded weights they are this rank's parts.
     """
 
-    name: str
-    weight: Tensor
-    mask: PackedMask | None
     steps_ahead: float
+    names: list[str]
+    weights: list[Tensor]
+    masks: list[PackedMask] | None
 
-    @property
-    def is_still(self) -> bool:
-        return self.steps_ahead == 0 or (self.mask is not None and self.mask.is_empty)
+    def only(self, wanted: Callable[[str], bool]) -> TrackedWeights:
+        """Those of the wanted names."""
+        if all(map(wanted, self.names)):
+            return self
+        chosen = [at for at, name in enumerate(self.names) if wanted(name)]
+        names, weights = [self.names[at] for at in chosen], [self.weights[at] for at in chosen]
+        return TrackedWeights(
+            self.steps_ahead, names, weights, None if self.masks is None else [self.masks[at] for at in chosen]
+        )
+
+    def read(self) -> list[Tensor]:
+        """Their kept entries: the weights themselves, whole rows, or vectors."""
+        if self.masks is None:
+            return self.weights
+        return [kept_entries(weight, mask) for weight, mask in zip(self.weights, self.masks, strict=True)]
+
+    def write(self, values: Sequence[Tensor]) -> None:
+        if self.masks is None:
+            torch._foreach_copy_(self.weights, values)
+            return
+        for weight, mask, value in zip(self.weights, self.masks, values, strict=True):
+            _write_entries(weight, mask, value)
+
+
+def tracked_weights(weights: Iterable[tuple[str, Tensor, PackedMask | None, float]]) -> list[TrackedWeights]:
+    """Names, weights, their masks (None: all is kept) and how far they go; those that go equally far together."""
+    groups: dict[tuple[float, bool], TrackedWeights] = {}
+    for name, weight, mask, steps_ahead in weights:
+        if mask is not None and mask.is_empty:
+            continue
+        is_whole = mask is None or mask.is_full
+        group = groups.setdefault(
+            (steps_ahead, is_whole), TrackedWeights(steps_ahead, [], [], None if is_whole else [])
+        )
+        group.names.append(name)
+        group.weights.append(weight)
+        if group.masks is not None and mask is not None:
+            group.masks.append(mask)
+    return list(groups.values())
 
 
 class Extrapolation:
@@ -45,57 +82,56 @@ class Extrapolation:
     def __init__(self, back: dict[str, Tensor] | None = None) -> None:
         self.back: dict[str, Tensor] = back or {}  # w_before - w
         self._held: dict[str, Tensor] = {}
-        self._moved: list[TrackedWeight] = []
+        self._moved: list[tuple[TrackedWeights, list[Tensor]]] = []
 
     def begin(self) -> None:
         """Let go of weights that were held for an update which did not come."""
         self._held = {}
 
-    def move(self, tracked: Iterable[TrackedWeight]) -> bool:
+    def move(self, tracked: Iterable[TrackedWeights]) -> bool:
         """Move w to w + k (w - w_before); False where no update is known yet."""
-        ahead = [one for one in tracked if one.name in self.back]
-        for steps, group in _grouped(ahead):
-            buffers = [self.back.pop(one.name) for one in group]
-            here = _kept(group)
-            there = torch._foreach_sub(here, buffers, alpha=steps)
+        ahead = _chosen((group for group in tracked if group.steps_ahead != 0), self.back.__contains__)
+        for group in ahead:
+            buffers = [self.back.pop(name) for name in group.names]
+            here = group.read()
+            there = torch._foreach_sub(here, buffers, alpha=group.steps_ahead)
             torch._foreach_copy_(buffers, here)
-            self._held.update(zip((one.name for one in group), buffers, strict=True))
+            self._held.update(zip(group.names, buffers, strict=True))
             # Listed before they are moved, so that an interruption half-way is undone too.
-            self._moved += group
-            _write(group, there)
+            self._moved.append((group, buffers))
+            group.write(there)
         torch.clear_autocast_cache()
         return bool(ahead)
 
-    @torch.no_grad()
     def undo(self) -> None:
         """Bring back w, bit for bit; an interruption (Ctrl-C) is raised only after that."""
-        try:
-            self._put_back()
-        except BaseException:
-            self._put_back()
-            raise
+        if self._moved:
+            with torch.no_grad():
+                try:
+                    self._put_back()
+                except BaseException:
+                    self._put_back()
+                    raise
 
     def _put_back(self) -> None:
-        if self._moved:
-            _write(self._moved, [self._held[one.name] for one in self._moved])
-            self._moved = []
+        for group, buffers in self._moved:
+            group.write(buffers)
+        self._moved = []
         torch.clear_autocast_cache()
 
-    def hold(self, tracked: Iterable[TrackedWeight]) -> None:
+    def hold(self, tracked: Iterable[TrackedWeights]) -> None:
         """Keep w, where the step has not done so already."""
-        for one in tracked:
-            if one.name not in self._held and not (one.mask is not None and one.mask.is_empty):
-                here = kept_entries(one.weight, one.mask)
-                old = self.back.pop(one.name, None)
-                self._held[one.name] = here.clone() if old is None or old.shape != here.shape else old.copy_(here)
+        for group in _chosen(tracked, lambda name: name not in self._held):
+            for name, here in zip(group.names, group.read(), strict=True):
+                old = self.back.pop(name, None)
+                self._held[name] = here.clone() if old is None or old.shape != here.shape else old.copy_(here)
 
-    def record(self, tracked: Iterable[TrackedWeight]) -> None:
+    def record(self, tracked: Iterable[TrackedWeights]) -> None:
         """The update that the base optimizer has just made."""
-        held = [one for one in tracked if one.name in self._held]
-        if held:
-            buffers = [self._held.pop(one.name) for one in held]
-            torch._foreach_sub_(buffers, _kept(held))
-            self.back.update(zip((one.name for one in held), buffers, strict=True))
+        for group in _chosen(tracked, self._held.__contains__):
+            buffers = [self._held.pop(name) for name in group.names]
+            torch._foreach_sub_(buffers, group.read())
+            self.back.update(zip(group.names, buffers, strict=True))
 
     @torch.no_grad()
     def change_mask(self, name: str, weight: Tensor, old: PackedMask | None, new: PackedMask | None) -> None:
@@ -104,8 +140,12 @@ class Extrapolation:
         if back is None or (new is not None and new.is_empty):
             return
         dense = torch.zeros_like(weight)
-        _write([TrackedWeight(name, dense, old, 0.0)], [back])
+        _write_entries(dense, old, back)
         self.back[name] = kept_entries(dense, new).clone()
+
+
+def _chosen(tracked: Iterable[TrackedWeights], wanted: Callable[[str], bool]) -> list[TrackedWeights]:
+    return [group for group in (group.only(wanted) for group in tracked) if group.names]
 
 
 def kept_entries(weight: Tensor, mask: PackedMask | None) -> Tensor:
@@ -117,28 +157,10 @@ def kept_entries(weight: Tensor, mask: PackedMask | None) -> Tensor:
     return weight.masked_select(mask.unpack(weight.device))
 
 
-def _kept(tracked: Sequence[TrackedWeight]) -> list[Tensor]:
-    return [one.weight if one.mask is None else kept_entries(one.weight, one.mask) for one in tracked]
-
-
-def _write(tracked: Sequence[TrackedWeight], values: Sequence[Tensor]) -> None:
-    """Put values in the place of kept entries, where all are kept with few launches."""
-    whole: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for (_, weight, mask, _), value in zip(tracked, values, strict=True):
-        if mask is None or mask.is_full:
-            whole[0].append(weight)
-            whole[1].append(value)
-        elif mask.rows is not None:
-            weight.index_copy_(0, mask.rows, value)
-        else:
-            weight.masked_scatter_(mask.unpack(weight.device), value)
-    if whole[0]:
-        torch._foreach_copy_(*whole)
-
-
-def _grouped(tracked: Iterable[TrackedWeight]) -> Iterator[tuple[float, list[TrackedWeight]]]:
-    """Those that go equally far, together."""
-    groups: dict[float, list[TrackedWeight]] = {}
-    for one in tracked:
-        groups.setdefault(one.steps_ahead, []).append(one)
-    yield from groups.items()
+def _write_entries(weight: Tensor, mask: PackedMask | None, value: Tensor) -> None:
+    if mask is None or mask.is_full:
+        weight.copy_(value)
+    elif mask.rows is not None:
+        weight.index_copy_(0, mask.rows, value)
+    else:
+        weight.masked_scatter_(mask.unpack(weight.device), value)
