@@ -9,7 +9,7 @@ place: the buffer stays where it is, as a captured graph needs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -46,7 +46,7 @@ class TrackedWeights:
             return self.weights
         return [kept_entries(weight, mask) for weight, mask in zip(self.weights, self.masks, strict=True)]
 
-    def write(self, values: Sequence[Tensor]) -> None:
+    def write(self, values: list[Tensor] | tuple[Tensor, ...]) -> None:
         if self.masks is None:
             torch._foreach_copy_(self.weights, values)
             return
