@@ -385,7 +385,7 @@ class TestErrors:
         for pattern in (NM(2, 4), NMFilters(2, 4)):
             assert pattern.implied_sparsity == 0.5
             pattern.select({"w": torch.rand(4, 4)}, 0.5)
-            with pytest.raises(ValueError, match=r"sparsity must be 0\.5 or left out"):
+            with pytest.raises(ValueError, match="sparsity must be left out"):
                 pattern.select({"w": torch.rand(4, 4)}, 0.9)
 
     @pytest.mark.parametrize("ratio", [-0.1, 1.1, math.nan])

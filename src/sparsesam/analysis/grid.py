@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -134,16 +133,10 @@ class _State:
 
     def save(self, losses: Array, done: npt.NDArray[np.bool_]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name, suffix=".partial")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                np.savez(file, loss=losses, done=done, fingerprint=np.array(self.fingerprint))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(name, self.path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        partial = self.path.with_name(f"{self.path.name}.partial")
+        with partial.open("wb") as file:
+            np.savez(file, loss=losses, done=done, fingerprint=np.array(self.fingerprint))
+        partial.replace(self.path)
         self.last = time.monotonic()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparsesam.budget.costs import Floats, LayerCosts
 from sparsesam.budget.knapsack import best_prefixes, best_subset
-from sparsesam.masks.errors import NonFiniteScoreError
+from sparsesam.masks.checks import NonFiniteScoreError
 
 BudgetUnit = Literal["tensor", "filter"]
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+
+Result = TypeVar("Result")
 
 
 def is_distributed() -> bool:
@@ -26,6 +29,18 @@ def communication_device(group: dist.ProcessGroup | None = None) -> torch.device
     if "nccl" in str(dist.get_backend(group)):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def on_every_rank(make: Callable[[], Result], error: type[Exception], group: dist.ProcessGroup | None) -> Result:
+    """What ``make`` returns; where it raises the error on one rank, all ranks raise it."""
+    result, caught = None, None
+    try:
+        result = make()
+    except error as one:
+        caught = one
+    if not all_agree(caught is None, communication_device(group), group) or result is None:
+        raise caught or error("the scores of another rank are not finite")
+    return result
 
 
 def hash_of(parts: Iterable[Tensor | int | str]) -> int:

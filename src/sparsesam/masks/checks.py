@@ -1,4 +1,4 @@
-"""Checks of arguments that many classes share."""
+"""Checks that many classes share."""
 
 from __future__ import annotations
 
@@ -10,3 +10,7 @@ def check_choice(argument: str, value: object, allowed: Iterable[str]) -> None:
     known = tuple(allowed)
     if value not in known:
         raise ValueError(f"{argument} must be one of {', '.join(map(repr, known))}, got {value!r}")
+
+
+class NonFiniteScoreError(ValueError):
+    """A score contains NaN or infinity: the optimizer keeps the previous mask and counts the event."""

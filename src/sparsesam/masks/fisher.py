@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from sparsesam.masks.batches import batch_size, leads_with, slice_batch, to_device
-from sparsesam.masks.errors import NonFiniteScoreError
+from sparsesam.masks.checks import NonFiniteScoreError
 from sparsesam.masks.fisher_problem import LossFn, ModelLoss, Problem, SampleLabels, problem_of
 from sparsesam.masks.memory import SavedBytes, fitting, free_bytes
 from sparsesam.masks.preserve_model_state import preserve_model_state, requiring_grad

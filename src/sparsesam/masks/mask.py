@@ -49,7 +49,7 @@ class _PatternRule(MaskRule):
     sparsity: float | None
 
     def __post_init__(self) -> None:
-        check_sparsity(self.sparsity, self.pattern)
+        self.pattern.check_sparsity(self.sparsity)
         if not isinstance(self.refresh, Refresh):
             raise TypeError(f"refresh must be every_steps(k), every_epochs(n, …) or manual(), got {self.refresh!r}")
 
@@ -142,18 +142,6 @@ class DynamicMask(_PatternRule):
             ratio=self.ratio(context.step),
             shards=context.shards,
         )
-
-
-def check_sparsity(sparsity: float | None, pattern: Pattern) -> None:
-    implied = pattern.implied_sparsity
-    if sparsity is None and implied is None:
-        raise ValueError(
-            f"sparsity must be given with the pattern {pattern}, got None; 0.5 perturbs half of the weights"
-        )
-    if sparsity is not None and not (hasattr(sparsity, "__float__") and 0 <= sparsity <= 1):
-        raise ValueError(f"sparsity must be in [0, 1], got {sparsity}; 0 perturbs every weight, 1 none")
-    if sparsity is not None and implied is not None and not math.isclose(sparsity, implied):
-        raise ValueError(f"sparsity must be left out with {pattern}, which implies {implied}, got {sparsity}")
 
 
 def _without_scores(

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from sparsesam.distributed.agreement import all_agree, communication_device
+from sparsesam.distributed.agreement import communication_device, on_every_rank
 from sparsesam.distributed.shards import Shards, local_part
-from sparsesam.masks.errors import NonFiniteScoreError
+from sparsesam.masks.checks import NonFiniteScoreError
 from sparsesam.masks.fisher import FisherDiagonal, fisher_diagonal
 from sparsesam.masks.fisher_problem import problem_of
 from sparsesam.masks.packed import PackedMask
@@ -179,15 +179,8 @@ def _measured(score: Fisher | BatchFisher, batches: Iterable[Any], context: Scor
 
 def _averaged(measure: Callable[[], FisherDiagonal], ranks: dist.ProcessGroup) -> FisherDiagonal:
     """The mean over the samples of all ranks."""
-    result, error = None, None
-    try:
-        result = measure()
-    except NonFiniteScoreError as caught:
-        error = caught
-    device = communication_device(ranks)
-    if not all_agree(error is None, device, ranks) or result is None:
-        raise error or NonFiniteScoreError("the Fisher information on another rank is not finite")
-    samples = torch.tensor(float(result.samples), device=device)
+    result = on_every_rank(measure, NonFiniteScoreError, ranks)
+    samples = torch.tensor(float(result.samples), device=communication_device(ranks))
     dist.all_reduce(samples, group=ranks)
     for value in result.values.values():
         value.mul_(result.samples)

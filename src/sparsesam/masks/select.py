@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsesam.distributed.shards import Shards
-from sparsesam.masks.errors import NonFiniteScoreError
+from sparsesam.masks.checks import NonFiniteScoreError
 from sparsesam.masks.threshold import kth_largest
 
 Tensors = Mapping[str, Tensor]

@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 from sparsesam.distributed.shards import Shards, local_part
 from sparsesam.masks.batches import batch_size, slice_batch, to_device
-from sparsesam.masks.errors import NonFiniteScoreError
+from sparsesam.masks.checks import NonFiniteScoreError
 from sparsesam.masks.fisher import FisherDiagonal
 from sparsesam.masks.fisher_problem import Problem
 from sparsesam.masks.preserve_model_state import preserve_model_state

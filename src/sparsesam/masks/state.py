@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
-from sparsesam.distributed.agreement import hash_of
+from sparsesam.distributed.agreement import hash_of, is_distributed, on_every_rank, require_same
 from sparsesam.distributed.shards import Shards, as_shard_of, local_part
-from sparsesam.masks.agreement import agree_on_masks
-from sparsesam.masks.errors import NonFiniteScoreError
+from sparsesam.masks.checks import NonFiniteScoreError
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.scores import ScoreContext
@@ -84,6 +84,11 @@ class MaskState:
         self.asked = False
 
     def _made(self, rule: MaskRule, context: ScoreContext, is_joining: bool) -> dict[str, PackedMask]:
+        """The masks, which must be the same on every rank: each draws with the same generator from the same scores."""
+
+        def make() -> dict[str, PackedMask]:
+            return {name: PackedMask.pack(mask) for name, mask in rule.make(context).items()}
+
         if context.shards is not None:
             if not rule.knows_shards:
                 raise ValueError(
@@ -93,12 +98,12 @@ class MaskState:
             context.shards.require_same(
                 [hash_of([self.generator.get_state(), context.step])], "the step or the random state of the masks"
             )
-            return {name: PackedMask.pack(mask) for name, mask in rule.make(context).items()}
-        if is_joining:
-            return {name: PackedMask.pack(mask) for name, mask in rule.make(context).items()}
-        return agree_on_masks(
-            lambda: {name: PackedMask.pack(mask) for name, mask in rule.make(context).items()}, context.ranks
-        )
+            return make()
+        if is_joining or not is_distributed() or dist.get_world_size(context.ranks) == 1:
+            return make()
+        masks = on_every_rank(make, NonFiniteScoreError, context.ranks)
+        require_same(_content(masks), "the masks", context.ranks)
+        return masks
 
     def _hold(self, masks: Mapping[str, PackedMask], parameters: Mapping[str, Tensor], shards: Shards | None) -> None:
         self.masks = {name: mask.placed(parameters[name].device) for name, mask in masks.items()}
@@ -158,3 +163,10 @@ class MaskState:
         state = np.frombuffer(bytes.fromhex(values["generator"]), dtype=np.uint8)
         self.generator.set_state(torch.from_numpy(state.copy()))
         self.asked, self.last_step, self.skipped = values["asked"], values["last_step"], values["skipped"]
+
+
+def _content(masks: Mapping[str, PackedMask]) -> Iterator[Tensor | int | str]:
+    for name, mask in masks.items():
+        yield from (name, str(tuple(mask.shape)), mask.count)
+        if mask.bits is not None:
+            yield mask.bits

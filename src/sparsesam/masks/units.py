@@ -63,9 +63,6 @@ class Units:
                 self._view(masks[name])[:] = kept[name][self._index(name)].to(tensor.device)[:, None]
         return masks
 
-    def fill_greedily(self, scores: Tensors, budget: int, *, among: Tensors | None = None) -> dict[str, Tensor]:
-        return fill_greedily(scores, self.sizes, budget, among=among)
-
     def _count(self, shape: torch.Size) -> int:
         axis = self._axis(shape)
         return 1 if axis is None else shape[axis]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 
 import torch
@@ -30,6 +31,19 @@ class Pattern(ABC):
     def implied_sparsity(self) -> float | None:
         """The sparsity that the pattern fixes by itself, or None if it has to be given."""
         return None
+
+    def check_sparsity(self, sparsity: float | None) -> None:
+        """Raise ValueError unless it is in [0, 1], and given or implied but not both differently."""
+        implied = self.implied_sparsity
+        if sparsity is None and implied is None:
+            raise ValueError(f"sparsity must be given with {self}, got None; 0.5 perturbs half of the weights")
+        if sparsity is not None and not 0 <= sparsity <= 1:
+            raise ValueError(f"sparsity must be in [0, 1], got {sparsity}; 0 perturbs every weight, 1 none")
+        if sparsity is not None and implied is not None and not math.isclose(sparsity, implied, abs_tol=1e-9):
+            raise ValueError(
+                f"sparsity must be left out with {self}, which implies {implied:g}, got {sparsity}; change n and m to "
+                "change it"
+            )
 
     @abstractmethod
     def select(
@@ -87,10 +101,8 @@ class Pattern(ABC):
 
 
 def weight_budget(shards: Shards, sparsity: float | None, pattern: Pattern) -> int:
-    if sparsity is None:
-        raise ValueError(f"sparsity must be given with {pattern}, got None; 0.5 perturbs half of the weights")
-    if not 0 <= sparsity <= 1:
-        raise ValueError(f"sparsity must be in [0, 1], got {sparsity}; 0 perturbs every weight, 1 none")
+    pattern.check_sparsity(sparsity)
+    assert sparsity is not None, "these patterns imply none"
     return round((1 - sparsity) * shards.total)
 
 

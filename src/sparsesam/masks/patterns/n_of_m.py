@@ -24,7 +24,19 @@ from sparsesam.masks.units import Units
 
 
 @dataclass(frozen=True)
-class NM(Pattern):
+class _NOfM(Pattern):
+    n: int
+    m: int
+    knows_shards = True
+
+    @property
+    def implied_sparsity(self) -> float:
+        """1 - n / m."""
+        return 1 - self.n / self.m
+
+
+@dataclass(frozen=True)
+class NM(_NOfM):
     """``n`` of every ``m`` consecutive entries of the im2col matrix (O, C * kh * kw).
 
     axis="output" groups entries along O, the dimension contracted in dX = dY · W; axis="input" along C * kh
@@ -35,12 +47,9 @@ class NM(Pattern):
     tensors together, and refills every group to n.
     """
 
-    n: int
-    m: int
     axis: Axis = "output"
     remainder: Literal["dense", "error"] = "dense"
     vectors: Literal["dense", "none"] = "dense"
-    knows_shards = True
 
     def __post_init__(self) -> None:
         if self.m < 1:
@@ -53,16 +62,11 @@ class NM(Pattern):
         check_choice("remainder", self.remainder, ("dense", "error"))
         check_choice("vectors", self.vectors, ("dense", "none"))
 
-    @property
-    def implied_sparsity(self) -> float:
-        """1 - n / m."""
-        return 1 - self.n / self.m
-
     def select(
         self, scores: Tensors, sparsity: float | None = None, *, shards: Shards | None = None
     ) -> dict[str, Tensor]:
         """See :meth:`Pattern.select`."""
-        _check_implied(self, sparsity)
+        self.check_sparsity(sparsity)
         shards = shards or Shards.whole(scores)
         check_scores(scores, shards)
         groups = self._groups(shards)
@@ -73,7 +77,7 @@ class NM(Pattern):
     def _drop_and_grow(
         self, masks: Tensors, keep: Choice, grow: Choice, sparsity: float | None, ratio: float, shards: Shards
     ) -> dict[str, Tensor]:
-        _check_implied(self, sparsity)
+        self.check_sparsity(sparsity)
         groups = self._groups(shards)
         grouped = {name: group.of(masks[name]).contiguous() for name, group in groups.items()}
         inside = shards.with_parts({name: group.part for name, group in groups.items()})
@@ -202,39 +206,31 @@ def _gathered_rows(parts: Tensors, cut: dict[str, _Groups], shards: Shards) -> d
 
 
 @dataclass(frozen=True)
-class NMFilters(Pattern):
+class NMFilters(_NOfM):
     """``n`` of every ``m`` consecutive filters, by mean score: whole rows, which dense kernels can skip.
 
     This is :class:`NM` along the output axis of the matrix of filter scores (O, 1), which every rank has whole; its
     drop_and_grow drops round(ratio * kept) filters of those in full groups.
     """
 
-    n: int
-    m: int
     remainder: Literal["dense", "error"] = "dense"
     vectors: Literal["dense", "none"] = "dense"
-    knows_shards = True
 
     def __post_init__(self) -> None:
         self._inner()
-
-    @property
-    def implied_sparsity(self) -> float:
-        """1 - n / m."""
-        return 1 - self.n / self.m
 
     def select(
         self, scores: Tensors, sparsity: float | None = None, *, shards: Shards | None = None
     ) -> dict[str, Tensor]:
         """See :meth:`Pattern.select`."""
-        _check_implied(self, sparsity)
+        self.check_sparsity(sparsity)
         units = Units("filter", shards or Shards.whole(scores))
         return _expand(units, self._inner().select(_rows(units, units.means(scores))), scores)
 
     def _drop_and_grow(
         self, masks: Tensors, keep: Choice, grow: Choice, sparsity: float | None, ratio: float, shards: Shards
     ) -> dict[str, Tensor]:
-        _check_implied(self, sparsity)
+        self.check_sparsity(sparsity)
         units = Units("filter", shards)
         scored, growth = (
             choice if isinstance(choice, torch.Generator) else _rows(units, units.means(choice))
@@ -245,15 +241,6 @@ class NMFilters(Pattern):
 
     def _inner(self) -> NM:
         return NM(self.n, self.m, remainder=self.remainder, vectors=self.vectors)
-
-
-def _check_implied(pattern: NM | NMFilters, sparsity: float | None) -> None:
-    implied = pattern.implied_sparsity
-    if sparsity is not None and not math.isclose(sparsity, implied, abs_tol=1e-9):
-        raise ValueError(
-            f"sparsity must be {implied:g} or left out with {pattern}, which implies it, got {sparsity}; "
-            "change n and m to change the sparsity"
-        )
 
 
 def _rows(units: Units, values: Tensors) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from sparsesam.distributed.shards import Shards
 from sparsesam.masks.checks import check_choice
 from sparsesam.masks.patterns.base import Choice, Pattern, left_after_drop, weight_budget
 from sparsesam.masks.select import Tensors, count_true, random_scores
-from sparsesam.masks.units import Unit, Units
+from sparsesam.masks.units import Unit, Units, fill_greedily
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,9 @@ class Structured(Pattern):
     def _fill(self, choice: Choice, like: Tensors, sparsity: float | None, shards: Shards | None) -> dict[str, Tensor]:
         shards = shards or Shards.whole(like)
         units = Units(self.unit, shards)
-        return units.expand(units.fill_greedily(_scores(units, choice), weight_budget(shards, sparsity, self)), like)
+        return units.expand(
+            fill_greedily(_scores(units, choice), units.sizes, weight_budget(shards, sparsity, self)), like
+        )
 
     def _drop_and_grow(
         self, masks: Tensors, keep: Choice, grow: Choice, sparsity: float | None, ratio: float, shards: Shards
@@ -60,10 +62,10 @@ class Structured(Pattern):
         units, budget = Units(self.unit, shards), weight_budget(shards, sparsity, self)
         kept = units.kept(masks)
         left = min(left_after_drop(count_true(masks, shards), ratio), budget)
-        survivors = units.fill_greedily(_scores(units, keep), left, among=kept)
+        survivors = fill_greedily(_scores(units, keep), units.sizes, left, among=kept)
         free = budget - sum(units.sizes[name] * int(mask.sum()) for name, mask in survivors.items())
         others = {name: ~mask for name, mask in survivors.items()}
-        grown = units.fill_greedily(_scores(units, grow), free, among=others)
+        grown = fill_greedily(_scores(units, grow), units.sizes, free, among=others)
         return units.expand({name: survivors[name] | grown[name] for name in masks}, masks)
 
 
