@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -71,3 +73,11 @@ def assert_equal(found, kind, **options):
     torch.testing.assert_close(found[0], weights, rtol=1e-10, atol=1e-10)
     assert found[1].keys() == masks.keys()
     assert all(torch.equal(found[1][name], mask) for name, mask in masks.items())
+
+
+def reseeded(state_dict, seed):
+    """The checkpoint with another random state of the masks."""
+    state_dict = copy.deepcopy(state_dict)
+    generator = torch.Generator().manual_seed(seed)
+    state_dict["param_groups"][0]["sparsesam"]["mask"]["generator"] = generator.get_state().numpy().tobytes().hex()
+    return state_dict

@@ -88,14 +88,14 @@ def masks_that_differ(rank):
     rule = sparsesam.random_mask(sparsity=0.5, refresh=sparsesam.every_steps(2))
     opt = sparsesam.SSAM(cases.sgd(model), model, mask=rule)
     equal_runs.train(model, opt, (rank, 4), range(2))
-    state, before, weights = opt._context.masks.generator.get_state(), opt.masks, cases.weights_of(model)
-    opt._context.masks.generator.manual_seed(int(rank == 1))
+    state, before, weights = opt.state_dict(), opt.masks, cases.weights_of(model)
+    opt.load_state_dict(equal_runs.reseeded(state, int(rank == 1)))
     told = r"the masks of rank 1 differ from rank 0's; .* same arguments, seed and data"
     with pytest.raises(RuntimeError, match=told):
         equal_runs.train(model, opt, (rank, 4), range(2, 3))
     assert cases.same_bits(weights, model.parameters())
     assert cases.same_bits(before.values(), opt.masks.values())
-    opt._context.masks.generator.set_state(state)
+    opt.load_state_dict(state)
     equal_runs.train(model, opt, (rank, 4), range(2, 4))
     return opt.steps, [p.detach() for p in model.parameters()]
 

@@ -31,7 +31,7 @@ def uneven(rank):
         momentum = [state["momentum_buffer"] for state in opt.state.values()]
         found[kind] = (weights, opt.masks, momentum, inside, opt.steps, opt.engine_report()["engine"])
         if kind == "random":  # compared again, now that Join is over
-            opt._context.masks.generator.manual_seed(rank)
+            opt.load_state_dict(equal_runs.reseeded(opt.state_dict(), rank))
             with pytest.raises(RuntimeError, match="the masks of rank 1 differ"):
                 equal_runs.train(model, opt, (rank, 2), range(18, 22))
     model = DistributedDataParallel(equal_runs.network())

@@ -18,24 +18,16 @@ BudgetUnit = Literal["tensor", "filter"]
 
 
 @dataclass(frozen=True)
-class Item:
-    """A weight tensor: ``costs[k]`` is what perturbing k of its units adds."""
-
-    name: str
-    costs: Floats
-
-
-@dataclass(frozen=True)
 class FrontierOption:
     """One choice of the earliest perturbed layer: what is always perturbed, its cost, and what can be added."""
 
     free: tuple[str, ...]  # normalization parameters and biases behind the frontier
     fixed: float
-    items: tuple[Item, ...]
+    items: Mapping[str, Floats]  # by weight tensor: what perturbing 0, 1, 2, … of its units adds
 
     @property
     def cheapest(self) -> float:
-        return min(float(item.costs[1:].min()) for item in self.items)
+        return min(float(costs[1:].min()) for costs in self.items.values())
 
     @property
     def least(self) -> float:
@@ -55,11 +47,11 @@ def frontier_options(costs: LayerCosts, shapes: Mapping[str, torch.Size], unit: 
         free = tuple(name for name in behind if len(shapes[name]) < 2)
         sources = {*free, *(name for name in behind if places[name] == frontier)}
         passes = costs.passing(sources)
-        items = tuple(
-            Item(name, np.concatenate([[0.0], units[name] + costs.passing({*sources, name}) - passes]))
+        items = {
+            name: np.concatenate([[0.0], units[name] + costs.passing({*sources, name}) - passes])
             for name in behind
             if name not in free
-        )
+        }
         yield FrontierOption(free, passes + sum(costs.perturbing(name, 1) for name in free), items)
 
 
@@ -96,27 +88,24 @@ def best_units(
         left = allowance - one.fixed
         if left < 0:
             continue
-        orders = [np.argsort(-scores[item.name], kind="stable") for item in one.items]
-        values = [
-            np.concatenate([[0.0], np.cumsum(scores[item.name][order])])
-            for item, order in zip(one.items, orders, strict=True)
-        ]
-        taken = _taken(one.items, values, left)
+        orders = {name: np.argsort(-scores[name], kind="stable") for name in one.items}
+        values = [np.concatenate([[0.0], np.cumsum(scores[name][order])]) for name, order in orders.items()]
+        taken = _taken(list(one.items.values()), values, left)
         free = {name: [0] for name in one.free}
         total = sum(float(scores[name][0]) for name in free) + sum(v[k] for v, k in zip(values, taken, strict=True))
         if total > best and (free or any(taken)):
-            weights = zip(one.items, orders, taken, strict=True)
-            best, chosen = total, free | {item.name: order[:k].tolist() for item, order, k in weights}
+            weights = zip(orders.items(), taken, strict=True)
+            best, chosen = total, free | {name: order[:k].tolist() for (name, order), k in weights}
     return chosen
 
 
-def _taken(items: Sequence[Item], values: Sequence[Floats], left: float) -> list[int]:
-    """How many units of each item: the best whole tensors or, if their score is larger, filters."""
-    chosen = best_subset([float(v[-1]) for v in values], [float(item.costs[-1]) for item in items], left)
-    whole = [len(item.costs) - 1 if place in chosen else 0 for place, item in enumerate(items)]
-    if all(len(item.costs) == 2 for item in items):
+def _taken(costs: Sequence[Floats], values: Sequence[Floats], left: float) -> list[int]:
+    """How many units of each tensor: the best whole tensors or, if their score is larger, filters."""
+    chosen = best_subset([float(v[-1]) for v in values], [float(c[-1]) for c in costs], left)
+    whole = [len(c) - 1 if place in chosen else 0 for place, c in enumerate(costs)]
+    if all(len(c) == 2 for c in costs):
         return whole
-    parts = best_prefixes(values, [item.costs for item in items], left)
+    parts = best_prefixes(values, costs, left)
     return max(whole, parts, key=lambda taken: sum(float(v[k]) for v, k in zip(values, taken, strict=True)))
 
 

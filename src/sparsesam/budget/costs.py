@@ -138,7 +138,8 @@ class LayerCosts:
             frontier = min(frontier, self.first_use[name])
         after = (self._depends & uses).any(1)
         runs = held | (self._ends > frontier)
-        return float(self._forward[runs].sum() + self._input_gradient[after].sum())
+        forward, input_gradient = self._prices
+        return float(forward[runs].sum() + input_gradient[after].sum())
 
     def perturbing(self, name: str, share: float, *, sliced: bool = True) -> float:
         """The ascent's weight gradient for a share of a parameter's filters, and moving them there and back."""
@@ -180,12 +181,9 @@ class LayerCosts:
         return matrix
 
     @cached_property
-    def _forward(self) -> Floats:
-        return np.array([call.forward for call in self.calls])
-
-    @cached_property
-    def _input_gradient(self) -> Floats:
-        return np.array([call.input_gradient for call in self.calls])
+    def _prices(self) -> Floats:
+        """F and dX of each call."""
+        return np.array([(call.forward, call.input_gradient) for call in self.calls]).T
 
 
 def layer_costs(
