@@ -37,7 +37,7 @@ class Pattern(ABC):
         implied = self.implied_sparsity
         if sparsity is None and implied is None:
             raise ValueError(f"sparsity must be given with {self}, got None; 0.5 perturbs half of the weights")
-        if sparsity is not None and not 0 <= sparsity <= 1:
+        if sparsity is not None and not (hasattr(sparsity, "__float__") and 0 <= sparsity <= 1):
             raise ValueError(f"sparsity must be in [0, 1], got {sparsity}; 0 perturbs every weight, 1 none")
         if sparsity is not None and implied is not None and not math.isclose(sparsity, implied, abs_tol=1e-9):
             raise ValueError(
