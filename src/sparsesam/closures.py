@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from sparsesam.ascent.old_gradient import OldGradient, Treatment
-from sparsesam.ascent.statistics import StatisticsSnapshot
-from sparsesam.ascent.subset import ascent_part
-from sparsesam.ascent.tensors import map_tensors
+from sparsesam.ascent.statistics import Snapshot, statistics_of
+from sparsesam.masks.batches import batch_size, slice_batch
 from sparsesam.parameters import OutsideGradients, gradients_of
 from sparsesam.settings import StepKind
 from sparsesam.step import Phase, Step
@@ -77,8 +78,9 @@ def _first_pass(step: Step, call: Callable[[Any], Any], batch: Any) -> Any:
     context, part, statistics = step.context, batch, None
     if context.settings.ascent_fraction < 1:
         # Normalization statistics are those of the whole batch, which the second pass sees.
-        part = ascent_part(batch, context.settings.ascent_fraction)
-        statistics = StatisticsSnapshot(context.model)
+        size = batch_size(batch)
+        part = slice_batch(batch, slice(0, max(1, math.ceil(context.settings.ascent_fraction * size))), size)
+        statistics = Snapshot(statistics_of(context.model.modules()))
     outside, old = OutsideGradients(context.model, context.base), step.watch_gradients()
     try:
         with step.first_pass(in_closure=True):
@@ -128,7 +130,7 @@ def _has_gradients(step: Step) -> bool:
 
 def _pass(call: Callable[[Any], Any], batch: Any) -> Any:
     with torch.enable_grad():
-        return map_tensors(Tensor.detach, call(batch))
+        return tree_map_only(Tensor, Tensor.detach, call(batch))
 
 
 def _has_parameter(closure: Closure) -> bool:

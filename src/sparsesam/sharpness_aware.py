@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,10 +18,11 @@ from torch.optim import Optimizer
 from sparsesam.ascent.engine import Engine
 from sparsesam.ascent.explicit import Perturbation
 from sparsesam.ascent.extrapolation import Extrapolation
+from sparsesam.ascent.first_pass import unwatched
+from sparsesam.ascent.kept_entries import dense_entries, kept_in
 from sparsesam.ascent.momentum import require_momentum_setting
 from sparsesam.ascent.old_gradient import OldGradient
 from sparsesam.ascent.rng import RNGState
-from sparsesam.ascent.saved_entries import dense_entries, kept_in
 from sparsesam.ascent.statistics import versions
 from sparsesam.closures import run_closure, run_empty_closure
 from sparsesam.distributed import as_shard_of
@@ -243,7 +245,7 @@ class SharpnessAware(OptimizerWrapper):
 
     @inside_wrappers
     def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
+        unwatched(partial(super().zero_grad, set_to_none))
         self._context.forget_second_gradient()
         if self._step is not None and self._step.phase in (Phase.BETWEEN, Phase.READY):
             self._step = None  # its gradient is gone

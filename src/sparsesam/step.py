@@ -18,9 +18,8 @@ from sparsesam.ascent.first_pass import FirstPass
 from sparsesam.ascent.old_gradient import OldGradient
 from sparsesam.ascent.on_device import is_usable
 from sparsesam.ascent.plan import ONE_PASS
-from sparsesam.ascent.renormalized import RenormalizedWeights
 from sparsesam.ascent.report import explicit_after_all
-from sparsesam.ascent.statistics import StatisticsSnapshot
+from sparsesam.ascent.statistics import Snapshot, statistics_of
 from sparsesam.ascent.targets import Target
 from sparsesam.distributed import average_gradients, local_part, reshard, unsynchronized
 from sparsesam.parameters import PerturbedParam, option_keys, require_gradients
@@ -141,8 +140,8 @@ class Step:
     def away(self, batch: Any, *, statistics_return: bool) -> Iterator[None]:
         """Within the block the weights are at w + e; on the way out they are back, exceptions included."""
         self.phase = Phase.PERTURBED
-        statistics = StatisticsSnapshot(self.context.model) if statistics_return else None
-        renormalized = RenormalizedWeights(self.context.facts(self.params).renormalized)
+        statistics = statistics_of(self.context.model.modules()) if statistics_return else []
+        written = Snapshot([*self.context.facts(self.params).renormalized, *statistics])
         completed = False
         try:
             self._ascend(batch)
@@ -162,9 +161,7 @@ class Step:
             self.context.extrapolation.undo()
             if self.context.shards(self.params) is not None:
                 reshard(self.context.model)
-            renormalized.restore()
-            if statistics is not None:
-                statistics.restore()
+            written.restore()
             self.phase = Phase.READY if completed else Phase.BETWEEN
 
     @torch.no_grad()

@@ -17,8 +17,8 @@ from sparsesam.ascent.extrapolation import Extrapolation, TrackedWeights
 from sparsesam.ascent.momentum import momentum_of, require_momentum
 from sparsesam.ascent.old_gradient import OldGradient, Treatment
 from sparsesam.ascent.plan import ONE_PASS
-from sparsesam.ascent.renormalized import renormalized_in_forward
 from sparsesam.ascent.rng import RNGState
+from sparsesam.ascent.statistics import renormalized_in_forward
 from sparsesam.distributed import Shards, local_part
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.scores import ScoreContext
@@ -126,7 +126,7 @@ class StepContext:
     def facts(self, params: Sequence[PerturbedParam]) -> ParamFacts:
         if self._facts is None or self._facts.params is not params:
             shards = Shards.of({one.name: one.parameter for one in params})
-            self._facts = ParamFacts(params, shards, renormalized_in_forward(self.model))
+            self._facts = ParamFacts(params, shards, renormalized_in_forward(self.model.modules()))
         return self._facts
 
     def directions(self, params: Sequence[PerturbedParam]) -> dict[str, Tensor]:

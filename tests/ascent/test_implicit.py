@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sparsesam
+from sparsesam.ascent import layers
 from tests import cases, oracles
 
 
@@ -113,6 +114,13 @@ def reference_gradients(model, masks, x, y):
     }
 
 
+@pytest.fixture(params=[layers.LARGE, 2000])
+def large(request, monkeypatch):
+    """Inputs with more bytes are differentiated a few samples at a time."""
+    monkeypatch.setattr(layers, "LARGE", request.param)
+
+
+@pytest.mark.usefixtures("large")
 @pytest.mark.parametrize(("name", "build"), list(models()), ids=[name for name, _ in models()])
 @pytest.mark.parametrize("kind", ["filters", "columns", "2:4", "tensor"])
 @pytest.mark.parametrize("ascent", ["implicit", "implicit-dense"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -39,7 +39,8 @@ def compile_blocks(model: Model, **options: Any) -> Model:
             "torch.compile(model) or model.compile() and call compile_blocks(model) instead"
         )
     own = unwrap(model)
-    blocks = list(_repeated(own, _counts(own))) or list(_children(own))
+    counts = Counter(type(module) for module in own.modules() if module is not own and _is_block(module))
+    blocks = [*_outermost(own, lambda module: counts[type(module)] > 1)] or [*_outermost(own, _can_compile)]
     if not blocks:
         raise ValueError(
             f"model must have modules with parameters in it, got {type(own).__name__} without; a single layer has no "
@@ -50,11 +51,6 @@ def compile_blocks(model: Model, **options: Any) -> Model:
         if not is_compiled(block):
             block.compile(**options)
     return model
-
-
-def _counts(model: nn.Module) -> Counter[type[nn.Module]]:
-    """How many blocks of each class there are."""
-    return Counter(type(module) for module in model.modules() if module is not model and _is_block(module))
 
 
 def _is_block(module: nn.Module) -> bool:
@@ -68,17 +64,9 @@ def _can_compile(module: nn.Module) -> bool:
     return is_called and has_parameters and not isinstance(module, torch.jit.ScriptModule)
 
 
-def _repeated(module: nn.Module, counts: Counter[type[nn.Module]]) -> Iterator[nn.Module]:
+def _outermost(module: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
     for child in module.children():
-        if counts[type(child)] > 1:
+        if is_wanted(child):
             yield child
         elif not is_compiled(child):
-            yield from _repeated(child, counts)
-
-
-def _children(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if _can_compile(child):
-            yield child
-        else:
-            yield from _children(child)
+            yield from _outermost(child, is_wanted)

@@ -24,10 +24,10 @@ from sparsesam.ascent.first_pass import FirstPass
 from sparsesam.ascent.graph import has_compiled
 from sparsesam.ascent.layers import layer_forward
 from sparsesam.ascent.plan import Ascent, Norm, Plan, make_plan
-from sparsesam.ascent.prefix import Prefix
+from sparsesam.ascent.prefix import Agree, Prefix
 from sparsesam.ascent.replaced_calls import Replacement, is_compiled, replaced_calls
 from sparsesam.ascent.report import describe
-from sparsesam.ascent.rng import OtherGenerators, RNGState
+from sparsesam.ascent.rng import RNGState
 from sparsesam.ascent.survey import Survey, has_gradient_hooks, have_global_hooks, have_hooks, hooks_left_out, survey
 from sparsesam.ascent.tensors import memory_of
 from sparsesam.distributed import (
@@ -79,7 +79,7 @@ class Engine:
         elif is_compiled(wrapped):
             self._off = self._off or COMPILED
         self._known: _Known | None = None
-        self._rng, self._others = RNGState(model.parameters()), OtherGenerators()
+        self._rng = RNGState(model.parameters())
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
@@ -143,10 +143,10 @@ class Engine:
             yield None
             return
         plan, found = known.plan, known.found
-        prefix = self._prefix(plan, found) if found.clean else None
-        if prefix is not None and no_reuse is not None:
+        prefix = Prefix(found, plan, self._rng, self._agreement(found))
+        if no_reuse is not None:
             prefix.drop(no_reuse)
-        if prefix is not None and not plan.is_partial and self.ddp is not None and invalidates_graphs(self.ddp):
+        if not plan.is_partial and self.ddp is not None and invalidates_graphs(self.ddp):
             prefix.drop("DistributedDataParallel broadcasts buffers between the passes, which needs torch 2.11")
         first = FirstPass(
             plan,
@@ -156,9 +156,7 @@ class Engine:
             before_calls=self._find_ddp if is_distributed() and self.ddp is None else None,
         )
 
-        calls: dict[nn.Module, Replacement] = {}
-        if prefix is not None:
-            calls.update({module: partial(prefix.record, module) for module in found.clean})
+        calls: dict[nn.Module, Replacement] = {module: partial(prefix.record, module) for module in found.clean}
         for module, weight in found.layers.items():
             calls[module] = partial(_call_layer, first, module, weight)
         for module in found.unwatched:
@@ -174,26 +172,26 @@ class Engine:
     @contextmanager
     def second_pass(self, first: FirstPass | None) -> Iterator[None]:
         """The block runs at w + e; what the first pass recorded is used again."""
-        prefix = None if first is None else first.prefix
-        if prefix is None or prefix.is_empty:
+        if first is None or first.prefix.is_empty:
             yield
             return
+        reuse = {module: partial(first.prefix.reuse, module) for module in first.prefix.modules}
         try:
-            with replaced_calls({module: partial(prefix.reuse, module) for module in prefix.modules}):
+            with replaced_calls(reuse):
                 yield
         finally:
-            prefix.release()
+            first.prefix.release()
 
-    def _prefix(self, plan: Plan, found: Survey) -> Prefix:
-        ddp = self.ddp
-        agree: dict[nn.Module, Callable[[bool], bool]] = {}
+    def _agreement(self, found: Survey) -> dict[nn.Module, Agree]:
+        """How ranks agree about modules that synchronize them."""
+        agree: dict[nn.Module, Agree] = {}
         if is_distributed():
-            group = None if ddp is None else ddp.process_group
+            group = None if self.ddp is None else self.ddp.process_group
             for module, within in found.clean.items():
                 if any(isinstance(one, nn.SyncBatchNorm) for one in within):
                     device = next(module.parameters(), next(self.model.parameters())).device
                     agree[module] = partial(all_agree, device=device, group=group)
-        return Prefix(found.clean, found.of_torch, plan.names, plan.moved, self._rng, self._others, agree)
+        return agree
 
     def _find_ddp(self) -> bool:
         found = running_ddp(self.model)
@@ -215,7 +213,7 @@ def _plain_call(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _call_layer(first: FirstPass, module: nn.Module, weight: int, forward: Any, args: Any, kwargs: Any) -> Any:
     first.layers_called.add(weight)
-    if first.prefix is not None and weight in first.plan.moved:
+    if weight in first.plan.moved:
         first.prefix.close()
     x = args[0] if args else kwargs["input"]
     return layer_forward(module, x, first.plan.sliced.get(weight), first.switch)
@@ -223,10 +221,9 @@ def _call_layer(first: FirstPass, module: nn.Module, weight: int, forward: Any, 
 
 def _unwatched(first: FirstPass, replacement: Replacement | None, is_clean: bool) -> Replacement:
     def call(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not is_clean and first.prefix is not None:
+        if not is_clean:
             first.prefix.close()
-        hidden = partial(first.paused, forward)
-        quiet: Callable[..., Any] = lambda *a, **k: hidden(a, k)  # noqa: E731
-        return quiet(*args, **kwargs) if replacement is None else replacement(quiet, args, kwargs)
+        paused = partial(first.paused, forward)
+        return paused(*args, **kwargs) if replacement is None else replacement(paused, args, kwargs)
 
     return call

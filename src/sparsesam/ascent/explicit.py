@@ -25,9 +25,11 @@ import torch
 from torch import Tensor
 
 from sparsesam.ascent import on_device, on_host
+from sparsesam.ascent.interruption import finish
 from sparsesam.ascent.plan import Norm
 from sparsesam.ascent.targets import Target
 from sparsesam.distributed import is_sharded
+from sparsesam.masks.packed import is_dense
 
 Implementation = Literal["host", "device"]
 
@@ -99,11 +101,7 @@ class Perturbation:
     @torch.no_grad()
     def undo(self) -> None:
         """Bring back w, bit for bit; an interruption (Ctrl-C) is raised only after that."""
-        try:
-            self._put_back()
-        except BaseException:
-            self._put_back()
-            raise
+        finish(self._put_back)
 
     def forget(self) -> None:
         """Free the buffers (after the masks or the parameters changed)."""
@@ -128,5 +126,5 @@ def _by_implementation(targets: Sequence[Target]) -> tuple[list[Target], list[Ta
     for target in targets:
         on_accelerator = target.weight.device.type != "cpu" and not is_sharded(target.weight)
         wanted = _forced.get() or ("device" if on_accelerator else "host")
-        found[wanted == "device" and on_device.can_move(target)].append(target)
+        found[wanted == "device" and is_dense(target.weight)].append(target)
     return found

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparsesam.ascent.interruption import finish
+from sparsesam.ascent.kept_entries import kept_entries, put_entries
 from sparsesam.masks.packed import PackedMask
 
 
@@ -51,7 +53,7 @@ class TrackedWeights:
             torch._foreach_copy_(self.weights, values)
             return
         for weight, mask, value in zip(self.weights, self.masks, values, strict=True):
-            _write_entries(weight, mask, value)
+            put_entries(weight, mask, value)
 
 
 def tracked_weights(weights: Iterable[tuple[str, Tensor, PackedMask | None, float]]) -> list[TrackedWeights]:
@@ -107,11 +109,7 @@ class Extrapolation:
         """Bring back w, bit for bit; an interruption (Ctrl-C) is raised only after that."""
         if self._moved:
             with torch.no_grad():
-                try:
-                    self._put_back()
-                except BaseException:
-                    self._put_back()
-                    raise
+                finish(self._put_back)
 
     def _put_back(self) -> None:
         for group, buffers in self._moved:
@@ -139,28 +137,9 @@ class Extrapolation:
         back = self.back.pop(name, None)
         if back is None or (new is not None and new.is_empty):
             return
-        dense = torch.zeros_like(weight)
-        _write_entries(dense, old, back)
+        dense = put_entries(torch.zeros_like(weight), old, back)
         self.back[name] = kept_entries(dense, new).clone()
 
 
 def _chosen(tracked: Iterable[TrackedWeights], wanted: Callable[[str], bool]) -> list[TrackedWeights]:
     return [group for group in (group.only(wanted) for group in tracked) if group.names]
-
-
-def kept_entries(weight: Tensor, mask: PackedMask | None) -> Tensor:
-    """The weight itself where all of it is kept, whole rows if the mask is made of them, otherwise a vector."""
-    if mask is None or mask.is_full:
-        return weight
-    if mask.rows is not None:
-        return weight.index_select(0, mask.rows)
-    return weight.masked_select(mask.unpack(weight.device))
-
-
-def _write_entries(weight: Tensor, mask: PackedMask | None, value: Tensor) -> None:
-    if mask is None or mask.is_full:
-        weight.copy_(value)
-    elif mask.rows is not None:
-        weight.index_copy_(0, mask.rows, value)
-    else:
-        weight.masked_scatter_(mask.unpack(weight.device), value)

@@ -43,7 +43,7 @@ class FirstPass(TorchFunctionMode):
     def __init__(
         self,
         plan: Plan,
-        prefix: Prefix | None,
+        prefix: Prefix,
         *,
         in_closure: bool,
         model_memory: frozenset[int | None],
@@ -78,15 +78,14 @@ class FirstPass(TorchFunctionMode):
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(self, func, args, kwargs)
-        if self.prefix is not None:
-            self.prefix.require_unread(args, kwargs)
-            if self.prefix.is_open and not self._is_plain_attribute(func, args):
-                self._watch(args, kwargs)
-        if not torch.is_grad_enabled() and (self.prefix is None or not self.prefix.is_open):
+        self.prefix.require_unread(args, kwargs)
+        if self.prefix.is_open and not self._is_plain_attribute(func, args):
+            self._watch(args, kwargs)
+        if not (torch.is_grad_enabled() or self.prefix.is_open):
             self._grad_was_off = True
         return func(*args, **kwargs)
 
-    def paused(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def paused(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run what must not see this mode: compiled modules, which would be compiled once more for it."""
         if torch.overrides._get_current_function_mode() is not self:
             return forward(*args, **kwargs)
@@ -99,26 +98,23 @@ class FirstPass(TorchFunctionMode):
     def give_up(self, reason: str) -> None:
         """Leave nothing out from here on."""
         self._widen(reason)
-        if self.prefix is not None:
-            self.prefix.drop(reason)
+        self.prefix.drop(reason)
 
     def closure_returns(self) -> None:
         """Run the backward that waited for it."""
         if self._waiting is not None:
-            self.paused(self._run_waiting, (), {})
+            self.paused(self._run_waiting)
 
     def finish(self) -> None:
         """The pass is over."""
         self._other_leaves = []
-        if self.prefix is not None:
-            if self._backwards == 0:
-                self.prefix.drop("no backward() was seen")
-            self.prefix.check_values()
+        if self._backwards == 0:
+            self.prefix.drop("no backward() was seen")
+        self.prefix.check_values()
 
     # ---- before the first use of a perturbed weight ------------------------------------------------------
 
     def _watch(self, args: Any, kwargs: Any) -> None:
-        assert self.prefix is not None
         if any(map(self._is_moved, tensors_in(args, kwargs))):
             self.prefix.close()
         elif kwargs.get("generator") is not None:
@@ -140,7 +136,7 @@ class FirstPass(TorchFunctionMode):
     def _hand_out_memory(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Values may now change without torch's knowledge."""
         prefix, tensor = self.prefix, args[0]
-        if prefix is not None and isinstance(tensor, Tensor):
+        if isinstance(tensor, Tensor):
             if memory_of(tensor) in self._model_memory or prefix.holds(tensor):
                 prefix.drop("the memory of a tensor is given away (.data, numpy, data_ptr)")
             else:
@@ -156,7 +152,7 @@ class FirstPass(TorchFunctionMode):
         by_torch = reader in (DistributedDataParallel.__module__, checkpoint.__name__)
         if by_torch or (len(args) > 1 and _does_nothing(args[1])):
             return func(*args, **kwargs)
-        if self.prefix is not None and not args[0].is_leaf:
+        if not args[0].is_leaf:
             self.prefix.drop("a hook is added to a value, or its graph is looked at (grad_fn)")
         if self._in_closure and self.plan.is_explicit:
             self._widen("a closure adds hooks, or looks at the graph (grad_fn)")
@@ -166,15 +162,14 @@ class FirstPass(TorchFunctionMode):
 
     def _gradient(self, func: Any, args: Any, kwargs: Any) -> Any:
         """torch.autograd.grad: the user's own, in full."""
-        if self.prefix is not None:
-            self.prefix.drop("gradients are computed in other ways than by one loss.backward()")
+        self.prefix.drop("gradients are computed in other ways than by one loss.backward()")
         return func(*args, **kwargs)
 
     def _backward(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._backwards += 1
         if any(kwargs.get(key) for key in ("retain_graph", "create_graph", "inputs")) or len(args) > 2:
             self.give_up("backward() is called with arguments of its own")
-        elif self._backwards == 2 and self.prefix is not None:
+        elif self._backwards == 2:
             self.prefix.drop("several backward passes: activations of the first are not kept")
         if self._backwards > 1 and self._in_closure:
             self.give_up("several backward passes in a closure")
@@ -223,7 +218,14 @@ class FirstPass(TorchFunctionMode):
         move: nodes that do not run keep what they saved.
         """
         stays = self._narrow and self.plan.needs_only_moved and not self._other_leaves
-        return self.prefix is not None and not self.prefix.is_empty and not stays
+        return not (self.prefix.is_empty or stays)
+
+
+def unwatched(call: Callable[[], Any]) -> Any:
+    """Run what a first pass need not see, unless a backward waits for what comes next."""
+    mode = torch.overrides._get_current_function_mode()
+    can_pause = isinstance(mode, FirstPass) and mode._waiting is None
+    return mode.paused(call) if can_pause else call()
 
 
 def _does_nothing(hook: Any) -> bool:

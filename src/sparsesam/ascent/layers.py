@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -42,118 +43,112 @@ class Switch:
     on: bool = False
 
 
-class _LinearAscent(torch.autograd.Function):
+#: bytes of an input of which the gradients are computed a few samples at a time
+LARGE = 8 << 20
+
+
+class _Linear:
     """y = x Wᵀ + b for a matrix x; of a matrix the result is no view, so that in-place operations may follow."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, want: WeightGradient, switch: Switch
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.set_materialize_grads(False)
-        ctx.want, ctx.switch = want, switch
+    groups = 1
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dy is None:  # nothing comes back through what lies downstream
-            return None, None, None, None, None
-        x, weight = ctx.saved_tensors
-        want: WeightGradient | None = ctx.want if ctx.switch.on else None
-        x, weight = x.to(dy.dtype), weight.to(dy.dtype)
-        need_x, need_w, need_b = ctx.needs_input_grad[:3]
-        rows = None if want is None else want.rows
-        kept = dy if rows is None else dy.index_select(1, rows)
-        dx = dw = db = None
-        if need_x:
-            if want is None or not want.implicit:
-                dx = dy @ weight.conj()
-            elif rows is not None:
-                dx = kept @ weight.index_select(0, rows).conj()
-            else:
-                dx = input_gradient(dy, weight, want.mask)
-        if need_w:
-            if want is None or want.dense or rows is None:
-                dw = dy.t() @ x.conj()
-            else:
-                dw = _scatter_rows(kept.t() @ x.conj(), rows, weight)
-        if need_b:
-            db = dy.sum(0)
-        return dx, dw, db, None, None
+    def dx(self, dy: Tensor, weight: Tensor, x: Tensor, mask: PackedMask | None = None) -> Tensor:
+        return dy @ weight.conj() if mask is None else input_gradient(dy, weight, mask)
+
+    def dw(self, dy: Tensor, weight: Tensor, x: Tensor) -> Tensor:
+        return dy.t() @ x.conj()
 
 
-class _ConvAscent(torch.autograd.Function):
+@dataclass
+class _Convolution:
+    convolve: Callable[..., Tensor]
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    groups: int
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.convolve(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+
+    def dx(self, dy: Tensor, weight: Tensor, x: Tensor, mask: PackedMask | None = None) -> Tensor:
+        weight = weight if mask is None else weight * mask.unpack(weight.device)
+        # oneDNN takes as long for a strided kernel of one pixel as if it were not strided.
+        picks_pixels = weight[0, 0].numel() == 1 and max(self.stride) > 1 and not any(self.padding)
+        if picks_pixels and self.groups == 1 and dy.device.type == "cpu":
+            return _spread(dy, weight.flatten(1), x, self.stride)
+        count = _samples_at_a_time(x)
+        if count >= len(x):
+            return self._gradient(0, dy, weight, x)
+        dx = torch.empty_like(x)
+        for place, part, given in zip(dx.split(count), dy.split(count), x.split(count), strict=True):
+            place.copy_(self._gradient(0, part, weight, given))
+        return dx
+
+    def dw(self, dy: Tensor, weight: Tensor, x: Tensor) -> Tensor:
+        count = _samples_at_a_time(x)
+        pairs = zip(dy.split(count), x.split(count), strict=True)
+        return reduce(torch.add, (self._gradient(1, part, weight, given) for part, given in pairs))
+
+    def _gradient(self, place: int, dy: Tensor, weight: Tensor, x: Tensor) -> Tensor:
+        zeros, groups, wanted = [0] * len(self.stride), self.groups, [place == 0, place == 1, False]
+        return torch.ops.aten.convolution_backward(  # type: ignore[no-any-return]
+            dy, x, weight, None, self.stride, self.padding, self.dilation, False, zeros, groups, wanted
+        )[place]
+
+
+class _Ascent(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        geometry: tuple[Any, ...],
-        convolve: Callable[..., Tensor],
+        layer: _Linear | _Convolution,
         want: WeightGradient,
         switch: Switch,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.set_materialize_grads(False)
-        ctx.geometry, ctx.want, ctx.switch = geometry, want, switch
-        return convolve(x, weight, bias, *geometry)
+        ctx.layer, ctx.want, ctx.switch = layer, want, switch
+        return layer(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dy is None:
-            return None, None, None, None, None, None, None
-        x, weight = ctx.saved_tensors
+        dx = dw = db = None
+        if dy is None:  # nothing comes back through what lies downstream
+            return None, None, None, None, None, None
+        x, weight = (saved.to(dy.dtype) for saved in ctx.saved_tensors)
+        layer: _Linear | _Convolution = ctx.layer
         want: WeightGradient | None = ctx.want if ctx.switch.on else None
-        x, weight = x.to(dy.dtype), weight.to(dy.dtype)
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
         # Filters of a grouped convolution see different inputs.
-        rows = want.rows if want is not None and ctx.geometry[3] == 1 else None
-        dx_by = dw_by = (dy, weight)
-        if want is not None and (rows is not None or want.implicit):
-            if rows is not None:
-                some = dy.index_select(1, rows), weight.index_select(0, rows)
-            else:
-                some = dy, weight * want.mask.unpack(weight.device)
-            dx_by = some if want.implicit else dx_by
-            dw_by = some if rows is not None and not want.dense else dw_by
-        if dx_by is dw_by:
-            dx, dw = _conv_backward(*dx_by, x, ctx.geometry, need_x=need_x, need_w=need_w)
-        else:
-            dx, _ = _conv_backward(*dx_by, x, ctx.geometry, need_x=need_x)
-            _, dw = _conv_backward(*dw_by, x, ctx.geometry, need_w=need_w)
-        if dw is not None and rows is not None and len(dw) < len(weight):
-            dw = _scatter_rows(dw, rows, weight)
-        db = dy.transpose(0, 1).flatten(1).sum(1) if need_b else None
-        return dx, dw, db, None, None, None, None
+        rows = want.rows if want is not None and layer.groups == 1 else None
+        kept = (dy, weight) if rows is None else (dy.index_select(1, rows), weight.index_select(0, rows))
+        if need_w and want is not None and rows is not None and not want.dense:
+            dw = torch.zeros_like(weight).index_copy_(0, rows, layer.dw(*kept, x))
+        elif need_w:
+            dw = layer.dw(dy, weight, x)
+        if need_x and want is not None and want.implicit:
+            dx = layer.dx(*kept, x, want.mask if rows is None else None)
+        elif need_x:
+            dx = layer.dx(dy, weight, x)
+        if need_b:
+            db = dy.transpose(0, 1).flatten(1).sum(1)
+        return dx, dw, db, None, None, None
 
 
-def _conv_backward(
-    dy: Tensor,
-    weight: Tensor,
-    x: Tensor,
-    geometry: tuple[Any, ...],
-    *,
-    need_x: bool = False,
-    need_w: bool = False,
-) -> tuple[Tensor | None, Tensor | None]:
-    if not (need_x or need_w):
-        return None, None
-    stride, padding, dilation, groups = geometry
-    zeros = [0] * len(stride)
-    # oneDNN takes as long for a strided kernel of one pixel as if it were not strided.
-    picks_pixels = weight[0, 0].numel() == 1 and max(stride) > 1 and not any(padding) and groups == 1
-    by_product = need_x and picks_pixels and dy.device.type == "cpu"
-    dx = dw = None
-    if by_product:
-        dx = _spread(dy, weight.flatten(1), x, stride)
-    if need_w or not by_product:
-        wanted = [need_x and not by_product, need_w, False]
-        found = torch.ops.aten.convolution_backward(
-            dy, x, weight, None, stride, padding, dilation, False, zeros, groups, wanted
-        )
-        dx, dw = found[0] if dx is None else dx, found[1]
-    return dx if need_x else None, dw if need_w else None
+def _samples_at_a_time(x: Tensor) -> int:
+    """All of them; on a CPU, where they are `LARGE`, as many as take half of that.
+
+    oneDNN copies x, dY and dX into a layout of its own. glibc gives copies of that size back to the system after each
+    call, and the page faults of the next may take as long as the product itself.
+    """
+    if x.device.type != "cpu" or x.nbytes <= LARGE:
+        return max(1, len(x))
+    return max(1, LARGE // 2 * len(x) // x.nbytes)
 
 
 def _spread(dy: Tensor, weight: Tensor, x: Tensor, stride: list[int]) -> Tensor:
@@ -166,11 +161,9 @@ def _spread(dy: Tensor, weight: Tensor, x: Tensor, stride: list[int]) -> Tensor:
     return dx
 
 
-def _scatter_rows(some: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-    return torch.zeros_like(weight).index_copy_(0, rows, some.to(weight.dtype))
-
-
 class _NothingPasses(torch.autograd.Function):
+    """The same values, through which no gradient comes back in the ascent: dX = dY · (W ⊙ 0)."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, switch: Switch) -> Tensor:
         ctx.switch = switch
@@ -181,84 +174,73 @@ class _NothingPasses(torch.autograd.Function):
         return None if ctx.switch.on else dy, None
 
 
-def nothing_passes(x: Tensor, switch: Switch) -> Tensor:
-    """The same values, through which no gradient comes back in the ascent: dX = dY · (W ⊙ 0)."""
-    return _NothingPasses.apply(x, switch)  # type: ignore[no-any-return]
-
-
 # The names of the arguments are torch's: a call may use them.
-def linear_ascent(
-    want: WeightGradient, switch: Switch, input: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Tensor:
+def _linear(want: WeightGradient, switch: Switch, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = input.reshape(-1, input.shape[-1])
-    return _LinearAscent.apply(rows, weight, bias, want, switch).view(*input.shape[:-1], len(weight))  # type: ignore[no-any-return]
+    output: Tensor = _Ascent.apply(rows, weight, bias, _Linear(), want, switch)
+    return output.view(*input.shape[:-1], len(weight))
 
 
-def convolution_ascent(convolve: Callable[..., Tensor], dimensions: int) -> Callable[..., Tensor]:
-    def ascent(
-        want: WeightGradient,
-        switch: Switch,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Tensor:
-        x = input
-        if x.dim() == dimensions + 1:  # one sample without a batch dimension
-            return ascent(want, switch, x[None], weight, bias, stride, padding, dilation, groups)[0]
-        stride, dilation = _tuple(stride, dimensions), _tuple(dilation, dimensions)
-        if padding == "valid":
-            padding = 0
-        elif padding == "same":
-            x, padding = _pad_same(x, weight, dilation), 0
-        geometry = (stride, _tuple(padding, dimensions), dilation, groups)
-        return _ConvAscent.apply(x, weight, bias, geometry, convolve, want, switch)  # type: ignore[no-any-return]
-
-    return ascent
+def _convolution(
+    convolve: Callable[..., Tensor],
+    want: WeightGradient,
+    switch: Switch,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    dimensions = weight.dim() - 2
+    if input.dim() == dimensions + 1:  # one sample without a batch dimension
+        return _convolution(convolve, want, switch, input[None], weight, bias, stride, padding, dilation, groups)[0]
+    dilation = _tuple(dilation, dimensions)
+    if padding == "same":
+        input = F.pad(input, _same_padding(weight, dilation))
+    padding = [0] * dimensions if isinstance(padding, str) else _tuple(padding, dimensions)
+    layer = _Convolution(convolve, _tuple(stride, dimensions), padding, dilation, groups)
+    return _Ascent.apply(input, weight, bias, layer, want, switch)  # type: ignore[no-any-return]
 
 
 def _tuple(value: Any, dimensions: int) -> list[int]:
     return [value] * dimensions if isinstance(value, int) else list(value) * (dimensions if len(value) == 1 else 1)
 
 
-def _pad_same(x: Tensor, weight: Tensor, dilation: list[int]) -> Tensor:
-    pads: list[int] = []
-    for size, spread in zip(reversed(weight.shape[2:]), reversed(dilation), strict=True):
-        total = spread * (size - 1)
-        pads += [total // 2, total - total // 2]
-    return F.pad(x, pads)
+def _same_padding(weight: Tensor, dilation: list[int]) -> list[int]:
+    totals = [spread * (size - 1) for size, spread in zip(weight.shape[2:], dilation, strict=True)]
+    return [pad for total in reversed(totals) for pad in (total // 2, total - total // 2)]
 
 
 #: The functions that have an ascent of their own; how to call it with their arguments.
 LAYERS: dict[Callable[..., Any], Callable[..., Tensor]] = {
-    F.linear: linear_ascent,
-    torch.conv1d: convolution_ascent(torch.conv1d, 1),
-    torch.conv2d: convolution_ascent(torch.conv2d, 2),
-    torch.conv3d: convolution_ascent(torch.conv3d, 3),
+    F.linear: _linear,
+    **{convolve: partial(_convolution, convolve) for convolve in (torch.conv1d, torch.conv2d, torch.conv3d)},
 }
 
-_CONVOLUTIONS = {nn.Conv1d: torch.conv1d, nn.Conv2d: torch.conv2d, nn.Conv3d: torch.conv3d}
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    nn.Linear.forward: F.linear,
+    nn.Conv1d.forward: torch.conv1d,
+    nn.Conv2d.forward: torch.conv2d,
+    nn.Conv3d.forward: torch.conv3d,
+}
 
 
 def is_layer(module: nn.Module) -> bool:
     """Whether its forward is that of torch's linear or convolution layer, whatever its own class."""
-    kinds: tuple[Any, ...] = (nn.Linear, *_CONVOLUTIONS)
-    return "forward" not in module.__dict__ and any(type(module).forward is kind.forward for kind in kinds)
+    return "forward" not in module.__dict__ and type(module).forward in _FUNCTIONS
 
 
 def layer_forward(module: Any, x: Tensor, want: WeightGradient | None, switch: Switch) -> Tensor:
     """The layer's output, by way of its ascent; without a ``want``, nothing passes back through it."""
+    forward = type(module).forward
     if want is None:
-        blocked = nothing_passes(x, switch) if x.requires_grad else x
-        return type(module).forward(module, blocked)  # type: ignore[no-any-return]
-    for kind, function in _CONVOLUTIONS.items():
-        if isinstance(module, kind):
-            padding: Any = module.padding
-            if module.padding_mode != "zeros":
-                x, padding = F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode), 0
-            geometry = (module.stride, padding, module.dilation, module.groups)
-            return LAYERS[function](want, switch, x, module.weight, module.bias, *geometry)
-    return linear_ascent(want, switch, x, module.weight, module.bias)
+        return forward(module, _NothingPasses.apply(x, switch) if x.requires_grad else x)  # type: ignore[no-any-return]
+    geometry: tuple[Any, ...] = ()
+    if forward is not nn.Linear.forward:
+        geometry = (module.stride, module.padding, module.dilation, module.groups)
+        if module.padding_mode != "zeros":
+            x = F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+            geometry = (module.stride, 0, module.dilation, module.groups)
+    return LAYERS[_FUNCTIONS[forward]](want, switch, x, module.weight, module.bias, *geometry)

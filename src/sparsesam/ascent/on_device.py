@@ -10,26 +10,20 @@ the rule for a norm that is zero or not finite, with which nothing moves:
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from sparsesam.ascent.kept_entries import put_entries
 from sparsesam.ascent.kept_positions import KeptPositions, flat, joined
 from sparsesam.ascent.plan import Norm
 from sparsesam.ascent.targets import Target
-from sparsesam.masks.packed import is_dense
 
 #: Entries that are moved at a time: room for one such vector is all that is needed beside what is saved.
 CHUNK = 1 << 23
 
 _HALF = (torch.float16, torch.bfloat16)
-
-
-def can_move(target: Target) -> bool:
-    """Whether the layout of the weight allows it."""
-    return is_dense(target.weight)
 
 
 # ---- maths: tensors in, tensors out; compiles with fullgraph=True -------------------------------------------
@@ -84,12 +78,16 @@ def group_norms(directions: Sequence[Tensor], weights: Sequence[Tensor], *, eta:
 # ---- groups of targets --------------------------------------------------------------------------------------
 
 
-class Group(ABC):
-    """Targets of one device, dtype, rho and eta, which move together; ``saved`` holds w as a vector while they do."""
+class Group:
+    """Targets of one device, dtype, rho and eta, which move together; ``saved`` holds w as a vector while they do.
 
-    def __init__(self, targets: list[Target]) -> None:
-        self.targets = targets
+    Of masked targets only the ``kept`` entries are saved and moved; None: all of them.
+    """
+
+    def __init__(self, targets: list[Target], kept: KeptPositions | None) -> None:
+        self.targets, self._kept = targets, kept
         self.saved: Tensor | None = None
+        self._positions: Tensor | None = None  # while a move is prepared: they may take more memory than what is saved
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -102,105 +100,49 @@ class Group(ABC):
     def scaled(self, *, power: int) -> Tensor:
         """T^power g of the entries that move, as one vector."""
         eta = self.targets[0].eta
-        directions = self.gather([target.direction for target in self.targets])
-        weights = None if eta is None else self.gather(self.weights)
+        directions = self._gather([target.direction for target in self.targets])
+        weights = None if eta is None else self._gather(self.weights)
         return scaled_directions(directions, weights, eta=eta, power=power)
 
-    @abstractmethod
-    def gather(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The entries that move, of tensors like the weights, as one new vector."""
-
-    @abstractmethod
     def save(self, room: Tensor) -> None:
         """Copy the entries of w that move into ``room``, and keep it."""
+        self.saved = self._gather(self.weights, room)
 
-    @abstractmethod
     def add(self, e: Tensor) -> None:
         """w += e, in the entries that move; ``e`` is used up."""
-
-    @abstractmethod
-    def restore(self) -> None:
-        """Bring back what was saved."""
-
-    @abstractmethod
-    def added(self) -> dict[str, Tensor]:
-        """w + e - w by name: like the weight, or its kept entries in row-major order, or its kept rows."""
-
-    @abstractmethod
-    def given(self, last: dict[str, Tensor]) -> Tensor:
-        """What `added` gave, here or by the host's implementation, as the vector that `add` takes."""
-
-
-class WholeGroup(Group):
-    """Tensors without a mask."""
-
-    def gather(self, tensors: Sequence[Tensor]) -> Tensor:
-        return joined(tensors, self.weights)
-
-    def save(self, room: Tensor) -> None:
-        self.saved = torch.cat([flat(weight, weight.stride()) for weight in self.weights], out=room)
-
-    def add(self, e: Tensor) -> None:
-        torch._foreach_add_(self.weights, parted(e, self.weights))
-
-    def restore(self) -> None:
-        assert self.saved is not None
-        torch._foreach_copy_(self.weights, parted(self.saved, self.weights))
-
-    def added(self) -> dict[str, Tensor]:
-        assert self.saved is not None
-        moved = joined(self.weights, self.weights).sub_(self.saved)
-        return dict(zip(self.names, parted(moved, self.weights), strict=True))
-
-    def given(self, last: dict[str, Tensor]) -> Tensor:
-        return joined([_like_weight(target, last[target.name]) for target in self.targets], self.weights)
-
-
-class EntryGroup(Group):
-    """Tensors of which only the kept entries are saved and moved."""
-
-    def __init__(self, targets: list[Target], kept: KeptPositions) -> None:
-        super().__init__(targets)
-        self._kept = kept
-        self._positions: Tensor | None = None
-
-    @property
-    def positions(self) -> Tensor:
-        """Known while a move is prepared; they may take more memory than what is saved."""
-        if self._positions is None:
-            self._positions = self._kept.find()
-        return self._positions
-
-    def gather(self, tensors: Sequence[Tensor]) -> Tensor:
-        return self._vector(tensors).index_select(0, self.positions)
-
-    def save(self, room: Tensor) -> None:
-        self.saved = torch.index_select(self._vector(self.weights), 0, self.positions, out=room)
-
-    def add(self, e: Tensor) -> None:
         assert self.saved is not None
         self._write(e.add_(self.saved))
 
     def restore(self) -> None:
+        """Bring back what was saved."""
         assert self.saved is not None
         self._write(self.saved)
 
     def added(self) -> dict[str, Tensor]:
+        """w + e - w by name: like the weight, or its kept entries in row-major order, or its kept rows."""
         assert self.saved is not None
-        positions = self._kept.find()
-        vector = joined(self.weights, self.weights)
-        moved = vector.index_select(0, positions).sub_(self.saved)
-        if not all(weight.is_contiguous() for weight in self.weights):
-            vector.zero_().index_put_((positions,), moved)
-            return dict(zip(self.names, parted(vector, self.weights), strict=True))
-        pieces = zip(self.targets, moved.split(self._kept.lengths), strict=True)
-        return {target.name: _by_rows(target, piece) for target, piece in pieces}
+        moved, self._positions = self._gather(self.weights).sub_(self.saved), None
+        if self._kept is not None and all(weight.is_contiguous() for weight in self.weights):
+            pieces = zip(self.targets, moved.split(self._kept.lengths), strict=True)
+            return {target.name: _by_rows(target, piece) for target, piece in pieces}
+        if self._kept is not None:
+            moved = joined(self.weights, self.weights).zero_().index_put_((self._kept.find(),), moved)
+        return dict(zip(self.names, parted(moved, self.weights), strict=True))
 
     def given(self, last: dict[str, Tensor]) -> Tensor:
+        """What `added` gave, here or by the host's implementation, as the vector that `add` takes."""
         entries = [last[name] for name in self.names]
         if all(w.is_contiguous() and e.shape != w.shape for w, e in zip(self.weights, entries, strict=True)):
             return torch.cat([one.reshape(-1) for one in entries])
-        return self.gather([_like_weight(target, e) for target, e in zip(self.targets, entries, strict=True)])
+        return self._gather([_like_weight(target, e) for target, e in zip(self.targets, entries, strict=True)])
+
+    def _gather(self, tensors: Sequence[Tensor], room: Tensor | None = None) -> Tensor:
+        """The entries that move, of tensors like the weights, as one new vector."""
+        if self._kept is None:
+            return torch.cat([flat(one, w.stride()) for one, w in zip(tensors, self.weights, strict=True)], out=room)
+        if self._positions is None:
+            self._positions = self._kept.find()
+        return torch.index_select(self._vector(tensors), 0, self._positions, out=room)
 
     def _vector(self, tensors: Sequence[Tensor]) -> Tensor:
         """All entries; a view of them where there is only one tensor."""
@@ -209,10 +151,11 @@ class EntryGroup(Group):
         return joined(tensors, self.weights)
 
     def _write(self, values: Tensor) -> None:
-        vector = self._vector(self.weights).index_put_((self.positions,), values)
-        self._positions = None
-        if len(self.targets) > 1:
-            torch._foreach_copy_(self.weights, parted(vector, self.weights))
+        if self._kept is not None:
+            positions = self._kept.find() if self._positions is None else self._positions
+            values, self._positions = self._vector(self.weights).index_put_((positions,), values), None
+        if self._kept is None or len(self.targets) > 1:
+            torch._foreach_copy_(self.weights, parted(values, self.weights))
 
 
 def _by_rows(target: Target, entries: Tensor) -> Tensor:
@@ -228,9 +171,7 @@ def _like_weight(target: Target, e: Tensor) -> Tensor:
     """An e of kept entries or rows, laid out like the weight."""
     if e.shape == target.weight.shape:
         return e
-    assert target.mask is not None
-    whole = torch.zeros(target.weight.shape, dtype=e.dtype, device=e.device)
-    return whole.masked_scatter_(target.mask.unpack(e.device), e)
+    return put_entries(torch.zeros(target.weight.shape, dtype=e.dtype, device=e.device), target.mask, e)
 
 
 class DeviceMover:
@@ -318,10 +259,10 @@ class DeviceMover:
 
     def _group(self, targets: list[Target], *, whole: bool) -> Group:
         if whole:
-            return WholeGroup(targets)
+            return Group(targets, None)
         masks = [target.mask for target in targets if target.mask is not None]
         names, weights = tuple(target.name for target in targets), [target.weight for target in targets]
         kept = self._kept.get(names)
         if kept is None or not kept.fits(masks, weights):
             kept = self._kept[names] = KeptPositions(masks, weights)
-        return EntryGroup(targets, kept)
+        return Group(targets, kept)

@@ -6,14 +6,14 @@ more than filling them.
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from sparsesam.ascent.kept_entries import kept_entries
 from sparsesam.ascent.plan import Norm
 from sparsesam.ascent.targets import Target
 from sparsesam.distributed import is_sharded
@@ -27,8 +27,10 @@ def norms(targets: Sequence[Target], norm: Norm) -> list[Tensor]:
         if norm == "full" or target.is_dense:
             parts.append(_vector_norm(_scaled(target.direction, target.weight, target.eta, power=1)))
         elif target.mask is not None and not target.mask.is_empty:
-            for directions, weights in _kept(target):
-                parts.append(_vector_norm(_scaled(directions, weights(), target.eta, power=1)))
+            with _pieces(target, write=False) as pieces:
+                for weight, direction, kept, _ in pieces:
+                    here = weight if target.eta is None else weight.index_select(0, kept)
+                    parts.append(_vector_norm(_scaled(direction.index_select(0, kept), here, target.eta, power=1)))
     return parts
 
 
@@ -94,11 +96,9 @@ def _buffer(held: dict[str, Tensor], target: Target) -> Tensor:
 
 def _kept_part(target: Target, e: Tensor) -> Tensor:
     """The kept rows or entries of an e that is like the weight, as the devices' implementation may leave it."""
-    if target.is_dense or target.mask is None or e.shape != target.weight.shape:
+    if e.shape != target.weight.shape:
         return e
-    if target.mask.rows is not None:
-        return e.index_select(0, target.mask.rows)
-    return e.masked_select(target.mask.unpack(e.device))
+    return kept_entries(e, target.mask)
 
 
 def _vector_norm(values: Tensor) -> Tensor:
@@ -155,13 +155,6 @@ def _write(weight: Tensor, kept: Tensor, values: Tensor) -> None:
         weight.scatter_(0, kept, values)
     else:
         weight.index_copy_(0, kept, values)
-
-
-def _kept(target: Target) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
-    """The kept directions piece by piece, with a way to get at the weights of the piece."""
-    with _pieces(target, write=False) as pieces:
-        for weight, direction, kept, _ in pieces:
-            yield direction.index_select(0, kept), functools.partial(weight.index_select, 0, kept)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ The graph of the output is still there: the first backward did not go into it, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from sparsesam.ascent.graph import leaf_of, nodes_of
 from sparsesam.ascent.module_state import Inputs, ModuleState, strange_leaf
-from sparsesam.ascent.rng import OtherGenerators, RNGSnapshot, RNGState, same_state
+from sparsesam.ascent.plan import Plan
+from sparsesam.ascent.rng import RNGSnapshot, RNGState, other_generators, same_state
 from sparsesam.ascent.statistics import statistics_of
+from sparsesam.ascent.survey import Survey
 from sparsesam.ascent.tensors import memory_of, tensors_in
 
 Agree = Callable[[bool], bool]
@@ -47,29 +49,21 @@ class _Record:
 class Prefix:
     """The recorded calls of one step, in the order of each module's calls."""
 
-    def __init__(
-        self,
-        modules: Mapping[nn.Module, Sequence[nn.Module]],
-        of_torch: Mapping[nn.Module, int],
-        trainable: Mapping[int, str],
-        moved: frozenset[int],
-        rng: RNGState,
-        others: OtherGenerators,
-        agree: Mapping[nn.Module, Agree],
-    ) -> None:
-        self.modules = modules  # each with all modules in it
-        self._of_torch = of_torch  # torch's own, which draw from torch's generators if at all: how many weights
-        self.is_open = True  # no perturbed weight has been used yet
+    def __init__(self, found: Survey, plan: Plan, rng: RNGState, agree: Mapping[nn.Module, Agree]) -> None:
+        self.modules = found.clean  # each with all modules in it
+        self._of_torch = found.of_torch  # torch's own, which draw from torch's generators if at all: how many weights
+        self.is_open = bool(self.modules)  # no perturbed weight has been used yet
         self.reused: set[str] = set()
         self.why_not: str | None = None
-        self._trainable, self._moved, self._rng, self._agree = trainable, moved, rng, agree
+        self._trainable, self._moved, self._rng, self._agree = plan.names, plan.moved, rng, agree
         self._records: dict[int, list[_Record | None]] = {}
         self._memory: set[int | None] = set()
         self._statistics: set[int] = set()
         self._ends: set[Any] = set()  # nodes of outputs that were used again
         self._inside = False
         self._fault: str | None = None
-        self._rng_at, self._others = rng.read(), others
+        self._rng_at = rng.read()
+        self._others: tuple[Any, bytes] | None = None  # before the first module that may draw from them
 
     # ---- first pass --------------------------------------------------------------------------------------
 
@@ -82,7 +76,8 @@ class Prefix:
         with _unwatched():
             inputs = Inputs.of(args, kwargs)
             state, context, before = ModuleState(self.modules[module]), _context(), self._rng.read()
-            others = None if module in self._of_torch else self._others.read()
+            if module not in self._of_torch:
+                self._others = self._others or other_generators()
         self._inside, self._fault = True, None
         try:
             output = forward(*args, **kwargs)
@@ -90,8 +85,6 @@ class Prefix:
             self._inside = False
         with _unwatched():
             made: _Record | None = None
-            if others is not None and others != self._others.read():
-                self._fault = "it draws random numbers of Python or numpy"
             fault = self._why_not_recorded(inputs, state, output)
             if fault is not None:
                 self.note(f"{type(module).__name__}: {fault}")
@@ -123,6 +116,8 @@ class Prefix:
 
     def close(self) -> None:
         """A perturbed weight is used: from here on nothing is recorded."""
+        if self.is_open and self._others is not None and self._others != other_generators():
+            self.drop("random numbers of Python or numpy are drawn")
         self.is_open = False
 
     def fault_inside(self, reason: str) -> None:
@@ -146,7 +141,8 @@ class Prefix:
         return memory is not None and memory in self._memory
 
     def note(self, reason: str) -> None:
-        self.why_not = self.why_not or reason
+        if self.modules:
+            self.why_not = self.why_not or reason
 
     @property
     def is_empty(self) -> bool:
@@ -160,6 +156,7 @@ class Prefix:
 
     def check_values(self) -> None:
         """Between the passes: outputs must be as they were when their module returned."""
+        self.close()
         if self.is_empty:
             return
         nobody_drew = same_state(self._rng_at, self._rng.read())
@@ -274,11 +271,8 @@ def _context() -> tuple[Any, ...]:
 
 def _is_hidden() -> bool:
     """Inside of a checkpointed region, which runs again in the backward, and of torch.func's transforms."""
-    return in_backward() or _saved_tensor_hooks() or torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    in_backward = torch._C._current_graph_task_id() != -1
+    return in_backward or _saved_tensor_hooks() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _saved_tensor_hooks() -> bool:

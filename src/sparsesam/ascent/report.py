@@ -8,9 +8,9 @@ from sparsesam.ascent.plan import Plan
 
 def describe(first: FirstPass) -> dict[str, str]:
     """Under "engine" the whole, then one line for each trainable parameter."""
-    reused = set() if first.prefix is None else first.prefix.reused
+    reused = first.prefix.reused
     state = "on" if first.why_not is None else f"on, but the first backward was computed in full: {first.why_not}"
-    if first.prefix is not None and not reused and first.prefix.why_not is not None:
+    if not reused and first.prefix.why_not is not None:
         state = f"on, but the second pass was computed in full: {first.prefix.why_not}"
     lines = {"engine": state}
     for key, name in first.plan.names.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import pickle
 import random
 from collections.abc import Iterable
 from typing import Any
@@ -30,32 +30,9 @@ class RNGState:
             _module(device).set_rng_state(one, *_index(device))
 
 
-class OtherGenerators:
-    """Python's and numpy's global generators, from which some models draw layers and masks; read, never set.
-
-    numpy takes longer to tell its state than a small model to run. So its memory is looked at instead, where that is
-    enough: from a state that holds no normal number ready, every draw changes the memory.
-    """
-
-    _SIZE = 624 * 4 + 4  # of a Mersenne twister: key and position
-
-    def __init__(self) -> None:
-        self._without_normal: bytes | None = None
-
-    def read(self) -> tuple[Any, ...]:
-        return random.getstate(), self._numpy()
-
-    def _numpy(self) -> Any:
-        generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        if type(generator) is not np.random.MT19937:
-            return repr(np.random.get_state(legacy=False))  # noqa: NPY002 (what models draw from)
-        memory = ctypes.string_at(generator.ctypes.state_address, self._SIZE)
-        if memory == self._without_normal:
-            return memory, None
-        state: Any = np.random.get_state(legacy=False)  # noqa: NPY002
-        if not state["has_gauss"]:
-            self._without_normal = memory
-        return memory, state["gauss"] if state["has_gauss"] else None
+def other_generators() -> tuple[Any, bytes]:
+    """The states of Python's and numpy's global generators, from which some models draw layers and masks."""
+    return random.getstate(), pickle.dumps(np.random.get_state(legacy=False))  # noqa: NPY002
 
 
 def same_state(left: RNGSnapshot, right: RNGSnapshot) -> bool:

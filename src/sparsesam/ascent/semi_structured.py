@@ -49,17 +49,12 @@ def choose_backend(dy: Tensor, weight: Tensor, mask: PackedMask, hardware: Hardw
     """The backend that can compute the product; None: none can."""
     if hardware is None or weight.dim() != 2 or dy.dtype != weight.dtype:
         return None
+    by_half = dy.dtype in (torch.float16, torch.bfloat16) and mask.is_n_of_m(2, 4)
+    by_tf32 = dy.dtype == torch.float32 and mask.is_n_of_m(1, 2) and hardware.allows_tf32
     backend: Backend
-    if dy.dtype in (torch.float16, torch.bfloat16) and mask.is_n_of_m(2, 4):
-        if hardware.has_cusparselt and hardware.capability >= (8, 0):
-            backend = SparseSemiStructuredTensorCUSPARSELT
-        elif hardware.capability[0] == 8:
-            backend = SparseSemiStructuredTensorCUTLASS
-        else:
-            return None
-    elif dy.dtype == torch.float32 and mask.is_n_of_m(1, 2):
-        if not hardware.allows_tf32 or hardware.capability[0] != 8:
-            return None
+    if by_half and hardware.has_cusparselt and hardware.capability >= (8, 0):
+        backend = SparseSemiStructuredTensorCUSPARSELT
+    elif (by_half or by_tf32) and hardware.capability[0] == 8:
         backend = SparseSemiStructuredTensorCUTLASS
     else:
         return None

@@ -1,4 +1,4 @@
-"""Normalization statistics move once per step: what the second pass adds to them is taken back."""
+"""What a forward writes to: normalization statistics move once per step, what the second pass does is taken back."""
 
 from __future__ import annotations
 
@@ -24,24 +24,35 @@ def statistics_of(modules: Iterable[nn.Module]) -> list[Tensor]:
     ]
 
 
+def renormalized_in_forward(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Weights of embeddings with ``max_norm``: whole rows are scaled in place, whatever the mask keeps."""
+    return [
+        weight
+        for module in modules
+        for name, weight in module._parameters.items()
+        if name == "weight" and weight is not None and getattr(module, "max_norm", None) is not None
+    ]
+
+
 def versions(model: nn.Module) -> list[int]:
     """Changes whenever a running statistic is written to."""
     return [buffer._version for buffer in statistics_of(model.modules())]
 
 
-class StatisticsSnapshot:
-    """The running statistics of a model, to be put back later."""
+class Snapshot:
+    """Values of tensors, to be put back later."""
 
-    def __init__(self, model: nn.Module) -> None:
+    @torch.no_grad()
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
         # Of one device and dtype each, so that an accelerator copies them by one launch.
-        self._buffers: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for buffer in statistics_of(model.modules()):
-            self._buffers.setdefault((buffer.device, buffer.dtype), []).append(buffer)
-        self._values = {key: [torch.empty_like(one) for one in buffers] for key, buffers in self._buffers.items()}
-        for key, buffers in self._buffers.items():
-            torch._foreach_copy_(self._values[key], buffers)
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for one in tensors:
+            groups.setdefault((one.device, one.dtype), []).append(one)
+        self._saved = [(group, [torch.empty_like(one) for one in group]) for group in groups.values()]
+        for group, values in self._saved:
+            torch._foreach_copy_(values, group)
 
     @torch.no_grad()
     def restore(self) -> None:
-        for key, buffers in self._buffers.items():
-            torch._foreach_copy_(buffers, self._values[key])
+        for group, values in self._saved:
+            torch._foreach_copy_(group, values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,20 +21,6 @@ def tensors_in(*trees: Any) -> list[Tensor]:
         elif isinstance(tree, dict) and tree:
             found += tensors_in(*tree.values())
     return found
-
-
-def map_tensors(change: Callable[[Tensor], Any], tree: Any) -> Any:
-    """The same arguments with changed tensors."""
-    if isinstance(tree, Tensor):
-        return change(tree)
-    if isinstance(tree, tuple):
-        items = [map_tensors(change, item) for item in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
-    if isinstance(tree, list):
-        return [map_tensors(change, item) for item in tree]
-    if isinstance(tree, dict):
-        return {key: map_tensors(change, value) for key, value in tree.items()}
-    return tree
 
 
 def memory_of(tensor: Tensor) -> int | None:

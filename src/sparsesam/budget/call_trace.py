@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from sparsesam.ascent.layers import LAYERS, Switch, WeightGradient
 from sparsesam.ascent.plan import weight_gradient
-from sparsesam.ascent.tensors import map_tensors, tensors_in
+from sparsesam.ascent.tensors import tensors_in
 from sparsesam.masks.batches import call_model
 from sparsesam.masks.packed import PackedMask
 
@@ -97,7 +97,7 @@ class MultiplyAdds(TorchDispatchMode):
 def trace(model: nn.Module, inputs: Any, clock: Clock, kind: PassKind) -> list[FunctionCall]:
     """Run the model forward and backward once, in its present mode, and leave no gradients behind."""
     mode = _Trace(model, clock, kind)
-    inputs = map_tensors(Tensor.detach, inputs)
+    inputs = tree_map_only(Tensor, Tensor.detach, inputs)
     with mode, mode.tracking_modules(model):
         output = call_model(model, inputs)
     mode.differentiate(output)
@@ -181,7 +181,7 @@ class _Trace(TorchFunctionMode):
     def _replaced(self, one: FunctionCall, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         if self.kind == "inputs" and one.leads_back:
             # The weights of the very first layers stay: without them there would be no backward pass at all.
-            args, kwargs = map_tensors(self._shield, args), map_tensors(self._shield, kwargs)
+            args, kwargs = tree_map_only(Tensor, self._shield, (args, kwargs))
         elif self.kind in ("quarter", "three quarters") and one.sliced:
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             func = partial(LAYERS[func], self._filters[id(weight)], Switch(on=True))
