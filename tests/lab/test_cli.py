@@ -80,7 +80,7 @@ def test_eval_and_export_read_the_best_weights_or_the_last(tmp_path, capsys):
     assert main(["eval", out, "--split", "val"]) == 0
     assert "val accuracy" in capsys.readouterr().out
     for name in ("model.safetensors", "model.pt"):
-        file = tmp_path / "exported" / name
+        file = tmp_path / ("exported" if name == "model.pt" else "run") / name  # also beside the run's own files
         assert main(["export", out, "-o", str(file)]) == 0
         assert main(["eval", out, "--weights", str(file)]) == 0
         assert str(file) in capsys.readouterr().out

@@ -20,6 +20,12 @@ def nearest(name: str, known: Iterable[str], *, otherwise: str = "--help lists a
     return f"did you mean {' or '.join(found[:3])}?" if found else otherwise
 
 
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """To be appended to a message: the names that were probably meant, or nothing."""
+    meant = nearest(name, known, otherwise="")
+    return meant and f"; {meant}"
+
+
 def check_names(given: Iterable[str], known: Iterable[str]) -> None:
     """Refuse a setting that does not exist."""
     known = list(known)

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from sparsesam.lab.commands.parser import Namespace, Parser, add_settings, settings_of
+from sparsesam.lab.commands.parser import Namespace, Parser, add_settings, settings_from
 from sparsesam.lab.data.augment import denormalize
 from sparsesam.lab.display import check_plot, plural, write_images
 from sparsesam.lab.experiment.batches import Share, load_splits, make_batches
@@ -27,7 +27,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace) -> int:
     check_plot(options.out)
-    config, environment = settings_of(options)
+    config, environment = settings_from(options)
     config = replace(config, batch_size=options.images)
     splits = load_splits(config, environment)
     batches = make_batches(config, splits, Share(), torch.device("cpu"), workers=0)

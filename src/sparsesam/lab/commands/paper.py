@@ -128,16 +128,10 @@ def _list() -> Table:
     drawn.add_column("name", no_wrap=True)
     drawn.add_column("")
     drawn.add_column("runs", no_wrap=True, justify="right")
-    for one in sorted(recipes().values(), key=_order):
+    for one in recipes().values():
         counts = " / ".join(str(len(one.sweep(scale, [0], {}).variants)) for scale in get_args(Scale))
         drawn.add_row(one.place, one.label, one.title, counts)
     return drawn
-
-
-def _order(one: Recipe) -> tuple[bool, int]:
-    """Tables, then figures, as they are numbered."""
-    kind, number = one.place.split()
-    return kind == "Figure", int(number)
 
 
 def _show(chosen: Recipe, scale: Scale, settings: Mapping[str, Any], jobs: Sequence[Job], console: Console) -> None:

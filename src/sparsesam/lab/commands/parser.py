@@ -21,7 +21,7 @@ from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, names_o
 from sparsesam.lab.experiment.setting_types import alternatives, fitted
 from sparsesam.lab.names import check_names, nearest
 
-__all__ = ["ArgumentParser", "Namespace", "Parser", "add_settings", "settings_of"]
+__all__ = ["ArgumentParser", "Namespace", "Parser", "add_settings", "settings_from"]
 
 
 class UsageError(Exception):
@@ -89,7 +89,7 @@ def add_options(parser: Parser, kind: Any, *, leave_out: tuple[str, ...] = (), f
         group.add_argument(flag, **_with_converter(flag, options))
 
 
-def settings_of(options: Namespace) -> tuple[TrainConfig, RunEnvironment]:
+def settings_from(options: Namespace) -> tuple[TrainConfig, RunEnvironment]:
     """The settings of the config files, later ones winning, and of the options, which win over files."""
     known = (*names_of(TrainConfig), *names_of(RunEnvironment))
     given: dict[str, Any] = {}

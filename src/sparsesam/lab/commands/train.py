@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 
-from sparsesam.lab.commands.parser import Namespace, Parser, add_settings, settings_of
+from sparsesam.lab.commands.parser import Namespace, Parser, add_settings, settings_from
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.run_directory import RunDirectory
 
@@ -26,7 +26,7 @@ def run(options: Namespace) -> int:
         if not hasattr(options, "out"):
             raise ValueError("--resume needs --out, the directory of the run to continue")
         options.config = [RunDirectory.existing(options.out).config, *options.config]
-    config, environment = settings_of(options)
+    config, environment = settings_from(options)
     environment = under_torchrun(environment)
     result = run_training(config, environment, RunObserver() if environment.quiet else ProgressBar())
     chosen = "validation" if result.best_chosen_on == "val" else "test"

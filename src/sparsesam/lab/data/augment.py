@@ -97,7 +97,7 @@ def crop_and_flip(images: Tensor, tops: Tensor, lefts: Tensor, flips: Tensor | N
     """Pad with zeros, take the (h, w) window at (top, left) of each padded image, mirror those with flip True.
 
     A row of a window is w neighbours in memory, so that one `index_select` copies whole rows. The mirror image of
-    the window at ``left`` is the window at 2 padding - left of the mirrored image, which lies in memory as well.
+    the window at ``left`` is the window at 2 padding - left of the mirrored image, which is in memory too.
     """
     count, channels, height, width = images.shape
     sides = 1 if flips is None else 2

@@ -75,7 +75,8 @@ def corrupt(images: Tensor, rate: float, kind: str, generator: torch.Generator) 
     corrupted = images.clone()
     for place, function in enumerate(CORRUPTIONS.values()):
         for part in (kinds == place).nonzero()[:, 0].split(CHUNK):
-            corrupted[part] = _bytes(function(images[part] / 255, generator))
+            changed = function(images[part] / 255, generator)
+            corrupted[part] = changed.mul(255).round_().clamp_(0, 255).to(torch.uint8)
     return corrupted
 
 
@@ -89,10 +90,6 @@ def plasma(count: int, height: int, width: int, generator: torch.Generator) -> T
         cells, weight = 2 * cells, weight / 2
     low, high = field.amin((2, 3), keepdim=True), field.amax((2, 3), keepdim=True)
     return ((field - low) / (high - low).clamp_min(1e-12))[:, 0]
-
-
-def _bytes(images: Tensor) -> Tensor:
-    return images.mul(255).round_().clamp_(0, 255).to(torch.uint8)
 
 
 def flip_labels(labels: Tensor, *, fraction: float, num_classes: int, generator: torch.Generator) -> Tensor:

@@ -56,7 +56,8 @@ def _local(data_dir: Path, remotes: Sequence[Remote]) -> list[Path] | None:
     """The four files, from the first folder that has any of them; None where there is none."""
     names = [remote.name.removesuffix(".gz") for remote in remotes]
     for folder in (data_dir / name for name in FOLDERS):
-        found = [_either(folder / name) for name in names]
+        either = [(folder / name, folder / f"{name}.gz") for name in names]
+        found = [next((path for path in paths if path.exists()), None) for paths in either]
         if absent := [name for name, path in zip(names, found, strict=True) if path is None]:
             if len(absent) < len(found):
                 raise DataError(
@@ -65,10 +66,6 @@ def _local(data_dir: Path, remotes: Sequence[Remote]) -> list[Path] | None:
             continue
         return [path for path in found if path is not None]
     return None
-
-
-def _either(path: Path) -> Path | None:
-    return next((candidate for candidate in (path, path.with_name(f"{path.name}.gz")) if candidate.exists()), None)
 
 
 def _labelled(images: Path, labels: Path) -> Labelled:

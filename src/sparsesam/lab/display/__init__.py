@@ -7,10 +7,10 @@ from sparsesam.lab.display.colors import COLORS, PALETTE_SIZE, assign_colors
 from sparsesam.lab.display.drawing import check_plot, write_figures, write_images, write_plot
 from sparsesam.lab.display.figure import Axis, Bar, Figure, Series, error_bars
 from sparsesam.lab.display.numbers import Number, number, numbers, percent, plural, plus_minus, ratio, significant
-from sparsesam.lab.display.table import Cell, Table, cells, number_cell, table_of_rows
+from sparsesam.lab.display.table import Cell, Table, cells, finished_of, number_cell, table_of_rows
 
 __all__ = [
     "COLORS", "PALETTE_SIZE", "Axis", "Bar", "Cell", "Figure", "Number", "Series", "Table", "assign_colors", "cells",
-    "check_plot", "error_bars", "number", "number_cell", "numbers", "percent", "plural", "plus_minus", "ratio",
-    "significant", "table_of_rows", "write_figures", "write_images", "write_plot",
+    "check_plot", "error_bars", "finished_of", "number", "number_cell", "numbers", "percent", "plural", "plus_minus",
+    "ratio", "significant", "table_of_rows", "write_figures", "write_images", "write_plot",
 ]  # fmt: skip

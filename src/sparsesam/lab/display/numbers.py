@@ -11,7 +11,7 @@ MISSING = "–"
 
 
 def number(value: Any) -> Number:
-    """A finite float; None for anything else, NaN and infinity included, which neither JSON nor an axis can show."""
+    """A finite float; None for anything else, NaN and infinity included, which JSON and axes cannot show."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:

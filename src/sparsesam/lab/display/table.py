@@ -44,3 +44,9 @@ def table_of_rows(name: str, caption: str, rows: Mapping[str, Mapping[str, Cell]
     numeric = {column for row in rows.values() for column, cell in row.items() if cell.order is not None}
     text_columns = [column for column in columns if column not in numeric]
     return Table(name, caption, ["run", *columns], filled, text_columns)
+
+
+def finished_of(finished: int, total: int, failed: int) -> str:
+    """How many of the runs of a variant are finished: 3, or 2 of 3, 1 failed."""
+    done = str(finished) if finished == total else f"{finished} of {total}"
+    return f"{done}, {failed} failed" if failed else done

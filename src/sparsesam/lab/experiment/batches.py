@@ -12,17 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from sparsesam.lab.data import (
-    Augment,
-    DataError,
-    FolderSplits,
-    Splits,
-    corrupt,
-    flip_labels,
-    load_dataset,
-    standard_augmentation,
-)
-from sparsesam.lab.data.augment import mixup
+from sparsesam.lab.data import DataError, FolderSplits, Splits, corrupt, flip_labels, load_dataset
+from sparsesam.lab.data.augment import Augment, mixup, standard_augmentation
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.seeds import Purpose, derive, generator
 

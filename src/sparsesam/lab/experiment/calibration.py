@@ -119,7 +119,8 @@ def _measure(
 
     steppers = {name: stepper(name, config) for name, config in configs.items()}
     # What comes before `ascent_start` is plain.
-    plain = {name: stepper(name, _plain(config)) for name, config in configs.items() if config.ascent_start}
+    late = {name: config for name, config in configs.items() if config.ascent_start and not config.is_plain}
+    plain = {name: stepper(name, replace(config, optimizer=config.base)) for name, config in late.items()}
     everyone = [*steppers.values(), *plain.values()]
     for _ in range(1 + ROUNDS):
         for one in everyone:
@@ -191,7 +192,3 @@ def _time_of(label: str, config: TrainConfig, one: _Stepper, plain: _Stepper | N
         share = min(1.0, config.ascent_start / config.epochs)
         whole = share * steps * statistics.median(plain.rounds[1:]) + (1 - share) * whole
     return VariantTime(label, rounds, per_mask, whole, config.epochs)
-
-
-def _plain(config: TrainConfig) -> TrainConfig:
-    return replace(config, optimizer=config.base if not config.is_plain else config.optimizer)

@@ -33,7 +33,8 @@ def open_logger(config: TrainConfig, environment: RunEnvironment, folder: Path) 
         yield lambda record: None
         return
     logger = _logger(environment.logger, folder, name=environment.name or folder.name)
-    logger.log_hyperparams({name: _loggable(value) for name, value in vars(config).items()})
+    plain = (bool, int, float)
+    logger.log_hyperparams({name: one if isinstance(one, plain) else str(one) for name, one in vars(config).items()})
 
     def log(record: Mapping[str, Any]) -> None:
         metrics = {name.replace("_", "/", 1): record[name] for name in METRICS if record.get(name) is not None}
@@ -73,7 +74,3 @@ def _logger(kind: str, folder: Path, name: str) -> Any:
 
     tracking = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
     return MLFlowLogger("sparsesam", run_name=name, tracking_uri=tracking)
-
-
-def _loggable(value: Any) -> Any:
-    return value if isinstance(value, bool | int | float | str) else str(value)

@@ -46,7 +46,7 @@ def _commit() -> str | None:
         ).stdout.strip()
 
     try:
-        # An installed copy may lie inside some other project's checkout: only a tracked file is in ours.
+        # An installed copy may be inside another project's checkout: only a tracked file is in ours.
         git("ls-files", "--error-unmatch", Path(__file__).name)
         return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
     except (OSError, subprocess.CalledProcessError):

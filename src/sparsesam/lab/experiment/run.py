@@ -101,7 +101,8 @@ def make_training(
     share = Share(fabric.global_rank, fabric.world_size)
     if share.world > 1 and config.ascent != "explicit" and not config.is_plain:
         raise ValueError(f"ascent must be explicit on several devices, got {config.ascent}; train on one")
-    batches = make_batches(config, splits, share, fabric.device, _workers(environment))
+    workers = min(4, joblib.cpu_count()) if environment.workers is None else environment.workers
+    batches = make_batches(config, splits, share, fabric.device, workers)
     seed_global(derive(config.seed, Purpose.WEIGHTS), fabric.device)
     model = models.build_model(config.model, splits.num_classes, splits.in_channels, splits.image_size)
     if config.init_from is not None:
@@ -110,10 +111,6 @@ def make_training(
         except CheckpointError as error:
             raise ValueError(f"init_from: {error}") from error
     return Training(config, model, batches, fabric, record_times=environment.record_times)
-
-
-def _workers(environment: RunEnvironment) -> int:
-    return min(4, joblib.cpu_count()) if environment.workers is None else environment.workers
 
 
 def _restore(training: Training, directory: RunDirectory, fabric: Fabric) -> None:

@@ -91,7 +91,8 @@ class RunDirectory:
         else:
             self.records.unlink(missing_ok=True)
             forget_masks_from(self.masks, 0)
-        write_whole(self.config, yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False))
+        settings = {name: list(one) if isinstance(one, tuple) else one for name, one in vars(config).items()}
+        write_whole(self.config, yaml.safe_dump(settings, sort_keys=False))
         return before
 
     def _check_settings(self, config: TrainConfig) -> None:
@@ -156,9 +157,9 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file atomically."""
+    """Replace a file atomically; what cannot be written as UTF-8, such as the name of a directory, becomes "?"."""
     part = path.with_name(path.name + ".part")
-    part.write_text(text)
+    part.write_text(text, encoding="utf-8", errors="replace")
     part.replace(path)
 
 
@@ -168,7 +169,3 @@ def _holder(path: Path) -> str:
         return f"process {holder['pid']} on {holder['host']}"
     except (OSError, ValueError, KeyError):
         return "another process"
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

@@ -8,7 +8,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
-from sparsesam.lab.names import nearest
+from sparsesam.lab.names import suggestion
 
 
 def option(default: Any, text: str, *, group: str | None = None) -> Any:
@@ -25,19 +25,15 @@ def fitted(name: str, value: Any, hint: Any) -> Any:
         found = _as(value, one)
         if found is not _UNFIT:
             return found
-    raise ValueError(f"{name} must be {in_words(hint)}, got {value!r}{_suggestion(value, hint)}")
+    choices = [one for kind in alternatives(hint) if typing.get_origin(kind) is typing.Literal for one in kind.__args__]
+    meant = suggestion(str(value), [one for one in choices if isinstance(one, str)])
+    raise ValueError(f"{name} must be {in_words(hint)}, got {value!r}{meant}")
 
 
 def in_words(hint: Any) -> str:
     """A type as a sentence has it: "an int, or null"."""
     words = [_word(one) for one in alternatives(hint)]
     return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
-
-
-def _suggestion(value: Any, hint: Any) -> str:
-    choices = [one for kind in alternatives(hint) if typing.get_origin(kind) is typing.Literal for one in kind.__args__]
-    meant = nearest(str(value), [one for one in choices if isinstance(one, str)], otherwise="")
-    return meant and f"; {meant}"
 
 
 _UNFIT = object()

@@ -18,7 +18,7 @@ import yaml
 from sparsesam.lab.experiment.config import TrainConfig, from_mapping, names_of
 from sparsesam.lab.experiment.identity import unused
 from sparsesam.lab.experiment.run_directory import RunDirectory
-from sparsesam.lab.names import check_names, nearest
+from sparsesam.lab.names import check_names, suggestion
 
 _KEYS = ("title", "settings", "variants", "grid", "seeds")
 
@@ -117,24 +117,16 @@ def _read(file: str | Path) -> tuple[str, str]:
     path = Path(file)
     if path.is_file():
         return path.read_text(), path.stem
-    packaged = {one.name.removesuffix(".yaml"): one for one in _packaged().iterdir() if one.name.endswith(".yaml")}
+    files = (resources.files("sparsesam.lab.experiment") / "sweeps").iterdir()
+    packaged = {one.name.removesuffix(".yaml"): one for one in files if one.name.endswith(".yaml")}
     if str(file) in packaged:
         return packaged[str(file)].read_text(), str(file)
     folder = path.parent if path.parent.is_dir() else Path()
     here = sorted(str(one) for suffix in ("*.yaml", "*.yml") for one in folder.glob(suffix))
     raise ValueError(
         f"{file} does not exist: give a YAML file or a sweep that comes with sparsesam ({', '.join(packaged)})"
-        f"{_meant(str(file), [*here, *packaged])}"
+        f"{suggestion(str(file), [*here, *packaged])}"
     )
-
-
-def _meant(name: str, known: Sequence[str]) -> str:
-    found = nearest(name, known, otherwise="")
-    return found and f"; {found}"
-
-
-def _packaged() -> Any:
-    return resources.files("sparsesam.lab.experiment") / "sweeps"
 
 
 def _seeds(value: int | list[int]) -> list[int]:

@@ -12,7 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from sparsesam.lab.display import percent, plural, ratio, significant
+from sparsesam.lab.display import finished_of, percent, plural, ratio, significant
 from sparsesam.lab.experiment.calibration import SweepCalibration
 from sparsesam.lab.experiment.execution import Outcome
 from sparsesam.lab.experiment.observers import duration
@@ -141,7 +141,7 @@ def sweep_table(title: str, jobs: Sequence[Job], calibration: SweepCalibration |
             ),
             ratio(cost / unit if cost and unit else None),
             significant(finished[0]["sparsity"] if finished else None),
-            _seeds(members, len(finished)),
+            finished_of(len(finished), len(members), sum(job.failure is not None for job in members)),
             *([running[label]] if any(running.values()) else []),
         )
     return drawn
@@ -159,9 +159,3 @@ def _running(members: Sequence[Job]) -> str:
     """How far the runs that are running have come."""
     running = [job for job in members if (job.directory / "running.json").exists()]
     return ", ".join(f"epoch {epochs_done(job)}/{job.config.epochs}" for job in running)
-
-
-def _seeds(members: Sequence[Job], finished: int) -> str:
-    failed = sum(job.failure is not None for job in members)
-    done = str(finished) if finished == len(members) else f"{finished} of {len(members)}"
-    return f"{done}, {failed} failed" if failed else done

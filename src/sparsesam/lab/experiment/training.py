@@ -69,7 +69,10 @@ class Training:
         self.cost = StepCost(plain_pass(model.to(fabric.device), first.images, first.labels))
         if config.compile:  # operations of compiled code are not seen
             self.cost.per_image = {"ascent": 1 + config.ascent_fraction, "plain": 1.0}
-        self.ema = _averaged(model, config.ema).to(fabric.device) if config.ema is not None else None
+        self.ema: AveragedModel | None = None
+        if config.ema is not None:
+            average = get_ema_multi_avg_fn(config.ema)
+            self.ema = AveragedModel(model, multi_avg_fn=average, use_buffers=True).to(fabric.device)
         compiled: nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
         # Only the module goes through Fabric: its optimizer wrapper would hand our closure to a GradScaler,
         # which refuses closures. `_step` does what that wrapper does.
@@ -315,10 +318,6 @@ class Training:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
-
-
-def _averaged(model: nn.Module, decay: float) -> AveragedModel:
-    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
 
 
 @torch.no_grad()

@@ -47,7 +47,7 @@ class GradientAnalysis(Analysis[GradientDifference]):
             name="gradient-difference",
             title="Histogram of r",
             caption=f"r = {logarithm} |(g_SAM − g_SGD) / g_SGD| of each weight. Left of 0, SAM’s gradient differs by "
-            "less than the gradient itself: the perturbation hardly matters there.",
+            "less than the gradient itself: the perturbation matters little there.",
             kind="lines",
             x=Axis("r"),
             y=Axis("share of weights per bin"),
@@ -60,7 +60,7 @@ class GradientAnalysis(Analysis[GradientDifference]):
             kind="bars",
             x=Axis("parameter"),
             y=Axis("share with r < 0 (%)"),
-            panels={"": [_layers(one) for one in measured]},
+            panels={"": [one.series(one.result.layers, _shares(one.result)) for one in measured]},
         )
         return [histogram, layers]
 
@@ -75,5 +75,5 @@ def _histograms(measured: Sequence[Measured[GradientDifference]], group: str) ->
     return series
 
 
-def _layers(one: Measured[GradientDifference]) -> Series:
-    return one.series(one.result.layers, [100 * layer.share_below_zero for layer in one.result.layers.values()])
+def _shares(result: GradientDifference) -> list[float]:
+    return [100 * layer.share_below_zero for layer in result.layers.values()]

@@ -114,6 +114,7 @@ class LandscapeAnalysis(Analysis[Landscape]):
 
 def _lines(name: str, measured: Sequence[Measured[Landscape]]) -> Figure:
     between = name == "landscape-between"
+    names = {one.label: f"{one.label} to {one.other}" if one.other else one.label for one in measured}
     return Figure(
         name=f"{name}-line",
         title="Loss between two runs" if between else "Loss along a line",
@@ -123,12 +124,8 @@ def _lines(name: str, measured: Sequence[Measured[Landscape]]) -> Figure:
         kind="lines",
         x=Axis("share of the way from the first run to the second" if between else "distance along the direction"),
         y=Axis("loss"),
-        panels={"": [_line(one) for one in measured]},
+        panels={"": [one.series(one.result.x, one.result.loss, name=names[one.label]) for one in measured]},
     )
-
-
-def _line(one: Measured[Landscape]) -> Series:
-    return one.series(one.result.x, one.result.loss, name=f"{one.label} to {one.other}" if one.other else "")
 
 
 def _surface_figures(name: str, measured: Sequence[Measured[Landscape]]) -> list[Figure]:

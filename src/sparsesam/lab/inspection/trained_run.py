@@ -116,7 +116,7 @@ class TrainedRun:
     @cached_property
     def weights(self) -> dict[str, Tensor]:
         """The state dict of the model as it was tested: the moving average, where the run has one."""
-        if self.file.parent != self.path:
+        if self.file not in (self.directory.best, self.directory.last):
             return read_weights(self.file)
         try:
             return weights_of(self._content)

@@ -41,7 +41,7 @@ def render(title: str, made: str, sections: Sequence[Section], data: ReportData)
         count=data.count(),
         sections=sections,
         missing=missing_analyses(data),
-        problems=_problems(data),
+        problems=[(str(run.path), one) for run in data.runs for one in run.problems] + data.problems,
         downsampled=_downsampled_to(figures, limit),
         colors=COLORS,
         style=Markup(_asset("page.css")),
@@ -54,10 +54,6 @@ def render(title: str, made: str, sections: Sequence[Section], data: ReportData)
 def _breakable(text: str) -> Markup:
     """Long paths may break after a slash; nothing breaks within a word, such as a hash."""
     return Markup(str(escape(text)).replace("/", "/<wbr>"))
-
-
-def _problems(data: ReportData) -> list[tuple[str, str]]:
-    return [(str(run.path), problem) for run in data.runs for problem in run.problems] + data.problems
 
 
 def _downsampled_to(figures: Sequence[Figure], limit: int) -> int | None:
@@ -102,7 +98,7 @@ def _json(figures: Sequence[Figure], limit: int) -> str:
 
 def _figure(figure: Figure, limit: int, twin: str | None) -> dict[str, Any]:
     panels = [
-        {"name": name, "series": [_rounded_fields(downsampled(one, limit)) for one in panel]}
+        {"name": name, "series": [_rounded(vars(downsampled(one, limit))) for one in panel]}
         for name, panel in figure.panels.items()
     ]
     return {
@@ -119,14 +115,12 @@ def _figure(figure: Figure, limit: int, twin: str | None) -> dict[str, Any]:
     }
 
 
-def _rounded_fields(series: Series) -> dict[str, Any]:
-    return {name: _rounded(value) for name, value in vars(series).items()}
-
-
 def _rounded(value: Any) -> Any:
     """Numbers with six significant digits, more than a chart can show."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {name: _rounded(one) for name, one in value.items()}
     return [_rounded(one) for one in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 

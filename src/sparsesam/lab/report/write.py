@@ -9,6 +9,7 @@ from pathlib import Path
 
 from sparsesam.lab.display import write_figures
 from sparsesam.lab.experiment.calibration import SweepCalibration, read_calibration
+from sparsesam.lab.experiment.run_directory import write_whole
 from sparsesam.lab.report.data import ReportData, Section
 from sparsesam.lab.report.files import find_runs
 from sparsesam.lab.report.layout import build_sections
@@ -39,10 +40,7 @@ def write_report(
     made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC") + (f", {command}" if command else "")
     page = render(title, made, sections, data)
     out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.with_name(out.name + ".part")
-    # The name of a directory may hold bytes that are not text.
-    part.write_text(page, encoding="utf-8", errors="replace")
-    part.replace(out)
+    write_whole(out, page)
     if figures is not None:
         write_figures([figure for section in sections for figure in section.figures], Path(figures))
     return data

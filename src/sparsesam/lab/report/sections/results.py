@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-from sparsesam.lab.display import (
-    Axis,
-    Bar,
-    Cell,
-    Figure,
-    Number,
-    Series,
-    Table,
-    cells,
-    number_cell,
-    percent,
-    plural,
-    ratio,
-    significant,
-)
+from sparsesam.lab.display import Axis, Bar, Cell, Figure, Series, Table, cells, finished_of, number_cell
+from sparsesam.lab.display.numbers import Number, percent, plural, ratio, significant
 from sparsesam.lab.experiment.confidence import confidence_interval
 from sparsesam.lab.report.cost import VariantCosts
 from sparsesam.lab.report.data import Part, ReportData, Section
@@ -108,6 +95,7 @@ def _chosen_on(task: Task) -> str:
 def _row(variant: Variant, cost: VariantCosts) -> list[Cell]:
     measures = ("best_test_accuracy", "train_accuracy", "sparsity")
     best, train, sparsity = (variant.mean(measure) for measure in measures)
+    finished, failed = len(variant.finished), sum(run.status == "failed" for run in variant.runs)
     return cells(
         variant.label,
         Cell(percent(variant.accuracy, variant.deviation("test_accuracy")), order=variant.accuracy),
@@ -115,15 +103,8 @@ def _row(variant: Variant, cost: VariantCosts) -> list[Cell]:
         number_cell(sparsity, significant),
         number_cell(best, percent),
         number_cell(train, percent),
-        Cell(_seeds(variant), order=len(variant.finished)),
+        Cell(finished_of(finished, len(variant.runs), failed), order=finished),
     )
-
-
-def _seeds(variant: Variant) -> str:
-    finished = len(variant.finished)
-    text = str(finished) if finished == len(variant.runs) else f"{finished} of {len(variant.runs)}"
-    failed = sum(run.status == "failed" for run in variant.runs)
-    return text + (f", {failed} failed" if failed else "")
 
 
 def _notes(task: Task) -> list[str]:

@@ -63,7 +63,7 @@ def _row(run: RunRecord, name: str, label: str) -> list[Cell]:
     )
 
 
-def provenance(data: ReportData) -> Section:
+def where_and_how(data: ReportData) -> Section:
     tables = [table for table in (_origins(data), _settings(data)) if table.rows]
     return Section("provenance", "Where and how", [Part("", tables)] if tables else [])
 
