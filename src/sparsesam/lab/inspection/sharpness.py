@@ -31,12 +31,11 @@ class SharpnessAnalysis(Analysis[SharpnessResult]):
 
     rho: float | None = option(None, "radius; default the first run's")
     steps: int = option(20, "gradients of the ascent")
-    starts: int = option(1, "ascents; further ones begin at random points")
 
     def measure(self, subject: TrainedRun, progress: Progress) -> SharpnessResult:
         assert self.rho is not None
         masks = usable_masks(subject)
-        common: dict[str, Any] = {"steps": self.steps, "starts": self.starts, "seed": subject.on.seed}
+        common: dict[str, Any] = {"steps": self.steps, "seed": subject.on.seed}
         every = sharpness(subject.objective, self.rho, **common)
         progress(1, 2)
         masked = None if masks is None else sharpness(subject.objective, self.rho, masks=masks, **common)
