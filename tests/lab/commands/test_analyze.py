@@ -184,7 +184,7 @@ def test_a_result_says_how_it_was_made(runs):
     assert made["checkpoint"] == "best"
     assert (made["step"], made["mask_step"]) == (run.step, run.mask_step)
     assert (made["split"], made["samples"], made["statistics"], made["seed"]) == ("test", 30, "recomputed", 0)
-    assert made["options"] == {"rho": 0.2, "steps": 1, "starts": 1}
+    assert made["options"] == {"rho": 0.2, "steps": 1}
     assert made["seconds"] > 0
     assert {"command", "torch", "cpu", "threads"} <= made["provenance"].keys()
 
