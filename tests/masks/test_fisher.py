@@ -170,6 +170,7 @@ def test_batches_of_any_size_give_the_same_result():
     model = resnet()
     whole = fisher_diagonal(model, [(x, y)], F.cross_entropy)
     parts = fisher_diagonal(model, [(x[:1], y[:1]), (x[1:4], y[1:4]), (x[4:], y[4:])], F.cross_entropy)
+    assert parts.paths == whole.paths
     for name, value in whole.values.items():
         torch.testing.assert_close(parts.values[name], value)
 

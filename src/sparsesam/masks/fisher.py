@@ -170,7 +170,7 @@ class _Measurement:
 
     def _failing(self, batch: Any, size: int, expected: Mapping[str, Tensor]) -> set[str]:
         """The parameters for which the fast way does not give what is expected."""
-        self.looped, self.paths = set(), {}
+        self.looped = set()
         found = self._zeros()
         try:
             self._add_at_once(batch, size, found, draw=False)
