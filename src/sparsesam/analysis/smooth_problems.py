@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,19 +21,17 @@ class SmoothProblem:
     G: float | None = None
 
 
-class _Logistic(nn.Module):
-    def __init__(self, x: Tensor, y: Tensor, weight: float) -> None:
+class _Function(nn.Module):
+    """A function of its parameters, which begin at ``start``."""
+
+    def __init__(self, start: Mapping[str, Tensor], function: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.w = nn.Parameter(torch.zeros(x.shape[1], dtype=torch.float64))
-        self.register_buffer("x", x)
-        self.register_buffer("y", y)
-        self.weight = weight
+        for name, value in start.items():
+            self.register_parameter(name, nn.Parameter(value.clone()))
+        self.function = function
 
     def forward(self) -> Tensor:
-        assert isinstance(self.x, Tensor)
-        assert isinstance(self.y, Tensor)
-        square = self.w.square()
-        return nn.functional.softplus(-self.y * (self.x @ self.w)).mean() + self.weight * (square / (1 + square)).sum()
+        return self.function(**dict(self.named_parameters()))
 
 
 def nonconvex_logistic(*, samples: int = 200, size: int = 20, weight: float = 0.1, seed: int = 0) -> SmoothProblem:
@@ -46,14 +45,12 @@ def nonconvex_logistic(*, samples: int = 200, size: int = 20, weight: float = 0.
     y = torch.sign(x @ truth + torch.randn(samples, generator=generator, dtype=torch.float64))
     start = 2 * torch.randn(size, generator=generator, dtype=torch.float64)
 
-    def make() -> nn.Module:
-        model = _Logistic(x, y, weight)
-        with torch.no_grad():
-            model.w.copy_(start)
-        return model
+    def f(w: Tensor) -> Tensor:
+        return nn.functional.softplus(-y * (x @ w)).mean() + weight * (w.square() / (1 + w.square())).sum()
 
     smooth = float(torch.linalg.matrix_norm(x, 2)) ** 2 / (4 * samples) + 2 * weight
     gradient = float(x.norm(dim=1).mean()) + weight * math.sqrt(size) * 3 * math.sqrt(3) / 8
+    make = partial(_Function, {"w": start}, f)
     return SmoothProblem(make, "logistic loss with the non-convex regularizer w² / (1 + w²)", smooth, gradient)
 
 
@@ -65,14 +62,9 @@ def tanh_network(*, samples: int = 64, hidden: int = 5, seed: int = 0) -> Smooth
     shapes = {"first": (hidden, 3), "bias": (hidden,), "second": (1, hidden)}
     start = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
 
-    class Network(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            for name, value in start.items():
-                self.register_parameter(name, nn.Parameter(value.clone()))
+    def f(first: Tensor, bias: Tensor, second: Tensor) -> Tensor:
+        inner = torch.tanh(nn.functional.linear(x, first, bias))
+        return (nn.functional.linear(inner, second) - y).square().mean()
 
-        def forward(self) -> Tensor:
-            inner = torch.tanh(nn.functional.linear(x, self.first, self.bias))  # type: ignore[arg-type]
-            return (nn.functional.linear(inner, self.second) - y).square().mean()  # type: ignore[arg-type]
-
-    return SmoothProblem(Network, f"squared error of a tanh network with {hidden} hidden units")
+    make = partial(_Function, start, f)
+    return SmoothProblem(make, f"squared error of a tanh network with {hidden} hidden units")
