@@ -23,7 +23,7 @@ from sparsesam.ascent.kept_entries import dense_entries, kept_in
 from sparsesam.ascent.momentum import require_momentum_setting
 from sparsesam.ascent.old_gradient import OldGradient
 from sparsesam.ascent.rng import RNGState
-from sparsesam.ascent.statistics import versions
+from sparsesam.ascent.statistics import statistics_versions
 from sparsesam.closures import run_closure, run_empty_closure
 from sparsesam.distributed import as_shard_of
 from sparsesam.masks.mask import MaskRule
@@ -166,7 +166,7 @@ class SharpnessAware(OptimizerWrapper):
             with self._discarded_on_error():
                 result = None if closure is None else run_empty_closure(step, closure)
             self._descend(step)
-            self._statistics_at = versions(self.model)
+            self._statistics_at = statistics_versions(self.model)
             return result
         if closure is None:
             if self._step is None and self._only_makes_state():
@@ -236,7 +236,7 @@ class SharpnessAware(OptimizerWrapper):
             self._context.engine.switched_off("the first pass was not in `with opt.first_pass():`")
         else:
             step.require_unchanged(self._perturbed_params())
-        after_first_pass = step.climbs or self._statistics_at not in (None, versions(self.model))
+        after_first_pass = step.climbs or self._statistics_at not in (None, statistics_versions(self.model))
         with self._discarded_on_error(), step.away(batch, statistics_return=after_first_pass):
             self.zero_grad()
             with self._context.engine.second_pass(step.first):
@@ -351,7 +351,7 @@ class SharpnessAware(OptimizerWrapper):
             has_last,
         )
         self._context.perturbation.last = last_perturbation or {}
-        self._statistics_at = versions(self.model)
+        self._statistics_at = statistics_versions(self.model)
 
     # ---- a step ------------------------------------------------------------------------------------------
 

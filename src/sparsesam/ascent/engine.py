@@ -26,7 +26,7 @@ from sparsesam.ascent.layers import layer_forward
 from sparsesam.ascent.plan import Ascent, Norm, Plan, make_plan
 from sparsesam.ascent.prefix import Agree, Prefix
 from sparsesam.ascent.replaced_calls import Replacement, is_compiled, replaced_calls
-from sparsesam.ascent.report import describe
+from sparsesam.ascent.report import engine_report
 from sparsesam.ascent.rng import RNGState
 from sparsesam.ascent.survey import Survey, has_gradient_hooks, have_global_hooks, have_hooks, hooks_left_out, survey
 from sparsesam.ascent.tensors import memory_of
@@ -204,7 +204,7 @@ class Engine:
     def report(self) -> dict[str, str]:
         if self.last is None:
             return {"engine": f"off: {self._why_not}" if self._why_not else "on: no step taken yet"}
-        return describe(self.last)
+        return engine_report(self.last)
 
 
 def _plain_call(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

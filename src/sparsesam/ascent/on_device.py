@@ -55,7 +55,7 @@ def scaled_directions(directions: Tensor, weights: Tensor | None, *, eta: float 
     return directions.mul_((weights.abs() + eta).pow_(power))
 
 
-def perturbation(scaled: Tensor, scale: float | Tensor, unusable: Tensor | None, dtype: torch.dtype) -> Tensor:
+def usable_or_zero(scaled: Tensor, scale: float | Tensor, unusable: Tensor | None, dtype: torch.dtype) -> Tensor:
     """e = scale * T² g, zero where the norm is not usable; in place of T² g unless that is of half precision."""
     # A scale of half precision would be off by up to 0.4 %, or overflow.
     e = (scaled.float() if scaled.dtype in _HALF else scaled).mul_(scale)
@@ -207,7 +207,7 @@ class DeviceMover:
             key = weight.device, _identity(rho)
             if key not in known:
                 known[key] = scale_of(rho, norm, weight.device)
-            self._add(group, perturbation(group.scaled(power=2), *known[key], weight.dtype))
+            self._add(group, usable_or_zero(group.scaled(power=2), *known[key], weight.dtype))
             if last is not None:
                 last.update(group.added())
 

@@ -6,7 +6,7 @@ from sparsesam.ascent.first_pass import FirstPass
 from sparsesam.ascent.plan import Plan
 
 
-def describe(first: FirstPass) -> dict[str, str]:
+def engine_report(first: FirstPass) -> dict[str, str]:
     """Under "engine" the whole, then one line for each trainable parameter."""
     reused = first.prefix.reused
     state = "on" if first.why_not is None else f"on, but the first backward was computed in full: {first.why_not}"

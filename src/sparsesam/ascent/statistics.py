@@ -34,7 +34,7 @@ def renormalized_in_forward(modules: Iterable[nn.Module]) -> list[Tensor]:
     ]
 
 
-def versions(model: nn.Module) -> list[int]:
+def statistics_versions(model: nn.Module) -> list[int]:
     """Changes whenever a running statistic is written to."""
     return [buffer._version for buffer in statistics_of(model.modules())]
 

@@ -37,7 +37,7 @@ def draw_batches(data: Any, count: int, *, generator: torch.Generator, chunk: in
         raise ValueError(f"count and chunk must be at least 1, got count={count} and chunk={chunk}")
     source = _indexed(data)
     if source is None:
-        return _from_stream(iter(data), count, chunk)
+        return _from_stream(data, count, chunk)
     return _from_indices(*source, count, generator, chunk)
 
 
@@ -119,14 +119,7 @@ def _from_indices(length: int, fetch: Fetch, count: int, generator: torch.Genera
     return (fetch(drawn[start : start + chunk]) for start in range(0, len(drawn), chunk))
 
 
-def _from_stream(batches: Iterator[Any], count: int, chunk: int) -> Iterator[Any]:
-    first = next(batches, None)
-    if first is None:
-        raise ValueError("data is empty; at least one sample is needed")
-    return _take(itertools.chain([first], batches), count, chunk)
-
-
-def _take(batches: Iterator[Any], count: int, chunk: int) -> Iterator[Any]:
+def _from_stream(batches: Iterable[Any], count: int, chunk: int) -> Iterator[Any]:
     taken = 0
     for batch in batches:
         size = batch_size(batch)
