@@ -12,7 +12,7 @@ log T is 0. With the harmonic number itself in place of log T the proofs hold, s
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -144,7 +144,7 @@ def measure_convergence(
     bound_harmonic = first / np.sqrt(at) + second * harmonic / np.sqrt(at)
     measured = means.mean(axis=0)
     assumptions = _assumptions(problem, observed, assumed, eta_0, rho_0, divisor, steps * runs)
-    return Convergence(
+    result = Convergence(
         method=method,
         problem=problem.name,
         T=at,
@@ -163,8 +163,9 @@ def measure_convergence(
         eta_0=eta_0,
         rho_0=rho_0,
         sparsity=sparsity,
-        notes=_notes(at, measured, bound, bound_harmonic, assumptions, problem),
+        notes=[],
     )
+    return replace(result, notes=_notes(result, problem))
 
 
 # ---- one run ---------------------------------------------------------------------------------------------------
@@ -276,28 +277,20 @@ def _slope(at: npt.NDArray[np.int64], measured: Array) -> float:
     return float(np.polyfit(np.log(at[half:]), np.log(measured[half:]), 1)[0])
 
 
-def _notes(
-    at: npt.NDArray[np.int64],
-    measured: Array,
-    bound: Array,
-    harmonic: Array,
-    assumptions: list[Assumption],
-    problem: SmoothProblem,
-) -> list[str]:
+def _notes(one: Convergence, problem: SmoothProblem) -> list[str]:
     notes = []
-    failed = [one.text for one in assumptions if not one.holds]
+    failed = [assumption.text for assumption in one.assumptions if not assumption.holds]
     if failed:
         notes.append(f"not satisfied: {'; '.join(failed)}; the theorem does not apply to these runs")
-    above = at[measured > bound]
+    above = one.T[one.measured > one.bound]
     if len(above):
         notes.append(
             f"the measured mean is above the printed bound at T = {', '.join(str(t) for t in above)}: the proof's "
             "sum of 1/t <= log T does not hold (at T = 1 it says 1 <= 0)"
         )
-    if np.all(measured <= harmonic):
-        notes.append(
-            f"with sum 1/t in place of log T the bound holds at every T, {harmonic[-1] / measured[-1]:.3g} x above"
-        )
+    if np.all(one.measured <= one.bound_harmonic):
+        factor = one.bound_harmonic[-1] / one.measured[-1]
+        notes.append(f"with sum 1/t in place of log T the bound holds at every T, {factor:.3g} x above")
     else:
         notes.append("even with sum 1/t in place of log T the measured mean is above the bound somewhere")
     if problem.L is None or problem.G is None:

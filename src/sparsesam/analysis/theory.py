@@ -99,7 +99,7 @@ def generalization_bound(
     measured = sharpness(objective, rho, steps=steps, masks=masks, parameters=parameters)
     bound = measured.max_loss + terms.complexity
     threshold = 1.0 if classes is None else math.log(classes)
-    return GeneralizationBound(
+    result = GeneralizationBound(
         bound=bound,
         max_loss=measured.max_loss,
         loss=measured.loss,
@@ -113,8 +113,9 @@ def generalization_bound(
         vacuous=not bound < threshold,
         masked=masks is not None,
         measured_on=objective.summary(),
-        notes=_notes(bound, terms.complexity, threshold, classes, squared_norm, rho, k, count),
+        notes=[],
     )
+    return dataclasses.replace(result, notes=_notes(result, classes))
 
 
 #: What holds of every bound of this kind.
@@ -125,29 +126,21 @@ CAVEATS = (
 )
 
 
-def _notes(
-    bound: float,
-    complexity: float,
-    threshold: float,
-    classes: int | None,
-    squared_norm: float,
-    rho: float,
-    k: int,
-    n: int,
-) -> list[str]:
+def _notes(one: GeneralizationBound, classes: int | None) -> list[str]:
     guess = (
         "1, the largest loss within [0, 1]" if classes is None else f"log {classes}, the loss of a uniform prediction"
     )
-    if bound < threshold:
-        notes = [f"not vacuous: {bound:.4g} is below {threshold:.4g} ({guess})"]
-    else:
-        notes = [f"vacuous: {bound:.4g} is not below {threshold:.4g} ({guess})"]
-        if not complexity < threshold:
+    if one.vacuous:
+        notes = [f"vacuous: {one.bound:.4g} is not below {one.threshold:.4g} ({guess})"]
+        if not one.complexity < one.threshold:
             notes.append(
-                f"the complexity term alone is {complexity:.4g}: with {k} weights and {n} samples no training loss, "
-                "not even 0, would make the bound informative"
+                f"the complexity term alone is {one.complexity:.4g}: with {one.k} weights and {one.n} samples no "
+                "training loss, not even 0, would make the bound informative"
             )
+    else:
+        notes = [f"not vacuous: {one.bound:.4g} is below {one.threshold:.4g} ({guess})"]
     # exp(4n / k) overflows for small models with much data, where the case never occurs.
-    if 4 * n / k < 700 and squared_norm > rho**2 * math.expm1(4 * n / k):
+    exponent = 4 * one.n / one.k
+    if exponent < 700 and one.squared_norm > one.rho**2 * math.expm1(exponent):
         notes.append("||w||² > rho² (exp(4n/k) - 1): the case that the proof excludes because the bound exceeds 1")
     return [*notes, *CAVEATS]
