@@ -45,6 +45,7 @@ def sharpness(
     rho: float = 0.05,
     *,
     steps: int = 20,
+    starts: int = 1,
     masks: Mapping[str, Tensor] | None = None,
     parameters: ParameterFilter = None,
     seed: int = 0,
@@ -53,23 +54,25 @@ def sharpness(
 
         e <- P(e + a * m ⊙ g(w + e) / ||m ⊙ g(w + e)||),    P the projection onto ||e|| <= rho
 
-    a is rho at first and is halved whenever the loss did not rise. At a critical point it begins in a random direction.
-    With ``masks`` only their weights move, over the whole radius (``norm="masked"``); SSAM's paper form takes the
-    shorter step rho * ||m ⊙ g|| / ||g||, which the ball contains.
+    a is rho at first and is halved whenever the loss did not rise. Further ``starts`` begin at random points of
+    the sphere. With ``masks`` only their weights move, over the whole radius (``norm="masked"``); SSAM's paper
+    form takes the shorter step rho * ||m ⊙ g|| / ||g||, which the ball contains.
     """
     if not 0 < rho < math.inf:
         raise ValueError(f"rho must be positive and finite, got {rho}")
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}")
+    if steps < 1 or starts < 1:
+        raise ValueError(f"steps and starts must be at least 1, got {steps} and {starts}")
     chosen = select_parameters(objective.model, parameters)
     kept = None if masks is None else list(check_masks(masks, chosen).values())
     perturbed = sum(t.numel() for t in chosen.values()) if kept is None else sum(int(mask.sum()) for mask in kept)
     if perturbed == 0:
         raise ValueError("masks keep no weight, so nothing can be perturbed; at least one is needed")
+    generator = torch.Generator().manual_seed(seed)
     with objective.measuring(chosen.values()):
         climb = _Climb(objective, list(chosen.values()), kept, rho)
         with values_kept(climb.tensors, climb.saved):
-            climb.run(steps, torch.Generator().manual_seed(seed))
+            for number in range(starts):
+                climb.run(steps, None if number == 0 else generator)
     notes = ["found by gradient ascent: a lower bound of the true maximum"]
     if not math.isfinite(climb.best):
         notes.append("the loss is not finite somewhere within the ball")
@@ -94,16 +97,18 @@ class _Climb:
         self.objective, self.tensors, self.masks, self.rho = objective, tensors, masks, rho
         self.saved = [tensor.detach().clone() for tensor in tensors]
         self.loss, gradient = objective.gradient(tensors)
-        self.direction = self._unit(gradient)
+        self.home = self._unit(gradient)
         self.best, self.one_step, self.path = self.loss, math.nan, [self.loss]
 
-    def run(self, steps: int, generator: torch.Generator) -> None:
-        direction = self.direction or self._random(generator)
+    def run(self, steps: int, generator: torch.Generator | None) -> None:
+        direction = self.home if generator is None else self._random(generator)
+        if direction is None:  # a critical point: any direction will do
+            direction = self._random(torch.Generator().manual_seed(0))
         place, at, stride = [torch.zeros_like(t) for t in self.tensors], -math.inf, self.rho
         for _ in range(steps):
             trial = self._project([e.add(d, alpha=stride) for e, d in zip(place, direction, strict=True)])
             value, gradient = self._at(trial)
-            if math.isnan(self.one_step):
+            if math.isnan(self.one_step) and generator is None:
                 self.one_step = value
             if not math.isfinite(value):
                 self.best = math.inf
