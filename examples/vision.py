@@ -1,4 +1,8 @@
-"""Noisy digits with a small CNN: SGD, SAM, and the mask that a price of 1.25 x SGD allows."""
+"""Noisy digits with a small CNN: SGD, SAM, and the mask that a price of 1.25 x SGD allows.
+
+The price is that of the layers. Fisher information in the first step, and Python's part of steps as short as these
+(12 ms), come on top.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +30,10 @@ def data(noise: float) -> tuple[torch.Tensor, ...]:
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
-        *(nn.Conv2d(16, 32, 3, padding=1, stride=2), nn.BatchNorm2d(32), nn.ReLU()),
-        *(nn.Flatten(), nn.Linear(32 * 16, 10)),
+        *(nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
+        *(nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU()),
+        *(nn.Conv2d(64, 64, 3, padding=1, stride=2), nn.BatchNorm2d(64), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(64 * 16, 10)),
     )
 
 
