@@ -137,7 +137,8 @@ class FirstPass(TorchFunctionMode):
         """Values may now change without torch's knowledge."""
         prefix, tensor = self.prefix, args[0]
         if isinstance(tensor, Tensor):
-            if memory_of(tensor) in self._model_memory or prefix.holds(tensor):
+            memory = memory_of(tensor)
+            if memory is not None and (memory in self._model_memory or memory in prefix.memory):
                 prefix.drop("the memory of a tensor is given away (.data, numpy, data_ptr)")
             else:
                 prefix.fault_inside("it gives the memory of a tensor away (.data, numpy, data_ptr)")

@@ -54,7 +54,8 @@ class HostMover:
     def move_by(self, targets: Sequence[Target], last: dict[str, Tensor]) -> None:
         """w + last."""
         for target in targets:
-            self._move(target, None, _kept_part(target, last[target.name]))
+            e = last[target.name]  # like the weight, as the devices' implementation may leave it, or what is kept of it
+            self._move(target, None, kept_entries(e, target.mask) if e.shape == target.weight.shape else e)
 
     def _move(self, target: Target, scale: float | None, last: Tensor | None) -> None:
         saved = _buffer(self._saved, target)
@@ -92,13 +93,6 @@ def _buffer(held: dict[str, Tensor], target: Target) -> Tensor:
         room = torch.empty_like(weight) if target.is_dense else weight.new_empty(size)
         held[target.name] = room
     return room
-
-
-def _kept_part(target: Target, e: Tensor) -> Tensor:
-    """The kept rows or entries of an e that is like the weight, as the devices' implementation may leave it."""
-    if e.shape != target.weight.shape:
-        return e
-    return kept_entries(e, target.mask)
 
 
 def _vector_norm(values: Tensor) -> Tensor:

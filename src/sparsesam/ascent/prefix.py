@@ -57,7 +57,7 @@ class Prefix:
         self.why_not: str | None = None
         self._trainable, self._moved, self._rng, self._agree = plan.names, plan.moved, rng, agree
         self._records: dict[int, list[_Record | None]] = {}
-        self._memory: set[int | None] = set()
+        self.memory: set[int | None] = set()  # of recorded outputs
         self._statistics: set[int] = set()
         self._ends: set[Any] = set()  # nodes of outputs that were used again
         self._inside = False
@@ -91,7 +91,7 @@ class Prefix:
             elif self.is_open and inputs is not None:
                 made = _Record(output, [], inputs, state, context, (before, self._rng.read()))
                 made.versions = [tensor._version for tensor in made.tensors]
-                self._memory.update(map(memory_of, made.tensors))
+                self.memory.update(map(memory_of, made.tensors))
                 self._statistics.update(id(buffer) for buffer in statistics_of(self.modules[module]))
             self._records.setdefault(id(module), []).append(made)
         return output
@@ -135,10 +135,6 @@ class Prefix:
         """The graph or the values may no longer be what they were."""
         self.note(reason)
         self._records, self._statistics, self.is_open = {}, set(), False
-
-    def holds(self, tensor: Tensor) -> bool:
-        memory = memory_of(tensor)
-        return memory is not None and memory in self._memory
 
     def note(self, reason: str) -> None:
         if self.modules:

@@ -47,7 +47,8 @@ def _visit(module: nn.Module, plan: Plan, found: Survey) -> tuple[bool, list[nn.
     is_closed = is_compiled(module) or is_script
     for child in module.children():
         if is_closed:  # what is inside is out of reach
-            child_free, below = not _holds(child, plan.moved), list(child.modules())
+            below = list(child.modules())
+            child_free = not any(id(parameter) in plan.moved for parameter in child.parameters())
         elif child in found.clean:
             child_free, below = not _has_hooks(child), found.clean[child]
         else:
@@ -73,10 +74,6 @@ def _visit(module: nn.Module, plan: Plan, found: Survey) -> tuple[bool, list[nn.
 
 def _is_of_torch(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.") and "forward" not in module.__dict__
-
-
-def _holds(module: nn.Module, moved: frozenset[int]) -> bool:
-    return any(id(parameter) in moved for parameter in module.parameters())
 
 
 def _has_hooks(module: nn.Module) -> bool:
