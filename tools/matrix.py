@@ -26,12 +26,13 @@ TESTS = ["tests/test_*.py", "tests/masks/test_*.py", "tests/ascent/test_*.py", "
 SEVERAL_PROCESSES = {"tests/ascent/test_engine_ddp.py", "tests/ascent/test_one_pass_ranks.py"}
 #: What the core tests need; those that compare with other packages skip themselves where these are missing.
 TOOLS = ["pytest", "pytest-xdist", "hypothesis", "pyyaml", "pytorch-optimizer", "schedulefree"]
+PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 UV = [sys.executable, "-m", "uv"]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", nargs="*", default=["3.10", "3.11", "3.12", "3.13"])
+    parser.add_argument("--python", nargs="*", default=PYTHONS)
     parser.add_argument("--torch", nargs="*", default=[declared_minimum(), "newest"])
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "matrix")
     parser.add_argument("--tests", nargs="+", default=TESTS, help="paths or patterns, from the root of the repository")
@@ -50,7 +51,8 @@ def main() -> int:
             print(" | ".join(row.values()), flush=True)
             results.write_text(json.dumps(rows, indent=1))
     if options.write:
-        options.write.write_text(page(list(rows.values())))
+        every = [f"{python} {torch}" for torch in (declared_minimum(), "newest") for python in PYTHONS]
+        options.write.write_text(page(list(rows.values()), [name for name in every if name not in rows]))
     return int(any(map(is_failure, rows.values())))
 
 
@@ -111,7 +113,7 @@ def output(command: list[str]) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def page(rows: list[dict[str, str]]) -> str:
+def page(rows: list[dict[str, str]], not_run: list[str]) -> str:
     def order(row: dict[str, str]) -> list[int]:
         return [int(part) for name in ("torch", "python") for part in re.findall(r"\d+", row[name])[:2]]
 
@@ -129,6 +131,7 @@ def page(rows: list[dict[str, str]]) -> str:
             "| Python | torch | tests | time | commit |",
             "|---|---|---|---|---|",
             *table,
+            *(f"| {name.replace(' ', ' | ')} | not run yet | | |" for name in not_run),
             "",
             f"{platform.system()} {platform.machine()}, one process. Trainers, the command line and the report are",
             "tested with the versions in `constraints.txt`.",
