@@ -374,6 +374,18 @@ def test_a_buffer_with_as_many_rows_as_there_are_samples_is_not_taken_for_one_of
     check(model, torch.randn(BATCH, BATCH, 4), path="recomputed: model")
 
 
+def test_a_table_with_as_many_rows_as_there_are_samples_does_not_fit_one_sample():
+    model = Model(lambda self, x: torch.addmm(self.bias, x, self.table), bias=nn.Parameter(torch.randn(3)))
+    model.register_buffer("table", torch.randn(BATCH, 3))
+    check(model, torch.randn(BATCH, BATCH), path="recomputed: model")
+
+
+def test_an_output_that_is_not_laid_out_by_samples_is_exact():
+    model = Model(lambda self, x: self.layer(x).transpose(0, 1), layer=nn.Linear(4, 3))
+    x = torch.randn(BATCH, 6, 4)
+    check(model, x, lambda output, target: (output.sin().sum() * target).sum() ** 2, path="recomputed: model")
+
+
 def test_an_embedding_of_positions_shared_by_all_samples_is_exact():
     model = Model(
         lambda self, x: self.layer(x + self.position(torch.arange(BATCH))),

@@ -115,6 +115,12 @@ class TestSelect:
             expected = oracle.top(oracle.as_float64({name: score}), round((1 - sparsity) * score.numel()))
             assert oracle.same({name: masks[name]}, expected)
 
+    @pytest.mark.parametrize("inner", [Unstructured(), Structured("filter")], ids=repr)
+    def test_per_layer_draws_half_of_each_tensor(self, inner):
+        like = {"a": torch.empty(8, 3), "b": torch.empty(4, 5)}
+        masks = PerLayer(inner).draw(like, torch.Generator().manual_seed(0), 0.5)
+        assert {name: int(mask.sum()) for name, mask in masks.items()} == {"a": 12, "b": 10}
+
     @pytest.mark.parametrize("axis", ["output", "input"])
     def test_convolution_groups_by_hand(self, axis):
         """W[o, c, i, j]: groups run over o at fixed (c, i, j), or over (c, i, j) in order at fixed o."""
