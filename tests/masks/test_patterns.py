@@ -50,7 +50,7 @@ def score_dicts(draw, number=1):
     if draw(st.booleans()):
         for scores in made:
             for name, score in scores.items():
-                never = torch.as_tensor(rng.random(tuple(score.shape)) < 0.1)
+                never = torch.from_numpy(np.asarray(rng.random(tuple(score.shape)) < 0.1))
                 scores[name] = torch.where(never, -math.inf, score)
     return made[0] if number == 1 else made
 
