@@ -42,6 +42,22 @@ def test_each_figure_is_trained_analysed_and_drawn(label, tmp_path, capsys, few_
     assert f"picture: {file}" in printed
 
 
+@pytest.mark.parametrize(("scale", "dotted"), [("laptop", False), ("full", True)])
+def test_accuracy_against_sparsity_has_a_line_for_each_method_and_the_papers_dotted(tmp_path, scale, dotted):
+    chosen = recipes()["sparsity-acc"]
+    jobs = chosen.sweep(scale, [0, 1], {}).jobs(tmp_path)
+    for place, job in enumerate(jobs):
+        job.directory.mkdir()
+        result = {"test_accuracy": 0.9 - place / 1000}
+        (job.directory / "result.json").write_text(json.dumps({"result": result}))
+    (figure,), _ = FIGURES["sparsity"](TrainedRecipe(chosen, scale, jobs, {}, None))
+    assert list(figure.panels) == [column.label for column in chosen.columns(scale)]
+    series = {one.name: one for one in next(iter(figure.panels.values()))}
+    assert {"SAM", "SSAM-F", "SSAM-D"} <= series.keys()
+    assert series["SAM"].y[0] == series["SAM"].y[1]
+    assert any(one.faint for one in series.values()) is dotted
+
+
 def test_every_drawing_belongs_to_a_recipe():
     assert {one.figure for one in recipes().values()} - {None} == {*FIGURES, "corruption"}
 
