@@ -26,7 +26,7 @@ def main(folder, optimizer, devices, *, engine=True):
     # 71 images in batches of 16: the last one has 7, so that the two ranks' parts differ.
     model = f"tests.lab.experiment.plain_model:{BUILDERS[optimizer]}"
     config = replace(SHORT, optimizer=optimizer, model=model, train_size=71, norm="masked", engine=engine)
-    module.run(config, place)
+    module.run_training(config, place)
     module.Training = Training
 
 
