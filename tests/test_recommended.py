@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import sparsesam
 from tests import cases
@@ -32,9 +33,19 @@ def test_its_strength_is_that_of_what_it_chooses():
     assert sparsesam.recommended(cases.sgd(model), model, cost=2, strength=0.7).param_groups[0]["rho"] == 0.7
 
 
-@pytest.mark.parametrize(("kind", "steps"), [(torch.optim.SGD, 60), (torch.optim.AdamW, 10), (torch.optim.RMSprop, 10)])
-def test_one_pass_looks_further_ahead_for_sgd(kind, steps):
-    model = cases.mlp()
+@pytest.mark.parametrize(
+    ("layer", "steps"),
+    [
+        (nn.BatchNorm2d(4), 60),
+        (nn.SyncBatchNorm(4), 60),
+        (nn.GroupNorm(2, 4), 10),
+        (nn.LayerNorm(4), 10),
+        (nn.ReLU(), 10),
+    ],
+)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_one_pass_looks_further_ahead_with_batch_normalization(kind, layer, steps):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sequential(layer))
     assert sparsesam.recommended(kind(model.parameters(), lr=0.1), model).param_groups[0]["rho"] == steps
 
 

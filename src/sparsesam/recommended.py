@@ -19,7 +19,7 @@ def recommended(
 
     | ``cost``  | what it is                             | ``strength``, default                  |
     |-----------|----------------------------------------|----------------------------------------|
-    | below 1.1 | `ExtrapolatedSAM`: one pass            | ``steps_ahead``: 60 for SGD, else 10   |
+    | below 1.1 | `ExtrapolatedSAM`: one pass            | ``steps_ahead``, 60 or 10              |
     | below 2   | `SAM`, ascent on a part of the batch   | ``rho``, 0.2                           |
     | 2 or more | `SAM`                                  | ``rho``, 0.2                           |
 
@@ -28,8 +28,8 @@ def recommended(
     Evidence and limits, with the figures: docs/study.md. In short, on small networks that would otherwise memorize
     wrong labels one pass keeps 70 to 100 % of what SAM gains; where SAM itself gains nothing, so does this. Short
     trainings, one CPU: nothing here was measured on ImageNet. ``strength`` is the one number worth tuning: untuned, one
-    pass was up to 2.7 points below its best around SGD, and 9 around AdamW. Try half and twice, around AdamW also six
-    times; if the training loss does not fall, it is too large.
+    pass was up to 2.7 points below its best. It begins with 60 where the model has a batch normalization and with 10
+    elsewhere; try half and twice. If the training loss does not fall, it is too large.
     """
     if not (isinstance(cost, int | float) and cost >= 1):
         raise ValueError(f"cost must be at least 1, got {cost}; 1 is a step of the base optimizer, 2 one of SAM")

@@ -91,7 +91,7 @@ class TrainConfig:
         option("explicit", "what the mask is applied to; momentum and extrapolation take no pass of their own")
     )
     steps_ahead: float | None = option(
-        None, "of the extrapolation: how many times the last update; null: 60 around sgd, else 10"
+        None, "of the extrapolation: how many times the last update; null: 60 with batch normalization, else 10"
     )
     ascent_fraction: float = option(1.0, "fraction of each batch that the perturbation is computed from")
     ascent_every: int = option(1, "perturb in every k-th step only")
