@@ -223,7 +223,7 @@ def test_the_maths_compiles_as_one_graph(eta):
         joined = on_device.joined(weights, weights)
         scaled = on_device.scaled_directions(on_device.joined(directions, weights), joined, eta=eta, power=2)
         scale, unusable = on_device.scale_of(rho, norm, joined.device)
-        e = on_device.perturbation(scaled, scale, unusable, joined.dtype)
+        e = on_device.usable_or_zero(scaled, scale, unusable, joined.dtype)
         torch._foreach_add_(weights, on_device.parted(e, weights))
         return norm
 
