@@ -284,3 +284,4 @@ class Step:
         context.extrapolation.hold(tracked)
         context.base.step()
         context.extrapolation.record(tracked)
+        context.note_used_gradients(self.params)

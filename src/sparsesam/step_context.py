@@ -59,6 +59,7 @@ class ParamFacts(NamedTuple):
     params: Sequence[PerturbedParam]
     shards: Shards | None  # how they are spread over ranks; None: every rank has them whole
     renormalized: list[Tensor]  # weights that a forward writes to
+    smallest: Tensor | None
 
 
 @dataclass
@@ -87,6 +88,7 @@ class StepContext:
     tracked: tuple[tuple[Any, Any, list[Any]], list[TrackedWeights]] = ((None, None, []), [])
     _warned: set[str] = field(default_factory=set)
     _facts: ParamFacts | None = None
+    _used_gradient: tuple[Tensor, int] | None = None  # of the smallest parameter, and its version
 
     def masks_of(self, params: Sequence[PerturbedParam]) -> dict[str, PackedMask | None]:
         """Their current masks; None: all of the parameter is perturbed."""
@@ -126,7 +128,8 @@ class StepContext:
     def facts(self, params: Sequence[PerturbedParam]) -> ParamFacts:
         if self._facts is None or self._facts.params is not params:
             shards = Shards.of({one.name: one.parameter for one in params})
-            self._facts = ParamFacts(params, shards, renormalized_in_forward(self.model.modules()))
+            smallest = min((one.parameter for one in params), key=Tensor.numel, default=None)
+            self._facts = ParamFacts(params, shards, renormalized_in_forward(self.model.modules()), smallest)
         return self._facts
 
     def directions(self, params: Sequence[PerturbedParam]) -> dict[str, Tensor]:
@@ -148,6 +151,19 @@ class StepContext:
             return False
         require_momentum(self.base, [one.parameter for one in params])
         return True
+
+    def note_used_gradients(self, params: Sequence[PerturbedParam]) -> None:
+        """A step has used the gradients that are there now."""
+        smallest = self.facts(params).smallest
+        gradient = None if smallest is None else smallest.grad
+        self._used_gradient = None if gradient is None else (gradient, gradient._version)
+
+    def gradients_are_used(self, params: Sequence[PerturbedParam]) -> bool:
+        """Whether gradients are there that the last step has used and nobody has cleared since."""
+        smallest, used = self.facts(params).smallest, self._used_gradient
+        if smallest is None or used is None or smallest.grad is not used[0]:
+            return False
+        return used[0]._version == used[1]
 
     def forget_second_gradient(self) -> None:
         if self.second_gradient is not None:
