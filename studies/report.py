@@ -257,9 +257,9 @@ def draw(every: list[Results], file: Path) -> None:
     from matplotlib import pyplot as plt
 
     plt.rcParams.update({"svg.hashsalt": "sparsesam", "font.size": 9})
-    columns = min(4, len(every))
+    columns = min(3, len(every))
     rows = -(-len(every) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(3.6 * columns, 3.1 * rows), squeeze=False)
+    figure, axes = plt.subplots(rows, columns, figsize=(3.6 * columns, 2.9 * rows), squeeze=False)
     for axis in axes.flat[len(every) :]:
         axis.remove()
     for axis, results in zip(axes.flat, every, strict=False):
@@ -289,14 +289,14 @@ def _panel(axis: Any, results: Results) -> None:
             linestyle="", capsize=2, zorder=3 if known else 1, elinewidth=1 if known else 0.5,
         )  # fmt: skip
         if known:
-            axis.annotate(name, (cost, mean.value), textcoords="offset points", xytext=place, color=color, fontsize=7)
+            axis.annotate(name, (cost, mean.value), textcoords="offset points", xytext=place, color=color, fontsize=8)
     best, frontier = -1.0, []
     for cost, mean in sorted(points.values(), key=lambda point: point[0]):
         if mean.value > best:
             best = mean.value
             frontier.append((cost, mean.value))
     axis.plot(*zip(*frontier, strict=True), color="#c2334d", linewidth=0.8, alpha=0.4, zorder=0)
-    axis.set_title(results.title.replace(", ", ",\n", 1), fontsize=8)
+    axis.set_title(results.title.replace(", ", ",\n", 1), fontsize=9)
     named = [mean for name, (_, mean) in points.items() if name in _STYLES]
     low, high = min(m.value - m.interval for m in named), max(m.value + m.interval for m in named)
     margin = 0.12 * (high - low)
