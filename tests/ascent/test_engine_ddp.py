@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 
 import pytest
 import torch
@@ -81,6 +82,15 @@ class CountingOnOneRank(SyncBatchNorm):
         return super().forward(x)
 
 
+class DrawingOnOneRank(SyncBatchNorm):
+    """After a draw from Python's generator nothing of the first pass is used again there."""
+
+    def forward(self, x):
+        if dist.get_rank() == 1:
+            random.random()
+        return super().forward(x)
+
+
 def accumulated(opt, model, x, y):
     """Two micro-batches; gradients are exchanged with the last one."""
     opt.zero_grad()
@@ -110,8 +120,13 @@ CASES = {
     "no_sync": (Net, {}, accumulated, LAST),
     "SyncBatchNorm": (Net, {}, with_closure, LAST),
     "SyncBatchNorm, one rank differs": (Net, {}, with_closure, LAST),
+    "SyncBatchNorm, one rank draws": (Net, {}, with_closure, LAST),
 }
-SYNCHRONIZED = {"SyncBatchNorm": SyncBatchNorm, "SyncBatchNorm, one rank differs": CountingOnOneRank}
+SYNCHRONIZED = {
+    "SyncBatchNorm": SyncBatchNorm,
+    "SyncBatchNorm, one rank differs": CountingOnOneRank,
+    "SyncBatchNorm, one rank draws": DrawingOnOneRank,
+}
 
 
 def train(name, rank, *, engine):
@@ -157,6 +172,8 @@ def test_what_comes_before_the_perturbed_layer_is_used_again(ranks, name):
             assert report["engine"].startswith("on, but the second pass was computed in full")
         elif name == "SyncBatchNorm, one rank differs":
             assert again == ["middle.0"]  # on both ranks
+        elif name == "SyncBatchNorm, one rank draws":
+            assert "body.1" not in again  # on both ranks
         else:
             assert again == ["body.0", "body.1", "middle.0"]
             assert report["engine"] == "on"

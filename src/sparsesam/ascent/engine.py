@@ -143,7 +143,7 @@ class Engine:
             yield None
             return
         plan, found = known.plan, known.found
-        prefix = Prefix(found, plan, self._rng, self._agreement(found))
+        prefix = Prefix(found, plan, self._rng, self._agreement(found) if no_reuse is None else {})
         if no_reuse is not None:
             prefix.drop(no_reuse)
         if not plan.is_partial and self.ddp is not None and invalidates_graphs(self.ddp):
@@ -172,7 +172,7 @@ class Engine:
     @contextmanager
     def second_pass(self, first: FirstPass | None) -> Iterator[None]:
         """The block runs at w + e; what the first pass recorded is used again."""
-        if first is None or first.prefix.is_empty:
+        if first is None or not first.prefix.is_asked:
             yield
             return
         reuse = {module: partial(first.prefix.reuse, module) for module in first.prefix.modules}

@@ -144,6 +144,11 @@ class Prefix:
     def is_empty(self) -> bool:
         return not any(made for calls in self._records.values() for made in calls)
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether the second pass must come by: something may be used again, or other ranks wait for an answer."""
+        return bool(self._agree) or not self.is_empty
+
     def release(self) -> None:
         """Free the activations; what is left is for the report."""
         self._records, self._ends = {}, set()
