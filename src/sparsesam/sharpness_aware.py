@@ -246,7 +246,7 @@ class SharpnessAware(OptimizerWrapper):
     @inside_wrappers
     def zero_grad(self, set_to_none: bool = True) -> None:
         unwatched(partial(super().zero_grad, set_to_none))
-        self._context.forget_second_gradient()
+        self._context.forget_gradients()
         if self._step is not None and self._step.phase in (Phase.BETWEEN, Phase.READY):
             self._step = None  # its gradient is gone
 

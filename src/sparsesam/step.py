@@ -284,4 +284,5 @@ class Step:
         context.extrapolation.hold(tracked)
         context.base.step()
         context.extrapolation.record(tracked)
-        context.note_used_gradients(self.params)
+        if not self.climbs:
+            context.note_used_gradients(self.params)

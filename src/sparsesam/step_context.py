@@ -165,6 +165,11 @@ class StepContext:
             return False
         return used[0]._version == used[1]
 
+    def forget_gradients(self) -> None:
+        """They are cleared."""
+        self._used_gradient = None
+        self.forget_second_gradient()
+
     def forget_second_gradient(self) -> None:
         if self.second_gradient is not None:
             self.second_gradient.release()

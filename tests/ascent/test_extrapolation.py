@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 
 import pytest
 import torch
@@ -188,6 +189,15 @@ def test_a_closure_that_adds_to_older_gradients_is_refused():
     with pytest.raises(RuntimeError, match="added to gradients"):
         opt.step(closure)
     assert cases.same_bits(here, cases.weights_of(model))
+
+
+def test_a_cleared_gradient_is_not_kept():
+    model = cases.mlp()
+    opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 5.0)
+    opt.step(cases.closure_for(model, opt, *cases.vectors()))
+    kept = [weakref.ref(parameter.grad) for parameter in model.parameters()]
+    opt.zero_grad()
+    assert all(gradient() is None for gradient in kept)
 
 
 def test_memory_is_kept_for_the_perturbed_entries_only():
