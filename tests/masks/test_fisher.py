@@ -107,11 +107,10 @@ FUNCTIONS = (
 def test_a_layer_rule_equals_the_loop(name):
     layer, shape = LAYERS[name]
     model = randomize_statistics(nn.Sequential(copy.deepcopy(layer).double()))
-    check(
-        model,
-        torch.randn(BATCH, *shape),
-        path=f"rule: {next(one for one in FUNCTIONS if name.startswith(one.replace('_', ' ')))}",
-    )
+    path = f"rule: {next(one for one in FUNCTIONS if name.startswith(one.replace('_', ' ')))}"
+    if name == "instance norm with statistics" and torch.__version__ < "2.7":
+        path = "recomputed: InstanceNorm1d"
+    check(model, torch.randn(BATCH, *shape), path=path)
 
 
 @pytest.mark.parametrize("padding_idx", [None, 2, -1])
