@@ -59,8 +59,8 @@ def run_closure(step: Step, closure: Closure, batch: Any, zero_grad: Callable[[]
 def _only_pass(step: Step, call: Callable[[Any], Any], batch: Any, zero_grad: Callable[[], None]) -> Any:
     """The pass at w + e, of a step that needs no other."""
     context = step.context
-    is_clear = context.closure_accumulates or context.gradients_are_used(step.params)
-    old = None if is_clear else OldGradient([one.parameter for one in step.params])
+    may_clear = context.closure_accumulates or context.gradients_are_used(step.params)
+    old = None if may_clear else OldGradient([one.parameter for one in step.params])
     try:
         with step.away(batch, statistics_return=False):
             if old is None:

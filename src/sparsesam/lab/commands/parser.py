@@ -11,6 +11,7 @@ import sys
 import typing
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -129,10 +130,8 @@ def _with_converter(flag: str, options: dict[str, Any]) -> dict[str, Any]:
 
 def _converted(flag: str, hint: Any, text: str) -> Any:
     """The text of a value as the type of its setting."""
-    try:
+    with suppress(ValueError, yaml.YAMLError):  # what is no YAML of that type may be meant as text
         return fitted(flag, yaml.safe_load(text), hint)
-    except (ValueError, yaml.YAMLError):
-        pass  # perhaps it is meant as text
     try:
         return fitted(flag, text, hint)
     except ValueError as error:
