@@ -28,7 +28,7 @@ class Classifier(pytorch_lightning.LightningModule):
         x, y = batch
         outputs = self.net(x)
         loss = F.cross_entropy(outputs, y)
-        if not self.optimizers().in_second_pass:  # what follows is about the model, not about w + e, and happens once
+        if not self.optimizers().in_second_pass:  # count and log once per step, at w
             self.accuracy(outputs, y)
             self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
             self.log("loss", loss, on_step=True, on_epoch=True)

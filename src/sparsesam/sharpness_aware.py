@@ -115,9 +115,18 @@ class SharpnessAware(OptimizerWrapper):
         return self.settings.takes_first_pass(self._kind)
 
     @property
-    def in_second_pass(self) -> bool:
-        """Whether the weights are at w + e: metrics of such a pass are not those of the model."""
+    def is_perturbed(self) -> bool:
+        """Whether the weights are at w + e."""
         return self._step is not None and self._step.phase is Phase.PERTURBED
+
+    @property
+    def in_second_pass(self) -> bool:
+        """Whether the pass that runs repeats an earlier one of this step: leave out metrics and logs there.
+
+        A step of one pass has none; its metrics are those at w + e.
+        """
+        step = self._step
+        return step is not None and step.phase is Phase.PERTURBED and (step.climbs or step.repeats)
 
     @property
     def last_ascent_norm(self) -> float | None:
@@ -159,7 +168,7 @@ class SharpnessAware(OptimizerWrapper):
         that has a parameter is called with the batch, or with the ascent's part of it. ``scaler`` is for a closure
         that scales its loss; call ``scaler.update()`` afterwards, as usual.
         """
-        if self.in_second_pass:
+        if self.is_perturbed:
             raise RuntimeError("step() inside perturbed() would update the weights at w + e; call it after the block")
         if self._step is not None and self._step.phase is Phase.READY:
             step = self._step
@@ -226,7 +235,7 @@ class SharpnessAware(OptimizerWrapper):
                 f"ascent_fraction={self.settings.ascent_fraction} needs opt.step(closure, batch=...); in a loop with "
                 "perturbed() leave it at 1 and run your first pass on a part of the batch"
             )
-        if self.in_second_pass:
+        if self.is_perturbed:
             raise RuntimeError("perturbed() must not be entered twice; leave the first block before the next ascent")
         with self._discarded_on_error():
             self._context.require_second_gradient_used()
@@ -268,7 +277,7 @@ class SharpnessAware(OptimizerWrapper):
 
     def _mode(self, name: str) -> Callable[[], None]:
         switch = super()._mode(name)
-        if self.in_second_pass:
+        if self.is_perturbed:
             raise RuntimeError(
                 f"{name}() inside perturbed() would move weights that are at w + e; call it after the block"
             )
@@ -313,7 +322,7 @@ class SharpnessAware(OptimizerWrapper):
         self._start(masks, counters, kept[0], kept[1], own["last"])
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.in_second_pass:
+        if self.is_perturbed:
             raise RuntimeError("an optimizer cannot be copied inside perturbed(): its weights are at w + e")
         context = self._context
         kept = {key: self.__dict__[key] for key in ("base", "model", "defaults", "settings")}
@@ -365,7 +374,7 @@ class SharpnessAware(OptimizerWrapper):
 
     def _begin(self) -> Step:
         """List and check once what takes part in the coming step."""
-        if self.in_second_pass:
+        if self.is_perturbed:
             raise RuntimeError("a step must not begin inside perturbed(): the weights are at w + e")
         self._check_join()
         self._context.is_joining = self._is_joining

@@ -49,6 +49,7 @@ class Step:
         self.has_every_gradient = True  # no block of the first pass left out a gradient
         self.ascent_failed = False
         self.is_empty = False  # the closure computed no gradient
+        self.repeats = False  # a step of one pass runs again what a trainer ran before it
 
     @property
     def climbs(self) -> bool:

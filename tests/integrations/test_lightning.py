@@ -456,9 +456,14 @@ class Logging(Configured):
         return loss
 
 
+class LoggingOnePass(Logging):
+    configure_optimizers = OnePass.configure_optimizers
+
+
+@pytest.mark.parametrize("kind", [Logging, LoggingOnePass])
 @pytest.mark.parametrize("count", [1, 2])
-def test_metrics_that_respect_in_second_pass_are_those_at_w_and_counted_once(count, tmp_path):
-    module = Logging(cases.mlp(), mask=sparsesam.random_mask(sparsity=0.5))
+def test_metrics_that_respect_in_second_pass_are_counted_once(count, kind, tmp_path):
+    module = kind(cases.mlp(), mask=sparsesam.random_mask(sparsity=0.5))
     options = {**quiet(tmp_path), "max_epochs": 1, "accumulate_grad_batches": count, "callbacks": [AccumulatedAscent()]}
     trainer = fit(module, options)
     assert len(module.seen) == 5

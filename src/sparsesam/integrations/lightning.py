@@ -58,12 +58,12 @@ class AccumulatedAscent(Callback):
             self._batches.append((arguments, RNGState(pl_module.parameters()).read()))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        if _sharpness_aware(trainer).in_second_pass:
+        if _sharpness_aware(trainer).is_perturbed:
             self._start_second_pass()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Called after each pass over the last batch, and before clipping."""
-        if isinstance(optimizer, SharpnessAware) and optimizer.in_second_pass:
+        if isinstance(optimizer, SharpnessAware) and optimizer.is_perturbed:
             self.run_others_again(trainer, pl_module, optimizer)
 
     def run_others_again(self, trainer: Trainer, pl_module: LightningModule, optimizer: SharpnessAware) -> None:
@@ -72,6 +72,8 @@ class AccumulatedAscent(Callback):
             return
         self._start_second_pass()
         self._repeated = True
+        if optimizer._step is not None:
+            optimizer._step.repeats = True
         noise = RNGState(pl_module.parameters())
         now = noise.read()
         unsynchronized = getattr(trainer.strategy, "block_backward_sync", nullcontext)
@@ -110,7 +112,7 @@ class SharpnessAwareMixedPrecision(MixedPrecision):
 
         def call() -> Any:
             result = closure()
-            if optimizer.in_second_pass:
+            if optimizer.is_perturbed:
                 for callback in model.trainer.callbacks:  # type: ignore[attr-defined]
                     if isinstance(callback, AccumulatedAscent):
                         callback.run_others_again(model.trainer, model, optimizer)
@@ -146,7 +148,7 @@ class SharpnessAwareMonitor(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Called after each pass, or once a step by `SharpnessAwareMixedPrecision`."""
         opt = _sharpness_aware(trainer)
-        is_last = opt.in_second_pass or not opt.needs_first_pass
+        is_last = opt.is_perturbed or not opt.needs_first_pass
         is_last = is_last or isinstance(trainer.precision_plugin, SharpnessAwareMixedPrecision)
         if is_last and (trainer.global_step + 1) % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             self._gradient_norm = gradient_norm(opt)
