@@ -17,28 +17,43 @@ from sparsesam.sharpness_aware import SharpnessAware
 
 
 class SAM(SharpnessAware):
-    """Sharpness-aware minimization: min_w max_{||e|| <= rho} f(w + e), one ascent step for the inner maximum.
+    """Implements sharpness-aware minimization, min_w max_{||e|| <= rho} f(w + e), around any first-order optimizer.
 
-        e = rho * g / ||g||,    w <- base's update of w with the gradient at w + e
+        e = rho * g / ||g||
+        w <- base's update of w with the gradient at w + e
 
-    ``adaptive=True`` is ASAM: e = rho * T² g / ||T g|| with T = |w| + eta on weights and 1 on biases
-    (``"all"``: on biases too); it needs a rho about ten times larger. ``rho``, ``adaptive``, ``eta`` and
-    ``perturb=False`` may stand in the base optimizer's parameter groups (as ``sam_rho`` and so on where the base has an
-    option of that name itself, like Adadelta); a group that is not perturbed does not count in the norm.
-    ``rho_schedule`` multiplies each group's first rho; without one, ``group["rho"]`` is yours to change.
+    Args:
+        base: the optimizer that takes the step. Its parameter groups may hold ``rho``, ``adaptive``, ``eta`` and
+            ``perturb=False`` of their own (as ``sam_rho`` and so on where the base has an option of that name, like
+            Adadelta); a group that is not perturbed does not count in the norm.
+        model: the module whose parameters ``base`` holds.
+        rho: the length of e. Without a schedule, ``group["rho"]`` may be changed at any time.
+        adaptive: ASAM, e = rho * T² g / ||T g|| with T = |w| + eta on weights and 1 on biases; ``"all"``: on biases
+            too. It needs a rho about ten times larger.
+        eta: of ASAM.
+        ascent: ``"momentum"`` is Momentum-SAM, e = -rho * v / ||v|| with v the base optimizer's momentum (Adam: the
+            first moment). A step then takes one pass, at w + e, whose loss is returned and whose normalization
+            statistics are kept; it needs a rho about five times larger. ``"momentum-climbing"`` has the opposite
+            sign, an ablation that trains worse.
+        rho_schedule: a factor on each group's first rho by step, such as `Cosine`.
+        every: ascend in every k-th step.
+        off_steps: what the other steps do: ``"skip"``, the base optimizer's step; ``"reuse"``, one pass at w + the
+            last e.
+        start: the first step that ascends, counted from 0.
+        ascent_fraction: ascend by this part of the batch; ``step(closure, batch=...)`` is then given the batch.
+        ascent_scope: with DistributedDataParallel, ascend by the gradient of all ranks, ``"global"``, or by each rank's
+            own, ``"local"`` (m-sharpness), for which nothing is sent but in steps that make a mask from it.
+        engine: ``False`` computes everything, also what no perturbation needs; the result is the same.
 
-    To pay for fewer ascents: ``every=k`` ascends in every k-th step, and in between takes the base optimizer's step
-    or, with ``off_steps="reuse"``, one pass at w + the last e; ``start=t`` begins with step t; ``ascent_fraction=0.25``
-    ascends by a quarter of the batch. ``engine=False`` computes everything, also what no perturbation needs.
-
-    ``ascent="momentum"`` is Momentum-SAM: e = -rho * v / ||v|| with v the base optimizer's momentum (Adam and its kin:
-    the first moment), *ahead* along the coming steps. It takes no pass of its own, so a step costs what the base's
-    costs, and needs a rho about five times larger than SAM. ``"momentum-climbing"`` is the opposite sign, an
-    ablation that trains worse. In such steps of one pass the loss returned is that at w + e, and normalization
-    statistics are those of w + e as well.
-
-    With DistributedDataParallel the ascent follows the gradient of all ranks; ``ascent_scope="local"`` follows each
-    rank's own, which sends nothing (m-sharpness, with m the batch of a rank) but in steps that make a mask from it.
+    Examples:
+        >>> base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        >>> opt = sparsesam.SAM(base, model, rho=0.05)
+        >>> def closure():
+        ...     opt.zero_grad()
+        ...     loss = loss_fn(model(x), y)
+        ...     loss.backward()
+        ...     return loss
+        >>> loss = opt.step(closure)  # the loss at w
     """
 
     def __init__(
@@ -73,19 +88,30 @@ class SAM(SharpnessAware):
 
 
 class SSAM(SharpnessAware):
-    """Sparse SAM: the perturbation is kept only where the mask is 1.
+    """Implements sparse SAM: only the weights where the mask m is 1 are perturbed.
 
         e = rho * m ⊙ g / ||g||            norm="full", the paper's
         e = rho * m ⊙ g / ||m ⊙ g||        norm="masked": gradients outside the mask need not be computed
 
-    ``mask`` comes from `fisher_mask` (SSAM-F), `dynamic_mask` (SSAM-D), `random_mask`, `fixed_mask`, or is put
-    together by hand from a score, a pattern and a refresh rule.
+    The paper's first mask is random; here SSAM-F measures Fisher information before the first step.
 
-    ``ascent="explicit"`` masks the gradient. ``"implicit"`` also sends the ascent's gradient through the masked
-    weights of linear and convolution layers, dX = dY · (W ⊙ m); ``"implicit-dense"`` does only that and perturbs
-    every weight by the result (the paper's form). Everything else is as in `SAM`.
+    Args:
+        base: as in `SAM`, and so are the arguments that are not listed.
+        model: as in `SAM`.
+        rho: as in `SAM`; with ``norm="full"`` e is shorter, by the share of the gradient that the mask keeps.
+        mask: which weights: `fisher_mask` (SSAM-F), `dynamic_mask` (SSAM-D), `random_mask`, `fixed_mask`,
+            `budget_mask`, or a `Mask` put together from a score, a pattern and a refresh rule.
+        norm: ``"full"`` or ``"masked"``.
+        ascent: ``"explicit"`` masks the gradient. ``"implicit"`` also sends the ascent's gradient through the masked
+            weights of linear and convolution layers, dX = dY · (W ⊙ m); ``"implicit-dense"`` does only that and
+            perturbs every weight by the result (the paper's form). ``"momentum"`` is as in `SAM`.
 
-    The paper leaves the first mask to chance; here SSAM-F measures Fisher before the first step.
+    Examples:
+        >>> mask = sparsesam.fisher_mask(train_set, loss_fn, sparsity=0.5)
+        >>> opt = sparsesam.SSAM(base, model, rho=0.1, mask=mask)
+        >>> loss = opt.step(closure)
+        >>> round(opt.sparsity, 2)
+        0.5
     """
 
     def __init__(
@@ -123,27 +149,36 @@ class SSAM(SharpnessAware):
 
 
 class ExtrapolatedSAM(SharpnessAware):
-    """Sharpness-awareness at the base optimizer's price: the gradient is taken ``steps_ahead`` = k last updates ahead,
+    """Implements sharpness-awareness in one pass: the perturbation is k times the last update of the base optimizer.
 
-        e = k * m ⊙ (w - w_before),    w <- base's update of w with the gradient at w + e
+        e = k * m ⊙ (w - w_before)
+        w <- base's update of w with the gradient at w + e
 
-    in one pass per step, with every base optimizer, because nothing of it but the weights is looked at. There is no
-    norm and no rho: the perturbation shrinks with the learning rate by itself. k near 1 is Nesterov's look-ahead;
-    sharpness-awareness needs k of 40 to 110 for networks with batch normalization, and of 5 to 20 for others, which do
-    not train with much more. Without a number it is 60 where the model has a batch normalization, else 10. ``mask``
-    perturbs some entries only (as in `SSAM`), and only their updates are kept: the memory is that of SAM, 4 bytes for
-    each perturbed weight. A mask that is made from gradients (`dynamic_mask`, `GradientMagnitude`) sees the base's
-    momentum.
+    There is no norm and no rho, and nothing of the base optimizer but the weights is looked at: e shrinks with the
+    learning rate. The first step, and one after a step that a GradScaler skipped, is the base's own. The loss returned
+    is that at w + e, and so are normalization statistics; they are those of w once the learning rate has decayed. The
+    memory is that of SAM, 4 bytes for each perturbed weight.
 
-    k stands in the parameter groups as ``rho``, where it may differ by group and be changed; ``schedule`` multiplies it
-    over the steps, ``every`` and ``start`` are `SAM`'s. The first step, and one after a step that a GradScaler skipped,
-    is the base's own. The loss returned is that at w + e, and so are normalization statistics: they are those of w once
-    the learning rate has decayed.
+    Related: super-acceleration (Nakerst, Brennan, Haque 2020) looks several steps of SGD's momentum ahead to converge
+    faster; extrapolation from the past (Popov 1980; Lin et al. 2020 for large batches) follows the last gradient;
+    Momentum-SAM fixes the length, here ``SAM(ascent="momentum")``. The Lookahead optimizer (Zhang et al. 2019),
+    Lookahead-SAM (Yu et al. 2024) and LookSAM (Liu et al. 2022) are other methods.
 
-    Relatives: super-acceleration (Nakerst, Brennan, Haque 2020) looks several steps of SGD's momentum ahead to converge
-    faster; extrapolation from the past (Popov 1980; Lin et al. 2020 for large batches) goes along the last gradient;
-    Momentum-SAM fixes the length, here ``SAM(ascent="momentum")``. Not to be mistaken for the Lookahead optimizer
-    (Zhang et al. 2019), Lookahead-SAM (Yu et al. 2024) or LookSAM (Liu et al. 2022).
+    Args:
+        base: any optimizer.
+        model: the module whose parameters ``base`` holds.
+        steps_ahead: k. 40 to 110 for networks with batch normalization, 5 to 20 for others, which do not train with
+            much more; about 1 is Nesterov's look-ahead. Default: 60 where the model has a batch normalization, else
+            10. It is in the parameter groups as ``rho``, where it may differ by group and be changed.
+        mask: as in `SSAM`; only the updates of perturbed weights are kept. A mask that is made from gradients
+            (`dynamic_mask`, `GradientMagnitude`) sees the base optimizer's momentum instead.
+        schedule: a factor on ``steps_ahead`` by step.
+        every: as in `SAM`.
+        start: as in `SAM`.
+
+    Examples:
+        >>> opt = sparsesam.ExtrapolatedSAM(base, model, steps_ahead=20)
+        >>> loss = opt.step(closure)  # calls the closure once
     """
 
     def __init__(

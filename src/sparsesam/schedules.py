@@ -8,6 +8,8 @@ from typing import Protocol
 
 
 class RhoSchedule(Protocol):
+    """A function of the step that returns a factor on the first rho."""
+
     def __call__(self, step: int) -> float:
         """The factor for the ascent of step 1, 2, 3, …"""
         ...
@@ -15,7 +17,7 @@ class RhoSchedule(Protocol):
 
 @dataclass(frozen=True)
 class Constant:
-    """rho_t = rho"""
+    """rho_t = rho."""
 
     def __call__(self, step: int) -> float:
         return 1.0
@@ -23,7 +25,14 @@ class Constant:
 
 @dataclass(frozen=True)
 class Warmup:
-    """rho_t = rho * min(1, t / steps)"""
+    """rho_t = rho * min(1, t / steps): a linear warm-up.
+
+    Args:
+        steps: the optimizer steps that it takes.
+
+    Examples:
+        >>> opt = sparsesam.SAM(base, model, rho=0.1, rho_schedule=sparsesam.Warmup(500))
+    """
 
     steps: int
 
@@ -36,7 +45,12 @@ class Warmup:
 
 @dataclass(frozen=True)
 class Cosine:
-    """rho_t goes from rho to final * rho along half a cosine over ``steps`` steps, and stays there."""
+    """rho_t falls from rho to final * rho along half a cosine, and stays there.
+
+    Args:
+        steps: the optimizer steps that it takes.
+        final: the share of rho that is left at the end.
+    """
 
     steps: int
     final: float = 0.0

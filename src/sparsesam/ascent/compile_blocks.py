@@ -19,7 +19,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def compile_blocks(model: Model, **options: Any) -> Model:
-    """Compile the repeated blocks of a model in place, with ``block.compile(**options)``, and return the model.
+    """Compiles the repeated blocks of a model in place, with ``block.compile(**options)``, and returns the model.
 
     A block is a module with parameters and modules of its own, of a class that the model uses more than once, such as
     a residual block or a transformer layer; of nested ones, the outermost. A model without any has its children
@@ -30,6 +30,10 @@ def compile_blocks(model: Model, **options: Any) -> Model:
 
     It also switches off torch's donated buffers for this process (``torch._functorch.config.donated_buffer``): with
     them, a compiled backward overwrites what it saved, and the optimizer could not use a part of the graph again.
+
+    Args:
+        model: the model, which must not be compiled as a whole.
+        options: those of ``torch.compile``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")

@@ -125,16 +125,29 @@ def budget_mask(
     seed: int = 0,
     model_loss: Callable[[nn.Module, Any], Tensor] | None = None,
 ) -> BudgetMask:
-    """Perturb what a step of ``budget`` times the base optimizer's cost can pay for.
+    """Perturbs what a step of ``budget`` times the base optimizer's cost can pay for; needs ``norm="masked"``.
 
-    ``example_input`` is a batch of inputs as in training; each layer's forward, input and weight gradient are
-    measured on it (``how="time"``) or counted (``"count"``, reproducible, but blind to the machine). Weights are
-    ranked by the Fisher information over ``data`` (with ``loss_fn`` or ``model_loss``), by
-    ``score``, or else by the squared gradient. Use it with ``norm="masked"``:
+    Args:
+        model: the model that is trained.
+        example_input: a batch of inputs as in training, on which the cost of each layer is measured.
+        budget: what a step may cost, in steps of the base optimizer; SAM costs about 2.
+        data: what Fisher information is measured on, as in `fisher_mask`. Without it, ``score`` ranks the weights.
+        loss_fn: as in `fisher_mask`.
+        samples: as in `fisher_mask`.
+        score: a `Score` in place of Fisher information. Default without ``data``: the squared gradient.
+        unit: perturb whole weight tensors, ``"tensor"``, or some of their filters, ``"filter"``.
+        how: measure the ``"time"`` or ``"cpu-time"`` of each layer's forward, input gradient and weight gradient, or
+            ``"count"`` their operations, which is reproducible but blind to the machine.
+        refresh: when the mask is made anew. Default: never.
+        seed: of the draw of samples.
+        model_loss: as in `fisher_mask`.
 
-        rule = budget_mask(model, images, budget=1.25, data=train_set, loss_fn=cross_entropy)
-        opt = SSAM(base, model, mask=rule, norm="masked")
-        print(rule.report(opt.masks))  # after the first step
+    Examples:
+        >>> rule = sparsesam.budget_mask(model, x, budget=1.5, data=train_set, loss_fn=loss_fn, how="count")
+        >>> opt = sparsesam.SSAM(base, model, rho=0.1, mask=rule, norm="masked")
+        >>> loss = opt.step(closure)
+        >>> rule.report(opt.masks).predicted <= 1.5
+        True
     """
     if score is not None and data is not None:
         raise ValueError("score and data must not both be given: data is what Fisher scores are measured on")

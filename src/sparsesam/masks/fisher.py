@@ -55,19 +55,27 @@ def fisher_diagonal(
     generator: torch.Generator | None = None,
     chunk: int | None = None,
 ) -> FisherDiagonal:
-    """Diagonal Fisher information of the named parameters over the samples of ``batches``.
-
-    With ``loss_fn(output, target)`` a batch is a pair (inputs, targets), inputs being a tensor, a tuple of
-    positional or a dictionary of keyword arguments of the model; sample i's loss is
-    ``loss_fn(model(x[i:i+1]), y[i:i+1])``, so the reduction over a batch does not matter. With
-    ``model_loss(model, batch)`` batches are anything that can be sliced, and every sample runs alone.
-
-    ``labels="sampled"`` draws y_i from softmax(output) over dimension 1 with ``generator`` (the true Fisher
-    information); ``sample_labels(output, generator)`` replaces the draw.
-
-    Of a batch, ``chunk`` samples are measured at a time; None: all of them, or fewer where free memory is short.
+    """Computes the diagonal of the Fisher information over the samples of ``batches``, one gradient per sample.
 
     The model runs in evaluation mode with frozen statistics and is left as it was found.
+
+    Args:
+        model: any module.
+        batches: pairs (inputs, targets), inputs being a tensor, a tuple of positional or a dictionary of keyword
+            arguments of the model; with ``model_loss``, anything that can be sliced.
+        loss_fn: ``loss_fn(output, target)``. Sample i's loss is ``loss_fn(model(x[i:i+1]), y[i:i+1])``, so the
+            reduction over a batch does not matter.
+        model_loss: ``model_loss(model, batch)`` in place of ``loss_fn``; every sample runs alone.
+        parameters: those to measure, by name. Default: all that require a gradient.
+        labels: ``"data"``, or ``"sampled"`` from softmax(output) over dimension 1 (the true Fisher information).
+        sample_labels: ``sample_labels(output, generator)`` in place of that draw.
+        generator: of the draw.
+        chunk: how many samples are measured at a time. Default: all of a batch, fewer where free memory is short.
+
+    Examples:
+        >>> diagonal = sparsesam.fisher_diagonal(model, loader, loss_fn)
+        >>> diagonal.values["0.weight"].shape == model[0].weight.shape
+        True
     """
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}; None lets free memory decide")

@@ -42,7 +42,15 @@ NORMALIZATION: tuple[type[nn.Module], ...] = (
 
 
 def normalization_layers(model: nn.Module) -> dict[str, str]:
-    """The layers that `NORMALIZATION` finds and that have parameters, ``{name: type}``."""
+    """Lists the layers with parameters that ``fixed_mask(types=NORMALIZATION)`` perturbs, ``{name: type}``.
+
+    These are torch's normalization layers, and modules without children that have "norm" in the name of their type and
+    1-D parameters only, such as Hugging Face's LlamaRMSNorm or T5LayerNorm.
+
+    Examples:
+        >>> sparsesam.normalization_layers(torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.LayerNorm(4)))
+        {'1': 'LayerNorm'}
+    """
     return {
         name: type(module).__name__
         for name, module in model.named_modules()
@@ -108,12 +116,16 @@ class FixedMask(MaskRule):
 def fixed_mask(
     masks: Mapping[str, Tensor] | str | None = None, *names: str, types: tuple[type[nn.Module], ...] = ()
 ) -> FixedMask:
-    """A mask by ``{name: bool tensor}``, by name patterns, or by layer type:
+    """Perturbs the parameters that you name; the mask never changes.
 
-        fixed_mask("layer4.*", "fc.*")
-        fixed_mask(types=sparsesam.NORMALIZATION)  # SAM-ON
+    Args:
+        masks: ``{parameter name: bool tensor}``, or the first of ``names``.
+        names: parameter names, with wildcards.
+        types: layer types whose parameters are perturbed; ``sparsesam.NORMALIZATION`` is SAM-ON.
 
-    A parameter that nothing names is not perturbed.
+    Examples:
+        >>> mask = sparsesam.fixed_mask("2.*", "4.weight")
+        >>> opt = sparsesam.SSAM(base, model, rho=0.1, mask=mask, norm="masked")
     """
     if isinstance(masks, str):
         return FixedMask(names=(masks, *names), types=types)

@@ -18,8 +18,10 @@ from sparsesam.masks.scores import GradientMagnitude, Score, ScoreContext
 
 
 class MaskRule(ABC):
-    """Says which weights are perturbed. A rule is a recipe without state: its random generator, made
-    from ``seed``, and its current masks live in the optimizer and in its checkpoints.
+    """Says which weights are perturbed: the base class of all masks.
+
+    A rule has no state: its random generator, made from ``seed``, and its current masks are in the optimizer and in its
+    checkpoints.
     """
 
     refresh: Refresh
@@ -60,7 +62,19 @@ class _PatternRule(MaskRule):
 
 @dataclass(frozen=True, eq=False)
 class Mask(_PatternRule):
-    """The best weights by a score (SSAM-F with ``score=Fisher(...)``)."""
+    """Perturbs the weights with the largest scores; SSAM-F is ``Mask(score=Fisher(...), ...)``.
+
+    Args:
+        score: a number per weight, such as `Fisher` or `GradientMagnitude`.
+        pattern: which weights may be kept together.
+        sparsity: the share of weights that is not perturbed; None where the pattern implies it.
+        refresh: when the mask is made anew.
+        seed: of what the score draws at random.
+
+    Examples:
+        >>> score = sparsesam.Fisher(train_set, loss_fn, samples=16)
+        >>> mask = sparsesam.Mask(score, sparsesam.NM(2, 4), refresh=sparsesam.every_steps(100))
+    """
 
     score: Score
     pattern: Pattern = field(default_factory=Unstructured)
@@ -79,7 +93,7 @@ class Mask(_PatternRule):
 
 @dataclass(frozen=True, eq=False)
 class RandomMask(_PatternRule):
-    """Any weights, uniformly over the pattern's units: the ablations' baseline."""
+    """Perturbs weights drawn uniformly over the pattern's units; see `random_mask`."""
 
     pattern: Pattern = field(default_factory=Unstructured)
     sparsity: float | None = None
@@ -92,13 +106,15 @@ class RandomMask(_PatternRule):
 
 @dataclass(frozen=True, eq=False)
 class DynamicMask(_PatternRule):
-    """Dynamic sparse training of the mask (SSAM-D): begin at random; at each refresh drop a share
+    """Dynamic sparse training of the mask (SSAM-D), with any scores; see `dynamic_mask`.
+
+    The first mask is random. Each refresh drops a share
 
         f(t) = drop_ratio / 2 * (1 + cos(pi * t / total_steps))
 
-    of the kept weights, those with the smallest ``drop`` score, and grow as many among all the others,
-    those with the largest ``growth`` score; None means at random. Counted in steps where the paper counts
-    epochs; without ``total_steps`` the share is constant.
+    of the kept weights, those with the smallest ``drop`` score, and grows as many among all the others, those with the
+    largest ``growth`` score; None means at random. t is counted in steps where the paper counts epochs; without
+    ``total_steps`` the share is constant.
     """
 
     drop: Score | None = field(default_factory=GradientMagnitude)

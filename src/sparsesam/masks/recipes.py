@@ -34,13 +34,24 @@ def fisher_mask(
     chunk: int | None = None,
     seed: int = 0,
 ) -> Mask:
-    """SSAM-F: perturb the weights with the most Fisher information.
+    """SSAM-F: perturbs the weights with the most Fisher information.
 
-    ``data`` is a dataset, a loader, a tuple of tensors or any iterable of batches, of which ``samples``
-    samples are drawn; without it, the Fisher is that of the batch given to ``opt.step(closure, batch=…)``.
-    ``loss_fn(output, target)`` is the training loss; models that compute their own loss give
-    ``model_loss(model, batch)`` instead. ``refresh`` is usually ``every_epochs(1, steps_per_epoch=len(loader))``.
-    ``chunk`` samples are measured at a time; None: up to 128, or fewer where free memory is short.
+    Args:
+        data: a dataset, a loader, a tuple of tensors or any iterable of batches. Without it, Fisher information is
+            measured on the batch given to ``opt.step(closure, batch=…)``.
+        loss_fn: the training loss, ``loss_fn(output, target)``.
+        sparsity: the share of weights that is not perturbed, in [0, 1]; not given for n:m patterns, which imply it.
+        samples: how many samples of ``data`` are drawn for each mask.
+        pattern: a `Pattern` or its name, see `as_pattern`.
+        refresh: when the mask is made anew, usually ``every_epochs(1, steps_per_epoch=len(loader))``. Default: never.
+        labels: ``"data"``, the empirical Fisher information; ``"sampled"``, labels drawn from the model's output.
+        model_loss: ``model_loss(model, batch)`` in place of ``loss_fn``, for models that compute their own loss.
+        chunk: how many samples are measured at a time. Default: up to 128, fewer where free memory is short.
+        seed: of the draw of samples.
+
+    Examples:
+        >>> mask = sparsesam.fisher_mask(train_set, loss_fn, sparsity=0.5, refresh=sparsesam.every_steps(100))
+        >>> opt = sparsesam.SSAM(base, model, rho=0.1, mask=mask)
     """
     if (loss_fn is None) == (model_loss is None):
         raise ValueError("give either loss_fn(output, target) or model_loss(model, batch), and not both")
@@ -63,7 +74,23 @@ def dynamic_mask(
     refresh: Refresh,
     seed: int = 0,
 ) -> DynamicMask:
-    """SSAM-D: at each refresh drop the flattest of the perturbed weights and grow as many at random."""
+    """SSAM-D: starts with a random mask; each refresh drops the flattest of the perturbed weights and grows as many.
+
+    Args:
+        sparsity: the share of weights that is not perturbed, in [0, 1]; not given for n:m patterns, which imply it.
+        drop_ratio: the share of the perturbed weights that the first refresh drops.
+        total_steps: the steps of the training, over which the share falls to 0 with a cosine. Default: it stays.
+        drop: which are dropped: ``"flattest"``, those with the smallest gradient; ``"random"`` and ``"sharpest"`` are
+            ablations.
+        growth: which are grown: ``"random"``, or those with the largest ``"gradient"``.
+        pattern: a `Pattern` or its name, see `as_pattern`.
+        refresh: when the mask changes, such as ``every_steps(100)``.
+        seed: of the random draws.
+
+    Examples:
+        >>> mask = sparsesam.dynamic_mask(sparsity=0.5, refresh=sparsesam.every_steps(100))
+        >>> opt = sparsesam.SSAM(base, model, rho=0.1, mask=mask)
+    """
     check_choice("drop", drop, _DROPS)
     check_choice("growth", growth, _GROWTHS)
     return DynamicMask(
@@ -85,5 +112,15 @@ def random_mask(
     refresh: Refresh | None = None,
     seed: int = 0,
 ) -> RandomMask:
-    """A mask at random, the ablations' baseline."""
+    """Perturbs weights that are drawn at random, the baseline of ablations.
+
+    Args:
+        sparsity: the share of weights that is not perturbed, in [0, 1]; not given for n:m patterns, which imply it.
+        pattern: a `Pattern` or its name, see `as_pattern`.
+        refresh: when the mask is drawn anew. Default: never.
+        seed: of the draw.
+
+    Examples:
+        >>> opt = sparsesam.SSAM(base, model, rho=0.1, mask=sparsesam.random_mask(pattern="2:4"))
+    """
     return RandomMask(as_pattern(pattern), sparsity, refresh or manual(), seed)

@@ -29,11 +29,17 @@ class Refresh:
 
 
 def every_steps(steps: int) -> Refresh:
+    """A new mask every ``steps`` optimizer steps."""
     return Refresh(steps)
 
 
 def every_epochs(epochs: int, *, steps_per_epoch: int) -> Refresh:
-    """Every T_m epochs of the paper; ``steps_per_epoch`` is usually ``len(loader)``."""
+    """A new mask every ``epochs`` epochs, the paper's T_m.
+
+    Args:
+        epochs: the epochs between two masks.
+        steps_per_epoch: the optimizer steps of an epoch, usually ``len(loader)``.
+    """
     if not (is_whole_number(epochs) and is_whole_number(steps_per_epoch) and epochs >= 1 and steps_per_epoch >= 1):
         raise ValueError(
             f"epochs and steps_per_epoch must be whole numbers of at least 1, got {epochs} and {steps_per_epoch}; "

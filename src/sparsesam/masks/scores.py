@@ -59,7 +59,7 @@ class ScoreContext:
 
 
 class Score(Protocol):
-    """``needs_gradient`` says whether the ascent gradient must be there already."""
+    """A function that gives one number per weight; ``needs_gradient``: it looks at the ascent gradient."""
 
     @property
     def needs_gradient(self) -> bool: ...
@@ -71,13 +71,11 @@ class Score(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Fisher:
-    """Diagonal Fisher information over ``samples`` samples drawn from ``data``:
+    """Diagonal Fisher information over ``samples`` samples drawn from ``data``, with frozen normalization statistics.
 
         F = 1/N_F * sum_i (grad_w loss(w; x_i, y_i))²
 
-    ``labels="data"`` is the empirical Fisher (eq. 5 of the paper), ``labels="sampled"`` draws
-    y_i from the model's own distribution. Normalization statistics are frozen while it is measured.
-    ``chunk`` samples are measured at a time; None: up to 128, or fewer where free memory is short.
+    The arguments are those of `fisher_mask`. ``labels="data"`` is eq. 5 of the paper, the empirical Fisher information.
     """
 
     data: Any
@@ -101,9 +99,7 @@ class Fisher:
 
 @dataclass(frozen=True, eq=False)
 class BatchFisher:
-    """Fisher information of the batch being trained on, given as ``opt.step(closure, batch=(x, y))``
-    or ``opt.perturbed(batch=(x, y))``.
-    """
+    """Fisher information of the batch being trained on: ``opt.step(closure, batch=(x, y))``."""
 
     loss_fn: Callable[..., Tensor] | None = None
     model_loss: Callable[[nn.Module, Any], Tensor] | None = None
@@ -123,7 +119,7 @@ class BatchFisher:
 
 @dataclass(frozen=True)
 class GradientMagnitude:
-    """|g| of the ascent gradient: small where the loss is flat."""
+    """|g| of the ascent gradient, small where the loss is flat."""
 
     needs_gradient: ClassVar[bool] = True
 
@@ -143,7 +139,11 @@ class GradientEnergy:
 
 @dataclass(frozen=True)
 class Inverted:
-    """The opposite order of another score, for ablations."""
+    """Another score in the opposite order, for ablations.
+
+    Args:
+        score: the other score.
+    """
 
     score: Score
 

@@ -63,7 +63,7 @@ class Pattern(ABC):
         *,
         shards: Shards | None = None,
     ) -> dict[str, Tensor]:
-        """An allowed mask at random, uniform over the pattern's units, with the budget of :meth:`select`."""
+        """An allowed mask at random, uniform over the pattern's units, with the budget of `select`."""
         return self.select(random_scores(like, generator=generator, shards=shards), sparsity, shards=shards)
 
     def drop_and_grow(
@@ -82,11 +82,11 @@ class Pattern(ABC):
         grows back to its budget among all weights that are not kept now, the just dropped included.
 
         Args:
-            masks: what is kept, as :meth:`select` or :meth:`drop_and_grow` returned it.
+            masks: what is kept, as `select` or `drop_and_grow` returned it.
             keep: scores of the kept weights; the paper's is |gradient|. A generator drops at random.
             grow: scores of which the largest grow, or a generator: then growth is uniformly random over the
                 pattern's units (entries, filters, ...).
-            sparsity: as in :meth:`select`. The budget is computed from it each time, so it never drifts.
+            sparsity: as in `select`. The budget is computed from it each time, so it never drifts.
             ratio: part of the kept weights to drop, in [0, 1].
             shards: which part of the tensors this rank holds; all of them by default.
         """
@@ -97,7 +97,7 @@ class Pattern(ABC):
     def _drop_and_grow(
         self, masks: Tensors, keep: Choice, grow: Choice, sparsity: float | None, ratio: float, shards: Shards
     ) -> dict[str, Tensor]:
-        """What :meth:`drop_and_grow` says, of arguments that were checked."""
+        """What `drop_and_grow` says, of arguments that were checked."""
 
 
 def weight_budget(shards: Shards, sparsity: float | None, pattern: Pattern) -> int:

@@ -38,13 +38,16 @@ class _NOfM(Pattern):
 
 @dataclass(frozen=True)
 class NM(_NOfM):
-    """``n`` of every ``m`` consecutive entries of the im2col matrix (O, C * kh * kw).
+    """Keeps ``n`` of every ``m`` consecutive entries of the im2col matrix (O, C * kh * kw).
 
-    axis="output" groups entries along O, the dimension contracted in dX = dY · W; axis="input" along C * kh
-    * kw. A last group with fewer than m entries is kept whole (remainder="dense") or refused ("error").
-    Tensors with fewer than two dimensions are kept whole (vectors="dense") or never perturbed ("none").
+    Args:
+        n: entries kept in each group.
+        m: entries of a group.
+        axis: groups run along ``"output"``, O, the dimension contracted in dX = dY · W, or ``"input"``, C * kh * kw.
+        remainder: a last group with fewer than m entries is kept whole, ``"dense"``, or refused, ``"error"``.
+        vectors: tensors with fewer than two dimensions are kept whole, ``"dense"``, or not perturbed, ``"none"``.
 
-    :meth:`drop_and_grow` drops N_drop = round(ratio * kept) of the entries that are kept in full groups, over all
+    `drop_and_grow` drops N_drop = round(ratio * kept) of the entries that are kept in full groups, over all
     tensors together, and refills every group to n.
     """
 
@@ -66,7 +69,7 @@ class NM(_NOfM):
     def select(
         self, scores: Tensors, sparsity: float | None = None, *, shards: Shards | None = None
     ) -> dict[str, Tensor]:
-        """See :meth:`Pattern.select`."""
+        """See `Pattern.select`."""
         self.check_sparsity(sparsity)
         shards = shards or Shards.whole(scores)
         check_scores(scores, shards)
@@ -210,7 +213,7 @@ def _gathered_rows(parts: Tensors, cut: dict[str, _Groups], shards: Shards) -> d
 class NMFilters(_NOfM):
     """``n`` of every ``m`` consecutive filters, by mean score: whole rows, which dense kernels can skip.
 
-    This is :class:`NM` along the output axis of the matrix of filter scores (O, 1), which every rank has whole; its
+    This is `NM` along the output axis of the matrix of filter scores (O, 1), which every rank has whole; its
     drop_and_grow drops round(ratio * kept) filters of those in full groups.
     """
 
@@ -223,7 +226,7 @@ class NMFilters(_NOfM):
     def select(
         self, scores: Tensors, sparsity: float | None = None, *, shards: Shards | None = None
     ) -> dict[str, Tensor]:
-        """See :meth:`Pattern.select`."""
+        """See `Pattern.select`."""
         self.check_sparsity(sparsity)
         units = Units("filter", shards or Shards.whole(scores))
         return _expand(units, self._inner().select(_rows(units, units.means(scores))), scores)

@@ -30,7 +30,7 @@ class PerLayer(Pattern):
     def select(
         self, scores: Tensors, sparsity: float | None = None, *, shards: Shards | None = None
     ) -> dict[str, Tensor]:
-        """See :meth:`Pattern.select`."""
+        """See `Pattern.select`."""
         masks: dict[str, Tensor] = {}
         for name, score in scores.items():
             masks |= self.inner.select({name: score}, sparsity, shards=_only(name, shards))

@@ -23,7 +23,7 @@ class Structured(Pattern):
     round((1 - sparsity) * d) weights, so the number kept is at most the budget and no further unit would fit.
     Each entry of a 1-D tensor is its own filter and column; a 0-D tensor is one unit.
 
-    :meth:`drop_and_grow` keeps, of the kept units, what fits into kept - N_drop weights by ``keep``: at least
+    `drop_and_grow` keeps, of the kept units, what fits into kept - N_drop weights by ``keep``: at least
     N_drop weights are dropped. Random growth draws once per unit.
     """
 
@@ -36,7 +36,7 @@ class Structured(Pattern):
     def select(
         self, scores: Tensors, sparsity: float | None = None, *, shards: Shards | None = None
     ) -> dict[str, Tensor]:
-        """See :meth:`Pattern.select`."""
+        """See `Pattern.select`."""
         return self._fill(scores, scores, sparsity, shards)
 
     def draw(

@@ -21,7 +21,7 @@ class Unstructured(Pattern):
     def select(
         self, scores: Tensors, sparsity: float | None = None, *, shards: Shards | None = None
     ) -> dict[str, Tensor]:
-        """See :meth:`Pattern.select`."""
+        """See `Pattern.select`."""
         shards = shards or Shards.whole(scores)
         return top_mask(scores, weight_budget(shards, sparsity, self), shards=shards)
 
