@@ -17,15 +17,35 @@ from sparsesam.lab.paper.choices import UNMENTIONED, Choice, other_choices, sett
 
 _HEAD = """<!-- Written by `python -m tools.paper_page > docs/paper.md`; change the data, not this page. -->
 
-# The paper, item by item
+# Reproducing the paper
 
-*Systematic Investigation of Sparse Perturbed Sharpness-Aware Minimization Optimizer* (Mi et al., 2023): what is where,
-and where every choice comes from. `sparsesam paper show NAME --scale full` prints the same for one table or figure. The
-laptop scale's settings are all ours, for it is to take minutes on a CPU: compare its rows, not its values.
+*Systematic Investigation of Sparse Perturbed Sharpness-Aware Minimization Optimizer* (Mi et al., 2023): each table
+and figure is a command, at two scales.
 
-None of the full scale has been run here: it needs GPUs. A dry run of it (`paper run NAME --scale full --dry-run`) is
-part of the tests.
-"""
+    sparsesam paper list
+    sparsesam paper show label-noise --scale full       # settings, and the paper's numbers
+    sparsesam paper run label-noise                     # laptop scale: minutes on the digits
+    sparsesam paper run label-noise --scale full --dry-run   # does all of it build and run? what will it cost?
+    sparsesam paper run label-noise --scale full --gpus 8 --data-dir DATA
+    sparsesam paper run hessian --plot hessian.png      # a figure: trains, analyses and draws
+
+- **Laptop scale**: small networks and wrong labels in place of large networks and hard data, all settings ours.
+  Compare its rows with each other, not with the paper's values.
+- **Full scale**: the hyper-parameters of the paper's text, and choices of ours where it gives none; `paper show`
+  marks every setting with its origin. It needs GPUs and has not been run; dry runs of it are part of the tests.
+
+A name is a label of the paper (`tab:corruption`, `nm_vit`), another usual name (`landscape`) or a number (`figure
+7`). The result is a table of ours beside the paper's: the mean over `--seeds` and its 95 % interval, followed by what
+was overridden, what the laptop scale changes, the machine, and which differences are not significant. `--set
+NAME=VALUE` changes a setting of all runs; one that rows or columns vary is refused. Times come from short runs of
+their own, which run alone. `python -m benchmarks.vit_timing` has the ViT timing at the size that the machine allows.
+
+A dry run builds the model and the optimizer of every run and takes two steps on made-up images where memory allows:
+with the run's own batch on a GPU, with two images on a CPU. It prints the estimated cost: steps, forward-backwards,
+GPU hours at a stated throughput (`--tflops`), GPU memory.
+
+The figures (`grad-diff`, `corruption-images`, `train-curve`, `sparsity-acc`, `landscape`, `hessian`, `speedup`) share
+their networks, keep each analysis in `RUN/analyses`, and are drawn to `--plot` or into the directory of the runs."""
 _OPEN = """
 ## What the text leaves open
 
