@@ -70,7 +70,10 @@ def test_sparsity(make, sparsity):
         (lambda: sparsesam.fixed_mask(), "fixed_mask"),
         (lambda: sparsesam.fixed_mask({"0.weight": torch.ones(2)}), "bool"),
         (lambda: sparsesam.Warmup(0), "steps"),
+        (lambda: sparsesam.Warmup(1.5), "steps must be a whole number"),
         (lambda: sparsesam.Cosine(5, final=-1), "final"),
+        (lambda: sparsesam.NM(0.5, 2), "n must be a whole number"),
+        (lambda: sam(ascent_fraction="half"), "ascent_fraction must be .* got half"),
         (lambda: sparsesam.recommended(cases.sgd(cases.mlp()), cases.mlp(), cost="low"), "cost must be .* got low"),
     ],
 )
@@ -93,6 +96,14 @@ def test_arguments_of_another_type():
         sparsesam.ExtrapolatedSAM(cases.sgd(model), model, mask=0.5)
     with pytest.raises(TypeError, match=r"refresh must be every_steps\(k\).* got 100"):
         sparsesam.dynamic_mask(sparsity=0.5, refresh=100)
+    with pytest.raises(TypeError, match=r"pattern must be a Pattern, .* got '2:4'"):
+        sparsesam.Mask(sparsesam.GradientMagnitude(), "2:4")
+    with pytest.raises(TypeError, match="score must be a Score"):
+        sparsesam.Mask(0.5, sparsity=0.5)
+    with pytest.raises(TypeError, match="inner must be a Pattern"):
+        sparsesam.PerLayer("filter")
+    with pytest.raises(TypeError, match=r"masks must be .* got \['0.weight'\]"):
+        sparsesam.fixed_mask(["0.weight"])
     with pytest.raises(TypeError, match=r"rho_schedule must be .* got 0.5"):
         sam(rho_schedule=0.5)
 
@@ -146,9 +157,9 @@ def test_counts_of_steps_are_whole_numbers(option):
 
 
 def test_refreshes_come_at_whole_numbers_of_steps():
-    with pytest.raises(ValueError, match=r"every must be a whole number of at least 1 step, got 1\.5"):
+    with pytest.raises(ValueError, match=r"every must be a whole number of at least 1, got 1\.5"):
         sparsesam.every_steps(1.5)
-    with pytest.raises(ValueError, match="must be whole numbers of at least 1"):
+    with pytest.raises(ValueError, match="epochs must be a whole number"):
         sparsesam.every_epochs(0.5, steps_per_epoch=10)
     assert sparsesam.every_epochs(np.int64(2), steps_per_epoch=3).every == 6
 

@@ -107,7 +107,7 @@ class SSAM(SharpnessAware):
             perturbs every weight by the result (the paper's form). ``"momentum"`` is as in `SAM`.
 
     Examples:
-        >>> mask = sparsesam.fisher_mask(train_set, loss_fn, sparsity=0.5)
+        >>> mask = sparsesam.fisher_mask(train_set, loss_fn, sparsity=0.5, samples=16)
         >>> opt = sparsesam.SSAM(base, model, rho=0.1, mask=mask)
         >>> loss = opt.step(closure)
         >>> round(opt.sparsity, 2)

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from sparsesam.masks.checks import check_count, is_within
+
 
 class RhoSchedule(Protocol):
     """A function of the step that returns a factor on the first rho."""
@@ -37,7 +39,7 @@ class Warmup:
     steps: int
 
     def __post_init__(self) -> None:
-        _at_least_one("steps", self.steps)
+        check_count("steps", self.steps, "give the number of optimizer steps")
 
     def __call__(self, step: int) -> float:
         return min(1.0, step / self.steps)
@@ -56,8 +58,8 @@ class Cosine:
     final: float = 0.0
 
     def __post_init__(self) -> None:
-        _at_least_one("steps", self.steps)
-        if not self.final >= 0:
+        check_count("steps", self.steps, "give the number of optimizer steps")
+        if not is_within(self.final, 0, math.inf):
             raise ValueError(f"final must be at least 0, got {self.final}; it is the share of rho left at the end")
 
     def __call__(self, step: int) -> float:
@@ -71,8 +73,3 @@ class InverseSqrt:
 
     def __call__(self, step: int) -> float:
         return 1 / math.sqrt(step)
-
-
-def _at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}; give the number of optimizer steps")

@@ -9,9 +9,8 @@ from typing import Literal, get_args
 from torch import nn
 
 from sparsesam.ascent.plan import ONE_PASS, Ascent, Norm
-from sparsesam.masks.checks import check_choice
+from sparsesam.masks.checks import check_choice, check_count, is_within
 from sparsesam.masks.mask import MaskRule
-from sparsesam.masks.refresh import is_whole_number
 from sparsesam.schedules import RhoSchedule
 
 AscentScope = Literal["global", "local"]
@@ -43,17 +42,13 @@ class Settings:
         check_choice("ascent", self.ascent, get_args(Ascent))
         check_choice("ascent_scope", self.ascent_scope, get_args(AscentScope))
         check_choice("off_steps", self.off_steps, get_args(OffSteps))
-        if not is_whole_number(self.every) or self.every < 1:
-            raise ValueError(f"every must be a whole number of at least 1, got {self.every}; 1 perturbs in every step")
-        if not is_whole_number(self.start) or self.start < 0:
-            raise ValueError(
-                f"start must be a whole number of at least 0, got {self.start}; it is the first step that ascends"
-            )
+        check_count("every", self.every, "1 perturbs in every step")
+        check_count("start", self.start, "it is the first step that ascends", least=0)
         if self.rho_schedule is not None and not callable(self.rho_schedule):
             raise TypeError(
                 f"rho_schedule must be a function of the step, got {self.rho_schedule!r}; for example Cosine(steps)"
             )
-        if not 0 < self.ascent_fraction <= 1:
+        if not is_within(self.ascent_fraction, 0, 1) or self.ascent_fraction == 0:
             raise ValueError(f"ascent_fraction must be in (0, 1], got {self.ascent_fraction}; the paper tries 0.25")
         if self.ascent in ONE_PASS and (self.ascent_fraction < 1 or self.off_steps == "reuse"):
             what = f"ascent_fraction={self.ascent_fraction}" if self.ascent_fraction < 1 else 'off_steps="reuse"'

@@ -143,7 +143,7 @@ def budget_mask(
         model_loss: as in `fisher_mask`.
 
     Examples:
-        >>> rule = sparsesam.budget_mask(model, x, budget=1.5, data=train_set, loss_fn=loss_fn, how="count")
+        >>> rule = sparsesam.budget_mask(model, x, budget=1.5, how="count")
         >>> opt = sparsesam.SSAM(base, model, rho=0.1, mask=rule, norm="masked")
         >>> loss = opt.step(closure)
         >>> rule.report(opt.masks).predicted <= 1.5

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from sparsesam.masks.batches import batch_size, leads_with, slice_batch, to_device
-from sparsesam.masks.checks import NonFiniteScoreError
+from sparsesam.masks.checks import NonFiniteScoreError, check_count
 from sparsesam.masks.fisher_problem import LossFn, ModelLoss, Problem, SampleLabels, problem_of
 from sparsesam.masks.memory import SavedBytes, fitting, free_bytes
 from sparsesam.masks.preserve_model_state import preserve_model_state, requiring_grad
@@ -77,8 +77,8 @@ def fisher_diagonal(
         >>> diagonal.values["0.weight"].shape == model[0].weight.shape
         True
     """
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk must be at least 1, got {chunk}; None lets free memory decide")
+    if chunk is not None:
+        check_count("chunk", chunk, "None lets free memory decide")
     problem = problem_of(loss_fn, model_loss, labels, sample_labels, generator)
     wanted = _wanted_parameters(model, parameters)
     with preserve_model_state(model):

@@ -129,6 +129,10 @@ def fixed_mask(
     """
     if isinstance(masks, str):
         return FixedMask(names=(masks, *names), types=types)
+    if masks is not None and not isinstance(masks, Mapping):
+        raise TypeError(
+            f'masks must be {{name: bool tensor}} or a name, as in fixed_mask("layer4.*", "fc.*"), got {masks!r}'
+        )
     return FixedMask(masks=dict(masks or {}), names=names, types=types)
 
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from sparsesam.masks.checks import check_count, is_within
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.patterns import Pattern, Unstructured
 from sparsesam.masks.refresh import Refresh, manual
@@ -51,6 +52,8 @@ class _PatternRule(MaskRule):
     sparsity: float | None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.pattern, Pattern):
+            raise TypeError(f'pattern must be a Pattern, such as as_pattern("2:4"), got {self.pattern!r}')
         self.pattern.check_sparsity(self.sparsity)
         if not isinstance(self.refresh, Refresh):
             raise TypeError(f"refresh must be every_steps(k), every_epochs(n, …) or manual(), got {self.refresh!r}")
@@ -81,6 +84,11 @@ class Mask(_PatternRule):
     sparsity: float | None = None
     refresh: Refresh = field(default_factory=manual)
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not callable(self.score):
+            raise TypeError(f"score must be a Score, such as GradientMagnitude(), got {self.score!r}")
 
     @property
     def needs_gradient(self) -> bool:
@@ -128,12 +136,12 @@ class DynamicMask(_PatternRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.drop_ratio <= 1:
+        if not is_within(self.drop_ratio, 0, 1):
             raise ValueError(
                 f"drop_ratio must be in [0, 1], got {self.drop_ratio}; it is the share of kept weights dropped"
             )
-        if self.total_steps is not None and self.total_steps < 1:
-            raise ValueError(f"total_steps must be at least 1, got {self.total_steps}; give epochs * len(loader)")
+        if self.total_steps is not None:
+            check_count("total_steps", self.total_steps, "give epochs * len(loader)")
 
     @property
     def needs_gradient(self) -> bool:

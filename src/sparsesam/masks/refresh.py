@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral
 
-
-def is_whole_number(value: object) -> bool:
-    """Python's own and NumPy's integers."""
-    return isinstance(value, Integral)
+from sparsesam.masks.checks import check_count
 
 
 @dataclass(frozen=True)
@@ -18,10 +14,8 @@ class Refresh:
     every: int | None
 
     def __post_init__(self) -> None:
-        if self.every is not None and not (is_whole_number(self.every) and self.every >= 1):
-            raise ValueError(
-                f"every must be a whole number of at least 1 step, got {self.every}; use manual() for no refreshes"
-            )
+        if self.every is not None:
+            check_count("every", self.every, "use manual() for no refreshes")
 
     def due(self, step: int, last: int) -> bool:
         """Whether the ascent of step 0, 1, 2, … begins with a new mask, the last having been made at ``last``."""
@@ -40,11 +34,8 @@ def every_epochs(epochs: int, *, steps_per_epoch: int) -> Refresh:
         epochs: the epochs between two masks.
         steps_per_epoch: the optimizer steps of an epoch, usually ``len(loader)``.
     """
-    if not (is_whole_number(epochs) and is_whole_number(steps_per_epoch) and epochs >= 1 and steps_per_epoch >= 1):
-        raise ValueError(
-            f"epochs and steps_per_epoch must be whole numbers of at least 1, got {epochs} and {steps_per_epoch}; "
-            "steps_per_epoch is the number of optimizer steps in an epoch, usually len(loader)"
-        )
+    check_count("epochs", epochs, "use every_steps(k) for a part of an epoch")
+    check_count("steps_per_epoch", steps_per_epoch, "it is usually len(loader)")
     return Refresh(epochs * steps_per_epoch)
 
 

@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from sparsesam.distributed.agreement import communication_device, on_every_rank
 from sparsesam.distributed.shards import Shards, local_part
-from sparsesam.masks.checks import NonFiniteScoreError
+from sparsesam.masks.checks import NonFiniteScoreError, check_count
 from sparsesam.masks.fisher import FisherDiagonal, fisher_diagonal
 from sparsesam.masks.fisher_problem import problem_of
 from sparsesam.masks.packed import PackedMask
@@ -87,10 +87,9 @@ class Fisher:
     needs_gradient: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise ValueError(f"samples must be at least 1, got {self.samples}; the paper uses 128")
-        if self.chunk is not None and self.chunk < 1:
-            raise ValueError(f"chunk must be at least 1, got {self.chunk}; None lets free memory decide")
+        check_count("samples", self.samples, "the paper uses 128")
+        if self.chunk is not None:
+            check_count("chunk", self.chunk, "None lets free memory decide")
 
     def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
         batches = draw_batches(self.data, self.samples, generator=context.generator, chunk=self.chunk or _LARGEST_CHUNK)

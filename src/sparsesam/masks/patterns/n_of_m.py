@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsesam.distributed.shards import ShardLayout, Shards
-from sparsesam.masks.checks import check_choice
+from sparsesam.masks.checks import check_choice, check_count
 from sparsesam.masks.patterns.base import Choice, Pattern, left_after_drop
 from sparsesam.masks.select import Tensors, check_scores, count_true, random_scores, top_mask
 from sparsesam.masks.units import Units
@@ -56,9 +56,9 @@ class NM(_NOfM):
     vectors: Literal["dense", "none"] = "dense"
 
     def __post_init__(self) -> None:
-        if self.m < 1:
-            raise ValueError(f"m must be at least 1, got {self.m}; it is the size of a group, 4 in 2:4")
-        if not 0 <= self.n <= self.m:
+        check_count("m", self.m, "it is the size of a group, 4 in 2:4")
+        check_count("n", self.n, "it is the number kept in a group, 2 in 2:4", least=0)
+        if self.n > self.m:
             raise ValueError(
                 f"n must be between 0 and m={self.m}, got {self.n}; n of every m consecutive entries are kept"
             )

@@ -18,6 +18,10 @@ class PerLayer(Pattern):
 
     inner: Pattern
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, Pattern):
+            raise TypeError(f'inner must be a Pattern, such as as_pattern("2:4"), got {self.inner!r}')
+
     @property
     def knows_shards(self) -> bool:
         return self.inner.knows_shards
