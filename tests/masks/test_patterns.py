@@ -404,10 +404,10 @@ class TestErrors:
 
     @pytest.mark.parametrize("make", [NM, NMFilters])
     def test_n_and_m(self, make):
-        with pytest.raises(ValueError, match="m must be at least 1"):
+        with pytest.raises(ValueError, match="m must be a whole number of at least 1"):
             make(0, 0)
         for n in (-1, 5):
-            with pytest.raises(ValueError, match="n must be between 0 and m=4"):
+            with pytest.raises(ValueError, match="n must be"):
                 make(n, 4)
 
     def test_unknown_choices(self):
