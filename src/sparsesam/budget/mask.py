@@ -22,7 +22,7 @@ from sparsesam.budget.choice import (
 )
 from sparsesam.budget.costs import LayerCosts, layer_costs
 from sparsesam.budget.report import BudgetReport, report_of
-from sparsesam.masks.checks import check_choice
+from sparsesam.masks.checks import check_choice, is_within
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.refresh import Refresh, manual
 from sparsesam.masks.scores import Fisher, GradientEnergy, Score, ScoreContext
@@ -51,7 +51,7 @@ class BudgetMask(MaskRule):
 
     def __post_init__(self) -> None:
         check_choice("unit", self.unit, get_args(BudgetUnit))
-        if not 1 <= self.budget < math.inf:
+        if not is_within(self.budget, 1, math.inf) or self.budget == math.inf:
             raise ValueError(
                 f"budget must be a finite number of at least 1, got {self.budget}; it is the cost of a step relative "
                 "to the base optimizer's, SAM's is about 2"

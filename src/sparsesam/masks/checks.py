@@ -21,7 +21,7 @@ def check_count(argument: str, value: object, remedy: str, *, least: int = 1) ->
 
 def is_within(value: object, low: float, high: float) -> bool:
     """Whether the value is a number in [low, high]."""
-    return isinstance(value, Real) and low <= value <= high
+    return isinstance(value, Real) and low <= float(value) <= high
 
 
 class NonFiniteScoreError(ValueError):
