@@ -153,6 +153,36 @@ def test_the_returned_loss_is_the_one_at_w():
     assert opt.step(cases.closure_for(model, opt, x, y)).item() == expected
 
 
+class UnregisteredDict(dict):
+    """What torch's pytrees do not know."""
+
+
+class UnregisteredList(list):
+    pass
+
+
+@pytest.mark.parametrize("kind", [dict, UnregisteredDict])
+def test_what_a_closure_returns_has_no_graph_but_is_of_its_kind(kind):
+    model = cases.mlp()
+    opt = sparsesam.SAM(cases.sgd(model), model, rho=0.5)
+    x, y = cases.vectors()
+
+    def closure():
+        opt.zero_grad()
+        output = model(x)
+        loss = F.cross_entropy(output, y)
+        loss.backward()
+        closure.result = kind(loss=loss, parts=UnregisteredList([output, (output, "note")]))
+        return closure.result
+
+    result = opt.step(closure)
+    assert type(result) is kind
+    assert type(result["parts"]) is UnregisteredList
+    assert not any(one.requires_grad for one in (result["loss"], result["parts"][0], result["parts"][1][0]))
+    assert result["parts"][1][1] == "note"
+    assert closure.result["parts"][0].requires_grad  # the closure's own objects are left alone
+
+
 def test_adaptive_scales_weights_and_leaves_biases_unless_asked():
     model = cases.mlp()
     x, y = cases.vectors()

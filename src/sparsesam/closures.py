@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from sparsesam.ascent.old_gradient import OldGradient, Treatment
 from sparsesam.ascent.statistics import Snapshot, statistics_of
@@ -35,7 +36,7 @@ def run_closure(step: Step, closure: Closure, batch: Any, zero_grad: Callable[[]
         step.phase = Phase.READY
         step.is_empty = loss is None and not _has_gradients(step)
         return loss
-    if not step.climbs:
+    if not step.needs_first_pass:
         return _only_pass(step, call, batch, zero_grad)
     if fraction < 1 and not takes_batch:
         raise ValueError(
@@ -46,7 +47,7 @@ def run_closure(step: Step, closure: Closure, batch: Any, zero_grad: Callable[[]
     here = _first_pass(step, call, batch)
     if step.is_empty:
         return here
-    with step.away(batch, statistics_return=fraction == 1):
+    with step.perturbed(batch, statistics_return=fraction == 1):
         zero_grad()
         step.context.rng.write(rng)
         with step.context.engine.second_pass(step.first):
@@ -59,10 +60,10 @@ def run_closure(step: Step, closure: Closure, batch: Any, zero_grad: Callable[[]
 def _only_pass(step: Step, call: Callable[[Any], Any], batch: Any, zero_grad: Callable[[], None]) -> Any:
     """The pass at w + e, of a step that needs no other."""
     context = step.context
-    may_clear = context.closure_accumulates or context.gradients_are_used(step.params)
+    may_clear = step.closure_accumulates or context.gradients_are_used(step.params)
     old = None if may_clear else OldGradient([one.parameter for one in step.params])
     try:
-        with step.away(batch, statistics_return=False):
+        with step.perturbed(batch, statistics_return=False):
             if old is None:
                 zero_grad()
             loss = _pass(call, batch)
@@ -97,7 +98,7 @@ def _first_pass(step: Step, call: Callable[[Any], Any], batch: Any) -> Any:
 
 def _check_gradients(step: Step, treatment: Treatment, loss: Any) -> None:
     """Refuse a closure that adds to older gradients, and note one that computes none."""
-    accumulates = step.context.closure_accumulates
+    accumulates = step.closure_accumulates
     if treatment is Treatment.ADDED_TO and not accumulates:
         raise RuntimeError(
             "the closure added to gradients that were there before, but only what the closure computes is computed at "
@@ -131,7 +132,23 @@ def _has_gradients(step: Step) -> bool:
 
 def _pass(call: Callable[[Any], Any], batch: Any) -> Any:
     with torch.enable_grad():
-        return tree_map_only(Tensor, Tensor.detach, call(batch))
+        return _without_graph(call(batch))
+
+
+def _without_graph(result: Any) -> Any:
+    return tree_map(_detached, result)
+
+
+def _detached(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.detach()
+    if not isinstance(leaf, dict | list):
+        return leaf
+    # A subclass, which torch's pytrees take for a leaf unless it is registered.
+    copied = copy.copy(leaf)
+    for key, value in list(leaf.items() if isinstance(leaf, dict) else enumerate(leaf)):
+        copied[key] = _without_graph(value)
+    return copied
 
 
 def _has_parameter(closure: Closure) -> bool:

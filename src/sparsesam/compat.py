@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsesam import optimizer
+from sparsesam.checkpoint import split_own
 from sparsesam.parameters import gradients_of
-from sparsesam.wrapper import split_own
 
 #: What the two packages keep in their state beside the base optimizer's.
 _THEIR_STATE = ("old_p", "e_w", "old_g")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,34 +21,6 @@ def option_keys(base: Optimizer) -> dict[str, str]:
     of Adadelta, ``"rho"`` is Adadelta's and ``"sam_rho"`` is the radius of the perturbation.
     """
     return {option: f"sam_{option}" if option in base.defaults else option for option in GROUP_OPTIONS}
-
-
-class PerturbedParam(NamedTuple):
-    """A parameter that takes part in the ascent, with its group; ``keys`` are the base's `option_keys`.
-
-    ``maximize``: the base optimizer maximizes the loss, so that the sharpest direction is downhill.
-    """
-
-    name: str
-    parameter: Tensor
-    group: dict[str, Any]
-    keys: Mapping[str, str]
-    maximize: bool
-
-    @property
-    def rho(self) -> float | Tensor:
-        """A tensor where the group holds one on an accelerator (for CUDA graphs); the host does not read it."""
-        rho = self.group[self.keys["rho"]]
-        return rho if _is_on_accelerator(rho) else float(rho)
-
-    @property
-    def eta(self) -> float | None:
-        """ASAM's eta where T = |w| + eta applies, None where T = 1. Biases keep T = 1, as in its paper."""
-        adaptive = self.group[self.keys["adaptive"]]
-        is_bias = self.name.rpartition(".")[2].endswith("bias")
-        if adaptive == "all" or (adaptive and not is_bias):
-            return float(self.group[self.keys["eta"]])
-        return None
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -80,25 +52,22 @@ def named(model: nn.Module, base: Optimizer) -> dict[Tensor, str]:
     return names
 
 
-def perturbed_params(base: Optimizer, names: dict[Tensor, str]) -> Iterator[PerturbedParam]:
-    """Trainable parameters of the groups that are perturbed."""
-    keys = option_keys(base)
-    # torch's optimizers have it in their groups, others (pytorch-optimizer's) as an attribute.
-    maximize = getattr(base, "maximize", False)
+def scale_rho(base: Optimizer, factor: float, defaults: Mapping[str, Any]) -> None:
+    """rho = factor * its first value, in each group."""
+    key = option_keys(base)["rho"]
     for group in base.param_groups:
-        if group[keys["perturb"]]:
-            for parameter in group["params"]:
-                if parameter.requires_grad:
-                    is_maximized = bool(group.get("maximize", maximize))
-                    yield PerturbedParam(names[parameter], parameter, group, keys, is_maximized)
+        now = group.setdefault(key, defaults[key])
+        first = group.setdefault(f"initial_{key}", now.clone() if isinstance(now, Tensor) else now)
+        # A captured graph reads the tensor that is there.
+        group[key] = now.copy_(first * factor) if isinstance(now, Tensor) else first * factor
 
 
 def check_group(group: Mapping[str, Any], keys: Mapping[str, str]) -> None:
     """Refuse options that make no sense, naming them as the group does."""
     rho, eta, adaptive = (group[keys[option]] for option in ("rho", "eta", "adaptive"))
-    if isinstance(rho, Tensor) and not _is_on_accelerator(rho):
+    if isinstance(rho, Tensor) and not is_on_accelerator(rho):
         rho = rho.item()
-    if not _is_on_accelerator(rho) and not (isinstance(rho, int | float) and 0 <= rho < math.inf):
+    if not is_on_accelerator(rho) and not (isinstance(rho, int | float) and 0 <= rho < math.inf):
         raise ValueError(
             f"{keys['rho']} must be a finite number of at least 0, got {rho}; 0 is the base optimizer, 0.05 a usual "
             "start"
@@ -109,7 +78,7 @@ def check_group(group: Mapping[str, Any], keys: Mapping[str, str]) -> None:
         raise ValueError(f'{keys["adaptive"]} must be False, True (weights only) or "all", got {adaptive!r}')
 
 
-def _is_on_accelerator(value: object) -> bool:
+def is_on_accelerator(value: object) -> bool:
     return isinstance(value, Tensor) and value.device.type != "cpu"
 
 

@@ -95,7 +95,7 @@ class Settings:
             return StepKind.PLAIN
         return StepKind.REUSE if has_last else StepKind.ASCEND  # after a resume the last perturbation is gone
 
-    def takes_first_pass(self, kind: StepKind) -> bool:
+    def needs_first_pass(self, kind: StepKind) -> bool:
         """Whether a step of this kind needs a gradient at w."""
         return kind is StepKind.ASCEND and self.ascent not in ONE_PASS
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
 
@@ -15,37 +14,31 @@ from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from sparsesam.ascent.engine import Engine
-from sparsesam.ascent.explicit import Perturbation
-from sparsesam.ascent.extrapolation import Extrapolation
 from sparsesam.ascent.first_pass import unwatched
-from sparsesam.ascent.kept_entries import dense_entries, kept_in
 from sparsesam.ascent.momentum import require_momentum_setting
 from sparsesam.ascent.old_gradient import OldGradient
-from sparsesam.ascent.rng import RNGState
-from sparsesam.ascent.statistics import statistics_versions
 from sparsesam.closures import run_closure, run_empty_closure
 from sparsesam.distributed import as_shard_of
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.state import MaskState
-from sparsesam.parameters import check_model, gradients_of, named, option_keys, require_gradients
+from sparsesam.parameters import check_model, named, scale_rho
+from sparsesam.saved_state import SavedState
 from sparsesam.settings import Settings, StepKind
 from sparsesam.step import Phase, Step
-from sparsesam.step_context import Counters, StepContext
-from sparsesam.wrapper import OptimizerWrapper, OwnTensors, inside_wrappers
-
-_CHECKPOINT_VERSION = 2
+from sparsesam.step_context import StepContext
+from sparsesam.wrapper import OptimizerWrapper, inside_wrappers
 
 
 class SharpnessAware(OptimizerWrapper):
     """The two-phase step. `SAM` and `SSAM` are the ones to use; see their docstrings."""
 
-    own_tensors = ("mask", "last", "back")
-
     settings: Settings
+    #: For trainers whose closure adds to the gradients of earlier micro-batches. In the second pass gradients start
+    #: from zero: their closure must run the earlier micro-batches again there. Any other such closure is refused.
+    closure_accumulates: bool = False
+
     _context: StepContext
     _step: Step | None  # the one that is under way
-    _statistics_at: list[int] | None  # versions of the running statistics after the last step; None: not known
 
     def __init__(
         self,
@@ -66,7 +59,7 @@ class SharpnessAware(OptimizerWrapper):
             require_momentum_setting(base)
         self.settings = settings
         self._wrapped: weakref.ref[nn.Module] | None = weakref.ref(model)
-        self._start(MaskState(mask), Counters())
+        self._start(SavedState(MaskState(mask)))
 
     # ---- what the user sees ------------------------------------------------------------------------------
 
@@ -95,8 +88,7 @@ class SharpnessAware(OptimizerWrapper):
         """The current masks, ``{parameter name: bool tensor}``; empty before a mask's first use."""
         if self.mask is None:
             return {p.name: torch.ones_like(p.parameter, dtype=torch.bool) for p in self._perturbed_params()}
-        parameters = {name: parameter for parameter, name in self._names.items()}
-        masks = self._context.masks.masks or {}
+        masks, parameters = self._context.masks.masks or {}, self._parameters
         return {name: as_shard_of(parameters[name], mask.unpack()) for name, mask in masks.items()}
 
     @property
@@ -112,7 +104,12 @@ class SharpnessAware(OptimizerWrapper):
     @property
     def needs_first_pass(self) -> bool:
         """Whether the coming step needs a gradient at w before ``perturbed()``."""
-        return self.settings.takes_first_pass(self._kind)
+        return self.settings.needs_first_pass(self._kind)
+
+    @property
+    def needs_only_second_pass(self) -> bool:
+        """Whether the coming step has one pass, at w + e."""
+        return not self.needs_first_pass and self._kind is not StepKind.PLAIN
 
     @property
     def is_perturbed(self) -> bool:
@@ -134,19 +131,6 @@ class SharpnessAware(OptimizerWrapper):
         norm = self._context.last_ascent_norm
         return None if norm is None else float(norm)
 
-    @property
-    def closure_accumulates(self) -> bool:
-        """For trainers whose closure adds to the gradients of earlier micro-batches.
-
-        In the second pass gradients start from zero: their closure must run the earlier micro-batches again there. Any
-        other closure that adds to older gradients is refused.
-        """
-        return self._context.closure_accumulates
-
-    @closure_accumulates.setter
-    def closure_accumulates(self, value: bool) -> None:
-        self._context.closure_accumulates = value
-
     @inside_wrappers
     @_disable_dynamo  # as torch.optim does; compiled, the weights would be moved twice
     @torch.no_grad()
@@ -160,9 +144,10 @@ class SharpnessAware(OptimizerWrapper):
         """Take one step.
 
         With a closure (clear, compute, backward, return the loss), both passes run here, with the same random
-        numbers, and the loss at w is returned, without its graph. It is the one at w + e where only that pass sees
-        the whole batch: with ``ascent_fraction`` below 1, and in a step that has no other pass. The closure is called
-        once for each pass. Without one, the two passes must have run already, the second inside ``perturbed()``.
+        numbers, and the loss at w is returned, or whatever the closure returns; tensors, also those in dictionaries,
+        lists and tuples, without their graph. It is the one at w + e where only that pass sees the whole batch: with
+        ``ascent_fraction`` below 1, and in a step that has no other pass. The closure is called once for each pass.
+        Without one, the two passes must have run already, the second inside ``perturbed()``.
 
         ``batch`` is for a mask that takes its Fisher from the current batch, and for ``ascent_fraction``: a closure
         that has a parameter is called with the batch, or with the ascent's part of it. ``scaler`` is for a closure
@@ -171,12 +156,7 @@ class SharpnessAware(OptimizerWrapper):
         if self.is_perturbed:
             raise RuntimeError("step() inside perturbed() would update the weights at w + e; call it after the block")
         if self._step is not None and self._step.phase is Phase.READY:
-            step = self._step
-            with self._discarded_on_error():
-                result = None if closure is None else run_empty_closure(step, closure)
-            self._descend(step)
-            self._statistics_at = statistics_versions(self.model)
-            return result
+            return self._step_after_perturbed(self._step, closure)
         if closure is None:
             if self._step is None and self._only_makes_state():
                 self.base.step()
@@ -187,17 +167,27 @@ class SharpnessAware(OptimizerWrapper):
                 "precision 16-mixed, add the plugin sparsesam.integrations.lightning.SharpnessAwareMixedPrecision"
             )
         step = self._begin()
-        self._statistics_at = None
+        self._context.note_statistics(known=False)
         with self._discarded_on_error():
             loss = run_closure(step, closure, batch, self.zero_grad)
+        if scaler is not None and not step.is_empty:
+            scaler.step(self)  # calls step() without a closure, or not at all after an overflow
+            self._step = None
+            return loss
+        self._step = None
         if step.is_empty:
-            self._skip("the closure computed no gradient: no step is taken (opt.skipped_steps)")
-        elif scaler is None:
-            self._descend(step)
+            self._context.skip_step("the closure computed no gradient: no step is taken (opt.skipped_steps)")
         else:
-            scaler.step(self)
-            self._step = None  # after an overflow the scaler takes no step
+            step.update()
         return loss
+
+    def _step_after_perturbed(self, step: Step, closure: Callable[[], Any] | None) -> Any:
+        with self._discarded_on_error():
+            result = None if closure is None else run_empty_closure(step, closure)
+        self._step = None
+        step.update()
+        self._context.note_statistics()
+        return result
 
     @inside_wrappers
     @contextmanager
@@ -245,8 +235,8 @@ class SharpnessAware(OptimizerWrapper):
             self._context.engine.switched_off("the first pass was not in `with opt.first_pass():`")
         else:
             step.require_unchanged(self._perturbed_params())
-        after_first_pass = step.climbs or self._statistics_at not in (None, statistics_versions(self.model))
-        with self._discarded_on_error(), step.away(batch, statistics_return=after_first_pass):
+        after_first_pass = step.needs_first_pass or self._context.statistics_moved()
+        with self._discarded_on_error(), step.perturbed(batch, statistics_return=after_first_pass):
             self.zero_grad()
             with self._context.engine.second_pass(step.first):
                 yield
@@ -285,82 +275,27 @@ class SharpnessAware(OptimizerWrapper):
 
     # ---- checkpoints and copies --------------------------------------------------------------------------
 
-    def _own_state(self) -> tuple[dict[str, Any], OwnTensors]:
-        context, parameters = self._context, {one.name: one.parameter for one in self._perturbed_params()}
-        values, masks = context.masks.state_dict(parameters)
-        kept = {"last": context.perturbation.last, "back": context.extrapolation.back}
-        own = {**asdict(context.counters.read()), "version": _CHECKPOINT_VERSION, "mask": values}
-        own |= {"last": context.has_last, "back": bool(kept["back"])}
-        tensors = {"mask": masks}
-        if self.settings.off_steps == "reuse":
-            tensors["last"] = dense_entries(kept["last"], context.masks.masks, parameters)
-        if self.settings.ascent == "extrapolation":
-            tensors["back"] = dense_entries(kept["back"], context.masks.masks, parameters)
-        return own, tensors
-
-    def _check_own_state(self, own: dict[str, Any], tensors: OwnTensors) -> None:
-        if own.get("version") != _CHECKPOINT_VERSION:
-            raise ValueError(
-                f"the checkpoint must be of version {_CHECKPOINT_VERSION}, got {own.get('version')}; "
-                "load it with the sparsesam that wrote it"
-            )
-        self._context.masks.check_state_dict(own["mask"], tensors.get("mask", {}), self.model)
-
-    def _load_own_state(self, own: dict[str, Any] | None, tensors: OwnTensors) -> None:
-        if own is None:
-            self._start(MaskState(self.mask), Counters())
-            return
-        parameters = {name: parameter for parameter, name in self._names.items()}
-        here = {
-            kind: {name: one.to(parameters[name].device) for name, one in by_name.items() if name in parameters}
-            for kind, by_name in tensors.items()
-        }
-        masks = self._context.masks
-        masks.load_state_dict(own["mask"], here.get("mask", {}), parameters)
-        counters = Counters(**{key: own[key] for key in asdict(self._context.counters)})
-        kept = [kept_in(here.get(kind, {}), masks.masks, parameters) if own[kind] else {} for kind in ("last", "back")]
-        self._start(masks, counters, kept[0], kept[1], own["last"])
+    def _saved_state(self) -> SavedState:
+        return self._context.saved
 
     def __getstate__(self) -> dict[str, Any]:
         if self.is_perturbed:
             raise RuntimeError("an optimizer cannot be copied inside perturbed(): its weights are at w + e")
-        context = self._context
         kept = {key: self.__dict__[key] for key in ("base", "model", "defaults", "settings")}
-        last = context.perturbation.last, context.extrapolation.back, context.has_last
-        return {**kept, "start": (context.masks, context.counters, *last)}
+        return {**kept, "saved": self._saved_state()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        start = state.pop("start")
+        saved = state.pop("saved")
         super().__setstate__(state)
         self._names = named(self.model, self.base)
         self._wrapped = None  # a copy belongs to the copied model, whatever that will be wrapped in
-        self._start(*start)
+        self._start(saved)
 
-    def _start(
-        self,
-        masks: MaskState,
-        counters: Counters,
-        last_perturbation: dict[str, Tensor] | None = None,
-        way_back: dict[str, Tensor] | None = None,
-        has_last: bool = False,
-    ) -> None:
+    def _start(self, saved: SavedState) -> None:
         """Everything that belongs to one process: a copy or a loaded checkpoint begins here too."""
         wrapped = None if self._wrapped is None else self._wrapped()
         self._step = None
-        self._context = StepContext(
-            self.model,
-            self.base,
-            self.settings,
-            masks,
-            counters,
-            Engine(self.model, wrapped or self.model, enabled=self.settings.engine),
-            Perturbation(remember=self.settings.off_steps == "reuse"),
-            Extrapolation(way_back),
-            RNGState(self.model.parameters()),
-            has_last,
-        )
-        self._context.perturbation.last = last_perturbation or {}
-        self._statistics_at = statistics_versions(self.model)
+        self._context = StepContext(self.model, self.base, self.settings, saved, wrapped or self.model)
 
     # ---- a step ------------------------------------------------------------------------------------------
 
@@ -379,14 +314,11 @@ class SharpnessAware(OptimizerWrapper):
         self._check_join()
         self._context.is_joining = self._is_joining
         if self.settings.rho_schedule is not None:
-            rho = option_keys(self.base)["rho"]
-            for group in self.param_groups:
-                now = group.setdefault(rho, self.defaults[rho])
-                first = group.setdefault(f"initial_{rho}", now.clone() if isinstance(now, Tensor) else now)
-                new = first * self.settings.rho_schedule(self.steps + 1)
-                group[rho] = now.copy_(new) if isinstance(now, Tensor) else new  # a captured graph reads that tensor
+            scale_rho(self.base, self.settings.rho_schedule(self.steps + 1), self.defaults)
         self._context.extrapolation.begin()
-        self._step = Step(self._context, self._kind, self._perturbed_params())
+        self._step = Step(
+            self._context, self._kind, self._perturbed_params(), closure_accumulates=self.closure_accumulates
+        )
         return self._step
 
     @contextmanager
@@ -396,20 +328,3 @@ class SharpnessAware(OptimizerWrapper):
         except BaseException:
             self._step = None
             raise
-
-    def _descend(self, step: Step) -> None:
-        require_gradients(self.base, "second")
-        self._context.forget_second_gradient()
-        if step.ascent_failed and not all(bool(gradient.isfinite().all()) for gradient in gradients_of(self.base)):
-            self._skip("both gradients of a step are not finite: the weights are left alone (opt.skipped_steps)")
-            return
-        self._step = None
-        step.update()
-        self._context.counters.steps += 1
-
-    def _skip(self, why: str) -> None:
-        """A step that leaves the weights alone."""
-        self._step = None
-        self._context.counters.skipped_steps += 1
-        self._context.counters.steps += 1
-        self._context.warn_once(why)

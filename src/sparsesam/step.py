@@ -22,7 +22,8 @@ from sparsesam.ascent.report import explicit_after_all
 from sparsesam.ascent.statistics import Snapshot, statistics_of
 from sparsesam.ascent.targets import Target
 from sparsesam.distributed import average_gradients, local_part, reshard, unsynchronized
-from sparsesam.parameters import PerturbedParam, option_keys, require_gradients
+from sparsesam.parameters import gradients_of, option_keys, require_gradients
+from sparsesam.perturbed_params import PerturbedParam, PerturbedParams
 from sparsesam.settings import StepKind
 from sparsesam.step_context import StepContext
 
@@ -38,11 +39,14 @@ class Step:
     """Made at the beginning of a step and gone at its end.
 
     ``params`` take part in the ascent, under ``masks`` (None: all of it). ``first`` tells what the first pass left
-    out, the last of its blocks if it has several; None: nothing.
+    out, the last of its blocks if it has several; None: nothing. ``closure_accumulates`` is the optimizer's.
     """
 
-    def __init__(self, context: StepContext, kind: StepKind, params: list[PerturbedParam]) -> None:
+    def __init__(
+        self, context: StepContext, kind: StepKind, params: PerturbedParams, *, closure_accumulates: bool
+    ) -> None:
         self.context, self.kind, self.params = context, kind, params
+        self.closure_accumulates = closure_accumulates
         self.masks = context.masks_of(params)
         self.phase = Phase.FIRST
         self.first: FirstPass | None = None
@@ -52,9 +56,9 @@ class Step:
         self.repeats = False  # a step of one pass runs again what a trainer ran before it
 
     @property
-    def climbs(self) -> bool:
+    def needs_first_pass(self) -> bool:
         """Whether it needs a first pass."""
-        return self.context.settings.takes_first_pass(self.kind)
+        return self.context.settings.needs_first_pass(self.kind)
 
     def watch_gradients(self) -> OldGradient:
         """Watch what happens to gradients that are there now, of weights that the ascent moves."""
@@ -68,7 +72,7 @@ class Step:
         Where nothing is left to be perturbed, the step is the base optimizer's.
         """
         context = self.context
-        if not self.climbs:
+        if not self.needs_first_pass:
             return
         if context.refresh_due(self.params):
             if context.masks.needs_gradient:
@@ -114,7 +118,7 @@ class Step:
 
     def _why_plain(self) -> str | None:
         """Why this step's first pass must compute everything."""
-        if not self.climbs:
+        if not self.needs_first_pass:
             return "the step has only one pass"
         if self.context.is_joining:
             return "within Join, ranks that are out of inputs answer only the collectives of a whole backward"
@@ -122,7 +126,7 @@ class Step:
             return "the mask is made anew in this step, from its gradients"
         return None
 
-    def require_unchanged(self, params: list[PerturbedParam]) -> None:
+    def require_unchanged(self, params: PerturbedParams) -> None:
         """Gradients that the first pass left out are not missing now, whatever takes part now."""
         masks = self.context.masks_of(params)
         if self.has_every_gradient:
@@ -138,15 +142,15 @@ class Step:
     # ---- to w + e and back -------------------------------------------------------------------------------
 
     @contextmanager
-    def away(self, batch: Any, *, statistics_return: bool) -> Iterator[None]:
+    def perturbed(self, batch: Any, *, statistics_return: bool) -> Iterator[None]:
         """Within the block the weights are at w + e; on the way out they are back, exceptions included."""
         self.phase = Phase.PERTURBED
         statistics = statistics_of(self.context.model.modules()) if statistics_return else []
-        written = Snapshot([*self.context.facts(self.params).renormalized, *statistics])
+        written = Snapshot([*self.params.renormalized, *statistics])
         completed = False
         try:
             self._ascend(batch)
-            if self.context.shards(self.params) is not None:
+            if self.params.shards is not None:
                 reshard(self.context.model)
             yield
             completed = True
@@ -160,7 +164,7 @@ class Step:
         finally:
             self.context.perturbation.undo()
             self.context.extrapolation.undo()
-            if self.context.shards(self.params) is not None:
+            if self.params.shards is not None:
                 reshard(self.context.model)
             written.restore()
             self.phase = Phase.READY if completed else Phase.BETWEEN
@@ -175,7 +179,7 @@ class Step:
             return
         if context.settings.is_implicit:
             self._check_implicit()
-        elif self.climbs and self.has_every_gradient:
+        elif self.needs_first_pass and self.has_every_gradient:
             require_gradients(context.base, "first")
         if context.refresh_due(self.params):
             if context.awaits_momentum(self.params):
@@ -211,14 +215,14 @@ class Step:
 
     def _is_still(self, targets: list[Target]) -> bool:
         """Whether nothing is to move, on any rank."""
-        if self.context.shards(self.params) is None:
+        if self.params.shards is None:
             return all(target.is_still for target in targets)
         return self.context.masks.is_empty or all(one.rho == 0 for one in self.params)
 
     def _norm(self, targets: list[Target]) -> float | Tensor:
         """The norm of what the targets follow, over all parts of sharded ones."""
         context = self.context
-        shards = context.shards(self.params)
+        shards = self.params.shards
         if shards is None:
             return context.perturbation.norm(targets, context.settings.norm)
         counted = set(shards.counted(target.name for target in targets))
@@ -236,17 +240,16 @@ class Step:
 
     @cached_property
     def _tracked(self) -> list[TrackedWeights]:
-        """Those of the last step if nothing has changed that they depend on."""
+        """Those of the last step, if it had the same parameters, options and masks."""
         context = self.context
-        steps_ahead = [group.get(option_keys(context.base)["rho"]) for group in context.base.param_groups]
-        state = (self.params, context.masks.masks, steps_ahead)
-        before, tracked = context.tracked
-        same = all(one is other for one, other in zip(state[:2], before[:2], strict=True)) and before[2] == steps_ahead
-        if not same or context.shards(self.params) is not None or any(isinstance(k, Tensor) for k in steps_ahead):
+        params, masks, tracked = context.tracked
+        rhos = (group.get(option_keys(context.base)["rho"]) for group in context.base.param_groups)
+        may_change_in_place = self.params.shards is not None or any(isinstance(rho, Tensor) for rho in rhos)
+        if params is not self.params or masks is not context.masks.masks or may_change_in_place:
             tracked = tracked_weights(
                 (one.name, local_part(one.parameter), self.masks[one.name], float(one.rho)) for one in self.params
             )
-            context.tracked = state, tracked
+            context.tracked = self.params, context.masks.masks, tracked
         return tracked
 
     def _check_implicit(self) -> None:
@@ -279,11 +282,17 @@ class Step:
     def update(self) -> None:
         """The base optimizer's update, kept where the next step extrapolates it."""
         context, settings = self.context, self.context.settings
+        require_gradients(context.base, "second")
+        context.forget_second_gradient()
+        if self.ascent_failed and not all(bool(gradient.isfinite().all()) for gradient in gradients_of(context.base)):
+            context.skip_step("both gradients of a step are not finite: the weights are left alone (opt.skipped_steps)")
+            return
         next_kind = settings.kind_of(context.counters.steps + 1, has_last=False)
         extrapolates = settings.ascent == "extrapolation" and next_kind is StepKind.ASCEND
         tracked = self._tracked if extrapolates else []
         context.extrapolation.hold(tracked)
         context.base.step()
         context.extrapolation.record(tracked)
-        if not self.climbs:
+        if not self.needs_first_pass:
             context.note_used_gradients(self.params)
+        context.counters.steps += 1

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,87 +15,60 @@ from sparsesam.ascent.momentum import momentum_of, require_momentum
 from sparsesam.ascent.old_gradient import OldGradient, Treatment
 from sparsesam.ascent.plan import ONE_PASS
 from sparsesam.ascent.rng import RNGState
-from sparsesam.ascent.statistics import renormalized_in_forward
-from sparsesam.distributed import Shards, local_part
+from sparsesam.ascent.statistics import statistics_versions
+from sparsesam.distributed import local_part
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.scores import ScoreContext
-from sparsesam.masks.state import MaskState
-from sparsesam.parameters import PerturbedParam
+from sparsesam.perturbed_params import PerturbedParams
+from sparsesam.saved_state import SavedState
 from sparsesam.settings import Settings
 
 
-@dataclass
-class Counters:
-    """Saved in checkpoints, and shown as attributes of the optimizer.
+class StepContext:
+    """Lives as long as its optimizer; a copy or a loaded checkpoint makes a new one.
 
-    What only a device knows is counted there; `read` waits for it.
+    ``wrapped`` is the model as it was given to the optimizer, which may be a DistributedDataParallel around it.
     """
 
-    steps: int = 0
-    skipped_ascents: int = 0
-    skipped_steps: int = 0
+    def __init__(
+        self, model: nn.Module, base: Optimizer, settings: Settings, saved: SavedState, wrapped: nn.Module
+    ) -> None:
+        self.model, self.base, self.settings = model, base, settings
+        self.masks, self.counters, self.has_last = saved.masks, saved.counters, saved.has_last
+        self.engine = Engine(model, wrapped, enabled=settings.engine)
+        self.perturbation = Perturbation(remember=settings.off_steps == "reuse")
+        self.perturbation.last = saved.last or {}
+        self.extrapolation = Extrapolation(saved.back)
+        self.rng = RNGState(model.parameters())
+        self.last_ascent_norm: float | Tensor | None = None
+        self.is_joining = False  # within torch's Join, where ranks answer no collectives but those of DDP
+        #: What the last step extrapolated, and the parameters and masks that this was made from.
+        self.tracked: tuple[PerturbedParams | None, Any, list[TrackedWeights]] = (None, None, [])
+        #: The gradient of perturbed(), until it is used or cleared.
+        self.second_gradient: OldGradient | None = None
+        self._used_gradient: tuple[Tensor, int] | None = None  # of the smallest parameter, and its version
+        self._statistics: list[int] | None = None
+        self.note_statistics()
+        self._warned: set[str] = set()
 
-    def __post_init__(self) -> None:
-        self._skipped_on_device: dict[torch.device, Tensor] = {}
+    @property
+    def saved(self) -> SavedState:
+        """What a new context would go on from."""
+        last = self.perturbation.last if self.settings.off_steps == "reuse" else None
+        back = self.extrapolation.back if self.settings.ascent == "extrapolation" else None
+        return SavedState(self.masks, self.counters, last, back, self.has_last)
 
-    def skip_where(self, event: Tensor) -> None:
-        """Count an ascent as skipped if the tensor is true, without a synchronization."""
-        count = self._skipped_on_device.setdefault(event.device, torch.zeros_like(event, dtype=torch.int64))
-        count.add_(event)
+    # ---- masks and directions ----------------------------------------------------------------------------
 
-    def read(self) -> Counters:
-        """These counters, with what devices have counted."""
-        self.skipped_ascents += sum(int(count) for count in self._skipped_on_device.values())
-        self._skipped_on_device = {}
-        return self
-
-
-class ParamFacts(NamedTuple):
-    """What is found out once about a list of parameters; the list is the same object as long as nothing changes."""
-
-    params: Sequence[PerturbedParam]
-    shards: Shards | None  # how they are spread over ranks; None: every rank has them whole
-    renormalized: list[Tensor]  # weights that a forward writes to
-    smallest: Tensor | None
-
-
-@dataclass
-class StepContext:
-    """Lives as long as its optimizer; a copy or a loaded checkpoint makes a new one."""
-
-    model: nn.Module
-    base: Optimizer
-    settings: Settings
-    masks: MaskState
-    counters: Counters
-    engine: Engine
-    perturbation: Perturbation
-    extrapolation: Extrapolation
-    rng: RNGState
-    #: Whether there is a last e to use again; where it is sharded, this rank's part may be empty.
-    has_last: bool = False
-    #: ||g|| of the last ascent.
-    last_ascent_norm: float | Tensor | None = None
-    #: The closure adds to the gradients of earlier micro-batches, and runs them again in the second pass.
-    closure_accumulates: bool = False
-    #: That of perturbed(), until it is used or cleared.
-    second_gradient: OldGradient | None = None
-    is_joining: bool = False  # within torch's Join, where ranks answer no collectives but those of DDP
-    #: What the last step extrapolated, and the parameters, masks and numbers of steps that this was made from.
-    tracked: tuple[tuple[Any, Any, list[Any]], list[TrackedWeights]] = ((None, None, []), [])
-    _warned: set[str] = field(default_factory=set)
-    _facts: ParamFacts | None = None
-    _used_gradient: tuple[Tensor, int] | None = None  # of the smallest parameter, and its version
-
-    def masks_of(self, params: Sequence[PerturbedParam]) -> dict[str, PackedMask | None]:
+    def masks_of(self, params: PerturbedParams) -> dict[str, PackedMask | None]:
         """Their current masks; None: all of the parameter is perturbed."""
         masks = self.masks.masks or {}
         return {one.name: masks.get(one.name) for one in params}
 
-    def refresh_due(self, params: Sequence[PerturbedParam]) -> bool:
+    def refresh_due(self, params: PerturbedParams) -> bool:
         return self.masks.rule is not None and self.masks.due(self.counters.steps, {one.name for one in params})
 
-    def refresh(self, params: Sequence[PerturbedParam], batch: Any) -> None:
+    def refresh(self, params: PerturbedParams, batch: Any) -> None:
         """Recompute the masks."""
         ddp = None if self.is_joining else self.engine.ddp
         before = self.masks_of(params)
@@ -111,7 +81,7 @@ class StepContext:
                 directions=self.directions(params),
                 previous=self.masks.masks,
                 batch=batch,
-                shards=self.shards(params),
+                shards=params.shards,
                 ranks=None if ddp is None else ddp.process_group,
             ),
             is_joining=self.is_joining,
@@ -122,17 +92,7 @@ class StepContext:
         for one in params:
             self.extrapolation.change_mask(one.name, local_part(one.parameter), before[one.name], after[one.name])
 
-    def shards(self, params: Sequence[PerturbedParam]) -> Shards | None:
-        return self.facts(params).shards
-
-    def facts(self, params: Sequence[PerturbedParam]) -> ParamFacts:
-        if self._facts is None or self._facts.params is not params:
-            shards = Shards.of({one.name: one.parameter for one in params})
-            smallest = min((one.parameter for one in params), key=Tensor.numel, default=None)
-            self._facts = ParamFacts(params, shards, renormalized_in_forward(self.model.modules()), smallest)
-        return self._facts
-
-    def directions(self, params: Sequence[PerturbedParam]) -> dict[str, Tensor]:
+    def directions(self, params: PerturbedParams) -> dict[str, Tensor]:
         """What the ascent follows, for each parameter that has it: its gradient, or its momentum."""
         found = {}
         for one in params:
@@ -145,22 +105,31 @@ class StepContext:
             require_momentum(self.base, [one.parameter for one in params])
         return found
 
-    def awaits_momentum(self, params: Sequence[PerturbedParam]) -> bool:
+    def awaits_momentum(self, params: PerturbedParams) -> bool:
         """Whether a mask that is made from the ascent's direction must wait for the base optimizer's first step."""
         if self.settings.ascent not in ONE_PASS or not self.masks.needs_gradient or self.directions(params):
             return False
         require_momentum(self.base, [one.parameter for one in params])
         return True
 
-    def note_used_gradients(self, params: Sequence[PerturbedParam]) -> None:
+    # ---- what happened between steps ---------------------------------------------------------------------
+
+    def note_statistics(self, *, known: bool = True) -> None:
+        """The running statistics are those after a step; not ``known``: nobody has looked at them."""
+        self._statistics = statistics_versions(self.model) if known else None
+
+    def statistics_moved(self) -> bool:
+        """Whether a forward has moved the running statistics since the last step, as far as known."""
+        return self._statistics not in (None, statistics_versions(self.model))
+
+    def note_used_gradients(self, params: PerturbedParams) -> None:
         """A step has used the gradients that are there now."""
-        smallest = self.facts(params).smallest
-        gradient = None if smallest is None else smallest.grad
+        gradient = None if params.smallest is None else params.smallest.grad
         self._used_gradient = None if gradient is None else (gradient, gradient._version)
 
-    def gradients_are_used(self, params: Sequence[PerturbedParam]) -> bool:
+    def gradients_are_used(self, params: PerturbedParams) -> bool:
         """Whether gradients are there that the last step has used and nobody has cleared since."""
-        smallest, used = self.facts(params).smallest, self._used_gradient
+        smallest, used = params.smallest, self._used_gradient
         if smallest is None or used is None or smallest.grad is not used[0]:
             return False
         return used[0]._version == used[1]
@@ -186,6 +155,12 @@ class StepContext:
                 "accelerator.accumulate, use sparsesam.integrations.accelerate.AccumulatedPasses. To leave a step out, "
                 "call opt.zero_grad()"
             )
+
+    def skip_step(self, why: str) -> None:
+        """Count a step that leaves the weights alone."""
+        self.counters.skipped_steps += 1
+        self.counters.steps += 1
+        self.warn_once(why)
 
     def warn_once(self, text: str) -> None:
         kind = text.split(":")[0]

@@ -10,12 +10,12 @@ from sparsesam.distributed.ddp import (
 )
 from sparsesam.distributed.fsdp1 import refuse_fsdp1
 from sparsesam.distributed.fsdp2 import reshard
-from sparsesam.distributed.join import StateJoinHook
+from sparsesam.distributed.join import JoinableOptimizer
 from sparsesam.distributed.shards import Shards, as_shard_of, is_sharded, local_part
 
 __all__ = [
+    "JoinableOptimizer",
     "Shards",
-    "StateJoinHook",
     "all_agree",
     "as_shard_of",
     "average_gradients",

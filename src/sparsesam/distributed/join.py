@@ -10,11 +10,14 @@ narrowed. When all ranks are done, all of them take over the optimizer's state o
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel
 
 from sparsesam.distributed.agreement import communication_device
 
@@ -40,3 +43,43 @@ class StateJoinHook(JoinHook):
         dist.broadcast_object_list(state, src=int(source), group=self._group, device=device)
         if rank != int(source):
             self._optimizer.load_state_dict(state[0])
+
+
+class JoinableOptimizer(Joinable):
+    """What ``Join`` asks of an optimizer."""
+
+    _names: dict[Tensor, str]
+    _ended_join: object = None  # by what torch has marked DistributedDataParallel in a Join that is over
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        return StateJoinHook(self, self.join_process_group)
+
+    @property
+    def join_device(self) -> torch.device:
+        return next(iter(self._names)).device
+
+    @property
+    def join_process_group(self) -> Any:
+        return dist.group.WORLD
+
+    @property
+    @abstractmethod
+    def _ddp(self) -> DistributedDataParallel | None:
+        """What the model is wrapped in, as far as known."""
+
+    @property
+    def _is_joining(self) -> bool:
+        return bool(self._join_config.enable)
+
+    def _check_join(self) -> None:
+        """Ranks that stop early must take over counters and masks, or later refreshes would wait for them forever."""
+        mark = None if self._ddp is None else self._ddp._join_config
+        if mark is not None and mark.enable and mark is not self._ended_join and not self._is_joining:
+            raise RuntimeError("Join must have the optimizer too: write `with Join([model, opt]):`")
+        if self._is_joining and self._join_config.is_first_joinable:
+            raise RuntimeError("Join must have the model first: write `with Join([model, opt]):`")
+
+    def _end_join(self) -> None:
+        """torch marks its Joinables when a Join is made, and does not unmark them when it is over."""
+        self._ended_join = None if self._ddp is None else self._ddp._join_config
+        Joinable.__init__(self)

@@ -1,11 +1,11 @@
 import pytest
 import torch
 
+from sparsesam.checkpoint import split_own
 from sparsesam.lab.experiment import checkpoint, read_masks
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.mask_record import is_cheap, write_masks
-from sparsesam.wrapper import split_own
 from tests.lab.experiment.runs import InterruptAt, same, train
 
 SPARSE = {"optimizer": "ssam-f", "mask_steps": 3, "model": "tests.lab.inspection.networks:linear"}

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from sparsesam.analysis import AnalysisResult, Objective, check_state
 from sparsesam.analysis.objective import Statistics
+from sparsesam.checkpoint import split_own
 from sparsesam.lab import models
 from sparsesam.lab.data import FolderSplits, Splits
 from sparsesam.lab.experiment import checkpoint
@@ -25,7 +26,6 @@ from sparsesam.lab.experiment.mask_record import mask_files, read_mask_file
 from sparsesam.lab.experiment.run import make_fabric
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.setting_types import option
-from sparsesam.wrapper import split_own
 
 
 @dataclass(frozen=True)
