@@ -46,6 +46,10 @@ def two_of_four(model):
     return as_pattern("2:4").select(like)
 
 
+def extrapolated(masks):
+    return lambda model: sparsesam.ExtrapolatedSAM(sgd(model), model, 2.0, mask=sparsesam.fixed_mask(masks(model)))
+
+
 def ssam(masks, **options):
     return lambda model: sparsesam.SSAM(sgd(model), model, rho=0.1, mask=sparsesam.fixed_mask(masks(model)), **options)
 
@@ -63,6 +67,9 @@ OPTIMIZERS = {
     "last layers": lambda model: sparsesam.SSAM(
         sgd(model), model, rho=0.1, mask=sparsesam.fixed_mask("[2-9].*"), norm="masked"
     ),
+    "extrapolated": lambda model: sparsesam.ExtrapolatedSAM(sgd(model), model, 2.0),
+    "extrapolated, few entries": extrapolated(entries(0.3)),
+    "extrapolated, rows": extrapolated(rows),
 }
 
 
@@ -76,9 +83,9 @@ def test_a_whole_step_runs_on_the_meta_device(name, step):
     """There is no value to read there, and a tensor of the CPU does not go together with one of it."""
     model = network(3)
     opt = OPTIMIZERS[name](model)
-    for _ in range(2):
+    for _ in range(3):
         step(opt, model, *batch())
-    assert opt.steps == 2
+    assert opt.steps == 3
     assert all(p.is_meta for p in model.parameters())
 
 

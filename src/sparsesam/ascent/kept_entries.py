@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from sparsesam.ascent.kept_positions import positions_of
 from sparsesam.distributed import local_part
 from sparsesam.masks.packed import PackedMask
 
@@ -19,7 +20,10 @@ def kept_entries(weight: Tensor, mask: PackedMask | None) -> Tensor:
         return weight
     if mask.rows is not None:
         return weight.index_select(0, mask.rows)
-    return weight.masked_select(mask.unpack(weight.device))
+    kept = mask.unpack(weight.device)
+    if weight.device.type == "cpu":
+        return weight.masked_select(kept)
+    return weight.flatten().index_select(0, positions_of(kept.flatten(), mask.count))  # masked_select waits for a count
 
 
 def put_entries(weight: Tensor, mask: PackedMask | None, entries: Tensor) -> Tensor:
