@@ -222,6 +222,42 @@ def test_accumulation_in_one_pass_equals_a_plain_loop(tmp_path):
     assert_same_run(module, twin, plain(twin, batches(), count=2))
 
 
+class Counting(OnePass):
+    """Counts passes, and says where its weights are in each of them."""
+
+    def __init__(self, net):
+        super().__init__(net)
+        self.forwards, self.backwards = [], []
+
+    def training_step(self, batch, batch_idx):
+        self.forwards.append(self.optimizers().in_second_pass)
+        return super().training_step(batch, batch_idx)
+
+    def backward(self, loss):
+        self.backwards.append(self.optimizers().in_second_pass)
+        super().backward(loss)
+
+
+def test_accumulation_in_one_pass_has_one_backward_for_each_batch_and_moves_statistics_once(tmp_path):
+    module = Counting(cases.convnet())
+    twin = copy.deepcopy(module.net)
+    loader = DataLoader(TensorDataset(*cases.images(40)), batch_size=8)
+    options = {**quiet(tmp_path), "max_epochs": 1, "accumulate_grad_batches": 3, "callbacks": [AccumulatedAscent()]}
+    fit(module, options, loader=loader)
+    assert module.backwards == [True] * 5
+    assert module.forwards == [False, False, True, True, True, False, True, True]
+
+    opt = sparsesam.ExtrapolatedSAM(cases.sgd(twin), twin, 5.0)
+    steps = list(loader)
+    for first, *others in ((steps[2], steps[0], steps[1]), (steps[4], steps[3])):  # the last batch runs first
+        with opt.perturbed():
+            for x, y in (first, *others):
+                (F.cross_entropy(twin(x), y) / 3).backward()
+        opt.step()
+        opt.zero_grad()
+    torch.testing.assert_close(module.net.state_dict(), twin.state_dict(), rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("kind", [Classifier, OnePass])
 def test_accumulation_without_the_callback_is_refused_in_the_first_step(kind, tmp_path):
     module = kind(cases.mlp())

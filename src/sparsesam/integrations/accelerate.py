@@ -41,9 +41,9 @@ class AccumulatedPasses:
         """Run one micro-batch; returns its loss at w (at w + e in steps that have only that pass)."""
         accelerator, optimizer = self._accelerator, self._optimizer
         self._micro_batches.append((compute_loss, self._rng.read()))
-        climbs = optimizer.needs_first_pass
+        needs_first_pass = optimizer.needs_first_pass
         loss: Tensor | None = None
-        if climbs:
+        if needs_first_pass:
             with optimizer.first_pass():
                 loss = compute_loss()
                 accelerator.backward(loss)
@@ -52,7 +52,7 @@ class AccumulatedPasses:
         others, self._micro_batches = self._micro_batches, []
         with optimizer.perturbed():
             for number, (again, state) in enumerate(others, start=1):
-                if climbs:
+                if needs_first_pass:
                     self._rng.write(state)
                 with nullcontext() if number == len(others) else accelerator.no_sync(self._model):
                     there = again()

@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
 
 from sparsesam.ascent.rng import RNGSnapshot, RNGState
+from sparsesam.integrations.extras import needs_extra
 from sparsesam.integrations.metrics import step_metrics
 from sparsesam.sharpness_aware import SharpnessAware
+
+with needs_extra("huggingface"):
+    from transformers import Trainer
 
 
 class SharpnessAwareTrainer(Trainer):
@@ -28,22 +31,22 @@ class SharpnessAwareTrainer(Trainer):
         return super().get_batch_samples(*args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        optimizer, noise = self._sharpness_aware(), RNGState(model.parameters())
-        self._micro_batches.append((inputs, noise.read()))
-        climbs = optimizer.needs_first_pass
+        optimizer, rng = self._sharpness_aware(), RNGState(model.parameters())
+        self._micro_batches.append((inputs, rng.read()))
+        needs_first_pass = optimizer.needs_first_pass
         here = there = torch.zeros((), device=self.args.device)
-        if climbs:
+        if needs_first_pass:
             with optimizer.first_pass():
                 here = super().training_step(model, inputs, *args, **kwargs)
         if not self.accelerator.sync_gradients:
             return here
         with optimizer.perturbed():
             for number, (again, state) in enumerate(self._micro_batches, start=1):
-                if climbs:
-                    noise.write(state)
+                if needs_first_pass:
+                    rng.write(state)
                 with nullcontext() if number == len(self._micro_batches) else self.accelerator.no_sync(model):
                     there = there + super().training_step(model, again, *args, **kwargs)
-        return here if climbs else there
+        return here if needs_first_pass else there
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Adds `step_metrics` to whatever is logged during training, for every reporter."""

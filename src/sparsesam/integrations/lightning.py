@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sparsesam.ascent.rng import RNGSnapshot, RNGState
+from sparsesam.ascent.statistics import Snapshot, statistics_of
+from sparsesam.integrations.extras import needs_extra
 from sparsesam.integrations.metrics import gradient_norm, step_metrics
 from sparsesam.parameters import OutsideGradients
 from sparsesam.sharpness_aware import SharpnessAware
@@ -28,8 +30,9 @@ else:
         from lightning.pytorch import Callback
         from lightning.pytorch.plugins import MixedPrecision
     except ImportError:
-        from pytorch_lightning import Callback
-        from pytorch_lightning.plugins import MixedPrecision
+        with needs_extra("lightning"):
+            from pytorch_lightning import Callback
+            from pytorch_lightning.plugins import MixedPrecision
 
 
 class AccumulatedAscent(Callback):
@@ -39,11 +42,15 @@ class AccumulatedAscent(Callback):
     there. That is enough for the ascent, but the gradient at w + e would be that of one batch, divided by n. So in
     the second pass the other batches run again, with the random numbers they had before. Without this callback such
     a closure is refused.
+
+    In a step of one pass at w + e, the gradients of the batches before the last at w would be of no use: only their
+    forward runs at w, for what ``training_step`` logs, and leaves normalization statistics as they are.
     """
 
     def __init__(self) -> None:
         self._batches: list[tuple[tuple[Any, ...], RNGSnapshot]] = []
         self._outside: OutsideGradients | None = None
+        self._statistics: Snapshot | None = None  # during a batch that runs forward only
         self._repeated = False
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -56,6 +63,21 @@ class AccumulatedAscent(Callback):
             takes_index = len(inspect.signature(pl_module.training_step).parameters) > 1
             arguments = (batch, batch_idx) if takes_index else (batch,)
             self._batches.append((arguments, RNGState(pl_module.parameters()).read()))
+            if optimizer.needs_only_second_pass and trainer.fit_loop._should_accumulate():
+                trainer.fit_loop._skip_backward = True
+                self._statistics = Snapshot(statistics_of(pl_module.modules()))
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self._end_forward_only(trainer)
+
+    def on_exception(self, trainer: Trainer, *_: Any) -> None:
+        self._end_forward_only(trainer)
+
+    def _end_forward_only(self, trainer: Trainer) -> None:
+        if self._statistics is not None:
+            trainer.fit_loop._skip_backward = False
+            self._statistics.restore()
+            self._statistics = None
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if _sharpness_aware(trainer).is_perturbed:
@@ -74,20 +96,20 @@ class AccumulatedAscent(Callback):
         self._repeated = True
         if optimizer._step is not None:
             optimizer._step.repeats = True
-        noise = RNGState(pl_module.parameters())
-        now = noise.read()
+        rng = RNGState(pl_module.parameters())
+        now = rng.read()
         unsynchronized = getattr(trainer.strategy, "block_backward_sync", nullcontext)
         others = self._batches[:-1]
         hook, pl_module._current_fx_name = pl_module._current_fx_name, "training_step"  # for self.log
         for number, (arguments, then) in enumerate(others, start=1):
-            noise.write(then)
+            rng.write(then)
             with nullcontext() if number == len(others) else unsynchronized():
                 output = trainer.strategy.training_step(*arguments)
                 loss = output["loss"] if isinstance(output, Mapping) else output
                 if loss is not None:
                     trainer.strategy.backward(loss / trainer.accumulate_grad_batches, optimizer)
         pl_module._current_fx_name = hook
-        noise.write(now)
+        rng.write(now)
 
     def _start_second_pass(self) -> None:
         """Trainable parameters outside of the optimizer keep the gradients of the second pass alone."""

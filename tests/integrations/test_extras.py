@@ -1,0 +1,28 @@
+"""Without its package, an integration says which extra to install."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+WITHOUT = """
+import sys
+sys.modules.update(dict.fromkeys({packages!r}))  # None: as if it were not installed
+import sparsesam.integrations.{module}
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "packages", "extra"),
+    [
+        ("lightning", ["lightning", "pytorch_lightning"], "sparsesam[lightning]"),
+        ("hugging_face", ["transformers"], "sparsesam[huggingface]"),
+    ],
+)
+def test_the_extra_is_named_where_its_package_is_missing(module, packages, extra):
+    code = WITHOUT.format(module=module, packages=packages)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    message = result.stderr.strip().splitlines()[-1]
+    assert message == f'ModuleNotFoundError: {packages[-1]} is not installed; pip install "{extra}" installs it'
