@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,14 +51,13 @@ def top_mask(
             check_alike(scores, masks, label=label)
     check_scores(scores, shards)
     wide = any(score.dtype == torch.float64 for score in scores.values())
-    values, allowed = {}, {}
-    for name, score in scores.items():
-        values[name] = score.detach().to(torch.float64 if wide else torch.float32).reshape(-1)
-        allowed[name] = values[name] > -math.inf
+    values = {n: s.detach().to(torch.float64 if wide else torch.float32).reshape(-1) for n, s in scores.items()}
+    allowed = {name: value > -math.inf for name, value in values.items()}
+    for name, mask in allowed.items():
         if among is not None:
-            allowed[name] &= among[name].reshape(-1)
+            mask &= among[name].reshape(-1)
         if first is not None:
-            allowed[name] &= ~first[name].reshape(-1)
+            mask &= ~first[name].reshape(-1)
     chosen = _largest(values, allowed, _remaining(count, first, shards), shards)
     found = {name: mask.view(scores[name].shape) for name, mask in chosen.items()}
     return found if first is None else {name: mask | first[name] for name, mask in found.items()}
@@ -122,15 +122,17 @@ def _largest(values: Tensors, allowed: Tensors, count: int, shards: Shards) -> d
         return {name: torch.zeros_like(mask) for name, mask in allowed.items()}
     counted = [_entries(values[name], allowed[name]) for name in shards.counted(values)]
     threshold = kth_largest(_joined(counted, values), count, shards)
+    chosen = {name: (value >= threshold.value) & allowed[name] for name, value in values.items()}
+    if threshold.wanted == threshold.equal:
+        return chosen
     tied = {name: (value == threshold.value) & allowed[name] for name, value in values.items()}
-    if threshold.wanted < threshold.equal:
-        tied = _earliest(tied, threshold.wanted, shards)
-    return {name: (value > threshold.value) & allowed[name] | tied[name] for name, value in values.items()}
+    kept = _earliest(tied, threshold.wanted, shards)
+    return {name: mask & ~tied[name] | kept[name] for name, mask in chosen.items()}
 
 
 def _entries(values: Tensor, chosen: Tensor) -> Tensor:
-    if values.device.type == "cpu":  # up to eight times faster than torch's way
-        return torch.from_numpy(values.numpy()[chosen.numpy()])
+    if values.device.type == "cpu":  # several times faster than values[chosen], of torch or of numpy
+        return torch.from_numpy(np.compress(chosen.numpy(), values.numpy()))
     return values[chosen]
 
 
@@ -139,15 +141,16 @@ def _joined(parts: list[Tensor], like: Tensors) -> Tensor:
     return torch.cat([next(iter(like.values()))[:0], *parts])
 
 
-def _earliest(marked: dict[str, Tensor], count: int, shards: Shards) -> dict[str, Tensor]:
+def _earliest(marked: Tensors, count: int, shards: Shards) -> dict[str, Tensor]:
     """Those of the marked entries that come first in the whole tensors."""
     if shards.is_whole:
-        for mask in marked.values():
+        kept = {name: mask.clone() for name, mask in marked.items()}
+        for mask in kept.values():
             found = int(mask.count_nonzero())
             if found > count:
                 mask[mask.nonzero()[count:]] = False
             count = max(0, count - found)
-        return marked
+        return kept
     left, from_end = shards.total, {}
     for name, mask in marked.items():
         from_end[name] = left - 1 - shards.parts[name].positions(mask.nonzero().squeeze(1))

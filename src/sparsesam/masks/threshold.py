@@ -32,8 +32,10 @@ def kth_largest(values: Tensor, k: int, shards: Shards) -> Threshold:
         place = len(values) - k
         values.numpy().partition(place)
         value = values[place].item()
-    else:
-        value = by_topk(values, k)
+        at_most, largest = values[:place], values[place:]
+        wanted = k - int((largest > value).count_nonzero())
+        return Threshold(value, wanted, wanted + int((at_most == value).count_nonzero()))
+    value = by_topk(values, k)
     above, equal = (int(found.count_nonzero()) for found in (values > value, values == value))
     return Threshold(value, k - above, equal)
 

@@ -45,7 +45,6 @@ class Pattern(ABC):
                 "change it"
             )
 
-    @abstractmethod
     def select(
         self, scores: Tensors, sparsity: float | None = None, *, shards: Shards | None = None
     ) -> dict[str, Tensor]:
@@ -54,6 +53,7 @@ class Pattern(ABC):
         Ties go to the earlier position; -inf is never chosen. Masks are contiguous bool tensors of the
         scores' shapes, on their device.
         """
+        return self._choose(scores, scores, sparsity, shards or Shards.whole(scores))
 
     def draw(
         self,
@@ -64,7 +64,7 @@ class Pattern(ABC):
         shards: Shards | None = None,
     ) -> dict[str, Tensor]:
         """An allowed mask at random, uniform over the pattern's units, with the budget of `select`."""
-        return self.select(random_scores(like, generator=generator, shards=shards), sparsity, shards=shards)
+        return self._choose(generator, like, sparsity, shards or Shards.whole(like))
 
     def drop_and_grow(
         self,
@@ -94,10 +94,18 @@ class Pattern(ABC):
         return self._drop_and_grow(masks, keep, grow, sparsity, ratio, shards or Shards.whole(masks))
 
     @abstractmethod
+    def _choose(self, choice: Choice, like: Tensors, sparsity: float | None, shards: Shards) -> dict[str, Tensor]:
+        """What `select` and `draw` say; masks are like ``like``."""
+
+    @abstractmethod
     def _drop_and_grow(
         self, masks: Tensors, keep: Choice, grow: Choice, sparsity: float | None, ratio: float, shards: Shards
     ) -> dict[str, Tensor]:
         """What `drop_and_grow` says, of arguments that were checked."""
+
+
+def scores_of(choice: Choice, like: Tensors, shards: Shards) -> Tensors:
+    return random_scores(like, generator=choice, shards=shards) if isinstance(choice, torch.Generator) else choice
 
 
 def weight_budget(shards: Shards, sparsity: float | None, pattern: Pattern) -> int:

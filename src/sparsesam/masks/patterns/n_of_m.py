@@ -17,8 +17,8 @@ from torch import Tensor
 
 from sparsesam.distributed.shards import ShardLayout, Shards
 from sparsesam.masks.checks import check_choice, check_count
-from sparsesam.masks.patterns.base import Choice, Pattern, left_after_drop
-from sparsesam.masks.select import Tensors, check_scores, count_true, random_scores, top_mask
+from sparsesam.masks.patterns.base import Choice, Pattern, left_after_drop, scores_of
+from sparsesam.masks.select import Tensors, check_scores, count_true, top_mask
 from sparsesam.masks.units import Units
 
 Axis = Literal["output", "input"]
@@ -66,12 +66,9 @@ class NM(_NOfM):
         check_choice("remainder", self.remainder, ("dense", "error"))
         check_choice("vectors", self.vectors, ("dense", "none"))
 
-    def select(
-        self, scores: Tensors, sparsity: float | None = None, *, shards: Shards | None = None
-    ) -> dict[str, Tensor]:
-        """See `Pattern.select`."""
+    def _choose(self, choice: Choice, like: Tensors, sparsity: float | None, shards: Shards) -> dict[str, Tensor]:
         self.check_sparsity(sparsity)
-        shards = shards or Shards.whole(scores)
+        scores = scores_of(choice, like, shards)
         check_scores(scores, shards)
         groups = self._groups(shards)
         masks = {name: self._outside_groups(score, groups.get(name)) for name, score in scores.items()}
@@ -86,14 +83,15 @@ class NM(_NOfM):
         grouped = {name: group.of(masks[name]).contiguous() for name, group in groups.items()}
         inside = shards.with_parts({name: group.part for name, group in groups.items()})
 
-        def inner(choice: Choice) -> Tensors:
-            if isinstance(choice, torch.Generator):
-                return random_scores(grouped, generator=choice, shards=inside)
-            return {name: group.of(choice[name]) for name, group in groups.items()}
-
+        keep, grow = (
+            choice
+            if isinstance(choice, torch.Generator)
+            else {name: group.of(choice[name]) for name, group in groups.items()}
+            for choice in (keep, grow)
+        )
         left = left_after_drop(count_true(grouped, inside), ratio)
-        survivors = top_mask(inner(keep), left, among=grouped, shards=inside)
-        growth = inner(grow)
+        survivors = top_mask(scores_of(keep, grouped, inside), left, among=grouped, shards=inside)
+        growth = scores_of(grow, grouped, inside)
         check_scores(growth, inside)
         # What lies outside full groups is fixed by the pattern, so it stays as it is.
         result = {name: mask.clone(memory_format=torch.contiguous_format) for name, mask in masks.items()}
@@ -223,13 +221,11 @@ class NMFilters(_NOfM):
     def __post_init__(self) -> None:
         self._inner()
 
-    def select(
-        self, scores: Tensors, sparsity: float | None = None, *, shards: Shards | None = None
-    ) -> dict[str, Tensor]:
-        """See `Pattern.select`."""
+    def _choose(self, choice: Choice, like: Tensors, sparsity: float | None, shards: Shards) -> dict[str, Tensor]:
         self.check_sparsity(sparsity)
-        units = Units("filter", shards or Shards.whole(scores))
-        return _expand(units, self._inner().select(_rows(units, units.means(scores))), scores)
+        units = Units("filter", shards)
+        means = units.means(scores_of(choice, like, shards))
+        return _expand(units, self._inner().select(_rows(units, means)), like)
 
     def _drop_and_grow(
         self, masks: Tensors, keep: Choice, grow: Choice, sparsity: float | None, ratio: float, shards: Shards

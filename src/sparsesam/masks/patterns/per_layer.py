@@ -31,26 +31,10 @@ class PerLayer(Pattern):
         """That of the inner pattern."""
         return self.inner.implied_sparsity
 
-    def select(
-        self, scores: Tensors, sparsity: float | None = None, *, shards: Shards | None = None
-    ) -> dict[str, Tensor]:
-        """See `Pattern.select`."""
-        masks: dict[str, Tensor] = {}
-        for name, score in scores.items():
-            masks |= self.inner.select({name: score}, sparsity, shards=_only(name, shards))
-        return masks
-
-    def draw(
-        self,
-        like: Tensors,
-        generator: torch.Generator,
-        sparsity: float | None = None,
-        *,
-        shards: Shards | None = None,
-    ) -> dict[str, Tensor]:
+    def _choose(self, choice: Choice, like: Tensors, sparsity: float | None, shards: Shards) -> dict[str, Tensor]:
         masks: dict[str, Tensor] = {}
         for name, tensor in like.items():
-            masks |= self.inner.draw({name: tensor}, generator, sparsity, shards=_only(name, shards))
+            masks |= self.inner._choose(_only(name, choice), {name: tensor}, sparsity, shards.only(name))
         return masks
 
     def _drop_and_grow(
@@ -58,12 +42,10 @@ class PerLayer(Pattern):
     ) -> dict[str, Tensor]:
         result: dict[str, Tensor] = {}
         for name, mask in masks.items():
-            own_keep, own_grow = (c if isinstance(c, torch.Generator) else {name: c[name]} for c in (keep, grow))
-            result |= self.inner.drop_and_grow(
-                {name: mask}, own_keep, own_grow, sparsity=sparsity, ratio=ratio, shards=shards.only(name)
-            )
+            own = _only(name, keep), _only(name, grow)
+            result |= self.inner._drop_and_grow({name: mask}, *own, sparsity, ratio, shards.only(name))
         return result
 
 
-def _only(name: str, shards: Shards | None) -> Shards | None:
-    return None if shards is None else shards.only(name)
+def _only(name: str, choice: Choice) -> Choice:
+    return choice if isinstance(choice, torch.Generator) else {name: choice[name]}

@@ -33,28 +33,9 @@ class Structured(Pattern):
     def __post_init__(self) -> None:
         check_choice("unit", self.unit, get_args(Unit))
 
-    def select(
-        self, scores: Tensors, sparsity: float | None = None, *, shards: Shards | None = None
-    ) -> dict[str, Tensor]:
-        """See `Pattern.select`."""
-        return self._fill(scores, scores, sparsity, shards)
-
-    def draw(
-        self,
-        like: Tensors,
-        generator: torch.Generator,
-        sparsity: float | None = None,
-        *,
-        shards: Shards | None = None,
-    ) -> dict[str, Tensor]:
-        return self._fill(generator, like, sparsity, shards)
-
-    def _fill(self, choice: Choice, like: Tensors, sparsity: float | None, shards: Shards | None) -> dict[str, Tensor]:
-        shards = shards or Shards.whole(like)
-        units = Units(self.unit, shards)
-        return units.expand(
-            fill_greedily(_scores(units, choice), units.sizes, weight_budget(shards, sparsity, self)), like
-        )
+    def _choose(self, choice: Choice, like: Tensors, sparsity: float | None, shards: Shards) -> dict[str, Tensor]:
+        units, budget = Units(self.unit, shards), weight_budget(shards, sparsity, self)
+        return units.expand(fill_greedily(_scores(units, choice), units.sizes, budget), like)
 
     def _drop_and_grow(
         self, masks: Tensors, keep: Choice, grow: Choice, sparsity: float | None, ratio: float, shards: Shards
