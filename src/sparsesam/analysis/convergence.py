@@ -22,14 +22,12 @@ from torch import Tensor, nn
 from torch.func import functional_call, hessian
 
 from sparsesam.analysis.objective import norm
-from sparsesam.analysis.results import AnalysisResult
+from sparsesam.analysis.results import AnalysisResult, Array
 from sparsesam.analysis.smooth_problems import SmoothProblem, nonconvex_logistic
 from sparsesam.masks.checks import check_choice
 from sparsesam.masks.recipes import random_mask
 from sparsesam.optimizer import SSAM
 from sparsesam.schedules import InverseSqrt
-
-Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from sparsesam.analysis.hessian import hessian_diagonal
 from sparsesam.analysis.hessian_operator import HessianOperator
 from sparsesam.analysis.objective import Objective, ObjectiveSummary, ParameterFilter
-from sparsesam.analysis.results import AnalysisResult
+from sparsesam.analysis.results import AnalysisResult, Array
 from sparsesam.masks.fisher import fisher_diagonal
-
-Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,9 @@ from sparsesam.analysis.objective import (
     select_parameters,
     values_kept,
 )
-from sparsesam.analysis.results import AnalysisResult
+from sparsesam.analysis.results import AnalysisResult, Array
 from sparsesam.masks.checks import check_choice
 
-Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Logarithm = Literal["10", "e"]
 

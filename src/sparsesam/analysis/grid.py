@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from sparsesam.analysis.objective import Objective, values_kept
+from sparsesam.analysis.results import Array
 
-Array = npt.NDArray[np.float64]
 Progress = Callable[[int, int], None]
 
 
@@ -61,26 +61,22 @@ def evaluate_grid(
     With a ``state_file`` the points done so far are written every ``save_every`` seconds and on exit,
     and a later call with the same weights, directions, grid and batches continues from there.
     """
-    losses, done = np.full(grid.shape, np.nan), np.zeros(grid.shape, dtype=bool)
-    state = None if state_file is None else _State(Path(state_file), _fingerprint(objective, grid), save_every)
-    if state is not None:
-        losses, done = state.load(losses, done)
+    losses = _Losses.begin(grid, objective, None if state_file is None else Path(state_file), save_every)
     rows = grid.y if len(grid.y) else np.zeros(1)
     tensors, bases = [one.tensor for one in grid.moving], [one.base for one in grid.moving]
-    with values_kept(tensors, bases), _saved_on_exit(state, losses, done):
+    with values_kept(tensors, bases), losses.saved_on_exit():
         for row, b in enumerate(rows):
             start_of_row = _row(grid.moving, float(b))
             for column, a in enumerate(grid.x):
                 at = (row, column) if len(grid.y) else column
-                if done[at]:
+                if losses.done[at]:
                     continue
                 _move(grid.moving, start_of_row, float(a))
-                losses[at], done[at] = objective.loss(), True
-                if state is not None:
-                    state.save_if_due(losses, done)
+                losses.values[at], losses.done[at] = objective.loss(), True
+                losses.save_if_due()
                 if progress is not None:
-                    progress(int(done.sum()), done.size)
-    return losses
+                    progress(int(losses.done.sum()), losses.done.size)
+    return losses.values
 
 
 # ---- moving --------------------------------------------------------------------------------------------------
@@ -104,50 +100,61 @@ def _move(moving: Sequence[MovedTensor], starts: list[Tensor], a: float) -> None
 
 
 @dataclass
-class _State:
-    path: Path
-    fingerprint: str
-    every: float
-    last: float = field(default_factory=time.monotonic)
+class _Losses:
+    """The losses of the points that are done; in a file too, if there is a path."""
 
-    def load(self, losses: Array, done: npt.NDArray[np.bool_]) -> tuple[Array, npt.NDArray[np.bool_]]:
-        if not self.path.exists():
-            return losses, done
+    values: Array
+    done: npt.NDArray[np.bool_]
+    path: Path | None
+    fingerprint: str
+    save_every: float
+    saved_at: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def begin(cls, grid: Grid, objective: Objective, path: Path | None, save_every: float) -> _Losses:
+        """Those in the file, if it is there."""
+        fingerprint = "" if path is None else _fingerprint(objective, grid)
+        losses = cls(np.full(grid.shape, np.nan), np.zeros(grid.shape, dtype=bool), path, fingerprint, save_every)
+        if path is not None and path.exists():
+            losses._load(path)
+        return losses
+
+    def _load(self, path: Path) -> None:
         try:
-            with np.load(self.path, allow_pickle=False) as saved:
-                fingerprint, kept, kept_done = str(saved["fingerprint"]), saved["loss"], saved["done"]
+            with np.load(path, allow_pickle=False) as saved:
+                fingerprint, self.values, self.done = str(saved["fingerprint"]), saved["loss"], saved["done"]
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise ValueError(
-                f"state_file {self.path} is not the state of a landscape ({error}); remove it or choose another name"
+                f"state_file {path} is not the state of a landscape ({error}); remove it or choose another name"
             ) from error
         if fingerprint != self.fingerprint:
             raise ValueError(
-                f"state_file {self.path} belongs to another landscape (other weights, directions, grid, batches or "
+                f"state_file {path} belongs to another landscape (other weights, directions, grid, batches or "
                 "options); remove it to start again, or choose another name"
             )
-        return kept.copy(), kept_done.copy()
 
-    def save_if_due(self, losses: Array, done: npt.NDArray[np.bool_]) -> None:
-        if time.monotonic() - self.last >= self.every:
-            self.save(losses, done)
+    def save_if_due(self) -> None:
+        if time.monotonic() - self.saved_at >= self.save_every:
+            self._save()
 
-    def save(self, losses: Array, done: npt.NDArray[np.bool_]) -> None:
+    @contextmanager
+    def saved_on_exit(self) -> Iterator[None]:
+        before = int(self.done.sum())
+        try:
+            yield
+        finally:
+            if int(self.done.sum()) > before:
+                self._save()
+
+    def _save(self) -> None:
+        if self.path is None:
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_name(f"{self.path.name}.partial")
         with partial.open("wb") as file:
-            np.savez(file, loss=losses, done=done, fingerprint=np.array(self.fingerprint))
+            np.savez(file, loss=self.values, done=self.done, fingerprint=np.array(self.fingerprint))
         partial.replace(self.path)
-        self.last = time.monotonic()
-
-
-@contextmanager
-def _saved_on_exit(state: _State | None, losses: Array, done: npt.NDArray[np.bool_]) -> Iterator[None]:
-    before = int(done.sum())
-    try:
-        yield
-    finally:
-        if state is not None and int(done.sum()) > before:
-            state.save(losses, done)
+        self.saved_at = time.monotonic()
 
 
 def _fingerprint(objective: Objective, grid: Grid) -> str:

@@ -8,16 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from sparsesam.analysis.hessian_operator import HessianOperator
 from sparsesam.analysis.lanczos import Which, lanczos, top_eigenpairs
 from sparsesam.analysis.objective import Objective, ObjectiveSummary, ParameterFilter
-from sparsesam.analysis.results import AnalysisResult
-
-Array = npt.NDArray[np.float64]
+from sparsesam.analysis.results import AnalysisResult, Array
 
 
 @dataclass(frozen=True, kw_only=True)

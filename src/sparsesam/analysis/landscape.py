@@ -12,9 +12,9 @@ import numpy as np
 from torch import Tensor
 
 from sparsesam.analysis.directions import Direction, check_directions, random_directions
-from sparsesam.analysis.grid import Array, Grid, MovedTensor, Progress, evaluate_grid
+from sparsesam.analysis.grid import Grid, MovedTensor, Progress, evaluate_grid
 from sparsesam.analysis.objective import Objective, ObjectiveSummary, ParameterFilter, check_state, norm, values_kept
-from sparsesam.analysis.results import AnalysisResult
+from sparsesam.analysis.results import AnalysisResult, Array
 
 _ONE_DIMENSIONAL_NOTES = {
     "ignore": "biases and normalization parameters do not move",

@@ -6,13 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sparsesam.analysis.results import AnalysisResult
-
-Array = npt.NDArray[np.float64]
+from sparsesam.analysis.results import AnalysisResult, Array
 
 
 @dataclass(frozen=True)

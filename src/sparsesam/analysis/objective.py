@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsesam.analysis.results import AnalysisResult
+from sparsesam.ascent.interruption import finish
 from sparsesam.ascent.rng import RNGSnapshot, RNGState
 from sparsesam.masks.batches import batch_size, call_model, scalar_loss, to_device
 from sparsesam.masks.checks import check_choice
@@ -74,7 +75,7 @@ class Objective:
         self.sizes = _sizes(self.batches, pairs=loss_fn is not None)
         self.weights = [size / sum(self.sizes) for size in self.sizes]
         self._device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        self._noise = RNGState(self.model.parameters())
+        self._rng = RNGState(self.model.parameters())
         self._draw: RNGSnapshot | None = None
 
     @property
@@ -94,7 +95,7 @@ class Objective:
 
     def batch_loss(self, index: int) -> Tensor:
         """The loss of one batch, differentiable; call inside `measuring`."""
-        self._same_noise(index)
+        self._set_rng(index)
         return self._loss_of(to_device(self.batches[index], self._device))
 
     @torch.no_grad()
@@ -142,7 +143,7 @@ class Objective:
         with ExitStack() as stack:
             # Fused attention has no second derivative, and rounds differently without gradients.
             stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
-            stack.callback(self._noise.write, self._noise.read())
+            stack.callback(self._rng.write, self._rng.read())
             stack.enter_context(preserve_model_state(self.model))
             if self.statistics == "batch":
                 for module in self.model.modules():
@@ -169,12 +170,12 @@ class Objective:
                 "switch dropout and other noise off (functional dropout needs training=self.training), "
                 "or pass allow_random=True (--allow-random) to measure one draw of it"
             )
-        self._draw = self._noise.read() if self.allow_random else None
+        self._draw = self._rng.read() if self.allow_random else None
 
-    def _same_noise(self, index: int) -> None:
+    def _set_rng(self, index: int) -> None:
         if self._draw is None:
             return
-        self._noise.write(self._draw)
+        self._rng.write(self._draw)
         for _ in range(index):
             torch.rand(1)  # each batch has its own draw, the same at every evaluation
 
@@ -252,11 +253,7 @@ def values_kept(tensors: Sequence[Tensor], saved: Sequence[Tensor] | None = None
     try:
         yield
     finally:
-        try:
-            _copy(kept, tensors)
-        except BaseException:
-            _copy(kept, tensors)
-            raise
+        finish(lambda: _copy(kept, tensors))
 
 
 @torch.no_grad()

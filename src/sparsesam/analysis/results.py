@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
+Array = npt.NDArray[np.float64]
 Self = TypeVar("Self", bound="AnalysisResult")
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsesam.budget.costs import Floats, LayerCosts
-from sparsesam.budget.knapsack import best_prefixes, best_subset
+from sparsesam.budget.costs import LayerCosts
+from sparsesam.budget.knapsack import Floats, best_prefixes, best_subset
 from sparsesam.masks.checks import NonFiniteScoreError
 
 BudgetUnit = Literal["tensor", "filter"]
@@ -109,7 +109,7 @@ def _taken(costs: Sequence[Floats], values: Sequence[Floats], left: float) -> li
     return max(whole, parts, key=lambda taken: sum(float(v[k]) for v, k in zip(values, taken, strict=True)))
 
 
-def spread(
+def unit_masks(
     chosen: Mapping[str, list[int]], parameters: Mapping[str, Tensor], counts: Mapping[str, int]
 ) -> dict[str, Tensor]:
     """Masks in which the chosen units are True."""

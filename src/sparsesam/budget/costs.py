@@ -30,13 +30,13 @@ from sparsesam.ascent.explicit import Perturbation
 from sparsesam.ascent.rng import RNGState
 from sparsesam.ascent.targets import Target
 from sparsesam.budget.call_trace import PASS_KINDS, Clock, FunctionCall, How, ModuleCall, PassKind, stopwatch, trace
+from sparsesam.budget.knapsack import Floats
 from sparsesam.masks.checks import check_choice
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.preserve_model_state import preserve_model_state
 from sparsesam.parameters import unwrap
 
 Flags = npt.NDArray[np.bool_]
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -211,11 +211,11 @@ def layer_costs(
     with preserve_model_state(model, evaluate=False, freeze=False), stopwatch(how, device) as clock:
         for module in model.modules() if not model.training else ():
             module.training = True
-        noise = RNGState(model.parameters())
-        state = noise.read()
+        rng = RNGState(model.parameters())
+        state = rng.read()
         for turn in range(warmup + repeats):
             for kind in PASS_KINDS:
-                noise.write(state)
+                rng.write(state)
                 traced = trace(model, example_input, clock, kind)
                 if turn >= warmup:
                     traces[kind].append(traced)

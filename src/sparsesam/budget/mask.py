@@ -16,8 +16,8 @@ from sparsesam.budget.choice import (
     FrontierOption,
     best_units,
     frontier_options,
-    spread,
     unit_count,
+    unit_masks,
     unit_sums,
 )
 from sparsesam.budget.costs import LayerCosts, layer_costs
@@ -85,7 +85,7 @@ class BudgetMask(MaskRule):
         self._require(options)
         counts = {name: unit_count(self.costs, name, self.unit) for name in shapes}
         scores = unit_sums(self.score(context), counts)
-        return spread(best_units(options, scores, self._allowance), context.parameters, counts)
+        return unit_masks(best_units(options, scores, self._allowance), context.parameters, counts)
 
     def report(self, masks: Mapping[str, Tensor], *, measured: float | None = None) -> BudgetReport:
         """What these masks mean, usually ``opt.masks``; with the ``measured`` cost, if given."""

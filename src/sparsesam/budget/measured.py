@@ -42,8 +42,8 @@ def measured_cost(
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}; 7 give a usable median")
     base = base or (lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9))
-    noise = RNGState(model.parameters())
-    found = noise.read()
+    rng = RNGState(model.parameters())
+    found = rng.read()
     try:
         steps = _plain_step(model, loss_fn, batch, base), _sparse_step(model, loss_fn, batch, base, rule, rho)
         ratios = []
@@ -57,7 +57,7 @@ def measured_cost(
                 ratios.append(seconds[1] / seconds[0])
         return statistics.median(ratios[2:])
     finally:
-        noise.write(found)
+        rng.write(found)
 
 
 def _plain_step(model: nn.Module, loss_fn: LossFn, batch: Batch, base: MakeOptimizer) -> Callable[[], object]:
