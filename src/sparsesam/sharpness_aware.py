@@ -107,7 +107,7 @@ class SharpnessAware(OptimizerWrapper):
         return self.settings.needs_first_pass(self._kind)
 
     @property
-    def needs_only_second_pass(self) -> bool:
+    def is_one_pass(self) -> bool:
         """Whether the coming step has one pass, at w + e."""
         return not self.needs_first_pass and self._kind is not StepKind.PLAIN
 
@@ -123,7 +123,7 @@ class SharpnessAware(OptimizerWrapper):
         A step of one pass has none; its metrics are those at w + e.
         """
         step = self._step
-        return step is not None and step.phase is Phase.PERTURBED and (step.climbs or step.repeats)
+        return step is not None and step.phase is Phase.PERTURBED and (step.needs_first_pass or step.repeats)
 
     @property
     def last_ascent_norm(self) -> float | None:

@@ -230,11 +230,11 @@ class Counting(OnePass):
         self.forwards, self.backwards = [], []
 
     def training_step(self, batch, batch_idx):
-        self.forwards.append(self.optimizers().in_second_pass)
+        self.forwards.append(self.optimizers().is_perturbed)
         return super().training_step(batch, batch_idx)
 
     def backward(self, loss):
-        self.backwards.append(self.optimizers().in_second_pass)
+        self.backwards.append(self.optimizers().is_perturbed)
         super().backward(loss)
 
 

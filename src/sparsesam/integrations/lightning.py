@@ -63,7 +63,7 @@ class AccumulatedAscent(Callback):
             takes_index = len(inspect.signature(pl_module.training_step).parameters) > 1
             arguments = (batch, batch_idx) if takes_index else (batch,)
             self._batches.append((arguments, RNGState(pl_module.parameters()).read()))
-            if optimizer.needs_only_second_pass and trainer.fit_loop._should_accumulate():
+            if optimizer.is_one_pass and trainer.fit_loop._should_accumulate():
                 trainer.fit_loop._skip_backward = True
                 self._statistics = Snapshot(statistics_of(pl_module.modules()))
 
