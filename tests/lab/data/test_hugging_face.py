@@ -10,7 +10,7 @@ from sparsesam.lab.data import DataError, load_dataset
 
 def test_the_package_is_asked_for_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match="need datasets: pip install datasets"):
+    with pytest.raises(ImportError, match="needs datasets: pip install datasets"):
         load_dataset("hf/somebody/pictures")
 
 

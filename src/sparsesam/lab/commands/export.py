@@ -9,6 +9,7 @@ import torch
 from sparsesam.lab.commands.eval import WEIGHTS, weights_of
 from sparsesam.lab.commands.parser import Namespace, Parser
 from sparsesam.lab.display import plural
+from sparsesam.lab.names import required_by
 
 HELP = "Write the weights of a run as a plain state_dict (.pt, .pth) or as safetensors (.safetensors)."
 FORMATS = (".pt", ".pth", ".safetensors")
@@ -36,10 +37,8 @@ def run(options: Namespace) -> int:
 
 
 def _write_safetensors(tensors: dict[str, torch.Tensor], out: Path, metadata: dict[str, str]) -> None:
-    try:
+    with required_by(str(out), "safetensors"):
         from safetensors.torch import save_file
-    except ImportError as error:
-        raise ImportError("safetensors files need safetensors: pip install safetensors") from error
     # Tensors that share memory are refused by safetensors.
     separate = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
     save_file(separate, out, metadata=metadata)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import torch
 
 from sparsesam.lab.data.splits import Labelled, Splits
+from sparsesam.lab.names import required_by
 
 TRAIN_SIZE = 1000
 
 
 def load_digits() -> Splits:
     """1000 training and 797 test digits, stratified by class; pixels scaled from 0..16 to 0..255."""
-    try:
+    with required_by("the data set digits", "'sparsesam[data]'"):
         from sklearn import datasets
         from sklearn.model_selection import train_test_split
-    except ImportError as error:
-        raise ImportError("the digits need scikit-learn: pip install 'sparsesam[data]'") from error
     pixels, labels = datasets.load_digits(return_X_y=True)
     images = (torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 16 * 255).round().to(torch.uint8)
     places = train_test_split(range(len(labels)), train_size=TRAIN_SIZE, stratify=labels, random_state=0)

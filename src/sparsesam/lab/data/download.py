@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from filelock import FileLock
 
 from sparsesam.lab.data.splits import DataError, MissingData
+from sparsesam.lab.names import required_by
 
 VARIABLE = "SPARSESAM_CACHE"
 
@@ -68,11 +69,9 @@ def fetch(remote: Remote, folder: Path, *, progress: bool = False, attempts: int
     The file gets its name only when it is complete and its checksum is right; an interrupted download continues where
     it stopped. Processes that want the same file wait for the first.
     """
-    try:
+    with required_by("a download", "'sparsesam[data]'"):
         import pooch
         import requests
-    except ImportError as error:
-        raise ImportError("downloads need pooch: pip install 'sparsesam[data]'") from error
     pooch.get_logger().setLevel(logging.WARNING)
     store = pooch.create(
         path=folder,

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from sparsesam.lab.data.splits import DataError, Labelled, Splits
+from sparsesam.lab.names import required_by
 
 
 def load_hugging_face(name: str, data_dir: Path | None, download: bool, *, size: int | None = None) -> Splits:
@@ -17,10 +18,8 @@ def load_hugging_face(name: str, data_dir: Path | None, download: bool, *, size:
     ``data_dir`` is a directory written by ``DatasetDict.save_to_disk``; otherwise the data set comes from the hub or
     its cache. ``size`` resizes the images, which must otherwise all have the same size.
     """
-    try:
+    with required_by(f"hf/{name}", "datasets pillow"):
         import datasets
-    except ImportError as error:
-        raise ImportError("data sets of the Hugging Face hub need datasets: pip install datasets pillow") from error
     mode = None if download else datasets.DownloadConfig(local_files_only=True)
     try:
         found: Any = (

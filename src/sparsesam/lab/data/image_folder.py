@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from sparsesam.lab.data.splits import DataError, FolderSplits, MissingData
+from sparsesam.lab.names import required_by
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -68,10 +69,8 @@ def load_image_folder(data_dir: Path | None, *, name: str, size: int) -> FolderS
             f"{name} needs data_dir (--data-dir DIR), a directory with train/CLASS/*.jpeg and val/CLASS/*.jpeg; "
             f"{SOURCES[name]}"
         )
-    try:
+    with required_by(f"the data set {name}", "'sparsesam[data]'"):
         import PIL  # noqa: F401
-    except ImportError as error:
-        raise ImportError("image folders need Pillow: pip install 'sparsesam[data]'") from error
     classes = _class_names(data_dir / "train")
     test = next((data_dir / part for part in ("val", "test") if (data_dir / part).is_dir()), None)
     if test is None:

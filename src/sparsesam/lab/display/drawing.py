@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparsesam.lab.display.colors import COLORS, PALETTE_SIZE
 from sparsesam.lab.display.figure import Axis, Figure, Series, to_csv
+from sparsesam.lab.names import required_by
 
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -95,10 +96,8 @@ def write_images(images: Sequence[Tensor], titles: Sequence[str], file: Path, *,
 
 
 def _import_matplotlib() -> Any:
-    try:
+    with required_by("a drawing", "'sparsesam[report]'"):
         import matplotlib
-    except ImportError as error:
-        raise ImportError("figures are drawn with matplotlib: pip install 'sparsesam[report]'") from error
     return matplotlib
 
 

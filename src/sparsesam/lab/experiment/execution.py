@@ -19,6 +19,7 @@ from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Job
+from sparsesam.lab.names import required_by
 
 Backend = Literal["loky", "ray"]
 _Arguments = tuple[Job, RunEnvironment, int, int | None]
@@ -127,10 +128,8 @@ def _here(arguments: Sequence[_Arguments], workers: int) -> Iterator[Outcome]:
 
 def _on_ray(arguments: Sequence[_Arguments], workers: int) -> Iterator[Outcome]:
     """One task per run. Ray starts a task again, on another machine, when its own is lost; the run then resumes."""
-    try:
+    with required_by("--backend ray", "'sparsesam[ray]'"):
         import ray
-    except ImportError as error:
-        raise ImportError("sweeps on a Ray cluster need ray: pip install 'sparsesam[ray]'") from error
     if not ray.is_initialized():
         ray.init()
     task = ray.remote(num_cpus=1, max_retries=LOST_MACHINES)(_run_job)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from sparsesam.lab.experiment import checkpoint
 from sparsesam.lab.experiment.errors import CheckpointError
+from sparsesam.lab.names import required_by
 
 #: Under which key training scripts keep the weights, beside other things.
 _KEYS = ("state_dict", "model", "model_state_dict")
@@ -88,12 +89,9 @@ def _head(model: nn.Module) -> set[str]:
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    try:
+    with required_by(str(path), "safetensors"):
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
-    except ImportError as error:
-        raise ImportError("safetensors files need safetensors: pip install safetensors") from error
-    from safetensors import SafetensorError
-
     try:
         return dict(load_file(path))
     except SafetensorError as error:

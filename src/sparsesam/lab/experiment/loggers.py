@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
+from sparsesam.lab.names import required_by
 
 METRICS = (
     *("train_loss", "train_accuracy", "val_loss", "val_accuracy", "test_loss", "test_accuracy"),
@@ -53,11 +54,9 @@ def check_logger(name: str) -> None:
     if name == "none":
         return
     module, packages = _NEEDS[name]
-    try:
+    with required_by(f"--logger {name}", f"{packages}; or --logger none"):
         for one in (module, *packages.split()[:-1]):
             importlib.import_module(one.replace("-", "_"))
-    except ImportError as error:
-        raise ImportError(f"--logger {name} needs {error.name}: pip install {packages}; or --logger none") from error
 
 
 def _logger(kind: str, folder: Path, name: str) -> Any:

@@ -12,7 +12,7 @@ from sparsesam.lab.models.resnet import resnet10_small, resnet18, resnet50, wide
 from sparsesam.lab.models.small_cnn import small_cnn
 from sparsesam.lab.models.vgg import vgg11_bn, vgg11_bn_4096, vgg_small
 from sparsesam.lab.models.vit import vit_b_16, vit_one_block_8192, vit_s_16, vit_tiny_small
-from sparsesam.lab.names import call_function, find_function, nearest
+from sparsesam.lab.names import call_function, find_function, nearest, required_by
 
 Builder = Callable[..., nn.Module]
 
@@ -59,10 +59,8 @@ def build_model(name: str, num_classes: int = 10, in_channels: int = 3, image_si
 
 def _from_timm(name: str, num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     """A model of timm, without its trained weights; ``img_size`` is given to those that take it (transformers)."""
-    try:
+    with required_by(f"timm/{name}", "timm"):
         import timm
-    except ImportError as error:
-        raise ImportError(f"timm/{name} needs timm: pip install timm") from error
     if not timm.is_model(name):
         meant = nearest(name, timm.list_models(), otherwise="timm.list_models() lists all")
         raise ValueError(f"model timm/{name} is not known to timm; {meant}")

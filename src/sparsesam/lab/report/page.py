@@ -13,6 +13,7 @@ from markupsafe import Markup, escape
 
 from sparsesam import __version__
 from sparsesam.lab.display import COLORS, Figure, Series, Table
+from sparsesam.lab.names import required_by
 from sparsesam.lab.report.data import ReportData, Section
 from sparsesam.lab.report.layout import missing_analyses
 
@@ -129,7 +130,5 @@ def _asset(name: str) -> str:
 
 
 def _plotly() -> str:
-    try:
+    with required_by("the report", "'sparsesam[report]'"):
         return (resources.files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
-    except ModuleNotFoundError as error:
-        raise ImportError("the report draws with plotly: pip install 'sparsesam[report]'") from error
