@@ -105,7 +105,7 @@ def test_a_checkpoint_that_does_not_fit_is_told_by_file_and_parameter(tmp_path):
 
 def test_bad_choices_are_refused(tmp_path):
     train(tmp_path, model=MODEL)
-    with pytest.raises(ValueError, match="samples must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="samples must be at least 1, or null, got 0"):
         load_run(tmp_path, samples=0)
     with pytest.raises(ValueError, match=r"accelerator .* is not available on this machine"):
         load_run(tmp_path, device="abacus").model  # noqa: B018

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, names_of, types_of
+from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, names_of
 from sparsesam.lab.experiment.setting_types import alternatives, fitted
 from sparsesam.lab.names import check_names, nearest
 
@@ -76,14 +76,14 @@ def add_options(parser: Parser, kind: Any, *, leave_out: tuple[str, ...] = (), f
 
     ``flags``: a field that is False by default takes no value, so that what follows it is another argument.
     """
-    group = parser.add_argument_group()
+    group, types = parser.add_argument_group(), typing.get_type_hints(kind)
     for one in dataclasses.fields(kind):
         if one.name in leave_out or "help" not in one.metadata:
             continue
         if one.metadata["group"]:
             group = parser.add_argument_group(one.metadata["group"])
         flag, text = f"--{one.name.replace('_', '-')}", f"{one.metadata['help']}{_default(one.default)}"
-        options = {"type": types_of(kind)[one.name], "default": argparse.SUPPRESS, "help": text}
+        options = {"type": types[one.name], "default": argparse.SUPPRESS, "help": text}
         if flags and one.default is False:
             options = {"action": "store_true", "default": argparse.SUPPRESS, "help": one.metadata["help"]}
         parser.known.append(flag.removeprefix("--"))

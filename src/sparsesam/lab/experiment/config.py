@@ -9,23 +9,33 @@ import dataclasses
 import hashlib
 import json
 import shlex
-import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import sparsesam
 from sparsesam.lab.data import DATASETS
 from sparsesam.lab.experiment.identity import canonical
-from sparsesam.lab.experiment.setting_types import fitted, option
+from sparsesam.lab.experiment.setting_types import (
+    Fraction,
+    FractionAbove0,
+    FractionBelow1,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    check_settings,
+    option,
+)
 from sparsesam.lab.models import MODELS
 from sparsesam.lab.names import check_names
 
 #: Optimizers that take one pass per step.
 PLAIN = ("sgd", "adam", "adamw")
 Settings = TypeVar("Settings", "TrainConfig", "RunEnvironment")
+Magnitude = Annotated[float, Range("in [0, 10]", lambda value: 0 <= value <= 10)]
 
 #: Part of every hash; to be raised when the default of a setting changes.
 _HASH_VERSION = 3
@@ -36,23 +46,23 @@ class TrainConfig:
     """Everything the result depends on. Two runs of one config reach the same weights on the same machine."""
 
     dataset: str = option("digits", f"{', '.join(DATASETS)}, hf/NAME (Hugging Face) or module:function", group="data")
-    train_size: int | None = option(None, "train on this many images only, the same for every seed")
-    val_size: int | None = option(
+    train_size: PositiveInt | None = option(None, "train on this many images only, the same for every seed")
+    val_size: PositiveInt | None = option(
         None, "hold out this many training images, the same for every seed, and choose best.pt on them"
     )
-    test_size: int | None = option(None, "test on this many images only")
-    image_size: int | None = option(None, "side in pixels of images from folders; default 224")
+    test_size: PositiveInt | None = option(None, "test on this many images only")
+    image_size: PositiveInt | None = option(None, "side in pixels of images from folders; default 224")
     augment: Literal["standard", "no-cutout", "none"] = option(
         "standard", "crop, flip and cutout as in the paper; its noise experiments use no-cutout"
     )
-    randaugment: int = option(0, "number of RandAugment operations per image; 0 turns it off")
-    randaugment_magnitude: float = option(9.0, "strength of the RandAugment operations, from 0 to 10")
-    mixup: float = option(0.0, "alpha of mixup's Beta(alpha, alpha) distribution; 0 turns it off")
-    label_noise: float = option(0.0, "fraction of training labels changed to another class")
+    randaugment: NonNegativeInt = option(0, "number of RandAugment operations per image; 0 turns it off")
+    randaugment_magnitude: Magnitude = option(9.0, "strength of the RandAugment operations, from 0 to 10")
+    mixup: NonNegativeFloat = option(0.0, "alpha of mixup's Beta(alpha, alpha) distribution; 0 turns it off")
+    label_noise: Fraction = option(0.0, "fraction of training labels changed to another class")
     corruption: Literal["mixed", "gaussian-noise", "resolution", "fog", "occlusion"] = option(
         "mixed", "of training images; mixed: all of the others in equal parts"
     )
-    corruption_rate: float = option(0.0, "fraction of training images that are corrupted")
+    corruption_rate: Fraction = option(0.0, "fraction of training images that are corrupted")
     model: str = option("small-cnn", f"{', '.join(MODELS)}, timm/NAME or module:function", group="model")
     init_from: str | None = option(
         None, "initial weights: a checkpoint of ours, a state_dict (.pt) or .safetensors; a head of other size is new"
@@ -66,62 +76,57 @@ class TrainConfig:
         group="optimizer",
     )
     base: Literal["sgd", "adam", "adamw"] = option("sgd", "base optimizer of SAM and SSAM")
-    lr: float = option(0.05, "largest learning rate")
+    lr: NonNegativeFloat = option(0.05, "largest learning rate")
     momentum: float = option(0.9, "of SGD")
     nesterov: bool = option(False, "SGD with Nesterov's momentum")
     betas: tuple[float, float] = option((0.9, 0.999), "of Adam and AdamW")
-    weight_decay: float = option(5e-4, "the paper's: 5e-4 for SGD, 1e-3 for SAM and SSAM")
+    weight_decay: NonNegativeFloat = option(5e-4, "the paper's: 5e-4 for SGD, 1e-3 for SAM and SSAM")
     lr_schedule: Literal["cosine", "step", "constant"] = option(
         "cosine", "cosine: to 0 over the whole run, at every step; step: times `lr_gamma` at each of `lr_milestones`"
     )
     lr_milestones: tuple[float, ...] = option((), "epochs at which the step schedule lowers the learning rate")
-    lr_gamma: float = option(0.1, "factor of the step schedule")
-    warmup_epochs: float = option(0.0, "epochs of linear warm-up of the learning rate")
-    clip_grad_norm: float | None = option(None, "clip the norm of the gradient that the optimizer steps with")
-    rho: float = option(0.1, "length of the perturbation", group="perturbation")
+    lr_gamma: Fraction = option(0.1, "factor of the step schedule")
+    warmup_epochs: NonNegativeFloat = option(0.0, "epochs of linear warm-up of the learning rate")
+    clip_grad_norm: PositiveFloat | None = option(None, "clip the norm of the gradient that the optimizer steps with")
+    rho: NonNegativeFloat = option(0.1, "length of the perturbation", group="perturbation")
     rho_schedule: Literal["constant", "warmup", "cosine", "inverse-sqrt"] = option("constant", "schedule of rho")
-    rho_warmup_epochs: float = option(1.0, "epochs of the warm-up of rho")
-    rho_final: float = option(0.0, "fraction of rho at the end of its cosine")
+    rho_warmup_epochs: NonNegativeFloat = option(1.0, "epochs of the warm-up of rho")
+    rho_final: NonNegativeFloat = option(0.0, "fraction of rho at the end of its cosine")
     adaptive: bool | Literal["all"] = option(False, "perturb in proportion to the weight; asam is sam with it")
     eta: float = option(0.01, "of the adaptive perturbation")
-    sparsity: float | None = option(None, "fraction of unperturbed weights; 0.5 unless the pattern implies another")
+    sparsity: Fraction | None = option(None, "fraction of unperturbed weights; 0.5 unless the pattern implies another")
     pattern: str = option("unstructured", "unstructured, tensor, filter, column, 2:4, '2:4 input' or '2:4 filters'")
     norm: Literal["full", "masked"] = option("full", "divide by the norm of the whole gradient, or of its masked part")
     ascent: Literal["explicit", "implicit", "implicit-dense", "momentum", "momentum-climbing", "extrapolation"] = (
         option("explicit", "what the mask is applied to; momentum and extrapolation take no pass of their own")
     )
-    steps_ahead: float | None = option(
+    steps_ahead: NonNegativeFloat | None = option(
         None, "of the extrapolation: how many times the last update; null: 60 with batch normalization, else 10"
     )
-    ascent_fraction: float = option(1.0, "fraction of each batch that the perturbation is computed from")
-    ascent_every: int = option(1, "perturb in every k-th step only")
+    ascent_fraction: FractionAbove0 = option(1.0, "fraction of each batch that the perturbation is computed from")
+    ascent_every: PositiveInt = option(1, "perturb in every k-th step only")
     ascent_off_steps: Literal["skip", "reuse"] = option("skip", "in between: plain steps, or the last perturbation")
-    ascent_start: float = option(0.0, "perturb from this epoch on, counted from 0")
+    ascent_start: NonNegativeFloat = option(0.0, "perturb from this epoch on, counted from 0")
     engine: bool = option(True, "skip computations of the ascent that the perturbation does not need")
-    mask_epochs: int | None = option(1, "T_m: epochs between two masks; null: the first mask is kept")
-    mask_steps: int | None = option(None, "steps between two masks, instead of epochs")
-    fisher_samples: int = option(128, "N_F: images that the Fisher information is measured on")
-    fisher_batch: int | None = option(None, "how many of them at a time; null: up to 128, fewer if memory is short")
+    mask_epochs: PositiveInt | None = option(1, "T_m: epochs between two masks; null: the first mask is kept")
+    mask_steps: PositiveInt | None = option(None, "steps between two masks, instead of epochs")
+    fisher_samples: PositiveInt = option(128, "N_F: images that the Fisher information is measured on")
+    fisher_batch: PositiveInt | None = option(None, "how many at a time; null: up to 128, fewer if memory is short")
     fisher_labels: Literal["data", "sampled"] = option("data", "labels of the Fisher information")
     drop: Literal["flattest", "random", "sharpest"] = option("flattest", "what ssam-d drops")
-    drop_ratio: float = option(0.5, "fraction of the kept weights that ssam-d drops at first")
+    drop_ratio: Fraction = option(0.5, "fraction of the kept weights that ssam-d drops at first")
     growth: Literal["random", "gradient"] = option("random", "what ssam-d grows")
-    epochs: int = option(30, "passes over the training images", group="training")
-    max_steps: int | None = option(None, "stop after this many steps; schedules still follow `epochs`")
-    batch_size: int = option(64, "images per step, over all devices together")
-    accumulate: int = option(1, "compute the gradient of a step in this many parts, to save memory")
-    label_smoothing: float = option(0.0, "of the training loss")
-    ema: float | None = option(None, "test an exponential moving average of the weights, with this decay")
+    epochs: PositiveInt = option(30, "passes over the training images", group="training")
+    max_steps: PositiveInt | None = option(None, "stop after this many steps; schedules still follow `epochs`")
+    batch_size: PositiveInt = option(64, "images per step, over all devices together")
+    accumulate: PositiveInt = option(1, "compute the gradient of a step in this many parts, to save memory")
+    label_smoothing: FractionBelow1 = option(0.0, "of the training loss")
+    ema: FractionBelow1 | None = option(None, "test an exponential moving average of the weights, with this decay")
     precision: Literal["fp32", "bf16", "fp16"] = option("fp32", "bf16 and fp16 are mixed: weights stay float32")
-    seed: int = option(0, "of the first weights, the batches, the augmentation, the noise and the masks")
+    seed: NonNegativeInt = option(0, "of the first weights, the batches, the augmentation, the noise and the masks")
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        for rule, (is_valid, names) in _RULES.items():
-            for name in names:
-                value = getattr(self, name)
-                if not is_valid(value):
-                    raise ValueError(f"{name} must be {rule}, got {value}")
+        check_settings(self)
         if self.lr_schedule == "step" and not self.lr_milestones:
             raise ValueError("lr_milestones must be given with lr_schedule step, for example [60, 120, 160], got none")
         if list(self.lr_milestones) != sorted(set(self.lr_milestones)):
@@ -164,46 +169,6 @@ class TrainConfig:
         return canonical(self)
 
 
-#: Rules for values, with the settings that they apply to.
-_RULES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
-    "at least 1": (
-        lambda value: value >= 1,
-        ("epochs", "batch_size", "accumulate", "fisher_samples", "ascent_every"),
-    ),
-    "at least 1, or null": (
-        lambda value: value is None or value >= 1,
-        ("train_size", "val_size", "test_size", "image_size", "mask_epochs", "mask_steps", "max_steps", "fisher_batch"),
-    ),
-    "in [0, 1]": (lambda value: 0 <= value <= 1, ("label_noise", "corruption_rate", "drop_ratio", "lr_gamma")),
-    "at least 0": (
-        lambda value: value >= 0,
-        (
-            *("lr", "weight_decay", "rho", "warmup_epochs", "rho_warmup_epochs", "rho_final", "ascent_start", "seed"),
-            *("mixup", "randaugment"),
-        ),
-    ),
-    "at least 0, or null": (lambda value: value is None or value >= 0, ("steps_ahead",)),
-    "in [0, 1], or null": (lambda value: value is None or 0 <= value <= 1, ("sparsity",)),
-    "in [0, 1)": (lambda value: 0 <= value < 1, ("label_smoothing",)),
-    "in (0, 1]": (lambda value: 0 < value <= 1, ("ascent_fraction",)),
-    "in [0, 1), or null": (lambda value: value is None or 0 <= value < 1, ("ema",)),
-    "greater than 0, or null": (lambda value: value is None or value > 0, ("clip_grad_norm",)),
-    "in [0, 10]": (lambda value: 0 <= value <= 10, ("randaugment_magnitude",)),
-}
-
-
-@cache
-def types_of(kind: Any) -> dict[str, Any]:
-    """The type of every setting."""
-    return typing.get_type_hints(kind)
-
-
-def _check_types(settings: Any) -> None:
-    kind: Any = type(settings)
-    for name, hint in types_of(kind).items():
-        object.__setattr__(settings, name, fitted(name, getattr(settings, name), hint))
-
-
 @dataclass(frozen=True)
 class RunEnvironment:
     """Where and how a run happens; nothing here changes its result beyond rounding."""
@@ -215,12 +180,12 @@ class RunEnvironment:
     resume: bool = option(False, "continue the run in `out` with its own settings; a larger --epochs extends it")
     data_dir: Path | None = option(None, "where the data set's files are; default the user's cache, else a download")
     download: bool = option(True, "download a data set that is missing")
-    workers: int | None = option(None, "processes that decode images from folders; default one per core, at most 4")
+    workers: NonNegativeInt | None = option(None, "processes that decode image files; default one per core, at most 4")
     accelerator: str = option("auto", "cpu, cuda, mps or auto")
     devices: int | str = option(1, "how many, or auto for all; several run as distributed data parallel")
-    num_nodes: int = option(1, "machines; start the command on each, with MASTER_ADDR and NODE_RANK set")
-    threads: int | None = option(None, "torch threads per process; default torch's own")
-    checkpoint_steps: int | None = option(None, "steps between two checkpoints, beside those after each epoch")
+    num_nodes: PositiveInt = option(1, "machines; start the command on each, with MASTER_ADDR and NODE_RANK set")
+    threads: PositiveInt | None = option(None, "torch threads per process; default torch's own")
+    checkpoint_steps: PositiveInt | None = option(None, "steps between two checkpoints, beside those after each epoch")
     logger: Literal["tensorboard", "wandb", "mlflow", "none"] = option(
         "tensorboard", "where curves are logged, in `out`; wandb logs offline unless WANDB_MODE says otherwise"
     )
@@ -229,11 +194,7 @@ class RunEnvironment:
     quiet: bool = option(False, "print nothing but the result")
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        for name, least in (("threads", 1), ("checkpoint_steps", 1), ("num_nodes", 1), ("workers", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+        check_settings(self)
 
     def directory(self, config: TrainConfig) -> Path:
         if self.out is not None:

@@ -4,16 +4,47 @@ from __future__ import annotations
 
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 from sparsesam.lab.names import suggestion
+
+
+class Range(NamedTuple):
+    """Which numbers a setting takes."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+_AT_LEAST_0, _AT_LEAST_1 = Range("at least 0", lambda value: value >= 0), Range("at least 1", lambda value: value >= 1)
+PositiveInt = Annotated[int, _AT_LEAST_1]
+NonNegativeInt = Annotated[int, _AT_LEAST_0]
+NonNegativeFloat = Annotated[float, _AT_LEAST_0]
+PositiveFloat = Annotated[float, Range("greater than 0", lambda value: value > 0)]
+Fraction = Annotated[float, Range("in [0, 1]", lambda value: 0 <= value <= 1)]
+FractionBelow1 = Annotated[float, Range("in [0, 1)", lambda value: 0 <= value < 1)]
+FractionAbove0 = Annotated[float, Range("in (0, 1]", lambda value: 0 < value <= 1)]
 
 
 def option(default: Any, text: str, *, group: str | None = None) -> Any:
     """A field with its help text. ``group`` is the heading in ``--help`` for this field and those after it."""
     return field(default=default, metadata={"help": text, "group": group})
+
+
+@cache
+def types_of(kind: Any) -> dict[str, Any]:
+    """The type of every field of a dataclass, with its range."""
+    return typing.get_type_hints(kind, include_extras=True)
+
+
+def check_settings(settings: Any) -> None:
+    """For a frozen dataclass's ``__post_init__``: every field takes its type, or is refused."""
+    for name, hint in types_of(settings.__class__).items():
+        object.__setattr__(settings, name, fitted(name, getattr(settings, name), hint))
 
 
 def fitted(name: str, value: Any, hint: Any) -> Any:
@@ -22,9 +53,14 @@ def fitted(name: str, value: Any, hint: Any) -> Any:
     1 becomes 1.0, and "1e-3", which YAML reads as text, 0.001, so that equal settings have equal hashes.
     """
     for one in alternatives(hint):
-        found = _as(value, one)
-        if found is not _UNFIT:
-            return found
+        kind, *ranges = typing.get_args(one) if typing.get_origin(one) is Annotated else (one,)
+        found = _as(value, kind)
+        if found is _UNFIT:
+            continue
+        if ranges and not ranges[0].holds(found):
+            null = ", or null" if type(None) in alternatives(hint) else ""
+            raise ValueError(f"{name} must be {ranges[0].words}{null}, got {value}")
+        return found
     choices = [one for kind in alternatives(hint) if typing.get_origin(kind) is typing.Literal for one in kind.__args__]
     meant = suggestion(str(value), [one for one in choices if isinstance(one, str)])
     raise ValueError(f"{name} must be {in_words(hint)}, got {value!r}{meant}")

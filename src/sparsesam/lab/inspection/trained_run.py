@@ -25,7 +25,7 @@ from sparsesam.lab.experiment.initial_weights import read_weights, weights_of
 from sparsesam.lab.experiment.mask_record import mask_files, read_mask_file
 from sparsesam.lab.experiment.run import make_fabric
 from sparsesam.lab.experiment.run_directory import RunDirectory
-from sparsesam.lab.experiment.setting_types import option
+from sparsesam.lab.experiment.setting_types import PositiveInt, check_settings, option
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class MeasuredOn:
 
     checkpoint: Literal["last", "best"] = option("last", "the run's last weights, or those with the best test accuracy")
     split: Split = option("train", "the images to measure on, without augmentation")
-    samples: int | None = option(512, "number of images, the same for every run; null: all")
+    samples: PositiveInt | None = option(512, "number of images, the same for every run; null: all")
     seed: int = option(0, "seed of the sample and of random numbers in the analysis")
-    batch_size: int = option(256, "images per batch")
+    batch_size: PositiveInt = option(256, "images per batch")
     statistics: Statistics = option(
         "frozen", "of normalization layers: the running ones, recomputed at each point, or each batch's own"
     )
@@ -46,10 +46,7 @@ class MeasuredOn:
     device: str = option("auto", "cpu, cuda, mps or auto")
 
     def __post_init__(self) -> None:
-        for name in ("samples", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        check_settings(self)
 
 
 @dataclass(frozen=True)
