@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
+from sparsesam.lab.experiment.result import EpochRecord
 from sparsesam.lab.names import required_by
 
 METRICS = (
@@ -23,8 +24,7 @@ _NEEDS = {
     "mlflow": ("mlflow", "pytorch-lightning mlflow"),
 }
 
-LogEpoch = Callable[[Mapping[str, Any]], None]
-"""Takes the record of an epoch."""
+LogEpoch = Callable[[EpochRecord], None]
 
 
 @contextmanager
@@ -37,9 +37,9 @@ def open_logger(config: TrainConfig, environment: RunEnvironment, folder: Path) 
     plain = (bool, int, float)
     logger.log_hyperparams({name: one if isinstance(one, plain) else str(one) for name, one in vars(config).items()})
 
-    def log(record: Mapping[str, Any]) -> None:
-        metrics = {name.replace("_", "/", 1): record[name] for name in METRICS if record.get(name) is not None}
-        logger.log_metrics(metrics, step=record["epoch"])
+    def log(record: EpochRecord) -> None:
+        metrics = {name.replace("_", "/", 1): value for name in METRICS if (value := getattr(record, name)) is not None}
+        logger.log_metrics(metrics, step=record.epoch)
 
     status = "failed"
     try:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -12,6 +10,7 @@ from rich.table import Column
 
 from sparsesam.lab.display import plural
 from sparsesam.lab.experiment.config import TrainConfig
+from sparsesam.lab.experiment.result import EpochRecord
 from sparsesam.lab.experiment.training import Training
 
 
@@ -24,7 +23,7 @@ class RunObserver:
     def step(self, training: Training) -> None:
         """A step was taken."""
 
-    def epoch(self, record: Mapping[str, Any]) -> None:
+    def epoch(self, record: EpochRecord) -> None:
         """An epoch is complete and evaluated."""
 
     def end(self) -> None:
@@ -70,9 +69,9 @@ class ProgressBar(RunObserver):
             latest=latest,
         )
 
-    def epoch(self, record: Mapping[str, Any]) -> None:
+    def epoch(self, record: EpochRecord) -> None:
         left = int(self.bar.tasks[0].remaining or 0)
-        seconds = (time.monotonic() - self.start) * left / (record["step"] - self.first)
+        seconds = (time.monotonic() - self.start) * left / (record.step - self.first)
         remaining = f"  {duration(seconds)} remaining" if left and self.bar.disable else ""
         self.console.print(f"{epoch_line(record)}{remaining}", soft_wrap=True)
 
@@ -88,13 +87,13 @@ def headline(config: TrainConfig, training: Training, where: str) -> str:
     )
 
 
-def epoch_line(record: Mapping[str, Any]) -> str:
-    perturbed = "" if record["sparsity"] is None else f"  density {1 - record['sparsity']:.3f}  rho {record['rho']:.3g}"
-    validation = "" if record["val_accuracy"] is None else f"val {record['val_accuracy']:6.2%}  "
+def epoch_line(record: EpochRecord) -> str:
+    perturbed = "" if record.sparsity is None else f"  density {1 - record.sparsity:.3f}  rho {record.rho:.3g}"
+    validation = "" if record.val_accuracy is None else f"val {record.val_accuracy:6.2%}  "
     return (
-        f"epoch {record['epoch']}/{record['epochs']}  loss {record['train_loss']:.4f}  "
-        f"train {record['train_accuracy']:6.2%}  {validation}test {record['test_accuracy']:6.2%}  "
-        f"{record['images_per_second']:,.0f} images/s{perturbed}"
+        f"epoch {record.epoch}/{record.epochs}  loss {record.train_loss:.4f}  "
+        f"train {record.train_accuracy:6.2%}  {validation}test {record.test_accuracy:6.2%}  "
+        f"{record.images_per_second:,.0f} images/s{perturbed}"
     )
 
 

@@ -1,15 +1,53 @@
-"""The result of a finished run."""
+"""What is known of a run: a record of each epoch, and the result when it is finished."""
 
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
 
+from sparsesam.lab.experiment.run_directory import read_records
 from sparsesam.lab.experiment.training import Training
 
 #: Steps that warm times leave out.
 WARM_UP = 5
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """A line of ``records.jsonl``. ``step`` and ``forward_backwards`` are of the run so far, all else of the epoch.
+
+    ``masks`` counts those that were made, ``mask_seconds`` is their time altogether; the seconds of each step, and of
+    each mask, are known of runs with ``record_times``.
+    """
+
+    epoch: int
+    epochs: int
+    step: int
+    train_loss: float
+    train_accuracy: float
+    val_loss: float | None
+    val_accuracy: float | None
+    test_loss: float
+    test_accuracy: float
+    lr: float
+    rho: float | None
+    sparsity: float | None
+    forward_backwards: float
+    seconds: float
+    masks: int
+    mask_seconds: float
+    images_per_second: float
+    skipped_ascents: int
+    step_seconds: list[float] = field(default_factory=list)
+    seconds_of_masks: list[float] = field(default_factory=list)
+
+
+def read_epochs(path: Path) -> list[EpochRecord]:
+    """The records of kind "epoch" in a run's ``records.jsonl``."""
+    return [EpochRecord(**record) for record in read_records(path) if record.pop("kind") == "epoch"]
 
 
 @dataclass(frozen=True)
@@ -47,22 +85,21 @@ class RunResult:
     parameters: int
 
 
-def run_result(training: Training, records: list[dict[str, Any]]) -> RunResult:
+def run_result(training: Training, epochs: Sequence[EpochRecord]) -> RunResult:
     """From the records of all epochs, and the state at the end."""
-    epochs = [record for record in records if record["kind"] == "epoch"]
-    last, seconds = epochs[-1], [record["seconds"] for record in epochs]
+    last, seconds = epochs[-1], [record.seconds for record in epochs]
     steps, warm = training.steps_taken, _warm_seconds(epochs)
     best = training.best
     assert best is not None
     return RunResult(
-        test_accuracy=last["test_accuracy"],
-        best_test_accuracy=best["test_accuracy"],
-        best_chosen_on="test" if best["val_accuracy"] is None else "val",
-        best_epoch=best["epoch"],
-        val_accuracy=last["val_accuracy"],
-        test_loss=last["test_loss"],
-        train_loss=last["train_loss"],
-        train_accuracy=last["train_accuracy"],
+        test_accuracy=last.test_accuracy,
+        best_test_accuracy=best.test_accuracy,
+        best_chosen_on="test" if best.val_accuracy is None else "val",
+        best_epoch=best.epoch,
+        val_accuracy=last.val_accuracy,
+        test_loss=last.test_loss,
+        train_loss=last.train_loss,
+        train_accuracy=last.train_accuracy,
         epochs=steps / training.batches.steps,
         steps=steps,
         forward_backwards=training.forward_backwards,
@@ -73,20 +110,20 @@ def run_result(training: Training, records: list[dict[str, Any]]) -> RunResult:
         seconds_per_mask=_seconds_per_mask(epochs),
         warm_seconds_per_step=warm,
         warm_seconds_per_epoch=None if warm is None else warm * training.batches.steps,
-        images_per_second=statistics.median(record["images_per_second"] for record in epochs),
+        images_per_second=statistics.median(record.images_per_second for record in epochs),
         sparsity=training.sparsity,
         parameters=training.num_parameters,
     )
 
 
-def _seconds_per_mask(epochs: list[dict[str, Any]]) -> float | None:
+def _seconds_per_mask(epochs: Sequence[EpochRecord]) -> float | None:
     """The median; the first mask of a run is slower, and counts only where there is no other."""
-    recorded = [seconds for record in epochs for seconds in record.get("seconds_of_masks", [])]
-    per_mask = recorded or [record["mask_seconds"] / record["masks"] for record in epochs if record["masks"]]
+    recorded = [seconds for record in epochs for seconds in record.seconds_of_masks]
+    per_mask = recorded or [record.mask_seconds / record.masks for record in epochs if record.masks]
     return statistics.median(per_mask[1:] or per_mask) if per_mask else None
 
 
-def _warm_seconds(epochs: list[dict[str, Any]]) -> float | None:
+def _warm_seconds(epochs: Sequence[EpochRecord]) -> float | None:
     """The median over the recorded steps but the first few: caches, allocators and autotuners warm up in those."""
-    steps = [seconds for record in epochs for seconds in record.get("step_seconds", [])]
+    steps = [seconds for record in epochs for seconds in record.step_seconds]
     return statistics.median(steps[WARM_UP:] or steps) if steps else None

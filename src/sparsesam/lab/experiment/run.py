@@ -29,10 +29,10 @@ from sparsesam.lab.experiment.loggers import LogEpoch, check_logger, open_logger
 from sparsesam.lab.experiment.mask_record import forget_masks_from, is_cheap, write_masks
 from sparsesam.lab.experiment.observers import RunObserver
 from sparsesam.lab.experiment.provenance import provenance
-from sparsesam.lab.experiment.result import RunResult, run_result
-from sparsesam.lab.experiment.run_directory import RunDirectory, read_records
+from sparsesam.lab.experiment.result import EpochRecord, RunResult, read_epochs, run_result
+from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
-from sparsesam.lab.experiment.training import Sums, Training
+from sparsesam.lab.experiment.training import BestEpoch, Sums, Training
 
 
 def run_training(
@@ -177,7 +177,7 @@ class _Run:
                 raise DivergedError(f"{error}; {kept}") from None
             finally:
                 self.observer.end()
-        result = run_result(training, read_records(directory.records)) if self.main else None
+        result = run_result(training, read_epochs(directory.records)) if self.main else None
         result = training.fabric.broadcast(result)
         assert result is not None
         if self.main:
@@ -203,48 +203,48 @@ class _Run:
         """Evaluate, record and save; the checkpoint comes last, so that a run killed before it repeats this epoch."""
         training = self.training
         record = self._epoch_record()
-        is_best = _is_best(training.best, record["val_accuracy"], record["test_accuracy"])
+        this = BestEpoch(record.epoch, record.val_accuracy, record.test_accuracy)
+        is_best = training.best is None or this.score > training.best.score
         if is_best:
-            training.best = {name: record[name] for name in ("epoch", "val_accuracy", "test_accuracy")}
+            training.best = this
         if not self.main:
             return
         if is_best:
             tested = training.module if training.ema is None else training.ema.module
-            content = {"config": asdict(self.config), "model": tested.state_dict(), **(training.best or {})}
+            content = {"config": asdict(self.config), "model": tested.state_dict(), **this._asdict()}
             checkpoint.save(self.directory.best, content)
-        self.directory.append(record)
+        self.directory.append({"kind": "epoch", **asdict(record)})
         self._save()
         log(record)
         self.observer.epoch(record)
 
-    def _epoch_record(self) -> dict[str, Any]:
+    def _epoch_record(self) -> EpochRecord:
         training = self.training
         sums, training.sums = training.sums, Sums()
         val_loss, val_accuracy = training.evaluate("val") if training.batches.has_validation else (None, None)
         test_loss, test_accuracy = training.evaluate("test")
-        times = {"step_seconds": sums.step_seconds, "seconds_of_masks": sums.mask_seconds}
-        return {
-            "kind": "epoch",
-            "epoch": training.position.epoch + (training.position.step > 0),
-            "epochs": self.config.epochs,
-            "step": training.steps_taken,
-            "train_loss": sums.loss / sums.images,
-            "train_accuracy": sums.correct / sums.images,
-            "val_loss": val_loss,
-            "val_accuracy": val_accuracy,
-            "test_loss": test_loss,
-            "test_accuracy": test_accuracy,
-            "lr": training.optimizer.param_groups[0]["lr"],
-            "rho": training.rho,
-            "sparsity": training.sparsity,
-            "forward_backwards": training.forward_backwards,
-            "seconds": sums.seconds,
-            "masks": len(sums.mask_seconds),
-            "mask_seconds": sum(sums.mask_seconds),
-            "images_per_second": sums.images / sums.seconds,
-            "skipped_ascents": getattr(training.optimizer, "skipped_ascents", 0),
-            **(times if self.environment.record_times else {}),
-        }
+        return EpochRecord(
+            epoch=training.position.epoch + (training.position.step > 0),
+            epochs=self.config.epochs,
+            step=training.steps_taken,
+            train_loss=sums.loss / sums.images,
+            train_accuracy=sums.correct / sums.images,
+            val_loss=val_loss,
+            val_accuracy=val_accuracy,
+            test_loss=test_loss,
+            test_accuracy=test_accuracy,
+            lr=training.optimizer.param_groups[0]["lr"],
+            rho=training.rho,
+            sparsity=training.sparsity,
+            forward_backwards=training.forward_backwards,
+            seconds=sums.seconds,
+            masks=len(sums.mask_seconds),
+            mask_seconds=sum(sums.mask_seconds),
+            images_per_second=sums.images / sums.seconds,
+            skipped_ascents=getattr(training.optimizer, "skipped_ascents", 0),
+            step_seconds=sums.step_seconds,
+            seconds_of_masks=sums.mask_seconds if self.environment.record_times else [],
+        )
 
     def _records_masks(self) -> bool:
         if self.environment.record_masks is not None:
@@ -254,15 +254,6 @@ class _Run:
     def _save(self) -> None:
         content = {"config": asdict(self.config), "training": self.training.state_dict()}
         checkpoint.save(self.directory.last, content)
-
-
-def _is_best(best: dict[str, Any] | None, val_accuracy: float | None, test_accuracy: float) -> bool:
-    """Chosen on validation images, where there are any."""
-    if best is None:
-        return True
-    if val_accuracy is None:
-        return bool(test_accuracy > best["test_accuracy"])
-    return bool(val_accuracy > best["val_accuracy"])
 
 
 @contextmanager

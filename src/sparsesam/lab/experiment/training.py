@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning_fabric import Fabric
@@ -35,6 +35,19 @@ class Position:
     step: int = 0
 
 
+class BestEpoch(NamedTuple):
+    """The accuracies of the best epoch so far."""
+
+    epoch: int
+    val_accuracy: float | None
+    test_accuracy: float
+
+    @property
+    def score(self) -> float:
+        """What the best epoch has most of: accuracy on validation images, where the run has them."""
+        return self.test_accuracy if self.val_accuracy is None else self.val_accuracy
+
+
 @dataclass
 class Sums:
     """Sums over an epoch."""
@@ -50,7 +63,6 @@ class Sums:
 class Training:
     """Model, optimizer and position of one run. `advance` takes steps until the epoch ends or ``stop`` returns True.
 
-    ``best`` are the accuracies of the best epoch so far, on validation images where the run has them.
     ``record_times`` keeps the seconds of every step, without the mask it makes and the images it waits for; on a GPU
     each step is then synchronized.
     """
@@ -61,7 +73,7 @@ class Training:
         self.config, self.batches, self.fabric = config, batches, fabric
         self.record_times = record_times
         self.position, self.sums = Position(), Sums()
-        self.best: dict[str, Any] | None = None
+        self.best: BestEpoch | None = None
         self.stop_requested = False  # whether a rank was asked to stop in the last step
         self.looked = False  # whether the loss is known to be finite up to this step
         self.module = model
@@ -143,23 +155,24 @@ class Training:
         updates included.
         """
         self.model.train()
-        totals = torch.zeros(2, device=self.fabric.device)
-        before, start, made = asdict(self.sums), time.perf_counter(), len(self.mask_seconds)
-        masks_before = self.cost.masks
         self.stop_requested = False
+        totals, last = torch.zeros(2, device=self.fabric.device), time.perf_counter()
         look_every = 1 if self.fabric.device.type == "cpu" and self.fabric.world_size == 1 else LOOK_EVERY
         for batch in self.batches.train(self.position.epoch, self.position.step):
+            made = len(self.mask_seconds)
             totals += self._timed_step(batch) if self.record_times else self._step(batch)
             self.position.step += 1
             self.sums.images += batch.of
-            self.sums.seconds = before["seconds"] + time.perf_counter() - start
-            self.sums.mask_seconds = before["mask_seconds"] + self.mask_seconds[made:]
+            self.sums.mask_seconds += self.mask_seconds[made:]
+            self.cost.masks += len(self.mask_seconds) - made
             self.cost.per_mask = self._mask_timer.flops / self.cost.unit or self.cost.per_mask
-            self.cost.masks = masks_before + len(self.mask_seconds) - made
             ended = self.position.step == self.batches.steps or self.finished
             self.looked = self.position.step % look_every == 0 or ended
             if self.looked:
-                self.stop_requested = self._look(totals, before, stop)
+                self.stop_requested = self._look(totals, stop)
+                totals.zero_()
+            now = time.perf_counter()
+            self.sums.seconds, last = self.sums.seconds + now - last, now
             on_step()
             if self.stop_requested or ended:
                 break
@@ -169,12 +182,13 @@ class Training:
             self.position.epoch, self.position.step = self.position.epoch + 1, 0
         return True
 
-    def _look(self, totals: Tensor, before: dict[str, float], stop: Callable[[], bool]) -> bool:
+    def _look(self, totals: Tensor, stop: Callable[[], bool]) -> bool:
+        """Add the loss and the right answers of the last steps to ``sums``; whether a rank is asked to stop."""
         seen = [*totals.tolist(), float(stop())]
         if self.fabric.world_size > 1:
             seen = self.fabric.all_reduce(totals.new_tensor(seen), reduce_op="sum").tolist()  # type: ignore[union-attr]
         loss, correct, asked = seen
-        self.sums.loss, self.sums.correct = before["loss"] + loss, before["correct"] + correct
+        self.sums.loss, self.sums.correct = self.sums.loss + loss, self.sums.correct + correct
         if not math.isfinite(loss):
             raise DivergedError(f"the loss is {loss} by step {self.steps_taken}; {self._what_may_help()}")
         return bool(asked)
@@ -300,7 +314,7 @@ class Training:
         return {
             "position": asdict(self.position),
             "sums": asdict(self.sums),
-            "best": self.best,
+            "best": None if self.best is None else self.best._asdict(),
             "cost": asdict(self.cost),
             "model": self.module.state_dict(),
             "ema": None if self.ema is None else self.ema.state_dict(),
@@ -310,7 +324,7 @@ class Training:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position, self.sums = Position(**state["position"]), Sums(**state["sums"])
-        self.best = state["best"]
+        self.best = None if state["best"] is None else BestEpoch(**state["best"])
         self.cost = StepCost(**state["cost"])
         self.module.load_state_dict(state["model"])
         if self.ema is not None:

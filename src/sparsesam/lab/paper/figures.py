@@ -14,7 +14,8 @@ import torch
 from sparsesam.lab.data import CORRUPTIONS, FolderSplits, corrupt, load_dataset
 from sparsesam.lab.display import Axis, Bar, Figure, Series, assign_colors, write_images, write_plot
 from sparsesam.lab.experiment.paper import Column, RecipeRuns
-from sparsesam.lab.experiment.run_directory import RunDirectory, read_records
+from sparsesam.lab.experiment.result import read_epochs
+from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.inspection import Analysis, Measured, TrainedRun, load_run
 from sparsesam.lab.inspection.analysis import options_of
 from sparsesam.lab.inspection.gradients import GradientAnalysis
@@ -94,8 +95,8 @@ def _curves(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
     looks = trained.looks()
 
     def series(row: str, column: Column, name: str, factor: float) -> Series:
-        runs = [_epochs(run) for run in trained.runs(row, column)]
-        values = factor * np.array([[record[name] for record in one] for one in runs])
+        runs = [read_epochs(RunDirectory(run).records) for run in trained.runs(row, column)]
+        values = factor * np.array([[getattr(record, name) for record in one] for one in runs])
         bars: list[Bar | None] | None = None
         if len(runs) > 1:
             bars = list(zip(values.min(0).tolist(), values.max(0).tolist(), strict=True))
@@ -170,9 +171,8 @@ def _speedup(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
     """Running time over training iterations."""
     (column,), looks, lines = trained.columns, trained.looks(), []
     for row in trained.rows:
-        steps = [
-            [one for record in _epochs(run) for one in record["step_seconds"]] for run in trained.runs(row, column)
-        ]
+        runs = [read_epochs(RunDirectory(run).records) for run in trained.runs(row, column)]
+        steps = [[seconds for record in epochs for seconds in record.step_seconds] for epochs in runs]
         seconds = np.mean([np.cumsum([0.0, *one]) for one in steps], axis=0)
         color, number = looks[row]
         lines.append(Series(row, color, list(range(len(seconds))), seconds.tolist(), number))
@@ -229,7 +229,3 @@ def _kept(run: TrainedRun, analysis: Analysis[Any]) -> Any:
         if all(content["made"].get(key) == value for key, value in wanted.items() if key != "notes"):
             return analysis.read(content["result"])
     return analysis.measure_and_write(run)
-
-
-def _epochs(directory: Path) -> list[dict[str, Any]]:
-    return [record for record in read_records(RunDirectory(directory).records) if record["kind"] == "epoch"]
