@@ -7,7 +7,7 @@ from sparsesam.lab.display.figure import Axis, Figure, Series, to_csv
 
 
 def figure(panels, kind="lines", z=None):
-    return Figure("a-name", "A title", "", kind, Axis("epoch"), Axis("loss"), panels, z)
+    return Figure("a-name", "A title", "", Axis("epoch"), Axis("loss"), panels, kind, z)
 
 
 def read(text):

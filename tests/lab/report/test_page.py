@@ -3,7 +3,7 @@ from sparsesam.lab.report.page import BUDGET, downsampled, points_per_curve
 
 
 def figure(panels):
-    return Figure("a-name", "A title", "", "lines", Axis("epoch"), Axis("loss"), panels)
+    return Figure("a-name", "A title", "", Axis("epoch"), Axis("loss"), panels)
 
 
 def test_a_curve_is_thinned_to_its_limit_with_both_ends():

@@ -9,15 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich import progress as rich
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from sparsesam.analysis import AnalysisResult
 from sparsesam.lab.commands.parser import Namespace, Parser, add_options
-from sparsesam.lab.display import assign_colors, check_plot, write_plot
-from sparsesam.lab.inspection import ANALYSES, Analysis, Measured
-from sparsesam.lab.inspection.analysis import Prepared, Progress
+from sparsesam.lab.display import assign_looks, check_plot, write_plot
+from sparsesam.lab.inspection import ANALYSES, Analysis, Measured, MeasuredOn
+from sparsesam.lab.inspection.analysis import Prepared
+from sparsesam.lab.inspection.analysis import Progress as OnProgress
 from sparsesam.lab.names import nearest
 
 HELP = "Analyze trained runs: print a table, and write RUN/analyses/NAME.json (docs/analyze.md)."
@@ -35,7 +36,8 @@ def add_arguments(parser: Parser) -> None:
         metavar, text = analysis.argument
         command.add_argument("paths", type=Path, nargs="+", metavar=metavar, help=text)
         add_options(command, analysis, flags=True)
-        add_options(command, analysis.settings, flags=True)
+        if analysis.uses_checkpoint:
+            add_options(command, MeasuredOn, flags=True)
         command.add_argument("--plot", type=Path | None, default=None, help="draw it to FILE.png, .svg or .pdf")
 
 
@@ -50,8 +52,8 @@ def run(options: Namespace) -> int:
     given = vars(options)
     if given["plot"] is not None:
         check_plot(given["plot"])
-    analysis, settings = _from_options(kind, given), _from_options(kind.settings, given)
-    prepared = analysis.prepare([analysis.load_subject(path, settings) for path in given["paths"]])
+    analysis, on = _from_options(kind, given), _from_options(MeasuredOn, given)
+    prepared = analysis.prepare([analysis.load_subject(path, on) for path in given["paths"]])
     measured = _measure(prepared)
     name, console = prepared.analysis.name, Console(highlight=False)
     console.print(_table(prepared.analysis, measured))
@@ -70,24 +72,17 @@ def _measure(prepared: Prepared) -> list[Measured[AnalysisResult]]:
     analysis, subjects, _ = prepared
     optimizers = [getattr(getattr(subject, "config", None), "optimizer", "") for subject in subjects]
     measured = []
-    for subject, (color, number) in zip(subjects, assign_colors(optimizers), strict=True):
+    for subject, look in zip(subjects, assign_looks(optimizers), strict=True):
         with _progress_bar(f"{analysis.name} of {subject.path}") as progress:
             result = analysis.measure_and_write(subject, progress)
-        measured.append(Measured(str(subject.path), result, color, number, analysis.origin(subject).other or ""))
+        measured.append(Measured(str(subject.path), result, look, analysis.origin(subject).other or ""))
     return measured
 
 
 @contextmanager
-def _progress_bar(title: str) -> Iterator[Progress]:
+def _progress_bar(title: str) -> Iterator[OnProgress]:
     """On a terminal; nothing elsewhere."""
-    columns = (
-        rich.TextColumn("{task.description}"),
-        rich.BarColumn(),
-        rich.TimeElapsedColumn(),
-        rich.TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    with rich.Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sparsesam.lab.display.figure import Look
+
 #: For light and for dark pages, each with a contrast of at least 3 : 1 to its background.
 COLORS = {
     "grey": ("#6b7280", "#a3acba"),
@@ -35,19 +37,19 @@ _PALETTE = [name for name in COLORS if name != "ink"]
 PALETTE_SIZE = len(_PALETTE)
 
 
-def assign_colors(optimizers: Sequence[str]) -> list[tuple[str, int]]:
-    """A colour and a style number for each series.
+def assign_looks(optimizers: Sequence[str]) -> list[Look]:
+    """A look for each series, whose number is its place.
 
-    An optimizer's first series has the optimizer's own colour, the same in every figure. The number, its place, selects
-    the symbol of points; when all colours are used, lines of the next `PALETTE_SIZE` numbers have another dash.
+    An optimizer's first series has the optimizer's own colour, the same in every figure. When all colours are used,
+    lines of the next `PALETTE_SIZE` numbers have another dash.
     """
-    looks: dict[int, str] = {}
+    colors: dict[int, str] = {}
     for place, optimizer in enumerate(optimizers):
         own = _FIRST_CHOICE.get(optimizer)
-        if own is not None and own not in looks.values():
-            looks[place] = own
-    free = [name for name in _PALETTE if name not in looks.values()]
+        if own is not None and own not in colors.values():
+            colors[place] = own
+    free = [name for name in _PALETTE if name not in colors.values()]
     for place in range(len(optimizers)):
-        if place not in looks:
-            looks[place] = free.pop(0) if free else _PALETTE[place % PALETTE_SIZE]
-    return [(looks[place], place) for place in range(len(optimizers))]
+        if place not in colors:
+            colors[place] = free.pop(0) if free else _PALETTE[place % PALETTE_SIZE]
+    return [Look(colors[place], place) for place in range(len(optimizers))]

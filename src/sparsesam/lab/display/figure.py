@@ -7,9 +7,11 @@ import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from sparsesam.lab.display.numbers import Number
+import numpy as np
+
+from sparsesam.lab.display.numbers import Number, numbers
 
 Bar = tuple[float, float]
 FigureKind = Literal["lines", "points", "bars", "heatmap", "surface", "contour"]
@@ -26,8 +28,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Series:
-    """``color`` is a name of `colors.COLORS`; ``number`` selects the symbol of points and, beyond
-    `colors.PALETTE_SIZE`, the dash of lines.
+    """``color`` and ``number`` are those of its `Look`.
 
     ``bars`` are the low and high end of an error bar, or band, at each point. ``z`` has a row for each y. A ``faint``
     series is a reference: thin and dotted. A point with a ``mark`` has a ring and that word beside it.
@@ -44,6 +45,24 @@ class Series:
     mark: str = ""
 
 
+class Look(NamedTuple):
+    """``color`` is a name of `colors.COLORS`; ``number`` selects the symbol of points and, beyond
+    `colors.PALETTE_SIZE`, the dash of lines.
+    """
+
+    color: str = "blue"
+    number: int = 0
+
+    def series(self, name: str, x: Iterable[Any], y: Iterable[Any], **options: Any) -> Series:
+        """A line, points or bars; values of ``y`` that are not finite become None."""
+        return Series(name, self.color, _as_list(x), numbers(_as_list(y)), self.number, **options)
+
+    def grid(self, name: str, x: Iterable[Any], y: Iterable[Any], z: Iterable[Iterable[Any]]) -> Series:
+        """Values ``z`` with a row for each y."""
+        rows = [numbers(_as_list(row)) for row in z]
+        return Series(name, self.color, _as_list(x), _as_list(y), self.number, z=rows)
+
+
 @dataclass(frozen=True)
 class Figure:
     """The page shows one of the ``panels`` at a time; most figures have one, with an empty name."""
@@ -51,10 +70,10 @@ class Figure:
     name: str
     title: str
     caption: str
-    kind: FigureKind
     x: Axis
     y: Axis
     panels: Mapping[str, Sequence[Series]]
+    kind: FigureKind = "lines"
     z: Axis | None = None
     range_z: tuple[float, float] | None = None
 
@@ -79,6 +98,11 @@ def error_bars(
         None if value is None or error is None else (max(lowest, value - error), min(highest, value + error))
         for value, error in zip(values, errors, strict=True)
     ]
+
+
+def _as_list(values: Iterable[Any]) -> list[Any]:
+    """With Python's own numbers."""
+    return list(values.tolist() if isinstance(values, np.ndarray) else values)
 
 
 def _known(series: Series) -> int:

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
-import numpy as np
 from torch import Tensor
 
 from sparsesam.analysis import AnalysisResult
-from sparsesam.lab.display import Cell, Figure, Series, Table, numbers, table_of_rows
+from sparsesam.lab.display import Cell, Figure, Look, Series, Table, table_of_rows
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.run_directory import write_whole
 from sparsesam.lab.experiment.setting_types import option
@@ -23,31 +22,21 @@ from sparsesam.lab.inspection.trained_run import MeasuredOn, Origin, TrainedRun
 
 Progress = Callable[[int, int], None]
 ResultT = TypeVar("ResultT", bound=AnalysisResult)
+MeasureT = TypeVar("MeasureT")
 
 
 @dataclass(frozen=True)
 class Measured(Generic[ResultT]):
-    """A result with the label, colour and style of its run. ``other`` labels the second run of a line between two."""
+    """A result with the label and look of its run. ``other`` labels the second run of a line between two."""
 
     label: str
     result: ResultT
-    color: str = "blue"
-    number: int = 0
+    look: Look = Look()
     other: str = ""
 
     def series(self, x: Iterable[Any], y: Iterable[Any], *, name: str = "", **options: Any) -> Series:
-        """A line in the colour of its run, under its label unless another ``name`` is given."""
-        return Series(name or self.label, self.color, as_list(x), numbers(as_list(y)), self.number, **options)
-
-    def grid(self, x: Iterable[Any], y: Iterable[Any], z: Iterable[Iterable[Any]]) -> Series:
-        """Values ``z`` with a row for each y."""
-        rows = [numbers(as_list(row)) for row in z]
-        return Series(self.label, self.color, as_list(x), as_list(y), self.number, z=rows)
-
-
-@dataclass(frozen=True)
-class NoSettings:
-    """Of analyses that measure no checkpoint."""
+        """In the look of its run, under its label unless another ``name`` is given."""
+        return self.look.series(name or self.label, x, y, **options)
 
 
 class Prepared(NamedTuple):
@@ -61,8 +50,8 @@ class Prepared(NamedTuple):
 class Analysis(ABC, Generic[ResultT]):
     """A dataclass whose fields are the options of ``sparsesam analyze``.
 
-    ``files`` are the names that its results may have in ``RUN/analyses``.
-    ``settings`` is a dataclass of further options, which `load_subject` needs: what a run is measured on.
+    ``files`` are the names that its results may have in ``RUN/analyses``. With ``uses_checkpoint``, the fields of
+    `MeasuredOn` are options too.
     """
 
     help: ClassVar[str]
@@ -70,7 +59,7 @@ class Analysis(ABC, Generic[ResultT]):
     caption: ClassVar[str]
     files: ClassVar[tuple[str, ...]]
     result_type: ClassVar[type[AnalysisResult]]
-    settings: ClassVar[type[Any]] = MeasuredOn
+    uses_checkpoint: ClassVar[bool] = True
     argument: ClassVar[tuple[str, str]] = ("RUN", "directory of a run")
 
     @property
@@ -80,9 +69,9 @@ class Analysis(ABC, Generic[ResultT]):
 
     # ---- measuring
 
-    def load_subject(self, path: Path, settings: Any) -> Any:
+    def load_subject(self, path: Path, on: MeasuredOn) -> Any:
         """What is measured: by default, the run in a directory."""
-        return TrainedRun(path, settings)
+        return TrainedRun(path, on)
 
     def prepare(self, subjects: Sequence[Any]) -> Prepared:
         """Runs are compared at one rho: that of the first, unless one was given."""
@@ -115,7 +104,7 @@ class Analysis(ABC, Generic[ResultT]):
 
     def origin(self, subject: Any) -> Origin:
         """Which checkpoint and which images the result was measured on."""
-        return cast(Origin, subject.origin())
+        return subject.origin() if self.uses_checkpoint else Origin(seed=getattr(self, "seed", None))
 
     # ---- showing
 
@@ -160,11 +149,6 @@ class LayerAnalysis(Analysis[ResultT]):
         return None if self.layers is None else [pattern.strip() for pattern in self.layers.split(",")]
 
 
-def as_list(values: Iterable[Any]) -> list[Any]:
-    """With Python's own numbers."""
-    return list(values.tolist() if isinstance(values, np.ndarray) else values)
-
-
 def options_of(settings: Any) -> dict[str, Any]:
     """The values of an analysis's options, by name."""
     return {one.name: getattr(settings, one.name) for one in dataclasses.fields(settings) if "help" in one.metadata}
@@ -177,7 +161,13 @@ def shared_notes(notes: Sequence[tuple[str, str]]) -> list[str]:
     return [note if len(of) == everyone else f"{', '.join(of)}: {note}" for note, of in labels.items()]
 
 
-def usable_masks(run: TrainedRun) -> dict[str, Tensor] | None:
-    """The masks of a run; None also if they keep no weight."""
+def every_and_masked(
+    run: TrainedRun, progress: Progress, measure: Callable[[dict[str, Tensor] | None], MeasureT]
+) -> tuple[MeasureT, MeasureT | None]:
+    """``measure(None)``, of every weight, and ``measure(masks)``, None for a run whose masks keep no weight."""
     masks = run.masks
-    return masks if masks is not None and any(bool(mask.any()) for mask in masks.values()) else None
+    every = measure(None)
+    progress(1, 2)
+    masked = measure(masks) if masks is not None and any(bool(mask.any()) for mask in masks.values()) else None
+    progress(2, 2)
+    return every, masked

@@ -12,7 +12,7 @@ from sparsesam.analysis import AnalysisResult, GeneralizationBound, generalizati
 from sparsesam.analysis.theory import CAVEATS
 from sparsesam.lab.display import Axis, Cell, Figure, Series, number_cell, significant
 from sparsesam.lab.experiment.setting_types import option
-from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, usable_masks
+from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, every_and_masked
 from sparsesam.lab.inspection.trained_run import TrainedRun
 
 _TERMS = {"dimension": "dimension_term", "confidence": "confidence_term", "remainder": "remainder"}
@@ -47,12 +47,7 @@ class BoundAnalysis(Analysis[BoundResult]):
             raise ValueError(
                 f"split must be train for the bound, which depends on the training loss, got {subject.on.split}"
             )
-        masks = usable_masks(subject)
-        every = self._bound(subject, None)
-        progress(1, 2)
-        masked = None if masks is None else self._bound(subject, masks)
-        progress(2, 2)
-        return BoundResult(every, masked)
+        return BoundResult(*every_and_masked(subject, progress, lambda masks: self._bound(subject, masks)))
 
     def _bound(self, run: TrainedRun, masks: Mapping[str, Tensor] | None) -> GeneralizationBound:
         assert self.rho is not None

@@ -18,18 +18,12 @@ from sparsesam.analysis import (
     tanh_network,
 )
 from sparsesam.lab.display import Axis, Cell, Figure, Series, Table, error_bars, number_cell, numbers, table_of_rows
+from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.setting_types import option
-from sparsesam.lab.inspection.analysis import Analysis, Measured, NoSettings, Progress, shared_notes
-from sparsesam.lab.inspection.trained_run import Origin
+from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, shared_notes
+from sparsesam.lab.inspection.trained_run import MeasuredOn
 
 _PROBLEMS: dict[str, Callable[..., SmoothProblem]] = {"logistic": nonconvex_logistic, "tanh-network": tanh_network}
-
-
-@dataclass(frozen=True)
-class ResultDirectory:
-    """Where a result goes that belongs to no run."""
-
-    path: Path
 
 
 @dataclass(frozen=True)
@@ -49,7 +43,7 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
     caption = "1/T Σ ||∇f(w_t)||² at the last T, the theorem’s bound, and whether its assumptions hold."
     files = ("convergence",)
     result_type = ConvergenceResult
-    settings = NoSettings
+    uses_checkpoint = False
     argument = ("DIR", "directory for the result")
 
     problem: Literal["logistic", "tanh-network"] = option("logistic", "smooth and not convex")
@@ -61,10 +55,11 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
     rho_0: float | None = option(None, "first rho; default the largest that the theorem allows")
     seed: int = option(0, "seed of the problem, the noise and the mask")
 
-    def load_subject(self, path: Path, settings: NoSettings) -> ResultDirectory:
-        return ResultDirectory(path)
+    def load_subject(self, path: Path, on: MeasuredOn) -> RunDirectory:
+        """Where the result goes: it belongs to no run."""
+        return RunDirectory(path)
 
-    def measure(self, subject: ResultDirectory, progress: Progress) -> ConvergenceResult:
+    def measure(self, subject: RunDirectory, progress: Progress) -> ConvergenceResult:
         sam = self._measure_method("SAM")
         progress(1, 2)
         ssam = self._measure_method("SSAM")
@@ -84,9 +79,6 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
             seed=self.seed,
         )
 
-    def origin(self, subject: ResultDirectory) -> Origin:
-        return Origin(seed=self.seed)
-
     @classmethod
     def summary(cls, result: ConvergenceResult) -> dict[str, Cell]:
         return {f"{one.method}: {name}": cell for one in result.methods for name, cell in _row(one).items()}
@@ -104,7 +96,6 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
                 title="Measured and bound",
                 caption="1/T Σ ||∇f(w_t)||², mean and standard deviation over the runs, and the theorem’s bound: as "
                 "printed, with log T, and with Σ 1/t in its place, which the proof needs.",
-                kind="lines",
                 x=Axis("T", log=True),
                 y=Axis("mean squared gradient norm", log=True),
                 panels={label: _curves(one) for label, one in _methods(measured).items()},

@@ -72,7 +72,6 @@ class FisherAnalysis(LayerAnalysis[FisherAgreement]):
             name=f"{name}-kept",
             title=f"Weights kept in common{where}",
             caption="Of the weights that Fisher information keeps, the share that |h| would keep too.",
-            kind="lines",
             x=Axis("sparsity"),
             y=Axis("kept by both (%)"),
             panels={"": [*(_kept(one) for one in measured), chance]},

@@ -48,7 +48,6 @@ class GradientAnalysis(Analysis[GradientDifference]):
             title="Histogram of r",
             caption=f"r = {logarithm} |(g_SAM − g_SGD) / g_SGD| of each weight. Left of 0, SAM’s gradient differs by "
             "less than the gradient itself: the perturbation matters little there.",
-            kind="lines",
             x=Axis("r"),
             y=Axis("share of weights per bin"),
             panels={title: panel for title, panel in panels.items() if panel},

@@ -93,7 +93,6 @@ class HessianAnalysis(LayerAnalysis[HessianResult]):
             name=f"{name}-density",
             title=f"Spectral density{where}",
             caption="By stochastic Lanczos quadrature; the further right it reaches, the sharper the minimum.",
-            kind="lines",
             x=Axis("eigenvalue"),
             y=Axis("share of eigenvalues per unit", log=True),
             panels={"": [_density(one) for one in measured]},

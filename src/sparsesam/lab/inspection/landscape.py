@@ -121,7 +121,6 @@ def _lines(name: str, measured: Sequence[Measured[Landscape]]) -> Figure:
         caption="On the straight line from one run’s weights (0) to another’s (1)."
         if between
         else "The same random numbers for all runs, scaled to each run’s own filters.",
-        kind="lines",
         x=Axis("share of the way from the first run to the second" if between else "distance along the direction"),
         y=Axis("loss"),
         panels={"": [one.series(one.result.x, one.result.loss, name=names[one.label]) for one in measured]},
@@ -165,7 +164,6 @@ def _surface_figures(name: str, measured: Sequence[Measured[Landscape]]) -> list
         name=f"{name}-cut",
         title=f"Cut through the middle{title_end}",
         caption="The row of each surface that is nearest to the run’s weights: the wider, the flatter.",
-        kind="lines",
         x=x,
         y=z,
         panels={"": [_cut(one) for one in series]},
@@ -176,7 +174,7 @@ def _surface_figures(name: str, measured: Sequence[Measured[Landscape]]) -> list
 def _surface(one: Measured[Landscape], log: bool) -> Series:
     landscape = one.result
     loss = np.log10(np.where(landscape.loss > 0, landscape.loss, np.nan)) if log else landscape.loss
-    return one.grid(landscape.x, landscape.y, loss)
+    return one.look.grid(one.label, landscape.x, landscape.y, loss)
 
 
 def _cut(surface: Series) -> Series:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from sparsesam.analysis import MaskHistory, masks_over_time
 from sparsesam.lab.display import Axis, Cell, Figure, Series, number_cell, percent
 from sparsesam.lab.experiment.mask_record import mask_files, read_masks
-from sparsesam.lab.inspection.analysis import Analysis, Measured, NoSettings, Prepared, Progress
-from sparsesam.lab.inspection.trained_run import MeasuredOn, Origin, TrainedRun
+from sparsesam.lab.inspection.analysis import Analysis, Measured, Prepared, Progress
+from sparsesam.lab.inspection.trained_run import TrainedRun
 
 
 @dataclass(frozen=True)
@@ -22,10 +21,7 @@ class MaskAnalysis(Analysis[MaskHistory]):
     caption = "Shares of all weights. The overlap is the mean Jaccard index of a mask with the one before."
     files = ("masks",)
     result_type = MaskHistory
-    settings = NoSettings
-
-    def load_subject(self, path: Path, settings: NoSettings) -> TrainedRun:
-        return TrainedRun(path, MeasuredOn())
+    uses_checkpoint = False
 
     def prepare(self, subjects: Sequence[TrainedRun]) -> Prepared:
         """Runs without masks are left out, unless there are no others."""
@@ -38,9 +34,6 @@ class MaskAnalysis(Analysis[MaskHistory]):
 
     def measure(self, subject: TrainedRun, progress: Progress) -> MaskHistory:
         return masks_over_time(read_masks(subject.path))
-
-    def origin(self, subject: TrainedRun) -> Origin:
-        return Origin()
 
     @classmethod
     def summary(cls, result: MaskHistory) -> dict[str, Cell]:
@@ -70,7 +63,6 @@ class MaskAnalysis(Analysis[MaskHistory]):
             name="mask-overlap",
             title="Overlap",
             caption="Jaccard index of each mask with the one before; dotted: random masks of the same densities.",
-            kind="lines",
             x=Axis("step", whole=True),
             y=Axis("overlap"),
             panels={"": [series for one in measured for series in _overlap(one)]},
@@ -89,7 +81,7 @@ def _why_no_masks(run: TrainedRun) -> str:
 def _density(one: Measured[MaskHistory]) -> Series:
     layers = one.result.density_by_layer
     # Steps are category names: masks are made at uneven distances, and each is drawn equally wide.
-    return one.grid([str(step) for step in one.result.steps], layers, layers.values())
+    return one.look.grid(one.label, [str(step) for step in one.result.steps], layers, layers.values())
 
 
 def _overlap(one: Measured[MaskHistory]) -> list[Series]:

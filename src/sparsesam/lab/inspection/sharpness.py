@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from sparsesam.analysis import AnalysisResult, Sharpness, sharpness
 from sparsesam.lab.display import Axis, Cell, Figure, Series, number_cell
 from sparsesam.lab.experiment.setting_types import option
-from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, usable_masks
+from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, every_and_masked
 from sparsesam.lab.inspection.trained_run import TrainedRun
 
 
@@ -34,13 +34,8 @@ class SharpnessAnalysis(Analysis[SharpnessResult]):
 
     def measure(self, subject: TrainedRun, progress: Progress) -> SharpnessResult:
         assert self.rho is not None
-        masks = usable_masks(subject)
-        common: dict[str, Any] = {"steps": self.steps, "seed": subject.on.seed}
-        every = sharpness(subject.objective, self.rho, **common)
-        progress(1, 2)
-        masked = None if masks is None else sharpness(subject.objective, self.rho, masks=masks, **common)
-        progress(2, 2)
-        return SharpnessResult(every, masked)
+        measure = partial(sharpness, subject.objective, self.rho, steps=self.steps, seed=subject.on.seed)
+        return SharpnessResult(*every_and_masked(subject, progress, lambda masks: measure(masks=masks)))
 
     @classmethod
     def summary(cls, result: SharpnessResult) -> dict[str, Cell]:
@@ -61,7 +56,6 @@ class SharpnessAnalysis(Analysis[SharpnessResult]):
                 name="sharpness-path",
                 title="Gradient ascent",
                 caption="The largest increase of the loss after each gradient of the ascent.",
-                kind="lines",
                 x=Axis("gradients", whole=True),
                 y=Axis("increase of the loss"),
                 panels={title: panel for title, panel in panels.items() if panel},

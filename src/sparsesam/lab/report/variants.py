@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparsesam.lab.display import Number, Series, assign_colors, number
+from sparsesam.lab.display import Look, Number, assign_looks, number
 from sparsesam.lab.experiment.calibration import SweepCalibration
 from sparsesam.lab.experiment.config import DEFAULTS, TrainConfig
 from sparsesam.lab.report.read_run import RunRecord
@@ -36,14 +36,13 @@ TASK = ("dataset", "model", "train_size", "test_size", "label_noise", "corruptio
 class Variant:
     """``runs`` have one seed each; ``duplicates`` are further runs of the same settings and seed, which do not count.
 
-    ``config`` has seed 0. ``color`` and ``number`` are its look in every figure of its task.
+    ``config`` has seed 0. ``look`` is that in every figure of its task.
     """
 
     label: str
     config: TrainConfig
     runs: list[RunRecord]
-    color: str = "blue"
-    number: int = 0
+    look: Look
     duplicates: list[RunRecord] = field(default_factory=list)
 
     @property
@@ -70,10 +69,6 @@ class Variant:
         """The variant's label, with the seed if several of its runs are ``among`` those shown."""
         others = [one for one in among if one in self.runs and one is not run]
         return f"{self.label}, seed {seed_of(run)}" if others else self.label
-
-    def series(self, x: Sequence[Any], y: Sequence[Any], *, name: str = "", **options: Any) -> Series:
-        """In its colour, and under its label unless another ``name`` is given."""
-        return Series(name or self.label, self.color, x, y, self.number, **options)
 
 
 @dataclass(frozen=True)
@@ -123,15 +118,15 @@ def changed_settings(config: TrainConfig) -> dict[str, Any]:
 
 def _variants(groups: dict[TrainConfig, list[RunRecord]], calibrations: Sequence[SweepCalibration]) -> list[Variant]:
     ordered = sorted(groups, key=lambda config: _rank(config, groups[config]))
-    looks = assign_colors([config.optimizer for config in ordered])
+    looks = assign_looks([config.optimizer for config in ordered])
     variants: list[Variant] = []
-    for config, (color, place) in zip(ordered, looks, strict=True):
+    for config, look in zip(ordered, looks, strict=True):
         alike = [one for one in ordered if one.optimizer == config.optimizer]
         label = _given_name(config, groups[config], calibrations) or _label(config, differing_settings(alike))
         same = sum(re.sub(r" \(\d+\)$", "", one.label) == label for one in variants)  # two sweeps may give one name
         counted, duplicates = _one_per_seed(groups[config])
         unique = f"{label} ({same + 1})" if same else label
-        variants.append(Variant(unique, config, counted, color, place, duplicates))
+        variants.append(Variant(unique, config, counted, look, duplicates))
     return variants
 
 

@@ -34,7 +34,6 @@ def curves_part(task: Task) -> Part:
                 name=measure.replace("_", "-"),
                 title=title,
                 caption=_caption(series),
-                kind="lines",
                 x=Axis("epoch", whole=True),
                 y=Axis(axis, log=log and min(values) > 0),
                 panels={"": series},
@@ -51,11 +50,8 @@ def _caption(series: Sequence[Series]) -> str:
 def _curves(variant: Variant, measure: str, factor: float) -> list[Series]:
     finished = _mean_curve(variant, measure, factor)
     others = [
-        variant.series(
-            list(points),
-            list(points.values()),
-            name=f"{variant.label_of(run, variant.runs)} ({run.status})",
-            faint=True,
+        variant.look.series(
+            f"{variant.label_of(run, variant.runs)} ({run.status})", points, points.values(), faint=True
         )
         for run in variant.runs
         if run.status != "finished" and len(points := _points(run, measure, factor)) > 1
@@ -72,7 +68,7 @@ def _mean_curve(variant: Variant, measure: str, factor: float) -> Series | None:
     means, highest = [sum(one) / len(one) for one in values], factor if factor > 1 else math.inf
     deviations = [statistics.stdev(one) if len(one) > 1 else None for one in values]
     bars = error_bars(means, deviations, lowest=0.0, highest=highest) if len(curves) > 1 else None
-    return variant.series(epochs, means, bars=bars)
+    return variant.look.series(variant.label, epochs, means, bars=bars)
 
 
 def _points(run: RunRecord, measure: str, factor: float) -> dict[float, float]:

@@ -70,7 +70,7 @@ def _point(variant: Variant, place: Number, recommended: bool) -> Series | None:
     if place is None or variant.accuracy is None:
         return None
     mark = "best choice" if recommended else ""
-    return variant.series([place], [100 * variant.accuracy], bars=_accuracy_bar(variant), mark=mark)
+    return variant.look.series(variant.label, [place], [100 * variant.accuracy], bars=_accuracy_bar(variant), mark=mark)
 
 
 def _table(task: Task, cost: VariantCosts) -> Table:
@@ -125,7 +125,7 @@ def sparsity_part(task: Task) -> Part:
     if len(reached) < 2:
         return Part("")
     levels = [
-        variant.series([0, max(reached)], [100 * variant.accuracy] * 2, faint=True)
+        variant.look.series(variant.label, [0, max(reached)], [100 * variant.accuracy] * 2, faint=True)
         for variant in task.variants
         if variant.config.is_plain and variant.accuracy is not None
     ]
