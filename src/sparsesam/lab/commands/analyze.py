@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from sparsesam.analysis import AnalysisResult
 from sparsesam.lab.commands.parser import Namespace, Parser, add_options
-from sparsesam.lab.display import assign_looks, check_plot, write_plot
-from sparsesam.lab.inspection import ANALYSES, Analysis, Measured, MeasuredOn
+from sparsesam.lab.display import assign_looks, check_plot, to_rich, write_plot
+from sparsesam.lab.inspection import ANALYSES, Measured, MeasuredOn
 from sparsesam.lab.inspection.analysis import Prepared
 from sparsesam.lab.inspection.analysis import Progress as OnProgress
 from sparsesam.lab.names import nearest
@@ -56,7 +55,7 @@ def run(options: Namespace) -> int:
     prepared = analysis.prepare([analysis.load_subject(path, on) for path in given["paths"]])
     measured = _measure(prepared)
     name, console = prepared.analysis.name, Console(highlight=False)
-    console.print(_table(prepared.analysis, measured))
+    console.print(to_rich(prepared.analysis.table(name, measured), name, transposed=True))
     for note in (*prepared.notes, *prepared.analysis.notes(measured)):
         console.print(f"- {note}")
     for subject in prepared.subjects:
@@ -85,17 +84,6 @@ def _progress_bar(title: str) -> Iterator[OnProgress]:
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _table(analysis: Analysis[Any], measured: Sequence[Measured[AnalysisResult]]) -> Table:
-    table = Table(title=analysis.name)
-    table.add_column("")
-    for one in measured:
-        table.add_column(one.label, justify="right", overflow="fold")
-    columns = [analysis.summary(one.result) for one in measured]
-    for row in columns[0]:
-        table.add_row(row, *(column[row].text for column in columns))
-    return table
 
 
 def _from_options(settings: Any, given: Mapping[str, Any]) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rich.table import Table as RichTable
+
 from sparsesam.lab.display.numbers import Number, significant
 
 
@@ -44,6 +46,18 @@ def table_of_rows(name: str, caption: str, rows: Mapping[str, Mapping[str, Cell]
     numeric = {column for row in rows.values() for column, cell in row.items() if cell.order is not None}
     text_columns = [column for column in columns if column not in numeric]
     return Table(name, caption, ["run", *columns], filled, text_columns)
+
+
+def to_rich(table: Table, title: str, *, caption: str | None = None, transposed: bool = False) -> RichTable:
+    """The table for a terminal; ``transposed`` has a column for each row."""
+    lines = [["", *table.columns[1:]], *([cell.text for cell in row] for row in table.rows)]
+    headings, *rows = zip(*lines, strict=True) if transposed else lines
+    drawn = RichTable(title=title, caption=caption)
+    for place, heading in enumerate(headings):
+        drawn.add_column(heading, justify="right" if place else "left", overflow="fold")
+    for row in rows:
+        drawn.add_row(*row)
+    return drawn
 
 
 def finished_of(finished: int, total: int, failed: int) -> str:

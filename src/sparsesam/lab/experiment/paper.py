@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import yaml
 
+from sparsesam.lab.display import Cell, Table, cells, number_cell
 from sparsesam.lab.experiment.confidence import confidence_interval
 from sparsesam.lab.experiment.config import DEFAULTS, TrainConfig, from_mapping
 from sparsesam.lab.experiment.sweep import Job, Sweep
@@ -177,6 +178,19 @@ class Recipe:
         kind: Literal["share", "seconds", "speed"]
         kind = "speed" if column.relative_to is not None else "seconds" if column.is_timed else "share"
         return MeanOverSeeds(values, kind)
+
+    def comparison(self, scale: Scale, finished: Finished, overrides: Mapping[str, Any], caption: str = "") -> Table:
+        """Ours, the mean over the seeds with its 95 % interval, and beside it the paper's."""
+        columns, theirs = self.columns(scale), self.columns("full") if self.has_numbers else []
+        lines = []
+        for row in self.rows(scale):
+            found = [self.cell(row, column, finished, overrides) for column in columns]
+            ours = [Cell(show_ours(cell), order=cell.mean if cell else None) for cell in found]
+            paper = [Cell(show_theirs(number, column), order=number) for column, number in self.printed(row)]
+            seeds = max((len(cell.values) for cell in found if cell), default=0)
+            lines.append(cells(row, *ours, *paper, number_cell(seeds)))
+        headings = [*(f"ours: {column.label}" for column in columns), *(f"paper: {column.label}" for column in theirs)]
+        return Table(f"paper-{self.label}-{scale}", caption, ["", *headings, "our seeds"], lines)
 
     def _values(self, row: str, column: Column, finished: Finished, overrides: Mapping[str, Any]) -> dict[int, float]:
         results = finished.get(replace(self.config(row, column, overrides).canonical, seed=0), [])

@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
+from rich.table import Table as RichTable
 
-from sparsesam.lab.display import finished_of, percent, plural, ratio, significant
+from sparsesam.lab.display import Table, cells, finished_of, percent, plural, ratio, significant, to_rich
 from sparsesam.lab.experiment.calibration import SweepCalibration
 from sparsesam.lab.experiment.execution import Outcome
 from sparsesam.lab.experiment.observers import duration
@@ -111,7 +111,7 @@ def epochs_done(job: Job) -> int:
     return sum(record["kind"] == "epoch" for record in records)
 
 
-def sweep_table(title: str, jobs: Sequence[Job], calibration: SweepCalibration | None = None) -> Table:
+def sweep_table(title: str, jobs: Sequence[Job], calibration: SweepCalibration | None = None) -> RichTable:
     """A row for each variant: the means over its finished seeds, and the cost relative to the first variant's.
 
     Costs are times that were measured together, or forward and backward passes where there is no calibration.
@@ -122,29 +122,25 @@ def sweep_table(title: str, jobs: Sequence[Job], calibration: SweepCalibration |
     results = {label: [found for job in members if (found := job.result)] for label, members in variants.items()}
     costs = {label: _cost(members[0], results[label], calibration) for label, members in variants.items()}
     first, unit = next(iter(costs.items()))
-    running = {label: _running(members) for label, members in variants.items()}
-    drawn = Table(title=title)
-    drawn.add_column("")
-    what = "forward-backwards" if calibration is None else "time"
-    for heading in ("test accuracy", f"{what} / {first}", "sparsity", "seeds"):
-        drawn.add_column(heading, justify="right")
-    if any(running.values()):
-        drawn.add_column("now")
+    rows = []
     for label, members in variants.items():
         finished, cost = results[label], costs[label]
         accuracies = [result["test_accuracy"] for result in finished]
-        drawn.add_row(
-            label,
-            percent(
-                statistics.fmean(accuracies) if accuracies else None,
-                statistics.stdev(accuracies) if len(accuracies) > 1 else None,
-            ),
-            ratio(cost / unit if cost and unit else None),
-            significant(finished[0]["sparsity"] if finished else None),
-            finished_of(len(finished), len(members), sum(job.failure is not None for job in members)),
-            *([running[label]] if any(running.values()) else []),
+        mean = statistics.fmean(accuracies) if accuracies else None
+        deviation = statistics.stdev(accuracies) if len(accuracies) > 1 else None
+        seeds = finished_of(len(finished), len(members), sum(job.failure is not None for job in members))
+        rows.append(
+            cells(
+                label,
+                percent(mean, deviation),
+                ratio(cost / unit if cost and unit else None),
+                significant(finished[0]["sparsity"] if finished else None),
+                ", ".join([seeds, *_running(members)]),
+            )
         )
-    return drawn
+    what = "forward-backwards" if calibration is None else "time"
+    columns = ["", "test accuracy", f"{what} / {first}", "sparsity", "seeds"]
+    return to_rich(Table("sweep", "", columns, rows), title)
 
 
 def _cost(job: Job, results: Sequence[Mapping[str, Any]], calibration: SweepCalibration | None) -> float | None:
@@ -155,7 +151,7 @@ def _cost(job: Job, results: Sequence[Mapping[str, Any]], calibration: SweepCali
     return statistics.fmean(passes) if passes else None
 
 
-def _running(members: Sequence[Job]) -> str:
+def _running(members: Sequence[Job]) -> list[str]:
     """How far the runs that are running have come."""
     running = [job for job in members if (job.directory / "running.json").exists()]
-    return ", ".join(f"epoch {epochs_done(job)}/{job.config.epochs}" for job in running)
+    return [f"in epoch {epochs_done(job) + 1}/{job.config.epochs}" for job in running]

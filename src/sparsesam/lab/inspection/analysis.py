@@ -114,14 +114,18 @@ class Analysis(ABC, Generic[ResultT]):
         return cast(ResultT, cls.result_type.from_dict(content))
 
     @classmethod
-    @abstractmethod
     def summary(cls, result: ResultT) -> dict[str, Cell]:
-        """The few values that a table shows."""
+        """The few values of a result that the table shows."""
+        raise NotImplementedError
+
+    @classmethod
+    def rows(cls, measured: Sequence[Measured[ResultT]]) -> dict[str, dict[str, Cell]]:
+        """Of the table: by default one for each run."""
+        return {one.label: cls.summary(one.result) for one in measured}
 
     @classmethod
     def table(cls, name: str, measured: Sequence[Measured[ResultT]]) -> Table:
-        """A row for each run."""
-        return table_of_rows(name, cls.caption, {one.label: cls.summary(one.result) for one in measured})
+        return table_of_rows(name, cls.caption, cls.rows(measured))
 
     @classmethod
     @abstractmethod

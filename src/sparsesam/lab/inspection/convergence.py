@@ -17,7 +17,7 @@ from sparsesam.analysis import (
     nonconvex_logistic,
     tanh_network,
 )
-from sparsesam.lab.display import Axis, Cell, Figure, Series, Table, error_bars, number_cell, numbers, table_of_rows
+from sparsesam.lab.display import Axis, Cell, Figure, Series, error_bars, number_cell, numbers
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, shared_notes
@@ -80,13 +80,8 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
         )
 
     @classmethod
-    def summary(cls, result: ConvergenceResult) -> dict[str, Cell]:
-        return {f"{one.method}: {name}": cell for one in result.methods for name, cell in _row(one).items()}
-
-    @classmethod
-    def table(cls, name: str, measured: Sequence[Measured[ConvergenceResult]]) -> Table:
-        """A row for each method."""
-        return table_of_rows(name, cls.caption, {label: _row(one) for label, one in _methods(measured).items()})
+    def rows(cls, measured: Sequence[Measured[ConvergenceResult]]) -> dict[str, dict[str, Cell]]:
+        return {label: _row(one) for label, one in _methods(measured).items()}
 
     @classmethod
     def figures(cls, name: str, measured: Sequence[Measured[ConvergenceResult]]) -> list[Figure]:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from sparsesam.lab.display import plural
+from sparsesam.lab.display import plural, to_rich
 from sparsesam.lab.experiment.confidence import differ
-from sparsesam.lab.experiment.paper import Column, MeanOverSeeds, RecipeRuns, show_ours, show_theirs
+from sparsesam.lab.experiment.paper import Column, MeanOverSeeds, RecipeRuns, finished_results
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Job
 
@@ -18,20 +18,11 @@ class Comparison(RecipeRuns):
     """Ours beside the paper's."""
 
     def table(self) -> Table:
-        """Ours, the mean over the seeds with its 95 % interval, and beside it the paper's."""
-        recipe, cells = self.recipe, self.cells()
-        theirs = recipe.columns("full") if recipe.has_numbers else []
-        done = sum(job.is_finished for job in self.jobs)
-        drawn = Table(title=f"{recipe.place}: {recipe.title}", caption=f"{done} of {plural(len(self.jobs), 'run')}")
-        drawn.add_column("")
-        for column in self.columns:
-            drawn.add_column(f"ours\n{column.label}", justify="right")
-        for column in theirs:
-            drawn.add_column(f"paper\n{column.label}", justify="right")
-        for row in self.rows:
-            ours = [show_ours(cells.get((row, column.label))) for column in self.columns]
-            drawn.add_row(row, *ours, *(show_theirs(number, column) for column, number in recipe.printed(row)))
-        return drawn
+        """For the terminal."""
+        recipe, done = self.recipe, sum(job.is_finished for job in self.jobs)
+        compared = recipe.comparison(self.scale, finished_results(self.jobs), self.overrides)
+        caption = f"{done} of {plural(len(self.jobs), 'run')}"
+        return to_rich(compared, f"{recipe.place}: {recipe.title}", caption=caption)
 
     def sentences(self) -> list[str]:
         """What the table does not show: what ran, where, and what cannot be concluded from it."""

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from sparsesam.lab.display import Cell, Table, cells, number_cell, plural
+from sparsesam.lab.display import Table, plural
 from sparsesam.lab.experiment.config import TrainConfig, names_of
-from sparsesam.lab.experiment.paper import Finished, Recipe, Scale, recipes, show_ours, show_theirs
+from sparsesam.lab.experiment.paper import Finished, Recipe, Scale, recipes
 from sparsesam.lab.report.data import Part, ReportData, Section
 from sparsesam.lab.report.read_run import RunRecord
 from sparsesam.lab.report.variants import setting_name
@@ -32,23 +32,15 @@ def _table(recipe: Recipe, scale: Scale, configs: list[tuple[RunRecord, TrainCon
     """A table is recognized by the directory that `paper run` writes to, or else by a run for each of its cells."""
     here = [(run, config) for run, config in configs if run.path.resolve().parts[-3:-1] == (recipe.label, scale)]
     overrides = _overrides(recipe, scale, [config for _, config in here])
-    ours, theirs = recipe.columns(scale), recipe.columns("full")
     finished: Finished = {}
     for run, config in here or configs:
         if run.status == "finished":
-            finished.setdefault(config, []).append({one.measure: run.measured(one.measure) for one in ours})
+            measures = {column.measure: run.measured(column.measure) for column in recipe.columns(scale)}
+            finished.setdefault(config, []).append(measures)
     # The first cell without a run ends the search: most tables do not belong to these runs.
     if not here and not all(recipe.cell(row, column, finished, {}) for row, column in recipe.cells(scale)):
         return None
-    found = [[recipe.cell(row, column, finished, overrides) for column in ours] for row in recipe.rows(scale)]
-    rows: list[list[Cell]] = []
-    for row, line in zip(recipe.rows(scale), found, strict=True):
-        own = [Cell(show_ours(cell), order=cell.mean if cell else None) for cell in line]
-        paper = [Cell(show_theirs(number, column), order=number) for column, number in recipe.printed(row)]
-        seeds = max((len(cell.values) for cell in line if cell), default=0)
-        rows.append(cells(row, *own, *paper, number_cell(seeds)))
-    columns = ["", *(f"ours: {one.label}" for one in ours), *(f"paper: {one.label}" for one in theirs), "our seeds"]
-    return Table(f"paper-{recipe.label}-{scale}", _caption(recipe, scale, overrides, len(here)), columns, rows)
+    return recipe.comparison(scale, finished, overrides, _caption(recipe, scale, overrides, len(here)))
 
 
 def _overrides(recipe: Recipe, scale: Scale, configs: list[TrainConfig]) -> dict[str, Any]:
