@@ -51,17 +51,17 @@ def write_run(path, *, accuracy=0.9, seconds=2.0, epochs=3, planned=None, finish
     return path
 
 
-def write_calibration(folder, runs, seconds, labels=None):
+def write_calibration(folder, runs, seconds):
     """The file that a sweep writes beside its runs."""
     variants = {
         key(read_run(run).config): {
-            "label": label,
+            "label": "",
             "seconds_per_step": [one / 10],
             "seconds_per_mask": None,
             "seconds_per_epoch": one,
             "epochs": 3,
         }
-        for run, one, label in zip(runs, seconds, labels or [""] * len(runs), strict=True)
+        for run, one in zip(runs, seconds, strict=True)
     }
     content = {"kind": "calibration", "variants": variants, "provenance": PROVENANCE}
     (folder / "calibration.json").write_text(json.dumps(content))

@@ -21,9 +21,3 @@ def test_a_file_in_another_format_is_noted(tmp_path):
         data, _ = build_report([run])
         assert data.calibrations == []
         assert "calibration.json" in data.problems[0][1]
-
-
-def test_variants_have_the_names_that_the_sweep_gave(tmp_path):
-    runs = [write_run(tmp_path / str(rho), optimizer="sam", rho=rho) for rho in (0.1, 0.2)]
-    write_calibration(tmp_path, runs, [1.0, 2.0], labels=["careful", "bold"])
-    assert [variant.label for variant in build_report([tmp_path])[0].tasks[0].variants] == ["careful", "bold"]

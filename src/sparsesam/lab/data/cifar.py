@@ -137,7 +137,7 @@ def _from_archive(
             (archive,) = obtain(
                 cifar.name, [layout.archive], cache, data_dir=data_dir, download=download, progress=progress
             )
-        unpack(archive, _files(layout), cache / layout.folder)
+        unpack(archive, cache / layout.folder)
         if not given:
             archive.unlink()
         return layout, cache / layout.folder

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparsesam.lab.display import Look, Number, assign_looks, number
-from sparsesam.lab.experiment.calibration import SweepCalibration
 from sparsesam.lab.experiment.config import DEFAULTS, TrainConfig
 from sparsesam.lab.report.read_run import RunRecord
 
@@ -91,8 +90,8 @@ def seed_of(run: RunRecord) -> int | None:
     return None if run.config is None else run.config.seed
 
 
-def group_runs(runs: Sequence[RunRecord], calibrations: Sequence[SweepCalibration] = ()) -> list[Task]:
-    """Every run whose settings are known. Calibrations have the names that sweeps gave to variants."""
+def group_runs(runs: Sequence[RunRecord]) -> list[Task]:
+    """Every run whose settings are known."""
     tasks: dict[str, dict[TrainConfig, list[RunRecord]]] = {}
     for run in runs:
         if run.config is not None:
@@ -100,8 +99,7 @@ def group_runs(runs: Sequence[RunRecord], calibrations: Sequence[SweepCalibratio
             variants.setdefault(dataclasses.replace(run.config, seed=0), []).append(run)
     labels = sorted(tasks)
     return [
-        Task(name, label, _variants(tasks[label], calibrations))
-        for name, label in zip(_unique_names(labels), labels, strict=True)
+        Task(name, label, _variants(tasks[label])) for name, label in zip(_unique_names(labels), labels, strict=True)
     ]
 
 
@@ -116,13 +114,13 @@ def changed_settings(config: TrainConfig) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value != DEFAULTS[name]}
 
 
-def _variants(groups: dict[TrainConfig, list[RunRecord]], calibrations: Sequence[SweepCalibration]) -> list[Variant]:
+def _variants(groups: dict[TrainConfig, list[RunRecord]]) -> list[Variant]:
     ordered = sorted(groups, key=lambda config: _rank(config, groups[config]))
     looks = assign_looks([config.optimizer for config in ordered])
     variants: list[Variant] = []
     for config, look in zip(ordered, looks, strict=True):
         alike = [one for one in ordered if one.optimizer == config.optimizer]
-        label = _given_name(config, groups[config], calibrations) or _label(config, differing_settings(alike))
+        label = _given_name(groups[config]) or _label(config, differing_settings(alike))
         same = sum(re.sub(r" \(\d+\)$", "", one.label) == label for one in variants)  # two sweeps may give one name
         counted, duplicates = _one_per_seed(groups[config])
         unique = f"{label} ({same + 1})" if same else label
@@ -130,12 +128,9 @@ def _variants(groups: dict[TrainConfig, list[RunRecord]], calibrations: Sequence
     return variants
 
 
-def _given_name(config: TrainConfig, runs: Sequence[RunRecord], calibrations: Sequence[SweepCalibration]) -> str:
+def _given_name(runs: Sequence[RunRecord]) -> str:
     """The name that a sweep or --name gave; empty where there is none, or more than one."""
     names = {run.name for run in runs} - {""}
-    if not names:
-        measured = [one for calibration in calibrations if (one := calibration.of(config)) is not None]
-        return measured[0].label if measured else ""
     return names.pop() if len(names) == 1 else ""
 
 

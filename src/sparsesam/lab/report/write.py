@@ -51,8 +51,7 @@ def build_report(runs: Iterable[StrPath], *, bounds: bool = False) -> tuple[Repo
     records = [read_run(path) for path in find_runs(runs)]
     problems: list[tuple[str, str]] = []
     calibrations = read_calibrations(records, problems)
-    tasks = group_runs(records, calibrations)
-    data = ReportData(records, tasks, calibrations, show_bounds=bounds, problems=problems)
+    data = ReportData(records, group_runs(records), calibrations, show_bounds=bounds, problems=problems)
     return data, build_sections(data)
 
 
