@@ -82,13 +82,11 @@ def read_calibration(folder: Path) -> SweepCalibration | None:
 
 def calibrate(jobs: Sequence[Job], environment: RunEnvironment, folder: Path) -> SweepCalibration:
     """Measure every variant of the jobs and write ``calibration.json``. Raises what a variant's settings raise."""
-    labels: dict[str, str] = {}
-    configs: dict[str, TrainConfig] = {}
+    variants: dict[str, Job] = {}
     for job in jobs:
-        labels.setdefault(key(job.config), job.label)
-        configs.setdefault(key(job.config), replace(job.config, seed=0))
+        variants.setdefault(key(job.config), replace(job, config=replace(job.config, seed=0)))
     with torch.random.fork_rng(), torch_threads(environment.threads or 1):
-        times = _measure(configs, labels, environment)
+        times = _measure(variants, environment)
     found = SweepCalibration(times, provenance())
     content = {
         "kind": "calibration",
@@ -103,30 +101,27 @@ def calibrate(jobs: Sequence[Job], environment: RunEnvironment, folder: Path) ->
     return found
 
 
-def _measure(
-    configs: Mapping[str, TrainConfig], labels: Mapping[str, str], environment: RunEnvironment
-) -> dict[str, VariantTime]:
+def _measure(variants: Mapping[str, Job], environment: RunEnvironment) -> dict[str, VariantTime]:
     loaded: dict[tuple[str, int | None], Splits | FolderSplits] = {}
 
-    def stepper(name: str, config: TrainConfig) -> _Stepper:
+    def stepper(job: Job, config: TrainConfig) -> _Stepper:
         source = (config.dataset, config.image_size)
         try:
             if source not in loaded:
                 loaded[source] = load_splits(config, environment)
             return _Stepper(config, loaded[source], environment)
         except (ImportError, TypeError, ValueError) as error:
-            raise type(error)(f"{labels[name]}: {error}") from error
+            raise type(error)(f"{job.label}: {error}") from error
 
-    steppers = {name: stepper(name, config) for name, config in configs.items()}
+    steppers = {name: stepper(job, job.config) for name, job in variants.items()}
     # What comes before `ascent_start` is plain.
-    late = {name: config for name, config in configs.items() if config.ascent_start and not config.is_plain}
-    plain = {name: stepper(name, replace(config, optimizer=config.base)) for name, config in late.items()}
-    everyone = [*steppers.values(), *plain.values()]
+    late = {name: job for name, job in variants.items() if job.config.ascent_start and not job.config.is_plain}
+    plain = {name: stepper(job, replace(job.config, optimizer=job.config.base)) for name, job in late.items()}
     for _ in range(1 + ROUNDS):
-        for one in everyone:
+        for one in (*steppers.values(), *plain.values()):
             one.turn()
-    measured = [name for name in configs if steppers[name].count]
-    return {name: _time_of(labels[name], configs[name], steppers[name], plain.get(name)) for name in measured}
+    measured = {name: job for name, job in variants.items() if steppers[name].count}
+    return {name: _time_of(job, steppers[name], plain.get(name)) for name, job in measured.items()}
 
 
 class _Stepper:
@@ -148,7 +143,8 @@ class _Stepper:
         try:
             if not self.rounds:
                 self._warm_up()
-            self.rounds.append(self._take(self.count))
+            seconds, steps = self._take(self.count)
+            self.rounds.append(seconds / steps)
             if getattr(self.training.optimizer, "mask", None) is not None:
                 self._make_mask()
         except DivergedError:
@@ -156,25 +152,23 @@ class _Stepper:
 
     def _warm_up(self) -> None:
         self._take(WARM_UP_STEPS * self.every)
-        seconds = self._take(self.every)
-        times = max(1, min(ROUND_STEPS, round(ROUND_SECONDS / seconds)) // self.every)
+        seconds, steps = self._take(self.every)
+        times = max(1, min(ROUND_STEPS, round(ROUND_SECONDS * steps / seconds)) // self.every)
         self.count = times * self.every
 
     def _make_mask(self) -> None:
         """The seconds of a mask: those of steps that make one, less those of steps that do not."""
         self.training.optimizer.refresh_mask()  # type: ignore[attr-defined]
-        start, before = self.training.steps_taken, self._now()
-        self._take(self.every)
-        seconds = self._now() - before - (self.training.steps_taken - start) * self.rounds[-1]
-        self.masks.append(max(0.0, seconds))
+        seconds, steps = self._take(self.every)
+        self.masks.append(max(0.0, seconds - steps * self.rounds[-1]))
 
-    def _take(self, count: int) -> float:
-        """Seconds per step."""
+    def _take(self, count: int) -> tuple[float, int]:
+        """The seconds of at least ``count`` steps, and their number."""
         start, before = self.training.steps_taken, self._now()
         while self.training.steps_taken - start < count:
             self.training.advance(lambda: self.training.steps_taken - start >= count, lambda: None)
         self.training.sums = Sums()
-        return (self._now() - before) / (self.training.steps_taken - start)
+        return self._now() - before, self.training.steps_taken - start
 
     def _now(self) -> float:
         """CPU time where one thread does all the work: other processes then do not count."""
@@ -184,11 +178,11 @@ class _Stepper:
         return time.process_time() if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
 
 
-def _time_of(label: str, config: TrainConfig, one: _Stepper, plain: _Stepper | None) -> VariantTime:
-    steps, rounds = one.training.batches.steps, one.rounds[1:]  # the first is still cold
+def _time_of(job: Job, one: _Stepper, plain: _Stepper | None) -> VariantTime:
+    config, steps, rounds = job.config, one.training.batches.steps, one.rounds[1:]  # the first is still cold
     per_mask = statistics.median(one.masks[1:]) if one.masks else None
     whole = steps * statistics.median(rounds) + (per_mask or 0.0) * steps / config.steps_between_masks(steps)
     if plain is not None:
         share = min(1.0, config.ascent_start / config.epochs)
         whole = share * steps * statistics.median(plain.rounds[1:]) + (1 - share) * whole
-    return VariantTime(label, rounds, per_mask, whole, config.epochs)
+    return VariantTime(job.label, rounds, per_mask, whole, config.epochs)
