@@ -63,8 +63,10 @@ def devices() -> dict[str, str]:
     if not torch.cuda.is_available():
         found["cuda"] = "none: torch was built without CUDA" if torch.version.cuda is None else "none was found"
     found["mps"] = "available" if torch.backends.mps.is_available() else "none"
-    backends = [name for name in ("nccl", "gloo", "mpi") if _has_backend(name)]
-    found["processes"] = ", ".join(backends) if backends else "torch.distributed is not available"
+    found["processes"] = "torch.distributed is not available"
+    if (distributed := torch.distributed).is_available():
+        backends = ("nccl", "gloo", "mpi")
+        found["processes"] = ", ".join(one for one in backends if getattr(distributed, f"is_{one}_available")())
     return found
 
 
@@ -106,8 +108,3 @@ def _semi_structured() -> str:
     if hardware is None or hardware.capability < (8, 0):
         return "off: needs compute capability 8.0 or higher"
     return f"on: {'cuSPARSELt' if hardware.has_cusparselt else 'CUTLASS'}"
-
-
-def _has_backend(name: str) -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and bool(getattr(distributed, f"is_{name}_available")())

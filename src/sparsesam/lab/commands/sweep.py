@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,17 +72,11 @@ def execute(
     workers = options.jobs or default_workers(options.gpus)
     environment, console = _environment(options), Console(highlight=False)
     progress = SweepProgress(jobs, draw, RemainingTime(jobs, workers, calibration), console)
-    common = {
-        "backend": options.backend,
-        "retry": options.retry,
-        "gpus": options.gpus,
-        "on_end": progress.ended,
-    }
+    start = partial(sweep_jobs, backend=options.backend, retry=options.retry, gpus=options.gpus, on_end=progress.ended)
     try:
         with progress.shown():
-            rest = [job for job in jobs if job not in timed]
-            sweep_jobs(rest, environment, workers=workers, **common)
-            sweep_jobs(timed, replace(environment, record_times=True), workers=1, **common)
+            start([job for job in jobs if job not in timed], environment, workers=workers)
+            start(timed, replace(environment, record_times=True), workers=1)
     except KeyboardInterrupt:
         done = sum(job.is_finished for job in jobs)
         raise Interrupted(f"{done} of {plural(len(jobs), 'run')} finished; give the same command to continue") from None

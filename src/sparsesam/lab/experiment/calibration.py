@@ -56,6 +56,10 @@ class SweepCalibration:
     def of(self, config: TrainConfig) -> VariantTime | None:
         return self.variants.get(key(config))
 
+    def seconds_per_epoch(self, config: TrainConfig) -> float | None:
+        measured = self.of(config)
+        return None if measured is None else measured.seconds_per_epoch
+
     def fits(self, configs: Sequence[TrainConfig]) -> bool:
         """Whether it has all of these, measured on a machine like this one."""
         here = provenance()

@@ -37,8 +37,9 @@ def save(path: Path, content: dict[str, Any]) -> None:
     except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
         part.unlink(missing_ok=True)
         kept = "the previous checkpoint is intact" if path.exists() else "there is no previous checkpoint"
+        reason = error.__context__ if isinstance(error.__context__, OSError) else error
         raise CheckpointError(
-            f"{path} could not be written ({_reason(error)}); {kept}; "
+            f"{path} could not be written ({reason}); {kept}; "
             "free some space, then give the command again with --resume"
         ) from error
 
@@ -48,7 +49,9 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist: the run stopped before its first checkpoint; start it again")
     try:
-        _verify(path)
+        with zipfile.ZipFile(path) as archive:
+            if (damaged := archive.testzip()) is not None:
+                raise ValueError(f"the checksum of {damaged} does not match")
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         remedy = _REMEDY_OF_BEST if path.name == "best.pt" else _REMEDY
         raise CheckpointError(f"{path} is damaged or truncated ({error}); {remedy}") from error
@@ -74,17 +77,3 @@ def load_tensors(path: Path, device: torch.device | str = "cpu") -> Any:
         ) from error
     except (RuntimeError, EOFError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: it is damaged or not written by torch.save ({error})") from error
-
-
-def _verify(path: Path) -> None:
-    """Compare every record of the archive with its checksum."""
-    with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise ValueError(f"the checksum of {damaged} does not match")
-
-
-def _reason(error: BaseException) -> BaseException:
-    """The system's error, if torch has replaced it by one of its own."""
-    beneath = error.__context__
-    return beneath if isinstance(beneath, OSError) else error

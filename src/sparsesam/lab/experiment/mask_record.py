@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -61,10 +60,7 @@ def read_mask_file(file: Path) -> dict[str, Tensor]:
     try:
         with np.load(file, allow_pickle=False) as saved:
             shapes = {name: torch.Size(shape) for name, shape in json.loads(str(saved["shapes"])).items()}
-            return {name: _unpacked(saved[f"bits.{name}"], shape) for name, shape in shapes.items()}
+            bits = {name: np.unpackbits(saved[f"bits.{name}"], count=one.numel()) for name, one in shapes.items()}
+        return {name: torch.from_numpy(one.astype(np.bool_)).reshape(shapes[name]) for name, one in bits.items()}
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise RunError(f"{file} must hold the masks of a run, but cannot be read ({error}); remove it") from error
-
-
-def _unpacked(bits: npt.NDArray[np.uint8], shape: torch.Size) -> Tensor:
-    return torch.from_numpy(np.unpackbits(bits, count=shape.numel()).astype(np.bool_)).reshape(shape)

@@ -151,7 +151,9 @@ class _Run:
         self.config, self.environment, self.training = config, environment, training
         self.directory, self.observer = directory, observer
         self.main = training.fabric.global_rank == 0
-        self.records_masks = self.main and self._records_masks()
+        self.records_masks = self.main and environment.record_masks
+        if self.main and environment.record_masks is None:
+            self.records_masks = is_cheap(config, training.num_parameters, training.batches.steps)
         self.saved_at, self.masks = training.steps_taken, 0
 
     def train(self, header: dict[str, Any], stop: Callable[[], bool]) -> RunResult:
@@ -245,11 +247,6 @@ class _Run:
             step_seconds=sums.step_seconds,
             seconds_of_masks=sums.mask_seconds if self.environment.record_times else [],
         )
-
-    def _records_masks(self) -> bool:
-        if self.environment.record_masks is not None:
-            return self.environment.record_masks
-        return is_cheap(self.config, self.training.num_parameters, self.training.batches.steps)
 
     def _save(self) -> None:
         content = {"config": asdict(self.config), "training": self.training.state_dict()}

@@ -96,11 +96,11 @@ class RemainingTime:
 
     def work_left(self) -> float:
         waiting = [job for job in self.jobs.values() if job.failure is None and not job.is_finished]
-        return sum(self._work(job) * max(0.0, 1 - epochs_done(job) / job.config.epochs) for job in waiting)
-
-    def _work(self, job: Job) -> float:
-        measured = None if self.calibration is None else self.calibration.of(job.config)
-        return job.config.epochs * (1.0 if measured is None else measured.seconds_per_epoch)
+        work = 0.0
+        for job in waiting:
+            seconds = self.calibration and self.calibration.seconds_per_epoch(job.config)
+            work += (seconds or 1.0) * max(0, job.config.epochs - epochs_done(job))
+        return work
 
 
 def epochs_done(job: Job) -> int:
@@ -145,8 +145,7 @@ def sweep_table(title: str, jobs: Sequence[Job], calibration: SweepCalibration |
 
 def _cost(job: Job, results: Sequence[Mapping[str, Any]], calibration: SweepCalibration | None) -> float | None:
     if calibration is not None:
-        measured = calibration.of(job.config)
-        return None if measured is None else measured.seconds_per_epoch
+        return calibration.seconds_per_epoch(job.config)
     passes = [result["forward_backwards_per_step"] for result in results]
     return statistics.fmean(passes) if passes else None
 

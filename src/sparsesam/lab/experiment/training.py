@@ -292,7 +292,9 @@ class Training:
 
     def evaluate(self, split: Literal["val", "test"]) -> tuple[float, float]:
         """Mean loss and accuracy on the validation or test images, over all ranks."""
-        self._agree_on_buffers()
+        if self.fabric.world_size > 1:  # normalization statistics are each rank's own after a step; rank 0's count
+            for buffer in self.module.buffers():
+                torch.distributed.broadcast(buffer, 0)
         # Not the wrapped model: its forward would wait for ranks that have fewer batches.
         model = self.module if self.ema is None else self.ema
         totals = loss_and_accuracy(model, self.batches.evaluation(split), self.fabric)
@@ -300,12 +302,6 @@ class Training:
             totals = self.fabric.all_reduce(totals, reduce_op="sum")  # type: ignore[assignment]
         loss, correct, images = totals.tolist()
         return loss / images, correct / images
-
-    def _agree_on_buffers(self) -> None:
-        """Normalization statistics are each rank's own after a step; rank 0's count."""
-        if self.fabric.world_size > 1:
-            for buffer in self.module.buffers():
-                torch.distributed.broadcast(buffer, 0)
 
     # ---- checkpoints -------------------------------------------------------------------------------------
 

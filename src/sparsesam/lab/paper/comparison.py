@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from rich.table import Table
 
@@ -89,11 +89,7 @@ def _best_of(column: Column, found: Mapping[str, MeanOverSeeds]) -> str:
         return f"{start}; the difference to every other row is significant."
     if len(alike) == len(others):
         return f"{start}, but no difference to another row is significant with these seeds."
-    return f"{start}, but its difference to {_listed(alike)} is not significant with these seeds."
-
-
-def _listed(rows: Sequence[str]) -> str:
-    return rows[0] if len(rows) == 1 else f"{'; '.join(rows[:-1])} and {rows[-1]}"
+    return f"{start}, but its difference to {' and '.join(alike)} is not significant with these seeds."
 
 
 def _machine(job: Job) -> str:

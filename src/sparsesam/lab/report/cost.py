@@ -34,7 +34,7 @@ def cost_of(task: Task, calibrations: Sequence[SweepCalibration] = ()) -> Varian
         if plain is not None and all(calibration.of(variant.config) for variant in finished):
             cpu = calibration.origin.get("cpu")
             where = f" on {cpu}" if cpu else ""
-            seconds = {variant: _seconds(variant, calibration) for variant in task.variants}
+            seconds = {variant: calibration.seconds_per_epoch(variant.config) for variant in task.variants}
             return VariantCosts(
                 column=f"time / {name}",
                 axis=f"time of a run / {name}’s",
@@ -59,11 +59,6 @@ def _relative(costs: Mapping[Variant, Number], plain: Variant | None) -> dict[Va
     whole = {variant: cost and cost * variant.config.epochs for variant, cost in costs.items()}
     unit = whole[plain]
     return {variant: cost / unit if cost and unit else None for variant, cost in whole.items()}
-
-
-def _seconds(variant: Variant, calibration: SweepCalibration) -> Number:
-    measured = calibration.of(variant.config)
-    return None if measured is None else measured.seconds_per_epoch
 
 
 def _passes(variant: Variant) -> Number:
