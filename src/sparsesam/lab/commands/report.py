@@ -23,17 +23,8 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> int:
-    from sparsesam.lab.experiment.provenance import provenance
     from sparsesam.lab.report import write_report
 
-    command = str(provenance()["command"])
-    data = write_report(
-        options.runs,
-        options.out,
-        title=options.title,
-        figures=options.figures,
-        bounds=options.bounds,
-        command=command,
-    )
+    data = write_report(options.runs, options.out, title=options.title, figures=options.figures, bounds=options.bounds)
     print(f"{options.out}: {data.count()}")
     return 0

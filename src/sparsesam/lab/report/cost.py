@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from sparsesam.lab.display import Number, ratio
 from sparsesam.lab.experiment.calibration import SweepCalibration
@@ -13,16 +14,24 @@ from sparsesam.lab.report.variants import Task, Variant, optimizer_name
 
 @dataclass(frozen=True)
 class VariantCosts:
-    """``values`` by variant; ``column`` and ``axis`` say what they are, ``explanation`` how they were obtained."""
+    """``values`` by variant, in units of ``reference``; ``explanation`` says how they were obtained."""
 
-    column: str
-    axis: str
+    measure: Literal["time", "passes"]
+    reference: str
     explanation: str
-    unit: str
     values: Mapping[Variant, Number]
 
+    @property
+    def column(self) -> str:
+        return f"{self.measure} / {self.reference}"
+
+    @property
+    def axis(self) -> str:
+        words = {"time": "time of a run", "passes": "forward-backward passes"}
+        return f"{words[self.measure]} / {self.reference}’s"
+
     def show(self, variant: Variant) -> str:
-        return f"{ratio(self.values[variant])} {self.unit}"
+        return f"{ratio(self.values[variant])} × {self.reference}’s {self.measure}"
 
 
 def cost_of(task: Task, calibrations: Sequence[SweepCalibration] = ()) -> VariantCosts:
@@ -33,23 +42,17 @@ def cost_of(task: Task, calibrations: Sequence[SweepCalibration] = ()) -> Varian
     for calibration in calibrations:
         if plain is not None and all(calibration.of(variant.config) for variant in finished):
             cpu = calibration.origin.get("cpu")
-            where = f" on {cpu}" if cpu else ""
+            explanation = "Cost is time, masks included: all variants were measured together, in turns"
             seconds = {variant: calibration.seconds_per_epoch(variant.config) for variant in task.variants}
-            return VariantCosts(
-                column=f"time / {name}",
-                axis=f"time of a run / {name}’s",
-                explanation=f"Cost is time, masks included: all variants were measured together, in turns{where}.",
-                unit=f"× {name}’s time",
-                values=_relative(seconds, plain),
-            )
-    return VariantCosts(
-        column=f"passes / {name}",
-        axis=f"forward-backward passes / {name}’s",
-        explanation="Cost is counted in forward and backward passes, masks included, not time: these runs were not "
-        "measured together.",
-        unit=f"× {name}’s passes",
-        values=_relative({variant: _passes(variant) for variant in task.variants}, plain),
+            where = f" on {cpu}." if cpu else "."
+            return VariantCosts("time", name, explanation + where, _relative(seconds, plain))
+    explanation = (
+        "Cost is counted in forward and backward passes, masks included, not time: these runs were not measured "
+        "together."
     )
+    counted = {variant: variant.values("forward_backwards_per_step") for variant in task.variants}
+    passes = {variant: statistics.median(values) if values else None for variant, values in counted.items()}
+    return VariantCosts("passes", name, explanation, _relative(passes, plain))
 
 
 def _relative(costs: Mapping[Variant, Number], plain: Variant | None) -> dict[Variant, Number]:
@@ -59,8 +62,3 @@ def _relative(costs: Mapping[Variant, Number], plain: Variant | None) -> dict[Va
     whole = {variant: cost and cost * variant.config.epochs for variant, cost in costs.items()}
     unit = whole[plain]
     return {variant: cost / unit if cost and unit else None for variant, cost in whole.items()}
-
-
-def _passes(variant: Variant) -> Number:
-    counted = variant.values("forward_backwards_per_step")
-    return statistics.median(counted) if counted else None

@@ -15,7 +15,7 @@ from sparsesam import __version__
 from sparsesam.lab.display import COLORS, Figure, Series, Table
 from sparsesam.lab.names import required_by
 from sparsesam.lab.report.data import ReportData, Section
-from sparsesam.lab.report.layout import missing_analyses
+from sparsesam.lab.report.sections.analyses import missing_analyses
 
 #: Points of all figures together, about 20 bytes each: the page stays well below 10 MB with plotly's 5.
 BUDGET = 150_000

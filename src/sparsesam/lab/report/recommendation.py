@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparsesam.lab.display import percent
 from sparsesam.lab.experiment.confidence import differ
 from sparsesam.lab.report.cost import VariantCosts
 from sparsesam.lab.report.variants import Task, Variant, seed_of
@@ -20,11 +19,11 @@ class Recommendation:
 
     @property
     def sentence(self) -> str:
-        text = f"Best choice: {self.chosen.label}, {_accuracy(self.chosen)} at {self.cost.show(self.chosen)}."
+        text = f"Best choice: {self.chosen.label}, {self.chosen.accuracy_text} at {self.cost.show(self.chosen)}."
         if self.chosen is self.best:
             return f"{text} It has the highest mean accuracy."
         return (
-            f"{text} The highest mean is {_accuracy(self.best)}, {self.best.label} at {self.cost.show(self.best)}; "
+            f"{text} The highest mean is {self.best.accuracy_text}, {self.best.label} at {self.cost.show(self.best)}; "
             "the difference is not significant."
         )
 
@@ -60,7 +59,3 @@ def _by_seed(variant: Variant) -> dict[int, float]:
 def _mean(variant: Variant) -> float:
     assert variant.accuracy is not None
     return variant.accuracy
-
-
-def _accuracy(variant: Variant) -> str:
-    return percent(variant.accuracy, variant.deviation("test_accuracy"))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparsesam.lab.display import Look, Number, assign_looks, number
+from sparsesam.lab.display import Look, Number, assign_looks, number, percent
 from sparsesam.lab.experiment.config import DEFAULTS, TrainConfig
 from sparsesam.lab.report.read_run import RunRecord
 
@@ -51,6 +51,10 @@ class Variant:
     @property
     def accuracy(self) -> Number:
         return self.mean("test_accuracy")
+
+    @property
+    def accuracy_text(self) -> str:
+        return percent(self.accuracy, self.deviation("test_accuracy"))
 
     def mean(self, measure: str) -> Number:
         values = self.values(measure)

@@ -1,21 +1,27 @@
-"""Read, build, write."""
+"""From the directories of runs to the page: read the records, build the sections, write."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from sparsesam.lab.display import write_figures
+from sparsesam.lab.display import Table, write_figures
 from sparsesam.lab.experiment.calibration import SweepCalibration, read_calibration
+from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.run_directory import write_whole
 from sparsesam.lab.report.data import ReportData, Section
 from sparsesam.lab.report.files import find_runs
-from sparsesam.lab.report.layout import build_sections
 from sparsesam.lab.report.page import render
 from sparsesam.lab.report.read_run import RunRecord, read_run
-from sparsesam.lab.report.variants import group_runs
+from sparsesam.lab.report.sections.analyses import analysis_parts, other_analyses
+from sparsesam.lab.report.sections.curves import curves_part
+from sparsesam.lab.report.sections.paper import beside_the_paper
+from sparsesam.lab.report.sections.results import overview, results_part, sparsity_part
+from sparsesam.lab.report.sections.runs import all_runs, not_finished, where_and_how
+from sparsesam.lab.report.variants import Task, group_runs
 
 StrPath = str | os.PathLike[str]
 
@@ -27,7 +33,6 @@ def write_report(
     title: str = "sparsesam report",
     figures: StrPath | None = None,
     bounds: bool = False,
-    command: str = "",
 ) -> ReportData:
     """One page about all runs at or below ``runs``, and with ``figures`` each figure as files in that directory.
 
@@ -37,7 +42,7 @@ def write_report(
     if out.is_dir():
         raise ValueError(f"out must be a file such as report.html, got the directory {str(out)!r}")
     data, sections = build_report(runs, bounds=bounds)
-    made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC") + (f", {command}" if command else "")
+    made = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M UTC}, {provenance()['command']}"
     page = render(title, made, sections, data)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, page)
@@ -52,7 +57,32 @@ def build_report(runs: Iterable[StrPath], *, bounds: bool = False) -> tuple[Repo
     problems: list[tuple[str, str]] = []
     calibrations = read_calibrations(records, problems)
     data = ReportData(records, group_runs(records), calibrations, show_bounds=bounds, problems=problems)
-    return data, build_sections(data)
+    return data, _build_sections(data)
+
+
+def _build_sections(data: ReportData) -> list[Section]:
+    """Results first, failures last, and a section for each task in between; empty ones are left out."""
+    tasks = [_task_section(data, task) for task in data.tasks]
+    others = (beside_the_paper(data), other_analyses(data), all_runs(data), where_and_how(data), not_finished(data))
+    return [section for section in map(_with_content, (overview(data), *tasks, *others)) if section.parts]
+
+
+def _task_section(data: ReportData, task: Task) -> Section:
+    parts = [results_part(data, task), curves_part(task), sparsity_part(task), *analysis_parts(data, task)]
+    if len(data.tasks) > 1:
+        for place, part in enumerate(parts):  # names are unique on the page, and as files
+            blocks = [replace(block, name=f"{task.name}-{block.name}") for block in part.blocks]
+            parts[place] = replace(part, blocks=blocks)
+    return Section(f"task-{task.name}", task.label, parts)
+
+
+def _with_content(section: Section) -> Section:
+    """Without figures of single points, which the tables show better, and without empty parts."""
+    parts = [
+        replace(part, blocks=[block for block in part.blocks if isinstance(block, Table) or block.has_content])
+        for part in section.parts
+    ]
+    return replace(section, parts=[part for part in parts if not part.is_empty])
 
 
 def read_calibrations(runs: Iterable[RunRecord], problems: list[tuple[str, str]]) -> list[SweepCalibration]:

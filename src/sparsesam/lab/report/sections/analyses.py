@@ -25,6 +25,16 @@ def other_analyses(data: ReportData) -> Section:
     return Section("other-analyses", "Analyses without a run", parts)
 
 
+def missing_analyses(data: ReportData) -> list[str]:
+    """The analyses that no run has, as commands."""
+    present = {name for run in data.runs for name in run.analyses}
+    return [
+        f"sparsesam analyze {kind} {analysis.argument[0]}"
+        for kind, analysis in ANALYSES.items()
+        if not present.intersection(analysis.files)
+    ]
+
+
 def _parts(data: ReportData, find: Find) -> list[Part]:
     parts = []
     for analysis in ANALYSES.values():

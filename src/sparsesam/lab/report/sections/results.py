@@ -31,7 +31,7 @@ def overview(data: ReportData) -> Section:
         known = [variant for variant in task.variants if variant.accuracy is not None]
         shown = recommendation.chosen if recommendation else max(known, key=lambda one: one.accuracy or 0, default=None)
         if shown is not None:
-            accuracy = Cell(percent(shown.accuracy, shown.deviation("test_accuracy")), order=shown.accuracy)
+            accuracy = Cell(shown.accuracy_text, order=shown.accuracy)
             costs = Cell(cost.show(shown), order=cost.values[shown])
             rows.append(cells(task.label, accuracy, shown.label, costs, number_cell(len(known))))
     caption = (
@@ -98,7 +98,7 @@ def _row(variant: Variant, cost: VariantCosts) -> list[Cell]:
     finished, failed = len(variant.finished), sum(run.status == "failed" for run in variant.runs)
     return cells(
         variant.label,
-        Cell(percent(variant.accuracy, variant.deviation("test_accuracy")), order=variant.accuracy),
+        Cell(variant.accuracy_text, order=variant.accuracy),
         number_cell(cost.values[variant], ratio),
         number_cell(sparsity, significant),
         number_cell(best, percent),
