@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shutil
 import sys
 import typing
 from argparse import ArgumentParser, Namespace
@@ -33,7 +34,9 @@ class Parser(ArgumentParser):
     """argparse with any type hint as ``type``, errors of one line, and the nearest names for unknown options."""
 
     def __init__(self, prog: str, description: str, **options: Any) -> None:
-        super().__init__(prog=prog, description=description, allow_abbrev=False, formatter_class=_Help, **options)
+        width = min(110, shutil.get_terminal_size().columns) - 2
+        layout = partial(argparse.HelpFormatter, max_help_position=30, width=width)
+        super().__init__(prog=prog, description=description, allow_abbrev=False, formatter_class=layout, **options)
         self.known: list[str] = []  # options, for suggestions
 
     def add_argument(self, *names: str, **options: Any) -> Any:
@@ -154,12 +157,3 @@ def _default(value: Any) -> str:
         return ""
     text = {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)
     return f" (default: {text})"
-
-
-class _Help(argparse.HelpFormatter):
-    """The width of the terminal, up to 110 columns."""
-
-    def __init__(self, prog: str) -> None:
-        import shutil
-
-        super().__init__(prog, max_help_position=30, width=min(110, shutil.get_terminal_size().columns) - 2)

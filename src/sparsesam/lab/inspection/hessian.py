@@ -49,11 +49,7 @@ class HessianAnalysis(LayerAnalysis[HessianResult]):
     keep_graph: bool = option(False, "half the time for several times the memory")
 
     def measure(self, subject: TrainedRun, progress: Progress) -> HessianResult:
-        common: dict[str, Any] = {
-            "parameters": self.patterns,
-            "keep_graph": self.keep_graph,
-            "seed": subject.on.seed,
-        }
+        common: dict[str, Any] = {"parameters": self.patterns, "keep_graph": self.keep_graph, "seed": subject.on.seed}
         objective = subject.objective
         eigenvalues = hessian_eigenvalues(objective, self.count, tolerance=self.tolerance, **common)
         progress(1, 3)

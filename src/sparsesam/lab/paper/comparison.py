@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from rich.table import Table
 
@@ -24,56 +24,48 @@ class Comparison(RecipeRuns):
         caption = f"{done} of {plural(len(self.jobs), 'run')}"
         return to_rich(compared, f"{recipe.place}: {recipe.title}", caption=caption)
 
-    def sentences(self) -> list[str]:
+    def sentences(self) -> Iterator[str]:
         """What the table does not show: what ran, where, and what cannot be concluded from it."""
-        return [*self._what_ran(), *self._where(), *self._significant_differences()]
-
-    def _what_ran(self) -> list[str]:
         configs = [job.config for job in self.jobs]
         trained = ", ".join(dict.fromkeys(f"{one.model} on {one.dataset}" for one in configs))
-        said = [f"Ours: {trained}; {self.scale} scale."]
+        yield f"Ours: {trained}; {self.scale} scale."
         if self.overrides:
             changed = ", ".join(f"{name}={value}" for name, value in self.overrides.items())
-            said.append(f"Overridden by --set in every run: {changed}. These are not the recipe's own settings.")
+            yield f"Overridden by --set in every run: {changed}. These are not the recipe's own settings."
         if self.scale == "laptop":
             noise = sorted({one.label_noise for one in configs if one.label_noise})
             if noise:
                 shares = " or ".join(f"{100 * share:g} %" for share in noise)
-                said.append(f"{shares} of the training labels are wrong; the test labels are clean.")
-            said.append("Another network and other data than the paper's: compare rows, not values.")
-        return [*said, *self.recipe.notes(self.scale), *self._times()]
+                yield f"{shares} of the training labels are wrong; the test labels are clean."
+            yield "Another network and other data than the paper's: compare rows, not values."
+        yield from self.recipe.notes(self.scale)
+        if any(column.is_timed for column in self.columns):
+            yield (
+                "Times are of short runs of their own, with no other run of this table beside them: medians over the "
+                "steps after the first five, without the masks they make and the loading of images; of masks, medians "
+                "without the first."
+            )
+        yield from self._where()
+        yield from self._significant_differences()
 
-    def _times(self) -> list[str]:
-        if not any(column.is_timed for column in self.columns):
-            return []
-        return [
-            "Times are of short runs of their own, with no other run of this table beside them: medians over the steps "
-            "after the first five, without the masks they make and the loading of images; of masks, medians without "
-            "the first."
-        ]
-
-    def _where(self) -> list[str]:
+    def _where(self) -> Iterator[str]:
         """The machines, and the number of seeds behind each mean."""
         machines = dict.fromkeys(_machine(job) for job in self.jobs if job.is_finished)
         seeds = sorted({len(cell.values) for cell in self.cells().values()})
-        if not seeds:
-            return []
-        count = plural(seeds[0], "seed") if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
-        intervals = "brackets hold the 95 % interval of the mean (Student's t)"
-        if seeds[-1] == 1:
-            intervals = "one seed has no interval"
-        return [f"On {'; '.join(machines)}. {count} for each number; {intervals}."]
+        if seeds:
+            count = plural(seeds[0], "seed") if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
+            intervals = "brackets hold the 95 % interval of the mean (Student's t)"
+            if seeds[-1] == 1:
+                intervals = "one seed has no interval"
+            yield f"On {'; '.join(machines)}. {count} for each number; {intervals}."
 
-    def _significant_differences(self) -> list[str]:
+    def _significant_differences(self) -> Iterator[str]:
         """For each column the rows without a significant difference to the best."""
-        said, cells = [], self.cells()
+        cells = self.cells()
         for column in self.columns:
-            if column.relative_to is not None:
-                continue
             found = {row: cells[row, column.label] for row in self.rows if (row, column.label) in cells}
-            if len(found) > 1:
-                said.append(_best_of(column, found))
-        return said
+            if column.relative_to is None and len(found) > 1:
+                yield _best_of(column, found)
 
 
 def _best_of(column: Column, found: Mapping[str, MeanOverSeeds]) -> str:
