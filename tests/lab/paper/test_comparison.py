@@ -41,7 +41,7 @@ def test_rows_that_are_all_apart_are_said_to_be(tmp_path):
 
 
 def test_one_seed_tells_nothing_apart(tmp_path):
-    told = compared(tmp_path, {("sgd", 0): 0.8, ("sam", 0): 0.9}).sentences()
+    told = list(compared(tmp_path, {("sgd", 0): 0.8, ("sam", 0): 0.9}).sentences())
     assert any("one seed shows no significant difference" in one for one in told)
     assert any("one seed has no interval" in one for one in told)
 
