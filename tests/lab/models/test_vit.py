@@ -8,7 +8,7 @@ from sparsesam.lab.models.vit import Attention
 
 def test_attention_is_softmax_of_scaled_products():
     torch.manual_seed(0)
-    attention, x = Attention(6, heads=2, dropout=0.0).double(), torch.randn(3, 5, 6, dtype=torch.float64)
+    attention, x = Attention(6, heads=2).double(), torch.randn(3, 5, 6, dtype=torch.float64)
     query, key, value = attention.qkv(x).split(6, dim=-1)
     heads = []
     for part in (slice(0, 3), slice(3, 6)):

@@ -214,9 +214,8 @@ def check_fits(model: nn.Module, run: TrainedRun) -> None:
     try:
         check_state(model, weights, str(run.file))
     except ValueError as error:
-        reason = str(error).split("; give the model's own")[0]
         raise CheckpointError(
-            f"{reason}; config.yaml says model {run.config.model}: did it, the data set or the model's code change "
+            f"{error}; config.yaml says model {run.config.model}: did it, the data set or the model's code change "
             "after the training?"
         ) from None
 

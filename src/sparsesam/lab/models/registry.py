@@ -42,10 +42,10 @@ def build_model(name: str, num_classes: int = 10, in_channels: int = 3, image_si
     ``name`` is one of `MODELS`, ``timm/NAME``, or ``module:function`` of anything importable, which is given those of
     ``num_classes``, ``in_channels`` and ``image_size`` that it takes; ``num_classes`` it must take.
     """
-    for argument, value in (("num_classes", num_classes), ("in_channels", in_channels), ("image_size", image_size)):
+    choices = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
+    for argument, value in choices.items():
         if value < 1:
             raise ValueError(f"{argument} must be at least 1, got {value}")
-    choices = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
     if name.startswith("timm/"):
         return _from_timm(name.removeprefix("timm/"), **choices)
     if ":" in name:

@@ -54,12 +54,11 @@ class Attention(nn.Module):
     With one head some implementations leave the projection out: ``projects`` False.
     """
 
-    def __init__(self, dim: int, heads: int, dropout: float, *, projects: bool = True) -> None:
+    def __init__(self, dim: int, heads: int, *, projects: bool = True) -> None:
         super().__init__()
         if dim % heads:
             raise ValueError(f"heads must divide dim, got heads={heads} for dim={dim}")
         self.heads = heads
-        self.dropout = dropout
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj: nn.Module = nn.Linear(dim, dim) if projects else nn.Identity()
 
@@ -67,7 +66,7 @@ class Attention(nn.Module):
         batch, tokens, dim = x.shape
         qkv: Tensor = self.qkv(x)
         query, key, value = qkv.view(batch, tokens, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout if self.training else 0.0)
+        mixed = F.scaled_dot_product_attention(query, key, value)
         result: Tensor = self.proj(mixed.transpose(1, 2).reshape(batch, tokens, dim))
         return result
 
@@ -75,17 +74,16 @@ class Attention(nn.Module):
 class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, dim: int, heads: int, hidden: int, dropout: float, *, projects: bool = True) -> None:
+    def __init__(self, dim: int, heads: int, hidden: int, *, projects: bool = True) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=EPSILON)
-        self.attention = Attention(dim, heads, dropout, projects=projects)
+        self.attention = Attention(dim, heads, projects=projects)
         self.norm2 = nn.LayerNorm(dim, eps=EPSILON)
         self.mlp = nn.Sequential(OrderedDict(fc1=nn.Linear(dim, hidden), act=nn.GELU(), fc2=nn.Linear(hidden, dim)))
-        self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop(self.attention(self.norm1(x)))
-        x = x + self.drop(self.mlp(self.norm2(x)))
+        x = x + self.attention(self.norm1(x))
+        x = x + self.mlp(self.norm2(x))
         return x
 
 
@@ -110,7 +108,6 @@ def vit(
     depth: int,
     heads: int,
     mlp_ratio: float = 4.0,
-    dropout: float = 0.0,
     position_std: float = 0.02,
     pool: Literal["class", "mean"] = "class",
     projects: bool = True,
@@ -125,7 +122,7 @@ def vit(
     """
     if image_size % patch_size:
         raise ValueError(f"image_size must be a multiple of the patch size {patch_size}, got {image_size}")
-    blocks = [TransformerBlock(dim, heads, round(mlp_ratio * dim), dropout, projects=projects) for _ in range(depth)]
+    blocks = [TransformerBlock(dim, heads, round(mlp_ratio * dim), projects=projects) for _ in range(depth)]
     by_class, patches = pool == "class", (image_size // patch_size) ** 2
     token = {"class_token": ClassToken(dim)} if by_class else {}
     model = nn.Sequential(
@@ -133,7 +130,6 @@ def vit(
             patches=PatchEmbedding(in_channels, patch_size, dim),
             **token,
             position=PositionEmbedding(patches + by_class, dim, position_std),
-            drop=nn.Dropout(dropout),
             blocks=nn.Sequential(*blocks),
             norm=nn.LayerNorm(dim, eps=EPSILON),
             pool=TokenPool(pool),

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_fabric import Fabric
 from rich.table import Table
 
 from sparsesam.lab import models
@@ -39,13 +38,12 @@ class DryRun:
     reason: str = ""
 
 
-def dry_run_config(config: TrainConfig, fabric: Fabric | None = None) -> DryRun:
+def dry_run_config(config: TrainConfig) -> DryRun:
     """Build the run's model and optimizer, and take two steps where memory and time allow.
 
     Errors are those that the run itself would end with. A GPU gets the run's own batch size, a CPU a few images.
     """
-    fabric = fabric or make_fabric(config, RunEnvironment())
-    estimate = cost(config)
+    fabric, estimate = make_fabric(config, RunEnvironment()), cost(config)
     reason = _why_not(config, estimate, fabric.device)
     if reason:
         build_on_meta(config)
