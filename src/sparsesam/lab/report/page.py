@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib import resources
 from typing import Any
 
@@ -94,7 +94,7 @@ def _json(figures: Sequence[Figure], limit: int) -> str:
     for place, figure in enumerate(figures):
         twin = next((one.name for one in figures[:place] if one.panels is figure.panels), None)
         drawn.append(_figure(figure, limit, twin))
-    return json.dumps(drawn, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return json.dumps(drawn, default=vars, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _figure(figure: Figure, limit: int, twin: str | None) -> dict[str, Any]:
@@ -102,18 +102,8 @@ def _figure(figure: Figure, limit: int, twin: str | None) -> dict[str, Any]:
         {"name": name, "series": [_rounded(vars(downsampled(one, limit))) for one in panel]}
         for name, panel in figure.panels.items()
     ]
-    return {
-        "name": figure.name,
-        "title": figure.title,
-        "kind": figure.kind,
-        "x": asdict(figure.x),
-        "y": asdict(figure.y),
-        "z": figure.z and asdict(figure.z),
-        "range_z": figure.range_z,
-        # A surface and its contours are the same numbers, written once.
-        "panels_of": twin,
-        "panels": [] if twin else panels,
-    }
+    # A surface and its contours are the same numbers, written once.
+    return {**vars(figure), "panels_of": twin, "panels": [] if twin else panels}
 
 
 def _rounded(value: Any) -> Any:

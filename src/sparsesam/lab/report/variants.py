@@ -142,7 +142,7 @@ def _label(config: TrainConfig, differing: Sequence[str]) -> str:
     """The optimizer with every setting that is not the default and not shared."""
     changed = {name: value for name, value in changed_settings(config).items() if name in differing}
     words = [setting_name(name, value) for name, value in changed.items() if name not in (*TASK, "optimizer")]
-    return ", ".join([optimizer_name(config.optimizer), *words])
+    return ", ".join([OPTIMIZERS[config.optimizer], *words])
 
 
 def _task_label(config: TrainConfig) -> str:
@@ -170,10 +170,6 @@ def _rank(config: TrainConfig, runs: Sequence[RunRecord]) -> tuple[Any, ...]:
     changed = [(name, number(value) or 0.0, str(value)) for name, value in changed_settings(config).items()]
     is_unfinished = all(run.status != "finished" for run in runs)
     return is_unfinished, list(OPTIMIZERS).index(config.optimizer), len(changed), changed
-
-
-def optimizer_name(optimizer: str) -> str:
-    return OPTIMIZERS.get(optimizer, optimizer)
 
 
 def setting_name(name: str, value: Any) -> str:

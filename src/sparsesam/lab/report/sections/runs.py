@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+from collections import Counter
 from typing import Any
 
 from sparsesam.lab.display import Cell, Table, cells, number, number_cell, percent, plural, significant
@@ -69,12 +69,9 @@ def where_and_how(data: ReportData) -> Section:
 
 
 def _origins(data: ReportData) -> Table:
-    counts: dict[str, int] = {}
-    for run in data.runs:
-        if run.provenance:
-            origin = json.dumps([run.provenance.get(name) for name in _ORIGIN], default=str)
-            counts[origin] = counts.get(origin, 0) + 1
-    rows = [cells(*map(_text, json.loads(origin)), number_cell(count)) for origin, count in counts.items()]
+    known = [run.provenance for run in data.runs if run.provenance]
+    counts = Counter(tuple(_text(provenance.get(name)) for name in _ORIGIN) for provenance in known)
+    rows = [cells(*origin, number_cell(count)) for origin, count in counts.items()]
     caption = "A commit marked +changes had files that differed from it."
     return Table("origins", caption, [*_ORIGIN, "runs"], rows, text_columns=_ORIGIN)
 
