@@ -65,7 +65,7 @@ class ProgressBar(RunObserver):
         self.bar.update(
             self.task,
             completed=training.steps_taken,
-            description=f"epoch {min(training.position.epoch + 1, self.epochs)}/{self.epochs}",
+            description=f"epoch {min(training.steps_taken // training.batches.steps + 1, self.epochs)}/{self.epochs}",
             latest=latest,
         )
 

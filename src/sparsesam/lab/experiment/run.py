@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import threading
@@ -226,7 +227,7 @@ class _Run:
         val_loss, val_accuracy = training.evaluate("val") if training.batches.has_validation else (None, None)
         test_loss, test_accuracy = training.evaluate("test")
         return EpochRecord(
-            epoch=training.position.epoch + (training.position.step > 0),
+            epoch=math.ceil(training.steps_taken / training.batches.steps),
             epochs=self.config.epochs,
             step=training.steps_taken,
             train_loss=sums.loss / sums.images,

@@ -27,14 +27,6 @@ from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
 LOOK_EVERY = 20
 
 
-@dataclass
-class Position:
-    """Epochs finished, and steps taken in the one after them."""
-
-    epoch: int = 0
-    step: int = 0
-
-
 class BestEpoch(NamedTuple):
     """The accuracies of the best epoch so far."""
 
@@ -61,7 +53,7 @@ class Sums:
 
 
 class Training:
-    """Model, optimizer and position of one run. `advance` takes steps until the epoch ends or ``stop`` returns True.
+    """Model, optimizer and state of one run. `advance` takes steps until the epoch ends or ``stop`` returns True.
 
     ``record_times`` keeps the seconds of every step, without the mask it makes and the images it waits for; on a GPU
     each step is then synchronized.
@@ -72,7 +64,7 @@ class Training:
     ) -> None:
         self.config, self.batches, self.fabric = config, batches, fabric
         self.record_times = record_times
-        self.position, self.sums = Position(), Sums()
+        self.steps_taken, self.sums = 0, Sums()
         self.best: BestEpoch | None = None
         self.stop_requested = False  # whether a rank was asked to stop in the last step
         self.looked = False  # whether the loss is known to be finite up to this step
@@ -107,10 +99,6 @@ class Training:
     @property
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.module.parameters())
-
-    @property
-    def steps_taken(self) -> int:
-        return self.position.epoch * self.batches.steps + self.position.step
 
     @property
     def total_steps(self) -> int:
@@ -158,16 +146,16 @@ class Training:
         self.stop_requested = False
         totals, last = torch.zeros(2, device=self.fabric.device), time.perf_counter()
         look_every = 1 if self.fabric.device.type == "cpu" and self.fabric.world_size == 1 else LOOK_EVERY
-        for batch in self.batches.train(self.position.epoch, self.position.step):
+        for batch in self.batches.train(*divmod(self.steps_taken, self.batches.steps)):
             made = len(self.mask_seconds)
             totals += self._timed_step(batch) if self.record_times else self._step(batch)
-            self.position.step += 1
+            self.steps_taken += 1
             self.sums.images += batch.of
             self.sums.mask_seconds += self.mask_seconds[made:]
             self.cost.masks += len(self.mask_seconds) - made
             self.cost.per_mask = self._mask_timer.flops / self.cost.unit or self.cost.per_mask
-            ended = self.position.step == self.batches.steps or self.finished
-            self.looked = self.position.step % look_every == 0 or ended
+            ended = self.steps_taken % self.batches.steps == 0 or self.finished
+            self.looked = self.steps_taken % look_every == 0 or ended
             if self.looked:
                 self.stop_requested = self._look(totals, stop)
                 totals.zero_()
@@ -176,11 +164,7 @@ class Training:
             on_step()
             if self.stop_requested or ended:
                 break
-        if not ended:
-            return False
-        if self.position.step == self.batches.steps:
-            self.position.epoch, self.position.step = self.position.epoch + 1, 0
-        return True
+        return ended
 
     def _look(self, totals: Tensor, stop: Callable[[], bool]) -> bool:
         """Add the loss and the right answers of the last steps to ``sums``; whether a rank is asked to stop."""
@@ -308,7 +292,7 @@ class Training:
     def state_dict(self) -> dict[str, Any]:
         """All state; the order of images, augmentation, learning rate and dropout follow from the position."""
         return {
-            "position": asdict(self.position),
+            "position": dict(zip(("epoch", "step"), divmod(self.steps_taken, self.batches.steps), strict=True)),
             "sums": asdict(self.sums),
             "best": None if self.best is None else self.best._asdict(),
             "cost": asdict(self.cost),
@@ -319,7 +303,8 @@ class Training:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position, self.sums = Position(**state["position"]), Sums(**state["sums"])
+        self.steps_taken = state["position"]["epoch"] * self.batches.steps + state["position"]["step"]
+        self.sums = Sums(**state["sums"])
         self.best = None if state["best"] is None else BestEpoch(**state["best"])
         self.cost = StepCost(**state["cost"])
         self.module.load_state_dict(state["model"])
