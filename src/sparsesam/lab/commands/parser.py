@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import yaml
 
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, names_of
-from sparsesam.lab.experiment.setting_types import alternatives, fitted
+from sparsesam.lab.experiment.setting_types import alternatives, choices, fitted
 from sparsesam.lab.names import check_names, nearest
 
 __all__ = ["ArgumentParser", "Namespace", "Parser", "add_settings", "settings_from"]
@@ -143,9 +143,8 @@ def _converted(flag: str, hint: Any, text: str) -> Any:
 
 def _metavar(flag: str, hint: Any) -> str:
     kinds = [kind for kind in alternatives(hint) if kind is not type(None)]
-    choices = [str(one) for kind in kinds if typing.get_origin(kind) is typing.Literal for one in kind.__args__]
-    if choices:
-        return f"{{{','.join([*choices, *(['true', 'false'] if bool in kinds else [])])}}}"
+    if values := choices(hint):
+        return f"{{{','.join([*map(str, values), *(['true', 'false'] if bool in kinds else [])])}}}"
     if not flag.startswith("-"):
         return flag
     words = {int: "N", float: "X", bool: "true|false", Path: "PATH", str: "NAME"}

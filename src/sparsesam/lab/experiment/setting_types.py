@@ -61,15 +61,9 @@ def fitted(name: str, value: Any, hint: Any) -> Any:
             null = ", or null" if type(None) in alternatives(hint) else ""
             raise ValueError(f"{name} must be {ranges[0].words}{null}, got {value}")
         return found
-    choices = [one for kind in alternatives(hint) if typing.get_origin(kind) is typing.Literal for one in kind.__args__]
-    meant = suggestion(str(value), [one for one in choices if isinstance(one, str)])
-    raise ValueError(f"{name} must be {in_words(hint)}, got {value!r}{meant}")
-
-
-def in_words(hint: Any) -> str:
-    """A type as a sentence has it: "an int, or null"."""
-    words = [_word(one) for one in alternatives(hint)]
-    return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
+    *words, last = (_word(one) for one in alternatives(hint))
+    meant = suggestion(str(value), [one for one in choices(hint) if isinstance(one, str)])
+    raise ValueError(f"{name} must be {', '.join(words)}{' or ' if words else ''}{last}, got {value!r}{meant}")
 
 
 _UNFIT = object()
@@ -114,10 +108,16 @@ def alternatives(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
 
 
+def choices(hint: Any) -> list[Any]:
+    """The values of the Literals in a type."""
+    literals = [one for one in alternatives(hint) if typing.get_origin(one) is typing.Literal]
+    return [value for one in literals for value in typing.get_args(one)]
+
+
 def _word(kind: Any) -> str:
     if typing.get_origin(kind) is typing.Literal:
-        choices = [repr(choice) for choice in typing.get_args(kind)]
-        return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
+        values = [repr(value) for value in typing.get_args(kind)]
+        return f"one of {', '.join(values)}" if len(values) > 1 else values[0]
     if typing.get_origin(kind) is tuple:
         kinds = typing.get_args(kind)
         return "a list of numbers" if kinds[-1] is Ellipsis else f"a list of {len(kinds)} numbers"
