@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,8 +49,6 @@ class MaskTimer:
 def make_optimizer(config: TrainConfig, model: nn.Module, *, fisher_data: Any, steps_per_epoch: int) -> Optimizer:
     """The config's optimizer for ``model``; ``fisher_data`` is what the Fisher information is measured on."""
     base = _base(config, model)
-    if config.clip_grad_norm is not None:
-        base.register_step_pre_hook(_clip(config.clip_grad_norm))
     if config.is_plain:
         return base
     if config.optimizer == "auto":
@@ -102,24 +99,24 @@ def lr_factor(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
     return (1 + math.cos(math.pi * (step - warmup) / max(1, config.epochs * steps_per_epoch - warmup))) / 2
 
 
-def _clip(largest: float) -> Callable[[Optimizer, Any, Any], None]:
-    """A hook of the base optimizer: it sees the gradient at w + e, averaged over ranks and unscaled."""
-
-    def clip(base: Optimizer, args: Any, kwargs: Any) -> None:
-        parameters = [parameter for group in base.param_groups for parameter in group["params"]]
-        torch.nn.utils.clip_grad_norm_(parameters, largest)
-
-    return clip
-
-
 def _base(config: TrainConfig, model: nn.Module) -> Optimizer:
     kind = config.optimizer if config.is_plain else config.base
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    base: Optimizer
     if kind == "sgd":
-        return torch.optim.SGD(parameters, momentum=config.momentum, nesterov=config.nesterov, **common)
-    make = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
-    return make(parameters, betas=config.betas, **common)
+        base = torch.optim.SGD(parameters, momentum=config.momentum, nesterov=config.nesterov, **common)
+    else:
+        make = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
+        base = make(parameters, betas=config.betas, **common)
+
+    def clip(base: Optimizer, args: Any, kwargs: Any) -> None:
+        """It sees the gradient at w + e, averaged over ranks and unscaled."""
+        torch.nn.utils.clip_grad_norm_(parameters, config.clip_grad_norm)
+
+    if config.clip_grad_norm is not None:
+        base.register_step_pre_hook(clip)
+    return base
 
 
 def _mask(config: TrainConfig, fisher_data: Any, steps_per_epoch: int) -> sparsesam.MaskRule:

@@ -254,11 +254,9 @@ def recipe(name: str) -> Recipe:
 
 
 def _plain(name: str) -> str:
-    plain = re.sub(r"[\s_.]+", "-", name.strip().lower())
-    plain = re.sub(r"^(fig|figure|tab|table):", "", plain)
-    return re.sub(
-        r"^(fig|figure|tab|table)-*(\d+)$", lambda found: f"{found[1].replace('ure', '')[:3]}-{found[2]}", plain
-    )
+    """Letters and digits: "Figure 7", "fig. 7" and "fig7" are one name, and "fig:hessian" is "hessian"."""
+    plain = re.sub(r"[^a-z0-9]", "", name.lower().replace("figure", "fig").replace("table", "tab"))
+    return re.sub(r"^(fig|tab)(?=[a-z])", "", plain)
 
 
 def default_out(chosen: Recipe, scale: Scale) -> Path:
