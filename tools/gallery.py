@@ -19,7 +19,7 @@ from pathlib import Path
 from PIL import Image
 
 from sparsesam.lab import cli
-from sparsesam.lab.display import assign_looks, write_plot
+from sparsesam.lab.display import assign_styles, write_plot
 from sparsesam.lab.inspection import ANALYSES, Measured
 
 ROOT = Path(__file__).parents[1]
@@ -71,8 +71,8 @@ def draw(name: str, file: Path) -> None:
     files = {run: Path("runs", run, "analyses", f"{name}.json") for run in ("sgd", "sam", "ssam-f", "")}
     found = {run: json.loads(path.read_text()) for run, path in files.items() if path.exists()}
     measured = [
-        Measured(run.upper(), kind.read(content["result"]), look, (content["made"]["other"] or "")[5:].upper())
-        for (run, content), look in zip(found.items(), assign_looks(list(found)), strict=True)
+        Measured(run.upper(), kind.read(content["result"]), style, (content["made"]["other"] or "")[5:].upper())
+        for (run, content), style in zip(found.items(), assign_styles(list(found)), strict=True)
     ]
     figure_name, panel = SHOWN[name]
     (figure,) = [figure for figure in kind.figures(name, measured) if figure.name == figure_name]

@@ -1,8 +1,8 @@
-from sparsesam.lab.display.colors import COLORS, PALETTE_SIZE, assign_looks
+from sparsesam.lab.display.colors import COLORS, PALETTE_SIZE, assign_styles
 
 
 def colors(*optimizers):
-    return [color for color, _ in assign_looks(optimizers)]
+    return [color for color, _ in assign_styles(optimizers)]
 
 
 def test_an_optimizer_has_its_own_colour_wherever_it_stands():
@@ -11,14 +11,14 @@ def test_an_optimizer_has_its_own_colour_wherever_it_stands():
 
 
 def test_as_many_series_as_colours_differ_in_colour_and_the_next_in_their_dash():
-    looks = assign_looks(["ssam-f"] * 40)
+    looks = assign_styles(["ssam-f"] * 40)
     assert len({color for color, _ in looks[:PALETTE_SIZE]}) == PALETTE_SIZE
     assert len({(color, number // PALETTE_SIZE) for color, number in looks}) == 40
     assert {color for color, _ in looks} <= COLORS.keys()
 
 
 def test_symbols_differ_also_where_colours_do():
-    assert [number for _, number in assign_looks(["sgd", "sam", "ssam-f"])] == [0, 1, 2]
+    assert [number for _, number in assign_styles(["sgd", "sam", "ssam-f"])] == [0, 1, 2]
 
 
 def test_the_colour_of_another_optimizer_is_not_taken_before_it_comes():

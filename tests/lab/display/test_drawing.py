@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sparsesam.lab.display.drawing import check_plot, draw_plot, write_figures, write_images, write_plot
-from sparsesam.lab.display.figure import Axis, Figure, Look, Series
+from sparsesam.lab.display.figure import Axis, Figure, Series, SeriesStyle
 from sparsesam.lab.inspection import ANALYSES, Measured
 from tests.lab.report.made_runs import analyses
 
@@ -36,7 +36,9 @@ def figures_of_all_analyses():
         for name in analysis.files:
             if name in analyses():
                 result = analysis.read(analyses()[name])
-                measured = [Measured(f"run {place}, a long name", result, Look("blue", place)) for place in range(3)]
+                measured = [
+                    Measured(f"run {place}, long name", result, SeriesStyle("blue", place)) for place in range(3)
+                ]
                 yield from analysis.figures(name, measured)
 
 

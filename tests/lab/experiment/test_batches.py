@@ -27,7 +27,7 @@ def test_ranks_together_see_what_one_process_sees(splits):
     for step, expected in enumerate(whole):
         assert torch.equal(torch.cat([part[step].images for part in parts]), expected.images)
         assert torch.equal(torch.cat([part[step].labels for part in parts]), expected.labels)
-        assert all(part[step].of == len(expected.labels) for part in parts)
+        assert all(part[step].global_size == len(expected.labels) for part in parts)
 
 
 def test_an_epoch_can_begin_anywhere(splits):

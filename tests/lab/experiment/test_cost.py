@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from sparsesam.lab.experiment.config import TrainConfig
-from sparsesam.lab.experiment.cost import FlopCounter, passes_per_step, plain_pass
+from sparsesam.lab.experiment.cost import FlopCounter, passes_per_step, plain_pass_flops
 from tests.lab.experiment.runs import train
 
 
@@ -54,7 +54,7 @@ def test_operations_of_a_linear_layer_are_counted_exactly_and_nothing_changes():
     model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(12), nn.Linear(12, 5))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     # Forward and weight gradient, 2 * 12 * 5 each, and the input gradient for the normalization's weights.
-    assert plain_pass(model, torch.ones(4, 12), torch.zeros(4, dtype=torch.long)) == 3 * 2 * 12 * 5
+    assert plain_pass_flops(model, torch.ones(4, 12), torch.zeros(4, dtype=torch.long)) == 3 * 2 * 12 * 5
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 

@@ -5,7 +5,7 @@ from sparsesam.checkpoint import split_own
 from sparsesam.lab.experiment import checkpoint, read_masks
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.errors import Interrupted, RunError
-from sparsesam.lab.experiment.mask_record import is_cheap, write_masks
+from sparsesam.lab.experiment.mask_record import masks_are_small, write_masks
 from tests.lab.experiment.runs import InterruptAt, same, train
 
 SPARSE = {"optimizer": "ssam-f", "mask_steps": 3, "model": "tests.lab.inspection.networks:linear"}
@@ -53,9 +53,9 @@ def test_runs_without_a_mask_write_none(tmp_path):
 
 def test_masks_are_recorded_unasked_only_where_they_are_small():
     config = TrainConfig(epochs=200)
-    assert is_cheap(config, 28_000, 400)
-    assert not is_cheap(config, 11_000_000, 400)
-    assert is_cheap(TrainConfig(epochs=200, mask_epochs=None), 11_000_000, 400)
+    assert masks_are_small(config, 28_000, 400)
+    assert not masks_are_small(config, 11_000_000, 400)
+    assert masks_are_small(TrainConfig(epochs=200, mask_epochs=None), 11_000_000, 400)
 
 
 def test_a_file_that_holds_no_masks_is_told_by_name(tmp_path):

@@ -2,7 +2,7 @@ from typing import Literal
 
 import pytest
 
-from sparsesam.lab.experiment.setting_types import fitted
+from sparsesam.lab.experiment.setting_types import convert
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from sparsesam.lab.experiment.setting_types import fitted
     ],
 )
 def test_values_take_the_type_of_their_setting(value, hint, expected):
-    found = fitted("name", value, hint)
+    found = convert("name", value, hint)
     assert found == expected
     assert type(found) is type(expected)
 
@@ -36,4 +36,4 @@ def test_values_take_the_type_of_their_setting(value, hint, expected):
 )
 def test_others_are_refused_with_the_rule(value, hint, rule):
     with pytest.raises(ValueError, match=f"name must be {rule}"):
-        fitted("name", value, hint)
+        convert("name", value, hint)

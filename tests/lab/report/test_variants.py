@@ -50,7 +50,7 @@ def test_labels_name_what_differs_among_variants_of_one_optimizer_and_is_no_defa
         write_run(tmp_path / "c", optimizer="ssam-f", sparsity=0.9),
     )
     assert [one.label for one in variants] == ["SGD", "SSAM-F", "SSAM-F, sparsity 0.9"]
-    assert len({one.look for one in variants}) == 3
+    assert len({one.style for one in variants}) == 3
     assert set(differing_settings([one.config for one in variants])) == {"optimizer", "sparsity", "weight_decay"}
 
 

@@ -14,8 +14,8 @@ from rich.progress import Progress
 
 from sparsesam.analysis import AnalysisResult
 from sparsesam.lab.commands.parser import Namespace, Parser, add_options
-from sparsesam.lab.display import assign_looks, check_plot, to_rich, write_plot
-from sparsesam.lab.inspection import ANALYSES, Measured, MeasuredOn
+from sparsesam.lab.display import assign_styles, check_plot, to_rich, write_plot
+from sparsesam.lab.inspection import ANALYSES, EvalSettings, Measured
 from sparsesam.lab.inspection.analysis import Prepared
 from sparsesam.lab.inspection.analysis import Progress as OnProgress
 from sparsesam.lab.names import nearest
@@ -36,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
         command.add_argument("paths", type=Path, nargs="+", metavar=metavar, help=text)
         add_options(command, analysis, flags=True)
         if analysis.uses_checkpoint:
-            add_options(command, MeasuredOn, flags=True)
+            add_options(command, EvalSettings, flags=True)
         command.add_argument("--plot", type=Path | None, default=None, help="draw it to FILE.png, .svg or .pdf")
 
 
@@ -51,7 +51,7 @@ def run(options: Namespace) -> int:
     given = vars(options)
     if given["plot"] is not None:
         check_plot(given["plot"])
-    analysis, on = _from_options(kind, given), _from_options(MeasuredOn, given)
+    analysis, on = _from_options(kind, given), _from_options(EvalSettings, given)
     prepared = analysis.prepare([analysis.load_subject(path, on) for path in given["paths"]])
     measured = _measure(prepared)
     name, console = prepared.analysis.name, Console(highlight=False)
@@ -71,10 +71,10 @@ def _measure(prepared: Prepared) -> list[Measured[AnalysisResult]]:
     analysis, subjects, _ = prepared
     optimizers = [getattr(getattr(subject, "config", None), "optimizer", "") for subject in subjects]
     measured = []
-    for subject, look in zip(subjects, assign_looks(optimizers), strict=True):
+    for subject, style in zip(subjects, assign_styles(optimizers), strict=True):
         with _progress_bar(f"{analysis.name} of {subject.path}") as progress:
             result = analysis.measure_and_write(subject, progress)
-        measured.append(Measured(str(subject.path), result, look, analysis.origin(subject).other or ""))
+        measured.append(Measured(str(subject.path), result, style, analysis.origin(subject).other or ""))
     return measured
 
 

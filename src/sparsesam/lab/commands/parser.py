@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import yaml
 
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, names_of
-from sparsesam.lab.experiment.setting_types import alternatives, choices, fitted
+from sparsesam.lab.experiment.setting_types import alternatives, choices, convert
 from sparsesam.lab.names import check_names, nearest
 
 __all__ = ["ArgumentParser", "Namespace", "Parser", "add_settings", "settings_from"]
@@ -134,9 +134,9 @@ def _with_converter(flag: str, options: dict[str, Any]) -> dict[str, Any]:
 def _converted(flag: str, hint: Any, text: str) -> Any:
     """The text of a value as the type of its setting."""
     with suppress(ValueError, yaml.YAMLError):  # what is no YAML of that type may be meant as text
-        return fitted(flag, yaml.safe_load(text), hint)
+        return convert(flag, yaml.safe_load(text), hint)
     try:
-        return fitted(flag, text, hint)
+        return convert(flag, text, hint)
     except ValueError as error:
         raise UsageError(str(error)) from None
 

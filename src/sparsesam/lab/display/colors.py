@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sparsesam.lab.display.figure import Look
+from sparsesam.lab.display.figure import SeriesStyle
 
 #: For light and for dark pages, each with a contrast of at least 3 : 1 to its background.
 COLORS = {
@@ -37,8 +37,8 @@ _PALETTE = [name for name in COLORS if name != "ink"]
 PALETTE_SIZE = len(_PALETTE)
 
 
-def assign_looks(optimizers: Sequence[str]) -> list[Look]:
-    """A look for each series, whose number is its place.
+def assign_styles(optimizers: Sequence[str]) -> list[SeriesStyle]:
+    """A style for each series, whose number is its place.
 
     An optimizer's first series has the optimizer's own colour, the same in every figure. When all colours are used,
     lines of the next `PALETTE_SIZE` numbers have another dash.
@@ -52,4 +52,4 @@ def assign_looks(optimizers: Sequence[str]) -> list[Look]:
     for place in range(len(optimizers)):
         if place not in colors:
             colors[place] = free.pop(0) if free else _PALETTE[place % PALETTE_SIZE]
-    return [Look(colors[place], place) for place in range(len(optimizers))]
+    return [SeriesStyle(colors[place], place) for place in range(len(optimizers))]

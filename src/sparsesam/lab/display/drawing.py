@@ -237,11 +237,11 @@ def _draw_grid(axes: Canvas, figure: Figure, series: Series, place: int, count: 
     axes.figure.colorbar(drawn, ax=axes, label=title, ticks=MaxNLocator(6))
 
 
-def _name_ticks(change: Any, values: Sequence[Any], **look: Any) -> None:
+def _name_ticks(change: Any, values: Sequence[Any], **style: Any) -> None:
     """At most 24 names, evenly chosen."""
     stride = -(-len(values) // 24)
     places = range(0, len(values), max(stride, 1))
-    change(places, [_literal(str(values[place])) for place in places], fontsize="x-small", **look)
+    change(places, [_literal(str(values[place])) for place in places], fontsize="x-small", **style)
 
 
 def _bar_ends(bars: Sequence[tuple[float, float] | None]) -> npt.NDArray[np.float64]:

@@ -28,7 +28,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Series:
-    """``color`` and ``number`` are those of its `Look`.
+    """``color`` and ``number`` are those of its `SeriesStyle`.
 
     ``bars`` are the low and high end of an error bar, or band, at each point. ``z`` has a row for each y. A ``faint``
     series is a reference: thin and dotted. A point with a ``mark`` has a ring and that word beside it.
@@ -45,7 +45,7 @@ class Series:
     mark: str = ""
 
 
-class Look(NamedTuple):
+class SeriesStyle(NamedTuple):
     """``color`` is a name of `colors.COLORS`; ``number`` selects the symbol of points and, beyond
     `colors.PALETTE_SIZE`, the dash of lines.
     """

@@ -41,14 +41,14 @@ class Share(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The part of a step's images, that this rank computes on, normalized, and the images of all ranks.
+    """The part of a step's images that this rank computes on, normalized; ``global_size`` counts those of all ranks.
 
     ``labels`` are (n,) classes, or (n, classes) probabilities with mixup.
     """
 
     images: Tensor
     labels: Tensor
-    of: int
+    global_size: int
 
 
 class Batches(ABC):

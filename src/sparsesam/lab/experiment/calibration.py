@@ -22,7 +22,7 @@ from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.errors import DivergedError
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.run import make_fabric, make_training, torch_threads
-from sparsesam.lab.experiment.run_directory import write_whole
+from sparsesam.lab.experiment.run_directory import write_atomically
 from sparsesam.lab.experiment.sweep import Job
 from sparsesam.lab.experiment.training import Sums
 
@@ -101,7 +101,7 @@ def calibrate(jobs: Sequence[Job], environment: RunEnvironment, folder: Path) ->
         "provenance": found.origin,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / FILE, json.dumps(content, indent=1) + "\n")
+    write_atomically(folder / FILE, json.dumps(content, indent=1) + "\n")
     return found
 
 

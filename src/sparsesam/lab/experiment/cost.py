@@ -74,7 +74,7 @@ class StepCost:
         return (steps + self.masks * self.per_mask) / batch_size
 
 
-def plain_pass(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+def plain_pass_flops(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     """Operations of one forward and backward pass of ``model`` for one image; the model itself is left alone.
 
     Raises the model's own error where it does not take such images, before a run has written anything.

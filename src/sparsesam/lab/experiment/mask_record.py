@@ -15,13 +15,13 @@ from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.errors import RunError
 
 #: By default masks are recorded if those of the whole run take no more than this.
-CHEAP_BYTES = 16 * 2**20
+SMALL_BYTES = 16 * 2**20
 
 
-def is_cheap(config: TrainConfig, weights: int, steps_per_epoch: int) -> bool:
+def masks_are_small(config: TrainConfig, weights: int, steps_per_epoch: int) -> bool:
     """Whether all masks of a run of ``weights`` weights are small enough to be written by default."""
     masks = config.total_steps(steps_per_epoch) // config.steps_between_masks(steps_per_epoch) + 1
-    return masks * weights / 8 <= CHEAP_BYTES
+    return masks * weights / 8 <= SMALL_BYTES
 
 
 def write_masks(directory: Path, step: int, masks: Mapping[str, Tensor]) -> None:
@@ -36,7 +36,7 @@ def write_masks(directory: Path, step: int, masks: Mapping[str, Tensor]) -> None
     part.replace(file)
 
 
-def forget_masks_from(directory: Path, step: int) -> None:
+def remove_masks_from(directory: Path, step: int) -> None:
     """Remove the masks of ``step`` and later ones, and incomplete files: a resumed run makes them again."""
     for file in directory.glob("*.part"):
         file.unlink()

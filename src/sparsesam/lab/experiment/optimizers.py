@@ -112,7 +112,7 @@ def _base(config: TrainConfig, model: nn.Module) -> Optimizer:
 
     def clip(base: Optimizer, args: Any, kwargs: Any) -> None:
         """It sees the gradient at w + e, averaged over ranks and unscaled."""
-        torch.nn.utils.clip_grad_norm_(parameters, config.clip_grad_norm)
+        torch.nn.utils.clip_grad_norm_(parameters, config.clip_grad_norm or math.inf)
 
     if config.clip_grad_norm is not None:
         base.register_step_pre_hook(clip)

@@ -27,7 +27,7 @@ from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.errors import CheckpointError, DivergedError, Interrupted
 from sparsesam.lab.experiment.initial_weights import initialize
 from sparsesam.lab.experiment.loggers import LogEpoch, check_logger, open_logger
-from sparsesam.lab.experiment.mask_record import forget_masks_from, is_cheap, write_masks
+from sparsesam.lab.experiment.mask_record import masks_are_small, remove_masks_from, write_masks
 from sparsesam.lab.experiment.observers import RunObserver
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.result import EpochRecord, RunResult, read_epochs, run_result
@@ -124,8 +124,8 @@ def _restore(training: Training, directory: RunDirectory, fabric: Fabric) -> Non
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(f"{directory.last} does not fit its run: {error}") from error
     if fabric.global_rank == 0:
-        directory.forget_records_after(training.steps_taken if is_begun else -1)
-        forget_masks_from(directory.masks, training.steps_taken)
+        directory.remove_records_after(training.steps_taken if is_begun else -1)
+        remove_masks_from(directory.masks, training.steps_taken)
 
 
 def _header(
@@ -154,7 +154,7 @@ class _Run:
         self.main = training.fabric.global_rank == 0
         self.records_masks = self.main and environment.record_masks
         if self.main and environment.record_masks is None:
-            self.records_masks = is_cheap(config, training.num_parameters, training.batches.steps)
+            self.records_masks = masks_are_small(config, training.num_parameters, training.batches.steps)
         self.saved_at, self.masks = training.steps_taken, 0
 
     def train(self, header: dict[str, Any], stop: Callable[[], bool]) -> RunResult:
@@ -198,7 +198,7 @@ class _Run:
             write_masks(self.directory.masks, training.steps_taken - 1, training.masks)
             self.masks = len(training.mask_seconds)
         every = self.environment.checkpoint_steps
-        if self.main and every is not None and training.looked and training.steps_taken - self.saved_at >= every:
+        if self.main and every is not None and training.synced and training.steps_taken - self.saved_at >= every:
             self._save()
             self.saved_at = training.steps_taken
 

@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 from sparsesam.lab.display import plural
 from sparsesam.lab.experiment.config import TrainConfig, differences, from_mapping
 from sparsesam.lab.experiment.errors import RunError
-from sparsesam.lab.experiment.mask_record import forget_masks_from
+from sparsesam.lab.experiment.mask_record import remove_masks_from
 from sparsesam.lab.experiment.provenance import provenance
 
 
@@ -90,9 +90,9 @@ class RunDirectory:
             self.result.unlink(missing_ok=True)
         else:
             self.records.unlink(missing_ok=True)
-            forget_masks_from(self.masks, 0)
+            remove_masks_from(self.masks, 0)
         settings = {name: list(one) if isinstance(one, tuple) else one for name, one in vars(config).items()}
-        write_whole(self.config, yaml.safe_dump(settings, sort_keys=False))
+        write_atomically(self.config, yaml.safe_dump(settings, sort_keys=False))
         return before
 
     def _check_settings(self, config: TrainConfig) -> None:
@@ -116,7 +116,7 @@ class RunDirectory:
         """Why the run ended without a result; call it where the error is handled."""
         self.path.mkdir(parents=True, exist_ok=True)
         content = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-        write_whole(self.failure, json.dumps({**content, "provenance": provenance()}, indent=1))
+        write_atomically(self.failure, json.dumps({**content, "provenance": provenance()}, indent=1))
 
     def saved_config(self) -> TrainConfig:
         try:
@@ -127,7 +127,7 @@ class RunDirectory:
     def append(self, record: Mapping[str, Any]) -> None:
         append_records(self.records, [record])
 
-    def forget_records_after(self, step: int) -> None:
+    def remove_records_after(self, step: int) -> None:
         """Remove records that a killed run wrote after its last checkpoint, and an incomplete last line."""
         kept = []
         for line in self.records.read_text().splitlines() if self.records.exists() else []:
@@ -137,10 +137,10 @@ class RunDirectory:
                 continue
             if record.get("step", 0) <= step:
                 kept.append(line + "\n")
-        write_whole(self.records, "".join(kept))
+        write_atomically(self.records, "".join(kept))
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        write_whole(self.result, json.dumps(result, indent=1, sort_keys=True, allow_nan=False) + "\n")
+        write_atomically(self.result, json.dumps(result, indent=1, sort_keys=True, allow_nan=False) + "\n")
 
 
 def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
@@ -156,7 +156,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line]
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Replace a file atomically; what cannot be written as UTF-8, such as the name of a directory, becomes "?"."""
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8", errors="replace")

@@ -44,10 +44,10 @@ def types_of(kind: Any) -> dict[str, Any]:
 def check_settings(settings: Any) -> None:
     """For a frozen dataclass's ``__post_init__``: every field takes its type, or is refused."""
     for name, hint in types_of(settings.__class__).items():
-        object.__setattr__(settings, name, fitted(name, getattr(settings, name), hint))
+        object.__setattr__(settings, name, convert(name, getattr(settings, name), hint))
 
 
-def fitted(name: str, value: Any, hint: Any) -> Any:
+def convert(name: str, value: Any, hint: Any) -> Any:
     """``value`` converted to the type ``hint``, or a ValueError.
 
     1 becomes 1.0, and "1e-3", which YAML reads as text, 0.001, so that equal settings have equal hashes.

@@ -18,13 +18,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import sparsesam
 from sparsesam.lab.experiment.batches import Batch, Batches
 from sparsesam.lab.experiment.config import TrainConfig
-from sparsesam.lab.experiment.cost import FlopCounter, StepCost, StepName, plain_pass
+from sparsesam.lab.experiment.cost import FlopCounter, StepCost, StepName, plain_pass_flops
 from sparsesam.lab.experiment.errors import DivergedError
 from sparsesam.lab.experiment.optimizers import MaskTimer, lr_factor, make_optimizer
 from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
 
-#: Reading the loss synchronizes with a GPU, and all ranks must do it together: only every `LOOK_EVERY` steps there.
-LOOK_EVERY = 20
+#: Reading the loss synchronizes with a GPU, and all ranks must do it together: only every `SYNC_EVERY` steps there.
+SYNC_EVERY = 20
 
 
 class BestEpoch(NamedTuple):
@@ -67,10 +67,10 @@ class Training:
         self.steps_taken, self.sums = 0, Sums()
         self.best: BestEpoch | None = None
         self.stop_requested = False  # whether a rank was asked to stop in the last step
-        self.looked = False  # whether the loss is known to be finite up to this step
+        self.synced = False  # whether the loss is known to be finite up to this step
         self.module = model
         first = next(batches.train(0))
-        self.cost = StepCost(plain_pass(model.to(fabric.device), first.images, first.labels))
+        self.cost = StepCost(plain_pass_flops(model.to(fabric.device), first.images, first.labels))
         if config.compile:  # operations of compiled code are not seen
             self.cost.per_image = {"ascent": 1 + config.ascent_fraction, "plain": 1.0}
         self.ema: AveragedModel | None = None
@@ -145,19 +145,19 @@ class Training:
         self.model.train()
         self.stop_requested = False
         totals, last = torch.zeros(2, device=self.fabric.device), time.perf_counter()
-        look_every = 1 if self.fabric.device.type == "cpu" and self.fabric.world_size == 1 else LOOK_EVERY
+        sync_every = 1 if self.fabric.device.type == "cpu" and self.fabric.world_size == 1 else SYNC_EVERY
         for batch in self.batches.train(*divmod(self.steps_taken, self.batches.steps)):
             made = len(self.mask_seconds)
             totals += self._timed_step(batch) if self.record_times else self._step(batch)
             self.steps_taken += 1
-            self.sums.images += batch.of
+            self.sums.images += batch.global_size
             self.sums.mask_seconds += self.mask_seconds[made:]
             self.cost.masks += len(self.mask_seconds) - made
             self.cost.per_mask = self._mask_timer.flops / self.cost.unit or self.cost.per_mask
             ended = self.steps_taken % self.batches.steps == 0 or self.finished
-            self.looked = self.steps_taken % look_every == 0 or ended
-            if self.looked:
-                self.stop_requested = self._look(totals, stop)
+            self.synced = self.steps_taken % sync_every == 0 or ended
+            if self.synced:
+                self.stop_requested = self._sync(totals, stop)
                 totals.zero_()
             now = time.perf_counter()
             self.sums.seconds, last = self.sums.seconds + now - last, now
@@ -166,7 +166,7 @@ class Training:
                 break
         return ended
 
-    def _look(self, totals: Tensor, stop: Callable[[], bool]) -> bool:
+    def _sync(self, totals: Tensor, stop: Callable[[], bool]) -> bool:
         """Add the loss and the right answers of the last steps to ``sums``; whether a rank is asked to stop."""
         seen = [*totals.tolist(), float(stop())]
         if self.fabric.world_size > 1:
@@ -174,10 +174,10 @@ class Training:
         loss, correct, asked = seen
         self.sums.loss, self.sums.correct = self.sums.loss + loss, self.sums.correct + correct
         if not math.isfinite(loss):
-            raise DivergedError(f"the loss is {loss} by step {self.steps_taken}; {self._what_may_help()}")
+            raise DivergedError(f"the loss is {loss} by step {self.steps_taken}; {self._remedies()}")
         return bool(asked)
 
-    def _what_may_help(self) -> str:
+    def _remedies(self) -> str:
         rho = "" if self.rho is None else f" or rho ({self.rho})"
         precision = "" if self.config.precision == "fp32" else ", or train with precision fp32"
         return (
@@ -202,8 +202,8 @@ class Training:
         They are those at w, but with ``ascent_fraction`` below 1 those at w + e, where alone the whole batch is seen.
         """
         self._prepare(self.steps_taken)
-        climbs = isinstance(self.optimizer, sparsesam.SharpnessAware) and self.optimizer.needs_first_pass
-        figures = self._counted("ascent" if climbs else "plain", batch)
+        has_first_pass = isinstance(self.optimizer, sparsesam.SharpnessAware) and self.optimizer.needs_first_pass
+        figures = self._counted("ascent" if has_first_pass else "plain", batch)
         if self.scaler is not None:
             self.scaler.update()
         if self.ema is not None:
@@ -212,7 +212,7 @@ class Training:
 
     def _counted(self, kind: StepName, batch: Batch) -> Tensor:
         """The passes of a step, added to the run's cost."""
-        self.cost.images[kind] += batch.of
+        self.cost.images[kind] += batch.global_size
         if kind in self.cost.per_image:
             return self._passes(batch)
         made = len(self.mask_seconds)
@@ -227,7 +227,7 @@ class Training:
     def _passes(self, batch: Batch) -> Tensor:
         figures: list[Tensor] = []
         # Ranks' gradients are averaged as if their parts were equal; the scale corrects for parts that are not.
-        scale = len(batch.labels) * self.fabric.world_size / batch.of
+        scale = len(batch.labels) * self.fabric.world_size / batch.global_size
 
         def closure(part: tuple[Tensor, Tensor]) -> Tensor:
             self.optimizer.zero_grad()

@@ -18,7 +18,7 @@ from sparsesam.lab.inspection.hessian import HessianAnalysis
 from sparsesam.lab.inspection.landscape import LandscapeAnalysis
 from sparsesam.lab.inspection.masks import MaskAnalysis
 from sparsesam.lab.inspection.sharpness import SharpnessAnalysis
-from sparsesam.lab.inspection.trained_run import MeasuredOn, TrainedRun, load_run
+from sparsesam.lab.inspection.trained_run import EvalSettings, TrainedRun, load_run
 
 ANALYSES: dict[str, type[Analysis[Any]]] = {
     "landscape": LandscapeAnalysis,
@@ -31,4 +31,4 @@ ANALYSES: dict[str, type[Analysis[Any]]] = {
     "convergence": ConvergenceAnalysis,
 }
 
-__all__ = ["ANALYSES", "Analysis", "Measured", "MeasuredOn", "TrainedRun", "load_run"]
+__all__ = ["ANALYSES", "Analysis", "EvalSettings", "Measured", "TrainedRun", "load_run"]

@@ -14,11 +14,11 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 from torch import Tensor
 
 from sparsesam.analysis import AnalysisResult
-from sparsesam.lab.display import Cell, Figure, Look, Series, Table, table_of_rows
+from sparsesam.lab.display import Cell, Figure, Series, SeriesStyle, Table, table_of_rows
 from sparsesam.lab.experiment.provenance import provenance
-from sparsesam.lab.experiment.run_directory import write_whole
+from sparsesam.lab.experiment.run_directory import write_atomically
 from sparsesam.lab.experiment.setting_types import option
-from sparsesam.lab.inspection.trained_run import MeasuredOn, Origin, TrainedRun
+from sparsesam.lab.inspection.trained_run import EvalSettings, Origin, TrainedRun
 
 Progress = Callable[[int, int], None]
 ResultT = TypeVar("ResultT", bound=AnalysisResult)
@@ -27,16 +27,16 @@ MeasureT = TypeVar("MeasureT")
 
 @dataclass(frozen=True)
 class Measured(Generic[ResultT]):
-    """A result with the label and look of its run. ``other`` labels the second run of a line between two."""
+    """A result with the label and style of its run. ``other`` labels the second run of a line between two."""
 
     label: str
     result: ResultT
-    look: Look = Look()
+    style: SeriesStyle = SeriesStyle()
     other: str = ""
 
     def series(self, x: Iterable[Any], y: Iterable[Any], *, name: str = "", **options: Any) -> Series:
-        """In the look of its run, under its label unless another ``name`` is given."""
-        return self.look.series(name or self.label, x, y, **options)
+        """In the style of its run, under its label unless another ``name`` is given."""
+        return self.style.series(name or self.label, x, y, **options)
 
 
 class Prepared(NamedTuple):
@@ -51,7 +51,7 @@ class Analysis(ABC, Generic[ResultT]):
     """A dataclass whose fields are the options of ``sparsesam analyze``.
 
     ``files`` are the names that its results may have in ``RUN/analyses``. With ``uses_checkpoint``, the fields of
-    `MeasuredOn` are options too.
+    `EvalSettings` are options too.
     """
 
     help: ClassVar[str]
@@ -69,7 +69,7 @@ class Analysis(ABC, Generic[ResultT]):
 
     # ---- measuring
 
-    def load_subject(self, path: Path, on: MeasuredOn) -> Any:
+    def load_subject(self, path: Path, on: EvalSettings) -> Any:
         """What is measured: by default, the run in a directory."""
         return TrainedRun(path, on)
 
@@ -99,7 +99,7 @@ class Analysis(ABC, Generic[ResultT]):
         content = {"analysis": self.name, "result": result.to_dict(), "made": made}
         file = subject.path / "analyses" / f"{self.name}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps(content, allow_nan=False) + "\n")
+        write_atomically(file, json.dumps(content, allow_nan=False) + "\n")
         return result
 
     def origin(self, subject: Any) -> Origin:

@@ -21,7 +21,7 @@ from sparsesam.lab.display import Axis, Cell, Figure, Series, error_bars, number
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, shared_notes
-from sparsesam.lab.inspection.trained_run import MeasuredOn
+from sparsesam.lab.inspection.trained_run import EvalSettings
 
 _PROBLEMS: dict[str, Callable[..., SmoothProblem]] = {"logistic": nonconvex_logistic, "tanh-network": tanh_network}
 
@@ -55,7 +55,7 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
     rho_0: float | None = option(None, "first rho; default the largest that the theorem allows")
     seed: int = option(0, "seed of the problem, the noise and the mask")
 
-    def load_subject(self, path: Path, on: MeasuredOn) -> RunDirectory:
+    def load_subject(self, path: Path, on: EvalSettings) -> RunDirectory:
         """Where the result goes: it belongs to no run."""
         return RunDirectory(path)
 

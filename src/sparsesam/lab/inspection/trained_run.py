@@ -29,7 +29,7 @@ from sparsesam.lab.experiment.setting_types import PositiveInt, check_settings, 
 
 
 @dataclass(frozen=True)
-class MeasuredOn:
+class EvalSettings:
     """Which weights of a run are measured, and on which of its images."""
 
     checkpoint: Literal["last", "best"] = option("last", "the run's last weights, or those with the best test accuracy")
@@ -71,14 +71,14 @@ class Origin(AnalysisResult):
 
 
 def load_run(path: Path | str, *, weights: Path | None = None, **options: Any) -> TrainedRun:
-    """The run in a directory, or its model with the ``weights`` of a file; ``options`` are the fields of `MeasuredOn`.
+    """The run in a directory, or its model with the ``weights`` of a file; ``options`` are fields of `EvalSettings`.
 
         run = load_run("runs/a", samples=256)
         hessian_eigenvalues(run.objective).ratio
 
     ``run.masks`` are those in use at the checkpoint.
     """
-    return TrainedRun(Path(path), MeasuredOn(**options), weights)
+    return TrainedRun(Path(path), EvalSettings(**options), weights)
 
 
 class TrainedRun:
@@ -88,7 +88,7 @@ class TrainedRun:
     before the checkpoint, ``mask_step`` is the one that the masks were made in.
     """
 
-    def __init__(self, path: Path, on: MeasuredOn, weights: Path | None = None) -> None:
+    def __init__(self, path: Path, on: EvalSettings, weights: Path | None = None) -> None:
         self.directory, self.on = RunDirectory.existing(path), on
         self.file = weights or (self.directory.best if on.checkpoint == "best" else self.directory.last)
         self.config = self.directory.saved_config()
@@ -227,7 +227,7 @@ def _masks_of(content: dict[str, Any]) -> tuple[int | None, dict[str, Tensor] | 
     return int(own["mask"]["last_step"]), tensors["mask"]
 
 
-def _sample(images: Dataset[tuple[Tensor, Tensor]], on: MeasuredOn) -> list[Any]:
+def _sample(images: Dataset[tuple[Tensor, Tensor]], on: EvalSettings) -> list[Any]:
     count = len(images)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(on.seed)
     chosen = torch.randperm(count, generator=generator)[: on.samples or count].sort().values.tolist()

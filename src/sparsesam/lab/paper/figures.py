@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from sparsesam.lab.data import CORRUPTIONS, FolderSplits, corrupt, load_dataset
-from sparsesam.lab.display import Axis, Bar, Figure, Look, Series, assign_looks, write_images, write_plot
+from sparsesam.lab.display import Axis, Bar, Figure, Series, SeriesStyle, assign_styles, write_images, write_plot
 from sparsesam.lab.experiment.paper import Column, RecipeRuns
 from sparsesam.lab.experiment.result import read_epochs
 from sparsesam.lab.experiment.run_directory import RunDirectory
@@ -45,15 +45,15 @@ class TrainedRecipe(RecipeRuns):
         wanted = replace(self.recipe.config(row, column, self.overrides), seed=0)
         return [job.directory for job in self.jobs if replace(job.config, seed=0) == wanted]
 
-    def looks(self) -> dict[str, Look]:
+    def styles(self) -> dict[str, SeriesStyle]:
         """For each row."""
         optimizers = [self.recipe.config(row, self.columns[0], {}).optimizer for row in self.rows]
-        return dict(zip(self.rows, assign_looks(optimizers), strict=True))
+        return dict(zip(self.rows, assign_styles(optimizers), strict=True))
 
     def measured(self, column: Column, measure: Callable[[Path], Any]) -> list[Measured[Any]]:
         """Of the first seed's run of each row: the paper's figures have one network."""
-        looks = self.looks()
-        return [Measured(row, measure(self.runs(row, column)[0]), looks[row]) for row in self.rows]
+        styles = self.styles()
+        return [Measured(row, measure(self.runs(row, column)[0]), styles[row]) for row in self.rows]
 
 
 def draw(trained: TrainedRecipe, file: Path) -> list[str]:
@@ -92,7 +92,7 @@ def _gradients(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
 
 
 def _curves(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
-    looks = trained.looks()
+    styles = trained.styles()
 
     def series(row: str, column: Column, name: str, factor: float) -> Series:
         runs = [read_epochs(RunDirectory(run).records) for run in trained.runs(row, column)]
@@ -100,7 +100,7 @@ def _curves(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
         bars: list[Bar | None] | None = None
         if len(runs) > 1:
             bars = list(zip(values.min(0).tolist(), values.max(0).tolist(), strict=True))
-        return looks[row].series(row, range(1, values.shape[1] + 1), values.mean(0), bars=bars)
+        return styles[row].series(row, range(1, values.shape[1] + 1), values.mean(0), bars=bars)
 
     def figure(name: str, title: str, axis: str, factor: float) -> Figure:
         panels = {
@@ -128,14 +128,14 @@ def _sparsity(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
         if trained.scale == "full" and place < len(theirs):
             points.setdefault((column.label, method, True), []).append((at, theirs[place], None))
     methods = list(dict.fromkeys(method for _, method, _ in points))
-    looks = dict(zip(methods, assign_looks([method.lower() for method in methods]), strict=True))
+    styles = dict(zip(methods, assign_styles([method.lower() for method in methods]), strict=True))
     right = max(x for line in points.values() for x, _, _ in line)
     panels: dict[str, list[Series]] = {}
     for (label, method, is_paper), line in points.items():
         line = [(x, *line[0][1:]) for x in (0.0, right)] if method == "SAM" else line
         x, y, bars = (list(values) for values in zip(*line, strict=True))
         name = f"{method}, paper" if is_paper else method
-        panels.setdefault(label, []).append(looks[method].series(name, x, y, bars=bars, faint=is_paper))
+        panels.setdefault(label, []).append(styles[method].series(name, x, y, bars=bars, faint=is_paper))
     figure = Figure("sparsity", "Test accuracy", "", Axis("sparsity"), Axis("test accuracy (%)"), panels)
     dotted = ["Dotted lines are the paper's numbers."] if trained.scale == "full" else []
     return [figure], ["Shades are 95 % intervals of the mean.", *dotted]
@@ -166,12 +166,12 @@ def _hessian(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
 
 def _speedup(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
     """Running time over training iterations."""
-    (column,), looks, lines = trained.columns, trained.looks(), []
+    (column,), styles, lines = trained.columns, trained.styles(), []
     for row in trained.rows:
         runs = [read_epochs(RunDirectory(run).records) for run in trained.runs(row, column)]
         steps = [[seconds for record in epochs for seconds in record.step_seconds] for epochs in runs]
         seconds = np.mean([np.cumsum([0.0, *one]) for one in steps], axis=0)
-        lines.append(looks[row].series(row, range(len(seconds)), seconds))
+        lines.append(styles[row].series(row, range(len(seconds)), seconds))
     x, y = Axis("training iteration", whole=True), Axis("running time (s)")
     said = ["The time of the steps themselves, without loading images and making masks."]
     return [Figure("speedup", "Running time", "", x, y, {"": lines})], said

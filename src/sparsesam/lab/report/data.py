@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparsesam.lab.display import PALETTE_SIZE, Figure, Look, Table, plural
+from sparsesam.lab.display import PALETTE_SIZE, Figure, SeriesStyle, Table, plural
 from sparsesam.lab.experiment.calibration import SweepCalibration
 from sparsesam.lab.inspection import Analysis, Measured
 from sparsesam.lab.inspection.trained_run import Origin
@@ -44,10 +44,10 @@ class ReportData:
             read = self._read(analysis, name, run)
             if read is not None:
                 result, other = read
-                color, number = variant.look
-                look = Look(color, number + PALETTE_SIZE * seen.get(variant.label, 0))
+                color, number = variant.style
+                style = SeriesStyle(color, number + PALETTE_SIZE * seen.get(variant.label, 0))
                 seen[variant.label] = seen.get(variant.label, 0) + 1
-                found.append(Measured(variant.label_of(run, having), result, look, other))
+                found.append(Measured(variant.label_of(run, having), result, style, other))
         return found
 
     def measured_without_task(self, analysis: type[Analysis[Any]], name: str) -> list[Measured[Any]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparsesam.lab.display import Look, Number, assign_looks, number, percent
+from sparsesam.lab.display import Number, SeriesStyle, assign_styles, number, percent
 from sparsesam.lab.experiment.config import DEFAULTS, TrainConfig
 from sparsesam.lab.report.read_run import RunRecord
 
@@ -35,13 +35,13 @@ TASK = ("dataset", "model", "train_size", "test_size", "label_noise", "corruptio
 class Variant:
     """``runs`` have one seed each; ``duplicates`` are further runs of the same settings and seed, which do not count.
 
-    ``config`` has seed 0. ``look`` is that in every figure of its task.
+    ``config`` has seed 0. ``style`` is that in every figure of its task.
     """
 
     label: str
     config: TrainConfig
     runs: list[RunRecord]
-    look: Look
+    style: SeriesStyle
     duplicates: list[RunRecord] = field(default_factory=list)
 
     @property
@@ -120,15 +120,15 @@ def changed_settings(config: TrainConfig) -> dict[str, Any]:
 
 def _variants(groups: dict[TrainConfig, list[RunRecord]]) -> list[Variant]:
     ordered = sorted(groups, key=lambda config: _rank(config, groups[config]))
-    looks = assign_looks([config.optimizer for config in ordered])
+    styles = assign_styles([config.optimizer for config in ordered])
     variants: list[Variant] = []
-    for config, look in zip(ordered, looks, strict=True):
+    for config, style in zip(ordered, styles, strict=True):
         alike = [one for one in ordered if one.optimizer == config.optimizer]
         label = _given_name(groups[config]) or _label(config, differing_settings(alike))
         same = sum(re.sub(r" \(\d+\)$", "", one.label) == label for one in variants)  # two sweeps may give one name
         counted, duplicates = _one_per_seed(groups[config])
         unique = f"{label} ({same + 1})" if same else label
-        variants.append(Variant(unique, config, counted, look, duplicates))
+        variants.append(Variant(unique, config, counted, style, duplicates))
     return variants
 
 

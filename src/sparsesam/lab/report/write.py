@@ -11,16 +11,16 @@ from pathlib import Path
 from sparsesam.lab.display import Table, write_figures
 from sparsesam.lab.experiment.calibration import SweepCalibration, read_calibration
 from sparsesam.lab.experiment.provenance import provenance
-from sparsesam.lab.experiment.run_directory import write_whole
+from sparsesam.lab.experiment.run_directory import write_atomically
 from sparsesam.lab.report.data import ReportData, Section
 from sparsesam.lab.report.files import find_runs
 from sparsesam.lab.report.page import render
 from sparsesam.lab.report.read_run import RunRecord, read_run
-from sparsesam.lab.report.sections.analyses import analysis_parts, other_analyses
+from sparsesam.lab.report.sections.analyses import analysis_parts, other_analyses_section
 from sparsesam.lab.report.sections.curves import curves_part
-from sparsesam.lab.report.sections.paper import beside_the_paper
-from sparsesam.lab.report.sections.results import overview, results_part, sparsity_part
-from sparsesam.lab.report.sections.runs import all_runs, not_finished, where_and_how
+from sparsesam.lab.report.sections.paper import paper_section
+from sparsesam.lab.report.sections.results import overview_section, results_part, sparsity_part
+from sparsesam.lab.report.sections.runs import provenance_section, runs_section, unfinished_section
 from sparsesam.lab.report.variants import Task, group_runs
 
 StrPath = str | os.PathLike[str]
@@ -45,7 +45,7 @@ def write_report(
     made = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M UTC}, {provenance()['command']}"
     page = render(title, made, sections, data)
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(out, page)
+    write_atomically(out, page)
     if figures is not None:
         write_figures([figure for section in sections for figure in section.figures], Path(figures))
     return data
@@ -63,8 +63,9 @@ def build_report(runs: Iterable[StrPath], *, bounds: bool = False) -> tuple[Repo
 def _build_sections(data: ReportData) -> list[Section]:
     """Results first, failures last, and a section for each task in between; empty ones are left out."""
     tasks = [_task_section(data, task) for task in data.tasks]
-    others = (beside_the_paper(data), other_analyses(data), all_runs(data), where_and_how(data), not_finished(data))
-    return [section for section in map(_with_content, (overview(data), *tasks, *others)) if section.parts]
+    others = (paper_section, other_analyses_section, runs_section, provenance_section, unfinished_section)
+    sections = [overview_section(data), *tasks, *(section(data) for section in others)]
+    return [section for section in map(_with_content, sections) if section.parts]
 
 
 def _task_section(data: ReportData, task: Task) -> Section:

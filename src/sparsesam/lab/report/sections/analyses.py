@@ -19,7 +19,7 @@ def analysis_parts(data: ReportData, task: Task) -> list[Part]:
     return _parts(data, lambda analysis, name: data.measured(analysis, name, task))
 
 
-def other_analyses(data: ReportData) -> Section:
+def other_analyses_section(data: ReportData) -> Section:
     """Results in directories without a run."""
     parts = [part for part in _parts(data, data.measured_without_task) if not part.is_empty]
     return Section("other-analyses", "Analyses without a run", parts)

@@ -50,7 +50,7 @@ def _caption(series: Sequence[Series]) -> str:
 def _curves(variant: Variant, measure: str, factor: float) -> list[Series]:
     finished = _mean_curve(variant, measure, factor)
     others = [
-        variant.look.series(
+        variant.style.series(
             f"{variant.label_of(run, variant.runs)} ({run.status})", points, points.values(), faint=True
         )
         for run in variant.runs
@@ -68,7 +68,7 @@ def _mean_curve(variant: Variant, measure: str, factor: float) -> Series | None:
     means, highest = [sum(one) / len(one) for one in values], factor if factor > 1 else math.inf
     deviations = [statistics.stdev(one) if len(one) > 1 else None for one in values]
     bars = error_bars(means, deviations, lowest=0.0, highest=highest) if len(curves) > 1 else None
-    return variant.look.series(variant.label, epochs, means, bars=bars)
+    return variant.style.series(variant.label, epochs, means, bars=bars)
 
 
 def _points(run: RunRecord, measure: str, factor: float) -> dict[float, float]:

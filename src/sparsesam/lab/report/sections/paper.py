@@ -16,7 +16,7 @@ from sparsesam.lab.report.variants import setting_name
 _SCALES: tuple[Scale, Scale] = ("laptop", "full")
 
 
-def beside_the_paper(data: ReportData) -> Section:
+def paper_section(data: ReportData) -> Section:
     configs = [(run, replace(run.config, seed=0)) for run in data.runs if run.config is not None]
     tables = [
         table

@@ -22,7 +22,7 @@ def results_part(data: ReportData, task: Task) -> Part:
     )
 
 
-def overview(data: ReportData) -> Section:
+def overview_section(data: ReportData) -> Section:
     """With several tasks, the answer of each in one row."""
     rows = []
     for task in data.tasks:
@@ -70,7 +70,9 @@ def _point(variant: Variant, place: Number, recommended: bool) -> Series | None:
     if place is None or variant.accuracy is None:
         return None
     mark = "best choice" if recommended else ""
-    return variant.look.series(variant.label, [place], [100 * variant.accuracy], bars=_accuracy_bar(variant), mark=mark)
+    return variant.style.series(
+        variant.label, [place], [100 * variant.accuracy], bars=_accuracy_bar(variant), mark=mark
+    )
 
 
 def _table(task: Task, cost: VariantCosts) -> Table:
@@ -125,7 +127,7 @@ def sparsity_part(task: Task) -> Part:
     if len(reached) < 2:
         return Part("")
     levels = [
-        variant.look.series(variant.label, [0, max(reached)], [100 * variant.accuracy] * 2, faint=True)
+        variant.style.series(variant.label, [0, max(reached)], [100 * variant.accuracy] * 2, faint=True)
         for variant in task.variants
         if variant.config.is_plain and variant.accuracy is not None
     ]

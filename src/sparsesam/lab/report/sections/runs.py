@@ -16,7 +16,7 @@ _ORIGIN = ("cpu", "machine", "threads", "python", "torch", "numpy", "sparsesam",
 _ALWAYS = ("dataset", "model", "base", "lr", "batch_size")
 
 
-def all_runs(data: ReportData) -> Section:
+def runs_section(data: ReportData) -> Section:
     shown = [run for run in data.runs if run.status != "analyses only"]
     labels = {run: variant.label for task in data.tasks for variant in task.variants for run in variant.runs}
     duplicates = {run: variant.label for task in data.tasks for variant in task.variants for run in variant.duplicates}
@@ -31,7 +31,7 @@ def all_runs(data: ReportData) -> Section:
     return Section("runs", "Runs", [Part("", [table])] if rows else [])
 
 
-def not_finished(data: ReportData) -> Section:
+def unfinished_section(data: ReportData) -> Section:
     """Failures last: their accuracies are in no mean."""
     shown, runs = data.not_finished(), [run for run in data.runs if run.status != "analyses only"]
     root = _common_directory(runs)
@@ -63,7 +63,7 @@ def _row(run: RunRecord, name: str, label: str) -> list[Cell]:
     )
 
 
-def where_and_how(data: ReportData) -> Section:
+def provenance_section(data: ReportData) -> Section:
     tables = [table for table in (_origins(data), _settings(data)) if table.rows]
     return Section("provenance", "Where and how", [Part("", tables)] if tables else [])
 
