@@ -21,13 +21,18 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """The first column names the row; columns in ``text_columns`` hold text, all others numbers."""
+    """The first column names the row."""
 
     name: str
     caption: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
-    text_columns: Sequence[str] = ()
+
+    @property
+    def number_columns(self) -> list[str]:
+        """Those that are sorted by numbers; all others hold text."""
+        columns = zip(self.columns, *self.rows, strict=True)
+        return [name for name, *cells in columns if any(cell.order is not None for cell in cells)]
 
 
 def cells(*texts: str | Cell) -> list[Cell]:
@@ -40,12 +45,10 @@ def number_cell(value: Number, show: Callable[[Number], str] = significant) -> C
 
 
 def table_of_rows(name: str, caption: str, rows: Mapping[str, Mapping[str, Cell]]) -> Table:
-    """A row for each label. Columns that are missing in a row, or the same text in no need of sorting, are text."""
+    """A row for each label."""
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
     filled = [[Cell(label), *(row.get(column, Cell("–")) for column in columns)] for label, row in rows.items()]
-    numeric = {column for row in rows.values() for column, cell in row.items() if cell.order is not None}
-    text_columns = [column for column in columns if column not in numeric]
-    return Table(name, caption, ["run", *columns], filled, text_columns)
+    return Table(name, caption, ["run", *columns], filled)
 
 
 def to_rich(table: Table, title: str, *, caption: str | None = None, transposed: bool = False) -> RichTable:

@@ -39,7 +39,7 @@ def overview_section(data: ReportData) -> Section:
         "Mean ± standard deviation over seeds."
     )
     columns = ["task", "test accuracy", "variant", "cost", "variants"]
-    table = Table("overview", caption, columns, rows, text_columns=["variant", "cost"])
+    table = Table("overview", caption, columns, rows)
     several = len(data.tasks) > 1 and rows
     return Section("overview", "Overview", [Part("", [table])] if several else [])
 

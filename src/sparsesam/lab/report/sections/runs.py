@@ -27,7 +27,7 @@ def runs_section(data: ReportData) -> Section:
         rows.append(_row(run, os.path.relpath(run.path, root), label))
     columns = ["directory", "test accuracy", "variant", "seed", "status", "epochs", "training time (s)"]
     caption = f"All runs below {root}. The accuracy of a run that is not finished is that of its last epoch."
-    table = Table("runs", caption, columns, rows, text_columns=("variant", "status"))
+    table = Table("runs", caption, columns, rows)
     return Section("runs", "Runs", [Part("", [table])] if rows else [])
 
 
@@ -39,7 +39,7 @@ def unfinished_section(data: ReportData) -> Section:
         cells(os.path.relpath(run.path, root), Cell(run.status, status=run.status), run.reason or "–") for run in shown
     ]
     caption = f"{len(shown)} of {plural(len(runs), 'run')}; their accuracies are in no mean."
-    table = Table("not-finished", caption, ["directory", "status", "reason"], rows, text_columns=("status", "reason"))
+    table = Table("not-finished", caption, ["directory", "status", "reason"], rows)
     return Section("unfinished", "Failed and unfinished", [Part("", [table])] if rows else [])
 
 
@@ -73,7 +73,7 @@ def _origins(data: ReportData) -> Table:
     counts = Counter(tuple(_text(provenance.get(name)) for name in _ORIGIN) for provenance in known)
     rows = [cells(*origin, number_cell(count)) for origin, count in counts.items()]
     caption = "A commit marked +changes had files that differed from it."
-    return Table("origins", caption, [*_ORIGIN, "runs"], rows, text_columns=_ORIGIN)
+    return Table("origins", caption, [*_ORIGIN, "runs"], rows)
 
 
 def _settings(data: ReportData) -> Table:
@@ -82,7 +82,7 @@ def _settings(data: ReportData) -> Table:
     shared = {name: getattr(configs[0], name) for name in _ALWAYS} | changed_settings(configs[0]) if configs else {}
     rows = [cells(name, _text(one)) for name, one in shared.items() if name not in varied]
     caption = "Settings that all runs share; those at their defaults are left out."
-    return Table("settings", caption, ["setting", "value"], rows, text_columns=("value",))
+    return Table("settings", caption, ["setting", "value"], rows)
 
 
 def _text(value: Any) -> str:
