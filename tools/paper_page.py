@@ -25,7 +25,7 @@ and figure is a command, at two scales.
     sparsesam paper list
     sparsesam paper show label-noise --scale full       # settings, and the paper's numbers
     sparsesam paper run label-noise                     # laptop scale: minutes on the digits
-    sparsesam paper run label-noise --scale full --dry-run   # does all of it build and run? what will it cost?
+    sparsesam paper run label-noise --scale full --dry-run   # does it run? what will it cost?
     sparsesam paper run label-noise --scale full --gpus 8 --data-dir DATA
     sparsesam paper run hessian --plot hessian.png      # a figure: trains, analyses and draws
 
@@ -75,7 +75,7 @@ def page() -> str:
     parts = [
         _HEAD,
         _ITEMS,
-        _table(("item", "what", "file", "command", "test"), _items(everything)),
+        _table(("item", "what", "command", "file, in src/sparsesam", "test"), _items(everything)),
         _OPEN,
         *(f"- **{one.place}**: {note}\n" for one in everything for note in one.notes("full")),
         _CHOICES,
@@ -92,17 +92,17 @@ def page() -> str:
 def _items(everything: Sequence[Recipe]) -> list[tuple[str, ...]]:
     content: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
     rows: list[tuple[str, ...]] = [
-        (one["item"], one["what"], _code(one["file"]), _code(one["command"]), _code(one["test"])) for one in content
+        (one["item"], one["what"], _code(one["command"]), _code(one["file"]), _code(one["test"])) for one in content
     ]
     for one in everything:
         is_drawn = one.place.startswith("Figure")
-        file = "src/sparsesam/lab/paper/figures.py" if is_drawn else "src/sparsesam/lab/experiment/paper.yaml"
+        file = "lab/paper/figures.py" if is_drawn else "lab/experiment/paper.yaml"
         test = (
             "tests/lab/paper/test_figures.py::test_each_figure_is_trained_analysed_and_drawn"
             if is_drawn
             else "tests/lab/experiment/test_paper.py::test_every_cell_is_a_run_that_exists"
         )
-        rows.append((one.place, one.title, _code(file), _code(f"sparsesam paper run {one.label}"), _code(test)))
+        rows.append((one.place, one.title, _code(f"sparsesam paper run {one.label}"), _code(file), _code(test)))
     return rows
 
 
