@@ -20,44 +20,47 @@ from sparsesam.settings import StepKind
 from sparsesam.step import Phase, Step
 
 Closure = Callable[..., Any]
+Pass = Callable[[Any], Any]  # a call of the closure with a batch or a part of it
 
 
-def run_closure(step: Step, closure: Closure, batch: Any, zero_grad: Callable[[], None]) -> Any:
+def run_closure(step: Step, closure: Closure, batch: Any) -> Any:
     """Call the closure once for each pass of the step.
 
     Returns the loss at w; at w + e where only that pass sees the whole batch, or there is no other.
     """
     takes_batch = batch is not None and _has_parameter(closure)
-    call: Callable[[Any], Any] = lambda part: closure(part) if takes_batch else closure()  # noqa: E731
+
+    def run(part: Any) -> Any:
+        with torch.enable_grad():
+            return _without_graph(closure(part) if takes_batch else closure())
+
     fraction = step.context.settings.ascent_fraction
     step.refresh_before_first_pass(batch)
     if step.kind is StepKind.PLAIN:
-        loss = _pass(call, batch)
+        loss = run(batch)
         step.phase = Phase.READY
         step.is_empty = loss is None and not _has_gradients(step)
         return loss
     if not step.needs_first_pass:
-        return _only_pass(step, call, batch, zero_grad)
+        return _only_pass(step, run, batch)
     if fraction < 1 and not takes_batch:
         raise ValueError(
             f"batch must be given with ascent_fraction={fraction}, and the closure must take it: "
             "opt.step(closure, batch=(x, y)) with def closure(batch): ..."
         )
     rng = step.context.rng.read()
-    here = _first_pass(step, call, batch)
+    here = _first_pass(step, run, batch)
     if step.is_empty:
         return here
-    with step.perturbed(batch, statistics_return=fraction == 1):
-        zero_grad()
+    with step.second_pass(batch, statistics_return=fraction == 1):
         step.context.rng.write(rng)
-        with step.context.engine.second_pass(step.first):
-            there = _pass(call, batch)
+        there = run(batch)
     step.is_empty = there is None and not _has_gradients(step)
     # Like the normalization statistics, the loss is of the whole batch.
     return here if fraction == 1 else there
 
 
-def _only_pass(step: Step, call: Callable[[Any], Any], batch: Any, zero_grad: Callable[[], None]) -> Any:
+def _only_pass(step: Step, run: Pass, batch: Any) -> Any:
     """The pass at w + e, of a step that needs no other."""
     context = step.context
     may_clear = step.closure_accumulates or context.gradients_are_used(step.params)
@@ -65,8 +68,8 @@ def _only_pass(step: Step, call: Callable[[Any], Any], batch: Any, zero_grad: Ca
     try:
         with step.perturbed(batch, statistics_return=False):
             if old is None:
-                zero_grad()
-            loss = _pass(call, batch)
+                context.clear_gradients()
+            loss = run(batch)
     finally:
         if old is not None:
             old.release()
@@ -76,7 +79,7 @@ def _only_pass(step: Step, call: Callable[[Any], Any], batch: Any, zero_grad: Ca
     return loss
 
 
-def _first_pass(step: Step, call: Callable[[Any], Any], batch: Any) -> Any:
+def _first_pass(step: Step, run: Pass, batch: Any) -> Any:
     context, part, statistics = step.context, batch, None
     if context.settings.ascent_fraction < 1:
         # Normalization statistics are those of the whole batch, which the second pass sees.
@@ -86,7 +89,7 @@ def _first_pass(step: Step, call: Callable[[Any], Any], batch: Any) -> Any:
     outside, old = OutsideGradients(context.model, context.base), step.watch_gradients()
     try:
         with step.first_pass(in_closure=True):
-            loss = _pass(call, part)
+            loss = run(part)
     finally:
         old.release()
     outside.restore()
@@ -115,7 +118,8 @@ def run_empty_closure(step: Step, closure: Closure) -> Any:
     """Call a closure after perturbed(): Lightning's manual optimization adds one that only calls hooks."""
     old = step.watch_gradients()
     try:
-        result = _pass(lambda _: closure(), None)
+        with torch.enable_grad():
+            result = _without_graph(closure())
     finally:
         old.release()
     if old.treatment() is not Treatment.UNTOUCHED:
@@ -128,11 +132,6 @@ def run_empty_closure(step: Step, closure: Closure) -> Any:
 
 def _has_gradients(step: Step) -> bool:
     return next(gradients_of(step.context.base), None) is not None
-
-
-def _pass(call: Callable[[Any], Any], batch: Any) -> Any:
-    with torch.enable_grad():
-        return _without_graph(call(batch))
 
 
 def _without_graph(result: Any) -> Any:

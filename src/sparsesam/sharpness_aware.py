@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,7 +13,6 @@ from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from sparsesam.ascent.first_pass import unwatched
 from sparsesam.ascent.momentum import require_momentum_setting
 from sparsesam.ascent.old_gradient import OldGradient
 from sparsesam.closures import run_closure, run_empty_closure
@@ -169,7 +167,7 @@ class SharpnessAware(OptimizerWrapper):
         step = self._begin()
         self._context.note_statistics(known=False)
         with self._discarded_on_error():
-            loss = run_closure(step, closure, batch, self.zero_grad)
+            loss = run_closure(step, closure, batch)
         if scaler is not None and not step.is_empty:
             scaler.step(self)  # calls step() without a closure, or not at all after an overflow
             self._step = None
@@ -236,16 +234,13 @@ class SharpnessAware(OptimizerWrapper):
         else:
             step.require_unchanged(self._perturbed_params())
         after_first_pass = step.needs_first_pass or self._context.statistics_moved()
-        with self._discarded_on_error(), step.perturbed(batch, statistics_return=after_first_pass):
-            self.zero_grad()
-            with self._context.engine.second_pass(step.first):
-                yield
+        with self._discarded_on_error(), step.second_pass(batch, statistics_return=after_first_pass):
+            yield
         self._context.second_gradient = OldGradient([one.parameter for one in step.params])
 
     @inside_wrappers
     def zero_grad(self, set_to_none: bool = True) -> None:
-        unwatched(partial(super().zero_grad, set_to_none))
-        self._context.forget_gradients()
+        self._context.clear_gradients(set_to_none)
         if self._step is not None and self._step.phase in (Phase.BETWEEN, Phase.READY):
             self._step = None  # its gradient is gone
 

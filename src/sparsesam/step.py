@@ -169,6 +169,14 @@ class Step:
             written.restore()
             self.phase = Phase.READY if completed else Phase.BETWEEN
 
+    @contextmanager
+    def second_pass(self, batch: Any, *, statistics_return: bool) -> Iterator[None]:
+        """The same, where gradients start from zero and what the first pass recorded is used again."""
+        with self.perturbed(batch, statistics_return=statistics_return):
+            self.context.clear_gradients()
+            with self.context.engine.second_pass(self.first):
+                yield
+
     @torch.no_grad()
     def _ascend(self, batch: Any) -> None:
         context = self.context

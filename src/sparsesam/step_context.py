@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from sparsesam.ascent.engine import Engine
 from sparsesam.ascent.explicit import Perturbation
 from sparsesam.ascent.extrapolation import Extrapolation, TrackedWeights
+from sparsesam.ascent.first_pass import unwatched
 from sparsesam.ascent.momentum import momentum_of, require_momentum
 from sparsesam.ascent.old_gradient import OldGradient, Treatment
 from sparsesam.ascent.plan import ONE_PASS
@@ -134,8 +136,8 @@ class StepContext:
             return False
         return used[0]._version == used[1]
 
-    def forget_gradients(self) -> None:
-        """They are cleared."""
+    def clear_gradients(self, set_to_none: bool = True) -> None:
+        unwatched(partial(self.base.zero_grad, set_to_none))
         self._used_gradient = None
         self.forget_second_gradient()
 

@@ -108,9 +108,6 @@ class OptimizerWrapper(Optimizer, JoinableOptimizer):
         switch: Callable[[], None] = getattr(self.base, name)  # hasattr(opt, "train") is that of the base
         return switch
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.base.zero_grad(set_to_none)
-
     @inside_wrappers
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.base.add_param_group(param_group)
