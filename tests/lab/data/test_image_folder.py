@@ -1,10 +1,12 @@
+from functools import partial
+
 import pytest
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
 from sparsesam.lab.data import DataError, MissingData, load_dataset
-from sparsesam.lab.data.image_folder import CentreCrop, RandomResizedCrop, random_box
+from sparsesam.lab.data.image_folder import center_crop, random_box, random_resized_crop
 
 
 def generator(seed=0):
@@ -67,7 +69,7 @@ def test_test_images_are_always_the_same(root):
 
 @pytest.mark.parametrize("extent", [(500, 300), (300, 500), (256, 256), (100, 60)])
 def test_the_test_view_is_the_centre_of_the_resized_image(extent):
-    seen = CentreCrop()(gradient(*extent), generator())
+    seen = center_crop(gradient(*extent), generator(), size=224)
     assert seen.size == (224, 224)
     red, green, _ = seen.getpixel((112, 112))
     assert abs(red - 128) <= 3
@@ -94,8 +96,7 @@ def test_an_image_too_narrow_for_any_box_gives_its_centre():
 
 
 def test_half_of_the_training_views_are_mirrored():
-    view = RandomResizedCrop(8, scale=(1.0, 1.0))
-    draws = generator()
+    view, draws = partial(random_resized_crop, size=8, scale=(1.0, 1.0)), generator()
     rising = [
         seen.getpixel((7, 4))[0] > seen.getpixel((0, 4))[0]
         for seen in (view(gradient(64, 64), draws) for _ in range(100))

@@ -20,7 +20,7 @@ from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.execution import default_workers, sweep_jobs
 from sparsesam.lab.experiment.sweep import Job, read_sweep
-from sparsesam.lab.experiment.sweep_table import RemainingTime, SweepProgress, sweep_table
+from sparsesam.lab.experiment.sweep_table import SweepProgress, sweep_table
 
 HELP = (
     "Train every combination of settings in a YAML file, times seeds. Finished runs are not run again; an interrupted "
@@ -71,7 +71,7 @@ def execute(
     """
     workers = options.jobs or default_workers(options.gpus)
     environment, console = _environment(options), Console(highlight=False)
-    progress = SweepProgress(jobs, draw, RemainingTime(jobs, workers, calibration), console)
+    progress = SweepProgress(jobs, draw, console, workers=workers, calibration=calibration)
     start = partial(sweep_jobs, backend=options.backend, retry=options.retry, gpus=options.gpus, on_end=progress.ended)
     try:
         with progress.shown():

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,7 +60,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
 
 def load_image_folder(data_dir: Path | None, *, name: str, size: int) -> FolderSplits:
-    """Training images by `RandomResizedCrop` with flips, test images by `CentreCrop`; both uint8, not normalized.
+    """Training images by `random_resized_crop`, test images by `center_crop`; both uint8, not normalized.
 
     The training images are in ``data_dir/train/CLASS``; the test images in ``val/CLASS`` or ``test/CLASS``, or, as
     Tiny ImageNet is published, in ``val/images`` with their classes in ``val/val_annotations.txt``.
@@ -78,8 +79,8 @@ def load_image_folder(data_dir: Path | None, *, name: str, size: int) -> FolderS
     trained, annotations = _by_class(data_dir / "train", classes), test / "val_annotations.txt"
     tested = _annotated(annotations, classes) if annotations.is_file() else _by_class(test, classes)
     return FolderSplits(
-        train=ImageFolder(*trained, RandomResizedCrop(size)),
-        test=ImageFolder(*tested, CentreCrop(size, resize=round(size * 256 / 224))),
+        train=ImageFolder(*trained, partial(random_resized_crop, size=size)),
+        test=ImageFolder(*tested, partial(center_crop, size=size)),
         image_size=size,
         name=name,
         classes=classes,
@@ -149,22 +150,18 @@ def _decode(path: str) -> Image:
 # ---- views -----------------------------------------------------------------------------------------------------------
 
 
-class RandomResizedCrop:
+def random_resized_crop(
+    image: Image, generator: torch.Generator, *, size: int, scale: tuple[float, float] = (0.08, 1.0)
+) -> Image:
     """A box of 8 to 100 % of the area and of aspect 3/4 to 4/3 (log-uniform), resized to a square; half are mirrored.
 
     Ten boxes are tried; if none fits in the image, the largest central one of an allowed aspect is taken.
     """
+    from PIL.Image import Resampling, Transpose
 
-    def __init__(self, size: int, *, scale: tuple[float, float] = (0.08, 1.0)) -> None:
-        self.size, self.scale = size, scale
-
-    def __call__(self, image: Image, generator: torch.Generator) -> Image:
-        from PIL.Image import Resampling, Transpose
-
-        box = random_box(image.size, self.scale, generator)
-        seen = image.resize((self.size, self.size), Resampling.BILINEAR, box=box)
-        is_mirrored = torch.rand((), generator=generator).item() < 0.5
-        return seen.transpose(Transpose.FLIP_LEFT_RIGHT) if is_mirrored else seen
+    seen = image.resize((size, size), Resampling.BILINEAR, box=random_box(image.size, scale, generator))
+    is_mirrored = torch.rand((), generator=generator).item() < 0.5
+    return seen.transpose(Transpose.FLIP_LEFT_RIGHT) if is_mirrored else seen
 
 
 def random_box(
@@ -186,17 +183,11 @@ def random_box(
     return left, top, left + w, top + h
 
 
-class CentreCrop:
-    """The shorter side resized to 256, then the central 224x224."""
+def center_crop(image: Image, generator: torch.Generator, *, size: int) -> Image:
+    """The central square, after the shorter side was resized to 256 / 224 of its side."""
+    from PIL.Image import Resampling
 
-    def __init__(self, size: int = 224, *, resize: int = 256) -> None:
-        self.size, self.resize = size, resize
-
-    def __call__(self, image: Image, generator: torch.Generator) -> Image:
-        from PIL.Image import Resampling
-
-        factor = self.resize / min(image.size)
-        width, height = (max(self.resize, round(side * factor)) for side in image.size)
-        left, top = (width - self.size) // 2, (height - self.size) // 2
-        resized = image.resize((width, height), Resampling.BILINEAR)
-        return resized.crop((left, top, left + self.size, top + self.size))
+    shorter = round(size * 256 / 224)
+    width, height = (max(shorter, round(side * shorter / min(image.size))) for side in image.size)
+    left, top = (width - size) // 2, (height - size) // 2
+    return image.resize((width, height), Resampling.BILINEAR).crop((left, top, left + size, top + size))

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -138,23 +138,21 @@ def _header(
     return {"kind": kind, "step": training.steps_taken, **before, **settings, "provenance": provenance()}
 
 
+@dataclass
 class _Run:
     """The training of one run, and what is recorded of it."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        environment: RunEnvironment,
-        training: Training,
-        directory: RunDirectory,
-        observer: RunObserver,
-    ) -> None:
-        self.config, self.environment, self.training = config, environment, training
-        self.directory, self.observer = directory, observer
+    config: TrainConfig
+    environment: RunEnvironment
+    training: Training
+    directory: RunDirectory
+    observer: RunObserver
+
+    def __post_init__(self) -> None:
+        training, asked = self.training, self.environment.record_masks
+        small = masks_are_small(self.config, training.num_parameters, training.batches.steps)
         self.main = training.fabric.global_rank == 0
-        self.records_masks = self.main and environment.record_masks
-        if self.main and environment.record_masks is None:
-            self.records_masks = masks_are_small(config, training.num_parameters, training.batches.steps)
+        self.records_masks = self.main and (small if asked is None else asked)
         self.saved_at, self.masks = training.steps_taken, 0
 
     def train(self, header: dict[str, Any], stop: Callable[[], bool]) -> RunResult:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,13 +22,23 @@ from sparsesam.lab.experiment.sweep import Job
 
 
 class SweepProgress:
-    """What is shown of a sweep while it runs. ``draw`` makes its table from the runs' directories."""
+    """What is shown of a sweep while it runs: a table, which ``draw`` makes from the runs' directories, and when all
+    will be done, by the calibration at first, then by how fast the runs have been.
+    """
 
     def __init__(
-        self, jobs: Sequence[Job], draw: Callable[[], RenderableType], remaining: RemainingTime, console: Console
+        self,
+        jobs: Sequence[Job],
+        draw: Callable[[], RenderableType],
+        console: Console,
+        *,
+        workers: int,
+        calibration: SweepCalibration | None,
     ) -> None:
-        self.jobs, self.draw, self.remaining, self.console = jobs, draw, remaining, console
-        self.warnings: dict[str, int] = {}
+        self.jobs = list({job.directory: job for job in jobs}.values())
+        self.draw, self.console, self.workers, self.calibration = draw, console, workers, calibration
+        self.warnings: Counter[str] = Counter()
+        self.begun, self.work_before = time.monotonic(), self._work_left()
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -46,8 +57,7 @@ class SweepProgress:
 
     def ended(self, outcome: Outcome) -> None:
         """A run has ended: a line in a log, and its warnings are collected."""
-        for text in outcome.warnings:
-            self.warnings[text] = self.warnings.get(text, 0) + 1
+        self.warnings.update(outcome.warnings)
         if self.console.is_terminal:
             return
         job, result = outcome.job, outcome.job.result
@@ -62,45 +72,30 @@ class SweepProgress:
         return Group(self.draw(), self._status(), *self._warning_lines())
 
     def _status(self) -> str:
-        directories = {job.directory: job for job in self.jobs}
-        done = sum(job.is_finished for job in directories.values())
-        seconds = self.remaining.seconds()
-        left = "" if seconds is None or done == len(directories) else f", about {duration(seconds)} remaining"
-        return f"{done} of {plural(len(directories), 'run')} finished{left}"
+        unfinished = sum(not job.is_finished for job in self.jobs)
+        seconds = self._seconds_left(unfinished) if unfinished else None
+        remaining = "" if seconds is None else f", about {duration(seconds)} remaining"
+        return f"{len(self.jobs) - unfinished} of {plural(len(self.jobs), 'run')} finished{remaining}"
+
+    def _seconds_left(self, unfinished: int) -> float | None:
+        """None while nothing is known yet."""
+        left = self._work_left()
+        done = self.work_before - left
+        if done > 0.05 * self.work_before:
+            return left * (time.monotonic() - self.begun) / done
+        return None if self.calibration is None else left / min(self.workers, unfinished)
+
+    def _work_left(self) -> float:
+        """In seconds of the calibration, or in epochs without one."""
+        work = 0.0
+        for job in self.jobs:
+            if job.failure is None and not job.is_finished:
+                seconds = self.calibration and self.calibration.seconds_per_epoch(job.config)
+                work += (seconds or 1.0) * max(0, job.config.epochs - epochs_done(job))
+        return work
 
     def _warning_lines(self) -> list[str]:
         return [f"warning ({plural(count, 'run')}): {text}" for text, count in self.warnings.items()]
-
-
-class RemainingTime:
-    """The seconds that a sweep will still take, from its calibration or from the runs that have ended.
-
-    A run's predicted time is its share of the work; how fast the work really goes is measured as it goes.
-    """
-
-    def __init__(self, jobs: Sequence[Job], workers: int, calibration: SweepCalibration | None) -> None:
-        self.jobs = {job.directory: job for job in jobs}
-        self.workers, self.calibration = workers, calibration
-        self.begun, self.work_before = time.monotonic(), self.work_left()
-
-    def seconds(self) -> float | None:
-        """None while nothing is known yet."""
-        left, elapsed = self.work_left(), time.monotonic() - self.begun
-        done = self.work_before - left
-        if done > 0.05 * self.work_before:
-            return left * elapsed / done
-        if self.calibration is None:
-            return None
-        unfinished = sum(not job.is_finished for job in self.jobs.values())
-        return left / max(1, min(self.workers, unfinished))
-
-    def work_left(self) -> float:
-        waiting = [job for job in self.jobs.values() if job.failure is None and not job.is_finished]
-        work = 0.0
-        for job in waiting:
-            seconds = self.calibration and self.calibration.seconds_per_epoch(job.config)
-            work += (seconds or 1.0) * max(0, job.config.epochs - epochs_done(job))
-        return work
 
 
 def epochs_done(job: Job) -> int:
