@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from sparsesam.lab.experiment.paper import Recipe, recipes
 from sparsesam.lab.paper.choices import UNMENTIONED, Choice, other_choices, settings_of
+from sparsesam.lab.paper.recipe import Recipe, recipes
 
 _HEAD = """<!-- Written by `python -m tools.paper_page > docs/paper.md`; change the data, not this page. -->
 
@@ -96,11 +96,11 @@ def _items(everything: Sequence[Recipe]) -> list[tuple[str, ...]]:
     ]
     for one in everything:
         is_drawn = one.place.startswith("Figure")
-        file = "lab/paper/figures.py" if is_drawn else "lab/experiment/paper.yaml"
+        file = "lab/paper/figures.py" if is_drawn else "lab/paper/recipes.yaml"
         test = (
             "tests/lab/paper/test_figures.py::test_each_figure_is_trained_analysed_and_drawn"
             if is_drawn
-            else "tests/lab/experiment/test_paper.py::test_every_cell_is_a_run_that_exists"
+            else "tests/lab/paper/test_recipe.py::test_every_cell_is_a_run_that_exists"
         )
         rows.append((one.place, one.title, _code(f"sparsesam paper run {one.label}"), _code(file), _code(test)))
     return rows

@@ -5,7 +5,7 @@ import yaml
 from tools import paper_page as module
 from tools.paper_page import _items, _places, page
 
-from sparsesam.lab.experiment.paper import recipes
+from sparsesam.lab.paper.recipe import recipes
 
 ROOT = Path(__file__).parents[2]
 ITEMS = {row[0]: row for row in _items(list(recipes().values()))}

@@ -4,8 +4,8 @@ import pytest
 
 from sparsesam.lab.cli import main
 from sparsesam.lab.experiment.config import TrainConfig
-from sparsesam.lab.experiment.paper import Recipe, recipe, recipes
 from sparsesam.lab.paper.choices import other_choices, read_choices, settings_of
+from sparsesam.lab.paper.recipe import Recipe, recipe, recipes
 
 
 def mark_of(label, name, value):

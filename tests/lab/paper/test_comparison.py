@@ -1,5 +1,5 @@
 from sparsesam.lab.paper.comparison import Comparison
-from tests.lab.experiment.test_paper import results_of
+from tests.lab.paper.test_recipe import results_of
 
 SEEDS = {("sgd", seed): 0.8 + 0.01 * seed for seed in range(3)}
 APART = {("sam", seed): 0.9 + 0.011 * seed for seed in range(3)}

@@ -1,8 +1,8 @@
 import pytest
 
 from sparsesam.lab.experiment.config import TrainConfig
-from sparsesam.lab.experiment.paper import recipe
 from sparsesam.lab.paper.cost import PAPER_TFLOPS, cost, measured_model, total
+from sparsesam.lab.paper.recipe import recipe
 
 CIFAR = TrainConfig(dataset="cifar10", model="resnet18", epochs=2, batch_size=100, fisher_samples=50)
 

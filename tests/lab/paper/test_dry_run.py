@@ -8,8 +8,8 @@ from rich.console import Console
 
 from sparsesam.lab.cli import main
 from sparsesam.lab.experiment.errors import RunError
-from sparsesam.lab.experiment.paper import Recipe, recipe, recipes
 from sparsesam.lab.paper.dry_run import build_on_meta, cost_table, dry_run, dry_run_config
+from sparsesam.lab.paper.recipe import Recipe, recipe, recipes
 
 RUNS = {
     f"{one.label}: {label}": config

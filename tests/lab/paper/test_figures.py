@@ -5,8 +5,8 @@ import json
 import pytest
 
 from sparsesam.lab.cli import main
-from sparsesam.lab.experiment.paper import recipes
 from sparsesam.lab.paper.figures import FIGURES, TrainedRecipe
+from sparsesam.lab.paper.recipe import recipes
 
 SMOKE = ["--set", "epochs=1", "train_size=48", "fisher_samples=8", "--seeds", "1", "--jobs", "1"]
 #: Thirteen wide networks take longer than a smoke test should.

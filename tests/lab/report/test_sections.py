@@ -4,7 +4,7 @@ import pytest
 
 from sparsesam.lab.display.figure import Figure
 from sparsesam.lab.display.table import Table
-from sparsesam.lab.experiment.paper import recipe
+from sparsesam.lab.paper.recipe import recipe
 from sparsesam.lab.report.sections.analyses import missing_analyses
 from sparsesam.lab.report.write import build_report
 from tests.lab.report.made_runs import PROVENANCE, analyses, write_analysis, write_every_analysis, write_run

@@ -23,7 +23,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--accelerator", type=str, default="auto", help="cpu, cuda, mps or auto")
 
 
-def weights_of(options: Namespace, **more: Any) -> TrainedRun:
+def load_trained(options: Namespace, **more: Any) -> TrainedRun:
     """The run in ``options.run`` with the weights that are asked for."""
     from sparsesam.lab.inspection import load_run
 
@@ -37,7 +37,7 @@ def run(options: Namespace) -> int:
     from sparsesam.lab.experiment.run import make_fabric
     from sparsesam.lab.experiment.training import loss_and_accuracy
 
-    trained = weights_of(options, data_dir=options.data_dir, device=options.accelerator)
+    trained = load_trained(options, data_dir=options.data_dir, device=options.accelerator)
     if options.split == "val" and trained.config.val_size is None:
         raise ValueError(f"{options.run} has no validation images (val_size); evaluate it on the test images")
     fabric = make_fabric(trained.config, trained.environment)

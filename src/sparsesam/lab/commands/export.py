@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from sparsesam.lab.commands.eval import WEIGHTS, weights_of
+from sparsesam.lab.commands.eval import WEIGHTS, load_trained
 from sparsesam.lab.commands.parser import Namespace, Parser
 from sparsesam.lab.display import plural
 from sparsesam.lab.names import required_by
@@ -25,7 +25,7 @@ def run(options: Namespace) -> int:
     out: Path = options.out
     if out.suffix not in FORMATS:
         raise ValueError(f"--out must end in {', '.join(FORMATS)}, got {out}")
-    trained = weights_of(options)
+    trained = load_trained(options)
     tensors = trained.weights
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".safetensors":

@@ -15,13 +15,13 @@ from rich.text import Text
 from sparsesam.lab.commands.parser import Namespace, Parser
 from sparsesam.lab.commands.sweep import add_execution, execute, overrides, report_failures
 from sparsesam.lab.display import check_plot, plural
-from sparsesam.lab.experiment.paper import Recipe, Scale, default_out, recipe, recipes
 from sparsesam.lab.experiment.sweep import Job
 from sparsesam.lab.paper.choices import other_choices, settings_of
 from sparsesam.lab.paper.comparison import Comparison
 from sparsesam.lab.paper.cost import PAPER_TFLOPS
 from sparsesam.lab.paper.dry_run import DryRun, cost_table, dry_run
 from sparsesam.lab.paper.figures import TrainedRecipe, draw
+from sparsesam.lab.paper.recipe import Recipe, Scale, default_out, recipe, recipes
 
 HELP = (
     "Repeat a table or figure of the paper. `list` names them, `show NAME` tells what it runs and where each setting "

@@ -1,4 +1,4 @@
-"""Training runs, sweeps of them, the paper's recipes, and the records they leave."""
+"""Training runs, sweeps of them, and the records they leave."""
 
 from sparsesam.lab.experiment.mask_record import read_masks
 from sparsesam.lab.experiment.provenance import provenance

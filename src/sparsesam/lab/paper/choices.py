@@ -13,7 +13,7 @@ import yaml
 
 from sparsesam.lab.experiment.config import DEFAULTS, TrainConfig
 from sparsesam.lab.experiment.identity import unused
-from sparsesam.lab.experiment.paper import Recipe, Scale
+from sparsesam.lab.paper.recipe import Recipe, Scale
 
 _ORIGINS = {
     "paper": "from the paper: {}",

@@ -9,9 +9,9 @@ from rich.table import Table
 
 from sparsesam.lab.display import plural, to_rich
 from sparsesam.lab.experiment.confidence import differ
-from sparsesam.lab.experiment.paper import Column, MeanOverSeeds, RecipeRuns, finished_results
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Job
+from sparsesam.lab.paper.recipe import Column, MeanOverSeeds, RecipeRuns, finished_results
 
 
 class Comparison(RecipeRuns):

@@ -17,9 +17,9 @@ from sparsesam.lab.display import plural
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.errors import RunError
 from sparsesam.lab.experiment.optimizers import make_optimizer
-from sparsesam.lab.experiment.paper import Recipe, Scale
 from sparsesam.lab.experiment.run import make_fabric, make_training
 from sparsesam.lab.paper.cost import RunCost, cost, measured_model, shape_of, total
+from sparsesam.lab.paper.recipe import Recipe, Scale
 
 STEPS = 2
 #: Images a step on a CPU, where the ascent uses all of them; a quarter must be one at least.

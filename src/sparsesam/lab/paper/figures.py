@@ -13,7 +13,6 @@ import torch
 
 from sparsesam.lab.data import CORRUPTIONS, FolderSplits, corrupt, load_dataset
 from sparsesam.lab.display import Axis, Bar, Figure, Series, SeriesStyle, assign_styles, write_images, write_plot
-from sparsesam.lab.experiment.paper import Column, RecipeRuns
 from sparsesam.lab.experiment.result import read_epochs
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.inspection import Analysis, Measured, TrainedRun, load_run
@@ -21,6 +20,7 @@ from sparsesam.lab.inspection.analysis import options_of
 from sparsesam.lab.inspection.gradients import GradientAnalysis
 from sparsesam.lab.inspection.hessian import HessianAnalysis
 from sparsesam.lab.inspection.landscape import LandscapeAnalysis
+from sparsesam.lab.paper.recipe import Column, RecipeRuns
 
 #: The order in the paper's figure 3.
 CORRUPTED = ("resolution", "occlusion", "gaussian-noise", "fog")

@@ -8,7 +8,7 @@ from typing import Any
 
 from sparsesam.lab.display import Table, plural
 from sparsesam.lab.experiment.config import TrainConfig, names_of
-from sparsesam.lab.experiment.paper import Finished, Recipe, Scale, recipes
+from sparsesam.lab.paper.recipe import Finished, Recipe, Scale, recipes
 from sparsesam.lab.report.data import Part, ReportData, Section
 from sparsesam.lab.report.read_run import RunRecord
 from sparsesam.lab.report.variants import setting_name

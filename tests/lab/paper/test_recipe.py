@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from sparsesam.lab.data import DATASETS
-from sparsesam.lab.experiment.paper import TIMES, default_out, finished_results, recipe, recipes, show_ours
 from sparsesam.lab.models import MODELS, build_model
+from sparsesam.lab.paper.recipe import TIMES, default_out, finished_results, recipe, recipes, show_ours
 from sparsesam.masks.patterns import as_pattern
 
 SCALES = ("laptop", "full")

@@ -236,7 +236,7 @@ def finished_results(jobs: Sequence[Job]) -> Finished:
 
 @cache
 def recipes() -> dict[str, Recipe]:
-    content = yaml.safe_load((resources.files("sparsesam.lab.experiment") / "paper.yaml").read_text())
+    content = yaml.safe_load((resources.files("sparsesam.lab.paper") / "recipes.yaml").read_text())
     return {label: Recipe(label, one["title"], one) for label, one in content["recipes"].items()}
 
 
