@@ -1,1 +1,1 @@
-"""What ``sparsesam paper`` does with the recipes: dry runs, tables, figures, and where each setting comes from."""
+"""The paper's tables and figures: recipes, where each setting comes from, dry runs, comparisons and drawings."""
