@@ -3,7 +3,7 @@
 python -m benchmarks.engine [--model resnet18] [--batch 64] [--rounds 7] [--threads 2] [--only WORDS] [--json FILE]
 
 Masks are fixed before the timing; every case has its own copy of one model. ``--only ,LookSAM`` adds
-pytorch-optimizer's LookSAM, ``--json`` is what ``benchmarks/chart.py`` draws.
+pytorch-optimizer's LookSAM, ``--only ,forward`` a forward alone, ``--json`` is what ``benchmarks/chart.py`` draws.
 """
 
 from __future__ import annotations
@@ -124,6 +124,13 @@ class LookSAMCase(Case):
             self.optimizer.second_step()
 
 
+class ForwardCase(Case):
+    """A forward alone: what no mask of filters leaves out."""
+
+    def __call__(self) -> None:
+        cross_entropy(self.model(self.batch[0]), self.batch[1])
+
+
 #: Batch and image size of each model, for a step of a few seconds on two cores.
 SHAPES = {"resnet18": (64, 32), "wrn-28-10": (8, 32), "vit-s-16": (8, 224)}
 
@@ -188,6 +195,8 @@ def main() -> None:
         for name, wrap in table(model, *TAILS[options.model]).items()
         if name == "SGD" or any(word in name for word in words)
     }
+    if "forward" in words:
+        chosen["a forward alone"] = ForwardCase(model, batch, None)
     if "LookSAM" in words:
         chosen["pytorch-optimizer LookSAM, k=5"] = LookSAMCase(model, batch)
     clock = time.process_time if options.cpu_time else time.perf_counter

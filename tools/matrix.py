@@ -21,9 +21,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TESTS = ["tests/test_*.py", "tests/masks/test_*.py", "tests/ascent/test_*.py", "tests/budget/test_*.py"]
-#: They take three quarters of the time; `--tests` can ask for them.
-SEVERAL_PROCESSES = {"tests/ascent/test_engine_ddp.py", "tests/ascent/test_one_pass_ranks.py"}
+TESTS = [f"tests/{folder}test_*.py" for folder in ("", "masks/", "ascent/", "budget/", "distributed/")]
 #: What the core tests need; those that compare with other packages skip themselves where these are missing.
 TOOLS = ["pytest", "pytest-xdist", "hypothesis", "pyyaml", "pytorch-optimizer", "schedulefree"]
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
@@ -100,8 +98,7 @@ def try_combination(python: str, torch: str, options: argparse.Namespace) -> dic
 
 
 def expand(tests: list[str]) -> list[str]:
-    found = [path.relative_to(ROOT).as_posix() for pattern in tests for path in sorted(ROOT.glob(pattern))]
-    return [path for path in found if path not in SEVERAL_PROCESSES or path in tests]
+    return [path.relative_to(ROOT).as_posix() for pattern in tests for path in sorted(ROOT.glob(pattern))]
 
 
 def commit() -> str:
@@ -124,9 +121,9 @@ def page(rows: list[dict[str, str]], not_run: list[str]) -> str:
             "",
             "# Versions",
             "",
-            "The core tests (optimizer, masks, ascent, engine, budget, torch.func, compat) on combinations of Python",
-            "and torch, each in an environment of its own, without a GPU. Tests that need a newer torch, or packages",
-            "that the environment does not have, are skipped. Those with several processes are not among them.",
+            "The core tests (optimizer, masks, ascent, engine, budget, DDP, FSDP2, torch.func, compat) on combinations",
+            "of Python and torch, each in an environment of its own, without a GPU. Tests that need a newer torch, or",
+            "packages that the environment does not have, are skipped.",
             "",
             "| Python | torch | tests | time | commit |",
             "|---|---|---|---|---|",

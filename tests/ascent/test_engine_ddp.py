@@ -205,6 +205,6 @@ def sharded(rank):
     return opt.engine_report()["engine"]
 
 
-@pytest.mark.skipif(torch.__version__ < "2.7", reason="torch's own fully_shard fails on a CPU")
+@cases.needs_fsdp2_on_a_cpu
 def test_sharded_parameters_switch_it_off_and_the_report_says_so():
     assert all(words.startswith("off: parameters are sharded (fully_shard") for words in run_ranks(sharded, 2))

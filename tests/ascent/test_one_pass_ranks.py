@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-import pytest
 import torch
 from torch import distributed as dist
 from torch import multiprocessing as mp
@@ -74,7 +73,7 @@ def sharded_worker(rank, folder):
     dist.destroy_process_group()
 
 
-@pytest.mark.skipif(torch.__version__ < "2.7", reason="torch's own fully_shard fails on a CPU")
+@cases.needs_fsdp2_on_a_cpu
 def test_shards_equal_one_rank(tmp_path):
     mp.spawn(sharded_worker, (str(tmp_path),), nprocs=2)
     sharded = torch.load(tmp_path / "0.pt", weights_only=True)

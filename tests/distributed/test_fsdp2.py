@@ -6,10 +6,11 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests import cases
 from tests.distributed import equal_runs
 from tests.distributed.processes import run_ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = [pytest.mark.xdist_group("ranks"), cases.needs_fsdp2_on_a_cpu]
 
 KINDS = list(equal_runs.RULES)
 

@@ -22,7 +22,7 @@ from tests.distributed.counted_bytes import CountedBytes
 from tests.distributed.processes import run_ranks
 from tests.distributed.test_fsdp2 import sharded, whole
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = [pytest.mark.xdist_group("ranks"), cases.needs_fsdp2_on_a_cpu]
 
 RANKS = 4
 PATTERNS = [

@@ -13,7 +13,7 @@ from tests.distributed import equal_runs
 from tests.distributed.processes import run_ranks
 from tests.distributed.test_fsdp2 import sharded, whole
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = [pytest.mark.xdist_group("ranks"), cases.needs_fsdp2_on_a_cpu]
 
 KINDS = list(equal_runs.RULES)
 STEPS = 10

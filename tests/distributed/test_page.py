@@ -14,7 +14,7 @@ import sparsesam
 from tests import cases
 from tests.distributed.processes import run_ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = [pytest.mark.xdist_group("ranks"), cases.needs_fsdp2_on_a_cpu]
 
 PAGE = Path(__file__).parents[2] / "docs" / "multi-gpu.md"
 
