@@ -108,11 +108,16 @@ def mlp_optimizer(model):
 
 def patterns(rank):
     """Every pattern by scores with many ties, at random, and dropped and grown again, of uneven shards."""
+    return {dim: patterns_sharded_along(dim) for dim in (0, 1)}
+
+
+def patterns_sharded_along(dim):
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (RANKS,))
     tensors = pattern_tensors()
-    placed = {name: distribute_tensor(one, mesh, [Shard(0)]) for name, one in tensors.items()}
+    dims = {name: min(dim, one.dim() - 1) for name, one in tensors.items()}
+    placed = {name: distribute_tensor(one, mesh, [Shard(dims[name])]) for name, one in tensors.items()}
     shards = Shards.of(placed)
     local = {name: one.to_local() for name, one in placed.items()}
     found = []
@@ -125,7 +130,7 @@ def patterns(rank):
         keep, grow = local, torch.Generator().manual_seed(4)
         masks.append(pattern.drop_and_grow(masks[1], keep, grow, sparsity=sparsity, ratio=0.5, shards=shards))
         masks.append(pattern.drop_and_grow(masks[1], grow, keep, sparsity=sparsity, ratio=0.3, shards=shards))
-        found.append([{name: gathered(mask) for name, mask in one.items()} for one in masks])
+        found.append([{name: gathered(mask, dims[name]) for name, mask in one.items()} for one in masks])
     return found
 
 
@@ -137,10 +142,10 @@ def pattern_tensors():
     return {name: (one.double() * 8).round() for name, one in drawn.items()}
 
 
-def gathered(mask):
+def gathered(mask, dim=0):
     parts = [None] * RANKS
     dist.all_gather_object(parts, mask)
-    return torch.cat(parts)
+    return torch.cat(parts, dim)
 
 
 def bytes_of_a_selection(rank):
@@ -213,15 +218,16 @@ def test_tensor_parallel_weights_have_the_masks_of_whole_ones(found):
     assert cases.same_bits(masks, opt.masks.values())
 
 
+@pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("index", range(len(PATTERNS)), ids=map(str, PATTERNS))
-def test_patterns_of_shards_are_those_of_whole_tensors(found, index):
+def test_patterns_of_shards_are_those_of_whole_tensors(found, index, dim):
     pattern, whole = PATTERNS[index], pattern_tensors()
     sparsity = None if pattern.implied_sparsity is not None else 0.6
     expected = [pattern.select(whole, sparsity), pattern.draw(whole, torch.Generator().manual_seed(3), sparsity)]
     keep, grow = whole, torch.Generator().manual_seed(4)
     expected.append(pattern.drop_and_grow(expected[1], keep, grow, sparsity=sparsity, ratio=0.5))
     expected.append(pattern.drop_and_grow(expected[1], grow, keep, sparsity=sparsity, ratio=0.3))
-    for mine, theirs in zip(found["patterns"][index], expected, strict=True):
+    for mine, theirs in zip(found["patterns"][dim][index], expected, strict=True):
         assert all(torch.equal(mine[name], mask) for name, mask in theirs.items())
 
 

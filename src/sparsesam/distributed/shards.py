@@ -155,6 +155,14 @@ class Shards:
         """The sum of each of the numbers over all ranks."""
         return [int(number) for number in self.sum(torch.tensor(numbers, dtype=torch.int64)).tolist()]
 
+    def gathered(self, part: Tensor, layout: ShardLayout) -> Tensor:
+        """The whole matrix that the ranks' parts make up; float64, on the CPU."""
+        whole = torch.zeros(layout.shape, dtype=torch.float64)
+        if layout.counts:
+            rows, columns = layout.indices
+            whole[rows[:, None], columns] = part.double().cpu()
+        return self.sum(whole)
+
     def norm(self, norm: float | Tensor) -> float | Tensor:
         """The norm of what all ranks count, from the norm of what this rank counts."""
         if isinstance(norm, Tensor):

@@ -1,8 +1,7 @@
 """N of every M consecutive weights, or filters.
 
 Of sharded tensors, the edge of a shard may cut a group: FSDP2 cuts along dimension 0, along which the groups of
-axis="output" run. The rows of groups that are cut, at most M - 1 on either side of an edge, are sent to all ranks; all
-others are chosen where they are.
+axis="output" run. The scores of such a tensor are gathered on all ranks; all others are chosen where they are.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class NM(_NOfM):
         check_scores(scores, shards)
         groups = self._groups(shards)
         masks = {name: self._outside_groups(score, groups.get(name)) for name, score in scores.items()}
-        self._fill({name: group.of(scores[name]) for name, group in groups.items()}, masks, groups, None, shards)
+        self._fill(masks, {name: group.of(scores[name]) for name, group in groups.items()}, groups, shards)
         return masks
 
     def _drop_and_grow(
@@ -81,8 +80,7 @@ class NM(_NOfM):
         self.check_sparsity(sparsity)
         groups = self._groups(shards)
         grouped = {name: group.of(masks[name]).contiguous() for name, group in groups.items()}
-        inside = shards.with_parts({name: group.part for name, group in groups.items()})
-
+        inside = shards.with_parts({name: group.layout for name, group in groups.items()})
         keep, grow = (
             choice
             if isinstance(choice, torch.Generator)
@@ -95,7 +93,7 @@ class NM(_NOfM):
         check_scores(growth, inside)
         # What lies outside full groups is fixed by the pattern, so it stays as it is.
         result = {name: mask.clone(memory_format=torch.contiguous_format) for name, mask in masks.items()}
-        self._fill(growth, result, groups, survivors, shards)
+        self._fill(result, growth, groups, shards, first=survivors)
         return result
 
     def _groups(self, shards: Shards) -> dict[str, _Groups]:
@@ -114,19 +112,9 @@ class NM(_NOfM):
                     f"m={self.m}; choose another m or axis, or remainder='dense' to keep the last group whole"
                 )
             inside[name] = matrix.first((sizes[0], sizes[1]))
-        # Which groups does some rank hold a part of, but not all?
-        held = [torch.bincount(p.indices[axis] // self.m, minlength=p.shape[axis] // self.m) for p in inside.values()]
-        partly = [((count > 0) & (count < self.m)).long() for count in held]
-        everywhere = shards.sum(torch.cat(partly)).split([len(one) for one in partly]) if partly else ()
-        groups = {}
-        for (name, part), cut in zip(inside.items(), everywhere, strict=True):
-            if bool(cut.any()) and (axis == 1 or len(part.indices[1]) < part.shape[1]):
-                raise ValueError(
-                    f"{name!r} is sharded so that groups of {self} are cut, and along more than its dimension "
-                    "0; shard it along dimension 0, or along others only where groups run along dimension 0"
-                )
-            groups[name] = _Groups(part, self.m, cut.nonzero().squeeze(1))
-        return groups
+        held = [(layout.indices[axis] // self.m).bincount() for layout in inside.values()]  # of each group
+        cut = shards.sum_of(*(int(counts.remainder(self.m).any()) for counts in held)) if held else []
+        return {name: _Groups(layout, is_cut > 0) for (name, layout), is_cut in zip(inside.items(), cut, strict=True)}
 
     def _outside_groups(self, score: Tensor, group: _Groups | None) -> Tensor:
         """The mask before its groups are filled: remainders and vectors."""
@@ -139,72 +127,37 @@ class NM(_NOfM):
 
     def _fill(
         self,
-        scores: Tensors,
         masks: dict[str, Tensor],
+        scores: Tensors,
         groups: dict[str, _Groups],
-        first: Tensors | None,
         shards: Shards,
+        *,
+        first: Tensors | None = None,
     ) -> None:
         """Choose n in every group of this rank's masks, in place; entries of ``first`` are chosen before others."""
         for name, group in groups.items():
-            kept, chosen = None if first is None else first[name], group.of(masks[name])
-            if not len(group.cut):
-                choose_in_groups(scores[name], self.n, self.m, self.axis, out=chosen, first=kept)
+            score, certain, chosen = scores[name], None if first is None else first[name], group.of(masks[name])
+            if not group.is_cut:
+                choose_in_groups(score, self.n, self.m, self.axis, out=chosen, first=certain)
                 continue
-            rows = group.whole_rows().to(chosen.device)
-            part = chosen[rows]
-            choose_in_groups(
-                scores[name][rows], self.n, self.m, self.axis, out=part, first=None if kept is None else kept[rows]
-            )
-            chosen[rows] = part
-        cut = {name: group for name, group in groups.items() if len(group.cut)}
-        if not cut:
-            return
-        gathered = _gathered_rows(scores, cut, shards)
-        certain = None if first is None else _gathered_rows(first, cut, shards)
-        for name, group in cut.items():
-            whole = torch.zeros(gathered[name].shape, dtype=torch.bool)
-            kept = None if certain is None else certain[name] > 0
-            choose_in_groups(gathered[name], self.n, self.m, "output", out=whole, first=kept)
-            own, places = group.cut_rows()
-            group.of(masks[name])[own.to(masks[name].device)] = whole[places].to(masks[name].device)
+            whole = torch.zeros(group.layout.shape, dtype=torch.bool)
+            if certain is not None:
+                certain = shards.gathered(certain, group.layout) > 0
+            choose_in_groups(shards.gathered(score, group.layout), self.n, self.m, self.axis, out=whole, first=certain)
+            chosen.copy_(group.layout.of(whole))
 
 
 @dataclass(frozen=True)
 class _Groups:
-    """The part of a matrix that divides into groups of ``m``: what this rank holds of it, and which groups are cut."""
+    """The part of a matrix that divides into groups: what this rank holds of it, and whether shards cut a group."""
 
-    part: ShardLayout
-    m: int
-    cut: Tensor
+    layout: ShardLayout
+    is_cut: bool
 
     def of(self, tensor: Tensor) -> Tensor:
         """What this rank has of the groups, as a matrix: a view."""
-        rows, columns = self.part.indices
+        rows, columns = self.layout.indices
         return as_matrix(tensor)[: len(rows), : len(columns)]
-
-    def whole_rows(self) -> Tensor:
-        """Which of this rank's rows are in groups that are not cut."""
-        return (~torch.isin(self.part.indices[0] // self.m, self.cut)).nonzero().squeeze(1)
-
-    def cut_rows(self) -> tuple[Tensor, Tensor]:
-        """Which of this rank's rows are in groups that are cut, and their places among all such rows."""
-        rows = self.part.indices[0]
-        own = torch.isin(rows // self.m, self.cut).nonzero().squeeze(1)
-        return own, torch.searchsorted(self.cut, rows[own] // self.m) * self.m + rows[own] % self.m
-
-
-def _gathered_rows(parts: Tensors, cut: dict[str, _Groups], shards: Shards) -> dict[str, Tensor]:
-    """The rows of all groups that are cut, from the ranks that hold them; float64, on the CPU."""
-    buffers = {}
-    for name, group in cut.items():
-        buffers[name] = torch.zeros(len(group.cut) * group.m, group.part.shape[1], dtype=torch.float64)
-        if group.part.counts:
-            own, places = group.cut_rows()
-            buffers[name][places] = parts[name][own.to(parts[name].device)].cpu().double()
-    summed = shards.sum(torch.cat([buffer.reshape(-1) for buffer in buffers.values()]))
-    sizes = [buffer.numel() for buffer in buffers.values()]
-    return {name: flat.view(buffers[name].shape) for name, flat in zip(buffers, summed.split(sizes), strict=True)}
 
 
 @dataclass(frozen=True)
