@@ -8,8 +8,7 @@ from sparsesam.distributed.ddp import (
     running_ddp,
     unsynchronized,
 )
-from sparsesam.distributed.fsdp1 import refuse_fsdp1
-from sparsesam.distributed.fsdp2 import reshard
+from sparsesam.distributed.fsdp import refuse_fsdp1, reshard
 from sparsesam.distributed.join import JoinableOptimizer
 from sparsesam.distributed.shards import Shards, as_shard_of, is_sharded, local_part
 

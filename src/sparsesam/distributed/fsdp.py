@@ -1,10 +1,22 @@
-"""FullyShardedDataParallel, the first: refused, because its shards cannot be told from whole tensors."""
+"""``fully_shard`` (FSDP2), and FullyShardedDataParallel (FSDP1), which is refused."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
-from torch import Tensor
+from torch import Tensor, nn
+
+
+def reshard(model: nn.Module) -> None:
+    """Free parameters that FSDP2 gathered, so that the next forward gathers the shards as they are now.
+
+    It does so by itself after a backward, unless told ``set_reshard_after_backward(False)``.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for module in model.modules():
+        if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+            module.reshard()
 
 
 def refuse_fsdp1(parameters: Iterable[Tensor]) -> None:
