@@ -54,6 +54,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             self.num_batches_tracked.add_(1)
         return (x - mean) / (variance + self.eps).sqrt() * self.weight + self.bias
 
+    forward.__module__ = nn.SyncBatchNorm.__module__
+
 
 class Net(nn.Module):
     def __init__(self):
@@ -81,6 +83,8 @@ class CountingOnOneRank(SyncBatchNorm):
             self.calls += 1
         return super().forward(x)
 
+    forward.__module__ = nn.SyncBatchNorm.__module__
+
 
 class DrawingOnOneRank(SyncBatchNorm):
     """After a draw from Python's generator nothing of the first pass is used again there."""
@@ -89,6 +93,8 @@ class DrawingOnOneRank(SyncBatchNorm):
         if dist.get_rank() == 1:
             random.random()
         return super().forward(x)
+
+    forward.__module__ = nn.SyncBatchNorm.__module__
 
 
 def accumulated(opt, model, x, y):

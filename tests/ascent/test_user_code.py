@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributions import Normal
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -377,6 +378,56 @@ def test_a_cpp_op_reads_values_that_are_there(tmp_path):
         compare(lambda: make(extended), sparsesam.fixed_mask("head.*"), loop)
 
 
+# ---- torch.func and forward-mode differentiation -----------------------------------------------------------------
+
+
+def by_vmap(model, x, y):
+    return F.cross_entropy(torch.vmap(model)(x), y)
+
+
+def gradients_of_each_sample(model, x, y):
+    def loss_of(weights, one, label):
+        return F.cross_entropy(torch.func.functional_call(model, weights, (one[None],)), label[None])
+
+    each = torch.vmap(torch.func.grad(loss_of), (None, 0, 0))(dict(model.named_parameters()), x, y)
+    return F.cross_entropy(model(x), y) + 0.1 * sum(gradient.pow(2).mean() for gradient in each.values())
+
+
+def by_jvp(model, x, y):
+    out, tangent = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+    return F.cross_entropy(out, y) + 0.1 * tangent.pow(2).mean()
+
+
+def in_a_dual_level(model, x, y):
+    with forward_ad.dual_level():
+        out, tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x))))
+        return F.cross_entropy(out, y) + 0.1 * tangent.pow(2).mean()
+
+
+def with_mixed_rows(model, x, y):
+    """Weights in another place than the module's own: a row of theirs is made of several rows."""
+    weights = {name: p.cumsum(0) for name, p in model.named_parameters()}
+    return F.cross_entropy(torch.func.functional_call(model, weights, (x,)), y)
+
+
+@pytest.mark.parametrize("mask", ["head", "filters"])
+@pytest.mark.parametrize(
+    "loss_of", [by_vmap, gradients_of_each_sample, by_jvp, in_a_dual_level, with_mixed_rows], ids=lambda f: f.__name__
+)
+def test_transformations_of_the_model(loss_of, mask):
+    def loop(opt, model, x, y):
+        def closure():
+            opt.zero_grad()
+            loss = loss_of(model, x, y)
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+
+    masks = some_filters(make(), "middle", "head") if mask == "filters" else sparsesam.fixed_mask("head.*")
+    compare(make, masks, loop)
+
+
 # ---- old versions of torch ---------------------------------------------------------------------------------------
 
 #: private names of torch that the library uses; each was looked up in the wheel of torch 2.6.0, the oldest we declare
@@ -391,6 +442,8 @@ PRIVATE = {
     "torch._dynamo",
     "torch._functorch.config",
     "torch._functorch.config.donated_buffer",
+    "torch.autograd._get_sequence_nr",
+    "torch.autograd.forward_ad._current_level",
     "torch.overrides._get_current_function_mode",
     "torch.utils._python_dispatch",
     "torch.utils._pytree",

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from sparsesam.ascent.graph import function_of_ones_own
 from sparsesam.ascent.survey import has_gradient_hooks
 from sparsesam.distributed import is_distributed
 
@@ -64,9 +64,9 @@ def why_at_once(roots: list[Tensor], nodes: list[Any], needed: tuple[Tensor, ...
     if any(map(has_gradient_hooks, needed)):
         return "a gradient hook is registered on a perturbed parameter"
     for node in nodes:
-        function = node._forward_cls if isinstance(node, BackwardCFunction) else None  # type: ignore[attr-defined]
-        if function is not None and function.__module__.split(".")[0] not in ("torch", "sparsesam"):
-            return f"the closure may see what the backward of {function.__name__} does"
+        function = function_of_ones_own(node)
+        if function is not None:
+            return f"the closure may see what the backward of {function} does"
     # Collective operations write to a loss without torch's knowledge.
     if is_distributed() and any(hasattr(root.grad_fn, "_saved_result") for root in roots):
         return "the loss is a part of its own graph, and ranks may average it"

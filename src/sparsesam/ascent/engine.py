@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from sparsesam.ascent.first_pass import FirstPass
-from sparsesam.ascent.graph import has_compiled
+from sparsesam.ascent.graph import has_compiled, is_transformed
 from sparsesam.ascent.layers import layer_forward
 from sparsesam.ascent.plan import Ascent, Norm, Plan, make_plan
 from sparsesam.ascent.prefix import Agree, Prefix
@@ -29,7 +29,7 @@ from sparsesam.ascent.replaced_calls import Replacement, is_compiled, replaced_c
 from sparsesam.ascent.report import engine_report
 from sparsesam.ascent.rng import RNGState
 from sparsesam.ascent.survey import Survey, has_gradient_hooks, have_global_hooks, have_hooks, hooks_left_out, survey
-from sparsesam.ascent.tensors import memory_of
+from sparsesam.ascent.tensors import is_strided, memory_of
 from sparsesam.distributed import (
     all_agree,
     invalidates_graphs,
@@ -212,10 +212,14 @@ def _plain_call(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _call_layer(first: FirstPass, module: nn.Module, weight: int, forward: Any, args: Any, kwargs: Any) -> Any:
-    first.layers_called.add(weight)
     if weight in first.plan.moved:
         first.prefix.close()
     x = args[0] if args else kwargs["input"]
+    # torch.func.functional_call puts other tensors in the place of weights.
+    is_plain = id(module._parameters["weight"]) == weight and is_strided(x) and not is_transformed()
+    if not is_plain:
+        return forward(*args, **kwargs)
+    first.layers_called.add(weight)
     return layer_forward(module, x, first.plan.sliced.get(weight), first.switch)
 
 

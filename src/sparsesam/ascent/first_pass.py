@@ -59,6 +59,7 @@ class FirstPass(TorchFunctionMode):
         self._before_calls = before_calls
         self._backwards = 0
         self._waiting: Call | None = None
+        self._is_for_single_use = False  # the graph of the backward that waits
         self._other_leaves: list[Tensor] = []  # not of the model: the user's own
         self._context = backward_context() if in_closure else ()
         self._grad_was_off = False
@@ -175,11 +176,14 @@ class FirstPass(TorchFunctionMode):
         if self._backwards > 1 and self._in_closure:
             self.give_up("several backward passes in a closure")
         roots = tensors_in(args[0])
-        nodes = list(nodes_of(roots))
+        last = [root.grad_fn for root in roots]
+        nodes = list(nodes_of(last))
+        self.prefix.require_closed_graphs(last)
         if self._narrow and self._grad_was_off and any(map(is_reentrant, nodes)):
             self.give_up("a reentrant checkpoint cannot be differentiated in part")
         leaves = (leaf_of(node) for node in nodes)
         self._other_leaves = [leaf for leaf in leaves if leaf is not None and id(leaf) not in self.plan.names]
+        self._is_for_single_use = has_compiled() and any(map(is_for_single_use, nodes))
         self._waiting = (func, args, kwargs)
         if self._narrow and self._in_closure and self.plan.is_explicit:
             reason = why_at_once(roots, nodes, self.plan.needed)
@@ -193,7 +197,7 @@ class FirstPass(TorchFunctionMode):
     def _run_waiting(self) -> Any:
         assert self._waiting is not None
         (func, args, kwargs), self._waiting = self._waiting, None
-        if self._keeps_graph and has_compiled() and any(map(is_for_single_use, nodes_of(tensors_in(args[0])))):
+        if self._keeps_graph and self._is_for_single_use:
             self.give_up(SINGLE_USE)
         if self._keeps_graph:
             kwargs = {**kwargs, "retain_graph": True}

@@ -6,12 +6,14 @@ import sys
 from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 
-def nodes_of(roots: Iterable[Tensor], ends: Container[Any] = ()) -> Iterator[Any]:
-    """All nodes of a graph up to ``ends``, which are left out."""
-    waiting: list[Any] = [root.grad_fn for root in roots]
+def nodes_of(roots: Iterable[Any], ends: Container[Any] = ()) -> Iterator[Any]:
+    """All nodes of a graph from these on and up to ``ends``, which are left out."""
+    waiting = list(roots)
     seen = set()
     while waiting:
         node = waiting.pop()
@@ -24,6 +26,15 @@ def nodes_of(roots: Iterable[Tensor], ends: Container[Any] = ()) -> Iterator[Any
 def leaf_of(node: Any) -> Tensor | None:
     """The tensor whose gradient a node adds to."""
     return node.variable if type(node).__name__ == "AccumulateGrad" else None
+
+
+def next_number() -> int:
+    """That of the next node of this thread: autograd numbers them as they are made."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def number_of(node: Any) -> int:
+    return int(node._sequence_nr())
 
 
 def has_compiled() -> bool:
@@ -39,5 +50,19 @@ def is_for_single_use(node: Any) -> bool:
     return is_compiled and bool(getattr(getattr(function, "metadata", None), "bw_donated_idxs", None))
 
 
+def function_of_ones_own(node: Any) -> str | None:
+    """The name of the user's autograd.Function whose backward a node calls."""
+    function = node._forward_cls if isinstance(node, BackwardCFunction) else None  # type: ignore[attr-defined]
+    if function is None or function.__module__.split(".")[0] in ("torch", "sparsesam"):
+        return None
+    return str(function.__name__)
+
+
 def is_reentrant(node: Any) -> bool:
     return type(node).__name__ == "CheckpointFunctionBackward"
+
+
+def is_transformed() -> bool:
+    """Within torch.func's transformations and forward-mode differentiation."""
+    in_func = torch._C._functorch.peek_interpreter_stack() is not None
+    return in_func or torch.autograd.forward_ad._current_level >= 0

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 import operator
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,12 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
+from sparsesam.ascent.tensors import is_strided
+
 #: values that are equal if ``==`` says so, and that nobody changes in place
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.Size, torch.dtype, torch.device, slice, range)
-_CONTAINERS = (list, dict, set)
+#: values that hold nothing that could change
+_UNCHANGING = frozenset((*_PLAIN, types.BuiltinFunctionType, types.ModuleType, torch.memory_format, torch.layout))
+_MOST_VALUES = 50_000
 #: what every module has, and calls that are replaced for the duration of a pass
 _BASE = frozenset((*nn.Module().__dict__, "forward", "_compiled_call_impl"))
-#: in training mode their output does not depend on the running statistics, which DDP may overwrite
 _NORMALIZATION = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
@@ -24,7 +30,8 @@ class Inputs:
 
     def __init__(self, leaves: list[Any], structure: TreeSpec | int) -> None:
         self.leaves, self.structure = leaves, structure
-        self.versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in leaves]
+        self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in leaves]
+        self._copies = [(leaf, leaf.clone()) for leaf in leaves if isinstance(leaf, Tensor) and _is_foreign(leaf)]
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
@@ -38,11 +45,14 @@ class Inputs:
 
     @property
     def are_unchanged(self) -> bool:
-        return all(
-            leaf._version == version
-            for leaf, version in zip(self.leaves, self.versions, strict=True)
-            if isinstance(leaf, Tensor)
-        )
+        pairs = zip(self.leaves, self._versions, strict=True)
+        same = all(leaf._version == version for leaf, version in pairs if isinstance(leaf, Tensor))
+        return same and all(torch.equal(leaf, copy) for leaf, copy in self._copies)
+
+
+def _is_foreign(tensor: Tensor) -> bool:
+    """Whether its memory came from elsewhere (numpy, another process), where it may be written to unseen."""
+    return tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
 
 
 def strange_leaf(tree: Any) -> str | None:
@@ -57,46 +67,91 @@ def strange_leaf(tree: Any) -> str | None:
 
 def _is_comparable(leaf: Any) -> bool:
     if isinstance(leaf, Tensor):
-        common = type(leaf) in (Tensor, nn.Parameter) and leaf.layout is torch.strided
-        return common and not (leaf.is_nested or leaf.is_inference())
+        return is_strided(leaf) and not leaf.is_inference()
     return type(leaf) in _PLAIN
 
 
 class ModuleState:
-    """Parameters, buffers, flags and attributes of a module and all modules in it, by identity and version."""
+    """All that a module and the modules in it hold: parameters, buffers, flags, attributes and what is in these."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
-        self._values, self._versions = _read(modules)
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.values, self._versions, self._strange = _read(module)
 
     def difference(self) -> str | None:
         """What has changed since; None: nothing."""
-        values, versions = _read(self._modules)
-        if len(values) != len(self._values):
+        if self._strange is not None:
+            return f"a module holds a {self._strange}, whose state cannot be compared"
+        values, versions, _ = _read(self._module)
+        if len(values) != len(self.values):
             return "a parameter, buffer or attribute of a module is added or removed in the forward"
-        if not all(map(operator.is_, values, self._values)):
-            for now, then in zip(values, self._values, strict=True):
+        if not all(map(operator.is_, values, self.values)):
+            for now, then in zip(values, self.values, strict=True):
                 if now is not then and not _are_equal(now, then):
                     return f"an attribute of a module changes in the forward, from one {type(then).__name__} to another"
         if versions != self._versions:
-            return "a parameter, buffer, list or dictionary of a module is written to in the forward"
+            return "a parameter, buffer or other tensor of a module is written to in the forward"
         return None
 
 
-def _read(modules: Sequence[nn.Module]) -> tuple[list[Any], list[int]]:
-    """All values that a forward may depend on, and the versions and sizes of those that can change in place."""
+def _read(module: nn.Module) -> tuple[list[Any], list[int], str | None]:
+    """All values that a forward may depend on, the versions of the tensors, and the type of what cannot be read."""
     values: list[Any] = []
     versions: list[int] = []
-    for module in modules:
-        held = module.__dict__
-        own = [value for name, value in held.items() if name not in _BASE]
-        tensors = [*module._parameters.values(), *(value for value in own if isinstance(value, Tensor))]
-        if not (isinstance(module, _NORMALIZATION) and module.training):
-            tensors += module._buffers.values()
-        values += (getattr(module, "training", False), *module._modules.values(), *own, *tensors)
-        versions += [0 if one is None or one.is_inference() else one._version for one in tensors]
-        versions += [len(value) for value in own if type(value) in _CONTAINERS]
-    return values, versions
+    holders: list[Any] = [module]
+    seen: set[int] = set()
+    for holder in holders:
+        if id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        held = _held_by(holder)
+        if held is None or len(values) > _MOST_VALUES:
+            return values, versions, type(holder).__name__
+        values += held
+        for value in held:
+            if type(value) in _UNCHANGING:
+                continue
+            if isinstance(value, Tensor):
+                versions.append(0 if value.is_inference() else value._version)
+            else:
+                holders.append(value)
+    return values, versions, None
+
+
+def _held_by(holder: Any) -> Sequence[Any] | None:
+    """What an object consists of; None: its state is out of reach."""
+    if isinstance(holder, nn.Module):
+        own = [value for name, value in holder.__dict__.items() if name not in _BASE]
+        buffers = () if _ignores_statistics(holder) else holder._buffers.values()
+        training = getattr(holder, "training", False)  # frozen scripts have no such attribute
+        return [training, *holder._parameters.values(), *buffers, *holder._modules.values(), *own]
+    if isinstance(holder, (list, tuple, set, frozenset)):
+        return list(holder)
+    if isinstance(holder, dict):
+        return [*holder, *holder.values()]
+    if isinstance(holder, types.FunctionType):
+        return [cell.cell_contents for cell in holder.__closure__ or () if cell != _EMPTY]
+    if isinstance(holder, types.MethodType):
+        return [holder.__self__]
+    if isinstance(holder, functools.partial):
+        return [holder.func, *holder.args, *holder.keywords.values()]
+    if isinstance(holder, (type, enum.Enum)):
+        return ()
+    if type(holder).__basicsize__ == _PlainObject.__basicsize__:  # it has a __dict__ and nothing else
+        return list(vars(holder).values())
+    return None
+
+
+class _PlainObject:
+    pass
+
+
+_EMPTY = types.CellType()
+
+
+def _ignores_statistics(module: nn.Module) -> bool:
+    """In training mode the output of torch's own normalization does not depend on its buffers, which it writes to."""
+    return module.training and isinstance(module, _NORMALIZATION) and type(module).forward.__module__[:6] == "torch."
 
 
 def _are_equal(left: Any, right: Any) -> bool:

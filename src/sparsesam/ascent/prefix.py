@@ -9,6 +9,7 @@ The graph of the output is still there: the first backward did not go into it, o
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sparsesam.ascent.graph import leaf_of, nodes_of
+from sparsesam.ascent.graph import function_of_ones_own, is_transformed, leaf_of, next_number, nodes_of, number_of
 from sparsesam.ascent.module_state import Inputs, ModuleState, strange_leaf
 from sparsesam.ascent.plan import Plan
 from sparsesam.ascent.rng import RNGSnapshot, RNGState, other_generators, same_state
@@ -35,15 +36,17 @@ _LONGEST_WAY = 2000
 @dataclass
 class _Record:
     output: Any
-    versions: list[int]
     inputs: Inputs
     state: ModuleState
     context: tuple[Any, ...]
     drew: tuple[RNGSnapshot, RNGSnapshot] | None
+    made_between: tuple[int, int]  # numbers of its graph's nodes
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        return _tensors(self.output)
+    def __post_init__(self) -> None:
+        self.tensors = _tensors(self.output)
+        self.versions = [tensor._version for tensor in self.tensors]
+        self.first_nodes = {leaf.grad_fn for leaf in self.inputs.leaves if isinstance(leaf, Tensor)}
+        self.last_nodes = [tensor.grad_fn for tensor in self.tensors]
 
 
 class Prefix:
@@ -62,7 +65,6 @@ class Prefix:
         self._ends: set[Any] = set()  # nodes of outputs that were used again
         self._inside = False
         self._fault: str | None = None
-        self._rng_at = rng.read()
         self._others: tuple[Any, bytes] | None = None  # before the first module that may draw from them
 
     # ---- first pass --------------------------------------------------------------------------------------
@@ -75,9 +77,10 @@ class Prefix:
             return forward(*args, **kwargs)
         with _unwatched():
             inputs = Inputs.of(args, kwargs)
-            state, context, before = ModuleState(self.modules[module]), _context(), self._rng.read()
+            state, context, before = ModuleState(module), _context(), self._rng.read()
             if module not in self._of_torch:
                 self._others = self._others or other_generators()
+            number = next_number()
         self._inside, self._fault = True, None
         try:
             output = forward(*args, **kwargs)
@@ -89,8 +92,9 @@ class Prefix:
             if fault is not None:
                 self.note(f"{type(module).__name__}: {fault}")
             elif self.is_open and inputs is not None:
-                made = _Record(output, [], inputs, state, context, (before, self._rng.read()))
-                made.versions = [tensor._version for tensor in made.tensors]
+                after = self._rng.read()
+                drew = None if same_state(before, after) else (before, after)
+                made = _Record(output, inputs, state, context, drew, (number, next_number()))
                 self.memory.update(map(memory_of, made.tensors))
                 self._statistics.update(id(buffer) for buffer in statistics_of(self.modules[module]))
             self._records.setdefault(id(module), []).append(made)
@@ -113,6 +117,24 @@ class Prefix:
         if strange is not None:
             return f"its output holds a {strange}"
         return self._fault or state.difference()
+
+    def require_closed_graphs(self, last: list[Any]) -> None:
+        """Values with gradient must go into and out of a recorded module as inputs and outputs, and in no other way.
+
+        Such as a loss of its own that a module puts into a global list. ``last`` are the nodes of the losses.
+        """
+        records = [made for calls in self._records.values() for made in calls if made is not None]
+        if not records:
+            return
+        bounds = sorted(number for made in records for number in made.made_between)
+        ends = {node for made in records for node in made.last_nodes}
+        is_closed = not any(bisect_right(bounds, number_of(node)) % 2 for node in nodes_of(last, ends))
+        for made in records:
+            known = set(map(id, (*made.state.values, *made.inputs.leaves)))
+            leaves = (leaf_of(node) for node in nodes_of(made.last_nodes, made.first_nodes))
+            is_closed = is_closed and all(leaf is None or id(leaf) in known for leaf in leaves)
+        if not is_closed:
+            self.drop("a module passes values with gradient in other ways than by its input and output")
 
     def close(self) -> None:
         """A perturbed weight is used: from here on nothing is recorded."""
@@ -160,14 +182,9 @@ class Prefix:
         self.close()
         if self.is_empty:
             return
-        nobody_drew = same_state(self._rng_at, self._rng.read())
         for calls in self._records.values():
             for place, made in enumerate(calls):
-                if made is None:
-                    continue
-                if nobody_drew or (made.drew is not None and same_state(*made.drew)):
-                    made.drew = None
-                if any(map(_was_touched, made.tensors, made.versions)):
+                if made is not None and any(map(_was_touched, made.tensors, made.versions)):
                     self.note("an output of a module is written to in place, or has a hook")
                     calls[place] = None
 
@@ -227,10 +244,11 @@ class Prefix:
             return True
         if tensor.is_leaf:  # of the user's own
             return False
-        for count, node in enumerate(nodes_of([tensor], self._ends)):
+        for count, node in enumerate(nodes_of([tensor.grad_fn], self._ends)):
             leaf = leaf_of(node)
             is_other = leaf is not None and (id(leaf) not in self._trainable or id(leaf) in self._moved)
-            if is_other or count > _LONGEST_WAY:
+            # A function of one's own may have another backward than in the first pass.
+            if is_other or count > _LONGEST_WAY or function_of_ones_own(node) is not None:
                 return False
         return True
 
@@ -271,9 +289,9 @@ def _context() -> tuple[Any, ...]:
 
 
 def _is_hidden() -> bool:
-    """Inside of a checkpointed region, which runs again in the backward, and of torch.func's transforms."""
+    """Inside of a checkpointed region, which runs again in the backward, or of a transformation."""
     in_backward = torch._C._current_graph_task_id() != -1
-    return in_backward or _saved_tensor_hooks() or torch._C._functorch.peek_interpreter_stack() is not None
+    return in_backward or _saved_tensor_hooks() or is_transformed()
 
 
 def _saved_tensor_hooks() -> bool:

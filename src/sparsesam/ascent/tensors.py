@@ -23,10 +23,13 @@ def tensors_in(*trees: Any) -> list[Tensor]:
     return found
 
 
+def is_strided(tensor: Any) -> bool:
+    """Whether it is a tensor of the common kind: not sparse, nested or of a class of its own."""
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+
+
 def memory_of(tensor: Tensor) -> int | None:
     """The address of its storage; None if it has none of its own (sparse, nested, sharded, empty, meta, vmap)."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return None
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or not is_strided(tensor):
         return None
     return tensor.untyped_storage().data_ptr() or None

@@ -1,0 +1,287 @@
+"""What a module's output depends on, or what it gives away, beside its arguments and its result."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import sparsesam
+from tests import cases
+from tests.ascent.test_user_code import compare, is_reused
+
+LOOPS = [cases.with_closure, cases.in_two_phases]
+HEAD = sparsesam.fixed_mask("head.*")
+
+
+class Body(nn.Module):
+    """A layer, and a function of the module and of what comes out of it."""
+
+    def __init__(self, act, held=None):
+        super().__init__()
+        self.layer, self.act, self.held = nn.Linear(6, 6), act, held
+
+    def forward(self, x):
+        return self.act(self, torch.tanh(self.layer(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body, self.head = body, nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def make(act, held=None):
+    torch.manual_seed(0)
+    return Net(Body(act, held)).double()
+
+
+def counts_in_a_list(body, h):
+    body.held[0] += 1
+    return h * body.held[0]
+
+
+def counts_in_an_object(body, h):
+    body.held.count += 1
+    return h * body.held.count
+
+
+def writes_to_a_tensor_in_a_dictionary(body, h):
+    body.held["mean"].mul_(0.5).add_(h.detach().mean())
+    return h + body.held["mean"]
+
+
+def draws(body, h):
+    return h * body.held.random()
+
+
+def takes_the_next(body, h):
+    return h * next(body.held)
+
+
+def calls(body, h):
+    return h * body.held()
+
+
+def counter():
+    """A function that keeps a count."""
+    count = [0]
+
+    def called():
+        count[0] += 1
+        return count[0]
+
+    return called
+
+
+STATES = {
+    "a number in a list": (counts_in_a_list, lambda: [0]),
+    "an attribute of an object": (counts_in_an_object, lambda: SimpleNamespace(count=0)),
+    "an attribute of an object of one's own": (counts_in_an_object, lambda: type("State", (), {"count": 0})()),
+    "a tensor in a dictionary": (writes_to_a_tensor_in_a_dictionary, lambda: {"mean": torch.zeros(()).double()}),
+    "a generator of Python's": (draws, lambda: random.Random(0)),
+    "a generator of numpy's": (draws, lambda: np.random.default_rng(0)),
+    "an iterator": (takes_the_next, lambda: itertools.count(1)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Pickle, copy")
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("name", STATES)
+def test_state_that_a_module_holds(name, loop):
+    act, held = STATES[name]
+    opt = compare(lambda: make(act, held()), HEAD, loop)
+    assert not is_reused(opt, "body.layer.weight")
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_state_that_a_function_holds(loop):
+    ends = []
+    for engine in (True, False):
+        model = make(calls, counter())
+        opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=HEAD, norm="masked", engine=engine)
+        loop(opt, model, *cases.vectors(8))
+        ends.append(cases.weights_of(model))
+    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_teacher_out_of_sight_that_follows_the_body(loop):
+    def averaged(opt, model, x, y):
+        with torch.no_grad():
+            for slow, fast in zip(model.body.held[0].parameters(), model.body.layer.parameters(), strict=True):
+                slow.lerp_(fast, 0.3)
+        return F.cross_entropy(model(x), y)
+
+    def by_closure(opt, model, x, y):
+        def closure():
+            opt.zero_grad()
+            loss = averaged(opt, model, x, y)
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+
+    def taught(body, h):
+        return h + torch.tanh(body.held[0](h.detach()))
+
+    compare(lambda: make(taught, [nn.Linear(6, 6).double().requires_grad_(False)]), HEAD, by_closure)
+
+
+def test_settings_that_stay_do_not_stand_in_the_way():
+    settings = {"config": SimpleNamespace(sizes=[1, 2], act=torch.tanh), "of": (nn.Linear, F.relu)}
+    opt = compare(lambda: make(lambda body, h: h, settings), HEAD, cases.with_closure)
+    assert is_reused(opt, "body.layer.weight")
+
+
+class Renormalized(nn.BatchNorm1d):
+    """Its output depends on its statistics in training mode too."""
+
+    def forward(self, x):
+        out = (x - self.running_mean) / (self.running_var + self.eps).sqrt()
+        with torch.no_grad():
+            self.running_mean.lerp_(x.mean(0), 0.1)
+            self.running_var.lerp_(x.var(0), 0.1)
+        return out * self.weight + self.bias
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_normalization_of_ones_own(loop):
+    compare(lambda: Net(nn.Sequential(nn.Linear(6, 6), Renormalized(6))).double(), HEAD, loop)
+
+
+# ---- values with gradient ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("norm", ["masked", "full"])
+@pytest.mark.parametrize("two_phases", [False, True])
+def test_a_loss_that_a_module_puts_into_a_global_list(two_phases, norm, inner):
+    losses = []
+
+    def noted(body, h):
+        losses.append(h.pow(2).mean())
+        return h * 2 if inner else h
+
+    def loss_of(model, x, y):
+        losses.clear()
+        return F.cross_entropy(model(x), y) + sum(losses)
+
+    def loop(opt, model, x, y):
+        run(opt, lambda: loss_of(model, x, y), two_phases)
+
+    opt = compare(lambda: Net(Body(globals_of(noted))).double(), HEAD, loop, norm=norm)
+    assert "other ways than by its input and output" in opt.engine_report()["engine"]
+
+
+def globals_of(function):
+    """The function as a global one: what it closes over is not seen."""
+    return type("Global", (), {"__call__": staticmethod(function), "__deepcopy__": lambda self, _: self})()
+
+
+def run(opt, loss_of, two_phases):
+    def closure():
+        opt.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        return loss
+
+    if not two_phases:
+        opt.step(closure)
+        return
+    with opt.first_pass():
+        closure()
+    with opt.perturbed():
+        closure()
+    opt.step()
+
+
+@pytest.mark.parametrize("two_phases", [False, True])
+def test_a_value_that_a_module_takes_from_a_global_place(two_phases):
+    place = {}
+
+    class Conditioned(Net):
+        def __init__(self):
+            super().__init__(Body(globals_of(lambda body, h: h * place["condition"])))
+            self.condition, self.calls = nn.Linear(6, 6), 0
+
+        def forward(self, x):
+            self.calls += 1
+            place["condition"] = self.condition(x) * self.calls
+            return super().forward(x)
+
+    def loop(opt, model, x, y):
+        run(opt, lambda: F.cross_entropy(model(x), y), two_phases)
+
+    compare(lambda: Conditioned().double(), HEAD, loop)
+
+
+class Scaled(torch.autograd.Function):
+    """The same values, another gradient."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.factor * g, None
+
+
+@pytest.mark.parametrize("norm", ["masked", "full"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_gradient_that_is_scaled_anew_in_each_forward(loop, norm):
+    class Reversing(Net):
+        def __init__(self):
+            super().__init__(nn.Linear(6, 6))
+            self.middle, self.calls = nn.Linear(6, 6), 0
+
+        def forward(self, x):
+            self.calls += 1
+            return self.head(self.middle(Scaled.apply(self.body(x), -0.1 * self.calls)))
+
+    compare(lambda: Reversing().double(), HEAD, loop, norm=norm)
+
+
+# ---- random numbers and memory -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("two_phases", [False, True])
+def test_random_numbers_of_a_seed_of_their_own(two_phases):
+    seeds = iter(range(100))
+
+    def loop(opt, model, x, y):
+        def loss_of():
+            with torch.random.fork_rng():
+                torch.manual_seed(next(seeds) % 6)
+                return F.cross_entropy(model(x), y)
+
+        run(opt, loss_of, two_phases)
+
+    compare(lambda: Net(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))).double(), HEAD, loop)
+
+
+@pytest.mark.parametrize("two_phases", [False, True])
+def test_a_batch_in_the_memory_of_numpy_that_is_written_anew(two_phases):
+    array = np.zeros((8, 6))
+    batch = torch.from_numpy(array)
+    calls = itertools.count()
+
+    def loop(opt, model, x, y):
+        def loss_of():
+            array[...] = x.numpy() * (1 + next(calls) % 2)
+            return F.cross_entropy(model(batch), y)
+
+        run(opt, loss_of, two_phases)
+
+    compare(lambda: Net(nn.Linear(6, 6)).double(), HEAD, loop)
