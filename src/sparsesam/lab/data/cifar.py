@@ -11,7 +11,7 @@ from filelock import FileLock
 
 from sparsesam.lab.data.download import Remote, cache_dir, obtain, unpack, verify
 from sparsesam.lab.data.restricted_pickle import read_pickle
-from sparsesam.lab.data.splits import DataError, Labelled, Splits
+from sparsesam.lab.data.splits import DataError, DatasetInfo, Labelled, Splits
 
 PIXELS = 3 * 32 * 32
 
@@ -51,13 +51,9 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Cifar:
+class Cifar(DatasetInfo):
     """What distinguishes the two data sets. The first layout is the one that is downloaded."""
 
-    name: str
-    classes: tuple[str, ...]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
     layouts: tuple[Layout, ...]
     train_records: int = 50_000
     test_records: int = 10_000

@@ -29,7 +29,11 @@ class Labelled(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Described:
+class DatasetInfo:
+    """``mean`` and ``std`` are per channel, of pixels scaled to [0, 1]. ``mirrored`` says that the mirror image of an
+    image is of the same class, so that training may flip it; a mirrored digit is no digit.
+    """
+
     _: KW_ONLY
     name: str
     classes: tuple[str, ...]
@@ -47,12 +51,8 @@ class _Described:
 
 
 @dataclass(frozen=True)
-class Splits(_Described):
-    """A data set in memory.
-
-    ``mean`` and ``std`` are per channel, of pixels scaled to [0, 1]. ``mirrored`` says that the mirror image of an
-    image is of the same class, so that training may flip it; a mirrored digit is no digit.
-    """
+class Splits(DatasetInfo):
+    """A data set in memory."""
 
     train: Labelled
     test: Labelled
@@ -75,7 +75,7 @@ class Splits(_Described):
 
 
 @dataclass(frozen=True)
-class FolderSplits(_Described):
+class FolderSplits(DatasetInfo):
     """A data set too large for memory: map-style data sets that decode in a DataLoader's workers."""
 
     train: ImageFolder
