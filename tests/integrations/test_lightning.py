@@ -136,6 +136,11 @@ def test_bf16_equals_a_plain_loop_under_autocast(tmp_path):
     assert_same_run(module, twin, opt)
 
 
+class OnePass(Classifier):
+    def configure_optimizers(self):
+        return sparsesam.ExtrapolatedSAM(cases.sgd(self.net), self.net, 5.0)
+
+
 def fp16(plugin):
     return [plugin("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**4))]
 
@@ -146,10 +151,11 @@ def test_fp16_without_the_plugin_is_refused_with_its_name(tmp_path):
         fit(Classifier(cases.mlp()), {**quiet(tmp_path), "plugins": plugins})
 
 
+@pytest.mark.parametrize("kind", [Classifier, OnePass])
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("clip", [None, 0.1])
-def test_fp16_equals_a_plain_loop_with_a_scaler(clip, count, tmp_path):
-    module = Classifier(cases.mlp(torch.float32))
+def test_fp16_equals_a_plain_loop_with_a_scaler(clip, count, kind, tmp_path):
+    module = kind(cases.mlp(torch.float32))
     twin = copy.deepcopy(module)
     loader = batches(torch.float32)
     accumulation = {"accumulate_grad_batches": count, "callbacks": [AccumulatedAscent()]} if count > 1 else {}
@@ -208,11 +214,6 @@ def test_accumulation_sees_the_same_random_numbers_in_both_passes(tmp_path):
     accumulating({**quiet(tmp_path), "max_steps": 1}).fit(module, batches())
     first, last, last_again, first_again = module.net.drawn
     assert (first_again, last_again) == (first, last)
-
-
-class OnePass(Classifier):
-    def configure_optimizers(self):
-        return sparsesam.ExtrapolatedSAM(cases.sgd(self.net), self.net, 5.0)
 
 
 def test_accumulation_in_one_pass_equals_a_plain_loop(tmp_path):
