@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsesam.analysis.objective import ParameterFilter, select_parameters
-from sparsesam.masks.checks import check_choice
+from sparsesam.masks.checks import check_choice, check_like_parameters
 from sparsesam.masks.fixed import NORMALIZATION
 from sparsesam.parameters import unwrap
 
@@ -74,14 +74,7 @@ def check_directions(directions: Sequence[Mapping[str, Tensor]], model: nn.Modul
     known = dict(unwrap(model).named_parameters())
     checked: list[Direction] = []
     for number, direction in enumerate(directions):
-        for name, values in direction.items():
-            if name not in known:
-                raise ValueError(f"directions[{number}] has {name!r}, which is no parameter of the model")
-            if values.shape != known[name].shape:
-                raise ValueError(
-                    f"directions[{number}][{name!r}] must have the parameter's shape {tuple(known[name].shape)}, "
-                    f"got {tuple(values.shape)}"
-                )
+        check_like_parameters(f"directions[{number}]", direction, known)
         if not direction:
             raise ValueError(f"directions[{number}] moves no parameter; give {{name: tensor}}")
         checked.append({name: values.detach().to(known[name]) for name, values in direction.items()})

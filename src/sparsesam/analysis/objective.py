@@ -17,7 +17,7 @@ from sparsesam.analysis.results import AnalysisResult
 from sparsesam.ascent.interruption import finish
 from sparsesam.ascent.rng import RNGSnapshot, RNGState
 from sparsesam.masks.batches import batch_size, call_model, scalar_loss, to_device
-from sparsesam.masks.checks import check_choice
+from sparsesam.masks.checks import check_choice, check_like_parameters
 from sparsesam.masks.fixed import NORMALIZATION
 from sparsesam.masks.preserve_model_state import preserve_model_state
 from sparsesam.parameters import unwrap
@@ -211,14 +211,10 @@ def select_parameters(model: nn.Module, parameters: ParameterFilter = None) -> d
 
 def check_masks(masks: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """One bool mask for each parameter, on its device; a parameter without one is outside the mask."""
+    check_like_parameters("masks", masks, parameters)
     for name, mask in masks.items():
-        if name not in parameters:
-            raise ValueError(f"masks has {name!r}, which is none of the parameters analysed: {', '.join(parameters)}")
-        if mask.dtype != torch.bool or mask.shape != parameters[name].shape:
-            raise ValueError(
-                f"masks[{name!r}] must be a bool tensor of shape {tuple(parameters[name].shape)}, "
-                f"got {mask.dtype} of shape {tuple(mask.shape)}"
-            )
+        if mask.dtype != torch.bool:
+            raise ValueError(f"masks[{name!r}] must be a bool tensor, got {mask.dtype}; use mask.bool()")
     return {
         name: masks[name].to(p.device) if name in masks else torch.zeros_like(p, dtype=torch.bool)
         for name, p in parameters.items()

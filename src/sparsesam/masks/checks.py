@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import difflib
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
+
+from torch import Tensor
 
 
 def check_choice(argument: str, value: object, allowed: Iterable[str]) -> None:
@@ -22,6 +25,22 @@ def check_count(argument: str, value: object, remedy: str, *, least: int = 1) ->
 def is_within(value: object, low: float, high: float) -> bool:
     """Whether the value is a number in [low, high]."""
     return isinstance(value, Real) and low <= float(value) <= high
+
+
+def check_like_parameters(argument: str, given: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for a tensor whose name is no parameter's, or that has another shape."""
+    for name, tensor in given.items():
+        if name not in parameters:
+            raise ValueError(f"{argument} has {name!r}, which is no parameter here; {nearest(name, parameters)}")
+        if tensor.shape != parameters[name].shape:
+            raise ValueError(
+                f"{argument}[{name!r}] must have the parameter's shape {tuple(parameters[name].shape)}, "
+                f"got {tuple(tensor.shape)}"
+            )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    return "the nearest are " + ", ".join(difflib.get_close_matches(name, list(known), n=3, cutoff=0.0))
 
 
 class NonFiniteScoreError(ValueError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -10,6 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
+from sparsesam.masks.checks import check_like_parameters, nearest
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.refresh import Refresh, manual
 from sparsesam.masks.scores import ScoreContext
@@ -94,19 +94,12 @@ class FixedMask(MaskRule):
         return made
 
     def _check(self, context: ScoreContext) -> None:
+        check_like_parameters("masks", self.masks, context.parameters)
         names = _names(context.model)
         known = [name for parameter in context.parameters.values() for name in names[id(parameter)]]
-        for name, mask in self.masks.items():
-            if name not in context.parameters:
-                raise ValueError(f"masks has {name!r}, which is no perturbed parameter; {_nearest(name, known)}")
-            if mask.shape != context.parameters[name].shape:
-                raise ValueError(
-                    f"masks[{name!r}] must have the parameter's shape {tuple(context.parameters[name].shape)}, "
-                    f"got {tuple(mask.shape)}"
-                )
         for pattern in self.names:
             if not _matches(known, pattern):
-                raise ValueError(f"names has {pattern!r}, which matches no parameter; {_nearest(pattern, known)}")
+                raise ValueError(f"names has {pattern!r}, which matches no parameter; {nearest(pattern, known)}")
         perturbed = {id(parameter) for parameter in context.parameters.values()}
         if self.types and not _parameters_of(context.model, self.types) & perturbed:
             shown = ", ".join(layer.__name__ for layer in self.types)
@@ -152,7 +145,3 @@ def _parameters_of(model: nn.Module, types: tuple[type[nn.Module], ...]) -> set[
     return {
         id(parameter) for module in model.modules() if isinstance(module, types) for parameter in module.parameters()
     }
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    return "the nearest are " + ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.0))
