@@ -140,10 +140,10 @@ def test_masks_that_do_not_fit_are_named():
     objective = Objective(mlp(), [vectors(4)], F.cross_entropy)
     with pytest.raises(ValueError, match="nowhere"):
         sharpness(objective, masks={"nowhere": torch.ones(1, dtype=torch.bool)})
-    with pytest.raises(ValueError, match=r"masks\['0.bias'\] must have the parameter's shape \(,\), got \(3,\)"):
+    with pytest.raises(ValueError, match=r"masks\['0.bias'\] must have the parameter's shape \(8,\), got \(3,\)"):
         sharpness(objective, masks={"0.bias": torch.ones(3, dtype=torch.bool)})
     with pytest.raises(ValueError, match=r"masks\['0.bias'\] must be a bool tensor, got torch.float"):
-        sharpness(objective, masks={"0.bias": torch.ones()})
+        sharpness(objective, masks={"0.bias": torch.ones(8)})
 
 
 def test_weights_and_gradients_of_a_training_loop_are_untouched():
