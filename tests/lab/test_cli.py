@@ -120,7 +120,7 @@ def test_resume_needs_a_run(tmp_path, capsys):
     assert main(["train", "--resume"]) == 2
     assert "--resume needs --out" in capsys.readouterr().err
     assert main(["train", "--resume", "--out", str(tmp_path)]) == 2
-    assert "holds no run: it has no config.yaml" in capsys.readouterr().err
+    assert "has no run: there is no config.yaml" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

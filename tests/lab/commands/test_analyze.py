@@ -270,7 +270,7 @@ def test_an_unknown_kind_or_option_suggests_the_nearest(runs, capsys):
 def test_a_path_that_holds_no_run_is_told(runs, tmp_path, capsys):
     code, line = refused(capsys, "hessian", runs / "sgd", tmp_path)
     assert code == 2
-    assert f"{tmp_path} holds no run" in line
+    assert f"{tmp_path} has no run" in line
 
 
 def test_masks_of_a_run_that_has_none(runs, tmp_path, capsys):

@@ -57,7 +57,7 @@ def test_files_that_hold_no_weights_are_refused(tmp_path):
     (tmp_path / "text.pt").write_text("weights")
     (tmp_path / "text.safetensors").write_text("weights")
     for name, reason in (
-        ("list.pt", "must hold a state_dict"),
+        ("list.pt", "must contain a state_dict"),
         ("text.pt", "refused|cannot be read"),
         ("text.safetensors", "not a safetensors file"),
     ):

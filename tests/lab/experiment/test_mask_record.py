@@ -61,5 +61,5 @@ def test_masks_are_recorded_unasked_only_where_they_are_small():
 def test_a_file_that_holds_no_masks_is_told_by_name(tmp_path):
     (tmp_path / "masks").mkdir()
     (tmp_path / "masks" / "00000003.npz").write_bytes(b"nothing")
-    with pytest.raises(RunError, match=r"00000003\.npz must hold the masks of a run"):
+    with pytest.raises(RunError, match=r"00000003\.npz must contain the masks of a run"):
         list(read_masks(tmp_path))

@@ -129,12 +129,12 @@ def test_two_runs_in_one_directory_are_refused(tmp_path):
 def test_a_directory_with_a_run_is_not_overwritten(tmp_path):
     with pytest.raises(Interrupted):
         train(tmp_path, InterruptAt(6))
-    with pytest.raises(ValueError, match="holds an unfinished run; continue it with --resume"):
+    with pytest.raises(ValueError, match="has an unfinished run; continue it with --resume"):
         train(tmp_path)
     with pytest.raises(ValueError, match=r"other settings \(lr: 0.05, now 0.1\)"):
         train(tmp_path, resume=True, lr=0.1)
     train(tmp_path, resume=True)
-    with pytest.raises(ValueError, match="holds a finished run"):
+    with pytest.raises(ValueError, match="has a finished run"):
         train(tmp_path, resume=True)
 
 

@@ -129,7 +129,7 @@ def killed(num_classes):
 
 def test_a_killed_worker_ends_the_sweep_in_a_line(tmp_path):
     jobs = read(tmp_path, settings={**SETTINGS, "model": f"{__name__}:killed"}, seeds=2).jobs(tmp_path / "runs")
-    with pytest.raises(RunError, match=r"a worker process was killed.*give the same command to continue"):
+    with pytest.raises(RunError, match=r"a worker process was killed.*run the same command again to continue"):
         sweep_jobs(jobs, RunEnvironment(), workers=2)
 
 

@@ -175,7 +175,7 @@ def test_an_unknown_name_suggests_the_nearest():
 @pytest.mark.parametrize(
     ("label", "name", "words"),
     [
-        ("rho-imagenet", "rho", "must leave rho alone: .* differ in it"),
+        ("rho-imagenet", "rho", "must not change rho: .* differ in it"),
         ("resnet_cifar", "model", "differ in it"),
         ("label-noise", "optimizer", "differ in it"),
         ("mask-strategy", "seed", "--seeds says how many"),

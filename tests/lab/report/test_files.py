@@ -30,7 +30,7 @@ def test_links_in_circles_end(tmp_path):
 
 
 def test_places_without_runs_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="holds no runs; a run's directory has a config"):
+    with pytest.raises(ValueError, match="has no runs; a run's directory has a config"):
         find_runs([tmp_path])
     with pytest.raises(ValueError, match=r"RUNS must be directories, got .*nowhere"):
         find_runs([tmp_path / "nowhere"])

@@ -26,7 +26,7 @@ def test_the_command_writes_the_page_and_says_what_is_in_it(tmp_path, capsys):
 
 def test_no_runs_end_with_a_reason(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
-    assert "holds no runs" in capsys.readouterr().err
+    assert "has no runs" in capsys.readouterr().err
 
 
 def test_the_page_is_not_written_over_a_directory(tmp_path):

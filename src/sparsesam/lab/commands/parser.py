@@ -117,7 +117,7 @@ def _read(file: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ValueError(f"--config {file} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"--config {file} must hold names and values, such as `epochs: 3`")
+        raise ValueError(f"--config {file} must contain names and values, such as `epochs: 3`")
     return content
 
 

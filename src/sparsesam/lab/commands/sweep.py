@@ -79,7 +79,7 @@ def execute(
             start(timed, replace(environment, record_times=True), workers=1)
     except KeyboardInterrupt:
         done = sum(job.is_finished for job in jobs)
-        raise Interrupted(f"{done} of {plural(len(jobs), 'run')} finished; give the same command to continue") from None
+        raise Interrupted(f"{done} of {plural(len(jobs), 'run')} finished; the same command continues") from None
 
 
 def _environment(options: Namespace) -> RunEnvironment:

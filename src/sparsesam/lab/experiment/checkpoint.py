@@ -19,7 +19,7 @@ FORMAT = "sparsesam run"
 VERSION = 2
 
 _REMEDY = (
-    "delete it and give the command again with --resume to train from the beginning, or begin a new run from the "
+    "delete it and run the command again with --resume to train from the beginning, or begin a new run from the "
     "weights of another file with --init-from"
 )
 _REMEDY_OF_BEST = "use last.pt, the weights of the last epoch, instead"
@@ -39,8 +39,7 @@ def save(path: Path, content: dict[str, Any]) -> None:
         kept = "the previous checkpoint is intact" if path.exists() else "there is no previous checkpoint"
         reason = error.__context__ if isinstance(error.__context__, OSError) else error
         raise CheckpointError(
-            f"{path} could not be written ({reason}); {kept}; "
-            "free some space, then give the command again with --resume"
+            f"{path} could not be written ({reason}); {kept}; free some space, then run the command again with --resume"
         ) from error
 
 
@@ -72,7 +71,7 @@ def load_tensors(path: Path, device: torch.device | str = "cpu") -> Any:
         return torch.load(path, map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} is refused: it holds more than tensors and plain values, and loading it could run code; "
+            f"{path} is refused: it contains more than tensors and plain values, and loading it could run code; "
             "save the state_dict only: torch.save(model.state_dict(), PATH)"
         ) from error
     except (RuntimeError, EOFError, ValueError) as error:

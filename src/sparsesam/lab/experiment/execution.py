@@ -121,7 +121,7 @@ def _here(arguments: Sequence[_Arguments], workers: int) -> Iterator[Outcome]:
             yield from parallel(joblib.delayed(_run_job)(*one) for one in arguments)
         except TerminatedWorkerError as error:
             raise RunError(
-                "a worker process was killed, perhaps because memory ran out; give the same command to continue, "
+                "a worker process was killed, perhaps because memory ran out; run the same command again to continue, "
                 "with fewer --jobs to need less memory"
             ) from error
 

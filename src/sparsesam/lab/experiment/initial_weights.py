@@ -25,10 +25,10 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if path.is_dir():
         found = [path / name for name in ("best.pt", "last.pt") if (path / name).exists()]
         if not found:
-            raise ValueError(f"{path} has no best.pt and no last.pt; give a run's directory or a file of weights")
+            raise ValueError(f"{path} has no best.pt and no last.pt; pass a run's directory or a file of weights")
         path = found[0]
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; give a checkpoint, a state_dict (.pt) or a .safetensors file")
+        raise ValueError(f"{path} does not exist; pass a checkpoint, a state_dict (.pt) or a .safetensors file")
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     content = checkpoint.load_tensors(path)
@@ -39,7 +39,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             content = content[key]
             break
     if not isinstance(content, dict) or not content or not all(isinstance(value, Tensor) for value in content.values()):
-        raise CheckpointError(f"{path} must hold a state_dict, names and tensors; torch.save(model.state_dict(), PATH)")
+        raise CheckpointError(f"{path} must contain a state_dict; torch.save(model.state_dict(), PATH)")
     for prefix in _PREFIXES:
         if all(name.startswith(prefix) for name in content):
             content = {name.removeprefix(prefix): value for name, value in content.items()}

@@ -63,4 +63,4 @@ def read_mask_file(file: Path) -> dict[str, Tensor]:
             bits = {name: np.unpackbits(saved[f"bits.{name}"], count=one.numel()) for name, one in shapes.items()}
         return {name: torch.from_numpy(one.astype(np.bool_)).reshape(shapes[name]) for name, one in bits.items()}
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise RunError(f"{file} must hold the masks of a run, but cannot be read ({error}); remove it") from error
+        raise RunError(f"{file} must contain the masks of a run, but cannot be read ({error}); remove it") from error

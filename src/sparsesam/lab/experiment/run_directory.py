@@ -45,7 +45,7 @@ class RunDirectory:
         """The directory of a run that has begun."""
         directory = cls(path)
         if not directory.config.exists():
-            raise ValueError(f"{path} holds no run: it has no config.yaml; give one that `sparsesam train` made")
+            raise ValueError(f"{path} has no run: there is no config.yaml; pass one that `sparsesam train` wrote")
         return directory
 
     @contextmanager
@@ -67,15 +67,15 @@ class RunDirectory:
 
     def check(self, config: TrainConfig, *, resume: bool) -> None:
         """Refuse a run that may not begin here; nothing is written."""
-        nearest_existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
-        if not nearest_existing.is_dir():
-            raise ValueError(f"{self.path} cannot be made: {nearest_existing} is not a directory; choose another --out")
+        existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        if not existing.is_dir():
+            raise ValueError(f"{self.path} cannot be created: {existing} is not a directory; choose another --out")
         if resume and self.config.exists():
             self._check_settings(config)
         elif self.result.exists():
-            raise ValueError(f"{self.path} holds a finished run; choose another --out for a new one")
+            raise ValueError(f"{self.path} has a finished run; choose another --out for a new one")
         elif self.last.exists():
-            raise ValueError(f"{self.path} holds an unfinished run; continue it with --resume, or choose another --out")
+            raise ValueError(f"{self.path} has an unfinished run; continue it with --resume, or choose another --out")
 
     def begin(self, config: TrainConfig, *, resume: bool) -> int | None:
         """Write the settings; the number of epochs that the run had before, if this run extends it."""
@@ -103,13 +103,13 @@ class RunDirectory:
             or config.epochs < saved.epochs
         ):
             raise ValueError(
-                f"{self.path} was begun with other settings ({differences(saved, config)}); "
+                f"{self.path} was started with other settings ({differences(saved, config)}); "
                 "leave them out to continue it (only --epochs may grow), or choose another --out for a new run"
             )
         if self.result.exists() and not extends:
             raise ValueError(
-                f"{self.path} holds a finished run of {plural(saved.epochs, 'epoch')}; a larger --epochs extends it, "
-                "another --out begins a new one"
+                f"{self.path} has a finished run of {plural(saved.epochs, 'epoch')}; a larger --epochs extends it, "
+                "another --out starts a new one"
             )
 
     def write_failure(self, error: Exception) -> None:
@@ -122,7 +122,7 @@ class RunDirectory:
         try:
             return from_mapping(TrainConfig, yaml.safe_load(self.config.read_text()))
         except (OSError, yaml.YAMLError, TypeError, ValueError) as error:
-            raise RunError(f"{self.config} must hold the settings of a run: {error}") from error
+            raise RunError(f"{self.config} must contain the settings of a run: {error}") from error
 
     def append(self, record: Mapping[str, Any]) -> None:
         append_records(self.records, [record])

@@ -81,7 +81,7 @@ def read_sweep(file: str | Path, *, overrides: Mapping[str, Any], seeds: int | N
     try:
         content = yaml.safe_load(text)
         if not isinstance(content, dict):
-            raise ValueError("it must hold keys and values, such as `grid: {rho: [0.1, 0.2]}`")
+            raise ValueError("it must contain keys and values, such as `grid: {rho: [0.1, 0.2]}`")
         check_names(content, _KEYS)
         variants = expand(content.get("settings"), content.get("variants"), content.get("grid"), overrides)
         return Sweep(content.get("title", name), variants, _seeds(content.get("seeds", 1) if seeds is None else seeds))
@@ -124,7 +124,7 @@ def _read(file: str | Path) -> tuple[str, str]:
     folder = path.parent if path.parent.is_dir() else Path()
     here = sorted(str(one) for suffix in ("*.yaml", "*.yml") for one in folder.glob(suffix))
     raise ValueError(
-        f"{file} does not exist: give a YAML file or a sweep that comes with sparsesam ({', '.join(packaged)})"
+        f"{file} does not exist: pass a YAML file or a sweep that comes with sparsesam ({', '.join(packaged)})"
         f"{suggestion(str(file), [*here, *packaged])}"
     )
 

@@ -62,9 +62,9 @@ def draw(trained: TrainedRecipe, file: Path) -> list[str]:
     if trained.recipe.figure == "corruption":
         write_images(_corrupted(trained), ("image", *CORRUPTED), file, columns=1 + len(CORRUPTED))
         return []
-    figures, said = FIGURES[trained.recipe.figure](trained)
+    figures, sentences = FIGURES[trained.recipe.figure](trained)
     write_plot(figures, file)
-    return said
+    return sentences
 
 
 # ---- one function for each figure ------------------------------------------------------------------------------
@@ -82,13 +82,13 @@ def _gradients(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
     found = {column.label: trained.measured(column, measure) for column in trained.columns}
     drawn = {label: GradientAnalysis.figures("gradients", measured)[0] for label, measured in found.items()}
     panels = {label: figure.panels["every weight"] for label, figure in drawn.items()}
-    said = [
+    sentences = [
         f"{label}, {one.label}: r < 0 for {one.result.every.share_below_zero:.1%} of the weights"
         for label, measured in found.items()
         for one in measured
     ]
-    said.append("r is that of one training batch, at the end of the training, with a logarithm to base 10.")
-    return [replace(next(iter(drawn.values())), panels=panels)], said
+    sentences.append("r is that of one training batch, at the end of the training, with a logarithm to base 10.")
+    return [replace(next(iter(drawn.values())), panels=panels)], sentences
 
 
 def _curves(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
@@ -144,24 +144,24 @@ def _sparsity(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
 def _landscape(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
     """The training loss on points x points places of [-1, 1]² along filter-normalized random directions."""
     found = _measured_on_samples(trained, lambda options: LandscapeAnalysis(**{"points": 50, **options}))
-    said = [
+    sentences = [
         f"{one.label}: loss {one.result.center_loss:.4g} in the middle, "
         f"{np.max(one.result.loss, where=np.isfinite(one.result.loss), initial=-np.inf):.4g} at the highest point"
         for one in found
     ]
-    return LandscapeAnalysis.figures("landscape-2d", found)[:1], said
+    return LandscapeAnalysis.figures("landscape-2d", found)[:1], sentences
 
 
 def _hessian(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
     """The spectral density, with the largest eigenvalue and its ratio to the fifth in the legend."""
     found = _measured_on_samples(trained, lambda options: HessianAnalysis(**options))
-    said = []
+    sentences = []
     for one in found:
         spectrum = one.result.eigenvalues
         ratio = "–" if spectrum.ratio is None else f"{spectrum.ratio:.4g}"
-        said.append(f"{one.label}: lambda_1 {spectrum.eigenvalues[0]:.4g}, lambda_1 / lambda_5 {ratio}")
-    named = [replace(one, label=name) for one, name in zip(found, said, strict=True)]
-    return HessianAnalysis.figures("hessian", named)[1:], said
+        sentences.append(f"{one.label}: lambda_1 {spectrum.eigenvalues[0]:.4g}, lambda_1 / lambda_5 {ratio}")
+    named = [replace(one, label=name) for one, name in zip(found, sentences, strict=True)]
+    return HessianAnalysis.figures("hessian", named)[1:], sentences
 
 
 def _speedup(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
@@ -173,8 +173,8 @@ def _speedup(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
         seconds = np.mean([np.cumsum([0.0, *one]) for one in steps], axis=0)
         lines.append(styles[row].series(row, range(len(seconds)), seconds))
     x, y = Axis("training iteration", whole=True), Axis("running time (s)")
-    said = ["The time of the steps themselves, without loading images and making masks."]
-    return [Figure("speedup", "Running time", "", x, y, {"": lines})], said
+    sentences = ["The time of the steps themselves, without loading images and making masks."]
+    return [Figure("speedup", "Running time", "", x, y, {"": lines})], sentences
 
 
 FIGURES: dict[str, Callable[[TrainedRecipe], tuple[list[Figure], list[str]]]] = {

@@ -132,10 +132,10 @@ class Recipe:
     def check_overrides(self, scale: Scale, overrides: Mapping[str, Any]) -> None:
         """ValueError where one run would be printed in several cells, for example because rows vary a setting."""
         if "seed" in overrides:
-            raise ValueError("--set must leave seed alone; --seeds says how many there are")
+            raise ValueError("--set must not change seed; --seeds says how many there are")
         for name in self.varied(scale) & overrides.keys():
             raise ValueError(
-                f"--set must leave {name} alone: the runs of {self.label} differ in it, and would be one run in "
+                f"--set must not change {name}: the runs of {self.label} differ in it, and would be one run in "
                 f"several cells; `sparsesam train --{name.replace('_', '-')} …` makes a run of your own"
             )
         if len(self._identities(scale, overrides)) < len(self._identities(scale, {})):

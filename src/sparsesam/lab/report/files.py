@@ -21,11 +21,11 @@ def find_runs(places: Iterable[str | os.PathLike[str]]) -> list[Path]:
     for place in map(Path, places):
         if not place.is_dir():
             raise ValueError(
-                f"RUNS must be directories, got {str(place)!r}, which is not one; give that of a run, or one above"
+                f"RUNS must be directories, got {str(place)!r}, which is none; pass a run's directory, or one above it"
             )
         below = list(_below(place))
         if not below:
-            raise ValueError(f"{place} holds no runs; a run's directory has a config.yaml in it")
+            raise ValueError(f"{place} has no runs; a run's directory has a config.yaml in it")
         for one in below:
             found.setdefault(one.resolve(), one)
     return list(found.values())
@@ -65,7 +65,7 @@ def read_mapping(path: Path, problems: list[str]) -> dict[str, Any]:
         return {}
     if isinstance(content, dict):
         return {str(name): value for name, value in content.items()}
-    problems.append(f"{path.name} must hold names and values, but holds {type(content).__name__}")
+    problems.append(f"{path.name} must contain names and values, but contains {type(content).__name__}")
     return {}
 
 
