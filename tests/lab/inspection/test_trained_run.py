@@ -87,7 +87,7 @@ def test_loading_leaves_the_global_generator_alone(tmp_path):
 
 
 def test_a_directory_without_a_run_or_a_checkpoint_is_told(tmp_path):
-    with pytest.raises(ValueError, match=r"has no run: it has no config\.yaml"):
+    with pytest.raises(ValueError, match=r"has no run: there is no config\.yaml"):
         load_run(tmp_path)
     train(tmp_path, model=MODEL)
     (tmp_path / "last.pt").unlink()
