@@ -50,7 +50,7 @@ def cost_of(task: Task, calibrations: Sequence[SweepCalibration] = ()) -> Varian
         "Cost is counted in forward and backward passes, masks included, not time: these runs were not measured "
         "together."
     )
-    counted = {variant: variant.values("forward_backwards_per_step") for variant in task.variants}
+    counted = {variant: variant.by_seed("forward_backwards_per_step").values() for variant in task.variants}
     passes = {variant: statistics.median(values) if values else None for variant, values in counted.items()}
     return VariantCosts("passes", name, explanation, _relative(passes, plain))
 

@@ -34,6 +34,10 @@ class RunRecord:
     analyses: dict[str, dict[str, Any]]
     problems: list[str]
 
+    @property
+    def seed(self) -> int | None:
+        return None if self.config is None else self.config.seed
+
     def measured(self, name: str) -> Number:
         """A number of the result."""
         return number(self.result.get(name))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sparsesam.lab.experiment.confidence import differ
 from sparsesam.lab.report.cost import VariantCosts
-from sparsesam.lab.report.variants import Task, Variant, seed_of
+from sparsesam.lab.report.variants import Task, Variant
 
 
 @dataclass(frozen=True)
@@ -37,25 +37,13 @@ def recommend(task: Task, cost: VariantCosts) -> Recommendation | None:
     known = [variant for variant in task.variants if variant.accuracy is not None and cost.values[variant] is not None]
     if len(known) < 2:
         return None
-    best = max(known, key=_mean)
+    best = max(known, key=lambda variant: variant.accuracy or 0.0)
     equal = [variant for variant in known if variant is best or _is_not_different(variant, best)]
-    chosen = min(equal, key=lambda variant: (cost.values[variant], -_mean(variant)))
+    chosen = min(equal, key=lambda variant: (cost.values[variant], -(variant.accuracy or 0.0)))
     return Recommendation(chosen, best, cost)
 
 
 def _is_not_different(first: Variant, second: Variant) -> bool:
     """False for fewer than three seeds in common, which say too little; then only equal means are equal."""
-    accuracies = [_by_seed(variant) for variant in (first, second)]
-    if len(accuracies[0].keys() & accuracies[1].keys()) < 3:
-        return _mean(first) == _mean(second)
-    return not differ(*accuracies)
-
-
-def _by_seed(variant: Variant) -> dict[int, float]:
-    found = {seed_of(run): run.measured("test_accuracy") for run in variant.finished}
-    return {seed: accuracy for seed, accuracy in found.items() if seed is not None and accuracy is not None}
-
-
-def _mean(variant: Variant) -> float:
-    assert variant.accuracy is not None
-    return variant.accuracy
+    ours, theirs = first.by_seed("test_accuracy"), second.by_seed("test_accuracy")
+    return not differ(ours, theirs) if len(ours.keys() & theirs.keys()) > 2 else first.accuracy == second.accuracy

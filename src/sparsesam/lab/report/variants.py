@@ -57,21 +57,22 @@ class Variant:
         return percent(self.accuracy, self.deviation("test_accuracy"))
 
     def mean(self, measure: str) -> Number:
-        values = self.values(measure)
+        values = self.by_seed(measure).values()
         return statistics.fmean(values) if values else None
 
     def deviation(self, measure: str) -> Number:
         """The sample standard deviation over seeds; None for fewer than two runs."""
-        values = self.values(measure)
+        values = self.by_seed(measure).values()
         return statistics.stdev(values) if len(values) > 1 else None
 
-    def values(self, measure: str) -> list[float]:
-        return [value for run in self.finished if (value := run.measured(measure)) is not None]
+    def by_seed(self, measure: str) -> dict[int, float]:
+        known = {run.seed: run.measured(measure) for run in self.finished}
+        return {seed: value for seed, value in known.items() if seed is not None and value is not None}
 
     def label_of(self, run: RunRecord, among: Iterable[RunRecord]) -> str:
         """The variant's label, with the seed if several of its runs are ``among`` those shown."""
         others = [one for one in among if one in self.runs and one is not run]
-        return f"{self.label}, seed {seed_of(run)}" if others else self.label
+        return f"{self.label}, seed {run.seed}" if others else self.label
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,6 @@ class Task:
 
     def variant_of(self, run: RunRecord) -> Variant:
         return next(variant for variant in self.variants if run in variant.runs)
-
-
-def seed_of(run: RunRecord) -> int | None:
-    return None if run.config is None else run.config.seed
 
 
 def group_runs(runs: Sequence[RunRecord]) -> list[Task]:
@@ -155,7 +152,7 @@ def _one_per_seed(members: Sequence[RunRecord]) -> tuple[list[RunRecord], list[R
     """Of the runs of a seed a finished one, and the one with the most analyses."""
     counted: dict[int | None, RunRecord] = {}
     for run in sorted(members, key=lambda run: (run.status != "finished", -len(run.analyses))):
-        counted.setdefault(seed_of(run), run)
+        counted.setdefault(run.seed, run)
     chosen = [run for run in members if run in counted.values()]
     return chosen, [run for run in members if run not in chosen]
 

@@ -46,7 +46,7 @@ def overview_section(data: ReportData) -> Section:
 
 def _accuracy_bar(variant: Variant) -> list[Bar] | None:
     """The 95 % interval of the mean accuracy in percent; None for fewer than three seeds."""
-    values = [100 * one for one in variant.values("test_accuracy")]
+    values = [100 * one for one in variant.by_seed("test_accuracy").values()]
     interval = confidence_interval(values, lowest=0.0, highest=100.0) if len(values) > 2 else None
     return None if interval is None else [interval]
 

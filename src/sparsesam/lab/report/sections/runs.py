@@ -9,7 +9,7 @@ from typing import Any
 from sparsesam.lab.display import Cell, Table, cells, number, number_cell, percent, plural, significant
 from sparsesam.lab.report.data import Part, ReportData, Section
 from sparsesam.lab.report.read_run import RunRecord
-from sparsesam.lab.report.variants import changed_settings, differing_settings, seed_of, show_setting
+from sparsesam.lab.report.variants import changed_settings, differing_settings, show_setting
 
 _ORIGIN = ("cpu", "machine", "threads", "python", "torch", "numpy", "sparsesam", "commit")
 #: Settings that are shown whatever their values.
@@ -56,7 +56,7 @@ def _row(run: RunRecord, name: str, label: str) -> list[Cell]:
         name,
         number_cell(accuracy, percent),
         label,
-        number_cell(seed_of(run)),
+        number_cell(run.seed),
         Cell(run.status, status=run.status),
         Cell(f"{len(run.epochs)} of {planned}", order=len(run.epochs)),
         number_cell(seconds, significant),
