@@ -79,7 +79,8 @@ def main() -> None:
         inputs, targets = batch_of(test)
         with torch.no_grad():
             accuracy = (model(*inputs).argmax(1) == targets).double().mean()
-        print(f"{name:8} test accuracy {accuracy:.1%} of {len(test)} sentences")
+        error = (accuracy * (1 - accuracy) / len(test)) ** 0.5
+        print(f"{name:8} test accuracy {accuracy:.1%} ± {error:.1%} of {len(test)} sentences")
 
 
 if __name__ == "__main__":

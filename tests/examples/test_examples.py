@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,15 @@ def test_the_script_runs(path):
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert ran.stdout
     assert "NOT" not in ran.stdout
+
+
+@pytest.mark.slow
+def test_the_vision_example_shows_a_gain():
+    pytest.importorskip("sklearn")
+    ran = subprocess.run([sys.executable, EXAMPLES / "vision.py"], capture_output=True, text=True, check=True)
+    sgd, *others = (float(one) for one in re.findall(r"accuracy ([\d.]+)%", ran.stdout))
+    assert len(others) == 3
+    assert min(others) > sgd + 2
 
 
 def test_the_notebook_runs(capsys):
