@@ -192,7 +192,7 @@ def _draw_points(axes: Canvas, figure: Figure, series: Series, place: int, count
 
 def _beside(figure: Figure, marked: Series) -> dict[str, Any]:
     """Where the word at a marked point goes: towards the middle, so that it stays within the axes."""
-    places = [one.x[0] for panel in figure.panels.values() for one in panel if len(one.x) == 1]
+    places = [one.x[0] for one in figure.series if len(one.x) == 1]
     sign, align = (1, "left") if 2 * marked.x[0] <= min(places) + max(places) else (-1, "right")
     return {"xytext": (sign * 10, 0), "textcoords": "offset points", "ha": align, "va": "center"}
 

@@ -78,9 +78,14 @@ class Figure:
     range_z: tuple[float, float] | None = None
 
     @property
+    def series(self) -> list[Series]:
+        """Of all panels."""
+        return [one for panel in self.panels.values() for one in panel]
+
+    @property
     def has_content(self) -> bool:
         """Whether there is more to see than single points, which a table shows better."""
-        series = [one for panel in self.panels.values() for one in panel if not one.faint]
+        series = [one for one in self.series if not one.faint]
         if self.kind == "lines":
             return any(_known(one) > 1 for one in series)
         return sum(_known(one) for one in series) > 1
@@ -114,8 +119,7 @@ def _known(series: Series) -> int:
 def rows(figure: Figure) -> Iterator[list[Any]]:
     """The figure's numbers, one point per row, under a heading."""
     several = len(figure.panels) > 1
-    everything = [series for panel in figure.panels.values() for series in panel]
-    with_bars = any(series.bars is not None for series in everything)
+    with_bars = any(series.bars is not None for series in figure.series)
     titles = [axis.title for axis in (figure.x, figure.y, figure.z) if axis is not None]
     yield [*(["panel"] if several else []), "series", *titles, *(["low", "high"] if with_bars else [])]
     for name, panel in figure.panels.items():

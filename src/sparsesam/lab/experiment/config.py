@@ -199,9 +199,7 @@ class RunEnvironment:
     def directory(self, config: TrainConfig) -> Path:
         if self.out is not None:
             return self.out
-        words = [config.dataset, config.model, config.optimizer, config.content_hash]
-        if self.name is not None:
-            words = [self.name]
+        words = [self.name] if self.name else [config.dataset, config.model, config.optimizer, config.content_hash]
         return Path("runs") / "-".join(word.replace(":", ".").replace("/", ".") for word in words)
 
     def resume_command(self, path: Path) -> str:

@@ -17,11 +17,11 @@ METRICS = (
     *("train_loss", "train_accuracy", "val_loss", "val_accuracy", "test_loss", "test_accuracy"),
     *("lr", "rho", "sparsity", "forward_backwards"),
 )
-#: The module that each logger needs, beside Lightning's, and how to install it.
-_NEEDS = {
-    "tensorboard": ("torch.utils.tensorboard", "tensorboard"),
-    "wandb": ("wandb", "pytorch-lightning wandb"),
-    "mlflow": ("mlflow", "pytorch-lightning mlflow"),
+_PACKAGES = {
+    "none": (),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("pytorch-lightning", "wandb"),
+    "mlflow": ("pytorch-lightning", "mlflow"),
 }
 
 LogEpoch = Callable[[EpochRecord], None]
@@ -51,12 +51,9 @@ def open_logger(config: TrainConfig, environment: RunEnvironment, folder: Path) 
 
 def check_logger(name: str) -> None:
     """Refuse a logger that is not installed before a run writes anything."""
-    if name == "none":
-        return
-    module, packages = _NEEDS[name]
-    with required_by(f"--logger {name}", f"{packages}; or --logger none"):
-        for one in (module, *packages.split()[:-1]):
-            importlib.import_module(one.replace("-", "_"))
+    with required_by(f"--logger {name}", f"{' '.join(_PACKAGES[name])}; or --logger none"):
+        for package in _PACKAGES[name]:
+            importlib.import_module(package.replace("-", "_"))
 
 
 def _logger(kind: str, folder: Path, name: str) -> Any:

@@ -59,13 +59,13 @@ def _breakable(text: str) -> Markup:
 
 def _downsampled_to(figures: Sequence[Figure], limit: int) -> int | None:
     """The number of points of the longest curves, None if all are complete."""
-    lengths = [len(one.x) for figure in figures for panel in figure.panels.values() for one in panel if one.z is None]
+    lengths = [len(one.x) for figure in figures for one in figure.series if one.z is None]
     return limit if max(lengths, default=0) > limit else None
 
 
 def points_per_curve(figures: Sequence[Figure]) -> int:
     """The limit at which all figures fit into the budget; surfaces are not downsampled."""
-    series = [one for figure in figures for panel in figure.panels.values() for one in panel]
+    series = [one for figure in figures for one in figure.series]
     curves = sum(one.z is None for one in series)
     left = BUDGET - sum(len(one.x) * len(one.y) for one in series if one.z is not None)
     return max(_FEWEST, min(_MOST, left // max(curves, 1)))
