@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map
 
 from sparsesam.ascent.old_gradient import OldGradient, Treatment
 from sparsesam.ascent.statistics import Snapshot, statistics_of
+from sparsesam.gradients import OutsideGradients, gradients_of
 from sparsesam.masks.batches import batch_size, slice_batch
-from sparsesam.parameters import OutsideGradients, gradients_of
 from sparsesam.settings import StepKind
 from sparsesam.step import Phase, Step
 
@@ -63,12 +63,12 @@ def run_closure(step: Step, closure: Closure, batch: Any) -> Any:
 def _only_pass(step: Step, run: Pass, batch: Any) -> Any:
     """The pass at w + e, of a step that needs no other."""
     context = step.context
-    may_clear = step.closure_accumulates or context.gradients_are_used(step.params)
+    may_clear = step.closure_accumulates or context.gradients.are_used(step.params)
     old = None if may_clear else OldGradient([one.parameter for one in step.params])
     try:
         with step.perturbed(batch, statistics_return=False):
             if old is None:
-                context.clear_gradients()
+                context.gradients.clear()
             loss = run(batch)
     finally:
         if old is not None:

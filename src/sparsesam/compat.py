@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from sparsesam import optimizer
 from sparsesam.checkpoint import split_own
-from sparsesam.parameters import gradients_of
+from sparsesam.gradients import gradients_of
 
 #: What the two packages keep in their state beside the base optimizer's.
 _THEIR_STATE = ("old_p", "e_w", "old_g")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -112,35 +112,3 @@ def check_base(base: object) -> None:
             "base must not be LBFGS: it evaluates the closure several times within a step and compares the losses, "
             "which has no meaning while weights are perturbed; use a first-order optimizer such as SGD or AdamW"
         )
-
-
-def gradients_of(base: Optimizer) -> Iterator[Tensor]:
-    for group in base.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                yield parameter.grad
-
-
-def require_gradients(base: Optimizer, which: str) -> None:
-    if next(gradients_of(base), None) is None:
-        raise RuntimeError(
-            f"the {which} pass made no gradients: the closure (or your loop) must call backward() on a loss that "
-            "depends on the optimizer's parameters, and must not clear the gradients afterwards"
-        )
-
-
-class OutsideGradients:
-    """Gradients of trainable parameters that the optimizer does not have, as they were before the first pass.
-
-    The optimizer clears its own gradients between the passes; of the others, the second pass is the only one that
-    counts.
-    """
-
-    def __init__(self, model: nn.Module, base: Optimizer) -> None:
-        own = {id(parameter) for group in base.param_groups for parameter in group["params"]}
-        others = [one for one in model.parameters() if one.requires_grad and id(one) not in own]
-        self._before = [(one, None if one.grad is None else one.grad.clone()) for one in others]
-
-    def restore(self) -> None:
-        for parameter, gradient in self._before:
-            parameter.grad = gradient

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from sparsesam.ascent.momentum import require_momentum_setting
-from sparsesam.ascent.old_gradient import OldGradient
 from sparsesam.closures import run_closure, run_empty_closure
 from sparsesam.distributed import as_shard_of
 from sparsesam.masks.mask import MaskRule
@@ -226,7 +225,7 @@ class SharpnessAware(OptimizerWrapper):
         if self.is_perturbed:
             raise RuntimeError("perturbed() must not be entered twice; leave the first block before the next ascent")
         with self._discarded_on_error():
-            self._context.require_second_gradient_used()
+            self._context.gradients.require_none_waiting()
         step = self._step
         if step is None or step.phase is not Phase.BETWEEN:
             step = self._begin()
@@ -236,11 +235,11 @@ class SharpnessAware(OptimizerWrapper):
         after_first_pass = step.needs_first_pass or self._context.statistics_moved()
         with self._discarded_on_error(), step.second_pass(batch, statistics_return=after_first_pass):
             yield
-        self._context.second_gradient = OldGradient([one.parameter for one in step.params])
+        self._context.gradients.wait_for_step(step.params)
 
     @inside_wrappers
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._context.clear_gradients(set_to_none)
+        self._context.gradients.clear(set_to_none)
         if self._step is not None and self._step.phase in (Phase.BETWEEN, Phase.READY):
             self._step = None  # its gradient is gone
 
@@ -310,7 +309,8 @@ class SharpnessAware(OptimizerWrapper):
         self._context.is_joining = self._is_joining
         if self.settings.rho_schedule is not None:
             scale_rho(self.base, self.settings.rho_schedule(self.steps + 1), self.defaults)
-        self._context.extrapolation.begin()
+        if self._context.extrapolation is not None:
+            self._context.extrapolation.begin()
         self._step = Step(
             self._context, self._kind, self._perturbed_params(), closure_accumulates=self.closure_accumulates
         )

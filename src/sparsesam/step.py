@@ -22,7 +22,8 @@ from sparsesam.ascent.report import explicit_after_all
 from sparsesam.ascent.statistics import Snapshot, statistics_of
 from sparsesam.ascent.targets import Target
 from sparsesam.distributed import average_gradients, local_part, reshard, unsynchronized
-from sparsesam.parameters import gradients_of, option_keys, require_gradients
+from sparsesam.gradients import gradients_of, require_gradients
+from sparsesam.parameters import option_keys
 from sparsesam.perturbed_params import PerturbedParam, PerturbedParams
 from sparsesam.settings import StepKind
 from sparsesam.step_context import StepContext
@@ -163,7 +164,8 @@ class Step:
             raise
         finally:
             self.context.perturbation.undo()
-            self.context.extrapolation.undo()
+            if self.context.extrapolation is not None:
+                self.context.extrapolation.undo()
             if self.params.shards is not None:
                 reshard(self.context.model)
             written.restore()
@@ -173,7 +175,7 @@ class Step:
     def second_pass(self, batch: Any, *, statistics_return: bool) -> Iterator[None]:
         """The same, where gradients start from zero and what the first pass recorded is used again."""
         with self.perturbed(batch, statistics_return=statistics_return):
-            self.context.clear_gradients()
+            self.context.gradients.clear()
             with self.context.engine.second_pass(self.first):
                 yield
 
@@ -194,7 +196,7 @@ class Step:
                 return
             context.refresh(self.params, batch)
             self.masks = context.masks_of(self.params)
-        if context.settings.ascent == "extrapolation":
+        if context.extrapolation is not None:
             is_moved = context.extrapolation.move(self._tracked)
             context.counters.skipped_ascents += not is_moved and any(group.steps_ahead for group in self._tracked)
             return
@@ -289,18 +291,20 @@ class Step:
 
     def update(self) -> None:
         """The base optimizer's update, kept where the next step extrapolates it."""
-        context, settings = self.context, self.context.settings
+        context = self.context
         require_gradients(context.base, "second")
-        context.forget_second_gradient()
+        context.gradients.stop_waiting()
         if self.ascent_failed and not all(bool(gradient.isfinite().all()) for gradient in gradients_of(context.base)):
             context.skip_step("both gradients of a step are not finite: the weights are left alone (opt.skipped_steps)")
             return
-        next_kind = settings.kind_of(context.counters.steps + 1, has_last=False)
-        extrapolates = settings.ascent == "extrapolation" and next_kind is StepKind.ASCEND
-        tracked = self._tracked if extrapolates else []
-        context.extrapolation.hold(tracked)
-        context.base.step()
-        context.extrapolation.record(tracked)
+        if context.extrapolation is None:
+            context.base.step()
+        else:
+            next_kind = context.settings.kind_of(context.counters.steps + 1, has_last=False)
+            tracked = self._tracked if next_kind is StepKind.ASCEND else []
+            context.extrapolation.hold(tracked)
+            context.base.step()
+            context.extrapolation.record(tracked)
         if not self.needs_first_pass:
-            context.note_used_gradients(self.params)
+            context.gradients.note_used(self.params)
         context.counters.steps += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,13 +11,12 @@ from torch.optim import Optimizer
 from sparsesam.ascent.engine import Engine
 from sparsesam.ascent.explicit import Perturbation
 from sparsesam.ascent.extrapolation import Extrapolation, TrackedWeights
-from sparsesam.ascent.first_pass import unwatched
 from sparsesam.ascent.momentum import momentum_of, require_momentum
-from sparsesam.ascent.old_gradient import OldGradient, Treatment
 from sparsesam.ascent.plan import ONE_PASS
 from sparsesam.ascent.rng import RNGState
 from sparsesam.ascent.statistics import statistics_versions
 from sparsesam.distributed import local_part
+from sparsesam.gradients import GradientUse
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.scores import ScoreContext
 from sparsesam.perturbed_params import PerturbedParams
@@ -40,15 +38,13 @@ class StepContext:
         self.engine = Engine(model, wrapped, enabled=settings.engine)
         self.perturbation = Perturbation(remember=settings.off_steps == "reuse")
         self.perturbation.last = saved.last or {}
-        self.extrapolation = Extrapolation(saved.back)
+        self.extrapolation = Extrapolation(saved.back) if settings.ascent == "extrapolation" else None
         self.rng = RNGState(model.parameters())
+        self.gradients = GradientUse(base)
         self.last_ascent_norm: float | Tensor | None = None
         self.is_joining = False  # within torch's Join, where ranks answer no collectives but those of DDP
         #: What the last step extrapolated, and the parameters and masks that this was made from.
         self.tracked: tuple[PerturbedParams | None, Any, list[TrackedWeights]] = (None, None, [])
-        #: The gradient of perturbed(), until it is used or cleared.
-        self.second_gradient: OldGradient | None = None
-        self._used_gradient: tuple[Tensor, int] | None = None  # of the smallest parameter, and its version
         self._statistics: list[int] | None = None
         self.note_statistics()
         self._warned: set[str] = set()
@@ -57,7 +53,7 @@ class StepContext:
     def saved(self) -> SavedState:
         """What a new context would go on from."""
         last = self.perturbation.last if self.settings.off_steps == "reuse" else None
-        back = self.extrapolation.back if self.settings.ascent == "extrapolation" else None
+        back = None if self.extrapolation is None else self.extrapolation.back
         return SavedState(self.masks, self.counters, last, back, self.has_last)
 
     # ---- masks and directions ----------------------------------------------------------------------------
@@ -90,9 +86,10 @@ class StepContext:
         )
         self.perturbation.forget()
         self.has_last = False
-        after = self.masks_of(params)
-        for one in params:
-            self.extrapolation.change_mask(one.name, local_part(one.parameter), before[one.name], after[one.name])
+        if self.extrapolation is not None:
+            after = self.masks_of(params)
+            for one in params:
+                self.extrapolation.change_mask(one.name, local_part(one.parameter), before[one.name], after[one.name])
 
     def directions(self, params: PerturbedParams) -> dict[str, Tensor]:
         """What the ascent follows, for each parameter that has it: its gradient, or its momentum."""
@@ -123,40 +120,6 @@ class StepContext:
     def statistics_moved(self) -> bool:
         """Whether a forward has moved the running statistics since the last step, as far as known."""
         return self._statistics not in (None, statistics_versions(self.model))
-
-    def note_used_gradients(self, params: PerturbedParams) -> None:
-        """A step has used the gradients that are there now."""
-        gradient = None if params.smallest is None else params.smallest.grad
-        self._used_gradient = None if gradient is None else (gradient, gradient._version)
-
-    def gradients_are_used(self, params: PerturbedParams) -> bool:
-        """Whether gradients are there that the last step has used and nobody has cleared since."""
-        smallest, used = params.smallest, self._used_gradient
-        if smallest is None or used is None or smallest.grad is not used[0]:
-            return False
-        return used[0]._version == used[1]
-
-    def clear_gradients(self, set_to_none: bool = True) -> None:
-        unwatched(partial(self.base.zero_grad, set_to_none))
-        self._used_gradient = None
-        self.forget_second_gradient()
-
-    def forget_second_gradient(self) -> None:
-        if self.second_gradient is not None:
-            self.second_gradient.release()
-            self.second_gradient = None
-
-    def require_second_gradient_used(self) -> None:
-        """The gradient of the last perturbed() was used by a step, or cleared."""
-        before = self.second_gradient
-        self.forget_second_gradient()
-        if before is not None and before.treatment() is Treatment.ADDED_TO:
-            raise RuntimeError(
-                "this first pass added to the gradient of the last perturbed(), which no step() has used: with micro-"
-                "batches, run all of them in the first pass and all again in one perturbed() block, then step(); with "
-                "accelerator.accumulate, use sparsesam.integrations.accelerate.AccumulatedPasses. To leave a step out, "
-                "call opt.zero_grad()"
-            )
 
     def skip_step(self, why: str) -> None:
         """Count a step that leaves the weights alone."""

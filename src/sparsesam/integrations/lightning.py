@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from sparsesam.ascent.rng import RNGSnapshot, RNGState
 from sparsesam.ascent.statistics import Snapshot, statistics_of
+from sparsesam.gradients import OutsideGradients
 from sparsesam.integrations.extras import needs_extra
 from sparsesam.integrations.metrics import gradient_norm, step_metrics
-from sparsesam.parameters import OutsideGradients
 from sparsesam.sharpness_aware import SharpnessAware
 
 if TYPE_CHECKING:
