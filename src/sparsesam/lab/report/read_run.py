@@ -1,17 +1,49 @@
-"""The records of one run: what cannot be read is noted as a problem, and the rest is used."""
+"""Runs in directories: files may be missing, empty or incomplete; what cannot be read is noted as a problem."""
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from sparsesam.lab.display import Number, number
 from sparsesam.lab.experiment.config import TrainConfig, from_mapping
 from sparsesam.lab.experiment.run_directory import RunDirectory
-from sparsesam.lab.report.files import read_lines, read_mapping
 
 Status = Literal["finished", "failed", "unfinished", "analyses only"]
+#: Any of these makes a directory that of a run: a run can end before it has all of them.
+SIGNS = ("config.yaml", "records.jsonl", "result.json", "failure.json", "analyses")
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def find_runs(places: Iterable[str | os.PathLike[str]]) -> list[Path]:
+    """The directories of runs at or below the given ones: in the order given, each once, sorted below one place."""
+    found: dict[Path, Path] = {}
+    for place in map(Path, places):
+        if not place.is_dir():
+            raise ValueError(
+                f"RUNS must be directories, got {str(place)!r}, which is none; pass a run's directory, or one above it"
+            )
+        below = list(_below(place))
+        if not below:
+            raise ValueError(f"{place} has no runs; a run's directory has a config.yaml in it")
+        for one in below:
+            found.setdefault(one.resolve(), one)
+    return list(found.values())
+
+
+def _below(place: Path) -> Iterator[Path]:
+    # Links are not followed: they may lead in circles.
+    for folder, folders, files in os.walk(place):
+        if any(sign in files or sign in folders for sign in SIGNS):
+            yield Path(folder)
+            folders.clear()
+        folders.sort()
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,12 +77,12 @@ class RunRecord:
 
 def read_run(path: Path) -> RunRecord:
     files, problems = RunDirectory(path), list[str]()
-    records = read_lines(files.records, problems)
+    records = _read_lines(files.records, problems)
     analyses = _read_analyses(files.analyses, problems)
-    written = read_mapping(files.result, problems)
-    failure = read_mapping(files.failure, problems)
+    written = _read_mapping(files.result, problems)
+    failure = _read_mapping(files.failure, problems)
     begun = _last(records, "run") | _last(records, "resume")
-    settings = read_mapping(files.config, problems) or _mapping(begun, "config") or _mapping(written, "config")
+    settings = _read_mapping(files.config, problems) or _mapping(begun, "config") or _mapping(written, "config")
     result = _mapping(written, "result") or _last(records, "result")
     epochs = _epochs(records, problems)
     config = _config(settings, problems) if settings else None
@@ -91,7 +123,7 @@ def _status(
     if config is None:
         return "unfinished", "its settings cannot be read"
     done = f"epoch {len(epochs)} of {config.epochs}"
-    holder = read_mapping(path / "running.json", [])
+    holder = _read_mapping(path / "running.json", [])
     if holder:
         return "unfinished", f"{done}; process {holder.get('pid')} on {holder.get('host')} is running it, or was killed"
     return "unfinished", f"stopped after {done}; sparsesam train --resume --out {path} continues it"
@@ -113,7 +145,7 @@ def _epochs(records: list[dict[str, Any]], problems: list[str]) -> list[dict[str
 def _read_analyses(folder: Path, problems: list[str]) -> dict[str, dict[str, Any]]:
     found = {}
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
-        content = read_mapping(path, problems)
+        content = _read_mapping(path, problems)
         if isinstance(content.get("result"), dict):
             found[path.stem] = content
         elif content:
@@ -128,3 +160,54 @@ def _last(records: list[dict[str, Any]], kind: str) -> dict[str, Any]:
 def _mapping(content: dict[str, Any], key: str) -> dict[str, Any]:
     value = content.get(key)
     return value if isinstance(value, dict) else {}
+
+
+def _read_text(path: Path, problems: list[str]) -> str:
+    """Empty for a missing file; only regular files are opened, because reading a pipe would never end."""
+    if not path.is_file():
+        return ""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error}")
+        return ""
+
+
+def _read_mapping(path: Path, problems: list[str]) -> dict[str, Any]:
+    """Names and values of a YAML or JSON file; empty for a missing file."""
+    is_yaml = path.suffix == ".yaml"
+    text = _read_text(path, problems)
+    if not text:
+        problems += [f"{path.name} is empty"] if path.is_file() else []
+        return {}
+    try:
+        content = yaml.load(text, _Loader) if is_yaml else json.loads(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        problems.append(f"{path.name} is not {'YAML' if is_yaml else 'JSON'}: {error}")
+        return {}
+    if isinstance(content, dict):
+        return {str(name): value for name, value in content.items()}
+    problems.append(f"{path.name} must contain names and values, but contains {type(content).__name__}")
+    return {}
+
+
+def _read_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    records, unread = [], []
+    lines = _read_text(path, problems).splitlines()
+    for place, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict):
+            records.append(record)
+        else:
+            unread.append(place)
+    if unread:
+        which = ", ".join(map(str, unread[:5])) + (" …" if len(unread) > 5 else "")
+        problems.append(f"{path.name}: {len(unread)} of {len(lines)} lines cannot be read (line {which}), left out")
+    elif path.is_file() and not records:
+        problems.append(f"{path.name} is empty")
+    return records

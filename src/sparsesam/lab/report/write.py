@@ -13,9 +13,8 @@ from sparsesam.lab.experiment.calibration import SweepCalibration, read_calibrat
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.run_directory import write_atomically
 from sparsesam.lab.report.data import ReportData, Section
-from sparsesam.lab.report.files import find_runs
 from sparsesam.lab.report.page import render
-from sparsesam.lab.report.read_run import RunRecord, read_run
+from sparsesam.lab.report.read_run import RunRecord, find_runs, read_run
 from sparsesam.lab.report.sections.analyses import analysis_parts, other_analyses_section
 from sparsesam.lab.report.sections.curves import curves_part
 from sparsesam.lab.report.sections.paper import paper_section
