@@ -1,4 +1,4 @@
-from sparsesam.lab.paper.comparison import Comparison
+from sparsesam.lab.paper.comparison import RecipeRuns
 from tests.lab.paper.test_recipe import results_of
 
 SEEDS = {("sgd", seed): 0.8 + 0.01 * seed for seed in range(3)}
@@ -8,7 +8,7 @@ ALIKE = {("ssam-random", seed): value for seed, value in enumerate((0.93, 0.88, 
 
 def compared(tmp_path, values, label="mask-strategy", measure="test_accuracy", **settings):
     one, jobs = results_of(tmp_path, label, values, measure, settings)
-    return Comparison(one, "laptop", jobs, settings)
+    return RecipeRuns(one, "laptop", jobs, settings)
 
 
 def test_ours_with_an_interval_beside_the_paper_s(tmp_path):

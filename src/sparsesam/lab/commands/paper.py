@@ -17,7 +17,7 @@ from sparsesam.lab.commands.sweep import add_execution, execute, overrides, repo
 from sparsesam.lab.display import check_plot, plural
 from sparsesam.lab.experiment.sweep import Job
 from sparsesam.lab.paper.choices import other_choices, settings_of
-from sparsesam.lab.paper.comparison import Comparison
+from sparsesam.lab.paper.comparison import RecipeRuns
 from sparsesam.lab.paper.cost import PAPER_TFLOPS
 from sparsesam.lab.paper.dry_run import DryRun, cost_table, dry_run
 from sparsesam.lab.paper.figures import TrainedRecipe, draw
@@ -81,7 +81,7 @@ def run(options: Namespace) -> int:
 def _run(
     chosen: Recipe, options: Namespace, settings: Mapping[str, Any], jobs: Sequence[Job], out: Path, console: Console
 ) -> None:
-    compared = Comparison(chosen, options.scale, jobs, settings)
+    compared = RecipeRuns(chosen, options.scale, jobs, settings)
     if jobs:
         timed = chosen.timed(options.scale, settings)
         execute(jobs, options, compared.table, timed=[job for job in jobs if replace(job.config, seed=0) in timed])
@@ -147,4 +147,4 @@ def _show(chosen: Recipe, scale: Scale, settings: Mapping[str, Any], jobs: Seque
         if choices:
             console.print(drawn)
     if chosen.has_numbers:
-        console.print(Comparison(chosen, scale, jobs, settings).table())
+        console.print(RecipeRuns(chosen, scale, jobs, settings).table())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from rich.table import Table
 
@@ -11,11 +13,34 @@ from sparsesam.lab.display import plural, to_rich
 from sparsesam.lab.experiment.confidence import differ
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Job
-from sparsesam.lab.paper.recipe import Column, MeanOverSeeds, RecipeRuns, finished_results
+from sparsesam.lab.paper.recipe import Column, MeanOverSeeds, Recipe, Scale, finished_results
 
 
-class Comparison(RecipeRuns):
-    """Ours beside the paper's."""
+@dataclass(frozen=True)
+class RecipeRuns:
+    """The runs of a recipe at a scale, with the settings that --set changed: ours beside the paper's."""
+
+    recipe: Recipe
+    scale: Scale
+    jobs: Sequence[Job]
+    overrides: Mapping[str, Any]
+
+    @property
+    def rows(self) -> list[str]:
+        return self.recipe.rows(self.scale)
+
+    @property
+    def columns(self) -> list[Column]:
+        return self.recipe.columns(self.scale)
+
+    def cells(self) -> dict[tuple[str, str], MeanOverSeeds]:
+        """Our numbers by row and column, as far as runs are finished."""
+        finished = finished_results(self.jobs)
+        found = {
+            (row, column.label): self.recipe.cell(row, column, finished, self.overrides)
+            for row, column in self.recipe.cells(self.scale)
+        }
+        return {place: cell for place, cell in found.items() if cell is not None}
 
     def table(self) -> Table:
         """For the terminal."""

@@ -20,7 +20,8 @@ from sparsesam.lab.inspection.analysis import options_of
 from sparsesam.lab.inspection.gradients import GradientAnalysis
 from sparsesam.lab.inspection.hessian import HessianAnalysis
 from sparsesam.lab.inspection.landscape import LandscapeAnalysis
-from sparsesam.lab.paper.recipe import Column, RecipeRuns
+from sparsesam.lab.paper.comparison import RecipeRuns
+from sparsesam.lab.paper.recipe import Column
 
 #: The order in the paper's figure 3.
 CORRUPTED = ("resolution", "occlusion", "gaussian-noise", "fog")

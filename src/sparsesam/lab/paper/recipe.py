@@ -198,33 +198,6 @@ class Recipe:
         return {seed: value for seed, value in found.items() if value is not None}
 
 
-@dataclass(frozen=True)
-class RecipeRuns:
-    """The runs of a recipe at a scale, with the settings that --set changed."""
-
-    recipe: Recipe
-    scale: Scale
-    jobs: Sequence[Job]
-    overrides: Mapping[str, Any]
-
-    @property
-    def rows(self) -> list[str]:
-        return self.recipe.rows(self.scale)
-
-    @property
-    def columns(self) -> list[Column]:
-        return self.recipe.columns(self.scale)
-
-    def cells(self) -> dict[tuple[str, str], MeanOverSeeds]:
-        """Our numbers by row and column, as far as runs are finished."""
-        finished = finished_results(self.jobs)
-        found = {
-            (row, column.label): self.recipe.cell(row, column, finished, self.overrides)
-            for row, column in self.recipe.cells(self.scale)
-        }
-        return {place: cell for place, cell in found.items() if cell is not None}
-
-
 def finished_results(jobs: Sequence[Job]) -> Finished:
     """The results there are, each with its seed, by canonical config with seed 0."""
     found: Finished = {}
