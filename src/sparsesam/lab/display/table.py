@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-
-from rich.table import Table as RichTable
+from typing import TYPE_CHECKING
 
 from sparsesam.lab.display.numbers import Number, significant
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ def table_of_rows(name: str, caption: str, rows: Mapping[str, Mapping[str, Cell]
 
 def to_rich(table: Table, title: str, *, caption: str | None = None, transposed: bool = False) -> RichTable:
     """The table for a terminal; ``transposed`` has a column for each row."""
+    from rich.table import Table as RichTable
+
     lines = [["", *table.columns[1:]], *([cell.text for cell in row] for row in table.rows)]
     headings, *rows = zip(*lines, strict=True) if transposed else lines
     drawn = RichTable(title=title, caption=caption)
