@@ -25,4 +25,5 @@ def test_the_extra_is_named_where_its_package_is_missing(module, packages, extra
     code = WITHOUT.format(module=module, packages=packages)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     message = result.stderr.strip().splitlines()[-1]
-    assert message == f'ModuleNotFoundError: {packages[-1]} is not installed; pip install "{extra}" installs it'
+    needed = f'sparsesam.integrations.{module} needs {packages[-1]}: pip install "{extra}"'
+    assert message == f"ModuleNotFoundError: {needed}"

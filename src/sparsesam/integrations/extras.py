@@ -1,4 +1,4 @@
-"""Packages that an integration needs."""
+"""Packages that are installed by extras."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def needs_extra(extra: str) -> Iterator[None]:
-    """Around imports of other packages: what is missing is said together with the extra that brings it."""
+def required_by(purpose: str, packages: str) -> Iterator[None]:
+    """For imports of optional packages in the block: the error says what needs them and how to install them."""
     try:
         yield
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f'{error.name} is not installed; pip install "sparsesam[{extra}]" installs it', name=error.name
-        ) from error
+    except ImportError as error:
+        raise type(error)(f"{purpose} needs {error.name}: pip install {packages}", name=error.name) from error

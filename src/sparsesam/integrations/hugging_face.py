@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from sparsesam.ascent.rng import RNGSnapshot, RNGState
-from sparsesam.integrations.extras import needs_extra
+from sparsesam.integrations.extras import required_by
 from sparsesam.integrations.metrics import step_metrics
 from sparsesam.sharpness_aware import SharpnessAware
 
-with needs_extra("huggingface"):
+with required_by("sparsesam.integrations.hugging_face", '"sparsesam[huggingface]"'):
     from transformers import Trainer
 
 

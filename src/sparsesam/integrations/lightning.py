@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from sparsesam.ascent.rng import RNGSnapshot, RNGState
 from sparsesam.ascent.statistics import Snapshot, statistics_of
 from sparsesam.gradients import OutsideGradients
-from sparsesam.integrations.extras import needs_extra
+from sparsesam.integrations.extras import required_by
 from sparsesam.integrations.metrics import gradient_norm, step_metrics
 from sparsesam.sharpness_aware import SharpnessAware
 
@@ -30,7 +30,7 @@ else:
         from lightning.pytorch import Callback
         from lightning.pytorch.plugins import MixedPrecision
     except ImportError:
-        with needs_extra("lightning"):
+        with required_by("sparsesam.integrations.lightning", '"sparsesam[lightning]"'):
             from pytorch_lightning import Callback
             from pytorch_lightning.plugins import MixedPrecision
 

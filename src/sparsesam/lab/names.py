@@ -1,10 +1,9 @@
-"""Names: suggestions for misspelt ones, the user's own functions, ``module:function``, and optional packages."""
+"""Names: suggestions for misspelt ones, and the user's own functions, ``module:function``."""
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from difflib import SequenceMatcher
 from typing import Any, cast
 
@@ -71,12 +70,3 @@ def call_function(setting: str, name: str, function: Callable[..., Any], *args: 
     except Exception as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{setting} {name} raised {type(error).__name__}: {reason}") from error
-
-
-@contextmanager
-def required_by(purpose: str, packages: str) -> Iterator[None]:
-    """For imports of optional packages in the block: the ImportError says what needs them and how to install them."""
-    try:
-        yield
-    except ImportError as error:
-        raise ImportError(f"{purpose} needs {error.name}: pip install {packages}") from error

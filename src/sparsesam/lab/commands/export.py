@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
+from sparsesam.integrations.extras import required_by
 from sparsesam.lab.commands.eval import WEIGHTS, load_trained
 from sparsesam.lab.commands.parser import Namespace, Parser
 from sparsesam.lab.display import plural
-from sparsesam.lab.names import required_by
 
 HELP = "Write the weights of a run as a plain state_dict (.pt, .pth) or as safetensors (.safetensors)."
 FORMATS = (".pt", ".pth", ".safetensors")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from sparsesam.integrations.extras import required_by
 from sparsesam.lab.data.splits import Labelled, Splits
-from sparsesam.lab.names import required_by
 
 TRAIN_SIZE = 1000
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from sparsesam.integrations.extras import required_by
 from sparsesam.lab.data.splits import DataError, MissingData
-from sparsesam.lab.names import required_by
 
 VARIABLE = "SPARSESAM_CACHE"
 

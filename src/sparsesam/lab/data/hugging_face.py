@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparsesam.integrations.extras import required_by
 from sparsesam.lab.data.splits import DataError, Labelled, Splits
-from sparsesam.lab.names import required_by
 
 
 def load_hugging_face(name: str, data_dir: Path | None, download: bool, *, size: int | None = None) -> Splits:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from sparsesam.integrations.extras import required_by
 from sparsesam.lab.data.splits import DataError, FolderSplits, MissingData
-from sparsesam.lab.names import required_by
 
 if TYPE_CHECKING:
     from PIL.Image import Image

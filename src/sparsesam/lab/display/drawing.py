@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from sparsesam.integrations.extras import required_by
 from sparsesam.lab.display.colors import COLORS, PALETTE_SIZE
 from sparsesam.lab.display.figure import Axis, Figure, Series, to_csv
-from sparsesam.lab.names import required_by
 
 FORMATS = (".png", ".svg", ".pdf")
 

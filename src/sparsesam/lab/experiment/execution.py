@@ -15,11 +15,11 @@ import joblib
 from filelock import FileLock, Timeout
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 
+from sparsesam.integrations.extras import required_by
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Job
-from sparsesam.lab.names import required_by
 
 Backend = Literal["loky", "ray"]
 _Arguments = tuple[Job, RunEnvironment, int, int | None]

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from sparsesam.integrations.extras import required_by
 from sparsesam.lab.experiment import checkpoint
 from sparsesam.lab.experiment.errors import CheckpointError
-from sparsesam.lab.names import required_by
 
 #: Under which key training scripts keep the weights, beside other things.
 _KEYS = ("state_dict", "model", "model_state_dict")

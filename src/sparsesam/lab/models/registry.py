@@ -8,11 +8,12 @@ from functools import partial
 
 from torch import nn
 
+from sparsesam.integrations.extras import required_by
 from sparsesam.lab.models.resnet import resnet10_small, resnet18, resnet50, wide_resnet
 from sparsesam.lab.models.small_cnn import small_cnn
 from sparsesam.lab.models.vgg import vgg11_bn, vgg11_bn_4096, vgg_small
 from sparsesam.lab.models.vit import vit_b_16, vit_one_block_8192, vit_s_16, vit_tiny_small
-from sparsesam.lab.names import call_function, find_function, nearest, required_by
+from sparsesam.lab.names import call_function, find_function, nearest
 
 Builder = Callable[..., nn.Module]
 

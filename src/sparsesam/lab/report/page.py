@@ -12,8 +12,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from sparsesam import __version__
+from sparsesam.integrations.extras import required_by
 from sparsesam.lab.display import COLORS, Figure, Series, Table
-from sparsesam.lab.names import required_by
 from sparsesam.lab.report.data import ReportData, Section
 from sparsesam.lab.report.sections.analyses import missing_analyses
 
