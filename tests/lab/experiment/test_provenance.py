@@ -1,5 +1,7 @@
 import json
 import platform
+import subprocess
+import sys
 
 import torch
 
@@ -18,3 +20,10 @@ def test_names_versions_machine_and_threads():
 
 def test_can_be_written_as_json():
     assert json.loads(json.dumps(provenance())) == provenance()
+
+
+def test_benchmarks_can_ask_for_it_without_the_packages_of_the_command_line():
+    blocked = "import sys; sys.modules.update(dict.fromkeys(('rich', 'matplotlib', 'lightning_fabric', 'joblib')))"
+    asked = "from sparsesam.lab.experiment import provenance; print(provenance()['torch'])"
+    found = subprocess.run([sys.executable, "-c", f"{blocked}; {asked}"], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == torch.__version__
