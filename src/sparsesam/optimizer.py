@@ -154,10 +154,10 @@ class ExtrapolatedSAM(SharpnessAware):
         e = k * m ⊙ (w - w_before)
         w <- base's update of w with the gradient at w + e
 
-    There is no norm and no rho, and nothing of the base optimizer but the weights is looked at: e shrinks with the
-    learning rate. The first step, and one after a step that a GradScaler skipped, is the base's own. The loss returned
-    is that at w + e, and so are normalization statistics; they are those of w once the learning rate has decayed. The
-    memory is that of SAM, 4 bytes for each perturbed weight.
+    There is no norm and no rho, and the base optimizer's state is not used: e shrinks with the learning rate. The first
+    step, and one after a step that a GradScaler skipped, is the base's own. The loss returned is that at w + e, and so
+    are normalization statistics; they are those of w once the learning rate has decayed. The memory is that of SAM, 4
+    bytes for each perturbed weight.
 
     Related: super-acceleration (Nakerst, Brennan, Haque 2020) looks several steps of SGD's momentum ahead to converge
     faster; extrapolation from the past (Popov 1980; Lin et al. 2020 for large batches) follows the last gradient;

@@ -115,9 +115,9 @@ class SharpnessAware(OptimizerWrapper):
 
     @property
     def in_second_pass(self) -> bool:
-        """Whether the pass that runs repeats an earlier one of this step: leave out metrics and logs there.
+        """Whether the pass that runs is the second of its step: compute metrics and log where this is False.
 
-        A step of one pass has none; its metrics are those at w + e.
+        A step of one pass has no second pass; its metrics are those at w + e.
         """
         step = self._step
         return step is not None and step.phase is Phase.PERTURBED and (step.needs_first_pass or step.repeats)
