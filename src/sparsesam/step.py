@@ -105,8 +105,7 @@ class Step:
             self.masks, settings.ascent, settings.norm, in_closure=in_closure, no_reuse=no_reuse
         ) as first:
             if first is None and settings.is_implicit:
-                reason = engine.report()["engine"].removeprefix("off: ")
-                raise ValueError(f"ascent={settings.ascent!r} needs the engine, which is off: {reason}")
+                raise ValueError(f"ascent={settings.ascent!r} needs the engine, which is off: {engine.why_not}")
             averages = first is not None and first.plan.is_partial and not is_local
             with unsynchronized(ddp if averages or is_local else None):
                 yield

@@ -70,7 +70,7 @@ class Engine:
         self.model = model
         self.last: FirstPass | None = None
         self._off = None if enabled else "switched off (engine=False)"
-        self._why_not: str | None = None
+        self.why_not: str | None = None  # the last step computed everything
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
         if isinstance(wrapped, DistributedDataParallel):
             self._ddp = weakref.ref(wrapped)
@@ -125,7 +125,7 @@ class Engine:
 
     def switched_off(self, reason: str) -> None:
         """Note for the report why a step computes everything."""
-        self.last, self._why_not = None, reason
+        self.last, self.why_not = None, reason
 
     @contextmanager
     def first_pass(
@@ -167,7 +167,7 @@ class Engine:
         if not seen and has_compiled():  # none of its modules was called: the model is part of something compiled
             self._off = COMPILED
         first.finish()
-        self.last, self._why_not = first, None
+        self.last, self.why_not = first, None
 
     @contextmanager
     def second_pass(self, first: FirstPass | None) -> Iterator[None]:
@@ -203,7 +203,7 @@ class Engine:
 
     def report(self) -> dict[str, str]:
         if self.last is None:
-            return {"engine": f"off: {self._why_not}" if self._why_not else "on: no step taken yet"}
+            return {"engine": f"off: {self.why_not}" if self.why_not else "on: no step taken yet"}
         return engine_report(self.last)
 
 

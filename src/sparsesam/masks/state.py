@@ -64,8 +64,7 @@ class MaskState:
     @torch.no_grad()
     def refresh(self, context: ScoreContext, *, is_joining: bool = False) -> None:
         """Make the masks anew; all ranks compare them, but for those that are ``is_joining``."""
-        if self.rule is None:
-            raise RuntimeError("refresh_mask() needs a mask; SAM perturbs every weight")
+        assert self.rule is not None, "there is nothing to make"
         try:
             masks = self._made(self.rule, context, is_joining)
         except NonFiniteScoreError as error:
