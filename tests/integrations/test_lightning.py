@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import subprocess
+import sys
 from contextlib import nullcontext
 from functools import partial
 
@@ -54,6 +56,19 @@ class Remembering(nn.Module):
     def forward(self, x):
         self.drawn.append(torch.rand(()).item())
         return self.net(x)
+
+
+def test_of_two_installed_lightnings_the_imported_one_is_meant(tmp_path):
+    other = tmp_path / "lightning" / "pytorch"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("class Callback: pass\nfrom lightning.pytorch import plugins")
+    (other / "plugins.py").write_text("class MixedPrecision: pass")
+    script = (
+        "import pytorch_lightning, sys; sys.path.insert(0, sys.argv[1])\n"
+        "from sparsesam.integrations.lightning import SharpnessAwareMixedPrecision as Plugin\n"
+        "assert issubclass(Plugin, pytorch_lightning.plugins.MixedPrecision)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
 
 
 def quiet(tmp_path):

@@ -8,8 +8,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -26,13 +28,14 @@ if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningModule, Trainer
     from pytorch_lightning.plugins import MixedPrecision
 else:
+    # Both may be installed, and their classes are not each other's: the one that is imported already is in use.
+    _names = ("lightning.pytorch", "pytorch_lightning")
     try:
-        from lightning.pytorch import Callback
-        from lightning.pytorch.plugins import MixedPrecision
+        _lightning = import_module(next((name for name in _names if name in sys.modules), _names[0]))
     except ImportError:
         with required_by("sparsesam.integrations.lightning", '"sparsesam[lightning]"'):
-            from pytorch_lightning import Callback
-            from pytorch_lightning.plugins import MixedPrecision
+            _lightning = import_module(_names[1])
+    Callback, MixedPrecision = _lightning.Callback, _lightning.plugins.MixedPrecision
 
 
 class AccumulatedAscent(Callback):
