@@ -323,7 +323,10 @@ def small(budget=1.5, **options):
         (lambda: small(loss_fn=F.cross_entropy), "data must be given with loss_fn"),
         (lambda: small(data=cases.vectors()), "with data, give either loss_fn"),
         (lambda: small(data=[], score=Given({})), "score and data must not both be given"),
-        (lambda: measured_cost(chain(), F.mse_loss, (None, None), small(), rounds=0), "rounds must be at least 1"),
+        (
+            lambda: measured_cost(chain(), F.mse_loss, (None, None), small(), rounds=0),
+            "rounds must be a whole number of at least 1",
+        ),
     ],
 )
 def test_bad_input(call, words):

@@ -24,7 +24,7 @@ from torch.func import functional_call, hessian
 from sparsesam.analysis.objective import norm
 from sparsesam.analysis.results import AnalysisResult, Array
 from sparsesam.analysis.smooth_problems import SmoothProblem, nonconvex_logistic
-from sparsesam.masks.checks import check_choice
+from sparsesam.masks.checks import check_choice, check_count
 from sparsesam.masks.recipes import random_mask
 from sparsesam.optimizer import SSAM
 from sparsesam.schedules import InverseSqrt
@@ -114,8 +114,10 @@ def measure_convergence(
     rho_0 the largest that the theorem allows. SSAM perturbs a fixed random half (``sparsity``) of the weights.
     """
     check_choice("method", method, ("SAM", "SSAM"))
-    if steps < 2 or runs < 1 or sigma < 0:
-        raise ValueError(f"steps >= 2, runs >= 1 and sigma >= 0 are needed, got {steps}, {runs} and {sigma}")
+    check_count("steps", steps, "the bound is one over many of them", least=2)
+    check_count("runs", runs, "the expectation is their mean")
+    if sigma < 0:
+        raise ValueError(f"sigma must be at least 0, got {sigma}; 0 is the exact gradient")
     problem = problem or nonconvex_logistic()
     divisor = 2 if method == "SAM" else 5
     if eta_0 is None:

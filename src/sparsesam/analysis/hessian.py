@@ -15,6 +15,7 @@ from sparsesam.analysis.hessian_operator import HessianOperator
 from sparsesam.analysis.lanczos import Which, lanczos, top_eigenpairs
 from sparsesam.analysis.objective import Objective, ObjectiveSummary, ParameterFilter
 from sparsesam.analysis.results import AnalysisResult, Array
+from sparsesam.masks.checks import check_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +116,7 @@ def hessian_trace(
     It stops before ``probes`` when the standard error is at most ``tolerance`` times the estimate (from ten
     probes on: an early agreement of two or three is chance).
     """
-    if probes < 2:
-        raise ValueError(f"probes must be at least 2, got {probes}; fewer have no error estimate")
+    check_count("probes", probes, "fewer have no error estimate", least=2)
     hessian = HessianOperator(objective, parameters=parameters, keep_graph=keep_graph)
     generator = torch.Generator().manual_seed(seed)
     values: list[float] = []
@@ -186,8 +186,9 @@ def spectral_density(
     2 * steps - 1. If the Krylov space is exhausted early, the shorter quadrature is already exact. ``width`` is 1 % of
     the range by default.
     """
-    if steps < 1 or probes < 1 or points < 2:
-        raise ValueError(f"steps, probes and points must be positive, got {steps}, {probes} and {points}")
+    check_count("steps", steps, "80 are usual")
+    check_count("probes", probes, "4 are usual")
+    check_count("points", points, "1000 are usual", least=2)
     if width is not None and not width > 0:
         raise ValueError(f"width must be positive, got {width}; it is the Gaussians' standard deviation")
     hessian = HessianOperator(objective, parameters=parameters, keep_graph=keep_graph)
@@ -224,8 +225,8 @@ def _smoothed(grid: Array, nodes: Sequence[Array], shares: Sequence[Array], widt
 
 def hessian_diagonal(hessian: HessianOperator, *, probes: int | None = None, seed: int = 0) -> Array:
     """The diagonal: exactly, by one product per weight, or as the mean of z ⊙ Hz over ``probes`` random signs."""
-    if probes is not None and probes < 1:
-        raise ValueError(f"probes must be at least 1, or None for the exact diagonal, got {probes}")
+    if probes is not None:
+        check_count("probes", probes, "None is the exact diagonal")
     diagonal = torch.zeros(hessian.size, dtype=torch.float64, device=hessian.device)
     generator = torch.Generator().manual_seed(seed)
     with hessian.measuring():

@@ -15,6 +15,7 @@ from sparsesam.analysis.directions import Direction, check_directions, random_di
 from sparsesam.analysis.grid import Grid, MovedTensor, Progress, evaluate_grid
 from sparsesam.analysis.objective import Objective, ObjectiveSummary, ParameterFilter, check_state, norm, values_kept
 from sparsesam.analysis.results import AnalysisResult, Array
+from sparsesam.masks.checks import check_count
 
 _ONE_DIMENSIONAL_NOTES = {
     "ignore": "biases and normalization parameters do not move",
@@ -163,7 +164,6 @@ def _result(
 def _check_grid(dimensions: int, points: int, span: tuple[float, float]) -> None:
     if dimensions not in (1, 2):
         raise ValueError(f"dimensions must be 1 or 2, got {dimensions}")
-    if points < 2:
-        raise ValueError(f"points must be at least 2, got {points}; the paper's pictures have 50 by 50")
+    check_count("points", points, "the paper's pictures have 50 by 50", least=2)
     if not (math.isfinite(span[0]) and math.isfinite(span[1]) and span[0] < span[1]):
         raise ValueError(f"span must be (low, high) with low < high, got {span}")

@@ -19,6 +19,7 @@ from sparsesam.analysis.objective import (
     values_kept,
 )
 from sparsesam.analysis.results import AnalysisResult
+from sparsesam.masks.checks import check_count
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ def sharpness(
     """
     if not 0 < rho < math.inf:
         raise ValueError(f"rho must be positive and finite, got {rho}")
-    if steps < 1 or starts < 1:
-        raise ValueError(f"steps and starts must be at least 1, got {steps} and {starts}")
+    check_count("steps", steps, "1 is SAM's own step")
+    check_count("starts", starts, "the first begins with SAM's step, others at random")
     chosen = select_parameters(objective.model, parameters)
     kept = None if masks is None else list(check_masks(masks, chosen).values())
     perturbed = sum(t.numel() for t in chosen.values()) if kept is None else sum(int(mask.sum()) for mask in kept)

@@ -12,6 +12,7 @@ from torch import Tensor
 from sparsesam.analysis.objective import Objective, ObjectiveSummary, ParameterFilter, select_parameters
 from sparsesam.analysis.results import AnalysisResult
 from sparsesam.analysis.sharpness import sharpness
+from sparsesam.masks.checks import check_count
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,8 @@ class ComplexityTerms:
 
 def complexity_terms(*, squared_norm: float, k: int, n: int, delta: float, rho: float) -> ComplexityTerms:
     """The terms of theorem 3 for k weights of squared norm ||w||² and n samples."""
-    if n < 2:
-        raise ValueError(f"n must be at least 2, got {n}; it is the number of training samples")
-    if k < 1:
-        raise ValueError(f"k must be at least 1, got {k}; it is the number of weights")
+    check_count("n", n, "it is the number of training samples", least=2)
+    check_count("k", k, "it is the number of weights")
     if not 0 < delta < 1:
         raise ValueError(f"delta must be in (0, 1), got {delta}; the bound holds with probability 1 - delta")
     if not rho > 0:
@@ -89,8 +88,8 @@ def generalization_bound(
     ``n`` is the size of the training set; by default the objective's samples are taken for it. ``classes`` gives
     log C to compare the cross-entropy with; without it the loss is assumed to be in [0, 1].
     """
-    if classes is not None and classes < 2:
-        raise ValueError(f"classes must be at least 2, got {classes}: one class leaves nothing to predict")
+    if classes is not None:
+        check_count("classes", classes, "one class leaves nothing to predict", least=2)
     chosen = select_parameters(objective.model, parameters)
     count = objective.samples if n is None else n
     squared_norm = sum(float(p.detach().double().square().sum()) for p in chosen.values())

@@ -31,7 +31,7 @@ from sparsesam.ascent.rng import RNGState
 from sparsesam.ascent.targets import Target
 from sparsesam.budget.call_trace import PASS_KINDS, Clock, FunctionCall, How, ModuleCall, PassKind, stopwatch, trace
 from sparsesam.budget.knapsack import Floats
-from sparsesam.masks.checks import check_choice
+from sparsesam.masks.checks import check_choice, check_count
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.preserve_model_state import preserve_model_state
 from sparsesam.parameters import unwrap
@@ -199,8 +199,7 @@ def layer_costs(
     found. F and dX + dW are read off a complete pass while it runs, dX off one whose weights take no gradient.
     """
     check_choice("how", how, get_args(How))
-    if repeats < 1:
-        raise ValueError(f"repeats must be at least 1, got {repeats}; 5 give a usable median")
+    check_count("repeats", repeats, "5 give a usable median")
     model = unwrap(model)
     shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
     if not shapes:

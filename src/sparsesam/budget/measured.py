@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from sparsesam.ascent.rng import RNGState
 from sparsesam.budget.call_trace import stopwatch
 from sparsesam.masks.batches import call_model
+from sparsesam.masks.checks import check_count
 from sparsesam.masks.fixed import FixedMask
 from sparsesam.masks.mask import MaskRule
 from sparsesam.optimizer import SSAM
@@ -39,8 +40,7 @@ def measured_cost(
     Steps alternate on copies of the model, after two warm-up rounds; the mask is made once, in the first of
     them, and not counted. ``base`` makes the optimizer from the parameters; SGD with momentum if it is left out.
     """
-    if rounds < 1:
-        raise ValueError(f"rounds must be at least 1, got {rounds}; 7 give a usable median")
+    check_count("rounds", rounds, "7 give a usable median")
     base = base or (lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9))
     rng = RNGState(model.parameters())
     found = rng.read()

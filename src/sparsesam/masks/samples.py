@@ -22,6 +22,7 @@ from torch.utils.data import (
 )
 
 from sparsesam.masks.batches import batch_size, slice_batch
+from sparsesam.masks.checks import check_count
 
 Fetch = Callable[[list[int]], Any]
 
@@ -33,8 +34,8 @@ def draw_batches(data: Any, count: int, *, generator: torch.Generator, chunk: in
     list or dictionary), or an iterable of ready batches. Only the last cannot be drawn from at random: it
     is read from its beginning. Batches are pytrees of tensors with the samples in dimension 0.
     """
-    if count < 1 or chunk < 1:
-        raise ValueError(f"count and chunk must be at least 1, got count={count} and chunk={chunk}")
+    check_count("count", count, "it is the number of samples")
+    check_count("chunk", chunk, "it is the size of a batch")
     source = _indexed(data)
     if source is None:
         return _from_stream(data, count, chunk)
