@@ -169,9 +169,9 @@ class SharpnessAware(OptimizerWrapper):
             loss = run_closure(step, closure, batch)
         if scaler is not None and not step.is_empty:
             scaler.step(self)  # calls step() without a closure, or not at all after an overflow
-            self._step = None
+            self._end_step()
             return loss
-        self._step = None
+        self._end_step()
         if step.is_empty:
             self._context.skip_step("the closure computed no gradient: no step is taken (opt.skipped_steps)")
         else:
@@ -181,7 +181,7 @@ class SharpnessAware(OptimizerWrapper):
     def _step_after_perturbed(self, step: Step, closure: Callable[[], Any] | None) -> Any:
         with self._discarded_on_error():
             result = None if closure is None else run_empty_closure(step, closure)
-        self._step = None
+        self._end_step()
         step.update()
         self._context.note_statistics()
         return result
@@ -241,7 +241,7 @@ class SharpnessAware(OptimizerWrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._context.gradients.clear(set_to_none)
         if self._step is not None and self._step.phase in (Phase.BETWEEN, Phase.READY):
-            self._step = None  # its gradient is gone
+            self._end_step()  # its gradient is gone
 
     @inside_wrappers
     def refresh_mask(self, *, now: bool = False, batch: Any = None) -> None:
@@ -321,5 +321,9 @@ class SharpnessAware(OptimizerWrapper):
         try:
             yield
         except BaseException:
-            self._step = None
+            self._end_step()
             raise
+
+    def _end_step(self) -> None:
+        self._step = None
+        self._context.engine.release()

@@ -162,13 +162,20 @@ class Step:
                 )
             raise
         finally:
-            self.context.perturbation.undo()
-            if self.context.extrapolation is not None:
-                self.context.extrapolation.undo()
-            if self.params.shards is not None:
-                reshard(self.context.model)
-            written.restore()
+            try:
+                self._return(written)
+            except BaseException:  # Ctrl-C on the way
+                self._return(written)
+                raise
             self.phase = Phase.READY if completed else Phase.BETWEEN
+
+    def _return(self, written: Snapshot) -> None:
+        self.context.perturbation.undo()
+        if self.context.extrapolation is not None:
+            self.context.extrapolation.undo()
+        if self.params.shards is not None:
+            reshard(self.context.model)
+        written.restore()
 
     @contextmanager
     def second_pass(self, batch: Any, *, statistics_return: bool) -> Iterator[None]:

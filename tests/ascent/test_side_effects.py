@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sparsesam
+from sparsesam.ascent.first_pass import FirstPass
 from tests import cases
 
 CASES = {}
@@ -542,3 +543,47 @@ def test_an_error_that_comes_only_once_comes_out():
     assert len(calls) == 1  # it is not tried again
     assert counted_calls(optimizer, model, failing) == [2, 2, 2]
     assert optimizer.engine_report()["engine"] == "on"
+
+
+def test_an_interruption_around_a_paused_mode_leaves_the_modes_of_others(monkeypatch):
+    """zero_grad() takes the mode from torch's stack for a moment; Ctrl-C may come just then."""
+
+    class Own(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **kwargs or {})
+
+    def interrupted(self):
+        plain(self)
+        raise KeyboardInterrupt
+
+    plain = FirstPass._leave
+    model = Model(lambda model, x: model.head(torch.tanh(model.body(x)))).double()
+    optimizer = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked")
+    closure = cases.closure_for(model, optimizer, *cases.vectors(8))
+    own = Own()
+    with own:
+        monkeypatch.setattr(FirstPass, "_leave", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step(closure)
+        monkeypatch.undo()
+        assert torch.overrides._get_current_function_mode_stack() == [own]
+        optimizer.step(closure)
+    assert torch.overrides._get_current_function_mode_stack() == []
+
+
+def test_activations_of_a_step_that_is_left_out_are_freed():
+    outputs = []
+
+    def noted(model, x):
+        h = model.body(x)
+        outputs.append(weakref.ref(h))
+        return model.head(torch.tanh(h))
+
+    model = Model(noted).double()
+    optimizer = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked")
+    x, y = cases.vectors(8)
+    with optimizer.first_pass():
+        F.cross_entropy(model(x), y).backward()
+    assert outputs[0]() is not None  # the second pass would use it
+    optimizer.zero_grad()
+    assert outputs[0]() is None

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsesam.analysis.results import AnalysisResult
-from sparsesam.ascent.interruption import finish
 from sparsesam.ascent.rng import RNGSnapshot, RNGState
 from sparsesam.masks.batches import batch_size, call_model, scalar_loss, to_device
 from sparsesam.masks.checks import check_choice, check_like_parameters
@@ -249,7 +248,11 @@ def values_kept(tensors: Sequence[Tensor], saved: Sequence[Tensor] | None = None
     try:
         yield
     finally:
-        finish(lambda: _copy(kept, tensors))
+        try:
+            _copy(kept, tensors)
+        except BaseException:  # Ctrl-C on the way
+            _copy(kept, tensors)
+            raise
 
 
 @torch.no_grad()

@@ -162,7 +162,7 @@ class Engine:
         for module in found.unwatched:
             calls[module] = _unwatched(first, calls.get(module), module in found.clean)
         calls.setdefault(self.model, _plain_call)
-        with replaced_calls(calls) as seen, first:
+        with replaced_calls(calls) as seen, first.active():
             yield first
         if not seen and has_compiled():  # none of its modules was called: the model is part of something compiled
             self._off = COMPILED
@@ -181,6 +181,11 @@ class Engine:
                 yield
         finally:
             first.prefix.release()
+
+    def release(self) -> None:
+        """Free the activations of a first pass that no second pass will use."""
+        if self.last is not None:
+            self.last.prefix.release()
 
     def _agreement(self, found: Survey) -> dict[nn.Module, Agree]:
         """How ranks agree about modules that synchronize them."""

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from sparsesam.ascent import on_device, on_host
-from sparsesam.ascent.interruption import finish
 from sparsesam.ascent.plan import Norm
 from sparsesam.ascent.targets import Target
 from sparsesam.distributed import is_sharded
@@ -101,7 +100,11 @@ class Perturbation:
     @torch.no_grad()
     def undo(self) -> None:
         """Bring back w, bit for bit; an interruption (Ctrl-C) is raised only after that."""
-        finish(self._put_back)
+        try:
+            self._put_back()
+        except BaseException:
+            self._put_back()
+            raise
 
     def forget(self) -> None:
         """Free the buffers (after the masks or the parameters changed)."""

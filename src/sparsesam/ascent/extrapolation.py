@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsesam.ascent.interruption import finish
 from sparsesam.ascent.kept_entries import kept_entries, put_entries
 from sparsesam.masks.packed import PackedMask
 
@@ -105,13 +104,9 @@ class Extrapolation:
         torch.clear_autocast_cache()
         return bool(ahead)
 
+    @torch.no_grad()
     def undo(self) -> None:
-        """Bring back w, bit for bit; an interruption (Ctrl-C) is raised only after that."""
-        if self._moved:
-            with torch.no_grad():
-                finish(self._put_back)
-
-    def _put_back(self) -> None:
+        """Bring back w, bit for bit; after an interruption (Ctrl-C) it can be called again."""
         for group, buffers in self._moved:
             group.write(buffers)
         self._moved = []

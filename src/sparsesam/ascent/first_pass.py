@@ -8,7 +8,8 @@ when the closure returns; should the closure look at a gradient before, the whol
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -86,15 +87,36 @@ class FirstPass(TorchFunctionMode):
             self._grad_was_off = True
         return func(*args, **kwargs)
 
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Within the block this mode is on torch's stack, and never afterwards."""
+        try:
+            self.__enter__()
+            yield
+        finally:
+            try:
+                self._leave()
+            except BaseException:  # Ctrl-C on the way
+                self._leave()
+                raise
+
+    def _is_on_top(self) -> bool:
+        return torch.overrides._get_current_function_mode() is self
+
+    def _leave(self) -> None:
+        if self._is_on_top():
+            self.__exit__(None, None, None)
+
     def paused(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run what must not see this mode: compiled modules, which would be compiled once more for it."""
-        if torch.overrides._get_current_function_mode() is not self:
+        if not self._is_on_top():
             return forward(*args, **kwargs)
-        self.__exit__(None, None, None)
         try:
+            self._leave()
             return forward(*args, **kwargs)
         finally:
-            self.__enter__()
+            if not self._is_on_top():
+                self.__enter__()
 
     def give_up(self, reason: str) -> None:
         """Leave nothing out from here on."""

@@ -5,13 +5,10 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-
-from sparsesam.ascent.interruption import finish
 
 #: takes the module's own forward and the arguments of the call
 Replacement = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -54,7 +51,11 @@ def replaced_calls(replacements: Mapping[nn.Module, Replacement]) -> Iterator[se
             own[key] = _ReplacedCall(module, forward, replacement, seen)
         yield seen
     finally:
-        finish(partial(_undo, undo))
+        try:
+            _undo(undo)
+        except BaseException:  # Ctrl-C on the way
+            _undo(undo)
+            raise
 
 
 def _undo(undo: list[tuple[dict[str, Any], str, Any]]) -> None:
