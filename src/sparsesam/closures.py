@@ -152,8 +152,6 @@ def _detached(leaf: Any) -> Any:
 
 def _has_parameter(closure: Closure) -> bool:
     """Whether it takes the batch; torch.optim's takes nothing."""
-    if inspect.isfunction(closure) and not closure.__kwdefaults__ and not hasattr(closure, "__wrapped__"):
-        return closure.__code__.co_argcount > len(closure.__defaults__ or ())  # inspect.signature is slow
     return any(
         p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         for p in inspect.signature(closure).parameters.values()
