@@ -102,11 +102,16 @@ class Step:
         elif self.first is not None:
             no_reuse = "several backward passes: activations of the first are not kept"
         with engine.first_pass(
-            self.masks, settings.ascent, settings.norm, in_closure=in_closure, no_reuse=no_reuse
+            self.masks,
+            settings.ascent,
+            settings.norm,
+            in_closure=in_closure,
+            averages=not is_local,
+            no_reuse=no_reuse,
         ) as first:
             if first is None and settings.is_implicit:
                 raise ValueError(f"ascent={settings.ascent!r} needs the engine, which is off: {engine.why_not}")
-            averages = first is not None and first.plan.is_partial and not is_local
+            averages = first is not None and first.narrows and not is_local
             with unsynchronized(ddp if averages or is_local else None):
                 yield
                 if first is not None:
@@ -115,6 +120,12 @@ class Step:
         self.has_every_gradient &= first is None or first.is_complete
         if averages and first is not None and ddp is not None:
             average_gradients(ddp, first.plan.needed)
+            if in_closure and first.looked:
+                self.context.warn_once(
+                    "the closure looked at gradients, which it did not do in the first step: under "
+                    "DistributedDataParallel those of the first pass are this rank's own until the closure returns. "
+                    "If it changes them, use engine=False"
+                )
 
     def _why_plain(self) -> str | None:
         """Why this step's first pass must compute everything."""

@@ -51,6 +51,10 @@ COMPILED = (
 SHARDED = "parameters are sharded (fully_shard, DTensor), and gathered by hooks in every forward and backward"
 
 
+NOT_KNOWN = "in the first step with DistributedDataParallel it is found out whether the closure looks at gradients"
+LOOKS = "the closure looks at gradients, on some rank, which DistributedDataParallel must have averaged before"
+
+
 @dataclass
 class _Known:
     """What follows from one state of the model and its masks."""
@@ -79,6 +83,7 @@ class Engine:
         elif is_compiled(wrapped):
             self._off = self._off or COMPILED
         self._known: _Known | None = None
+        self._closure_looks: bool | None = None  # at gradients, on any rank; None: not known yet
         self._rng = RNGState(model.parameters())
 
     @property
@@ -129,12 +134,12 @@ class Engine:
 
     @contextmanager
     def first_pass(
-        self, masks: Masks, ascent: Ascent, norm: Norm, *, in_closure: bool, no_reuse: str | None
+        self, masks: Masks, ascent: Ascent, norm: Norm, *, in_closure: bool, averages: bool, no_reuse: str | None
     ) -> Iterator[FirstPass | None]:
         """The block is a first pass in which these parameters take part under these masks.
 
-        ``no_reuse``: why the second pass cannot use anything again. Yields what the block may leave out, or None
-        where it computes everything.
+        ``averages``: gradients are to be those of all ranks. ``no_reuse``: why the second pass cannot use anything
+        again. Yields what the block may leave out, or None where it computes everything.
         """
         reason = self.why_off()
         known = self._look(masks, ascent, norm) if reason is None else None
@@ -146,7 +151,12 @@ class Engine:
         prefix = Prefix(found, plan, self._rng, self._agreement(found) if no_reuse is None else {})
         if no_reuse is not None:
             prefix.drop(no_reuse)
-        if not plan.is_partial and self.ddp is not None and invalidates_graphs(self.ddp):
+        whole = None
+        if self.ddp is not None and in_closure and averages and plan.is_partial and plan.is_explicit:
+            # A narrowed backward runs without synchronization.
+            whole = {None: NOT_KNOWN, True: LOOKS, False: None}[self._closure_looks]
+        is_whole = whole is not None or not plan.is_partial
+        if is_whole and self.ddp is not None and invalidates_graphs(self.ddp):
             prefix.drop("DistributedDataParallel broadcasts buffers between the passes, which needs torch 2.11")
         first = FirstPass(
             plan,
@@ -154,6 +164,7 @@ class Engine:
             in_closure=in_closure,
             model_memory=known.memory,
             before_calls=self._find_ddp if is_distributed() and self.ddp is None else None,
+            whole=whole,
         )
 
         calls: dict[nn.Module, Replacement] = {module: partial(prefix.record, module) for module in found.clean}
@@ -168,6 +179,9 @@ class Engine:
             self._off = COMPILED
         first.finish()
         self.last, self.why_not = first, None
+        if whole == NOT_KNOWN and self.ddp is not None:
+            device, group = plan.needed[0].device, self.ddp.process_group
+            self._closure_looks = not all_agree(not first.looked, device, group)
 
     @contextmanager
     def second_pass(self, first: FirstPass | None) -> Iterator[None]:

@@ -49,13 +49,19 @@ class FirstPass(TorchFunctionMode):
         in_closure: bool,
         model_memory: frozenset[int | None],
         before_calls: Callable[[], bool] | None,
+        whole: str | None,
     ) -> None:
         super().__init__()
         self.plan, self.prefix, self.switch = plan, prefix, Switch()
         self.layers_called: set[int] = set()
         self.is_complete = True  # every gradient is there
         self.why_not: str | None = None  # the backward was not narrowed
-        self._narrow, self._in_closure = plan.is_partial, in_closure
+        self.narrows = plan.is_partial and whole is None  # should nothing come between
+        self.looked = False  # the closure went on after its backward in a way that may need its gradients
+        self._narrow, self._in_closure, self._whole = plan.is_partial, in_closure, whole
+        self._watches_looks = False
+        if whole is not None:
+            self._widen(whole)
         self._model_memory = model_memory
         self._before_calls = before_calls
         self._backwards = 0
@@ -67,7 +73,10 @@ class FirstPass(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._watches_looks and not is_harmless(func, kwargs):
+            self.looked, self._watches_looks = True, False
         if self._waiting is not None and not is_harmless(func, kwargs):
+            self.looked = True
             self._widen("the closure goes on after backward() in a way that may need its gradients")
             self._run_waiting()
             return self.__torch_function__(func, types, args, kwargs)
@@ -214,6 +223,7 @@ class FirstPass(TorchFunctionMode):
             if reason is None:
                 return None
             self._widen(reason)
+        self._watches_looks = self._whole is not None
         return self._run_waiting()
 
     def _run_waiting(self) -> Any:
@@ -251,7 +261,7 @@ class FirstPass(TorchFunctionMode):
 def unwatched(call: Callable[[], Any]) -> Any:
     """Run what a first pass need not see, unless a backward waits for what comes next."""
     mode = torch.overrides._get_current_function_mode()
-    can_pause = isinstance(mode, FirstPass) and mode._waiting is None
+    can_pause = isinstance(mode, FirstPass) and mode._waiting is None and not mode._watches_looks
     return mode.paused(call) if can_pause else call()
 
 

@@ -41,8 +41,7 @@ class StateJoinHook(JoinHook):
         dist.all_reduce(source, op=dist.ReduceOp.MAX, group=self._group)
         state: list[Any] = [self._optimizer.state_dict() if rank == int(source) else None]
         dist.broadcast_object_list(state, src=int(source), group=self._group, device=device)
-        if rank != int(source):
-            self._optimizer.load_state_dict(state[0])
+        self._optimizer.load_state_dict(state[0])  # on the source too: all ranks go on from the same point
 
 
 class JoinableOptimizer(Joinable):
