@@ -167,9 +167,10 @@ class ExtrapolatedSAM(SharpnessAware):
     Args:
         base: any optimizer.
         model: the module whose parameters ``base`` holds.
-        steps_ahead: k. 40 to 110 for networks with batch normalization, 5 to 20 for others, which do not train with
-            much more; about 1 is Nesterov's look-ahead. Default: 60 where the model has a batch normalization, else
-            10. It is in the parameter groups as ``rho``, where it may differ by group and be changed.
+        steps_ahead: k. For networks with batch normalization 40 to 110 where labels are wrong and 2 to 40 where they
+            are true; 5 to 20 for others, which do not train with much more; about 1 is Nesterov's look-ahead.
+            Default: 60 where the model has a batch normalization, else 10. It is in the parameter groups as ``rho``,
+            where it may differ by group and be changed.
         mask: as in `SSAM`; only the updates of perturbed weights are kept. A mask that is made from gradients
             (`dynamic_mask`, `GradientMagnitude`) sees the base optimizer's momentum instead.
         schedule: a factor on ``steps_ahead`` by step.
