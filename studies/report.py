@@ -38,7 +38,12 @@ ORDERINGS: list[tuple[str, str, str, float | None]] = [
 
 
 #: The same network, batches and methods.
-SAME_COST = {"digits-0": "digits-30", "digits-50": "digits-30", "fashion-0": "fashion-30"}
+SAME_COST = {
+    "digits-0": "digits-30",
+    "digits-50": "digits-30",
+    "fashion-0": "fashion-30",
+    "cifar-0-decay": "cifar-0-augmented",
+}
 
 
 class Results:
