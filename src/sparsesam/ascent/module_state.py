@@ -137,7 +137,8 @@ def _held_by(holder: Any) -> Sequence[Any] | None:
         return [holder.func, *holder.args, *holder.keywords.values()]
     if isinstance(holder, (type, enum.Enum)):
         return ()
-    if type(holder).__basicsize__ == _PlainObject.__basicsize__:  # it has a __dict__ and nothing else
+    has_only_a_dict = type(holder).__basicsize__ == _PlainObject.__basicsize__
+    if has_only_a_dict or type(holder) is types.SimpleNamespace:
         return list(vars(holder).values())
     return None
 
