@@ -64,7 +64,8 @@ class _Known:
     plan: Plan
     found: Survey
     memory: frozenset[int | None]
-    reason: str | None
+    why_off: str | None
+    hooks: str | None  # which of them forbid to leave anything out; they may be there on one rank only
 
 
 class Engine:
@@ -118,12 +119,15 @@ class Engine:
             tensors = [*self.model.parameters(), *self.model.buffers()]
             memory = frozenset(map(memory_of, tensors)) - {None}
             found = survey(self.model, plan)
-            reason = SHARDED if any(map(is_sharded, tensors)) else hooks_left_out(self.model, plan)
-            if not plan.needed:
-                reason = reason or "nothing is perturbed"
+            reason = None
+            if any(map(is_sharded, tensors)):
+                reason = SHARDED
+            elif not plan.needed:
+                reason = "nothing is perturbed"
             elif ascent == "explicit" and not plan.is_partial and not found.has_clean_parameters:
-                reason = reason or "every parameter is perturbed, and no mask is made of whole filters"
-            self._known = _Known(key, (modules, tensors, masks), plan, found, memory, reason)
+                reason = "every parameter is perturbed, and no mask is made of whole filters"
+            hooks = hooks_left_out(self.model, plan)
+            self._known = _Known(key, (modules, tensors, masks), plan, found, memory, reason, hooks)
         return self._known
 
     # ---- the two passes ----------------------------------------------------------------------------------
@@ -143,8 +147,12 @@ class Engine:
         """
         reason = self.why_off()
         known = self._look(masks, ascent, norm) if reason is None else None
-        if known is None or known.reason is not None:
-            self.switched_off(reason or str(known and known.reason))
+        if known is not None:
+            reason = known.why_off
+            if not (is_distributed() and known.plan.is_explicit):
+                reason = reason or known.hooks
+        if known is None or reason is not None:
+            self.switched_off(str(reason))
             yield None
             return
         plan, found = known.plan, known.found
@@ -166,6 +174,8 @@ class Engine:
             before_calls=self._find_ddp if is_distributed() and self.ddp is None else None,
             whole=whole,
         )
+        if known.hooks is not None:  # other ranks, which may have none, wait for this one in the same collectives
+            first.give_up(known.hooks)
 
         calls: dict[nn.Module, Replacement] = {module: partial(prefix.record, module) for module in found.clean}
         for module, weight in found.layers.items():
