@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 import sparsesam
 from benchmarks.launches import LaunchCounter
 from benchmarks.timing import interleaved, print_provenance, ratios
-from sparsesam.ascent.explicit import use_implementation
+from sparsesam.ascent.perturbation.explicit import use_implementation
 from sparsesam.ascent.semi_structured import Hardware, choose_backend
 from sparsesam.lab.models import resnet18
 from sparsesam.lab.models.vit import vit

@@ -10,7 +10,7 @@ from benchmarks.launches import LaunchCounter
 from torch import nn
 
 import sparsesam
-from sparsesam.ascent.explicit import use_implementation
+from sparsesam.ascent.perturbation.explicit import use_implementation
 from sparsesam.masks.patterns import as_pattern
 from tests import cases
 

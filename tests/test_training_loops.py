@@ -327,7 +327,7 @@ def test_weights_come_back_when_the_second_pass_raises(sparsity, error):
 
 @pytest.mark.parametrize("after", range(6))
 def test_weights_come_back_when_the_ascent_itself_is_interrupted(after, monkeypatch):
-    from sparsesam.ascent import explicit
+    from sparsesam.ascent.perturbation import explicit
 
     model = cases.convnet()
     opt = half_masked(model)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsesam.ascent.kept_entries import dense_entries, kept_in
+from sparsesam.ascent.perturbation.kept_entries import dense_entries, kept_in
 from sparsesam.checkpoint import OwnTensors
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.state import MaskState

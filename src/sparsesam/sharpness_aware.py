@@ -13,7 +13,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from sparsesam.ascent.momentum import require_momentum_setting
+from sparsesam.ascent.perturbation.momentum import require_momentum_setting
 from sparsesam.closures import run_closure, run_empty_closure
 from sparsesam.distributed import as_shard_of
 from sparsesam.masks.mask import MaskRule

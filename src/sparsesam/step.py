@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsesam.ascent.extrapolation import TrackedWeights, tracked_weights
 from sparsesam.ascent.first_pass import FirstPass
 from sparsesam.ascent.old_gradient import OldGradient
-from sparsesam.ascent.on_device import is_usable
+from sparsesam.ascent.perturbation.extrapolation import TrackedWeights, tracked_weights
+from sparsesam.ascent.perturbation.on_device import is_usable
+from sparsesam.ascent.perturbation.targets import Target
 from sparsesam.ascent.plan import ONE_PASS
 from sparsesam.ascent.report import explicit_after_all
 from sparsesam.ascent.statistics import Snapshot, statistics_of
-from sparsesam.ascent.targets import Target
 from sparsesam.distributed import average_gradients, local_part, reshard, unsynchronized
 from sparsesam.gradients import gradients_of, require_gradients
 from sparsesam.parameters import option_keys

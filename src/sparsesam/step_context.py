@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsesam.ascent.engine import Engine
-from sparsesam.ascent.explicit import Perturbation
-from sparsesam.ascent.extrapolation import Extrapolation, TrackedWeights
-from sparsesam.ascent.momentum import momentum_of, require_momentum
+from sparsesam.ascent.perturbation.explicit import Perturbation
+from sparsesam.ascent.perturbation.extrapolation import Extrapolation, TrackedWeights
+from sparsesam.ascent.perturbation.momentum import momentum_of, require_momentum
 from sparsesam.ascent.plan import ONE_PASS
 from sparsesam.ascent.rng import RNGState
 from sparsesam.ascent.statistics import statistics_versions

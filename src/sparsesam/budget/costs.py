@@ -26,9 +26,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from sparsesam.ascent.explicit import Perturbation
+from sparsesam.ascent.perturbation.explicit import Perturbation
+from sparsesam.ascent.perturbation.targets import Target
 from sparsesam.ascent.rng import RNGState
-from sparsesam.ascent.targets import Target
 from sparsesam.budget.call_trace import PASS_KINDS, Clock, FunctionCall, How, ModuleCall, PassKind, stopwatch, trace
 from sparsesam.budget.knapsack import Floats
 from sparsesam.masks.checks import check_choice, check_count

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from sparsesam.ascent.kept_entries import put_entries
-from sparsesam.ascent.kept_positions import KeptPositions, flat, joined
+from sparsesam.ascent.perturbation.kept_entries import put_entries
+from sparsesam.ascent.perturbation.kept_positions import KeptPositions, flat, joined
+from sparsesam.ascent.perturbation.targets import Target
 from sparsesam.ascent.plan import Norm
-from sparsesam.ascent.targets import Target
 
 #: Entries that are moved at a time: room for one such vector is all that is needed beside what is saved.
 CHUNK = 1 << 23
@@ -175,7 +175,7 @@ def _like_weight(target: Target, e: Tensor) -> Tensor:
 
 
 class DeviceMover:
-    """See `sparsesam.ascent.explicit.Perturbation`, of which this is one half."""
+    """See `sparsesam.ascent.perturbation.explicit.Perturbation`, of which this is one half."""
 
     def __init__(self) -> None:
         self._rooms: dict[tuple[str, ...], Tensor] = {}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from sparsesam.ascent.kept_positions import positions_of
+from sparsesam.ascent.perturbation.kept_positions import positions_of
 from sparsesam.distributed import local_part
 from sparsesam.masks.packed import PackedMask
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsesam
-from sparsesam.ascent import on_device
-from sparsesam.ascent.explicit import Perturbation, use_implementation
-from sparsesam.ascent.targets import Target
+from sparsesam.ascent.perturbation import on_device
+from sparsesam.ascent.perturbation.explicit import Perturbation, use_implementation
+from sparsesam.ascent.perturbation.targets import Target
 from sparsesam.masks.packed import PackedMask
 from tests import cases, oracles
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparsesam.ascent.kept_positions import KeptPositions, joined, positions_by_sums, positions_of
+from sparsesam.ascent.perturbation.kept_positions import KeptPositions, joined, positions_by_sums, positions_of
 from sparsesam.masks.packed import PackedMask
 
 

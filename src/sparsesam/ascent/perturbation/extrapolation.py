@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsesam.ascent.kept_entries import kept_entries, put_entries
+from sparsesam.ascent.perturbation.kept_entries import kept_entries, put_entries
 from sparsesam.masks.packed import PackedMask
 
 

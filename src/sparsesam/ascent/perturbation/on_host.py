@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from sparsesam.ascent.kept_entries import kept_entries
+from sparsesam.ascent.perturbation.kept_entries import kept_entries
+from sparsesam.ascent.perturbation.targets import Target
 from sparsesam.ascent.plan import Norm
-from sparsesam.ascent.targets import Target
 from sparsesam.distributed import is_sharded
 from sparsesam.masks.packed import PackedMask
 
@@ -35,7 +35,7 @@ def norms(targets: Sequence[Target], norm: Norm) -> list[Tensor]:
 
 
 class HostMover:
-    """See `sparsesam.ascent.explicit.Perturbation`, of which this is one half."""
+    """See `sparsesam.ascent.perturbation.explicit.Perturbation`, of which this is one half."""
 
     def __init__(self) -> None:
         self._saved: dict[str, Tensor] = {}

@@ -24,9 +24,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sparsesam.ascent import on_device, on_host
+from sparsesam.ascent.perturbation import on_device, on_host
+from sparsesam.ascent.perturbation.targets import Target
 from sparsesam.ascent.plan import Norm
-from sparsesam.ascent.targets import Target
 from sparsesam.distributed import is_sharded
 from sparsesam.masks.packed import is_dense
 

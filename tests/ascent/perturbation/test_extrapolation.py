@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sparsesam
-from sparsesam.ascent.extrapolation import Extrapolation, tracked_weights
+from sparsesam.ascent.perturbation.extrapolation import Extrapolation, tracked_weights
 from sparsesam.masks.packed import PackedMask
 from tests import cases
 
