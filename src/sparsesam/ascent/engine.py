@@ -171,7 +171,6 @@ class Engine:
             prefix,
             in_closure=in_closure,
             model_memory=known.memory,
-            before_calls=self._find_ddp if is_distributed() and self.ddp is None else None,
             whole=whole,
         )
         if known.hooks is not None:  # other ranks, which may have none, wait for this one in the same collectives
@@ -182,7 +181,7 @@ class Engine:
             calls[module] = partial(_call_layer, first, module, weight)
         for module in found.unwatched:
             calls[module] = _unwatched(first, calls.get(module), module in found.clean)
-        calls.setdefault(self.model, _plain_call)
+        calls[self.model] = partial(self._call_model, first, calls.get(self.model, _plain_call))
         with replaced_calls(calls) as seen, first.active():
             yield first
         if not seen and has_compiled():  # none of its modules was called: the model is part of something compiled
@@ -222,11 +221,12 @@ class Engine:
                     agree[module] = partial(all_agree, device=device, group=group)
         return agree
 
-    def _find_ddp(self) -> bool:
-        found = running_ddp(self.model)
-        if found is not None:
-            self._ddp = weakref.ref(found)
-        return found is not None
+    def _call_model(self, first: FirstPass, call: Replacement, forward: Any, args: Any, kwargs: Any) -> Any:
+        ddp = running_ddp(self.model) if self.ddp is None else None
+        if ddp is not None:
+            self._ddp = weakref.ref(ddp)
+            first.give_up("the model was wrapped in DistributedDataParallel after the optimizer was made")
+        return call(forward, args, kwargs)
 
     # ---- report ------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,7 +32,16 @@ SINGLE_USE = (
     "torch._functorch.config.donated_buffer = False before it is compiled"
 )
 
-Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+@dataclass
+class _Backward:
+    """A call of backward() that was not made yet."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    other_leaves: list[Tensor]  # not of the model: the user's own
+    is_for_single_use: bool  # the graph must not be kept
 
 
 class FirstPass(TorchFunctionMode):
@@ -48,7 +58,6 @@ class FirstPass(TorchFunctionMode):
         *,
         in_closure: bool,
         model_memory: frozenset[int | None],
-        before_calls: Callable[[], bool] | None,
         whole: str | None,
     ) -> None:
         super().__init__()
@@ -58,34 +67,25 @@ class FirstPass(TorchFunctionMode):
         self.why_not: str | None = None  # the backward was not narrowed
         self.narrows = plan.is_partial and whole is None  # should nothing come between
         self.looked = False  # the closure went on after its backward in a way that may need its gradients
-        self._narrow, self._in_closure, self._whole = plan.is_partial, in_closure, whole
-        self._watches_looks = False
+        self._narrow, self._in_closure = plan.is_partial, in_closure
         if whole is not None:
             self._widen(whole)
         self._model_memory = model_memory
-        self._before_calls = before_calls
         self._backwards = 0
-        self._waiting: Call | None = None
-        self._is_for_single_use = False  # the graph of the backward that waits
-        self._other_leaves: list[Tensor] = []  # not of the model: the user's own
+        self._waiting: _Backward | None = None
         self._context = backward_context() if in_closure else ()
         self._grad_was_off = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._watches_looks and not is_harmless(func, kwargs):
-            self.looked, self._watches_looks = True, False
-        if self._waiting is not None and not is_harmless(func, kwargs):
+        if self._backwards and not is_harmless(func, kwargs):
             self.looked = True
-            self._widen("the closure goes on after backward() in a way that may need its gradients")
-            self._run_waiting()
-            return self.__torch_function__(func, types, args, kwargs)
+            if self._waiting is not None:
+                self._widen("the closure goes on after backward() in a way that may need its gradients")
+                self._run_waiting()
         # While a part of the forward is traced (torch.cond), torch 2.6 can follow no other question than the first.
-        if torch.compiler.is_compiling() or (self._waiting is None and func in _NO_USE):
+        if torch.compiler.is_compiling() or func in _NO_USE:
             return func(*args, **kwargs)
-        if self._before_calls is not None and self._before_calls():
-            self._before_calls = None
-            self.give_up("the model was wrapped in DistributedDataParallel after the optimizer was made")
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(self, func, args, kwargs)
@@ -139,7 +139,6 @@ class FirstPass(TorchFunctionMode):
 
     def finish(self) -> None:
         """The pass is over."""
-        self._other_leaves = []
         if self._backwards == 0:
             self.prefix.drop("no backward() was seen")
         self.prefix.check_values()
@@ -213,9 +212,9 @@ class FirstPass(TorchFunctionMode):
         if self._narrow and self._grad_was_off and any(map(is_reentrant, nodes)):
             self.give_up("a reentrant checkpoint cannot be differentiated in part")
         leaves = (leaf_of(node) for node in nodes)
-        self._other_leaves = [leaf for leaf in leaves if leaf is not None and id(leaf) not in self.plan.names]
-        self._is_for_single_use = has_compiled() and any(map(is_for_single_use, nodes))
-        self._waiting = (func, args, kwargs)
+        others = [leaf for leaf in leaves if leaf is not None and id(leaf) not in self.plan.names]
+        single_use = has_compiled() and any(map(is_for_single_use, nodes))
+        self._waiting = _Backward(func, args, kwargs, others, single_use)
         if self._narrow and self._in_closure and self.plan.is_explicit:
             reason = why_at_once(roots, nodes, self.plan.needed)
             if backward_context() != self._context:
@@ -223,22 +222,22 @@ class FirstPass(TorchFunctionMode):
             if reason is None:
                 return None
             self._widen(reason)
-        self._watches_looks = self._whole is not None
         return self._run_waiting()
 
     def _run_waiting(self) -> Any:
-        assert self._waiting is not None
-        (func, args, kwargs), self._waiting = self._waiting, None
-        if self._keeps_graph and self._is_for_single_use:
+        call, self._waiting = self._waiting, None
+        assert call is not None
+        if call.is_for_single_use and self._must_keep_graph(call):
             self.give_up(SINGLE_USE)
-        if self._keeps_graph:
-            kwargs = {**kwargs, "retain_graph": True}
+        options = dict(call.kwargs)
+        if self._must_keep_graph(call):
+            options["retain_graph"] = True
         if not self._narrow:
-            return func(*args, **kwargs)
+            return call.func(*call.args, **options)
         self.is_complete = False
         self.switch.on = True
         try:
-            return func(*args, **{**kwargs, "inputs": [*self.plan.needed, *self._other_leaves]})
+            return call.func(*call.args, **{**options, "inputs": [*self.plan.needed, *call.other_leaves]})
         finally:
             self.switch.on = False
 
@@ -247,22 +246,20 @@ class FirstPass(TorchFunctionMode):
         self.why_not = self.why_not or reason
         self._narrow = False
 
-    @property
-    def _keeps_graph(self) -> bool:
+    def _must_keep_graph(self, call: _Backward) -> bool:
         """Whether nodes that run must keep what they saved.
 
         The second pass uses the graph of the prefix, which runs now only if gradients are needed of what does not
         move: nodes that do not run keep what they saved.
         """
-        stays = self._narrow and self.plan.needs_only_moved and not self._other_leaves
-        return not (self.prefix.is_empty or stays)
+        prefix_runs = not (self._narrow and self.plan.needs_only_moved) or bool(call.other_leaves)
+        return prefix_runs and not self.prefix.is_empty
 
 
 def unwatched(call: Callable[[], Any]) -> Any:
-    """Run what a first pass need not see, unless a backward waits for what comes next."""
+    """Run what a first pass need not see before its backward."""
     mode = torch.overrides._get_current_function_mode()
-    can_pause = isinstance(mode, FirstPass) and mode._waiting is None and not mode._watches_looks
-    return mode.paused(call) if can_pause else call()
+    return mode.paused(call) if isinstance(mode, FirstPass) and not mode._backwards else call()
 
 
 def _does_nothing(hook: Any) -> bool:
