@@ -111,16 +111,16 @@ class Step:
         ) as first:
             if first is None and settings.is_implicit:
                 raise ValueError(f"ascent={settings.ascent!r} needs the engine, which is off: {engine.why_not}")
-            averages = first is not None and first.narrows and not is_local
+            averages = first is not None and first.averages and not is_local
             with unsynchronized(ddp if averages or is_local else None):
                 yield
                 if first is not None:
                     first.closure_returns()
         self.first = first
-        self.has_every_gradient &= first is None or first.is_complete
+        self.has_every_gradient &= first is None or first.backward.is_complete
         if averages and first is not None and ddp is not None:
             average_gradients(ddp, first.plan.needed)
-            if in_closure and first.looked:
+            if in_closure and first.backward.closure_goes_on:
                 self.context.warn_once(
                     "the closure looked at gradients, which it did not do in the first step: under "
                     "DistributedDataParallel those of the first pass are this rank's own until the closure returns. "
@@ -295,8 +295,10 @@ class Step:
                 f"ascent={ascent!r} did not see the first pass: it must call the model itself that was given to "
                 f"the optimizer, {type(context.model).__name__}, and its linear and convolution layers as modules"
             )
-        if first.plan.is_partial and first.is_complete:
-            raise RuntimeError(f"ascent={ascent!r} needs one plain loss.backward() in the first pass: {first.why_not}")
+        if first.plan.is_partial and first.backward.is_complete:
+            raise RuntimeError(
+                f"ascent={ascent!r} needs one plain loss.backward() in the first pass: {first.backward.why_full}"
+            )
         explicit = explicit_after_all(first)
         if explicit:
             context.warn_once(

@@ -159,22 +159,22 @@ class Engine:
         prefix = Prefix(found, plan, self._rng, self._agreement(found) if no_reuse is None else {})
         if no_reuse is not None:
             prefix.drop(no_reuse)
-        whole = None
+        why_full = None
         if self.ddp is not None and in_closure and averages and plan.is_partial and plan.is_explicit:
             # A narrowed backward runs without synchronization.
-            whole = {None: NOT_KNOWN, True: LOOKS, False: None}[self._closure_looks]
-        is_whole = whole is not None or not plan.is_partial
-        if is_whole and self.ddp is not None and invalidates_graphs(self.ddp):
+            why_full = {None: NOT_KNOWN, True: LOOKS, False: None}[self._closure_looks]
+        is_full = why_full is not None or not plan.is_partial
+        if is_full and self.ddp is not None and invalidates_graphs(self.ddp):
             prefix.drop("DistributedDataParallel broadcasts buffers between the passes, which needs torch 2.11")
         first = FirstPass(
             plan,
             prefix,
             in_closure=in_closure,
             model_memory=known.memory,
-            whole=whole,
+            why_full=why_full,
         )
         if known.hooks is not None:  # other ranks, which may have none, wait for this one in the same collectives
-            first.give_up(known.hooks)
+            first.backward.disable(known.hooks)
 
         calls: dict[nn.Module, Replacement] = {module: partial(prefix.record, module) for module in found.clean}
         for module, weight in found.layers.items():
@@ -188,9 +188,9 @@ class Engine:
             self._off = COMPILED
         first.finish()
         self.last, self.why_not = first, None
-        if whole == NOT_KNOWN and self.ddp is not None:
+        if why_full == NOT_KNOWN and self.ddp is not None:
             device, group = plan.needed[0].device, self.ddp.process_group
-            self._closure_looks = not all_agree(not first.looked, device, group)
+            self._closure_looks = not all_agree(not first.backward.closure_goes_on, device, group)
 
     @contextmanager
     def second_pass(self, first: FirstPass | None) -> Iterator[None]:
@@ -225,7 +225,7 @@ class Engine:
         ddp = running_ddp(self.model) if self.ddp is None else None
         if ddp is not None:
             self._ddp = weakref.ref(ddp)
-            first.give_up("the model was wrapped in DistributedDataParallel after the optimizer was made")
+            first.backward.disable("the model was wrapped in DistributedDataParallel after the optimizer was made")
         return call(forward, args, kwargs)
 
     # ---- report ------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def _call_layer(first: FirstPass, module: nn.Module, weight: int, forward: Any, 
     if not is_plain:
         return forward(*args, **kwargs)
     first.layers_called.add(weight)
-    return layer_forward(module, x, first.plan.sliced.get(weight), first.switch)
+    return layer_forward(module, x, first.plan.sliced.get(weight), first.backward.switch)
 
 
 def _unwatched(first: FirstPass, replacement: Replacement | None, is_clean: bool) -> Replacement:

@@ -28,12 +28,12 @@ def leaf_of(node: Any) -> Tensor | None:
     return node.variable if type(node).__name__ == "AccumulateGrad" else None
 
 
-def next_number() -> int:
+def next_sequence_nr() -> int:
     """That of the next node of this thread: autograd numbers them as they are made."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
-def number_of(node: Any) -> int:
+def sequence_nr(node: Any) -> int:
     return int(node._sequence_nr())
 
 
@@ -50,7 +50,7 @@ def is_for_single_use(node: Any) -> bool:
     return is_compiled and bool(getattr(getattr(function, "metadata", None), "bw_donated_idxs", None))
 
 
-def function_of_ones_own(node: Any) -> str | None:
+def custom_function_name(node: Any) -> str | None:
     """The name of the user's autograd.Function whose backward a node calls."""
     function = node._forward_cls if isinstance(node, BackwardCFunction) else None  # type: ignore[attr-defined]
     if function is None or function.__module__.split(".")[0] in ("torch", "sparsesam"):

@@ -78,7 +78,7 @@ class _Convolution:
         # oneDNN takes as long for a strided kernel of one pixel as if it were not strided.
         picks_pixels = weight[0, 0].numel() == 1 and max(self.stride) > 1 and not any(self.padding)
         if picks_pixels and self.groups == 1 and dy.device.type == "cpu":
-            return _spread(dy, weight.flatten(1), x, self.stride)
+            return _scatter_input_gradient(dy, weight.flatten(1), x, self.stride)
         count = _samples_at_a_time(x)
         if count >= len(x):
             return self._gradient(0, dy, weight, x)
@@ -151,7 +151,7 @@ def _samples_at_a_time(x: Tensor) -> int:
     return max(1, LARGE // 2 * len(x) // x.nbytes)
 
 
-def _spread(dy: Tensor, weight: Tensor, x: Tensor, stride: list[int]) -> Tensor:
+def _scatter_input_gradient(dy: Tensor, weight: Tensor, x: Tensor, stride: list[int]) -> Tensor:
     """The input gradient of a kernel of one pixel: one product for the pixels it saw, zeros between them."""
     sizes = dy.shape[2:]
     seen = torch.matmul(weight.t(), dy.flatten(2)).reshape(len(dy), weight.shape[1], *sizes)
@@ -161,7 +161,7 @@ def _spread(dy: Tensor, weight: Tensor, x: Tensor, stride: list[int]) -> Tensor:
     return dx
 
 
-class _NothingPasses(torch.autograd.Function):
+class _BlockGradient(torch.autograd.Function):
     """The same values, through which no gradient comes back in the ascent: dX = dY · (W ⊙ 0)."""
 
     @staticmethod
@@ -236,7 +236,7 @@ def layer_forward(module: Any, x: Tensor, want: WeightGradient | None, switch: S
     """The layer's output, by way of its ascent; without a ``want``, nothing passes back through it."""
     forward = type(module).forward
     if want is None:
-        return forward(module, _NothingPasses.apply(x, switch) if x.requires_grad else x)  # type: ignore[no-any-return]
+        return forward(module, _BlockGradient.apply(x, switch) if x.requires_grad else x)  # type: ignore[no-any-return]
     geometry: tuple[Any, ...] = ()
     if forward is not nn.Linear.forward:
         geometry = (module.stride, module.padding, module.dilation, module.groups)

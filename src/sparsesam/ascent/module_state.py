@@ -31,7 +31,9 @@ class Inputs:
     def __init__(self, leaves: list[Any], structure: TreeSpec | int) -> None:
         self.leaves, self.structure = leaves, structure
         self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in leaves]
-        self._copies = [(leaf, leaf.clone()) for leaf in leaves if isinstance(leaf, Tensor) and _is_foreign(leaf)]
+        self._copies = [
+            (leaf, leaf.clone()) for leaf in leaves if isinstance(leaf, Tensor) and _has_external_memory(leaf)
+        ]
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
@@ -50,12 +52,12 @@ class Inputs:
         return same and all(torch.equal(leaf, copy) for leaf, copy in self._copies)
 
 
-def _is_foreign(tensor: Tensor) -> bool:
+def _has_external_memory(tensor: Tensor) -> bool:
     """Whether its memory came from elsewhere (numpy, another process), where it may be written to unseen."""
     return tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
 
 
-def strange_leaf(tree: Any) -> str | None:
+def unsupported_leaf(tree: Any) -> str | None:
     """The type of something in a result that is neither a common tensor nor a plain value."""
     for leaf in [tree] if isinstance(tree, Tensor) else tree_flatten(tree)[0]:
         if not _is_comparable(leaf):
@@ -76,12 +78,12 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self.values, self._versions, self._strange = _read(module)
+        self.values, self._versions, self._unsupported = _read(module)
 
     def difference(self) -> str | None:
         """What has changed since; None: nothing."""
-        if self._strange is not None:
-            return f"a module holds a {self._strange}, whose state cannot be compared"
+        if self._unsupported is not None:
+            return f"a module holds a {self._unsupported}, whose state cannot be compared"
         values, versions, _ = _read(self._module)
         if len(values) != len(self.values):
             return "a parameter, buffer or attribute of a module is added or removed in the forward"
@@ -104,7 +106,7 @@ def _read(module: nn.Module) -> tuple[list[Any], list[int], str | None]:
         if id(holder) in seen:
             continue
         seen.add(id(holder))
-        held = _held_by(holder)
+        held = _contents(holder)
         if held is None or len(values) > _MOST_VALUES:
             return values, versions, type(holder).__name__
         values += held
@@ -118,7 +120,7 @@ def _read(module: nn.Module) -> tuple[list[Any], list[int], str | None]:
     return values, versions, None
 
 
-def _held_by(holder: Any) -> Sequence[Any] | None:
+def _contents(holder: Any) -> Sequence[Any] | None:
     """What an object consists of; None: its state is out of reach."""
     if isinstance(holder, nn.Module):
         own = [value for name, value in holder.__dict__.items() if name not in _BASE]

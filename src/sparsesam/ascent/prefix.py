@@ -18,8 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sparsesam.ascent.graph import function_of_ones_own, is_transformed, leaf_of, next_number, nodes_of, number_of
-from sparsesam.ascent.module_state import Inputs, ModuleState, strange_leaf
+from sparsesam.ascent.graph import (
+    custom_function_name,
+    is_transformed,
+    leaf_of,
+    next_sequence_nr,
+    nodes_of,
+    sequence_nr,
+)
+from sparsesam.ascent.module_state import Inputs, ModuleState, unsupported_leaf
 from sparsesam.ascent.plan import Plan
 from sparsesam.ascent.rng import RNGSnapshot, RNGState, other_generators, same_state
 from sparsesam.ascent.statistics import statistics_of
@@ -64,13 +71,13 @@ class Prefix:
         self._statistics: set[int] = set()
         self._ends: set[Any] = set()  # nodes of outputs that were used again
         self._inside = False
-        self._fault: str | None = None
+        self._refusal: str | None = None
         self._others: tuple[Any, bytes] | None = None  # before the first module that may draw from them
 
     # ---- first pass --------------------------------------------------------------------------------------
 
     def record(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not self.is_open or self._inside or _is_hidden():
+        if not self.is_open or self._inside or _cannot_record():
             return forward(*args, **kwargs)
         if self._is_small(module, args):
             self._records.setdefault(id(module), []).append(None)
@@ -80,24 +87,24 @@ class Prefix:
             state, context, before = ModuleState(module), _context(), self._rng.read()
             if module not in self._of_torch:
                 self._others = self._others or other_generators()
-            number = next_number()
-        self._inside, self._fault = True, None
+            number = next_sequence_nr()
+        self._inside, self._refusal = True, None
         try:
             output = forward(*args, **kwargs)
         finally:
             self._inside = False
         with _unwatched():
-            made: _Record | None = None
-            fault = self._why_not_recorded(inputs, state, output)
-            if fault is not None:
-                self.note(f"{type(module).__name__}: {fault}")
+            record: _Record | None = None
+            reason = self._why_not_recorded(inputs, state, output)
+            if reason is not None:
+                self.note(f"{type(module).__name__}: {reason}")
             elif self.is_open and inputs is not None:
                 after = self._rng.read()
                 drew = None if same_state(before, after) else (before, after)
-                made = _Record(output, inputs, state, context, drew, (number, next_number()))
-                self.memory.update(map(memory_of, made.tensors))
+                record = _Record(output, inputs, state, context, drew, (number, next_sequence_nr()))
+                self.memory.update(map(memory_of, record.tensors))
                 self._statistics.update(id(buffer) for buffer in statistics_of(self.modules[module]))
-            self._records.setdefault(id(module), []).append(made)
+            self._records.setdefault(id(module), []).append(record)
         return output
 
     def _is_small(self, module: nn.Module, args: tuple[Any, ...]) -> bool:
@@ -113,25 +120,25 @@ class Prefix:
             return "an argument cannot be compared between the passes (Hugging Face models: pass use_cache=False)"
         if not inputs.are_unchanged:
             return "it writes to its input in place"
-        strange = strange_leaf(output)
-        if strange is not None:
-            return f"its output holds a {strange}"
-        return self._fault or state.difference()
+        unsupported = unsupported_leaf(output)
+        if unsupported is not None:
+            return f"its output holds a {unsupported}"
+        return self._refusal or state.difference()
 
-    def require_closed_graphs(self, last: list[Any]) -> None:
+    def require_no_side_graphs(self, last: list[Any]) -> None:
         """Values with gradient must go into and out of a recorded module as inputs and outputs, and in no other way.
 
         Such as a loss of its own that a module puts into a global list. ``last`` are the nodes of the losses.
         """
-        records = [made for calls in self._records.values() for made in calls if made is not None]
+        records = [record for calls in self._records.values() for record in calls if record is not None]
         if not records:
             return
-        bounds = sorted(number for made in records for number in made.made_between)
-        ends = {node for made in records for node in made.last_nodes}
-        is_closed = not any(bisect_right(bounds, number_of(node)) % 2 for node in nodes_of(last, ends))
-        for made in records:
-            known = set(map(id, (*made.state.values, *made.inputs.leaves)))
-            leaves = (leaf_of(node) for node in nodes_of(made.last_nodes, made.first_nodes))
+        bounds = sorted(number for record in records for number in record.made_between)
+        ends = {node for record in records for node in record.last_nodes}
+        is_closed = not any(bisect_right(bounds, sequence_nr(node)) % 2 for node in nodes_of(last, ends))
+        for record in records:
+            known = set(map(id, (*record.state.values, *record.inputs.leaves)))
+            leaves = (leaf_of(node) for node in nodes_of(record.last_nodes, record.first_nodes))
             is_closed = is_closed and all(leaf is None or id(leaf) in known for leaf in leaves)
         if not is_closed:
             self.drop("a module passes values with gradient in other ways than by its input and output")
@@ -142,12 +149,12 @@ class Prefix:
             self.drop("random numbers of Python or numpy are drawn")
         self.is_open = False
 
-    def fault_inside(self, reason: str) -> None:
+    def refuse_current_call(self, reason: str) -> None:
         """A module that is being recorded does something that cannot be left out."""
         if self._inside:
-            self._fault = self._fault or reason
+            self._refusal = self._refusal or reason
 
-    def require_unread(self, *arguments: Any) -> None:
+    def require_statistics_unread(self, *arguments: Any) -> None:
         """A module that is not run again does not move its statistics again, which other code could notice."""
         if self._statistics and not self._inside:
             if any(id(tensor) in self._statistics for tensor in tensors_in(*arguments)):
@@ -164,7 +171,7 @@ class Prefix:
 
     @property
     def is_empty(self) -> bool:
-        return not any(made for calls in self._records.values() for made in calls)
+        return not any(record for calls in self._records.values() for record in calls)
 
     @property
     def is_asked(self) -> bool:
@@ -183,46 +190,46 @@ class Prefix:
         if self.is_empty:
             return
         for calls in self._records.values():
-            for place, made in enumerate(calls):
-                if made is not None and any(map(_was_touched, made.tensors, made.versions)):
+            for place, record in enumerate(calls):
+                if record is not None and any(map(_was_touched, record.tensors, record.versions)):
                     self.note("an output of a module is written to in place, or has a hook")
                     calls[place] = None
 
     def reuse(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._inside or _is_hidden():
+        if self._inside or _cannot_record():
             return forward(*args, **kwargs)
         calls = self._records.get(id(module), [])
-        made = calls.pop(0) if calls else None
-        fault = "it was not recorded" if made is None else self._difference(made, args, kwargs)
+        record = calls.pop(0) if calls else None
+        reason = "it was not recorded" if record is None else self._difference(record, args, kwargs)
         agree = self._agree.get(module)
-        if agree is not None and not agree(fault is None):
-            fault = fault or "another rank computes it"
-        if made is None or fault is not None:
-            if made is not None:
-                self.note(f"{type(module).__name__}: {fault}")
+        if agree is not None and not agree(reason is None):
+            reason = reason or "another rank computes it"
+        if record is None or reason is not None:
+            if record is not None:
+                self.note(f"{type(module).__name__}: {reason}")
             self._inside = True
             try:
                 return forward(*args, **kwargs)
             finally:
                 self._inside = False
-        if made.drew is not None:
-            self._rng.write(made.drew[1])
+        if record.drew is not None:
+            self._rng.write(record.drew[1])
         for one in self.modules[module]:
             self.reused.update(self._trainable[id(p)] for p in one._parameters.values() if id(p) in self._trainable)
-        output = _alias(made.output) if isinstance(made.output, Tensor) else tree_map(_alias, made.output)
+        output = _alias(record.output) if isinstance(record.output, Tensor) else tree_map(_alias, record.output)
         self._ends.update(tensor.grad_fn for tensor in _tensors(output))
         return output
 
-    def _difference(self, made: _Record, args: Any, kwargs: Any) -> str | None:
+    def _difference(self, record: _Record, args: Any, kwargs: Any) -> str | None:
         inputs = Inputs.of(args, kwargs)
-        if inputs is None or inputs.structure != made.inputs.structure or _context() != made.context:
+        if inputs is None or inputs.structure != record.inputs.structure or _context() != record.context:
             return "it is called in another way"
-        if made.drew is not None and not same_state(self._rng.read(), made.drew[0]):
+        if record.drew is not None and not same_state(self._rng.read(), record.drew[0]):
             return "it draws other random numbers"
-        fault = made.state.difference()
-        if fault is not None:
-            return fault
-        if not made.inputs.are_unchanged or not all(map(self._same, inputs.leaves, made.inputs.leaves)):
+        reason = record.state.difference()
+        if reason is not None:
+            return reason
+        if not record.inputs.are_unchanged or not all(map(self._same, inputs.leaves, record.inputs.leaves)):
             return "its input is another"
         return None
 
@@ -248,7 +255,7 @@ class Prefix:
             leaf = leaf_of(node)
             is_other = leaf is not None and (id(leaf) not in self._trainable or id(leaf) in self._moved)
             # A function of one's own may have another backward than in the first pass.
-            if is_other or count > _LONGEST_WAY or function_of_ones_own(node) is not None:
+            if is_other or count > _LONGEST_WAY or custom_function_name(node) is not None:
                 return False
         return True
 
@@ -288,7 +295,7 @@ def _context() -> tuple[Any, ...]:
     return (torch.is_grad_enabled(), *autocast)
 
 
-def _is_hidden() -> bool:
+def _cannot_record() -> bool:
     """Inside of a checkpointed region, which runs again in the backward, or of a transformation."""
     in_backward = torch._C._current_graph_task_id() != -1
     return in_backward or _saved_tensor_hooks() or is_transformed()

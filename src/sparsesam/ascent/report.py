@@ -8,8 +8,8 @@ from sparsesam.ascent.plan import Plan
 
 def engine_report(first: FirstPass) -> dict[str, str]:
     """Under "engine" the whole, then one line for each trainable parameter."""
-    reused = first.prefix.reused
-    state = "on" if first.why_not is None else f"on, but the first backward was computed in full: {first.why_not}"
+    reused, full = first.prefix.reused, first.backward.why_full
+    state = "on" if full is None else f"on, but the first backward was computed in full: {full}"
     if not reused and first.prefix.why_not is not None:
         state = f"on, but the second pass was computed in full: {first.prefix.why_not}"
     lines = {"engine": state}
@@ -23,7 +23,7 @@ def _gradients(first: FirstPass, key: int) -> str:
     plan = first.plan
     needed = any(id(parameter) == key for parameter in plan.needed)
     want, called = plan.sliced.get(key), key in first.layers_called
-    if first.is_complete:
+    if first.backward.is_complete:
         text = "full weight gradient in the ascent"
     elif not needed:
         text = "not perturbed: no weight gradient in the ascent"

@@ -1,0 +1,197 @@
+"""The backward of a first pass: it computes the gradients that the ascent needs, and no others.
+
+``loss.backward()`` becomes ``loss.backward(inputs=needed)``: autograd then leaves out all other weight gradients and
+every input gradient before the first perturbed layer. A closure may look at any gradient, so in a closure the call is
+deferred until it returns; should the closure do anything before that could tell, the full backward runs at that moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from sparsesam.ascent.graph import (
+    custom_function_name,
+    has_compiled,
+    is_for_single_use,
+    is_reentrant,
+    leaf_of,
+    nodes_of,
+)
+from sparsesam.ascent.layers import Switch
+from sparsesam.ascent.plan import Plan
+from sparsesam.ascent.prefix import Prefix
+from sparsesam.ascent.survey import has_gradient_hooks
+from sparsesam.ascent.tensors import tensors_in
+from sparsesam.distributed import is_distributed
+
+SINGLE_USE = (
+    "a compiled part of the model frees its graph in backward; compile it with sparsesam.compile_blocks(model), or set "
+    "torch._functorch.config.donated_buffer = False before it is compiled"
+)
+
+
+@dataclass
+class _Call:
+    """A call of backward() that is still to be made."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    other_leaves: list[Tensor]  # not of the model: the user's own
+    is_for_single_use: bool  # torch refuses to keep its graph
+
+
+class NarrowedBackward:
+    """What becomes of ``backward()`` in one first pass.
+
+    ``in_closure``: the code around it knows nothing of this, and may look at any gradient. ``why_full``: why every
+    gradient is computed; None: they are not, unless something comes in between.
+    """
+
+    def __init__(self, plan: Plan, prefix: Prefix, *, in_closure: bool, why_full: str | None) -> None:
+        self.why_full = why_full
+        self.is_complete = True  # every gradient is there
+        self.closure_goes_on = False  # after its backward, in a way that may need the gradients
+        self.calls = 0
+        self.switch = Switch()  # of the layers that compute a part of their gradient
+        self._plan, self._prefix, self._in_closure = plan, prefix, in_closure
+        self._deferred: _Call | None = None
+        self._context = _backward_context() if in_closure else ()
+
+    @property
+    def is_narrow(self) -> bool:
+        return self._plan.is_partial and self.why_full is None
+
+    def use_full(self, reason: str) -> None:
+        """Compute every gradient; the second pass may still use the graph again."""
+        self.why_full = self.why_full or reason
+
+    def disable(self, reason: str) -> None:
+        """Leave nothing out from here on."""
+        self.use_full(reason)
+        self._prefix.drop(reason)
+
+    def before_call(self, function: Any, kwargs: Mapping[str, Any]) -> None:
+        """The pass is about to call a function of torch."""
+        if self.calls and not _is_harmless(function, kwargs):
+            self.closure_goes_on = True
+            if self._deferred is not None:
+                self.use_full("the closure goes on after backward() in a way that may need its gradients")
+                self.run_deferred()
+
+    def __call__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, grad_was_off: bool) -> Any:
+        """``backward()`` is called. ``grad_was_off``: while a perturbed weight may have been used."""
+        self.calls += 1
+        if any(kwargs.get(key) for key in ("retain_graph", "create_graph", "inputs")) or len(args) > 2:
+            self.disable("backward() is called with arguments of its own")
+        elif self.calls == 2:
+            self._prefix.drop("several backward passes: activations of the first are not kept")
+        if self.calls > 1 and self._in_closure:
+            self.disable("several backward passes in a closure")
+        losses = tensors_in(args[0])
+        roots = [loss.grad_fn for loss in losses]
+        nodes = list(nodes_of(roots))
+        self._prefix.require_no_side_graphs(roots)
+        if self.is_narrow and grad_was_off and any(map(is_reentrant, nodes)):
+            self.disable("a reentrant checkpoint cannot be differentiated in part")
+        leaves = (leaf_of(node) for node in nodes)
+        others = [leaf for leaf in leaves if leaf is not None and id(leaf) not in self._plan.names]
+        single_use = has_compiled() and any(map(is_for_single_use, nodes))
+        self._deferred = _Call(function, args, kwargs, others, single_use)
+        if self.is_narrow and self._in_closure and self._plan.is_explicit:
+            reason = self._why_not_deferred(losses, nodes)
+            if reason is None:
+                return None
+            self.use_full(reason)
+        return self.run_deferred()
+
+    def run_deferred(self) -> Any:
+        """Make the call that waits, if one does."""
+        call, self._deferred = self._deferred, None
+        if call is None:
+            return None
+        if call.is_for_single_use and self._must_keep_graph(call):
+            self.disable(SINGLE_USE)
+        kwargs = call.kwargs
+        if self._must_keep_graph(call):
+            kwargs = {**kwargs, "retain_graph": True}
+        if not self.is_narrow:
+            return call.function(*call.args, **kwargs)
+        self.is_complete = False
+        self.switch.on = True
+        try:
+            return call.function(*call.args, **{**kwargs, "inputs": [*self._plan.needed, *call.other_leaves]})
+        finally:
+            self.switch.on = False
+
+    def _must_keep_graph(self, call: _Call) -> bool:
+        """Whether nodes that run must keep what they saved.
+
+        The second pass uses the graph of the prefix, which runs now only if gradients are needed of what does not
+        move: nodes that do not run keep what they saved.
+        """
+        prefix_runs = not (self.is_narrow and self._plan.needs_only_moved) or bool(call.other_leaves)
+        return prefix_runs and not self._prefix.is_empty
+
+    def _why_not_deferred(self, losses: list[Tensor], nodes: list[Any]) -> str | None:
+        """What of a backward pass could be noticed before a closure returns; None: nothing."""
+        if not all(loss.requires_grad for loss in losses):
+            return "a loss does not require grad"  # torch says so
+        if any(map(has_gradient_hooks, self._plan.needed)):
+            return "a gradient hook is registered on a perturbed parameter"
+        for node in nodes:
+            function = custom_function_name(node)
+            if function is not None:
+                return f"the closure may see what the backward of {function} does"
+        # Collective operations write to a loss without torch's knowledge.
+        if is_distributed() and any(hasattr(loss.grad_fn, "_saved_result") for loss in losses):
+            return "the loss is a part of its own graph, and ranks may average it"
+        if _backward_context() != self._context:
+            return "backward() is called in a context of its own (autocast, anomaly detection)"
+        return None
+
+
+def _backward_context() -> tuple[Any, ...]:
+    """What a backward pass depends on beside its graph."""
+    autocast = (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda", "xpu"))
+    cudnn = torch.backends.cudnn
+    return (
+        *autocast,
+        torch.is_anomaly_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.get_num_threads(),
+        torch.cuda.is_initialized() and (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32),
+        _get_current_dispatch_mode(),
+    )
+
+
+_METHODS = (
+    "item tolist detach clone cpu to float double half int long bool size dim numel __len__ __float__ __int__ __bool__ "
+    "__format__ __repr__ add sub mul div neg __radd__ __rsub__ __rmul__ __rdiv__ sqrt exp log abs "
+    "eq ne __eq__ __ne__ lt le gt ge sum mean max min argmax argmin topk softmax isnan isfinite isinf "
+    "__getitem__ view view_as reshape flatten squeeze unsqueeze expand_as t type"
+)
+_FUNCTIONS = "isnan isfinite isinf is_tensor stack cat argmax topk softmax sum mean max exp sqrt eq"
+_ATTRIBUTES = ("shape", "device", "dtype", "requires_grad", "is_leaf", "ndim", "layout", "is_cuda")
+
+#: functions that neither change a tensor nor depend on a backward pass: what people log a loss and an accuracy with
+_HARMLESS: frozenset[Any] = frozenset(
+    (
+        *(getattr(Tensor, name) for name in _METHODS.split()),
+        *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
+        *(getattr(torch, name) for name in _FUNCTIONS.split()),
+        torch._C._set_grad_enabled,  # torch.no_grad()
+    )
+)
+
+
+def _is_harmless(function: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call may come before a backward pass that is due."""
+    return function in _HARMLESS and kwargs.get("out") is None
