@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from difflib import SequenceMatcher
-from typing import Any, cast
+from typing import Any, TypeVar, cast
+
+T = TypeVar("T")
 
 
 def nearest(name: str, known: Iterable[str], *, otherwise: str = "--help lists all") -> str:
@@ -47,6 +50,21 @@ def _similarity(name: str, known: str) -> float:
 def _initials(name: str) -> str:
     words = name.split("-")
     return "".join(word[:1] for word in words) if len(words) > 1 else name
+
+
+def look_up(setting: str, name: str, known: Mapping[str, T], *, others: str) -> T:
+    """``known[name]``, in any case, with hyphens or underscores; ``others`` are further values that are understood."""
+    key = name.lower().replace("_", "-")
+    if key not in known:
+        values = f"{', '.join(known)}, {others} or a module:function"
+        raise ValueError(f"{setting} must be one of {values}, got {name!r}; {nearest(key, known)}")
+    return known[key]
+
+
+def accepted(function: Callable[..., Any], options: Mapping[str, T]) -> dict[str, T]:
+    """The options that the function has parameters for."""
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in options.items() if name in parameters}
 
 
 def find_function(setting: str, name: str) -> Callable[..., Any]:

@@ -10,16 +10,20 @@ from pathlib import Path
 
 import numpy as np
 
-from sparsesam.lab.data.cifar import Cifar
 from sparsesam.lab.data.download import Remote
+from sparsesam.lab.data.published import Published
 
 RECORDS = 20
 
 
-def small(cifar: Cifar, records: int = RECORDS) -> Cifar:
+#: How the layouts of each data set have a label: bytes before the pixels, and a key of the pickle.
+LABELS = {"cifar10": (1, "labels"), "cifar100": (2, "fine_labels")}
+
+
+def small(cifar: Published, records: int = RECORDS) -> Published:
     """The same data set with so few images per file, and as many classes as that fills."""
     files = len(cifar.layouts[0].train)
-    return replace(cifar, train_records=files * records, test_records=records, classes=cifar.classes[:10])
+    return replace(cifar, train_size=files * records, test_size=records, classes=cifar.classes[:10])
 
 
 def pixels(records: int, seed: int) -> np.ndarray:
@@ -30,17 +34,17 @@ def labels(records: int) -> np.ndarray:
     return np.arange(records, dtype=np.uint8) % 10
 
 
-def write_cifar(root: Path, cifar: Cifar, layout: int, records: int = RECORDS) -> Path:
+def write_cifar(root: Path, cifar: Published, layout: int, records: int = RECORDS) -> Path:
     """Write layout 0 (binary) or 1 (python) below ``root``; the seeds of the pixels are 0, 1, … by file."""
-    chosen = cifar.layouts[layout]
-    folder = root / chosen.folder
+    chosen, (label_bytes, label_key) = cifar.layouts[layout], LABELS[cifar.name]
+    folder = root / chosen.folders[0]
     folder.mkdir(parents=True)
     for seed, name in enumerate(chosen.train + chosen.test):
-        if chosen.label_key:
-            content = {b"data": pixels(records, seed), chosen.label_key.encode(): labels(records).tolist()}
+        if layout == 1:
+            content = {b"data": pixels(records, seed), label_key.encode(): labels(records).tolist()}
             (folder / name).write_bytes(pickle.dumps(content, protocol=2))
         else:
-            coarse = [np.full((records, 1), 99, np.uint8)] * (chosen.label_bytes - 1)
+            coarse = [np.full((records, 1), 99, np.uint8)] * (label_bytes - 1)
             columns = [*coarse, labels(records)[:, None], pixels(records, seed)]
             (folder / name).write_bytes(np.concatenate(columns, axis=1).tobytes())
     return folder

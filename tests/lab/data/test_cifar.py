@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparsesam.lab.data import DataError, MissingData, load_dataset
-from sparsesam.lab.data.cifar import CIFAR10, CIFAR100, load_cifar
+from sparsesam.lab.data.published import CIFAR10, CIFAR100, load_published
 from tests.lab.data.files import RECORDS, labels, pixels, remote, small, tar, write_cifar
 
 BOTH = pytest.mark.parametrize("cifar", [small(CIFAR10), small(CIFAR100)], ids=lambda cifar: cifar.name)
@@ -17,7 +17,7 @@ LAYOUTS = pytest.mark.parametrize("layout", [0, 1], ids=["binary", "python"])
 @LAYOUTS
 def test_reads_the_official_layouts(tmp_path, cifar, layout):
     write_cifar(tmp_path, cifar, layout)
-    splits = load_cifar(cifar, tmp_path, download=False)
+    splits = load_published(cifar, tmp_path, download=False)
     files = len(cifar.layouts[layout].train)
     expected = np.concatenate([pixels(RECORDS, seed) for seed in range(files)]).reshape(-1, 3, 32, 32)
     assert torch.equal(splits.train.images, torch.from_numpy(expected))
@@ -28,16 +28,16 @@ def test_reads_the_official_layouts(tmp_path, cifar, layout):
 @LAYOUTS
 def test_takes_the_folder_itself_as_well(tmp_path, layout):
     cifar = small(CIFAR10)
-    assert len(load_cifar(cifar, write_cifar(tmp_path, cifar, layout), download=False).test.labels) == RECORDS
+    assert len(load_published(cifar, write_cifar(tmp_path, cifar, layout), download=False).test.labels) == RECORDS
 
 
 @LAYOUTS
 def test_unpacks_the_users_archive_into_the_cache(tmp_path, cache, layout):
     cifar, archive = published_locally(tmp_path, layout)
-    splits = load_cifar(cifar, tmp_path, download=False)
+    splits = load_published(cifar, tmp_path, download=False)
     assert len(splits.train.labels) == 5 * RECORDS
     archive.unlink()
-    assert torch.equal(load_cifar(cifar, tmp_path, download=False).train.images, splits.train.images)
+    assert torch.equal(load_published(cifar, tmp_path, download=False).train.images, splits.train.images)
 
 
 def published_locally(tmp_path, layout):
@@ -45,8 +45,8 @@ def published_locally(tmp_path, layout):
     cifar = small(CIFAR10)
     folder = write_cifar(tmp_path / "source", cifar, layout)
     chosen = cifar.layouts[layout]
-    archive = tar(folder, tmp_path / chosen.archive.name)
-    chosen = replace(chosen, archive=remote(chosen.archive.url, archive.read_bytes()))
+    archive = tar(folder, tmp_path / chosen.remotes[0].name)
+    chosen = replace(chosen, remotes=(remote(chosen.remotes[0].url, archive.read_bytes()),))
     return replace(cifar, layouts=(chosen,)), archive
 
 
@@ -54,18 +54,18 @@ def test_another_archive_of_that_name_is_refused(tmp_path):
     cifar, archive = published_locally(tmp_path, 0)
     archive.write_bytes(b"another")
     with pytest.raises(DataError, match=r"expected cifar-10-binary\.tar\.gz with MD5"):
-        load_cifar(cifar, tmp_path, download=False)
+        load_published(cifar, tmp_path, download=False)
 
 
 def test_downloads_unpacks_and_keeps_only_the_files(tmp_path, server, cache):
     cifar, archive = published_locally(tmp_path, 0)
     server.files["cifar.tar.gz"] = archive.read_bytes()
-    layout = replace(cifar.layouts[0], archive=remote(server.url("cifar.tar.gz"), archive.read_bytes()))
+    layout = replace(cifar.layouts[0], remotes=(remote(server.url("cifar.tar.gz"), archive.read_bytes()),))
     cifar = replace(cifar, layouts=(layout,))
     server.interruptions = 1
-    first = load_cifar(cifar)
+    first = load_published(cifar)
     assert not list(cache.rglob("*.tar.gz"))
-    assert torch.equal(load_cifar(cifar, download=False).train.images, first.train.images)
+    assert torch.equal(load_published(cifar, download=False).train.images, first.train.images)
 
 
 def test_without_a_net_says_what_to_put_where(cache):
@@ -77,9 +77,9 @@ def test_without_a_net_says_what_to_put_where(cache):
 
 
 def test_a_server_that_has_it_not_is_named_with_the_way_out(server):
-    layout = replace(CIFAR100.layouts[0], archive=remote(server.url("gone.tar.gz"), b""))
+    layout = replace(CIFAR100.layouts[0], remotes=(remote(server.url("gone.tar.gz"), b""),))
     with pytest.raises(MissingData, match=r"(?s)404 Client Error.*Put into .*gone\.tar\.gz  MD5"):
-        load_cifar(replace(CIFAR100, layouts=(layout,)))
+        load_published(replace(CIFAR100, layouts=(layout,)))
 
 
 @BOTH
@@ -88,7 +88,7 @@ def test_a_missing_file_is_named(tmp_path, cifar, layout):
     name = cifar.layouts[layout].test[0]
     (write_cifar(tmp_path, cifar, layout) / name).unlink()
     with pytest.raises(DataError, match=f"found no {name}"):
-        load_cifar(cifar, tmp_path)
+        load_published(cifar, tmp_path)
 
 
 def test_a_truncated_binary_file_is_named(tmp_path):
@@ -96,7 +96,7 @@ def test_a_truncated_binary_file_is_named(tmp_path):
     path = write_cifar(tmp_path, cifar, 0) / "data_batch_3.bin"
     path.write_bytes(path.read_bytes()[:-3073])
     with pytest.raises(DataError, match=r"data_batch_3\.bin: expected 20 records .* 61,460 in all, found 58,387 bytes"):
-        load_cifar(cifar, tmp_path)
+        load_published(cifar, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,12 @@ def test_a_truncated_binary_file_is_named(tmp_path):
     [
         ({"data": pixels(19, 0), "labels": [0] * 20}, r"'data' as uint8 of shape \(20, 3072\), found uint8 .*\(19,"),
         ({"data": pixels(20, 0).astype(float), "labels": [0] * 20}, "'data' as uint8 .* found float64 of shape"),
-        ({"data": pixels(20, 0), "labels": [0] * 19}, "'labels' as a list of 20 whole numbers, found a list of 19"),
-        ({"data": pixels(20, 0)}, "'labels' as a list of 20 whole numbers, found nothing"),
+        (
+            {"data": pixels(20, 0), "labels": [0] * 19},
+            r"'labels' as integer of shape \(20,\), found int64 of shape \(19,\)",
+        ),
+        ({"data": pixels(20, 0), "labels": [0.5] * 20}, r"'labels' as integer of shape \(20,\), found float64"),
+        ({"data": pixels(20, 0)}, r"'labels' as integer of shape \(20,\), found nothing"),
     ],
 )
 def test_a_wrong_pickle_is_named(tmp_path, content, message):
@@ -113,7 +117,7 @@ def test_a_wrong_pickle_is_named(tmp_path, content, message):
     path = write_cifar(tmp_path, cifar, 1) / "test_batch"
     path.write_bytes(pickle.dumps(content, protocol=2))
     with pytest.raises(DataError, match=f"test_batch: expected {message}"):
-        load_cifar(cifar, tmp_path)
+        load_published(cifar, tmp_path)
 
 
 def test_a_label_beyond_the_classes_is_refused(tmp_path):
@@ -121,7 +125,7 @@ def test_a_label_beyond_the_classes_is_refused(tmp_path):
     path = write_cifar(tmp_path, cifar, 0) / "test_batch.bin"
     path.write_bytes(b"\x0a" + path.read_bytes()[1:])
     with pytest.raises(DataError, match=r"cifar10: test labels must be in 0\.\.9, .* got 0 to 10"):
-        load_cifar(cifar, tmp_path)
+        load_published(cifar, tmp_path)
 
 
 def test_the_classes_are_as_published():

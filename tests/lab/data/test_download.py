@@ -1,7 +1,6 @@
 import io
 import re
 import tarfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ def published(server):
 
 
 def left_in(folder):
-    return [path.name for path in folder.iterdir() if path.suffix != ".lock"]
+    return [path.name for path in folder.iterdir()]
 
 
 def test_brings_the_file_once(published, server, tmp_path):
@@ -81,13 +80,6 @@ def test_progress_is_drawn_on_request(published, tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
     fetch(published, tmp_path / "shown", progress=True)
     assert "100%" in capsys.readouterr().err
-
-
-def test_two_at_once_bring_it_once(published, server, tmp_path):
-    with ThreadPoolExecutor(2) as pool:
-        paths = list(pool.map(lambda _: fetch(published, tmp_path), range(2)))
-    assert paths[0] == paths[1]
-    assert len(server.requests) == 1
 
 
 def test_the_cache_is_where_the_variable_says_or_where_the_platform_keeps_it(monkeypatch, tmp_path):

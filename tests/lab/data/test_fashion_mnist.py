@@ -1,11 +1,14 @@
 import gzip
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from sparsesam.lab.data import DataError, MissingData, load_dataset
-from sparsesam.lab.data.fashion_mnist import load_fashion_mnist, read_idx
+from sparsesam.lab.data.formats import read_idx
+from sparsesam.lab.data.published import FASHION_MNIST, load_published
 from tests.lab.data.files import fashion_files, idx, labels, remote, write_fashion
 
 ARRAY = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
@@ -22,12 +25,27 @@ def test_reads_local_files(tmp_path, folder, compressed):
     assert splits.train.images.flatten().tolist() == list(content[16:])
 
 
-def test_downloads_what_is_not_there(tmp_path, server, cache):
+@pytest.fixture
+def published(server):
     server.files = {f"{name}.gz": gzip.compress(content, mtime=0) for name, content in fashion_files().items()}
-    remotes = [remote(server.url(name), content) for name, content in server.files.items()]
-    first = load_fashion_mnist(remotes=remotes)
+    remotes = tuple(remote(server.url(name), content) for name, content in server.files.items())
+    return replace(FASHION_MNIST, layouts=(replace(FASHION_MNIST.layouts[0], remotes=remotes),))
+
+
+def test_downloads_what_is_not_there(published, server, cache):
+    first = load_published(published)
     assert {path.name for path in (cache / "fashion-mnist").glob("*.gz")} == set(server.files)
-    assert torch.equal(load_fashion_mnist(remotes=remotes, download=False).train.images, first.train.images)
+    assert torch.equal(load_published(published, download=False).train.images, first.train.images)
+    (cache / "fashion-mnist" / "t10k-labels-idx1-ubyte.gz").unlink()
+    load_published(published)
+    assert server.requests[4:] == ["t10k-labels-idx1-ubyte.gz"]
+
+
+def test_two_at_once_download_once(published, server):
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: load_published(published), range(2))
+    assert torch.equal(first.train.images, second.train.images)
+    assert len(server.requests) == 4
 
 
 def test_without_a_net_says_which_files_to_put_where(tmp_path):
@@ -48,7 +66,7 @@ def test_a_missing_file_is_named(tmp_path):
 def test_images_and_labels_must_be_as_many(tmp_path):
     write_fashion(tmp_path)
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(labels(19)))
-    with pytest.raises(DataError, match=r"expected 20 labels, one per image of .*train-images.*, found 19"):
+    with pytest.raises(DataError, match=r"train labels must be int64 of shape \(20,\), one per image, got .*\(19,\)"):
         load_dataset("fashion-mnist", tmp_path)
 
 

@@ -12,11 +12,13 @@ from sparsesam.integrations.extras import required_by
 from sparsesam.lab.data.splits import DataError, Labelled, Splits
 
 
-def load_hugging_face(name: str, data_dir: Path | None, download: bool, *, size: int | None = None) -> Splits:
+def load_hugging_face(
+    name: str, data_dir: Path | None = None, download: bool = True, image_size: int | None = None
+) -> Splits:
     """The splits "train" and "test" (or "validation") of a data set with an image column and a class-label column.
 
     ``data_dir`` is a directory written by ``DatasetDict.save_to_disk``; otherwise the data set comes from the hub or
-    its cache. ``size`` resizes the images, which must otherwise all have the same size.
+    its cache. ``image_size`` resizes the images, which must otherwise all have the same size.
     """
     with required_by(f"hf/{name}", "datasets pillow"):
         import datasets
@@ -32,11 +34,11 @@ def load_hugging_face(name: str, data_dir: Path | None, download: bool, *, size:
     if "train" not in found or test is None:
         raise DataError(f"hf/{name}: expected the splits train and test (or validation), found {', '.join(found)}")
     image, label, classes = _columns(name, found["train"].features)
-    train = _labelled(f"hf/{name}: train", found["train"], image, label, size)
+    train = _labelled(f"hf/{name}: train", found["train"], image, label, image_size)
     mean, std = _statistics(train.images)
     return Splits(
         train=train,
-        test=_labelled(f"hf/{name}: {test}", found[test], image, label, size),
+        test=_labelled(f"hf/{name}: {test}", found[test], image, label, image_size),
         name=f"hf/{name}",
         classes=classes,
         mean=mean,

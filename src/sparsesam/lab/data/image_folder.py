@@ -22,13 +22,12 @@ from sparsesam.lab.data.splits import DataError, FolderSplits, MissingData
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MEAN = (0.485, 0.456, 0.406)
-STD = (0.229, 0.224, 0.225)
 SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff")
+#: The side in pixels unless asked otherwise, and where the images come from.
 SOURCES = {
-    "imagenet": "ImageNet-1K is available on request from https://www.image-net.org and cannot be downloaded from here",
-    "tiny-imagenet": "unpack http://cs231n.stanford.edu/tiny-imagenet-200.zip and pass the folder tiny-imagenet-200",
-    "folder": "any images will do, at least one per class in each of the two",
+    "imagenet": (224, "ImageNet-1K is available on request from https://www.image-net.org and cannot be downloaded"),
+    "tiny-imagenet": (64, "unpack http://cs231n.stanford.edu/tiny-imagenet-200.zip and pass that folder"),
+    "folder": (224, "any images will do, at least one per class in each of the two"),
 }
 View = Callable[["Image", torch.Generator], "Image"]
 """Crops and resizes an image; random choices come from the generator."""
@@ -59,16 +58,16 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         self._epoch.fill_(epoch)
 
 
-def load_image_folder(data_dir: Path | None, *, name: str, size: int) -> FolderSplits:
+def load_image_folder(name: str, data_dir: Path | None, image_size: int | None = None) -> FolderSplits:
     """Training images by `random_resized_crop`, test images by `center_crop`; both uint8, not normalized.
 
     The training images are in ``data_dir/train/CLASS``; the test images in ``val/CLASS`` or ``test/CLASS``, or, as
     Tiny ImageNet is published, in ``val/images`` with their classes in ``val/val_annotations.txt``.
     """
+    default_size, source = SOURCES[name]
     if data_dir is None:
         raise MissingData(
-            f"{name} needs data_dir (--data-dir DIR), a directory with train/CLASS/*.jpeg and val/CLASS/*.jpeg; "
-            f"{SOURCES[name]}"
+            f"{name} needs data_dir (--data-dir DIR), with train/CLASS/*.jpeg and val/CLASS/*.jpeg in it; {source}"
         )
     with required_by(f"the data set {name}", "'sparsesam[data]'"):
         import PIL  # noqa: F401
@@ -78,25 +77,24 @@ def load_image_folder(data_dir: Path | None, *, name: str, size: int) -> FolderS
         raise DataError(f"{data_dir}: expected train and val (or test) in it, found no val and no test")
     trained, annotations = _by_class(data_dir / "train", classes), test / "val_annotations.txt"
     tested = _annotated(annotations, classes) if annotations.is_file() else _by_class(test, classes)
+    size = image_size or default_size
     return FolderSplits(
         train=ImageFolder(*trained, partial(random_resized_crop, size=size)),
         test=ImageFolder(*tested, partial(center_crop, size=size)),
         image_size=size,
         name=name,
         classes=classes,
-        mean=MEAN,
-        std=STD,
+        mean=(0.485, 0.456, 0.406),
+        std=(0.229, 0.224, 0.225),
     )
 
 
 def _class_names(root: Path) -> tuple[str, ...]:
     """The names of the subfolders, sorted: a class's label is its place among them."""
-    if not root.is_dir():
-        raise DataError(f"{root}: expected a folder with one subfolder of images per class, found no folder")
-    names = tuple(sorted(entry.name for entry in os.scandir(root) if entry.is_dir()))
+    names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir()) if root.is_dir() else []
     if not names:
-        raise DataError(f"{root}: expected one subfolder of images per class, found none")
-    return names
+        raise DataError(f"{root}: expected a folder with one subfolder of images per class, found none")
+    return tuple(names)
 
 
 def _by_class(root: Path, classes: tuple[str, ...]) -> tuple[list[str], list[int]]:
@@ -147,32 +145,26 @@ def _decode(path: str) -> Image:
         raise DataError(f"{path}: expected a complete image, found one that cannot be decoded ({error})") from error
 
 
-# ---- views -----------------------------------------------------------------------------------------------------------
-
-
-def random_resized_crop(
-    image: Image, generator: torch.Generator, *, size: int, scale: tuple[float, float] = (0.08, 1.0)
-) -> Image:
-    """A box of 8 to 100 % of the area and of aspect 3/4 to 4/3 (log-uniform), resized to a square; half are mirrored.
-
-    Ten boxes are tried; if none fits in the image, the largest central one of an allowed aspect is taken.
-    """
+def random_resized_crop(image: Image, generator: torch.Generator, *, size: int) -> Image:
+    """A `random_box`, resized to a square; half are mirrored."""
     from PIL.Image import Resampling, Transpose
 
-    seen = image.resize((size, size), Resampling.BILINEAR, box=random_box(image.size, scale, generator))
+    seen = image.resize((size, size), Resampling.BILINEAR, box=random_box(image.size, generator))
     is_mirrored = torch.rand((), generator=generator).item() < 0.5
     return seen.transpose(Transpose.FLIP_LEFT_RIGHT) if is_mirrored else seen
 
 
-def random_box(
-    extent: tuple[int, int], scale: tuple[float, float], generator: torch.Generator
-) -> tuple[int, int, int, int]:
-    """Left, top, right and bottom of a random box in an image of that width and height."""
+def random_box(extent: tuple[int, int], generator: torch.Generator) -> tuple[int, int, int, int]:
+    """Left, top, right and bottom of 8 to 100 % of an image of that width and height, of aspect 3/4 to 4/3.
+
+    The area is uniform, the aspect log-uniform. Ten boxes are tried; if none fits in the image, the largest central one
+    of an allowed aspect is taken.
+    """
     width, height = extent
     low, high = 3 / 4, 4 / 3
     for _ in range(10):
         area, aspect, x, y = torch.rand(4, generator=generator, dtype=torch.float64).tolist()
-        area = width * height * (scale[0] + area * (scale[1] - scale[0]))
+        area = width * height * (0.08 + area * (1.0 - 0.08))
         aspect = low * (high / low) ** aspect
         w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:

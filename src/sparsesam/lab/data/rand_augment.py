@@ -14,10 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LARGEST_ANGLE, LARGEST_SHEAR, LARGEST_SHIFT, LARGEST_BLEND = math.radians(30), 0.3, 0.33, 0.9
-
+#: Of floating images in 0..255, a strength in [0, 1] and a sign per image.
 Operation = Callable[[Tensor, float, Tensor], Tensor]
-"""Of floating images in 0..255, a strength in [0, 1] and a sign per image."""
 
 
 def rand_augment(images: Tensor, generator: torch.Generator, *, count: int, magnitude: float) -> Tensor:
@@ -48,14 +46,12 @@ def _auto_contrast(images: Tensor, strength: float, signs: Tensor) -> Tensor:
 def _equalize(images: Tensor, strength: float, signs: Tensor) -> Tensor:
     """Each channel's values replaced by 255 times their cumulative frequency, as Pillow's ImageOps.equalize does."""
     values = images.long().flatten(2).flatten(0, 1)
-    histogram = torch.zeros(len(values), 256, device=images.device).scatter_add_(
-        1, values, torch.ones_like(images).view_as(values)
-    )
+    empty = torch.zeros(len(values), 256, device=images.device)
+    histogram = empty.scatter_add_(1, values, torch.ones_like(values, dtype=empty.dtype))
     largest = histogram.gather(1, values.amax(1, keepdim=True))
     step = ((values.shape[1] - largest) / 255).floor()
     table = ((histogram.cumsum(1) - histogram + (step / 2).floor()) / step.clamp_min(1)).floor().clamp(0, 255)
-    equalized = torch.where(step > 0, table.gather(1, values), values.float())
-    return equalized.view_as(images)
+    return torch.where(step > 0, table.gather(1, values), values.float()).view_as(images)
 
 
 def _posterize(images: Tensor, strength: float, signs: Tensor) -> Tensor:
@@ -74,7 +70,7 @@ def _away_from(reference: Callable[[Tensor], Tensor]) -> Operation:
 
     def operation(images: Tensor, strength: float, signs: Tensor) -> Tensor:
         other = reference(images)
-        return other + (1 + LARGEST_BLEND * strength * signs).view(-1, 1, 1, 1) * (images - other)
+        return other + (1 + 0.9 * strength * signs).view(-1, 1, 1, 1) * (images - other)
 
     return operation
 
@@ -116,15 +112,15 @@ OPERATIONS: dict[str, Operation] = {
     "identity": lambda images, strength, signs: images,
     "auto-contrast": _auto_contrast,
     "equalize": _equalize,
-    "rotate": _moved(LARGEST_ANGLE, lambda angle: (angle.cos(), -angle.sin(), 0, angle.sin(), angle.cos(), 0)),
+    "rotate": _moved(math.radians(30), lambda angle: (angle.cos(), -angle.sin(), 0, angle.sin(), angle.cos(), 0)),
     "solarize": _solarize,
     "color": _away_from(_gray),
     "posterize": _posterize,
     "contrast": _away_from(lambda images: _gray(images).mean((1, 2, 3), keepdim=True)),
     "brightness": _away_from(torch.zeros_like),
     "sharpness": _away_from(_smooth),
-    "shear-x": _moved(LARGEST_SHEAR, lambda slope: (1, slope, 0, 0, 1, 0)),
-    "shear-y": _moved(LARGEST_SHEAR, lambda slope: (1, 0, 0, slope, 1, 0)),
-    "translate-x": _moved(LARGEST_SHIFT, lambda share: (1, 0, 2 * share, 0, 1, 0)),
-    "translate-y": _moved(LARGEST_SHIFT, lambda share: (1, 0, 0, 0, 1, 2 * share)),
+    "shear-x": _moved(0.3, lambda slope: (1, slope, 0, 0, 1, 0)),
+    "shear-y": _moved(0.3, lambda slope: (1, 0, 0, slope, 1, 0)),
+    "translate-x": _moved(0.33, lambda share: (1, 0, 2 * share, 0, 1, 0)),
+    "translate-y": _moved(0.33, lambda share: (1, 0, 0, 0, 1, 2 * share)),
 }

@@ -7,25 +7,22 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 
-from sparsesam.lab.data.cifar import CIFAR10, CIFAR100, load_cifar
 from sparsesam.lab.data.digits import load_digits
-from sparsesam.lab.data.fashion_mnist import load_fashion_mnist
 from sparsesam.lab.data.hugging_face import load_hugging_face
 from sparsesam.lab.data.image_folder import load_image_folder
+from sparsesam.lab.data.published import CIFAR10, CIFAR100, FASHION_MNIST, load_published
 from sparsesam.lab.data.splits import FolderSplits, Splits
-from sparsesam.lab.names import call_function, find_function, nearest
+from sparsesam.lab.names import accepted, call_function, find_function, look_up
 
-Loader = Callable[[Path | None, bool, bool], Splits]
-
-IN_MEMORY: dict[str, Loader] = {
-    "digits": lambda data_dir, download, progress: load_digits(),
-    "fashion-mnist": load_fashion_mnist,
-    "cifar10": partial(load_cifar, CIFAR10),
-    "cifar100": partial(load_cifar, CIFAR100),
+DATASETS: dict[str, Callable[..., Splits | FolderSplits]] = {
+    "digits": load_digits,
+    "fashion-mnist": partial(load_published, FASHION_MNIST),
+    "cifar10": partial(load_published, CIFAR10),
+    "cifar100": partial(load_published, CIFAR100),
+    "imagenet": partial(load_image_folder, "imagenet"),
+    "tiny-imagenet": partial(load_image_folder, "tiny-imagenet"),
+    "folder": partial(load_image_folder, "folder"),
 }
-#: Images in folders, with the side in pixels that they are resized to unless asked otherwise.
-FOLDERS = {"imagenet": 224, "tiny-imagenet": 64, "folder": 224}
-DATASETS = (*IN_MEMORY, *FOLDERS)
 
 
 def load_dataset(
@@ -46,19 +43,18 @@ def load_dataset(
     place = Path(data_dir).expanduser() if data_dir is not None else None
     if place is not None and not place.is_dir():
         raise ValueError(f"data_dir must be an existing directory, got {str(data_dir)!r}")
+    loader: Callable[..., Splits | FolderSplits]
     if name.startswith("hf/"):
-        return load_hugging_face(name.removeprefix("hf/"), place, download, size=image_size)
-    key = name.lower().replace("_", "-")
-    if key in FOLDERS:
-        return load_image_folder(place, name=key, size=image_size or FOLDERS[key])
-    if image_size is not None:
+        loader = partial(load_hugging_face, name.removeprefix("hf/"))
+    elif ":" in name:
+        loader = partial(_from_user, name)
+    else:
+        loader = look_up("dataset", name, DATASETS, others="hf/NAME")
+    options = {"data_dir": place, "download": download, "progress": progress, "image_size": image_size}
+    taken = accepted(loader, options)
+    if image_size is not None and "image_size" not in taken:
         raise ValueError(f"image_size must be null for {name}, got {image_size}: its images have a size of their own")
-    if ":" in name:
-        return _from_user(name, place)
-    if key not in IN_MEMORY:
-        known = f"{', '.join(DATASETS)}, hf/NAME or a module:function"
-        raise ValueError(f"dataset must be one of {known}, got {name!r}; {nearest(key, DATASETS)}")
-    return IN_MEMORY[key](place, download, progress)
+    return loader(**taken)
 
 
 def _from_user(name: str, data_dir: Path | None) -> Splits | FolderSplits:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from sparsesam.lab import models
-from sparsesam.lab.data.cifar import CIFAR10, CIFAR100
 from sparsesam.lab.data.digits import TRAIN_SIZE
+from sparsesam.lab.data.published import CIFAR10, CIFAR100
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.cost import passes_per_step
 
@@ -34,8 +34,8 @@ class Shape(NamedTuple):
 
 SHAPES = {
     "digits": Shape(10, 1, 8, TRAIN_SIZE),
-    "cifar10": Shape(len(CIFAR10.classes), 3, 32, CIFAR10.train_records),
-    "cifar100": Shape(len(CIFAR100.classes), 3, 32, CIFAR100.train_records),
+    "cifar10": Shape(len(CIFAR10.classes), 3, 32, CIFAR10.train_size),
+    "cifar100": Shape(len(CIFAR100.classes), 3, 32, CIFAR100.train_size),
     "imagenet": Shape(1000, 3, 224, 1_281_167),
 }
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from sparsesam.lab.data import DataError
-from sparsesam.lab.data.restricted_pickle import read_pickle
+from sparsesam.lab.data.formats import read_pickle
 
 
 class Hostile:
