@@ -1,4 +1,4 @@
-from sparsesam.lab.display.colors import COLORS, PALETTE_SIZE, assign_styles
+from sparsesam.lab.display.figure import COLORS, PALETTE_SIZE, assign_styles
 
 
 def colors(*optimizers):

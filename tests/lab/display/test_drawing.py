@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparsesam.lab.display.drawing import check_plot, draw_plot, write_figures, write_images, write_plot
+from sparsesam.lab.display.drawing import check_plot, draw, write_figures, write_images, write_plot
 from sparsesam.lab.display.figure import Axis, Figure, Series, SeriesStyle
 from sparsesam.lab.inspection import ANALYSES, Measured
 from tests.lab.report.made_runs import analyses
@@ -80,7 +80,7 @@ def test_nothing_is_cut_and_the_legend_does_not_cover_the_data(count):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     series = [Series(f"SSAM-F, sparsity 0.9, rho {i}", "blue", [1, 2], [i, 2 * i], i) for i in range(count)]
-    drawing = draw_plot([figure({"": series})])
+    drawing = draw([figure({"": series})])
     canvas = FigureCanvasAgg(drawing)
     canvas.draw()
     (part,) = drawing.subfigs[0].subfigs
@@ -108,7 +108,7 @@ def test_the_word_at_a_marked_point_is_within_the_axes_and_covers_no_point(marke
         )
         for i, x in enumerate(places)
     ]
-    drawing = draw_plot([figure({"": series}, "points")])
+    drawing = draw([figure({"": series}, "points")])
     canvas = FigureCanvasAgg(drawing)
     canvas.draw()
     (axes,) = drawing.subfigs[0].subfigs[0].axes

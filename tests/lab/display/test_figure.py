@@ -3,7 +3,7 @@ import io
 
 import pytest
 
-from sparsesam.lab.display.figure import Axis, Figure, Series, to_csv
+from sparsesam.lab.display.figure import Axis, Figure, Series
 
 
 def figure(panels, kind="lines", z=None):
@@ -17,7 +17,7 @@ def read(text):
 def test_csv_has_a_row_per_point_under_the_axes_titles():
     one = Series("SAM, rho 0.1", "blue", [1, 2], [0.5, None], bars=[(0.4, 0.6), None])
     other = Series("SGD", "grey", [1], [0.25])
-    assert read(to_csv(figure({"": [one, other]}))) == [
+    assert read(figure({"": [one, other]}).to_csv()) == [
         ["series", "epoch", "loss", "low", "high"],
         ["SAM, rho 0.1", "1", "0.5", "0.4", "0.6"],
         ["SAM, rho 0.1", "2", "", "", ""],
@@ -28,7 +28,7 @@ def test_csv_has_a_row_per_point_under_the_axes_titles():
 def test_csv_of_a_surface_has_a_row_per_place_and_names_the_panel():
     surface = Series("SAM", "blue", [0, 1], [5], z=[[2.0, 3.0]])
     drawn = figure({"first": [surface], "second": [surface]}, "surface", Axis("height"))
-    assert read(to_csv(drawn))[:3] == [
+    assert read(drawn.to_csv())[:3] == [
         ["panel", "series", "epoch", "loss", "height"],
         ["first", "SAM", "0", "5", "2.0"],
         ["first", "SAM", "1", "5", "3.0"],

@@ -1,17 +1,13 @@
 import json
 
-from sparsesam.lab.report.cost import cost_of
-from sparsesam.lab.report.read_run import read_run
-from sparsesam.lab.report.variants import group_runs
-from sparsesam.lab.report.write import read_calibrations
+from sparsesam.lab.report.data import ReportData
 from tests.lab.report.made_runs import write_calibration, write_run
 
 
 def cost(*paths):
-    runs, problems = [read_run(path) for path in paths], []
-    (task,) = group_runs(runs)
-    found = cost_of(task, read_calibrations(runs, problems))
-    assert problems == []
+    data = ReportData.read(paths)
+    (task,), found = data.tasks, data.cost_of(data.tasks[0])
+    assert data.problems == []
     return found, {variant.label: found.values[variant] for variant in task.variants}
 
 

@@ -1,20 +1,18 @@
-from sparsesam.lab.display.figure import Axis, Figure, Series
-from sparsesam.lab.report.page import BUDGET, downsampled, points_per_curve
+from sparsesam.lab.display import Series
+from sparsesam.lab.report.page import MOST_POINTS, downsampled
 
 
-def figure(panels):
-    return Figure("a-name", "A title", "", Axis("epoch"), Axis("loss"), panels)
+def test_a_long_curve_is_downsampled_with_both_ends():
+    count = 10 * MOST_POINTS
+    curve = Series("SAM", "blue", list(range(count)), list(range(count)), bars=[(0.0, 1.0)] * count)
+    kept = downsampled(curve)
+    assert len(kept.x) <= MOST_POINTS
+    assert (kept.x[0], kept.x[-1], len(kept.bars)) == (0, count - 1, len(kept.x))
+    assert kept.y == kept.x
 
 
-def test_a_curve_is_thinned_to_its_limit_with_both_ends():
-    curve = Series("SAM", "blue", list(range(1000)), list(range(1000)), bars=[(0.0, 1.0)] * 1000)
-    kept = downsampled(curve, 100)
-    assert len(kept.x) <= 100
-    assert (kept.x[0], kept.x[-1], len(kept.bars)) == (0, 999, len(kept.x))
-    assert downsampled(curve, 1000) is curve
-
-
-def test_many_curves_share_the_budget():
-    curve = Series("SAM", "blue", list(range(1000)), list(range(1000)))
-    assert points_per_curve([figure({"": [curve]})]) == 500
-    assert points_per_curve([figure({"": [curve] * 1000})]) == BUDGET // 1000
+def test_other_curves_and_surfaces_are_complete():
+    curve = Series("SAM", "blue", list(range(MOST_POINTS)), list(range(MOST_POINTS)))
+    surface = Series("SAM", "blue", list(range(2 * MOST_POINTS)), [0], z=[[1.0] * 2 * MOST_POINTS])
+    assert downsampled(curve) is curve
+    assert downsampled(surface) is surface

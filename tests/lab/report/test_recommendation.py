@@ -1,8 +1,7 @@
 import pytest
 
-from sparsesam.lab.report.cost import cost_of
+from sparsesam.lab.report.cost import cost_of, recommend
 from sparsesam.lab.report.read_run import read_run
-from sparsesam.lab.report.recommendation import recommend
 from sparsesam.lab.report.variants import group_runs
 from tests.lab.report.made_runs import write_run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -15,6 +15,37 @@ from sparsesam.lab.display.numbers import Number, numbers
 
 Bar = tuple[float, float]
 FigureKind = Literal["lines", "points", "bars", "heatmap", "surface", "contour"]
+
+#: For light and for dark pages, each with a contrast of at least 3 : 1 to its background; distinct also for readers
+#: with a colour vision deficiency.
+COLORS = {
+    "grey": ("#6b7280", "#a3acba"),
+    "blue": ("#0072b2", "#4aa8e0"),
+    "orange": ("#d55e00", "#ff8c42"),
+    "green": ("#00876a", "#2fc79d"),
+    "pink": ("#b8578f", "#ee9bc9"),
+    "gold": ("#8a6d1d", "#d9b64c"),
+    "violet": ("#5b4a9c", "#a898e8"),
+    "cyan": ("#1f8fa8", "#7fd3e6"),
+    "red": ("#b3261e", "#ff7b72"),
+    "lime": ("#5a7d00", "#a8d14a"),
+    "brown": ("#7a4a2b", "#d0a07a"),
+    "ink": ("#374151", "#d1d5db"),
+}
+#: "ink" is for references, such as a bound or chance.
+_PALETTE = [name for name in COLORS if name != "ink"]
+PALETTE_SIZE = len(_PALETTE)
+_COLOR_OF_OPTIMIZER = {
+    "sgd": "grey",
+    "adam": "gold",
+    "adamw": "violet",
+    "sam": "blue",
+    "asam": "cyan",
+    "ssam-f": "orange",
+    "ssam-d": "green",
+    "ssam-random": "pink",
+    "auto": "red",
+}
 
 
 @dataclass(frozen=True)
@@ -44,10 +75,15 @@ class Series:
     faint: bool = False
     mark: str = ""
 
+    @property
+    def known_points(self) -> int:
+        values = self.y if self.z is None else [value for row in self.z for value in row]
+        return sum(value is not None for value in values)
+
 
 class SeriesStyle(NamedTuple):
-    """``color`` is a name of `colors.COLORS`; ``number`` selects the symbol of points and, beyond
-    `colors.PALETTE_SIZE`, the dash of lines.
+    """``color`` is a name of `COLORS`; ``number`` selects the symbol of points and, beyond `PALETTE_SIZE`, the dash of
+    lines.
     """
 
     color: str = "blue"
@@ -61,6 +97,21 @@ class SeriesStyle(NamedTuple):
         """Values ``z`` with a row for each y."""
         rows = [numbers(_as_list(row)) for row in z]
         return Series(name, self.color, _as_list(x), _as_list(y), self.number, z=rows)
+
+
+def assign_styles(optimizers: Sequence[str]) -> list[SeriesStyle]:
+    """A style for each series, whose number is its place.
+
+    An optimizer's first series has the optimizer's own colour, the same in every figure. When all colours are used,
+    lines of the next `PALETTE_SIZE` numbers have another dash.
+    """
+    own = {optimizers.index(name): color for name, color in _COLOR_OF_OPTIMIZER.items() if name in optimizers}
+    free = [color for color in _PALETTE if color not in own.values()]
+    styles = []
+    for place in range(len(optimizers)):
+        color = own.get(place) or (free.pop(0) if free else _PALETTE[place % PALETTE_SIZE])
+        styles.append(SeriesStyle(color, place))
+    return styles
 
 
 @dataclass(frozen=True)
@@ -85,18 +136,32 @@ class Figure:
     @property
     def has_content(self) -> bool:
         """Whether there is more to see than single points, which a table shows better."""
-        series = [one for one in self.series if not one.faint]
-        if self.kind == "lines":
-            return any(_known(one) > 1 for one in series)
-        return sum(_known(one) for one in series) > 1
+        counts = [one.known_points for one in self.series if not one.faint]
+        return (max(counts, default=0) if self.kind == "lines" else sum(counts)) > 1
+
+    def to_csv(self) -> str:
+        """The numbers, one point per row, under a heading."""
+        several = len(self.panels) > 1
+        with_bars = any(series.bars is not None for series in self.series)
+        titles = [axis.title for axis in (self.x, self.y, self.z) if axis is not None]
+        file = io.StringIO()
+        writer = csv.writer(file)
+        writer.writerow([*(["panel"] if several else []), "series", *titles, *(["low", "high"] if with_bars else [])])
+        for name, panel in self.panels.items():
+            for series in panel:
+                start = [*([name] if several else []), series.name]
+                if series.z is not None:
+                    rows = zip(series.y, series.z, strict=True)
+                    writer.writerows([*start, x, y, z] for y, row in rows for x, z in zip(series.x, row, strict=True))
+                    continue
+                bars = series.bars or [None] * len(series.x)
+                for x, y, bar in zip(series.x, series.y, bars, strict=True):
+                    writer.writerow([*start, x, y, *((bar or (None, None)) if with_bars else ())])
+        return file.getvalue()
 
 
 def error_bars(
-    values: Iterable[Number],
-    errors: Iterable[Number],
-    *,
-    lowest: float = -math.inf,
-    highest: float = math.inf,
+    values: Iterable[Number], errors: Iterable[Number], *, lowest: float = -math.inf, highest: float = math.inf
 ) -> list[Bar | None]:
     """value ± error, within the bounds of what a value can be; None where one of them is not known."""
     return [
@@ -108,34 +173,3 @@ def error_bars(
 def _as_list(values: Iterable[Any]) -> list[Any]:
     """With Python's own numbers."""
     return list(values.tolist() if isinstance(values, np.ndarray) else values)
-
-
-def _known(series: Series) -> int:
-    if series.z is not None:
-        return sum(value is not None for row in series.z for value in row)
-    return sum(x is not None and y is not None for x, y in zip(series.x, series.y, strict=True))
-
-
-def rows(figure: Figure) -> Iterator[list[Any]]:
-    """The figure's numbers, one point per row, under a heading."""
-    several = len(figure.panels) > 1
-    with_bars = any(series.bars is not None for series in figure.series)
-    titles = [axis.title for axis in (figure.x, figure.y, figure.z) if axis is not None]
-    yield [*(["panel"] if several else []), "series", *titles, *(["low", "high"] if with_bars else [])]
-    for name, panel in figure.panels.items():
-        for series in panel:
-            start = [*([name] if several else []), series.name]
-            if series.z is not None:
-                for y, line in zip(series.y, series.z, strict=True):
-                    for x, z in zip(series.x, line, strict=True):
-                        yield [*start, x, y, z]
-                continue
-            for place, (x, y) in enumerate(zip(series.x, series.y, strict=True)):
-                bar = (series.bars[place] if series.bars else None) or (None, None)
-                yield [*start, x, y, *(bar if with_bars else ())]
-
-
-def to_csv(figure: Figure) -> str:
-    file = io.StringIO()
-    csv.writer(file, lineterminator="\r\n").writerows(rows(figure))
-    return file.getvalue()

@@ -28,9 +28,7 @@ def significant(value: Number, digits: int = 3) -> str:
     """``digits`` significant digits without trailing zeros; whole numbers whole, with thousands separated."""
     if (value := number(value)) is None:
         return MISSING
-    if value == 0:
-        return "0"
-    if float(value).is_integer() and abs(value) < 1e15:
+    if value.is_integer() and abs(value) < 1e15:
         return f"{value:,.0f}"
     exponent = math.floor(math.log10(abs(value)))
     if exponent < -4 or exponent > 8:
@@ -45,11 +43,10 @@ def plus_minus(value: Number, error: Number) -> str:
         return MISSING
     if not (error := number(error)):
         return significant(value)
-    decimals = max(0, 1 - math.floor(math.log10(abs(error))))
-    rounded = round(error, 1 - math.floor(math.log10(abs(error))))
-    if decimals > 6:
+    digits = 1 - math.floor(math.log10(abs(error)))
+    if digits > 6:
         return f"{significant(value)} ± {significant(error, 2)}"
-    return f"{value:,.{decimals}f} ± {rounded:,.{decimals}f}"
+    return f"{value:,.{max(0, digits)}f} ± {round(error, digits):,.{max(0, digits)}f}"
 
 
 def percent(share: Number, deviation: Number = None) -> str:

@@ -31,6 +31,10 @@ class Table:
     rows: Sequence[Sequence[Cell]]
 
     @property
+    def has_content(self) -> bool:
+        return bool(self.rows)
+
+    @property
     def number_columns(self) -> list[str]:
         """Those that are sorted by numbers; all others hold text."""
         columns = zip(self.columns, *self.rows, strict=True)

@@ -3,90 +3,96 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparsesam.lab.display import PALETTE_SIZE, Figure, SeriesStyle, Table, plural
-from sparsesam.lab.experiment.calibration import SweepCalibration
+from sparsesam.lab.display import Figure, SeriesStyle, Table, plural
+from sparsesam.lab.display.figure import PALETTE_SIZE
+from sparsesam.lab.experiment.calibration import SweepCalibration, read_calibration
 from sparsesam.lab.inspection import Analysis, Measured
 from sparsesam.lab.inspection.trained_run import Origin
 from sparsesam.lab.report.cost import VariantCosts, cost_of
-from sparsesam.lab.report.read_run import RunRecord
-from sparsesam.lab.report.variants import Task
+from sparsesam.lab.report.read_run import RunRecord, find_runs, read_run
+from sparsesam.lab.report.variants import Task, group_runs
 
 
 @dataclass
 class ReportData:
-    """``calibrations`` are the times that sweeps measured. ``problems`` are (directory, what could
-    not be read), and grow while sections are built.
-
-    ``show_bounds``: vacuous generalization bounds too.
+    """``directories`` without settings, which are in no task, may have analyses. ``calibrations`` are the times that
+    sweeps measured. ``problems`` are (directory, what could not be read), and grow while sections are built.
     """
 
-    runs: list[RunRecord]
+    directories: list[RunRecord]
     tasks: list[Task]
     calibrations: list[SweepCalibration] = field(default_factory=list)
-    show_bounds: bool = False
     problems: list[tuple[str, str]] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, places: Iterable[str | os.PathLike[str]]) -> ReportData:
+        found = [read_run(path) for path in find_runs(places)]
+        data = cls(found, group_runs(found), problems=[(str(run.path), one) for run in found for one in run.problems])
+        for folder in dict.fromkeys(run.path.resolve().parent for run in found):
+            try:
+                calibration = read_calibration(folder)
+            except (OSError, ValueError) as error:
+                data.problems.append((str(folder), str(error)))
+                continue
+            data.calibrations += [calibration] if calibration else []
+        return data
+
+    @property
+    def runs(self) -> list[RunRecord]:
+        return [run for run in self.directories if run.status != "analyses only"]
 
     def cost_of(self, task: Task) -> VariantCosts:
         return cost_of(task, self.calibrations)
 
-    def measured(self, analysis: type[Analysis[Any]], name: str, task: Task) -> list[Measured[Any]]:
-        """The results of an analysis in the runs of a task; files in another format are noted as problems."""
-        having = [run for run in task.runs if name in run.analyses]
+    def count(self) -> str:
+        statuses = [run.status for run in self.runs]
+        known = [one for one in ("finished", "failed", "unfinished") if one in statuses]
+        counts = ", ".join(f"{statuses.count(one)} {one}" for one in known)
+        return f"{plural(len(statuses), 'run')}: {counts}" if statuses else "no runs, analyses only"
+
+    def measured(self, analysis: type[Analysis[Any]], name: str, task: Task | None) -> list[Measured[Any]]:
+        """The results of an analysis in the runs of a task, or in directories without settings.
+
+        Files in another format are noted as problems.
+        """
+        runs = task.runs if task else [run for run in self.directories if run.config is None]
+        having = [run for run in runs if name in run.analyses]
         found = []
-        seen: dict[str, int] = {}
         for run in having:
-            variant = task.variant_of(run)
-            read = self._read(analysis, name, run)
-            if read is not None:
-                result, other = read
-                color, number = variant.style
-                style = SeriesStyle(color, number + PALETTE_SIZE * seen.get(variant.label, 0))
-                seen[variant.label] = seen.get(variant.label, 0) + 1
-                found.append(Measured(variant.label_of(run, having), result, style, other))
+            try:
+                result = analysis.read(run.analyses[name]["result"])
+                other = Origin.from_dict(run.analyses[name]["made"]).other
+            except (KeyError, ValueError) as error:
+                problem = f"analyses/{name}.json is not in the format of docs/analyze.md: {error}"
+                self.problems.append((str(run.path), problem))
+                continue
+            label, style = self._label_and_style(run, having, task)
+            found.append(Measured(label, result, style, self._label_at(other) if other else ""))
         return found
 
-    def measured_without_task(self, analysis: type[Analysis[Any]], name: str) -> list[Measured[Any]]:
-        """Results in directories without a run."""
-        directories = [run for run in self.runs if name in run.analyses and run.config is None]
-        read = [(run, self._read(analysis, name, run)) for run in directories]
-        return [Measured(run.path.name, one[0], other=one[1]) for run, one in read if one is not None]
-
-    def count(self) -> str:
-        runs = [run for run in self.runs if run.status != "analyses only"]
-        parts = [
-            f"{count} {status}"
-            for status in ("finished", "failed", "unfinished")
-            if (count := sum(run.status == status for run in runs))
-        ]
-        return f"{plural(len(runs), 'run')}: {', '.join(parts)}" if runs else "no runs, analyses only"
-
-    def not_finished(self) -> Sequence[RunRecord]:
-        return [run for run in self.runs if run.status in ("failed", "unfinished")]
-
-    def _read(self, analysis: type[Analysis[Any]], name: str, run: RunRecord) -> tuple[Any, str] | None:
-        content = run.analyses[name]
-        try:
-            result, origin = analysis.read(content["result"]), Origin.from_dict(content["made"])
-        except (KeyError, ValueError) as error:
-            problem = f"analyses/{name}.json is not in the format of docs/analyze.md: {error}"
-            if (str(run.path), problem) not in self.problems:
-                self.problems.append((str(run.path), problem))
-            return None
-        return result, "" if origin.other is None else self._label_at(origin.other)
+    def _label_and_style(
+        self, run: RunRecord, among: Sequence[RunRecord], task: Task | None
+    ) -> tuple[str, SeriesStyle]:
+        if task is None:
+            return run.path.name, SeriesStyle()
+        variant = task.variant_of(run)
+        same = [one for one in among if one in variant.runs]
+        color, number = variant.style
+        return variant.label_of(run, among), SeriesStyle(color, number + PALETTE_SIZE * same.index(run))
 
     def _label_at(self, directory: str) -> str:
         """The label of the run in that directory, or the directory's name if it is not in this report."""
-        path = Path(directory)
         for task in self.tasks:
             for run in task.runs:
-                if run.path.resolve() == path.resolve():
+                if run.path.resolve() == Path(directory).resolve():
                     return task.variant_of(run).label_of(run, task.runs)
-        return path.name
+        return Path(directory).name
 
 
 @dataclass(frozen=True)
@@ -99,10 +105,6 @@ class Part:
     notes: Sequence[str] = ()
 
     @property
-    def is_empty(self) -> bool:
-        return not (self.blocks or self.lead or self.notes)
-
-    @property
     def groups(self) -> list[list[Table | Figure]]:
         """Blocks in order; figures that follow each other are together, to be shown side by side."""
         return [list(group) for _, group in itertools.groupby(self.blocks, lambda block: isinstance(block, Figure))]
@@ -110,7 +112,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Section:
-    """``name`` is unique on the page. A section without parts is left out."""
+    """``name`` is unique on the page."""
 
     name: str
     title: str

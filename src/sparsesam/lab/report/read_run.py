@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from sparsesam.lab.experiment.run_directory import RunDirectory
 
 Status = Literal["finished", "failed", "unfinished", "analyses only"]
 #: Any of these makes a directory that of a run: a run can end before it has all of them.
-SIGNS = ("config.yaml", "records.jsonl", "result.json", "failure.json", "analyses")
+SIGNS = {"config.yaml", "records.jsonl", "result.json", "failure.json", "analyses"}
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -38,9 +39,8 @@ def find_runs(places: Iterable[str | os.PathLike[str]]) -> list[Path]:
 
 
 def _below(place: Path) -> Iterator[Path]:
-    # Links are not followed: they may lead in circles.
-    for folder, folders, files in os.walk(place):
-        if any(sign in files or sign in folders for sign in SIGNS):
+    for folder, folders, files in os.walk(place):  # links are not followed: they may lead in circles
+        if not SIGNS.isdisjoint((*files, *folders)):
             yield Path(folder)
             folders.clear()
         folders.sort()
@@ -48,11 +48,11 @@ def _below(place: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """``epochs`` are its records of that kind, the latest of each epoch; ``analyses`` the files' contents by name.
+    """``epochs`` are the latest record of each epoch, in order; ``analyses`` the files' contents by name.
 
     ``config`` has defaults where the result does not depend on a setting, so that identical runs are equal; None if the
-    settings cannot be read. ``name`` is that given by a sweep or --name, else empty. ``reason`` says why a run is not
-    finished, ``problems`` what could not be read.
+    settings cannot be read. ``name`` is that given by a sweep or --name, else empty. ``result`` is that of a finished
+    run, ``reason`` says why another is not finished, ``problems`` what could not be read.
     """
 
     path: Path
@@ -60,7 +60,7 @@ class RunRecord:
     reason: str
     config: TrainConfig | None
     name: str
-    epochs: list[dict[str, Any]]
+    epochs: dict[float, dict[str, Any]]
     result: dict[str, Any]
     provenance: dict[str, Any]
     analyses: dict[str, dict[str, Any]]
@@ -74,19 +74,23 @@ class RunRecord:
         """A number of the result."""
         return number(self.result.get(name))
 
+    def curve(self, name: str) -> dict[float, float]:
+        """A number of the records, by epoch."""
+        values = {epoch: number(record.get(name)) for epoch, record in self.epochs.items()}
+        return {epoch: value for epoch, value in values.items() if value is not None}
+
 
 def read_run(path: Path) -> RunRecord:
     files, problems = RunDirectory(path), list[str]()
-    records = _read_lines(files.records, problems)
+    records = _read_records(files.records, problems)
     analyses = _read_analyses(files.analyses, problems)
-    written = _read_mapping(files.result, problems)
-    failure = _read_mapping(files.failure, problems)
+    written, failure = _read_mapping(files.result, problems), _read_mapping(files.failure, problems)
     begun = _last(records, "run") | _last(records, "resume")
     settings = _read_mapping(files.config, problems) or _mapping(begun, "config") or _mapping(written, "config")
     result = _mapping(written, "result") or _last(records, "result")
-    epochs = _epochs(records, problems)
+    epochs = _by_epoch(records, problems)
     config = _config(settings, problems) if settings else None
-    status, reason = _status(path, config, epochs, result, failure)
+    status, reason = _status(path, config, len(epochs), result, failure)
     if not settings and status != "analyses only":
         problems.append("no settings could be read")
     return RunRecord(
@@ -112,7 +116,7 @@ def _config(settings: dict[str, Any], problems: list[str]) -> TrainConfig | None
 
 
 def _status(
-    path: Path, config: TrainConfig | None, epochs: list[Any], result: dict[str, Any], failure: dict[str, Any]
+    path: Path, config: TrainConfig | None, epochs: int, result: dict[str, Any], failure: dict[str, Any]
 ) -> tuple[Status, str]:
     if number(result.get("test_accuracy")) is not None:
         return "finished", ""
@@ -122,29 +126,23 @@ def _status(
         return "analyses only", ""
     if config is None:
         return "unfinished", "its settings cannot be read"
-    done = f"epoch {len(epochs)} of {config.epochs}"
+    done = f"epoch {epochs} of {config.epochs}"
     holder = _read_mapping(path / "running.json", [])
     if holder:
         return "unfinished", f"{done}; process {holder.get('pid')} on {holder.get('host')} is running it, or was killed"
     return "unfinished", f"stopped after {done}; sparsesam train --resume --out {path} continues it"
 
 
-def _epochs(records: list[dict[str, Any]], problems: list[str]) -> list[dict[str, Any]]:
-    """The latest record of each epoch, in order."""
-    found: dict[float, dict[str, Any]] = {}
-    for record in records:
-        if record.get("kind") == "epoch":
-            epoch = number(record.get("epoch"))
-            if epoch is None:
-                problems.append("records.jsonl: a record of an epoch without its number, left out")
-            else:
-                found[epoch] = record
-    return [found[epoch] for epoch in sorted(found)]
+def _by_epoch(records: list[dict[str, Any]], problems: list[str]) -> dict[float, dict[str, Any]]:
+    found = {number(record.get("epoch")): record for record in records if record.get("kind") == "epoch"}
+    if found.pop(None, None) is not None:
+        problems.append("records.jsonl: a record of an epoch without its number, left out")
+    return {epoch: found[epoch] for epoch in sorted(epoch for epoch in found if epoch is not None)}
 
 
 def _read_analyses(folder: Path, problems: list[str]) -> dict[str, dict[str, Any]]:
     found = {}
-    for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
+    for path in sorted(folder.glob("*.json")):
         content = _read_mapping(path, problems)
         if isinstance(content.get("result"), dict):
             found[path.stem] = content
@@ -162,52 +160,41 @@ def _mapping(content: dict[str, Any], key: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _read_text(path: Path, problems: list[str]) -> str:
-    """Empty for a missing file; only regular files are opened, because reading a pipe would never end."""
+def _read(path: Path, parse: Callable[[str], Any], problems: list[str]) -> Any:
+    """The content of a file; None if it is missing or cannot be read. Reading a pipe would never end."""
     if not path.is_file():
-        return ""
+        return None
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
+        return parse(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         problems.append(f"{path.name} cannot be read: {error}")
-        return ""
+        return None
 
 
 def _read_mapping(path: Path, problems: list[str]) -> dict[str, Any]:
-    """Names and values of a YAML or JSON file; empty for a missing file."""
+    """Names and values of a YAML or JSON file."""
     is_yaml = path.suffix == ".yaml"
-    text = _read_text(path, problems)
-    if not text:
-        problems += [f"{path.name} is empty"] if path.is_file() else []
-        return {}
-    try:
-        content = yaml.load(text, _Loader) if is_yaml else json.loads(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        problems.append(f"{path.name} is not {'YAML' if is_yaml else 'JSON'}: {error}")
-        return {}
-    if isinstance(content, dict):
-        return {str(name): value for name, value in content.items()}
-    problems.append(f"{path.name} must contain names and values, but contains {type(content).__name__}")
-    return {}
+    content = _read(path, partial(yaml.load, Loader=_Loader) if is_yaml else json.loads, problems)
+    if content is not None and not isinstance(content, dict):
+        problems.append(f"{path.name} must contain names and values, but contains {type(content).__name__}")
+    return {str(name): value for name, value in content.items()} if isinstance(content, dict) else {}
 
 
-def _read_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    records, unread = [], []
-    lines = _read_text(path, problems).splitlines()
-    for place, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if isinstance(record, dict):
-            records.append(record)
-        else:
-            unread.append(place)
+def _read_records(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    lines = _read(path, str.splitlines, problems) or []
+    records = [_record(line) for line in lines]
+    unread = [place for place, record in enumerate(records, start=1) if record is None]
     if unread:
         which = ", ".join(map(str, unread[:5])) + (" …" if len(unread) > 5 else "")
         problems.append(f"{path.name}: {len(unread)} of {len(lines)} lines cannot be read (line {which}), left out")
-    elif path.is_file() and not records:
+    elif path.is_file() and not lines:
         problems.append(f"{path.name} is empty")
-    return records
+    return [record for record in records if record is not None]
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None

@@ -6,7 +6,7 @@ import dataclasses
 import re
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from sparsesam.lab.display import Number, SeriesStyle, assign_styles, number, percent
@@ -41,8 +41,8 @@ class Variant:
     label: str
     config: TrainConfig
     runs: list[RunRecord]
+    duplicates: list[RunRecord]
     style: SeriesStyle
-    duplicates: list[RunRecord] = field(default_factory=list)
 
     @property
     def finished(self) -> list[RunRecord]:
@@ -99,9 +99,59 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Task]:
             variants = tasks.setdefault(_task_label(run.config), {})
             variants.setdefault(dataclasses.replace(run.config, seed=0), []).append(run)
     labels = sorted(tasks)
+    names = _unique([re.sub(r"[^a-z0-9.]+", "-", label.lower()).strip("-.")[:60] or "task" for label in labels], "-")
+    return [Task(name, label, _variants(tasks[label])) for name, label in zip(names, labels, strict=True)]
+
+
+def _variants(groups: dict[TrainConfig, list[RunRecord]]) -> list[Variant]:
+    ordered = sorted(groups, key=lambda config: _rank(config, groups[config]))
+    labels = _unique([_given_name(groups[config]) or _label(config, ordered) for config in ordered], ", ")
+    styles = assign_styles([config.optimizer for config in ordered])
     return [
-        Task(name, label, _variants(tasks[label])) for name, label in zip(_unique_names(labels), labels, strict=True)
+        Variant(label, config, *_one_per_seed(groups[config]), style)
+        for label, config, style in zip(labels, ordered, styles, strict=True)
     ]
+
+
+def _unique(names: Sequence[str], separator: str) -> list[str]:
+    """With a number after names that are there already; two sweeps may give one name."""
+    counts = [names[:place].count(name) for place, name in enumerate(names)]
+    return [f"{name}{separator}{count + 1}" if count else name for name, count in zip(names, counts, strict=True)]
+
+
+def _given_name(runs: Sequence[RunRecord]) -> str:
+    """The name that a sweep or --name gave; empty where there is none, or more than one."""
+    names = {run.name for run in runs} - {""}
+    return names.pop() if len(names) == 1 else ""
+
+
+def _label(config: TrainConfig, others: Sequence[TrainConfig]) -> str:
+    """The optimizer with every setting that is not the default and not shared by its other variants."""
+    differing = differing_settings([one for one in others if one.optimizer == config.optimizer])
+    words = [setting_name(name, value) for name, value in changed_settings(config).items() if name in differing]
+    return ", ".join([OPTIMIZERS[config.optimizer], *words])
+
+
+def _task_label(config: TrainConfig) -> str:
+    changed = changed_settings(config)
+    others = [setting_name(name, changed[name]) for name in TASK[2:] if name in changed]
+    return ", ".join([config.dataset, config.model, *others])
+
+
+def _one_per_seed(members: Sequence[RunRecord]) -> tuple[list[RunRecord], list[RunRecord]]:
+    """Of the runs of a seed a finished one, and the one with the most analyses; and the other runs."""
+    counted: dict[int | None, RunRecord] = {}
+    for run in sorted(members, key=lambda run: (run.status != "finished", -len(run.analyses))):
+        counted.setdefault(run.seed, run)
+    chosen = [run for run in members if run in counted.values()]
+    return chosen, [run for run in members if run not in chosen]
+
+
+def _rank(config: TrainConfig, runs: Sequence[RunRecord]) -> tuple[Any, ...]:
+    """Plain steps first, then SAM, then SSAM; defaults before other settings; without a finished run last."""
+    changed = [(name, number(value) or 0.0, str(value)) for name, value in changed_settings(config).items()]
+    is_unfinished = all(run.status != "finished" for run in runs)
+    return is_unfinished, list(OPTIMIZERS).index(config.optimizer), len(changed), changed
 
 
 def differing_settings(configs: Sequence[TrainConfig]) -> list[str]:
@@ -115,72 +165,16 @@ def changed_settings(config: TrainConfig) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value != DEFAULTS[name]}
 
 
-def _variants(groups: dict[TrainConfig, list[RunRecord]]) -> list[Variant]:
-    ordered = sorted(groups, key=lambda config: _rank(config, groups[config]))
-    styles = assign_styles([config.optimizer for config in ordered])
-    variants: list[Variant] = []
-    for config, style in zip(ordered, styles, strict=True):
-        alike = [one for one in ordered if one.optimizer == config.optimizer]
-        label = _given_name(groups[config]) or _label(config, differing_settings(alike))
-        same = sum(re.sub(r" \(\d+\)$", "", one.label) == label for one in variants)  # two sweeps may give one name
-        counted, duplicates = _one_per_seed(groups[config])
-        unique = f"{label} ({same + 1})" if same else label
-        variants.append(Variant(unique, config, counted, style, duplicates))
-    return variants
-
-
-def _given_name(runs: Sequence[RunRecord]) -> str:
-    """The name that a sweep or --name gave; empty where there is none, or more than one."""
-    names = {run.name for run in runs} - {""}
-    return names.pop() if len(names) == 1 else ""
-
-
-def _label(config: TrainConfig, differing: Sequence[str]) -> str:
-    """The optimizer with every setting that is not the default and not shared."""
-    changed = {name: value for name, value in changed_settings(config).items() if name in differing}
-    words = [setting_name(name, value) for name, value in changed.items() if name not in (*TASK, "optimizer")]
-    return ", ".join([OPTIMIZERS[config.optimizer], *words])
-
-
-def _task_label(config: TrainConfig) -> str:
-    changed = changed_settings(config)
-    others = [setting_name(name, changed[name]) for name in TASK[2:] if name in changed]
-    return ", ".join([config.dataset, config.model, *others])
-
-
-def _one_per_seed(members: Sequence[RunRecord]) -> tuple[list[RunRecord], list[RunRecord]]:
-    """Of the runs of a seed a finished one, and the one with the most analyses."""
-    counted: dict[int | None, RunRecord] = {}
-    for run in sorted(members, key=lambda run: (run.status != "finished", -len(run.analyses))):
-        counted.setdefault(run.seed, run)
-    chosen = [run for run in members if run in counted.values()]
-    return chosen, [run for run in members if run not in chosen]
-
-
-def _unique_names(labels: Sequence[str]) -> list[str]:
-    words = [re.sub(r"[^a-z0-9.]+", "-", label.lower()).strip("-.")[:60] or "task" for label in labels]
-    return [f"{word}-{place + 1}" if words.count(word) > 1 else word for place, word in enumerate(words)]
-
-
-def _rank(config: TrainConfig, runs: Sequence[RunRecord]) -> tuple[Any, ...]:
-    """Plain steps first, then SAM, then SSAM; defaults before other settings; without a finished run last."""
-    changed = [(name, number(value) or 0.0, str(value)) for name, value in changed_settings(config).items()]
-    is_unfinished = all(run.status != "finished" for run in runs)
-    return is_unfinished, list(OPTIMIZERS).index(config.optimizer), len(changed), changed
-
-
 def setting_name(name: str, value: Any) -> str:
     return f"{name.replace('_', ' ')} {show_setting(value)}"
 
 
 def show_setting(value: Any) -> str:
     """A setting's value in few characters."""
-    if value is None:
-        return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.6g}"
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, tuple):
         return ", ".join(map(show_setting, value))
-    return str(value)
+    return "none" if value is None else str(value)

@@ -8,19 +8,17 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from sparsesam.lab.display import Table, write_figures
-from sparsesam.lab.experiment.calibration import SweepCalibration, read_calibration
+from sparsesam.lab.display import write_figures
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.run_directory import write_atomically
-from sparsesam.lab.report.data import ReportData, Section
+from sparsesam.lab.report.data import Part, ReportData, Section
 from sparsesam.lab.report.page import render
-from sparsesam.lab.report.read_run import RunRecord, find_runs, read_run
-from sparsesam.lab.report.sections.analyses import analysis_parts, other_analyses_section
+from sparsesam.lab.report.sections.analyses import analysis_parts
 from sparsesam.lab.report.sections.curves import curves_part
-from sparsesam.lab.report.sections.paper import paper_section
-from sparsesam.lab.report.sections.results import overview_section, results_part, sparsity_part
-from sparsesam.lab.report.sections.runs import provenance_section, runs_section, unfinished_section
-from sparsesam.lab.report.variants import Task, group_runs
+from sparsesam.lab.report.sections.paper import paper_parts
+from sparsesam.lab.report.sections.results import overview_parts, results_part, sparsity_part
+from sparsesam.lab.report.sections.runs import provenance_parts, runs_parts, unfinished_parts
+from sparsesam.lab.report.variants import Task
 
 StrPath = str | os.PathLike[str]
 
@@ -51,46 +49,37 @@ def write_report(
 
 
 def build_report(runs: Iterable[StrPath], *, bounds: bool = False) -> tuple[ReportData, list[Section]]:
-    """What was read, and the sections made of it."""
-    records = [read_run(path) for path in find_runs(runs)]
-    problems: list[tuple[str, str]] = []
-    calibrations = read_calibrations(records, problems)
-    data = ReportData(records, group_runs(records), calibrations, show_bounds=bounds, problems=problems)
-    return data, _build_sections(data)
+    """What was read, and the sections made of it.
 
-
-def _build_sections(data: ReportData) -> list[Section]:
-    """Results first, failures last, and a section for each task in between; empty ones are left out."""
-    tasks = [_task_section(data, task) for task in data.tasks]
-    others = (paper_section, other_analyses_section, runs_section, provenance_section, unfinished_section)
-    sections = [overview_section(data), *tasks, *(section(data) for section in others)]
-    return [section for section in map(_with_content, sections) if section.parts]
-
-
-def _task_section(data: ReportData, task: Task) -> Section:
-    parts = [results_part(data, task), curves_part(task), sparsity_part(task), *analysis_parts(data, task)]
-    if len(data.tasks) > 1:
-        for place, part in enumerate(parts):  # names are unique on the page, and as files
-            blocks = [replace(block, name=f"{task.name}-{block.name}") for block in part.blocks]
-            parts[place] = replace(part, blocks=blocks)
-    return Section(f"task-{task.name}", task.label, parts)
-
-
-def _with_content(section: Section) -> Section:
-    """Without figures of single points, which the tables show better, and without empty parts."""
-    parts = [
-        replace(part, blocks=[block for block in part.blocks if isinstance(block, Table) or block.has_content])
-        for part in section.parts
+    Results first, failures last, and a section for each task in between; what has no content is left out.
+    """
+    data = ReportData.read(runs)
+    sections = [
+        Section("overview", "Overview", overview_parts(data)),
+        *(Section(f"task-{task.name}", task.label, _task_parts(data, task, bounds)) for task in data.tasks),
+        Section("paper", "Beside the paper", paper_parts(data)),
+        Section("other-analyses", "Analyses without a run", analysis_parts(data, None, show_bounds=bounds)),
+        Section("runs", "Runs", runs_parts(data)),
+        Section("provenance", "Where and how", provenance_parts(data)),
+        Section("unfinished", "Failed and unfinished", unfinished_parts(data)),
     ]
-    return replace(section, parts=[part for part in parts if not part.is_empty])
+    shown = [replace(section, parts=_with_content(section.parts)) for section in sections]
+    return data, [section for section in shown if section.parts]
 
 
-def read_calibrations(runs: Iterable[RunRecord], problems: list[tuple[str, str]]) -> list[SweepCalibration]:
-    """Those beside the runs; files that cannot be read are noted as problems."""
-    found = []
-    for folder in dict.fromkeys(run.path.resolve().parent for run in runs):
-        try:
-            found.append(read_calibration(folder))
-        except (OSError, ValueError) as error:
-            problems.append((str(folder), str(error)))
-    return [one for one in found if one is not None]
+def _task_parts(data: ReportData, task: Task, bounds: bool) -> list[Part]:
+    analyses = analysis_parts(data, task, show_bounds=bounds)
+    parts = [results_part(data, task), curves_part(task), sparsity_part(task), *analyses]
+    if len(data.tasks) == 1:
+        return parts
+    # Names are unique on the page, and as files.
+    return [
+        replace(part, blocks=[replace(block, name=f"{task.name}-{block.name}") for block in part.blocks])
+        for part in parts
+    ]
+
+
+def _with_content(parts: Iterable[Part]) -> list[Part]:
+    """Without empty tables, figures of single points, which the tables show better, and empty parts."""
+    shown = [replace(part, blocks=[block for block in part.blocks if block.has_content]) for part in parts]
+    return [part for part in shown if part.blocks or part.lead or part.notes]

@@ -2,48 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from sparsesam.lab.display import Figure, Table
-from sparsesam.lab.inspection import ANALYSES, Analysis, Measured
+from sparsesam.lab.inspection import ANALYSES
 from sparsesam.lab.inspection.bound import BoundAnalysis
-from sparsesam.lab.report.data import Part, ReportData, Section
+from sparsesam.lab.report.data import Part, ReportData
 from sparsesam.lab.report.variants import Task
 
-Find = Callable[[type[Analysis[Any]], str], list[Measured[Any]]]
 
-
-def analysis_parts(data: ReportData, task: Task) -> list[Part]:
-    """One part for each analysis of the task's runs."""
-    return _parts(data, lambda analysis, name: data.measured(analysis, name, task))
-
-
-def other_analyses_section(data: ReportData) -> Section:
-    """Results in directories without a run."""
-    parts = [part for part in _parts(data, data.measured_without_task) if not part.is_empty]
-    return Section("other-analyses", "Analyses without a run", parts)
-
-
-def missing_analyses(data: ReportData) -> list[str]:
-    """The analyses that no run has, as commands."""
-    present = {name for run in data.runs for name in run.analyses}
-    return [
-        f"sparsesam analyze {kind} {analysis.argument[0]}"
-        for kind, analysis in ANALYSES.items()
-        if not present.intersection(analysis.files)
-    ]
-
-
-def _parts(data: ReportData, find: Find) -> list[Part]:
+def analysis_parts(data: ReportData, task: Task | None, *, show_bounds: bool) -> list[Part]:
+    """One part for each analysis of the task's runs, or of directories without a run."""
     parts = []
     for analysis in ANALYSES.values():
-        found = {name: measured for name in analysis.files if (measured := find(analysis, name))}
+        found = {name: measured for name in analysis.files if (measured := data.measured(analysis, name, task))}
         if not found:
             continue
         everything = [one for measured in found.values() for one in measured]
         vacuous = BoundAnalysis.all_vacuous(everything) if analysis is BoundAnalysis else ""
-        if vacuous and not data.show_bounds:
+        if vacuous and not show_bounds:
             parts.append(Part("", notes=[f"{vacuous} The option --bounds of sparsesam report shows the terms."]))
             continue
         blocks: list[Table | Figure] = []
@@ -51,3 +26,13 @@ def _parts(data: ReportData, find: Find) -> list[Part]:
             blocks += [analysis.table(name, measured), *analysis.figures(name, measured)]
         parts.append(Part(analysis.title, blocks, notes=analysis.notes(everything)))
     return parts
+
+
+def missing_analyses(data: ReportData) -> list[str]:
+    """The analyses that no run has, as commands."""
+    present = {name for run in data.directories for name in run.analyses}
+    return [
+        f"sparsesam analyze {kind} {analysis.argument[0]}"
+        for kind, analysis in ANALYSES.items()
+        if not present.intersection(analysis.files)
+    ]

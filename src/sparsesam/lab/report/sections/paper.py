@@ -9,14 +9,14 @@ from typing import Any
 from sparsesam.lab.display import Table, plural
 from sparsesam.lab.experiment.config import TrainConfig, names_of
 from sparsesam.lab.paper.recipe import Finished, Recipe, Scale, recipes
-from sparsesam.lab.report.data import Part, ReportData, Section
+from sparsesam.lab.report.data import Part, ReportData
 from sparsesam.lab.report.read_run import RunRecord
 from sparsesam.lab.report.variants import setting_name
 
 _SCALES: tuple[Scale, Scale] = ("laptop", "full")
 
 
-def paper_section(data: ReportData) -> Section:
+def paper_parts(data: ReportData) -> list[Part]:
     configs = [(run, replace(run.config, seed=0)) for run in data.runs if run.config is not None]
     tables = [
         table
@@ -25,7 +25,7 @@ def paper_section(data: ReportData) -> Section:
         for scale in _SCALES
         if (table := _table(recipe, scale, configs)) is not None
     ]
-    return Section("paper", "Beside the paper", [Part("", tables)] if tables else [])
+    return [Part("", tables)]
 
 
 def _table(recipe: Recipe, scale: Scale, configs: list[tuple[RunRecord, TrainConfig]]) -> Table | None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from sparsesam.lab.display import Axis, Bar, Cell, Figure, Series, Table, cells, finished_of, number_cell
 from sparsesam.lab.display.numbers import Number, percent, plural, ratio, significant
 from sparsesam.lab.experiment.confidence import confidence_interval
-from sparsesam.lab.report.cost import VariantCosts
-from sparsesam.lab.report.data import Part, ReportData, Section
-from sparsesam.lab.report.recommendation import Recommendation, recommend
+from sparsesam.lab.report.cost import Recommendation, VariantCosts, recommend
+from sparsesam.lab.report.data import Part, ReportData
 from sparsesam.lab.report.variants import Task, Variant, differing_settings
 
 
@@ -22,8 +21,10 @@ def results_part(data: ReportData, task: Task) -> Part:
     )
 
 
-def overview_section(data: ReportData) -> Section:
+def overview_parts(data: ReportData) -> list[Part]:
     """With several tasks, the answer of each in one row."""
+    if len(data.tasks) < 2:
+        return []
     rows = []
     for task in data.tasks:
         cost = data.cost_of(task)
@@ -39,9 +40,7 @@ def overview_section(data: ReportData) -> Section:
         "Mean ± standard deviation over seeds."
     )
     columns = ["task", "test accuracy", "variant", "cost", "variants"]
-    table = Table("overview", caption, columns, rows)
-    several = len(data.tasks) > 1 and rows
-    return Section("overview", "Overview", [Part("", [table])] if several else [])
+    return [Part("", [Table("overview", caption, columns, rows)])]
 
 
 def _accuracy_bar(variant: Variant) -> list[Bar] | None:
