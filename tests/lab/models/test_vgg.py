@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from sparsesam.lab.models import vgg11_bn, vgg11_bn_4096
+from sparsesam.lab.models import small_cnn, vgg11_bn, vgg11_bn_4096
 
 
 def test_small_images_get_one_linear_layer_and_large_ones_the_published_head():
@@ -29,3 +29,16 @@ def test_the_published_head_can_be_had_on_small_images():
         assert model(torch.empty(2, 3, 32, 32)).shape == (2, 10)
     assert layers == [(512, 4096), (4096, 4096), (4096, 10)]
     assert sum(isinstance(one, nn.Dropout) for one in model.classifier) == 2
+
+
+def test_small_cnn_maps_digits_to_class_scores():
+    assert small_cnn(7)(torch.zeros(5, 1, 8, 8)).shape == (5, 7)
+
+
+def test_small_cnn_takes_other_channels_and_sizes():
+    assert small_cnn(in_channels=3)(torch.zeros(2, 3, 16, 16)).shape == (2, 10)
+
+
+def test_small_cnn_has_three_normalized_convolutions():
+    kinds = [type(module) for module in small_cnn()]
+    assert kinds.count(nn.Conv2d) == kinds.count(nn.BatchNorm2d) == 3

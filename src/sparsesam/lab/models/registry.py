@@ -10,14 +10,11 @@ from torch import nn
 
 from sparsesam.integrations.extras import required_by
 from sparsesam.lab.models.resnet import resnet10_small, resnet18, resnet50, wide_resnet
-from sparsesam.lab.models.small_cnn import small_cnn
-from sparsesam.lab.models.vgg import vgg11_bn, vgg11_bn_4096, vgg_small
+from sparsesam.lab.models.vgg import small_cnn, vgg11_bn, vgg11_bn_4096, vgg_small
 from sparsesam.lab.models.vit import vit_b_16, vit_one_block_8192, vit_s_16, vit_tiny_small
-from sparsesam.lab.names import call_function, find_function, nearest
+from sparsesam.lab.names import accepted, call_function, find_function, look_up, nearest
 
-Builder = Callable[..., nn.Module]
-
-MODELS: dict[str, Builder] = {
+MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet18": resnet18,
     "resnet50": resnet50,
     "vgg11-bn": vgg11_bn,
@@ -51,11 +48,8 @@ def build_model(name: str, num_classes: int = 10, in_channels: int = 3, image_si
         return _from_timm(name.removeprefix("timm/"), **choices)
     if ":" in name:
         return _from_user(name, choices)
-    key = name.lower().replace("_", "-")
-    if key not in MODELS:
-        known = f"{', '.join(MODELS)}, timm/NAME or a module:function"
-        raise ValueError(f"model must be one of {known}, got {name!r}; {nearest(key, MODELS)}")
-    return MODELS[key](**_taken(name, MODELS[key], choices))
+    builder = look_up("model", name, MODELS, others="timm/NAME")
+    return builder(**accepted(builder, choices))
 
 
 def _from_timm(name: str, num_classes: int, in_channels: int, image_size: int) -> nn.Module:
@@ -75,20 +69,14 @@ def _from_timm(name: str, num_classes: int, in_channels: int, image_size: int) -
 
 def _from_user(name: str, choices: dict[str, int]) -> nn.Module:
     function = find_function("model", name)
-    model = call_function("model", name, function, **_taken(name, function, choices))
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model {name} must return a torch.nn.Module, got {type(model).__name__}")
-    return model
-
-
-def _taken(name: str, builder: Builder, choices: dict[str, int]) -> dict[str, int]:
-    """The choices the builder names; of a builder with ``**kwargs`` we only know that it needs the classes."""
-    parameters = inspect.signature(builder).parameters
-    taken = {key: value for key, value in choices.items() if key in parameters}
+    taken, parameters = accepted(function, choices), inspect.signature(function).parameters
     if "num_classes" not in taken:
         if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
             raise ValueError(
                 f"model {name} must take num_classes, the number of its outputs; it takes {', '.join(parameters)}"
             )
         taken["num_classes"] = choices["num_classes"]
-    return taken
+    model = call_function("model", name, function, **taken)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model {name} must return a torch.nn.Module, got {type(model).__name__}")
+    return model

@@ -8,36 +8,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
-from typing import TypeVar
 
 from torch import Tensor, nn
-
-ModelT = TypeVar("ModelT", bound=nn.Module)
 
 SMALL_SIDE = 64
 """Up to this many pixels an image is small: CIFAR (32), Tiny ImageNet (64), digits (8)."""
 
 
-def is_small(image_size: int) -> bool:
-    if image_size < 1:
-        raise ValueError(f"image_size must be at least 1, the side in pixels, got {image_size}")
-    return image_size <= SMALL_SIDE
-
-
-def stem_convolution(in_channels: int, out_channels: int, image_size: int) -> nn.Conv2d:
-    """3x3 with stride 1 for small images (CIFAR stem), 7x7 with stride 2 for others (ImageNet stem)."""
-    if is_small(image_size):
-        return nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False)
-    return nn.Conv2d(in_channels, out_channels, 7, stride=2, padding=3, bias=False)
-
-
-def stem_pool(image_size: int) -> dict[str, nn.Module]:
-    """The ImageNet stem's max-pool, under its name; none for small images."""
-    return {} if is_small(image_size) else {"maxpool": nn.MaxPool2d(3, stride=2, padding=1)}
-
-
-def he_initialized(model: ModelT) -> ModelT:
-    """The model, its convolutions drawn from N(0, 2 / fan_out) with zero bias; other layers keep torch's start."""
+def he_initialized(layers: dict[str, nn.Module]) -> nn.Sequential:
+    """The layers in a row, convolutions drawn from N(0, 2 / fan_out) with zero bias; others keep torch's start."""
+    model = nn.Sequential(OrderedDict(layers))
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -46,14 +26,15 @@ def he_initialized(model: ModelT) -> ModelT:
     return model
 
 
+def _convolution(in_channels: int, out_channels: int, size: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(in_channels, out_channels, size, stride=stride, padding=size // 2, bias=False)
+
+
 def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:
     """A 1x1 convolution with normalization where the shape changes, the identity elsewhere."""
     if stride == 1 and in_channels == out_channels:
         return nn.Identity()
-    return nn.Sequential(
-        nn.Conv2d(in_channels, out_channels, 1, stride=stride, bias=False),
-        nn.BatchNorm2d(out_channels),
-    )
+    return nn.Sequential(_convolution(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels))
 
 
 class BasicBlock(nn.Module):
@@ -63,9 +44,9 @@ class BasicBlock(nn.Module):
 
     def __init__(self, in_channels: int, width: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(in_channels, width, 3, stride=stride, padding=1, bias=False)
+        self.conv1 = _convolution(in_channels, width, 3, stride)
         self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.conv2 = _convolution(width, width, 3)
         self.bn2 = nn.BatchNorm2d(width)
         self.shortcut = _shortcut(in_channels, width, stride)
 
@@ -86,11 +67,11 @@ class Bottleneck(nn.Module):
 
     def __init__(self, in_channels: int, width: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(in_channels, width, 1, bias=False)
+        self.conv1 = _convolution(in_channels, width, 1)
         self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False)
+        self.conv2 = _convolution(width, width, 3, stride)
         self.bn2 = nn.BatchNorm2d(width)
-        self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
+        self.conv3 = _convolution(width, 4 * width, 1)
         self.bn3 = nn.BatchNorm2d(4 * width)
         self.shortcut = _shortcut(in_channels, 4 * width, stride)
 
@@ -110,63 +91,56 @@ class PreActivationBlock(nn.Module):
 
     expansion = 1
 
-    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+    def __init__(self, in_channels: int, width: int, stride: int) -> None:
         super().__init__()
         self.bn1 = nn.BatchNorm2d(in_channels)
-        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(out_channels)
-        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
+        self.conv1 = _convolution(in_channels, width, 3, stride)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv2 = _convolution(width, width, 3)
         self.shortcut: nn.Module | None = None
-        if stride != 1 or in_channels != out_channels:
-            self.shortcut = nn.Conv2d(in_channels, out_channels, 1, stride=stride, bias=False)
+        if stride != 1 or in_channels != width:
+            self.shortcut = _convolution(in_channels, width, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, in_channels, h, w) to (batch, out_channels, h / stride, w / stride)."""
+        """(batch, in_channels, h, w) to (batch, width, h / stride, w / stride)."""
         active: Tensor = self.bn1(x).relu()
         inner: Tensor = self.bn2(self.conv1(active)).relu()
         outer: Tensor = self.conv2(inner)
         return outer + (x if self.shortcut is None else self.shortcut(active))
 
 
-Block = type[BasicBlock] | type[Bottleneck] | type[PreActivationBlock]
-
-
-def _stages(block: Block, depths: Sequence[int], channels: int, width: int) -> dict[str, nn.Module]:
-    """Stages of ``depths`` blocks; each stage after the first halves the side and doubles the width."""
-    stages: dict[str, nn.Module] = {}
-    for number, depth in enumerate(depths):
-        wide = width * 2**number
-        blocks: list[nn.Module] = []
-        for place in range(depth):
-            blocks.append(block(channels, wide, 2 if number and not place else 1))
-            channels = wide * block.expansion
-        stages[f"layer{number + 1}"] = nn.Sequential(*blocks)
-    return stages
-
-
-def _classifier(channels: int, num_classes: int) -> dict[str, nn.Module]:
-    return {"pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten(), "fc": nn.Linear(channels, num_classes)}
-
-
 def resnet(
-    block: type[BasicBlock] | type[Bottleneck],
+    block: type[BasicBlock] | type[Bottleneck] | type[PreActivationBlock],
     depths: Sequence[int],
     num_classes: int = 10,
     in_channels: int = 3,
     image_size: int = 32,
     *,
     width: int = 64,
+    stem: int | None = None,
 ) -> nn.Sequential:
-    """A stem, a stage for each of ``depths`` beginning with ``width`` channels, and a linear classifier."""
-    layers = OrderedDict(
-        conv1=stem_convolution(in_channels, width, image_size),
-        bn1=nn.BatchNorm2d(width),
-        relu=nn.ReLU(),
-        **stem_pool(image_size),
-        **_stages(block, depths, width, width),
-        **_classifier(width * 2 ** (len(depths) - 1) * block.expansion, num_classes),
-    )
-    return he_initialized(nn.Sequential(layers))
+    """A stem of ``stem`` channels (``width`` if None), a stage for each of ``depths``, and a linear classifier.
+
+    The first stage has ``width`` channels; each one after it halves the side and doubles the width.
+    """
+    is_small, normalizes_last = image_size <= SMALL_SIDE, block is PreActivationBlock
+    channels = stem or width
+    layers: dict[str, nn.Module] = {}
+    layers["conv1"] = _convolution(in_channels, channels, 3 if is_small else 7, 1 if is_small else 2)
+    if not normalizes_last:
+        layers |= {"bn1": nn.BatchNorm2d(channels), "relu": nn.ReLU()}
+    if not is_small:
+        layers["maxpool"] = nn.MaxPool2d(3, stride=2, padding=1)
+    for stage, depth in enumerate(depths):
+        blocks: list[nn.Module] = []
+        for place in range(depth):
+            blocks.append(block(channels, width * 2**stage, 2 if stage and not place else 1))
+            channels = width * 2**stage * block.expansion
+        layers[f"layer{stage + 1}"] = nn.Sequential(*blocks)
+    if normalizes_last:
+        layers |= {"bn": nn.BatchNorm2d(channels), "relu": nn.ReLU()}
+    layers |= {"pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten(), "fc": nn.Linear(channels, num_classes)}
+    return he_initialized(layers)
 
 
 def wide_resnet(
@@ -175,16 +149,8 @@ def wide_resnet(
     """WRN-depth-widening: three stages of (depth - 4) / 6 blocks, 16, 32 and 64 times ``widening`` channels."""
     if depth < 10 or (depth - 4) % 6:
         raise ValueError(f"depth must be 6 n + 4 with n at least 1, as 10, 16, 22, 28, got {depth}")
-    last = 64 * widening
-    layers = OrderedDict(
-        conv1=stem_convolution(in_channels, 16, image_size),
-        **stem_pool(image_size),
-        **_stages(PreActivationBlock, [(depth - 4) // 6] * 3, 16, 16 * widening),
-        bn=nn.BatchNorm2d(last),
-        relu=nn.ReLU(),
-        **_classifier(last, num_classes),
-    )
-    return he_initialized(nn.Sequential(layers))
+    depths = [(depth - 4) // 6] * 3
+    return resnet(PreActivationBlock, depths, num_classes, in_channels, image_size, width=16 * widening, stem=16)
 
 
 resnet18 = partial(resnet, BasicBlock, (2, 2, 2, 2))

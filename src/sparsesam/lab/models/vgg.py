@@ -1,17 +1,18 @@
-"""VGG with batch normalization (Simonyan & Zisserman 2015; Ioffe & Szegedy 2015)."""
+"""VGG with batch normalization (Simonyan & Zisserman 2015; Ioffe & Szegedy 2015), and a small network."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
 from torch import nn
 
-from sparsesam.lab.models.resnet import he_initialized, is_small
+from sparsesam.lab.models.resnet import SMALL_SIDE, he_initialized
 
-Head = Literal["linear", "4096"]
+
+def _convolution(in_channels: int, out_channels: int, *, bias: bool) -> list[nn.Module]:
+    return [nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=bias), nn.BatchNorm2d(out_channels), nn.ReLU()]
 
 
 def vgg(
@@ -20,7 +21,7 @@ def vgg(
     in_channels: int = 3,
     image_size: int = 32,
     *,
-    head: Head | None = None,
+    head: Literal["linear", "4096"] | None = None,
 ) -> nn.Sequential:
     """Stages of 3x3 convolutions with the given channels, each stage closed by a 2x2 max-pool.
 
@@ -28,45 +29,25 @@ def vgg(
     and one of small ones. For CIFAR "linear" is as usual: the mean over positions and one linear layer. The default
     is "4096" for large images, "linear" for small ones. A pool is left out once the side is a single pixel.
     """
-    side_of_head = 1 if is_small(image_size) else 7
-    is_linear = (head or ("linear" if is_small(image_size) else "4096")) == "linear"
-    features: list[nn.Module] = []
-    side = image_size
+    is_small, features, side = image_size <= SMALL_SIDE, nn.Sequential(), image_size
     for stage in stages:
         for channels in stage:
-            features += [
-                nn.Conv2d(in_channels, channels, 3, padding=1),
-                nn.BatchNorm2d(channels),
-                nn.ReLU(),
-            ]
+            features.extend(_convolution(in_channels, channels, bias=True))
             in_channels = channels
         if side > 1:
             features.append(nn.MaxPool2d(2))
             side //= 2
-    return he_initialized(
-        nn.Sequential(
-            OrderedDict(
-                features=nn.Sequential(*features),
-                pool=nn.AdaptiveAvgPool2d(1 if is_linear else side_of_head),
-                flatten=nn.Flatten(),
-                classifier=nn.Linear(in_channels, num_classes)
-                if is_linear
-                else _published_head(side_of_head**2 * in_channels, num_classes),
-            )
-        )
-    )
-
-
-def _published_head(features: int, num_classes: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(features, 4096),
-        nn.ReLU(),
-        nn.Dropout(),
-        nn.Linear(4096, 4096),
-        nn.ReLU(),
-        nn.Dropout(),
-        nn.Linear(4096, num_classes),
-    )
+    places = 1
+    classifier: nn.Module
+    if head == "linear" or (head is None and is_small):
+        classifier = nn.Linear(in_channels, num_classes)
+    else:
+        places = 1 if is_small else 7
+        hidden = [nn.Linear(places**2 * in_channels, 4096), nn.ReLU(), nn.Dropout()]
+        hidden += [nn.Linear(4096, 4096), nn.ReLU(), nn.Dropout()]
+        classifier = nn.Sequential(*hidden, nn.Linear(4096, num_classes))
+    pool = nn.AdaptiveAvgPool2d(places)
+    return he_initialized({"features": features, "pool": pool, "flatten": nn.Flatten(), "classifier": classifier})
 
 
 _ELEVEN = ((64,), (128,), (256, 256), (512, 512), (512, 512))
@@ -79,3 +60,16 @@ vgg11_bn_4096 = partial(vgg, _ELEVEN, head="4096")
 
 vgg_small = partial(vgg, ((16,), (32,), (64, 64), (128,)))
 """Five convolutions and at most a quarter of the channels: VGG's shape for a laptop's CPU."""
+
+
+def small_cnn(num_classes: int = 10, in_channels: int = 1) -> nn.Sequential:
+    """Three 3x3 convolutions (32, 32, 64 channels) for small images such as 8x8 digits; it trains in seconds."""
+    return nn.Sequential(
+        *_convolution(in_channels, 32, bias=False),
+        *_convolution(32, 32, bias=False),
+        nn.MaxPool2d(2),
+        *_convolution(32, 64, bias=False),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, num_classes),
+    )

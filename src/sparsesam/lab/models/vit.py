@@ -49,10 +49,7 @@ class PositionEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention over (batch, tokens, dim): softmax(q kᵀ / √(dim / heads)) v, then a projection.
-
-    With one head some implementations leave the projection out: ``projects`` False.
-    """
+    """Multi-head self-attention over (batch, tokens, dim): softmax(q kᵀ / √(dim / heads)) v, and a projection."""
 
     def __init__(self, dim: int, heads: int, *, projects: bool = True) -> None:
         super().__init__()
@@ -67,8 +64,8 @@ class Attention(nn.Module):
         qkv: Tensor = self.qkv(x)
         query, key, value = qkv.view(batch, tokens, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value)
-        result: Tensor = self.proj(mixed.transpose(1, 2).reshape(batch, tokens, dim))
-        return result
+        projected: Tensor = self.proj(mixed.transpose(1, 2).reshape(batch, tokens, dim))
+        return projected
 
 
 class TransformerBlock(nn.Module):
@@ -123,27 +120,26 @@ def vit(
     if image_size % patch_size:
         raise ValueError(f"image_size must be a multiple of the patch size {patch_size}, got {image_size}")
     blocks = [TransformerBlock(dim, heads, round(mlp_ratio * dim), projects=projects) for _ in range(depth)]
-    by_class, patches = pool == "class", (image_size // patch_size) ** 2
-    token = {"class_token": ClassToken(dim)} if by_class else {}
-    model = nn.Sequential(
-        OrderedDict(
-            patches=PatchEmbedding(in_channels, patch_size, dim),
-            **token,
-            position=PositionEmbedding(patches + by_class, dim, position_std),
-            blocks=nn.Sequential(*blocks),
-            norm=nn.LayerNorm(dim, eps=EPSILON),
-            pool=TokenPool(pool),
-            head=nn.Linear(dim, num_classes),
-        )
-    )
+    layers: dict[str, nn.Module] = {"patches": PatchEmbedding(in_channels, patch_size, dim)}
+    tokens = (image_size // patch_size) ** 2
+    if pool == "class":
+        layers["class_token"] = ClassToken(dim)
+        tokens += 1
+    layers |= {
+        "position": PositionEmbedding(tokens, dim, position_std),
+        "blocks": nn.Sequential(*blocks),
+        "norm": nn.LayerNorm(dim, eps=EPSILON),
+        "pool": TokenPool(pool),
+        "head": nn.Linear(dim, num_classes),
+    }
+    model = nn.Sequential(OrderedDict(layers))
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
-            nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Conv2d):
             nn.init.normal_(module.weight, std=module.weight[0].numel() ** -0.5)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
+        if isinstance(module, nn.Linear | nn.Conv2d) and module.bias is not None:
+            nn.init.zeros_(module.bias)
     return model
 
 
@@ -167,14 +163,5 @@ def vit_tiny_small(num_classes: int = 10, in_channels: int = 3, image_size: int 
     """
     sizes = [size for size in range(min(2, image_size), image_size + 1) if image_size % size == 0]
     patch = min(sizes, key=lambda size: abs(size - image_size / 8))
-    return vit(
-        num_classes,
-        in_channels,
-        image_size,
-        patch_size=patch,
-        dim=96,
-        depth=4,
-        heads=3,
-        mlp_ratio=2.0,
-        position_std=1.0,
-    )
+    tiny = partial(vit, patch_size=patch, dim=96, depth=4, heads=3, mlp_ratio=2.0, position_std=1.0)
+    return tiny(num_classes, in_channels, image_size)
