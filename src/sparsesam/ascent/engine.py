@@ -1,6 +1,6 @@
 """Leaves out what the masks make unnecessary. It may change the cost of a step, never its result.
 
-    first pass     the backward computes only the gradients that the ascent needs       (first_pass.py)
+    first pass     the backward computes only the gradients that the ascent needs       (narrowed_backward.py)
                    linear and convolution layers compute only the kept filters' part    (layers.py)
     second pass    modules that ran before the first perturbed weight are not run again  (prefix.py)
 
