@@ -558,3 +558,15 @@ def test_a_step_that_was_left_out_does_not_make_the_next_a_plain_one():
     model(X).square().sum().backward()
     with pytest.raises(RuntimeError, match=r"step\(\) needs a gradient at w \+ e"):
         optimizer.step()
+
+
+def test_a_later_wrapper_around_the_same_base_has_its_own_options():
+    model = seeded(lambda: nn.Linear(4, 2))
+    base = torch.optim.SGD([{"params": p} for p in model.parameters()], lr=0.1)
+    base.param_groups[0]["rho"] = 0.7  # the user's
+    halved = sparsesam.SAM(base, model, rho=0.3, adaptive=True, rho_schedule=lambda step: 0.5)
+    step(halved, lambda: model(X).square().mean())
+    assert [group["rho"] for group in halved.param_groups] == [0.35, 0.15]
+    opt = sparsesam.SAM(base, model, rho=0.1)
+    assert [group["rho"] for group in opt.param_groups] == [0.7] + [0.1] * (len(opt.param_groups) - 1)
+    assert not any(group["adaptive"] for group in opt.param_groups)

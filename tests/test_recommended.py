@@ -44,9 +44,18 @@ def test_its_strength_is_that_of_what_it_chooses():
     ],
 )
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_one_pass_looks_further_ahead_with_batch_normalization(kind, layer, steps):
+def test_with_noisy_labels_one_pass_looks_further_ahead_where_there_is_batch_normalization(kind, layer, steps):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sequential(layer))
-    assert sparsesam.recommended(kind(model.parameters(), lr=0.1), model).param_groups[0]["rho"] == steps
+    base = kind(model.parameters(), lr=0.1)
+    assert sparsesam.recommended(base, model, noisy_labels=True).param_groups[0]["rho"] == steps
+    assert sparsesam.recommended(base, model).param_groups[0]["rho"] == 10
+
+
+@pytest.mark.parametrize("cost", [1.5, 2.0])
+def test_with_noisy_labels_rho_is_larger(cost):
+    model = cases.mlp()
+    assert sparsesam.recommended(cases.sgd(model), model, cost=cost).param_groups[0]["rho"] == 0.05
+    assert sparsesam.recommended(cases.sgd(model), model, cost=cost, noisy_labels=True).param_groups[0]["rho"] == 0.2
 
 
 @pytest.mark.parametrize("cost", [0.5, -1.0, float("nan")])

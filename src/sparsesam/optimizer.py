@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from sparsesam.ascent.plan import Norm
 from sparsesam.masks.mask import MaskRule
-from sparsesam.parameters import check_model
 from sparsesam.schedules import RhoSchedule
 from sparsesam.settings import AscentScope, OffSteps, Settings, require_mask_rule
 from sparsesam.sharpness_aware import SharpnessAware
@@ -168,9 +167,8 @@ class ExtrapolatedSAM(SharpnessAware):
         base: any optimizer.
         model: the module whose parameters ``base`` holds.
         steps_ahead: k. For networks with batch normalization 40 to 110 where labels are wrong and 2 to 40 where they
-            are true; 5 to 20 for others, which do not train with much more; about 1 is Nesterov's look-ahead.
-            Default: 60 where the model has a batch normalization, else 10. It is in the parameter groups as ``rho``,
-            where it may differ by group and be changed.
+            are true; 5 to 20 for others, which do not train with much more; about 1 is Nesterov's look-ahead. It is in
+            the parameter groups as ``rho``, where it may differ by group and be changed.
         mask: as in `SSAM`; only the updates of perturbed weights are kept. A mask that is made from gradients
             (`dynamic_mask`, `GradientMagnitude`) sees the base optimizer's momentum instead.
         schedule: a factor on ``steps_ahead`` by step.
@@ -186,15 +184,13 @@ class ExtrapolatedSAM(SharpnessAware):
         self,
         base: Optimizer,
         model: nn.Module,
-        steps_ahead: float | None = None,
+        steps_ahead: float = 10.0,
         *,
         mask: MaskRule | None = None,
         schedule: RhoSchedule | None = None,
         every: int = 1,
         start: int = 0,
     ) -> None:
-        if steps_ahead is None:
-            steps_ahead = default_steps_ahead(model)
         if not isinstance(steps_ahead, int | float) or not 0 <= steps_ahead < math.inf:
             raise ValueError(
                 f"steps_ahead must be a finite number of at least 0, got {steps_ahead}; 0 is the base optimizer, 10 to "
@@ -204,10 +200,3 @@ class ExtrapolatedSAM(SharpnessAware):
             require_mask_rule(mask)
         settings = Settings("masked", "extrapolation", schedule, every=every, start=start, engine=False)
         super().__init__(base, model, settings, rho=steps_ahead, mask=mask, adaptive=False, eta=0.01)
-
-
-def default_steps_ahead(model: nn.Module) -> float:
-    """Where a search begins (docs/study.md). Networks without batch normalization do not bear as long a step."""
-    check_model(model)
-    has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-    return 60.0 if has_batch_norm else 10.0

@@ -22,6 +22,9 @@ from sparsesam.perturbed_params import PerturbedParams
 from sparsesam.saved_state import SavedState, check_state_dict
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+#: The options of the last wrapper around a base. One that is made later (a notebook's cell is run again) replaces them,
+#: but not what the user put into a group.
+_WRAPPED_WITH = "_sparsesam_options"
 
 
 def inside_wrappers(method: Method) -> Method:
@@ -61,11 +64,19 @@ class OptimizerWrapper(Optimizer, JoinableOptimizer):
         self.base = base
         self.model = unwrap(model)
         keys = option_keys(base)
-        self.defaults = {**base.defaults, **{keys[option]: value for option, value in options.items()}}
+        own = {keys[option]: value for option, value in options.items()}
+        self.defaults = {**base.defaults, **own}
         # torch's own hooks; its __init__ would make a second set of parameter groups.
         OptimizerWrapper.__setstate__(self, {})
+        earlier = base.__dict__.get(_WRAPPED_WITH, {})
         for group in base.param_groups:
+            for key, value in earlier.items():
+                before = group.pop(f"initial_{key}", group.get(key))  # a schedule may have changed it
+                group.pop(key, None)
+                if before is not None and before != value:
+                    group[key] = before
             self._complete(group)
+        base.__dict__[_WRAPPED_WITH] = own
         self._keep_place()
         self._names = named(self.model, base)
         refuse_fsdp1(self._names)

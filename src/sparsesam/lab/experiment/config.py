@@ -101,7 +101,7 @@ class TrainConfig:
         option("explicit", "what the mask is applied to; momentum and extrapolation take no pass of their own")
     )
     steps_ahead: NonNegativeFloat | None = option(
-        None, "of the extrapolation: how many times the last update; null: 60 with batch normalization, else 10"
+        None, "of the extrapolation: how many times the last update; null: 10, with auto as `recommended` has it"
     )
     ascent_fraction: FractionAbove0 = option(1.0, "fraction of each batch that the perturbation is computed from")
     ascent_every: PositiveInt = option(1, "perturb in every k-th step only")

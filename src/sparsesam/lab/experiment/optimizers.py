@@ -52,12 +52,12 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, fisher_data: Any, s
     if config.is_plain:
         return base
     if config.optimizer == "auto":
-        return sparsesam.recommended(base, model, strength=config.steps_ahead)
+        return sparsesam.recommended(base, model, noisy_labels=config.label_noise > 0, strength=config.steps_ahead)
     if config.ascent == "extrapolation":
         return sparsesam.ExtrapolatedSAM(
             base,
             model,
-            config.steps_ahead,
+            10.0 if config.steps_ahead is None else config.steps_ahead,
             mask=None if config.optimizer in ("sam", "asam") else _mask(config, fisher_data, steps_per_epoch),
             schedule=_rho_schedule(config, steps_per_epoch),
             every=config.ascent_every,
