@@ -193,3 +193,20 @@ def test_loading_own_checkpoints_warns_of_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         opt.load_state_dict(opt.state_dict())
+
+
+@pytest.mark.parametrize("first", [sparsesam.SAM, sparsesam.ExtrapolatedSAM])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_checkpoint_whose_rho_means_something_else_is_refused(first, steps):
+    second = {sparsesam.SAM: sparsesam.ExtrapolatedSAM, sparsesam.ExtrapolatedSAM: sparsesam.SAM}[first]
+    model = cases.mlp()
+    opt = first(cases.sgd(model), model)
+    for seed in range(steps):
+        opt.step(cases.closure_for(model, opt, *cases.vectors(8, seed=seed)))
+    other = second(cases.sgd(model), model)
+    before = other.param_groups[0]["rho"]
+    with pytest.raises(
+        ValueError, match=f"state_dict is of .*{first.__name__}.*, but this optimizer is .*{second.__name__}"
+    ):
+        other.load_state_dict(opt.state_dict())
+    assert other.param_groups[0]["rho"] == before

@@ -82,11 +82,17 @@ class SavedState:
         return cls(masks, counters, last, back, values["last"])
 
 
-def check_state_dict(values: Mapping[str, Any], tensors: OwnTensors, rule: MaskRule | None, model: nn.Module) -> None:
-    """Refuse what does not fit, before anything changes."""
+def check_state_dict(values: Mapping[str, Any], tensors: OwnTensors, now: SavedState, model: nn.Module) -> None:
+    """Refuse what does not fit the optimizer's present state, before anything changes."""
     if values.get("version") != _VERSION:
         raise ValueError(
             f"the checkpoint must be of version {_VERSION}, got {values.get('version')}; "
             "load it with the sparsesam that wrote it"
         )
-    MaskState(rule).check_state_dict(values["mask"], tensors.get("mask", {}), model)
+    if ("back" in tensors) != (now.back is not None):
+        kinds = ["SAM or SSAM", "ExtrapolatedSAM"]
+        raise ValueError(
+            f"state_dict is of {kinds['back' in tensors]}, but this optimizer is {kinds[now.back is not None]}, whose "
+            "rho means something else; load it into the same kind"
+        )
+    MaskState(now.masks.rule).check_state_dict(values["mask"], tensors.get("mask", {}), model)

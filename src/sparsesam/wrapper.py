@@ -153,7 +153,7 @@ class OptimizerWrapper(Optimizer, JoinableOptimizer):
                 stacklevel=2,
             )
         else:
-            check_state_dict(own, tensors, self.mask, self.model)
+            check_state_dict(own, tensors, self._saved_state(), self.model)
         # A scheduled rho begins again where it began.
         keys = option_keys(self.base).values()
         options = [{key: group.get(f"initial_{key}", group[key]) for key in keys} for group in self.param_groups]
