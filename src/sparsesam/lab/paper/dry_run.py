@@ -51,7 +51,7 @@ def dry_run_config(config: TrainConfig) -> DryRun:
     batch = config.batch_size if fabric.device.type == "cuda" else max(CPU_BATCH, round(1 / config.ascent_fraction))
     short = replace(config, batch_size=batch, train_size=STEPS * batch, test_size=1, max_steps=None)
     if fabric.device.type != "cuda":
-        short = replace(short, fisher_samples=2, fisher_batch=2)
+        short = replace(short, fisher_samples=2)
     if not config.is_plain:
         short = replace(short, mask_steps=1)  # so that a mask is made, and refreshed
     training = make_training(short, _random_splits(config, short), fabric, RunEnvironment())
