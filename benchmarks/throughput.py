@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks.timing import interleaved, print_provenance, ratios
 from sparsesam.lab import models
 from sparsesam.lab.data import Labelled, Splits
-from sparsesam.lab.experiment.batches import InMemory, Share
+from sparsesam.lab.experiment.batches import Batches
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.training import Training
 
@@ -91,10 +91,10 @@ def _ours(model: nn.Module, name: str, splits: Splits, batch: int, *, augment: b
         augment="standard" if augment else "none",
     )
     fabric = Fabric(accelerator="cpu", devices=1)
-    training = Training(config, model, InMemory(config, splits, Share(), CPU), fabric)
+    training = Training(config, model, Batches(config, splits, CPU), fabric)
 
     def run() -> None:
-        training.advance(lambda: False, lambda: None)
+        training.advance(lambda: False)
 
     return run
 

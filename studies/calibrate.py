@@ -40,17 +40,17 @@ class Stopwatch:
 
     def run(self, steps: int) -> None:
         """CPU seconds per step, masks left out."""
-        masks = sum(self.training.mask_seconds)
+        masks = sum(self.training.sums.mask_seconds)
         start, target = time.process_time(), self.training.steps_taken + steps
         while self.training.steps_taken < target:
-            self.training.advance(lambda: self.training.steps_taken + 1 >= target, lambda: None)
-        spent = time.process_time() - start - (sum(self.training.mask_seconds) - masks)
+            self.training.advance(lambda: self.training.steps_taken + 1 >= target)
+        spent = time.process_time() - start - (sum(self.training.sums.mask_seconds) - masks)
         self.steps.append(spent / steps)
 
     @property
     def mask_seconds(self) -> float:
         """Per step."""
-        made = self.training.mask_seconds
+        made = self.training.sums.mask_seconds
         return median(made[1:] or made) / self.period if made and self.period else 0.0
 
 

@@ -22,7 +22,7 @@ import sparsesam
 from sparsesam.analysis import Objective, hessian_eigenvalues, sharpness
 from sparsesam.lab import models
 from sparsesam.lab.data import Splits, load_dataset
-from sparsesam.lab.experiment.batches import Share, make_batches
+from sparsesam.lab.experiment.batches import Batches
 from sparsesam.lab.experiment.errors import DivergedError
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
@@ -83,7 +83,7 @@ def prepare(job: Job, data_dir: Path | None) -> Training:
     config, fabric = job.config, Fabric(accelerator="cpu", devices=1)
     splits = load_dataset(config.dataset, data_dir)
     assert isinstance(splits, Splits)
-    batches = make_batches(config, splits, Share(), fabric.device, 0)
+    batches = Batches(config, splits, fabric.device)
     seed_global(derive(config.seed, Purpose.WEIGHTS), fabric.device)
     model = models.build_model(config.model, splits.num_classes, splits.in_channels, splits.image_size)
     training = Training(config, model, batches, fabric)
@@ -102,7 +102,7 @@ def measure(job: Job, data_dir: Path | None) -> Record:
         while not training.finished:
             last = training.sums
             training.sums = type(last)()
-            training.advance(lambda: False, lambda: None)
+            training.advance(lambda: False)
             lengths.append(extrapolated_length(training.optimizer))
     except DivergedError:
         diverged = True

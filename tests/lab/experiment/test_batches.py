@@ -5,11 +5,10 @@ import torch
 from PIL import Image
 
 from sparsesam.lab.data import DataError, load_dataset
-from sparsesam.lab.experiment.batches import Share, make_batches
+from sparsesam.lab.experiment.batches import Batches
 from tests.lab.experiment.runs import SHORT
 
 CPU = torch.device("cpu")
-ONE = Share()
 
 
 @pytest.fixture(scope="module")
@@ -17,13 +16,13 @@ def splits():
     return load_dataset("digits")
 
 
-def batches(splits, share=ONE, **settings):
-    return make_batches(replace(SHORT, **settings), splits, share, CPU, workers=0)
+def batches(splits, rank=0, world=1, **settings):
+    return Batches(replace(SHORT, **settings), splits, CPU, rank=rank, world=world)
 
 
 def test_ranks_together_see_what_one_process_sees(splits):
     whole = list(batches(splits).train(epoch=1))
-    parts = [list(batches(splits, Share(rank, 3)).train(epoch=1)) for rank in range(3)]
+    parts = [list(batches(splits, rank, 3).train(epoch=1)) for rank in range(3)]
     for step, expected in enumerate(whole):
         assert torch.equal(torch.cat([part[step].images for part in parts]), expected.images)
         assert torch.equal(torch.cat([part[step].labels for part in parts]), expected.labels)
@@ -45,26 +44,26 @@ def test_every_training_image_comes_once_in_an_epoch(splits):
     made = batches(splits, augment="none")
     seen = torch.cat([batch.images for batch in made.train(0)])
     assert len(seen) == 72
-    assert len(seen.unique(dim=0)) == len(made.augment.plain(made.sets["train"][0].tensors[0]).unique(dim=0))
+    assert len(seen.unique(dim=0)) == len(made.augment.plain(made.sets["train"].tensors[0]).unique(dim=0))
 
 
 def test_label_noise_and_corruption_reach_the_training_images_only(splits):
     clean, noisy = batches(splits), batches(splits, label_noise=0.25, corruption_rate=0.5)
-    assert (clean.sets["train"][0].tensors[1] != noisy.sets["train"][0].tensors[1]).sum() == 18
-    assert (clean.sets["train"][0].tensors[0] != noisy.sets["train"][0].tensors[0]).flatten(1).any(1).sum() <= 36
+    assert (clean.sets["train"].tensors[1] != noisy.sets["train"].tensors[1]).sum() == 18
+    assert (clean.sets["train"].tensors[0] != noisy.sets["train"].tensors[0]).flatten(1).any(1).sum() <= 36
     assert all(
         torch.equal(a.images, b.images) for a, b in zip(clean.evaluation("test"), noisy.evaluation("test"), strict=True)
     )
 
 
 def test_test_images_are_shared_out(splits):
-    counts = [sum(len(b.labels) for b in batches(splits, Share(rank, 3)).evaluation("test")) for rank in range(3)]
+    counts = [sum(len(b.labels) for b in batches(splits, rank, 3).evaluation("test")) for rank in range(3)]
     assert counts == [14, 13, 13]
 
 
 def test_fewer_images_than_processes_is_refused(splits):
     with pytest.raises(ValueError, match="batch_size must be at least one image per process, 32, got 16"):
-        batches(splits, Share(0, 32))
+        batches(splits, 0, 32)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -74,7 +73,7 @@ def test_a_damaged_image_is_named_in_one_line(tmp_path, workers):
         Image.effect_noise((64, 64), 50).save(tmp_path / part / "cat" / "1.jpeg")
     path = tmp_path / "train" / "cat" / "1.jpeg"
     path.write_bytes(path.read_bytes()[:500])
-    made = make_batches(SHORT, load_dataset("folder", tmp_path), ONE, CPU, workers=workers)
+    made = Batches(SHORT, load_dataset("folder", tmp_path), CPU, workers=workers)
     with pytest.raises(DataError) as caught:
         list(made.train(0))
     assert str(caught.value).startswith(f"{path}: expected a complete image")

@@ -1,6 +1,15 @@
 import pytest
+import torch
 
-from sparsesam.lab.experiment import append_records, read_records
+from sparsesam.checkpoint import split_own
+from sparsesam.lab.experiment import append_records, checkpoint, read_masks, read_records
+from sparsesam.lab.experiment.config import TrainConfig
+from sparsesam.lab.experiment.errors import Interrupted, RunError
+from sparsesam.lab.experiment.run import masks_are_small
+from sparsesam.lab.experiment.run_directory import RunDirectory
+from tests.lab.experiment.runs import InterruptAt, same, train
+
+SPARSE = {"optimizer": "ssam-f", "mask_steps": 3, "model": "tests.lab.inspection.networks:linear"}
 
 
 def test_records_come_back_in_the_order_written(tmp_path):
@@ -16,3 +25,57 @@ def test_a_record_that_is_not_json_leaves_the_file_as_it_was(tmp_path):
     with pytest.raises(ValueError, match="not JSON compliant"):
         append_records(path, [{"a": 2}, {"a": float("nan")}])
     assert read_records(path) == [{"a": 1}]
+
+
+def test_masks_come_back_as_they_were_written(tmp_path):
+    masks = {
+        "a.weight": torch.rand(5, 3, generator=torch.Generator().manual_seed(0)) > 0.5,
+        "b": torch.zeros(9, dtype=torch.bool),
+        "c": torch.tensor(True),
+    }
+    RunDirectory(tmp_path).write_masks(12, masks)
+    RunDirectory(tmp_path).write_masks(7, {"a": ~masks["a.weight"]})
+    assert same(list(read_masks(tmp_path)), [(7, {"a": ~masks["a.weight"]}), (12, masks)])
+
+
+def test_a_run_writes_the_mask_of_every_refresh(tmp_path):
+    train(tmp_path, **SPARSE)
+    snapshots = list(read_masks(tmp_path))
+    assert [step for step, _ in snapshots] == [0, 3, 6, 9, 12]
+    _, own, tensors = split_own(checkpoint.load(tmp_path / "last.pt")["training"]["optimizer"])
+    assert own["mask"]["last_step"] == 12
+    assert same(snapshots[-1][1], tensors["mask"])
+
+
+@pytest.mark.parametrize("step", [1, 2, 9])
+def test_a_resumed_run_has_the_masks_of_the_uninterrupted_one(tmp_path, step):
+    train(tmp_path / "whole", **SPARSE)
+    with pytest.raises(Interrupted):
+        train(tmp_path / "parts", InterruptAt(step), **SPARSE)
+    strange = {"1.weight": torch.ones(10, 64, dtype=torch.bool), "1.bias": torch.ones(10, dtype=torch.bool)}
+    position = checkpoint.load(tmp_path / "parts" / "last.pt")["training"]["position"]
+    # As a killed run leaves a mask that it made after its checkpoint.
+    RunDirectory(tmp_path / "parts").write_masks(5 * position["epoch"] + position["step"], strange)
+    (tmp_path / "parts" / "masks" / "00000099.part").write_text("half")
+    train(tmp_path / "parts", resume=True, **SPARSE)
+    assert same(list(read_masks(tmp_path / "parts")), list(read_masks(tmp_path / "whole")))
+    assert not list((tmp_path / "parts" / "masks").glob("*.part"))
+
+
+def test_runs_without_a_mask_write_none(tmp_path):
+    train(tmp_path, optimizer="sam", model=SPARSE["model"])
+    assert not (tmp_path / "masks").exists()
+
+
+def test_masks_are_recorded_unasked_only_where_they_are_small():
+    config = TrainConfig(epochs=200)
+    assert masks_are_small(config, 28_000, 400)
+    assert not masks_are_small(config, 11_000_000, 400)
+    assert masks_are_small(TrainConfig(epochs=200, mask_epochs=None), 11_000_000, 400)
+
+
+def test_a_file_that_holds_no_masks_is_told_by_name(tmp_path):
+    (tmp_path / "masks").mkdir()
+    (tmp_path / "masks" / "00000003.npz").write_bytes(b"nothing")
+    with pytest.raises(RunError, match=r"00000003\.npz must contain the masks of a run"):
+        list(read_masks(tmp_path))

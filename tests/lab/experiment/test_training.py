@@ -7,7 +7,7 @@ import torch
 
 from sparsesam.lab.data import load_dataset
 from sparsesam.lab.experiment import checkpoint, read_records
-from sparsesam.lab.experiment.batches import Share, make_batches
+from sparsesam.lab.experiment.batches import Batches
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.optimizers import lr_factor
 from tests.lab.experiment.runs import SHORT, state, train
@@ -32,13 +32,12 @@ def test_the_best_weights_are_chosen_on_validation_images(tmp_path):
 def test_validation_images_are_not_trained_on_and_are_those_of_every_seed():
     splits = load_dataset("digits")
     made = [
-        make_batches(replace(SHORT, val_size=60, train_size=None, seed=seed), splits, Share(), torch.device("cpu"), 0)
-        for seed in (0, 1)
+        Batches(replace(SHORT, val_size=60, train_size=None, seed=seed), splits, torch.device("cpu")) for seed in (0, 1)
     ]
     held_out = [next(one.evaluation("val")).images for one in made]
     assert torch.equal(*held_out)
-    assert len(made[0].sets["train"][0].tensors[0]) == 1000 - 60
-    trained = {image.numpy().tobytes() for image in made[0].augment.plain(made[0].sets["train"][0].tensors[0])}
+    assert len(made[0].sets["train"].tensors[0]) == 1000 - 60
+    trained = {image.numpy().tobytes() for image in made[0].augment.plain(made[0].sets["train"].tensors[0])}
     unseen = [image for image in held_out[0] if image.numpy().tobytes() not in trained]
     assert len(unseen) == 60
 

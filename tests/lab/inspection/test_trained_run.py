@@ -46,9 +46,9 @@ def test_training_images_have_the_runs_noise_and_no_augmentation(tmp_path):
     train(tmp_path / "noisy", model=MODEL, label_noise=0.5, label_smoothing=0.1, seed=3)
     run = load_run(tmp_path / "noisy", samples=None, batch_size=1000)
     [(images, labels)] = run.objective.batches
-    assert torch.equal(labels, run.batches.sets["train"][0].tensors[1])
+    assert torch.equal(labels, run.batches.sets["train"].tensors[1])
     train(tmp_path / "clean", model=MODEL, seed=3, max_steps=1)
-    assert not torch.equal(labels, load_run(tmp_path / "clean").batches.sets["train"][0].tensors[1])
+    assert not torch.equal(labels, load_run(tmp_path / "clean").batches.sets["train"].tensors[1])
     expected = cross_entropy(run.model.eval()(images), labels, label_smoothing=0.1)
     with run.objective.measuring():
         assert run.objective.loss() == pytest.approx(expected.item(), rel=1e-5)

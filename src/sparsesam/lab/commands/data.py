@@ -12,7 +12,7 @@ import torch
 from sparsesam.lab.commands.parser import Namespace, Parser, add_settings, settings_from
 from sparsesam.lab.data.augment import denormalize
 from sparsesam.lab.display import check_plot, plural, write_images
-from sparsesam.lab.experiment.batches import Share, load_splits, make_batches
+from sparsesam.lab.experiment.batches import Batches, load_splits
 
 HELP = "Draw training images as the network sees them, with noise, corruption and augmentation."
 
@@ -30,7 +30,7 @@ def run(options: Namespace) -> int:
     config, environment = settings_from(options)
     config = replace(config, batch_size=options.images)
     splits = load_splits(config, environment)
-    batches = make_batches(config, splits, Share(), torch.device("cpu"), workers=0)
+    batches = Batches(config, splits, torch.device("cpu"))
     batch = next(batches.train(epoch=0))
     labels = batch.labels if batch.labels.dim() == 1 else batch.labels.argmax(1)  # probabilities with mixup
     titles = [splits.classes[label] for label in labels.tolist()]

@@ -33,7 +33,7 @@ def load_trained(options: Namespace, **more: Any) -> TrainedRun:
 
 
 def run(options: Namespace) -> int:
-    from sparsesam.lab.experiment.batches import Share, make_batches
+    from sparsesam.lab.experiment.batches import Batches
     from sparsesam.lab.experiment.run import make_fabric
     from sparsesam.lab.experiment.training import loss_and_accuracy
 
@@ -41,7 +41,7 @@ def run(options: Namespace) -> int:
     if options.split == "val" and trained.config.val_size is None:
         raise ValueError(f"{options.run} has no validation images (val_size); evaluate it on the test images")
     fabric = make_fabric(trained.config, trained.environment)
-    batches = make_batches(trained.config, trained.splits, Share(), fabric.device, workers=0)
+    batches = Batches(trained.config, trained.splits, fabric.device)
     loss, correct, images = loss_and_accuracy(trained.model, batches.evaluation(options.split), fabric).tolist()
     measured = f"accuracy {correct / images:.2%}, loss {loss / images:.4f}, {plural(int(images), 'image')}"
     print(f"{options.split} {measured}; {trained.file}")

@@ -1,7 +1,6 @@
 """Training runs, sweeps of them, and the records they leave."""
 
-from sparsesam.lab.experiment.mask_record import read_masks
 from sparsesam.lab.experiment.provenance import provenance
-from sparsesam.lab.experiment.run_directory import append_records, read_records
+from sparsesam.lab.experiment.run_directory import append_records, read_masks, read_records
 
 __all__ = ["append_records", "provenance", "read_masks", "read_records"]

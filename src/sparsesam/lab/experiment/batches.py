@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,17 +28,6 @@ def load_splits(config: TrainConfig, environment: RunEnvironment, *, progress: b
     )
 
 
-class Share(NamedTuple):
-    """Which of the processes that train together this one is."""
-
-    rank: int = 0
-    world: int = 1
-
-    def of(self, indices: Tensor) -> Tensor:
-        """The part of this rank; those of the others are as large, to within one."""
-        return indices.tensor_split(self.world)[self.rank]
-
-
 class Batch(NamedTuple):
     """The part of a step's images that this rank computes on, normalized; ``global_size`` counts those of all ranks.
 
@@ -51,124 +39,76 @@ class Batch(NamedTuple):
     global_size: int
 
 
-class Batches(ABC):
-    """The images of one run, in batches. ``sets`` are the images of each split, and the places of those it uses."""
+class Batches:
+    """The images of one run, in batches.
 
-    #: Whether every rank augments the whole batch and keeps its part, so that all draw what one process would.
-    augments_whole: ClassVar[bool]
+    A data set in memory is put on the training device; every rank augments the whole batch and keeps its part, so that
+    all draw what one process would. Image files are decoded by ``workers`` processes, and each rank decodes its own.
+    """
 
     def __init__(
         self,
         config: TrainConfig,
         splits: Splits | FolderSplits,
-        sets: dict[Split, tuple[Any, Tensor]],
-        share: Share,
         device: torch.device,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        workers: int = 0,
     ) -> None:
-        if config.batch_size < share.world:
-            raise ValueError(
-                f"batch_size must be at least one image per process, {share.world}, got {config.batch_size}"
-            )
-        self.seed, self.batch_size, self.mixup = config.seed, config.batch_size, config.mixup
+        if config.batch_size < world:
+            raise ValueError(f"batch_size must be at least one image per process, {world}, got {config.batch_size}")
+        self.config, self.device, self.rank, self.world, self.workers = config, device, rank, world, workers
         self.augment, self.num_classes = _augmentation(config, splits), splits.num_classes
-        self.sets, self.count, self.has_validation = sets, len(sets["train"][1]), config.val_size is not None
-        self.share, self.device = share, device
+        self.in_memory = isinstance(splits, Splits)
+        self.sets = _in_memory(config, splits, device) if isinstance(splits, Splits) else _in_files(config, splits)
+        self.count = len(self.sets["train"])
 
     @property
     def steps(self) -> int:
         """Steps per epoch. A last batch of fewer images than there are processes is left out."""
-        whole, rest = divmod(self.count, self.batch_size)
-        return max(1, whole + (rest >= self.share.world))
+        whole, rest = divmod(self.count, self.config.batch_size)
+        return max(1, whole + (rest >= self.world))
+
+    def share(self, whole: Tensor) -> Tensor:
+        """The part of this rank; those of the others are as large, to within one."""
+        return whole.tensor_split(self.world)[self.rank]
 
     def train(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """An epoch's batches from ``first_step`` on."""
-        images, chosen = self.sets["train"]
-        order = chosen[torch.randperm(self.count, generator=generator(self.seed, Purpose.ORDER, epoch))]
-        batches = order.split(self.batch_size)[first_step : self.steps]
-        loaded = self._load(images, [batch if self.augments_whole else self.share.of(batch) for batch in batches])
-        for step, (batch, (images, labels)) in enumerate(zip(batches, loaded, strict=True), start=first_step):
-            rank = () if self.augments_whole else (self.share.rank,)
-            drawn = generator(self.seed, Purpose.AUGMENT, epoch, step, *rank)
-            images = self.augment(images, drawn)
-            if self.mixup:
-                images, labels = mixup(images, labels, alpha=self.mixup, num_classes=self.num_classes, generator=drawn)
-            if self.augments_whole and self.share.world > 1:
-                mine = self.share.of(torch.arange(len(batch), device=self.device))
-                images, labels = images[mine], labels[mine]
-            yield Batch(images, labels, len(batch))
+        images, order = self.sets["train"], generator(self.config.seed, Purpose.ORDER, epoch)
+        shuffled = torch.randperm(self.count, generator=order).split(self.config.batch_size)
+        batches = parts = list(shuffled[first_step : self.steps])
+        place: tuple[int, ...] = ()
+        if not self.in_memory:
+            images.dataset.set_epoch(epoch)
+            parts, place = [self.share(batch) for batch in batches], (self.rank,)
+        loaded = zip(batches, self._load(images, parts), strict=True)
+        for step, (batch, (pixels, labels)) in enumerate(loaded, start=first_step):
+            drawn = generator(self.config.seed, Purpose.AUGMENT, epoch, step, *place)
+            pixels = self.augment(pixels, drawn)
+            if alpha := self.config.mixup:
+                pixels, labels = mixup(pixels, labels, alpha=alpha, num_classes=self.num_classes, generator=drawn)
+            if self.in_memory and self.world > 1:
+                pixels, labels = self.share(pixels), self.share(labels)
+            yield Batch(pixels, labels, len(batch))
 
     def evaluation(self, split: Literal["val", "test"]) -> Iterator[Batch]:
         """The validation or test images, or this rank's share of them."""
-        images, chosen = self.sets[split]
-        parts = [part for part in self.share.of(chosen).split(_EVALUATION_BATCH) if len(part)]
-        for loaded, labels in self._load(images, parts):
-            yield Batch(self.augment.plain(loaded), labels, len(chosen))
+        count = len(self.sets[split])
+        parts = [part for part in self.share(torch.arange(count)).split(_EVALUATION_BATCH) if len(part)]
+        for pixels, labels in self._load(self.sets[split], parts):
+            yield Batch(self.augment.plain(pixels), labels, count)
 
     def unaugmented(self, split: Split = "train") -> Dataset[tuple[Tensor, Tensor]]:
         """Single images, normalized only."""
-        images, chosen = self.sets[split]
-        return _Normalized(Subset(images, chosen.tolist()), self.augment, self.device)
+        return _Normalized(self.sets[split], self.augment, self.device)
 
-    @abstractmethod
     def _load(self, images: Any, batches: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """The images at these places, and their labels, on the training device."""
-
-
-class InMemory(Batches):
-    """All images on the training device; whole batches are augmented."""
-
-    augments_whole = True
-
-    def __init__(self, config: TrainConfig, splits: Splits, share: Share, device: torch.device) -> None:
-        chosen, held_out = _choose(len(splits.train.labels), config)
-        tested = subset(len(splits.test.labels), config.test_size)
-        parts: dict[Split, tuple[Tensor, ...]] = {
-            "train": _prepared(config, splits, chosen),
-            "val": tuple(part[held_out] for part in splits.train),
-            "test": tuple(part[tested] for part in splits.test),
-        }
-        sets: dict[Split, tuple[Any, Tensor]] = {
-            split: (TensorDataset(*(tensor.to(device) for tensor in part)), torch.arange(len(part[1])))
-            for split, part in parts.items()
-        }
-        super().__init__(config, splits, sets, share, device)
-
-    def _load(self, images: Any, batches: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        return (images[places.to(self.device)] for places in batches)
-
-
-class FromFolder(Batches):
-    """Images that worker processes decode when they are needed; each rank decodes its own."""
-
-    augments_whole = False
-
-    def __init__(
-        self, config: TrainConfig, splits: FolderSplits, share: Share, device: torch.device, workers: int
-    ) -> None:
-        if config.corruption_rate:
-            raise ValueError(f"corruption_rate must be 0 for images from folders, got {config.corruption_rate}")
-        self.folder, self.workers = copy(splits.train), workers
-        self.folder.seed = derive(config.seed, Purpose.VIEWS)
-        if config.augment == "none":
-            self.folder.view = splits.test.view
-        if config.label_noise:
-            self.folder.labels = _noisy(config, torch.tensor(splits.train.labels), splits.num_classes).tolist()
-        chosen, held_out = _choose(len(splits.train), config)
-        unseen = copy(splits.train)
-        unseen.view = splits.test.view
-        tested = subset(len(splits.test), config.test_size)
-        sets: dict[Split, tuple[Any, Tensor]] = {
-            "train": (self.folder, chosen),
-            "val": (unseen, held_out),
-            "test": (splits.test, tested),
-        }
-        super().__init__(config, splits, sets, share, device)
-
-    def train(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
-        self.folder.set_epoch(epoch)
-        yield from super().train(epoch, first_step)
-
-    def _load(self, images: Any, batches: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        if self.in_memory:
+            yield from (images[places.to(self.device)] for places in batches)
+            return
         on_gpu = self.device.type == "cuda"
         loader: DataLoader[Any] = DataLoader(
             images, batch_sampler=[part.tolist() for part in batches], num_workers=self.workers, pin_memory=on_gpu
@@ -178,14 +118,6 @@ class FromFolder(Batches):
                 yield pixels.to(self.device, non_blocking=on_gpu), labels.to(self.device, non_blocking=on_gpu)
         except DataError as error:  # of a worker, with its traceback as text around the message
             raise DataError(str(error).rpartition("DataError: ")[2].strip()) from None
-
-
-def make_batches(
-    config: TrainConfig, splits: Splits | FolderSplits, share: Share, device: torch.device, workers: int
-) -> Batches:
-    if isinstance(splits, Splits):
-        return InMemory(config, splits, share, device)
-    return FromFolder(config, splits, share, device, workers)
 
 
 class _Normalized(Dataset[tuple[Tensor, Tensor]]):
@@ -208,6 +140,44 @@ def _augmentation(config: TrainConfig, splits: Splits | FolderSplits) -> Augment
     return replace(augment, randaugment=config.randaugment, randaugment_magnitude=config.randaugment_magnitude)
 
 
+def _in_memory(config: TrainConfig, splits: Splits, device: torch.device) -> dict[Split, Any]:
+    """The images of each split that the run uses; those to train on with the config's noise and corruption."""
+    chosen, held_out = _choose(len(splits.train.labels), config)
+    tested = subset(len(splits.test.labels), config.test_size)
+    images, labels = (part[chosen] for part in splits.train)
+    if config.label_noise:
+        labels = _noisy(config, labels, splits.num_classes)
+    if config.corruption_rate:
+        drawn = generator(config.seed, Purpose.CORRUPTION)
+        images = corrupt(images, config.corruption_rate, config.corruption, drawn)
+    parts: dict[Split, tuple[Tensor, ...]] = {
+        "train": (images, labels),
+        "val": tuple(part[held_out] for part in splits.train),
+        "test": tuple(part[tested] for part in splits.test),
+    }
+    return {split: TensorDataset(*(tensor.to(device) for tensor in part)) for split, part in parts.items()}
+
+
+def _in_files(config: TrainConfig, splits: FolderSplits) -> dict[Split, Any]:
+    """As `_in_memory`; validation images are seen as test images are."""
+    if config.corruption_rate:
+        raise ValueError(f"corruption_rate must be 0 for images from folders, got {config.corruption_rate}")
+    trained, held = copy(splits.train), copy(splits.train)
+    trained.seed = derive(config.seed, Purpose.VIEWS)
+    held.view = splits.test.view
+    if config.augment == "none":
+        trained.view = splits.test.view
+    if config.label_noise:
+        trained.labels = _noisy(config, torch.tensor(trained.labels), splits.num_classes).tolist()
+    chosen, held_out = _choose(len(splits.train), config)
+    tested = subset(len(splits.test), config.test_size)
+    return {
+        "train": Subset(trained, chosen.tolist()),
+        "val": Subset(held, held_out.tolist()),
+        "test": Subset(splits.test, tested.tolist()),
+    }
+
+
 def _choose(count: int, config: TrainConfig) -> tuple[Tensor, Tensor]:
     """Which of ``count`` training images are trained on, and which are held out for validation."""
     if config.val_size is None:
@@ -217,17 +187,6 @@ def _choose(count: int, config: TrainConfig) -> tuple[Tensor, Tensor]:
     shuffled = torch.randperm(count, generator=generator(0, Purpose.VALIDATION))
     held_out, rest = shuffled[: config.val_size].sort().values, shuffled[config.val_size :].sort().values
     return rest[subset(len(rest), config.train_size)], held_out
-
-
-def _prepared(config: TrainConfig, splits: Splits, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """The chosen training images and labels, with the config's noise and corruption."""
-    images, labels = splits.train.images[chosen], splits.train.labels[chosen]
-    if config.label_noise:
-        labels = _noisy(config, labels, splits.num_classes)
-    if config.corruption_rate:
-        drawn = generator(config.seed, Purpose.CORRUPTION)
-        images = corrupt(images, config.corruption_rate, config.corruption, drawn)
-    return images, labels
 
 
 def _noisy(config: TrainConfig, labels: Tensor, num_classes: int) -> Tensor:

@@ -7,6 +7,7 @@ Before them, every variant takes a few warm steps in turn, several times; ``cali
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -29,8 +30,8 @@ from sparsesam.lab.experiment.training import Sums
 FILE = "calibration.json"
 ROUNDS = 5
 WARM_UP_STEPS = 3
-#: Target length of a round of one variant, and its largest number of steps.
-ROUND_SECONDS, ROUND_STEPS = 0.15, 20
+#: Length of a round of one variant: steps, fewer after so many seconds.
+ROUND_STEPS, ROUND_SECONDS = 20, 0.15
 
 
 @dataclass(frozen=True)
@@ -86,18 +87,15 @@ def read_calibration(folder: Path) -> SweepCalibration | None:
 
 def calibrate(jobs: Sequence[Job], environment: RunEnvironment, folder: Path) -> SweepCalibration:
     """Measure every variant of the jobs and write ``calibration.json``. Raises what a variant's settings raise."""
-    variants: dict[str, Job] = {}
-    for job in jobs:
-        variants.setdefault(key(job.config), replace(job, config=replace(job.config, seed=0)))
-    with torch.random.fork_rng(), torch_threads(environment.threads or 1):
-        times = _measure(variants, environment)
-    found = SweepCalibration(times, provenance())
+    threads = environment.threads or 1
+    with torch.random.fork_rng(), torch_threads(threads):
+        found = SweepCalibration(_measure(jobs, environment), provenance())
     content = {
         "kind": "calibration",
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "rounds": ROUNDS,
-        "threads": environment.threads or 1,
-        "variants": {name: asdict(one) for name, one in times.items()},
+        "threads": threads,
+        "variants": {name: asdict(one) for name, one in found.variants.items()},
         "provenance": found.origin,
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,27 +103,29 @@ def calibrate(jobs: Sequence[Job], environment: RunEnvironment, folder: Path) ->
     return found
 
 
-def _measure(variants: Mapping[str, Job], environment: RunEnvironment) -> dict[str, VariantTime]:
+def _measure(jobs: Sequence[Job], environment: RunEnvironment) -> dict[str, VariantTime]:
+    variants = {key(job.config): replace(job, config=replace(job.config, seed=0)) for job in reversed(jobs)}
     loaded: dict[tuple[str, int | None], Splits | FolderSplits] = {}
-
-    def stepper(job: Job, config: TrainConfig) -> _Stepper:
-        source = (config.dataset, config.image_size)
+    steppers: dict[str, list[_Stepper]] = {}
+    for name, job in reversed(variants.items()):
+        source = (job.config.dataset, job.config.image_size)
         try:
             if source not in loaded:
-                loaded[source] = load_splits(config, environment)
-            return _Stepper(config, loaded[source], environment)
+                loaded[source] = load_splits(job.config, environment)
+            steppers[name] = [_Stepper(one, loaded[source], environment) for one in _phases(job.config)]
         except (ImportError, TypeError, ValueError) as error:
             raise type(error)(f"{job.label}: {error}") from error
-
-    steppers = {name: stepper(job, job.config) for name, job in variants.items()}
-    # What comes before `ascent_start` is plain.
-    late = {name: job for name, job in variants.items() if job.config.ascent_start and not job.config.is_plain}
-    plain = {name: stepper(job, replace(job.config, optimizer=job.config.base)) for name, job in late.items()}
     for _ in range(1 + ROUNDS):
-        for one in (*steppers.values(), *plain.values()):
-            one.turn()
-    measured = {name: job for name, job in variants.items() if steppers[name].count}
-    return {name: _time_of(job, steppers[name], plain.get(name)) for name, job in measured.items()}
+        for phases in steppers.values():
+            for stepper in phases:
+                stepper.turn()
+    finite = {name: phases for name, phases in steppers.items() if not any(one.diverged for one in phases)}
+    return {name: _time_of(variants[name], *phases) for name, phases in finite.items()}
+
+
+def _phases(config: TrainConfig) -> list[TrainConfig]:
+    """The config; and what it does before ``ascent_start``, plain steps."""
+    return [config, replace(config, optimizer=config.base)] if config.canonical.ascent_start else [config]
 
 
 class _Stepper:
@@ -135,54 +135,46 @@ class _Stepper:
         # After the first one, masks are made in `_make_mask` alone.
         endless = replace(config, epochs=10**6, max_steps=None, ascent_start=0.0, mask_epochs=10**6, mask_steps=None)
         self.training = make_training(endless, splits, make_fabric(endless, environment), environment)
+        if self.training.fabric.device.type == "cpu" and torch.get_num_threads() == 1:
+            self.training.clock = time.process_time  # so that other processes do not count
         self.every = 1 if config.is_plain else config.ascent_every
         self.rounds: list[float] = []
         self.masks: list[float] = []
-        self.count = self.every
+        self.diverged = False
 
     def turn(self) -> None:
         """A round; or nothing for a variant whose loss is not finite, as its run will report."""
-        if self.count == 0:
+        if self.diverged:
             return
         try:
             if not self.rounds:
-                self._warm_up()
-            seconds, steps = self._take(self.count)
+                self._take(WARM_UP_STEPS)
+            seconds, steps = self._take(ROUND_STEPS, ROUND_SECONDS)
             self.rounds.append(seconds / steps)
             if getattr(self.training.optimizer, "mask", None) is not None:
-                self._make_mask()
+                self.training.optimizer.refresh_mask()  # type: ignore[attr-defined]
+                seconds, steps = self._take(1)
+                self.masks.append(max(0.0, seconds - steps * self.rounds[-1]))
         except DivergedError:
-            self.count = 0
+            self.diverged = True
 
-    def _warm_up(self) -> None:
-        self._take(WARM_UP_STEPS * self.every)
-        seconds, steps = self._take(self.every)
-        times = max(1, min(ROUND_STEPS, round(ROUND_SECONDS * steps / seconds)) // self.every)
-        self.count = times * self.every
+    def _take(self, count: int, limit: float = math.inf) -> tuple[float, int]:
+        """The seconds of ``count`` times ``every`` steps, fewer after ``limit`` seconds, and the number of steps."""
+        training = self.training
+        first, start = training.steps_taken, training.clock()
 
-    def _make_mask(self) -> None:
-        """The seconds of a mask: those of steps that make one, less those of steps that do not."""
-        self.training.optimizer.refresh_mask()  # type: ignore[attr-defined]
-        seconds, steps = self._take(self.every)
-        self.masks.append(max(0.0, seconds - steps * self.rounds[-1]))
+        def done() -> bool:
+            taken = training.steps_taken - first
+            is_enough = taken >= count * self.every or training.clock() - start >= limit
+            return taken > 0 and taken % self.every == 0 and is_enough
 
-    def _take(self, count: int) -> tuple[float, int]:
-        """The seconds of at least ``count`` steps, and their number."""
-        start, before = self.training.steps_taken, self._now()
-        while self.training.steps_taken - start < count:
-            self.training.advance(lambda: self.training.steps_taken - start >= count, lambda: None)
-        self.training.sums = Sums()
-        return self._now() - before, self.training.steps_taken - start
-
-    def _now(self) -> float:
-        """CPU time where one thread does all the work: other processes then do not count."""
-        device = self.training.fabric.device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.process_time() if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
+        while not done():
+            training.advance(done)  # it reads the loss at the end, which waits for a GPU
+        training.sums = Sums()
+        return training.clock() - start, training.steps_taken - first
 
 
-def _time_of(job: Job, one: _Stepper, plain: _Stepper | None) -> VariantTime:
+def _time_of(job: Job, one: _Stepper, plain: _Stepper | None = None) -> VariantTime:
     config, steps, rounds = job.config, one.training.batches.steps, one.rounds[1:]  # the first is still cold
     per_mask = statistics.median(one.masks[1:]) if one.masks else None
     whole = steps * statistics.median(rounds) + (per_mask or 0.0) * steps / config.steps_between_masks(steps)

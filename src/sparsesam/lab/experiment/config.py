@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import sparsesam
 from sparsesam.lab.data import DATASETS
-from sparsesam.lab.experiment.identity import canonical
 from sparsesam.lab.experiment.setting_types import (
     Fraction,
     FractionAbove0,
@@ -166,7 +165,7 @@ class TrainConfig:
     @property
     def canonical(self) -> TrainConfig:
         """The same run with every setting that it does not use at its default (rho of SGD, for example)."""
-        return canonical(self)
+        return dataclasses.replace(self, **{name: DEFAULTS[name] for name in unused(self)})
 
 
 @dataclass(frozen=True)
@@ -210,6 +209,44 @@ class RunEnvironment:
 
 #: Of every setting of a run.
 DEFAULTS: dict[str, Any] = {one.name: one.default for one in dataclasses.fields(TrainConfig)}
+
+
+_FISHER = ("fisher_samples", "fisher_batch", "fisher_labels")
+_DYNAMIC = ("drop", "drop_ratio", "growth")
+_MASK = ("sparsity", "pattern", "norm", "mask_epochs", "mask_steps", *_FISHER, *_DYNAMIC)
+_ASCENT = (
+    *("base", "rho", "rho_schedule", "rho_warmup_epochs", "rho_final", "adaptive", "eta", "engine"),
+    *("ascent", "steps_ahead", "ascent_fraction", "ascent_every", "ascent_off_steps", "ascent_start"),
+)
+
+
+def unused(config: TrainConfig) -> set[str]:
+    """The settings that have no influence on a run: two runs that differ only in those are the same run."""
+    kind = config.optimizer
+    rules: list[tuple[bool, tuple[str, ...]]] = [
+        (config.is_plain or kind in ("auto", "sam", "asam"), _MASK),
+        (kind != "ssam-f", _FISHER),
+        (kind != "ssam-d", _DYNAMIC),
+        (kind == "sam-on", ("sparsity", "pattern", "mask_epochs", "mask_steps")),
+        (config.mask_steps is not None, ("mask_epochs",)),
+        (not config.adaptive and kind != "asam", ("eta",)),
+        (config.rho_schedule != "warmup", ("rho_warmup_epochs",)),
+        (config.rho_schedule != "cosine", ("rho_final",)),
+        (config.ascent_every == 1, ("ascent_off_steps",)),
+        (
+            config.ascent == "extrapolation",
+            ("rho", "adaptive", "eta", "norm", "ascent_fraction", "ascent_off_steps", "engine"),
+        ),
+        (config.ascent != "extrapolation" and kind != "auto", ("steps_ahead",)),
+        (kind == "auto", tuple(name for name in _ASCENT if name not in ("base", "steps_ahead"))),
+        (config.is_plain, _ASCENT),
+        ((kind if config.is_plain else config.base) == "sgd", ("betas",)),
+        ((kind if config.is_plain else config.base) != "sgd", ("momentum", "nesterov")),
+        (config.lr_schedule != "step", ("lr_milestones", "lr_gamma")),
+        (not config.corruption_rate, ("corruption",)),
+        (not config.randaugment, ("randaugment_magnitude",)),
+    ]
+    return {name for applies, names in rules if applies for name in names}
 
 
 def names_of(kind: type[TrainConfig] | type[RunEnvironment]) -> list[str]:

@@ -21,8 +21,7 @@ from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Job
 
-Backend = Literal["loky", "ray"]
-_Arguments = tuple[Job, RunEnvironment, int, int | None]
+_Context = tuple[RunEnvironment, int, int | None]
 
 #: How many machines a run on a Ray cluster may lose.
 LOST_MACHINES = 3
@@ -42,7 +41,7 @@ def sweep_jobs(
     environment: RunEnvironment,
     *,
     workers: int,
-    backend: Backend = "loky",
+    backend: Literal["loky", "ray"] = "loky",
     retry: bool = False,
     gpus: int = 0,
     on_end: Callable[[Outcome], None] = lambda outcome: None,
@@ -53,16 +52,17 @@ def sweep_jobs(
     process ends. "ray" sends the runs to the Ray cluster that this process can reach, or to one started here; its
     machines must share the directory that the runs are in, and the runs of a machine that is lost go on elsewhere.
     """
-    once = {job.directory: job for job in reversed(list(jobs))}  # of identical runs the first one
-    due = [job for job in reversed(once.values()) if not job.is_finished and (retry or job.failure is None)]
+    distinct: dict[Path, Job] = {}
+    for job in jobs:
+        distinct.setdefault(job.directory, job)
+    due = [job for job in distinct.values() if not job.is_finished and (retry or job.failure is None)]
     environment = replace(environment, resume=True, quiet=True, threads=environment.threads or 1, logger="none")
-    parent = os.getpid() if backend == "loky" else None
-    interrupted = False
-    arguments = [(job, environment, gpus, parent) for job in due]
-    for outcome in _on_ray(arguments, workers) if backend == "ray" else _here(arguments, workers):
-        interrupted = interrupted or outcome.status == "interrupted"
+    start, parent = (_on_ray, None) if backend == "ray" else (_here, os.getpid())
+    statuses = set()
+    for outcome in start(due, (environment, gpus, parent), workers):
+        statuses.add(outcome.status)
         on_end(outcome)
-    if interrupted:
+    if "interrupted" in statuses:
         raise KeyboardInterrupt
 
 
@@ -114,29 +114,29 @@ def claimed_gpu(count: int, folder: Path) -> Iterator[str]:
         time.sleep(1.0)
 
 
-def _here(arguments: Sequence[_Arguments], workers: int) -> Iterator[Outcome]:
-    with joblib.parallel_config(backend="loky", n_jobs=workers):
-        parallel = joblib.Parallel(batch_size=1, pre_dispatch=workers, return_as="generator_unordered")
-        try:
-            yield from parallel(joblib.delayed(_run_job)(*one) for one in arguments)
-        except TerminatedWorkerError as error:
-            raise RunError(
-                "a worker process was killed, perhaps because memory ran out; run the same command again to continue, "
-                "with fewer --jobs to need less memory"
-            ) from error
+def _here(jobs: Sequence[Job], context: _Context, workers: int) -> Iterator[Outcome]:
+    parallel = joblib.Parallel(
+        workers, backend="loky", batch_size=1, pre_dispatch=workers, return_as="generator_unordered"
+    )
+    try:
+        yield from parallel(joblib.delayed(_run_job)(job, *context) for job in jobs)
+    except TerminatedWorkerError as error:
+        raise RunError(
+            "a worker process was killed, perhaps because memory ran out; run the same command again to continue, "
+            "with fewer --jobs to need less memory"
+        ) from error
 
 
-def _on_ray(arguments: Sequence[_Arguments], workers: int) -> Iterator[Outcome]:
+def _on_ray(jobs: Sequence[Job], context: _Context, workers: int) -> Iterator[Outcome]:
     """One task per run. Ray starts a task again, on another machine, when its own is lost; the run then resumes."""
     with required_by("--backend ray", "'sparsesam[ray]'"):
         import ray
     if not ray.is_initialized():
         ray.init()
     task = ray.remote(num_cpus=1, max_retries=LOST_MACHINES)(_run_job)
-    waiting = list(reversed(arguments))
-    running: list[Any] = []
+    waiting, running = list(reversed(jobs)), list[Any]()
     while waiting or running:
         while waiting and len(running) < workers:
-            running.append(task.remote(*waiting.pop()))
+            running.append(task.remote(waiting.pop(), *context))
         ended, running = ray.wait(running)
         yield from ray.get(ended)

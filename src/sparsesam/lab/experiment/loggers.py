@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,6 @@ from sparsesam.integrations.extras import required_by
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.result import EpochRecord
 
-METRICS = (
-    *("train_loss", "train_accuracy", "val_loss", "val_accuracy", "test_loss", "test_accuracy"),
-    *("lr", "rho", "sparsity", "forward_backwards"),
-)
 _PACKAGES = {
     "none": (),
     "tensorboard": ("tensorboard",),
@@ -34,12 +32,12 @@ def open_logger(config: TrainConfig, environment: RunEnvironment, folder: Path) 
         yield lambda record: None
         return
     logger = _logger(environment.logger, folder, name=environment.name or folder.name)
-    plain = (bool, int, float)
-    logger.log_hyperparams({name: one if isinstance(one, plain) else str(one) for name, one in vars(config).items()})
+    logger.log_hyperparams(asdict(config))
 
     def log(record: EpochRecord) -> None:
-        metrics = {name.replace("_", "/", 1): value for name in METRICS if (value := getattr(record, name)) is not None}
-        logger.log_metrics(metrics, step=record.epoch)
+        curves = {name: value for name, value in asdict(record).items() if isinstance(value, float)}
+        grouped = {re.sub("^(train|val|test)_", r"\1/", name): value for name, value in curves.items()}
+        logger.log_metrics(grouped, step=record.epoch)
 
     status = "failed"
     try:

@@ -3,47 +3,16 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 import sparsesam
 from sparsesam.lab.experiment.config import TrainConfig
-from sparsesam.lab.experiment.cost import FlopCounter
 from sparsesam.lab.experiment.seeds import Purpose, derive
-from sparsesam.masks.scores import ScoreContext
-
-
-class MaskTimer:
-    """The seconds that each mask of a rule took to make, and the operations of the first.
-
-    It replaces the rule's ``make``, so that the optimizer has the rule itself and not a wrapper.
-    """
-
-    def __init__(self, rule: sparsesam.MaskRule | None) -> None:
-        self.seconds: list[float] = []
-        self.flops = 0
-        if rule is not None:
-            self._make = rule.make
-            object.__setattr__(rule, "make", self)  # rules are frozen
-
-    def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
-        start = time.perf_counter()
-        try:
-            if self.seconds:
-                return self._make(context)
-            with FlopCounter() as counter:
-                masks = self._make(context)
-            self.flops = counter.flops
-            return masks
-        finally:
-            if any(one.is_cuda for one in context.parameters.values()):
-                torch.cuda.synchronize()
-            self.seconds.append(time.perf_counter() - start)
 
 
 def make_optimizer(config: TrainConfig, model: nn.Module, *, fisher_data: Any, steps_per_epoch: int) -> Optimizer:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from sparsesam.lab.experiment.run_directory import read_records
 from sparsesam.lab.experiment.training import Training
 
-#: Steps that warm times leave out.
+#: Steps that warm times leave out: caches, allocators and autotuners warm up in those.
 WARM_UP = 5
 
 
@@ -19,8 +19,7 @@ WARM_UP = 5
 class EpochRecord:
     """A line of ``records.jsonl``. ``step`` and ``forward_backwards`` are of the run so far, all else of the epoch.
 
-    ``masks`` counts those that were made, ``mask_seconds`` is their time altogether; the seconds of each step, and of
-    each mask, are known of runs with ``record_times``.
+    ``mask_seconds`` has the time of each mask, ``step_seconds`` that of each step, of runs with ``record_times``.
     """
 
     epoch: int
@@ -37,12 +36,10 @@ class EpochRecord:
     sparsity: float | None
     forward_backwards: float
     seconds: float
-    masks: int
-    mask_seconds: float
     images_per_second: float
     skipped_ascents: int
-    step_seconds: list[float] = field(default_factory=list)
-    seconds_of_masks: list[float] = field(default_factory=list)
+    mask_seconds: list[float]
+    step_seconds: list[float]
 
 
 def read_epochs(path: Path) -> list[EpochRecord]:
@@ -75,22 +72,18 @@ class RunResult:
     forward_backwards: float
     forward_backwards_per_step: float
     seconds: float
-    seconds_per_epoch: float
-    seconds_per_step: float
     seconds_per_mask: float | None
     warm_seconds_per_step: float | None
     warm_seconds_per_epoch: float | None
-    images_per_second: float
     sparsity: float | None
     parameters: int
 
 
 def run_result(training: Training, epochs: Sequence[EpochRecord]) -> RunResult:
     """From the records of all epochs, and the state at the end."""
-    last, seconds = epochs[-1], [record.seconds for record in epochs]
-    steps, warm = training.steps_taken, _warm_seconds(epochs)
-    best = training.best
+    last, best, steps = epochs[-1], training.best, training.steps_taken
     assert best is not None
+    warm = _warm_median([seconds for record in epochs for seconds in record.step_seconds], WARM_UP)
     return RunResult(
         test_accuracy=last.test_accuracy,
         best_test_accuracy=best.test_accuracy,
@@ -104,26 +97,15 @@ def run_result(training: Training, epochs: Sequence[EpochRecord]) -> RunResult:
         steps=steps,
         forward_backwards=training.forward_backwards,
         forward_backwards_per_step=training.forward_backwards / steps,
-        seconds=sum(seconds),
-        seconds_per_epoch=statistics.median(seconds),
-        seconds_per_step=sum(seconds) / steps,
-        seconds_per_mask=_seconds_per_mask(epochs),
+        seconds=sum(record.seconds for record in epochs),
+        seconds_per_mask=_warm_median([seconds for record in epochs for seconds in record.mask_seconds], 1),
         warm_seconds_per_step=warm,
         warm_seconds_per_epoch=None if warm is None else warm * training.batches.steps,
-        images_per_second=statistics.median(record.images_per_second for record in epochs),
         sparsity=training.sparsity,
         parameters=training.num_parameters,
     )
 
 
-def _seconds_per_mask(epochs: Sequence[EpochRecord]) -> float | None:
-    """The median; the first mask of a run is slower, and counts only where there is no other."""
-    recorded = [seconds for record in epochs for seconds in record.seconds_of_masks]
-    per_mask = recorded or [record.mask_seconds / record.masks for record in epochs if record.masks]
-    return statistics.median(per_mask[1:] or per_mask) if per_mask else None
-
-
-def _warm_seconds(epochs: Sequence[EpochRecord]) -> float | None:
-    """The median over the recorded steps but the first few: caches, allocators and autotuners warm up in those."""
-    steps = [seconds for record in epochs for seconds in record.step_seconds]
-    return statistics.median(steps[WARM_UP:] or steps) if steps else None
+def _warm_median(seconds: list[float], cold: int) -> float | None:
+    """Without the first ``cold`` ones where there are more; None of none."""
+    return statistics.median(seconds[cold:] or seconds) if seconds else None

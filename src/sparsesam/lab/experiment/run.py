@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,18 +22,20 @@ from sparsesam.lab import models
 from sparsesam.lab.data import FolderSplits, Splits
 from sparsesam.lab.display import plural
 from sparsesam.lab.experiment import checkpoint
-from sparsesam.lab.experiment.batches import Share, load_splits, make_batches
+from sparsesam.lab.experiment.batches import Batches, load_splits
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.errors import CheckpointError, DivergedError, Interrupted
 from sparsesam.lab.experiment.initial_weights import initialize
 from sparsesam.lab.experiment.loggers import LogEpoch, check_logger, open_logger
-from sparsesam.lab.experiment.mask_record import masks_are_small, remove_masks_from, write_masks
 from sparsesam.lab.experiment.observers import RunObserver
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.result import EpochRecord, RunResult, read_epochs, run_result
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
 from sparsesam.lab.experiment.training import BestEpoch, Sums, Training
+
+#: By default masks are recorded if those of the whole run take no more than this.
+SMALL_BYTES = 16 * 2**20
 
 
 def run_training(
@@ -52,9 +54,11 @@ def run_training(
     fabric = make_fabric(config, environment)
     directory = RunDirectory(environment.directory(config))
     main = fabric.global_rank == 0
+    if not main:
+        environment, observer = replace(environment, logger="none", record_masks=False), None
     with torch.random.fork_rng(), torch_threads(environment.threads):
+        check_logger(environment.logger)
         if main:
-            check_logger(environment.logger)
             directory.check(config, resume=environment.resume)
         shows_progress = main and type(observer) is not RunObserver and sys.stdout.isatty()
         splits = load_splits(config, environment, progress=shows_progress)
@@ -62,14 +66,10 @@ def run_training(
         training = make_training(config, splits, fabric, environment)
         with directory.locked() if main else nullcontext():
             if environment.resume:  # a checkpoint that cannot be read leaves the run as it is
-                _restore(training, directory, fabric)
+                _restore(training, directory)
             extended = directory.begin(config, resume=environment.resume) if main else None
-            header = _header(config, environment, training, extended)
-            if main:
-                directory.append(header)
-            shown = (observer if main else None) or RunObserver()
             try:
-                return _Run(config, environment, training, directory, shown).train(header, stop)
+                return _Run(config, environment, training, directory, observer or RunObserver()).train(extended, stop)
             except Exception as error:
                 if main and not isinstance(error, Interrupted | CheckpointError):
                     directory.write_failure(error)
@@ -99,11 +99,10 @@ def make_training(
     config: TrainConfig, splits: Splits | FolderSplits, fabric: Fabric, environment: RunEnvironment
 ) -> Training:
     """The run at its first step: batches, model and optimizer."""
-    share = Share(fabric.global_rank, fabric.world_size)
-    if share.world > 1 and config.ascent != "explicit" and not config.is_plain:
+    if fabric.world_size > 1 and config.ascent != "explicit" and not config.is_plain:
         raise ValueError(f"ascent must be explicit on several devices, got {config.ascent}; train on one")
     workers = min(4, joblib.cpu_count()) if environment.workers is None else environment.workers
-    batches = make_batches(config, splits, share, fabric.device, workers)
+    batches = Batches(config, splits, fabric.device, rank=fabric.global_rank, world=fabric.world_size, workers=workers)
     seed_global(derive(config.seed, Purpose.WEIGHTS), fabric.device)
     model = models.build_model(config.model, splits.num_classes, splits.in_channels, splits.image_size)
     if config.init_from is not None:
@@ -114,28 +113,17 @@ def make_training(
     return Training(config, model, batches, fabric, record_times=environment.record_times)
 
 
-def _restore(training: Training, directory: RunDirectory, fabric: Fabric) -> None:
+def _restore(training: Training, directory: RunDirectory) -> None:
     """Load the last checkpoint; without one, the run starts from the beginning."""
     is_begun = directory.last.exists()
     if is_begun:
-        content = checkpoint.load(directory.last, fabric.device)
+        content = checkpoint.load(directory.last, training.fabric.device)
         try:
             training.load_state_dict(content["training"])
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(f"{directory.last} does not fit its run: {error}") from error
-    if fabric.global_rank == 0:
-        directory.remove_records_after(training.steps_taken if is_begun else -1)
-        remove_masks_from(directory.masks, training.steps_taken)
-
-
-def _header(
-    config: TrainConfig, environment: RunEnvironment, training: Training, extended: int | None
-) -> dict[str, Any]:
-    """The record of a beginning: kind "run", "resume", or "extend" with the number of epochs there were before."""
-    kind = "resume" if training.steps_taken else "run"
-    before = {} if extended is None else {"kind": "extend", "epochs_before": extended}
-    settings = {"config": asdict(config), "hash": config.content_hash, "name": environment.name}
-    return {"kind": kind, "step": training.steps_taken, **before, **settings, "provenance": provenance()}
+    if training.fabric.global_rank == 0:
+        directory.rewind(training.steps_taken if is_begun else -1)
 
 
 @dataclass
@@ -149,18 +137,27 @@ class _Run:
     observer: RunObserver
 
     def __post_init__(self) -> None:
-        training, asked = self.training, self.environment.record_masks
-        small = masks_are_small(self.config, training.num_parameters, training.batches.steps)
+        training, self.records_masks = self.training, self.environment.record_masks
+        if self.records_masks is None:
+            self.records_masks = masks_are_small(self.config, training.num_parameters, training.batches.steps)
         self.main = training.fabric.global_rank == 0
-        self.records_masks = self.main and (small if asked is None else asked)
-        self.saved_at, self.masks = training.steps_taken, 0
+        self.saved_at, self.masks = training.steps_taken, training.cost.masks
 
-    def train(self, header: dict[str, Any], stop: Callable[[], bool]) -> RunResult:
+    def train(self, extended: int | None, stop: Callable[[], bool]) -> RunResult:
+        """``extended`` is the number of epochs that the run had before, if this extends it."""
         training, directory = self.training, self.directory
+        origin = {
+            "config": asdict(self.config),
+            "hash": self.config.content_hash,
+            "name": self.environment.name,
+            "provenance": provenance(),
+        }
+        if self.main:
+            kind = "extend" if extended is not None else "resume" if training.steps_taken else "run"
+            before = {} if extended is None else {"epochs_before": extended}
+            directory.append({"kind": kind, "step": training.steps_taken, **before, **origin})
         self.observer.begin(self.config, training, str(directory.path))
-        no_logger = nullcontext(lambda record: None)
-        logger = open_logger(self.config, self.environment, directory.path) if self.main else no_logger
-        with stop_on_signal() as signalled, logger as log:
+        with stop_on_signal() as signalled, open_logger(self.config, self.environment, directory.path) as log:
             try:
                 while not training.finished:
                     if training.advance(lambda: signalled() or stop(), self._on_step):
@@ -183,8 +180,7 @@ class _Run:
         assert result is not None
         if self.main:
             directory.append({"kind": "result", "step": training.steps_taken, **asdict(result)})
-            kept_of_header = {name: header[name] for name in ("config", "hash", "name", "provenance")}
-            directory.finish({"result": asdict(result), **kept_of_header})
+            directory.finish({"result": asdict(result), **origin})
         return result
 
     def _on_step(self) -> None:
@@ -192,9 +188,9 @@ class _Run:
         training = self.training
         self.observer.step(training)
         # Before the checkpoint: a resumed run removes the masks that come after it, and makes them again.
-        if self.records_masks and len(training.mask_seconds) > self.masks:
-            write_masks(self.directory.masks, training.steps_taken - 1, training.masks)
-            self.masks = len(training.mask_seconds)
+        if self.records_masks and training.cost.masks > self.masks:
+            self.directory.write_masks(training.steps_taken - 1, training.masks)
+            self.masks = training.cost.masks
         every = self.environment.checkpoint_steps
         if self.main and every is not None and training.synced and training.steps_taken - self.saved_at >= every:
             self._save()
@@ -222,7 +218,7 @@ class _Run:
     def _epoch_record(self) -> EpochRecord:
         training = self.training
         sums, training.sums = training.sums, Sums()
-        val_loss, val_accuracy = training.evaluate("val") if training.batches.has_validation else (None, None)
+        val_loss, val_accuracy = training.evaluate("val") if self.config.val_size else (None, None)
         test_loss, test_accuracy = training.evaluate("test")
         return EpochRecord(
             epoch=math.ceil(training.steps_taken / training.batches.steps),
@@ -239,17 +235,21 @@ class _Run:
             sparsity=training.sparsity,
             forward_backwards=training.forward_backwards,
             seconds=sums.seconds,
-            masks=len(sums.mask_seconds),
-            mask_seconds=sum(sums.mask_seconds),
             images_per_second=sums.images / sums.seconds,
             skipped_ascents=getattr(training.optimizer, "skipped_ascents", 0),
+            mask_seconds=sums.mask_seconds,
             step_seconds=sums.step_seconds,
-            seconds_of_masks=sums.mask_seconds if self.environment.record_times else [],
         )
 
     def _save(self) -> None:
         content = {"config": asdict(self.config), "training": self.training.state_dict()}
         checkpoint.save(self.directory.last, content)
+
+
+def masks_are_small(config: TrainConfig, weights: int, steps_per_epoch: int) -> bool:
+    """Whether all masks of a run of ``weights`` weights are small enough to be written by default."""
+    masks = config.total_steps(steps_per_epoch) // config.steps_between_masks(steps_per_epoch) + 1
+    return masks * weights / 8 <= SMALL_BYTES
 
 
 @contextmanager

@@ -13,18 +13,21 @@ import json
 import os
 import socket
 import traceback
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 import yaml
 from filelock import FileLock, Timeout
+from torch import Tensor
 
 from sparsesam.lab.display import plural
 from sparsesam.lab.experiment.config import TrainConfig, differences, from_mapping
 from sparsesam.lab.experiment.errors import RunError
-from sparsesam.lab.experiment.mask_record import remove_masks_from
 from sparsesam.lab.experiment.provenance import provenance
 
 
@@ -71,7 +74,18 @@ class RunDirectory:
         if not existing.is_dir():
             raise ValueError(f"{self.path} cannot be created: {existing} is not a directory; choose another --out")
         if resume and self.config.exists():
-            self._check_settings(config)
+            saved = self.saved_config()
+            same = dataclasses.replace(config, epochs=saved.epochs).canonical == saved.canonical
+            if not same or config.epochs < saved.epochs:
+                raise ValueError(
+                    f"{self.path} was started with other settings ({differences(saved, config)}); "
+                    "leave them out to continue it (only --epochs may grow), or choose another --out for a new run"
+                )
+            if self.result.exists() and config.epochs == saved.epochs:
+                raise ValueError(
+                    f"{self.path} has a finished run of {plural(saved.epochs, 'epoch')}; a larger --epochs extends it, "
+                    "another --out starts a new one"
+                )
         elif self.result.exists():
             raise ValueError(f"{self.path} has a finished run; choose another --out for a new one")
         elif self.last.exists():
@@ -83,34 +97,27 @@ class RunDirectory:
         self.failure.unlink(missing_ok=True)
         before = None
         if resume and self.config.exists():
-            saved = self.saved_config()
-            if saved.epochs == config.epochs:
+            before = self.saved_config().epochs
+            if before == config.epochs:
                 return None
-            before = saved.epochs
             self.result.unlink(missing_ok=True)
         else:
-            self.records.unlink(missing_ok=True)
-            remove_masks_from(self.masks, 0)
-        settings = {name: list(one) if isinstance(one, tuple) else one for name, one in vars(config).items()}
+            self.rewind(-1)
+        settings = json.loads(json.dumps(dataclasses.asdict(config)))  # tuples as lists
         write_atomically(self.config, yaml.safe_dump(settings, sort_keys=False))
         return before
 
-    def _check_settings(self, config: TrainConfig) -> None:
-        saved = self.saved_config()
-        extends = config.epochs > saved.epochs
-        if (
-            saved.canonical != dataclasses.replace(config, epochs=saved.epochs).canonical
-            or config.epochs < saved.epochs
-        ):
-            raise ValueError(
-                f"{self.path} was started with other settings ({differences(saved, config)}); "
-                "leave them out to continue it (only --epochs may grow), or choose another --out for a new run"
-            )
-        if self.result.exists() and not extends:
-            raise ValueError(
-                f"{self.path} has a finished run of {plural(saved.epochs, 'epoch')}; a larger --epochs extends it, "
-                "another --out starts a new one"
-            )
+    def rewind(self, step: int) -> None:
+        """Remove what comes after ``step`` steps, where the last checkpoint is: a resumed run makes it again."""
+        kept = []
+        for line in self.records.read_text().splitlines() if self.records.exists() else []:
+            with suppress(json.JSONDecodeError):  # a killed run may leave an incomplete last line
+                if json.loads(line).get("step", 0) <= step:
+                    kept.append(line + "\n")
+        write_atomically(self.records, "".join(kept))
+        later = [file for made_in, file in self.mask_files() if made_in >= step]
+        for file in (*later, *self.masks.glob("*.part")):
+            file.unlink()
 
     def write_failure(self, error: Exception) -> None:
         """Why the run ended without a result; call it where the error is handled."""
@@ -127,17 +134,19 @@ class RunDirectory:
     def append(self, record: Mapping[str, Any]) -> None:
         append_records(self.records, [record])
 
-    def remove_records_after(self, step: int) -> None:
-        """Remove records that a killed run wrote after its last checkpoint, and an incomplete last line."""
-        kept = []
-        for line in self.records.read_text().splitlines() if self.records.exists() else []:
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if record.get("step", 0) <= step:
-                kept.append(line + "\n")
-        write_atomically(self.records, "".join(kept))
+    def write_masks(self, step: int, masks: Mapping[str, Tensor]) -> None:
+        """Write the masks made in ``step``, counted from 0, atomically and with one bit per weight."""
+        self.masks.mkdir(parents=True, exist_ok=True)
+        content = {f"bits.{name}": np.packbits(mask.reshape(-1).cpu().numpy()) for name, mask in masks.items()}
+        shapes = json.dumps({name: list(mask.shape) for name, mask in masks.items()})
+        part = self.masks / f"{step:08d}.part"
+        with part.open("wb") as stream:
+            np.savez(stream, shapes=np.array(shapes), **content)  # type: ignore[arg-type]
+        part.replace(part.with_suffix(".npz"))
+
+    def mask_files(self) -> list[tuple[int, Path]]:
+        """The recorded masks as (step, file), in the order of their steps."""
+        return sorted((int(file.stem), file) for file in self.masks.glob("*.npz") if file.stem.isdigit())
 
     def finish(self, result: Mapping[str, Any]) -> None:
         write_atomically(self.result, json.dumps(result, indent=1, sort_keys=True, allow_nan=False) + "\n")
@@ -154,6 +163,22 @@ def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Every record of ``path``, in the order written."""
     return [json.loads(line) for line in path.read_text().splitlines() if line]
+
+
+def read_masks(run: Path | str) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """The masks of the run in a directory, (step, {parameter name: bool tensor}), read one at a time."""
+    for step, file in RunDirectory(Path(run)).mask_files():
+        yield step, read_mask_file(file)
+
+
+def read_mask_file(file: Path) -> dict[str, Tensor]:
+    try:
+        with np.load(file, allow_pickle=False) as saved:
+            shapes = {name: torch.Size(shape) for name, shape in json.loads(str(saved["shapes"])).items()}
+            bits = {name: np.unpackbits(saved[f"bits.{name}"], count=one.numel()) for name, one in shapes.items()}
+        return {name: torch.from_numpy(one.astype(np.bool_)).reshape(shapes[name]) for name, one in bits.items()}
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise RunError(f"{file} must contain the masks of a run, but cannot be read ({error}); remove it") from error
 
 
 def write_atomically(path: Path, text: str) -> None:

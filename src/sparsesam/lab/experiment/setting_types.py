@@ -5,10 +5,11 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import field
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from sparsesam.lab.names import suggestion
 
@@ -36,14 +37,13 @@ def option(default: Any, text: str, *, group: str | None = None) -> Any:
 
 
 @cache
-def types_of(kind: Any) -> dict[str, Any]:
-    """The type of every field of a dataclass, with its range."""
+def _types_of(kind: Any) -> dict[str, Any]:
     return typing.get_type_hints(kind, include_extras=True)
 
 
 def check_settings(settings: Any) -> None:
     """For a frozen dataclass's ``__post_init__``: every field takes its type, or is refused."""
-    for name, hint in types_of(settings.__class__).items():
+    for name, hint in _types_of(settings.__class__).items():
         object.__setattr__(settings, name, convert(name, getattr(settings, name), hint))
 
 
@@ -52,55 +52,37 @@ def convert(name: str, value: Any, hint: Any) -> Any:
 
     1 becomes 1.0, and "1e-3", which YAML reads as text, 0.001, so that equal settings have equal hashes.
     """
-    for one in alternatives(hint):
+    kinds = alternatives(hint)
+    for one in kinds:
         kind, *ranges = typing.get_args(one) if typing.get_origin(one) is Annotated else (one,)
-        found = _as(value, kind)
-        if found is _UNFIT:
-            continue
-        if ranges and not ranges[0].holds(found):
-            null = ", or null" if type(None) in alternatives(hint) else ""
-            raise ValueError(f"{name} must be {ranges[0].words}{null}, got {value}")
-        return found
-    *words, last = (_word(one) for one in alternatives(hint))
+        with suppress(TypeError):
+            found = _as(value, kind)
+            if ranges and not ranges[0].holds(found):
+                null = ", or null" if type(None) in kinds else ""
+                raise ValueError(f"{name} must be {ranges[0].words}{null}, got {value}")
+            return found
+    *words, last = map(_word, kinds)
     meant = suggestion(str(value), [one for one in choices(hint) if isinstance(one, str)])
     raise ValueError(f"{name} must be {', '.join(words)}{' or ' if words else ''}{last}, got {value!r}{meant}")
 
 
-_UNFIT = object()
-_WORDS: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    bool: "true or false",
-    type(None): "null",
-    Path: "a path",
-}
-
-
 def _as(value: Any, kind: Any) -> Any:
-    if typing.get_origin(kind) is typing.Literal:
-        return value if value in typing.get_args(kind) and not isinstance(value, bool) else _UNFIT
-    if typing.get_origin(kind) is tuple:
-        return _as_tuple(value, typing.get_args(kind))
+    """``value`` as ``kind``, or a TypeError."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal and value in arguments and not isinstance(value, bool):
+        return value
+    if origin is tuple and isinstance(value, list | tuple):
+        kinds = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
+        if len(value) == len(kinds):
+            return tuple(map(_as, value, kinds))
     if kind is Path and isinstance(value, str | Path):
         return Path(value).expanduser()
     if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
-        try:
+        with suppress(ValueError):
             return float(value)
-        except ValueError:
-            return _UNFIT
-    return value if type(value) is kind else _UNFIT
-
-
-def _as_tuple(value: Any, kinds: tuple[Any, ...]) -> Any:
-    if not isinstance(value, list | tuple):
-        return _UNFIT
-    if kinds[-1] is Ellipsis:
-        kinds = kinds[:1] * len(value)
-    if len(value) != len(kinds):
-        return _UNFIT
-    found = tuple(_as(one, kind) for one, kind in zip(value, kinds, strict=True))
-    return _UNFIT if _UNFIT in found else found
+    if type(value) is kind:
+        return value
+    raise TypeError
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
@@ -110,15 +92,17 @@ def alternatives(hint: Any) -> tuple[Any, ...]:
 
 def choices(hint: Any) -> list[Any]:
     """The values of the Literals in a type."""
-    literals = [one for one in alternatives(hint) if typing.get_origin(one) is typing.Literal]
+    literals = [one for one in alternatives(hint) if typing.get_origin(one) is Literal]
     return [value for one in literals for value in typing.get_args(one)]
 
 
+_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", Path: "a path"}
+
+
 def _word(kind: Any) -> str:
-    if typing.get_origin(kind) is typing.Literal:
-        values = [repr(value) for value in typing.get_args(kind)]
-        return f"one of {', '.join(values)}" if len(values) > 1 else values[0]
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is Literal:
+        return f"one of {', '.join(map(repr, arguments))}" if len(arguments) > 1 else repr(arguments[0])
     if typing.get_origin(kind) is tuple:
-        kinds = typing.get_args(kind)
-        return "a list of numbers" if kinds[-1] is Ellipsis else f"a list of {len(kinds)} numbers"
-    return _WORDS.get(kind, getattr(kind, "__name__", str(kind)))
+        return "a list of numbers" if arguments[-1] is Ellipsis else f"a list of {len(arguments)} numbers"
+    return "null" if kind is type(None) else _WORDS[arguments[0] if arguments else kind]

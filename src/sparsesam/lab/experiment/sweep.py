@@ -15,8 +15,7 @@ from typing import Any
 
 import yaml
 
-from sparsesam.lab.experiment.config import TrainConfig, from_mapping, names_of
-from sparsesam.lab.experiment.identity import unused
+from sparsesam.lab.experiment.config import TrainConfig, from_mapping, names_of, unused
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.names import check_names, suggestion
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -18,10 +19,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import sparsesam
 from sparsesam.lab.experiment.batches import Batch, Batches
 from sparsesam.lab.experiment.config import TrainConfig
-from sparsesam.lab.experiment.cost import FlopCounter, StepCost, StepName, plain_pass_flops
+from sparsesam.lab.experiment.cost import FlopCounter, StepCost, plain_pass_flops
 from sparsesam.lab.experiment.errors import DivergedError
-from sparsesam.lab.experiment.optimizers import MaskTimer, lr_factor, make_optimizer
+from sparsesam.lab.experiment.optimizers import lr_factor, make_optimizer
 from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
+from sparsesam.masks.scores import ScoreContext
 
 #: Reading the loss synchronizes with a GPU, and all ranks must do it together: only every `SYNC_EVERY` steps there.
 SYNC_EVERY = 20
@@ -56,14 +58,21 @@ class Training:
     """Model, optimizer and state of one run. `advance` takes steps until the epoch ends or ``stop`` returns True.
 
     ``record_times`` keeps the seconds of every step, without the mask it makes and the images it waits for; on a GPU
-    each step is then synchronized.
+    each step is then synchronized. ``clock`` is what all seconds are measured with.
     """
 
     def __init__(
-        self, config: TrainConfig, model: nn.Module, batches: Batches, fabric: Fabric, *, record_times: bool = False
+        self,
+        config: TrainConfig,
+        model: nn.Module,
+        batches: Batches,
+        fabric: Fabric,
+        *,
+        record_times: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config, self.batches, self.fabric = config, batches, fabric
-        self.record_times = record_times
+        self.record_times, self.clock = record_times, clock
         self.steps_taken, self.sums = 0, Sums()
         self.best: BestEpoch | None = None
         self.stop_requested = False  # whether a rank was asked to stop in the last step
@@ -84,12 +93,11 @@ class Training:
         # Alone and in float32 its wrapper has nothing to do, but takes a fiftieth of a small network's step.
         self._forward = compiled if fabric.world_size == 1 and config.precision == "fp32" else self.model
         self.optimizer = make_optimizer(
-            config,
-            compiled,
-            fisher_data=batches.unaugmented(),
-            steps_per_epoch=batches.steps,
+            config, compiled, fisher_data=batches.unaugmented(), steps_per_epoch=batches.steps
         )
-        self._mask_timer = MaskTimer(getattr(self.optimizer, "mask", None))
+        rule = getattr(self.optimizer, "mask", None)
+        if rule is not None:
+            self._measure_masks(rule)
         precision = fabric.strategy.precision
         self.scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
         self._rate = [group["lr"] for group in self.optimizer.param_groups]
@@ -110,23 +118,17 @@ class Training:
 
     @property
     def sparsity(self) -> float | None:
-        return self.optimizer.sparsity if isinstance(self.optimizer, sparsesam.SharpnessAware) else None
+        return getattr(self.optimizer, "sparsity", None)
 
     @property
     def rho(self) -> float | None:
-        if not isinstance(self.optimizer, sparsesam.SharpnessAware):
-            return None
-        return float(self.optimizer.param_groups[0]["rho"])
+        rho = self.optimizer.param_groups[0].get("rho")
+        return None if rho is None else float(rho)
 
     @property
     def masks(self) -> dict[str, Tensor]:
         """The masks in use, by parameter; empty without any."""
-        return self.optimizer.masks if isinstance(self.optimizer, sparsesam.SharpnessAware) else {}
-
-    @property
-    def mask_seconds(self) -> list[float]:
-        """The seconds that each mask took which this process has made."""
-        return self._mask_timer.seconds
+        return getattr(self.optimizer, "masks", {})
 
     @property
     def forward_backwards(self) -> float:
@@ -135,7 +137,7 @@ class Training:
 
     # ---- training ----------------------------------------------------------------------------------------
 
-    def advance(self, stop: Callable[[], bool], on_step: Callable[[], None]) -> bool:
+    def advance(self, stop: Callable[[], bool], on_step: Callable[[], None] = lambda: None) -> bool:
         """Train to the end of the epoch, or until all ranks know that one of them was asked to stop.
 
         Returns whether the epoch is complete. ``sums`` then hold its loss and accuracy over all ranks, of the first
@@ -144,22 +146,21 @@ class Training:
         """
         self.model.train()
         self.stop_requested = False
-        totals, last = torch.zeros(2, device=self.fabric.device), time.perf_counter()
+        totals, last = torch.zeros(2, device=self.fabric.device), self.clock()
         sync_every = 1 if self.fabric.device.type == "cpu" and self.fabric.world_size == 1 else SYNC_EVERY
         for batch in self.batches.train(*divmod(self.steps_taken, self.batches.steps)):
-            made = len(self.mask_seconds)
-            totals += self._timed_step(batch) if self.record_times else self._step(batch)
+            start, masks = self._now(sync=self.record_times), len(self.sums.mask_seconds)
+            totals += self._step(batch)
+            if self.record_times:
+                self.sums.step_seconds.append(self._now() - start - sum(self.sums.mask_seconds[masks:]))
             self.steps_taken += 1
             self.sums.images += batch.global_size
-            self.sums.mask_seconds += self.mask_seconds[made:]
-            self.cost.masks += len(self.mask_seconds) - made
-            self.cost.per_mask = self._mask_timer.flops / self.cost.unit or self.cost.per_mask
             ended = self.steps_taken % self.batches.steps == 0 or self.finished
             self.synced = self.steps_taken % sync_every == 0 or ended
             if self.synced:
                 self.stop_requested = self._sync(totals, stop)
                 totals.zero_()
-            now = time.perf_counter()
+            now = self.clock()
             self.sums.seconds, last = self.sums.seconds + now - last, now
             on_step()
             if self.stop_requested or ended:
@@ -174,54 +175,59 @@ class Training:
         loss, correct, asked = seen
         self.sums.loss, self.sums.correct = self.sums.loss + loss, self.sums.correct + correct
         if not math.isfinite(loss):
-            raise DivergedError(f"the loss is {loss} by step {self.steps_taken}; {self._remedies()}")
+            rho = "" if self.rho is None else f" or rho ({self.rho})"
+            precision = "" if self.config.precision == "fp32" else ", or train with precision fp32"
+            raise DivergedError(
+                f"the loss is {loss} by step {self.steps_taken}; lower lr ({self.config.lr}){rho}, "
+                f"warm up longer (warmup_epochs {self.config.warmup_epochs}){precision}"
+            )
         return bool(asked)
 
-    def _remedies(self) -> str:
-        rho = "" if self.rho is None else f" or rho ({self.rho})"
-        precision = "" if self.config.precision == "fp32" else ", or train with precision fp32"
-        return (
-            f"lower lr ({self.config.lr}){rho}, warm up longer (warmup_epochs {self.config.warmup_epochs}){precision}"
-        )
-
-    def _timed_step(self, batch: Batch) -> Tensor:
-        self._wait()
-        start, masks = time.perf_counter(), len(self.mask_seconds)
-        result = self._step(batch)
-        self._wait()
-        self.sums.step_seconds.append(time.perf_counter() - start - sum(self.mask_seconds[masks:]))
-        return result
-
-    def _wait(self) -> None:
-        if self.fabric.device.type == "cuda":
+    def _now(self, *, sync: bool = True) -> float:
+        if sync and self.fabric.device.type == "cuda":
             torch.cuda.synchronize(self.fabric.device)
+        return self.clock()
+
+    def _measure_masks(self, rule: sparsesam.MaskRule) -> None:
+        """Replace the rule's ``make`` by one that also counts; the optimizer keeps the rule itself, not a wrapper."""
+        make = rule.make
+
+        def measured(context: ScoreContext) -> dict[str, Tensor]:
+            start = self._now()
+            with nullcontext() if self.cost.masks else FlopCounter() as counter:
+                masks = make(context)
+            if counter is not None:
+                self.cost.per_mask = counter.flops / self.cost.unit
+            self.cost.masks += 1
+            self.sums.mask_seconds.append(self._now() - start)
+            return masks
+
+        object.__setattr__(rule, "make", measured)  # rules are frozen
 
     def _step(self, batch: Batch) -> Tensor:
         """One step; returns this rank's sum of losses and number of right answers over the whole batch.
 
         They are those at w, but with ``ascent_fraction`` below 1 those at w + e, where alone the whole batch is seen.
         """
-        self._prepare(self.steps_taken)
-        has_first_pass = isinstance(self.optimizer, sparsesam.SharpnessAware) and self.optimizer.needs_first_pass
-        figures = self._counted("ascent" if has_first_pass else "plain", batch)
+        factor = lr_factor(self.config, self.steps_taken, self.batches.steps)
+        for group, rate in zip(self.optimizer.param_groups, self._rate, strict=True):
+            group["lr"] = rate * factor
+        place = (self.steps_taken, self.fabric.global_rank)
+        seed_global(derive(self.config.seed, Purpose.STEP, *place), self.fabric.device)
+        kind: Literal["ascent", "plain"] = "ascent" if getattr(self.optimizer, "needs_first_pass", False) else "plain"
+        masks = self.cost.masks
+        with nullcontext() if kind in self.cost.per_image else FlopCounter() as counter:
+            figures = self._passes(batch)
+        self.cost.images[kind] += batch.global_size
+        masks = self.cost.masks - masks
+        if counter is not None and (not masks or self.config.mask_steps == 1):
+            # Counted where no mask is made if there are such steps: a step that makes one leaves nothing out.
+            flops = counter.flops / self.cost.unit - masks * self.cost.per_mask
+            self.cost.per_image[kind] = flops / len(batch.images)
         if self.scaler is not None:
             self.scaler.update()
         if self.ema is not None:
             self.ema.update_parameters(self.module)
-        return figures
-
-    def _counted(self, kind: StepName, batch: Batch) -> Tensor:
-        """The passes of a step, added to the run's cost."""
-        self.cost.images[kind] += batch.global_size
-        if kind in self.cost.per_image:
-            return self._passes(batch)
-        made = len(self.mask_seconds)
-        with FlopCounter() as counter:
-            figures = self._passes(batch)
-        made = len(self.mask_seconds) - made
-        if not made or self.config.mask_steps == 1:  # a step that makes a mask leaves nothing out
-            flops = counter.flops - made * self._mask_timer.flops
-            self.cost.per_image[kind] = flops / len(batch.images) / self.cost.unit
         return figures
 
     def _passes(self, batch: Batch) -> Tensor:
@@ -264,13 +270,6 @@ class Training:
             classes = targets if targets.dim() == 1 else targets.argmax(1)
             correct.append((scores.detach().argmax(1) == classes).sum(dtype=loss.dtype))
         return torch.stack(losses).sum(), torch.stack(correct).sum()
-
-    def _prepare(self, step: int) -> None:
-        factor = lr_factor(self.config, step, self.batches.steps)
-        for group, rate in zip(self.optimizer.param_groups, self._rate, strict=True):
-            group["lr"] = rate * factor
-        place = (step, self.fabric.global_rank)
-        seed_global(derive(self.config.seed, Purpose.STEP, *place), self.fabric.device)
 
     # ---- evaluation --------------------------------------------------------------------------------------
 

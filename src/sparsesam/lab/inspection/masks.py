@@ -9,7 +9,7 @@ import numpy as np
 
 from sparsesam.analysis import MaskHistory, masks_over_time
 from sparsesam.lab.display import Axis, Cell, Figure, Series, number_cell, percent
-from sparsesam.lab.experiment.mask_record import mask_files, read_masks
+from sparsesam.lab.experiment.run_directory import read_masks
 from sparsesam.lab.inspection.analysis import Analysis, Measured, Prepared, Progress
 from sparsesam.lab.inspection.trained_run import TrainedRun
 
@@ -71,7 +71,7 @@ class MaskAnalysis(Analysis[MaskHistory]):
 
 
 def _why_no_masks(run: TrainedRun) -> str:
-    if mask_files(run.directory.masks):
+    if run.directory.mask_files():
         return ""
     if not run.config.optimizer.startswith("ssam"):
         return f"{run.path} has no masks, because its optimizer is {run.config.optimizer}"

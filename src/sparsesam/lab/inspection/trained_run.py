@@ -18,13 +18,12 @@ from sparsesam.checkpoint import split_own
 from sparsesam.lab import models
 from sparsesam.lab.data import FolderSplits, Splits
 from sparsesam.lab.experiment import checkpoint
-from sparsesam.lab.experiment.batches import Batches, Share, Split, load_splits, make_batches
+from sparsesam.lab.experiment.batches import Batches, Split, load_splits
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import CheckpointError
 from sparsesam.lab.experiment.initial_weights import read_weights, weights_of
-from sparsesam.lab.experiment.mask_record import mask_files, read_mask_file
 from sparsesam.lab.experiment.run import make_fabric
-from sparsesam.lab.experiment.run_directory import RunDirectory
+from sparsesam.lab.experiment.run_directory import RunDirectory, read_mask_file
 from sparsesam.lab.experiment.setting_types import PositiveInt, check_settings, option
 
 
@@ -140,7 +139,7 @@ class TrainedRun:
     def _masks(self) -> tuple[int | None, dict[str, Tensor] | None]:
         if self.on.checkpoint == "last":
             return _masks_of(self._content)
-        before = [(step, file) for step, file in mask_files(self.directory.masks) if step < self.step]
+        before = [(step, file) for step, file in self.directory.mask_files() if step < self.step]
         if before:
             return before[-1][0], read_mask_file(before[-1][1])
         made, masks = _masks_of(checkpoint.load(self.directory.last)) if self.directory.last.exists() else (None, None)
@@ -172,7 +171,7 @@ class TrainedRun:
 
     @cached_property
     def batches(self) -> Batches:
-        return make_batches(self.config, self.splits, Share(), torch.device("cpu"), workers=0)
+        return Batches(self.config, self.splits, torch.device("cpu"))
 
     @cached_property
     def objective(self) -> Objective:

@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 import yaml
 
-from sparsesam.lab.experiment.config import DEFAULTS, TrainConfig
-from sparsesam.lab.experiment.identity import unused
+from sparsesam.lab.experiment.config import DEFAULTS, TrainConfig, unused
 from sparsesam.lab.paper.recipe import Recipe, Scale
 
 _ORIGINS = {
