@@ -15,17 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_fabric import Fabric
 from torch.nn.functional import cross_entropy
 
 import sparsesam
 from sparsesam.analysis import Objective, hessian_eigenvalues, sharpness
-from sparsesam.lab import models
-from sparsesam.lab.data import Splits, load_dataset
-from sparsesam.lab.experiment.batches import Batches
+from sparsesam.lab.experiment.batches import load_splits
+from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import DivergedError
 from sparsesam.lab.experiment.provenance import provenance
-from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
+from sparsesam.lab.experiment.run import make_fabric, make_training
 from sparsesam.lab.experiment.training import Training
 from studies.parts import PARTS
 from studies.plan import HERE, Job, Record, Task, passes_with_fisher, read_task, task_names
@@ -80,13 +78,9 @@ def is_done(job: Job, records: list[Record]) -> bool:
 
 
 def prepare(job: Job, data_dir: Path | None) -> Training:
-    config, fabric = job.config, Fabric(accelerator="cpu", devices=1)
-    splits = load_dataset(config.dataset, data_dir)
-    assert isinstance(splits, Splits)
-    batches = Batches(config, splits, fabric.device)
-    seed_global(derive(config.seed, Purpose.WEIGHTS), fabric.device)
-    model = models.build_model(config.model, splits.num_classes, splits.in_channels, splits.image_size)
-    training = Training(config, model, batches, fabric)
+    environment = RunEnvironment(accelerator="cpu", data_dir=data_dir)
+    splits = load_splits(job.config, environment)
+    training = make_training(job.config, splits, make_fabric(job.config, environment), environment)
     if job.part is not None:
         PARTS[job.part](training)
     return training

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import joblib
 import yaml
 from rich.console import Console
 from rich.table import Table
@@ -18,7 +19,7 @@ from sparsesam.lab.display import plural
 from sparsesam.lab.experiment.calibration import SweepCalibration, calibrate, read_calibration
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import Interrupted, RunError
-from sparsesam.lab.experiment.execution import default_workers, sweep_jobs
+from sparsesam.lab.experiment.execution import sweep_jobs
 from sparsesam.lab.experiment.sweep import Job, read_sweep
 from sparsesam.lab.experiment.sweep_table import SweepProgress, sweep_table
 
@@ -69,7 +70,7 @@ def execute(
 
     The ``timed`` among the jobs come last, one at a time, and record the time of each step.
     """
-    workers = options.jobs or default_workers(options.gpus)
+    workers = options.jobs or options.gpus or joblib.cpu_count()
     environment, console = _environment(options), Console(highlight=False)
     progress = SweepProgress(jobs, draw, console, workers=workers, calibration=calibration)
     start = partial(sweep_jobs, backend=options.backend, retry=options.retry, gpus=options.gpus, on_end=progress.ended)

@@ -1,4 +1,5 @@
-"""Checkpoints: replaced atomically, checked when they are read, and loaded without executing code from the file.
+"""Checkpoints: replaced atomically, checked when they are read, and loaded without executing code from the file; and
+weights from other files, a plain state_dict or safetensors.
 
 torch.save writes a zip archive with a CRC-32 of every record; torch.load does not check it, `load` does.
 """
@@ -12,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from sparsesam.integrations.extras import required_by
 from sparsesam.lab.experiment.errors import CheckpointError
 
 FORMAT = "sparsesam run"
@@ -23,6 +26,10 @@ _REMEDY = (
     "weights of another file with --init-from"
 )
 _REMEDY_OF_BEST = "use last.pt, the weights of the last epoch, instead"
+#: Under which key training scripts keep the weights, beside other things.
+_KEYS = ("state_dict", "model", "model_state_dict")
+#: What wrappers put before every name.
+_PREFIXES = ("module.", "_orig_mod.")
 
 
 def save(path: Path, content: dict[str, Any]) -> None:
@@ -76,3 +83,73 @@ def load_tensors(path: Path, device: torch.device | str = "cpu") -> Any:
         ) from error
     except (RuntimeError, EOFError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: it is damaged or not written by torch.save ({error})") from error
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The state_dict in a file; nothing that is in the file is run.
+
+    A run's directory stands for its ``best.pt``, or its ``last.pt`` where that is all there is.
+    """
+    if path.is_dir():
+        found = [path / name for name in ("best.pt", "last.pt") if (path / name).exists()]
+        if not found:
+            raise ValueError(f"{path} has no best.pt and no last.pt; pass a run's directory or a file of weights")
+        path = found[0]
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; pass a checkpoint, a state_dict (.pt) or a .safetensors file")
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    content = load_tensors(path)
+    if isinstance(content, dict) and content.get("format") == FORMAT:
+        return weights_of(load(path))
+    if isinstance(content, dict):
+        content = next((content[key] for key in _KEYS if isinstance(content.get(key), dict)), content)
+    if not isinstance(content, dict) or not content or not all(isinstance(value, Tensor) for value in content.values()):
+        raise CheckpointError(f"{path} must contain a state_dict; torch.save(model.state_dict(), PATH)")
+    for prefix in _PREFIXES:
+        if all(name.startswith(prefix) for name in content):
+            content = {name.removeprefix(prefix): value for name, value in content.items()}
+    return content
+
+
+def weights_of(content: dict[str, Any]) -> dict[str, Tensor]:
+    """The weights in a checkpoint of ours as they are tested: the moving average, where the run has one."""
+    if "training" not in content:
+        return dict(content["model"])
+    training = content["training"]
+    if training["ema"] is None:
+        return dict(training["model"])
+    prefix = "module."
+    return {name.removeprefix(prefix): value for name, value in training["ema"].items() if name.startswith(prefix)}
+
+
+def initialize(model: nn.Module, path: Path) -> list[str]:
+    """Load weights into ``model``; the names of the classifier's tensors, if those keep their random values.
+
+    Only the last layer, the classifier, may be missing or of another shape; all others must be in the file.
+    """
+    weights, own = read_weights(path), model.state_dict()
+    fitting = {name for name in own if name in weights and weights[name].shape == own[name].shape}
+    others = [name for name in own if name not in fitting and not name.endswith("num_batches_tracked")]
+    *_, (last, _) = model.named_parameters(remove_duplicate=False)
+    kept = [name for name in others if name.rpartition(".")[0] == last.rpartition(".")[0]]
+    wrong = [name for name in others if name not in kept]
+    if wrong:
+        unknown = [name for name in weights if name not in own]
+        raise CheckpointError(
+            f"{path} does not fit the model: {len(wrong)} of its tensors are missing or of another shape, for example "
+            f"{', '.join(wrong[:3])}; the file has {', '.join(unknown[:3]) or 'no others'}; "
+            "init_from must be of the same architecture, but for the classifier"
+        )
+    model.load_state_dict({name: weights[name] for name in fitting}, strict=False)
+    return kept
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    with required_by(str(path), "safetensors"):
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    try:
+        return dict(load_file(path))
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} cannot be read: it is damaged or not a safetensors file ({error})") from error

@@ -66,10 +66,6 @@ def sweep_jobs(
         raise KeyboardInterrupt
 
 
-def default_workers(gpus: int) -> int:
-    return gpus or int(joblib.cpu_count())
-
-
 def _run_job(job: Job, environment: RunEnvironment, gpus: int, parent: int | None) -> Outcome:
     """In a worker process: an error is written to failure.json and does not end the sweep."""
     from sparsesam.lab.experiment.run import run_training

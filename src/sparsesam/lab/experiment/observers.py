@@ -1,15 +1,20 @@
-"""Progress of a run: a bar in a terminal, lines in a log."""
+"""What follows a run: a progress bar in a terminal, lines in a log, and curves through Lightning's loggers."""
 
 from __future__ import annotations
 
+import importlib
+import os
+import re
 import time
+from dataclasses import asdict
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from sparsesam.integrations.extras import required_by
 from sparsesam.lab.display import plural
-from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.result import EpochRecord
 from sparsesam.lab.experiment.training import Training
 
@@ -17,7 +22,7 @@ from sparsesam.lab.experiment.training import Training
 class RunObserver:
     """Follows a run; this one shows nothing."""
 
-    def begin(self, config: TrainConfig, training: Training, where: str) -> None:
+    def begin(self, training: Training, where: Path) -> None:
         """Training starts, or is resumed, in the directory ``where``."""
 
     def step(self, training: Training) -> None:
@@ -26,7 +31,7 @@ class RunObserver:
     def epoch(self, record: EpochRecord) -> None:
         """An epoch is complete and evaluated."""
 
-    def end(self) -> None:
+    def end(self, *, complete: bool) -> None:
         """The last call, whether or not the run is complete."""
 
 
@@ -49,52 +54,45 @@ class ProgressBar(RunObserver):
         self.bar = Progress(*columns, console=self.console, refresh_per_second=4, disable=is_log)
         self.task = self.bar.add_task("", total=None, latest="")
 
-    def begin(self, config: TrainConfig, training: Training, where: str) -> None:
-        self.console.print(headline(config, training, where), soft_wrap=True)
-        self.epochs, self.start, self.first = config.epochs, time.monotonic(), training.steps_taken
+    def begin(self, training: Training, where: Path) -> None:
+        config, begun = training.config, ""
+        if training.steps_taken:
+            begun = f", resumed after {plural(training.steps_taken, 'step')}"
+        self.console.print(
+            f"{config.optimizer} on {config.dataset} with {config.model} ({training.num_parameters:,} parameters), "
+            f"{plural(config.epochs, 'epoch')} of {plural(training.batches.steps, 'step')}{begun}; {where}",
+            soft_wrap=True,
+        )
+        self.start, self.first = time.monotonic(), training.steps_taken
         self.bar.reset(self.task, total=training.total_steps, completed=training.steps_taken)
         self.bar.start()
 
     def step(self, training: Training) -> None:
         sums = training.sums
-        latest = f"{sums.images / max(sums.seconds, 1e-9):,.0f} images/s"
-        if sums.images:
-            latest = f"loss {sums.loss / sums.images:.3f}  train {sums.correct / sums.images:.1%}  {latest}"
-        if training.sparsity is not None:
-            latest += f"  density {1 - training.sparsity:.3f}  rho {training.rho:.3g}"
-        self.bar.update(
-            self.task,
-            completed=training.steps_taken,
-            description=f"epoch {min(training.steps_taken // training.batches.steps + 1, self.epochs)}/{self.epochs}",
-            latest=latest,
-        )
+        latest = f"loss {sums.loss / sums.images:.3f}  train {sums.correct / sums.images:.1%}"
+        latest += f"  {sums.images / sums.seconds:,.0f} images/s{_perturbed(training)}"
+        epochs = training.config.epochs
+        epoch = min(training.steps_taken // training.batches.steps + 1, epochs)
+        self.bar.update(self.task, completed=training.steps_taken, description=f"epoch {epoch}/{epochs}", latest=latest)
 
     def epoch(self, record: EpochRecord) -> None:
         left = int(self.bar.tasks[0].remaining or 0)
         seconds = (time.monotonic() - self.start) * left / (record.step - self.first)
         remaining = f"  {duration(seconds)} remaining" if left and self.bar.disable else ""
-        self.console.print(f"{epoch_line(record)}{remaining}", soft_wrap=True)
+        validation = "" if record.val_accuracy is None else f"val {record.val_accuracy:6.2%}  "
+        self.console.print(
+            f"epoch {record.epoch}/{record.epochs}  loss {record.train_loss:.4f}  "
+            f"train {record.train_accuracy:6.2%}  {validation}test {record.test_accuracy:6.2%}  "
+            f"{record.images_per_second:,.0f} images/s{_perturbed(record)}{remaining}",
+            soft_wrap=True,
+        )
 
-    def end(self) -> None:
+    def end(self, *, complete: bool) -> None:
         self.bar.stop()
 
 
-def headline(config: TrainConfig, training: Training, where: str) -> str:
-    begun = f", resumed after {plural(training.steps_taken, 'step')}" if training.steps_taken else ""
-    return (
-        f"{config.optimizer} on {config.dataset} with {config.model} ({training.num_parameters:,} parameters), "
-        f"{plural(config.epochs, 'epoch')} of {plural(training.batches.steps, 'step')}{begun}; {where}"
-    )
-
-
-def epoch_line(record: EpochRecord) -> str:
-    perturbed = "" if record.sparsity is None else f"  density {1 - record.sparsity:.3f}  rho {record.rho:.3g}"
-    validation = "" if record.val_accuracy is None else f"val {record.val_accuracy:6.2%}  "
-    return (
-        f"epoch {record.epoch}/{record.epochs}  loss {record.train_loss:.4f}  "
-        f"train {record.train_accuracy:6.2%}  {validation}test {record.test_accuracy:6.2%}  "
-        f"{record.images_per_second:,.0f} images/s{perturbed}"
-    )
+def _perturbed(one: Training | EpochRecord) -> str:
+    return "" if one.sparsity is None else f"  density {1 - one.sparsity:.3f}  rho {one.rho:.3g}"
 
 
 def duration(seconds: float) -> str:
@@ -103,3 +101,36 @@ def duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
+class Curves(RunObserver):
+    """Curves of TensorBoard, Weights & Biases or MLflow; an ImportError at once if it is not installed."""
+
+    def __init__(self, kind: str, name: str | None) -> None:
+        self.kind, self.name = kind, name
+        package, installed = "pytorch_lightning", f"pytorch-lightning {kind}"
+        if kind == "tensorboard":
+            package, installed = "lightning_fabric", kind
+        with required_by(f"--logger {kind}", f"{installed}; or --logger none"):
+            importlib.import_module(kind)
+            self.loggers = importlib.import_module(f"{package}.loggers")
+
+    def begin(self, training: Training, where: Path) -> None:
+        name = self.name or where.name
+        if self.kind == "tensorboard":
+            self.logger = self.loggers.TensorBoardLogger(root_dir=where, name="tensorboard", version="")
+        elif self.kind == "wandb":
+            offline = os.environ.get("WANDB_MODE", "offline") == "offline"
+            self.logger = self.loggers.WandbLogger(name=name, save_dir=where, project="sparsesam", offline=offline)
+        else:
+            tracking = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(where / 'mlflow.db').resolve()}"
+            self.logger = self.loggers.MLFlowLogger("sparsesam", run_name=name, tracking_uri=tracking)
+        self.logger.log_hyperparams(asdict(training.config))
+
+    def epoch(self, record: EpochRecord) -> None:
+        curves = {name: value for name, value in asdict(record).items() if isinstance(value, float)}
+        grouped = {re.sub("^(train|val|test)_", r"\1/", name): value for name, value in curves.items()}
+        self.logger.log_metrics(grouped, step=record.epoch)
+
+    def end(self, *, complete: bool) -> None:
+        self.logger.finalize("success" if complete else "failed")

@@ -22,34 +22,30 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, fisher_data: Any, s
         return base
     if config.optimizer == "auto":
         return sparsesam.recommended(base, model, noisy_labels=config.label_noise > 0, strength=config.steps_ahead)
+    mask = None if config.optimizer in ("sam", "asam") else _mask(config, fisher_data, steps_per_epoch)
+    schedule, start = _rho_schedule(config, steps_per_epoch), round(config.ascent_start * steps_per_epoch)
     if config.ascent == "extrapolation":
+        ahead = 10.0 if config.steps_ahead is None else config.steps_ahead
         return sparsesam.ExtrapolatedSAM(
-            base,
-            model,
-            10.0 if config.steps_ahead is None else config.steps_ahead,
-            mask=None if config.optimizer in ("sam", "asam") else _mask(config, fisher_data, steps_per_epoch),
-            schedule=_rho_schedule(config, steps_per_epoch),
-            every=config.ascent_every,
-            start=round(config.ascent_start * steps_per_epoch),
+            base, model, ahead, mask=mask, schedule=schedule, every=config.ascent_every, start=start
         )
     common: dict[str, Any] = {
         "rho": config.rho,
         "adaptive": config.adaptive or config.optimizer == "asam",
         "eta": config.eta,
-        "rho_schedule": _rho_schedule(config, steps_per_epoch),
+        "rho_schedule": schedule,
         "ascent": config.ascent,
         "every": config.ascent_every,
         "off_steps": config.ascent_off_steps,
-        "start": round(config.ascent_start * steps_per_epoch),
+        "start": start,
         "ascent_fraction": config.ascent_fraction,
         "engine": config.engine,
     }
-    if config.optimizer in ("sam", "asam"):
-        if config.ascent.startswith("implicit"):
-            raise ValueError(f"ascent must not be {config.ascent!r} for {config.optimizer}: it acts through a mask")
-        return sparsesam.SAM(base, model, **common)
-    mask = _mask(config, fisher_data, steps_per_epoch)
-    return sparsesam.SSAM(base, model, mask=mask, norm=config.norm, **common)
+    if mask is not None:
+        return sparsesam.SSAM(base, model, mask=mask, norm=config.norm, **common)
+    if config.ascent.startswith("implicit"):
+        raise ValueError(f"ascent must not be {config.ascent!r} for {config.optimizer}: it acts through a mask")
+    return sparsesam.SAM(base, model, **common)
 
 
 def lr_factor(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
@@ -78,12 +74,12 @@ def _base(config: TrainConfig, model: nn.Module) -> Optimizer:
     else:
         make = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
         base = make(parameters, betas=config.betas, **common)
+    if (largest := config.clip_grad_norm) is not None:
 
-    def clip(base: Optimizer, args: Any, kwargs: Any) -> None:
-        """It sees the gradient at w + e, averaged over ranks and unscaled."""
-        torch.nn.utils.clip_grad_norm_(parameters, config.clip_grad_norm or math.inf)
+        def clip(*_: Any) -> None:
+            """It sees the gradient at w + e, averaged over ranks and unscaled."""
+            torch.nn.utils.clip_grad_norm_(parameters, largest)
 
-    if config.clip_grad_norm is not None:
         base.register_step_pre_hook(clip)
     return base
 

@@ -41,9 +41,7 @@ def _commit() -> str | None:
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(here), *arguments], capture_output=True, text=True, check=True
-        ).stdout.strip()
+        return subprocess.check_output(["git", *arguments], cwd=here, text=True, stderr=subprocess.DEVNULL).strip()
 
     try:
         # An installed copy may be inside another project's checkout: only a tracked file is in ours.

@@ -42,6 +42,11 @@ class EpochRecord:
     step_seconds: list[float]
 
 
+def best_of(epochs: Sequence[EpochRecord]) -> EpochRecord:
+    """The first with the highest accuracy on validation images, or on test images where the run has no others."""
+    return max(epochs, key=lambda one: one.test_accuracy if one.val_accuracy is None else one.val_accuracy)
+
+
 def read_epochs(path: Path) -> list[EpochRecord]:
     """The records of kind "epoch" in a run's ``records.jsonl``."""
     return [EpochRecord(**record) for record in read_records(path) if record.pop("kind") == "epoch"]
@@ -81,8 +86,7 @@ class RunResult:
 
 def run_result(training: Training, epochs: Sequence[EpochRecord]) -> RunResult:
     """From the records of all epochs, and the state at the end."""
-    last, best, steps = epochs[-1], training.best, training.steps_taken
-    assert best is not None
+    last, best, steps = epochs[-1], best_of(epochs), training.steps_taken
     warm = _warm_median([seconds for record in epochs for seconds in record.step_seconds], WARM_UP)
     return RunResult(
         test_accuracy=last.test_accuracy,

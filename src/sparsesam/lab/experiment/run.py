@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,14 +25,12 @@ from sparsesam.lab.experiment import checkpoint
 from sparsesam.lab.experiment.batches import Batches, load_splits
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.errors import CheckpointError, DivergedError, Interrupted
-from sparsesam.lab.experiment.initial_weights import initialize
-from sparsesam.lab.experiment.loggers import LogEpoch, check_logger, open_logger
-from sparsesam.lab.experiment.observers import RunObserver
+from sparsesam.lab.experiment.observers import Curves, RunObserver
 from sparsesam.lab.experiment.provenance import provenance
-from sparsesam.lab.experiment.result import EpochRecord, RunResult, read_epochs, run_result
+from sparsesam.lab.experiment.result import EpochRecord, RunResult, best_of, read_epochs, run_result
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
-from sparsesam.lab.experiment.training import BestEpoch, Sums, Training
+from sparsesam.lab.experiment.training import Sums, Training
 
 #: By default masks are recorded if those of the whole run take no more than this.
 SMALL_BYTES = 16 * 2**20
@@ -54,10 +52,10 @@ def run_training(
     fabric = make_fabric(config, environment)
     directory = RunDirectory(environment.directory(config))
     main = fabric.global_rank == 0
-    if not main:
-        environment, observer = replace(environment, logger="none", record_masks=False), None
+    observers = [observer] if main and observer is not None else []
+    if main and environment.logger != "none":
+        observers.append(Curves(environment.logger, environment.name))
     with torch.random.fork_rng(), torch_threads(environment.threads):
-        check_logger(environment.logger)
         if main:
             directory.check(config, resume=environment.resume)
         shows_progress = main and type(observer) is not RunObserver and sys.stdout.isatty()
@@ -69,7 +67,7 @@ def run_training(
                 _restore(training, directory)
             extended = directory.begin(config, resume=environment.resume) if main else None
             try:
-                return _Run(config, environment, training, directory, observer or RunObserver()).train(extended, stop)
+                return _Run(environment, training, directory, observers).train(extended, stop)
             except Exception as error:
                 if main and not isinstance(error, Interrupted | CheckpointError):
                     directory.write_failure(error)
@@ -107,7 +105,7 @@ def make_training(
     model = models.build_model(config.model, splits.num_classes, splits.in_channels, splits.image_size)
     if config.init_from is not None:
         try:
-            initialize(model, Path(config.init_from))
+            checkpoint.initialize(model, Path(config.init_from))
         except CheckpointError as error:
             raise ValueError(f"init_from: {error}") from error
     return Training(config, model, batches, fabric, record_times=environment.record_times)
@@ -126,21 +124,17 @@ def _restore(training: Training, directory: RunDirectory) -> None:
         directory.rewind(training.steps_taken if is_begun else -1)
 
 
-@dataclass
 class _Run:
-    """The training of one run, and what is recorded of it."""
+    """The training of one run, and what is recorded of it; only rank 0 writes."""
 
-    config: TrainConfig
-    environment: RunEnvironment
-    training: Training
-    directory: RunDirectory
-    observer: RunObserver
-
-    def __post_init__(self) -> None:
-        training, self.records_masks = self.training, self.environment.record_masks
-        if self.records_masks is None:
-            self.records_masks = masks_are_small(self.config, training.num_parameters, training.batches.steps)
-        self.main = training.fabric.global_rank == 0
+    def __init__(
+        self, environment: RunEnvironment, training: Training, directory: RunDirectory, observers: list[RunObserver]
+    ) -> None:
+        self.environment, self.training, self.directory, self.observers = environment, training, directory, observers
+        self.config, self.main = training.config, training.fabric.global_rank == 0
+        small = masks_are_small(self.config, training.num_parameters, training.batches.steps)
+        self.records_masks = self.main and (small if environment.record_masks is None else environment.record_masks)
+        self.epochs = read_epochs(directory.records) if self.main else []
         self.saved_at, self.masks = training.steps_taken, training.cost.masks
 
     def train(self, extended: int | None, stop: Callable[[], bool]) -> RunResult:
@@ -156,12 +150,14 @@ class _Run:
             kind = "extend" if extended is not None else "resume" if training.steps_taken else "run"
             before = {} if extended is None else {"epochs_before": extended}
             directory.append({"kind": kind, "step": training.steps_taken, **before, **origin})
-        self.observer.begin(self.config, training, str(directory.path))
-        with stop_on_signal() as signalled, open_logger(self.config, self.environment, directory.path) as log:
+        for observer in self.observers:
+            observer.begin(training, directory.path)
+        complete = False
+        with stop_on_signal() as signalled:
             try:
                 while not training.finished:
                     if training.advance(lambda: signalled() or stop(), self._on_step):
-                        self._complete_epoch(log)
+                        self._complete_epoch()
                     elif self.main:
                         self._save()
                     if training.stop_requested and not training.finished:
@@ -169,14 +165,15 @@ class _Run:
                             f"stopped after {plural(training.steps_taken, 'step')} and saved; "
                             f"continue with: {self.environment.resume_command(directory.path)}"
                         )
+                complete = True
             except DivergedError as error:
                 last = directory.last
                 kept = f"the last good state is in {last}" if last.exists() else "no epoch was complete"
                 raise DivergedError(f"{error}; {kept}") from None
             finally:
-                self.observer.end()
-        result = run_result(training, read_epochs(directory.records)) if self.main else None
-        result = training.fabric.broadcast(result)
+                for observer in self.observers:
+                    observer.end(complete=complete)
+        result = training.fabric.broadcast(run_result(training, self.epochs) if self.main else None)
         assert result is not None
         if self.main:
             directory.append({"kind": "result", "step": training.steps_taken, **asdict(result)})
@@ -184,36 +181,35 @@ class _Run:
         return result
 
     def _on_step(self) -> None:
-        """Call the observer, write a new mask, save a checkpoint that is due."""
+        """Call the observers, write a new mask, save a checkpoint that is due."""
         training = self.training
-        self.observer.step(training)
+        for observer in self.observers:
+            observer.step(training)
         # Before the checkpoint: a resumed run removes the masks that come after it, and makes them again.
         if self.records_masks and training.cost.masks > self.masks:
-            self.directory.write_masks(training.steps_taken - 1, training.masks)
+            self.directory.write_masks(training.steps_taken - 1, training.optimizer.masks)  # type: ignore[attr-defined]
             self.masks = training.cost.masks
         every = self.environment.checkpoint_steps
         if self.main and every is not None and training.synced and training.steps_taken - self.saved_at >= every:
             self._save()
             self.saved_at = training.steps_taken
 
-    def _complete_epoch(self, log: LogEpoch) -> None:
+    def _complete_epoch(self) -> None:
         """Evaluate, record and save; the checkpoint comes last, so that a run killed before it repeats this epoch."""
-        training = self.training
         record = self._epoch_record()
-        this = BestEpoch(record.epoch, record.val_accuracy, record.test_accuracy)
-        is_best = training.best is None or this.score > training.best.score
-        if is_best:
-            training.best = this
         if not self.main:
             return
-        if is_best:
+        training = self.training
+        self.epochs.append(record)
+        if best_of(self.epochs) is record:
             tested = training.module if training.ema is None else training.ema.module
-            content = {"config": asdict(self.config), "model": tested.state_dict(), **this._asdict()}
+            figures = {name: getattr(record, name) for name in ("epoch", "val_accuracy", "test_accuracy")}
+            content = {"config": asdict(self.config), "model": tested.state_dict(), **figures}
             checkpoint.save(self.directory.best, content)
         self.directory.append({"kind": "epoch", **asdict(record)})
         self._save()
-        log(record)
-        self.observer.epoch(record)
+        for observer in self.observers:
+            observer.epoch(record)
 
     def _epoch_record(self) -> EpochRecord:
         training = self.training

@@ -55,12 +55,15 @@ class RunDirectory:
     def locked(self) -> Iterator[None]:
         """Refuse a second run here. The lock ends with the process, even if it is killed."""
         self.path.mkdir(parents=True, exist_ok=True)
-        holder = self.path / "running.json"
-        lock = FileLock(self.path / "running.lock")
+        holder, lock = self.path / "running.json", FileLock(self.path / "running.lock")
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            raise RunError(f"{self.path} is in use by {_holder(holder)}; choose another --out, or wait") from None
+            process = "another process"
+            with suppress(OSError, ValueError, KeyError):
+                found = json.loads(holder.read_text())
+                process = f"process {found['pid']} on {found['host']}"
+            raise RunError(f"{self.path} is in use by {process}; choose another --out, or wait") from None
         try:
             holder.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
             yield
@@ -186,11 +189,3 @@ def write_atomically(path: Path, text: str) -> None:
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8", errors="replace")
     part.replace(path)
-
-
-def _holder(path: Path) -> str:
-    try:
-        holder = json.loads(path.read_text())
-        return f"process {holder['pid']} on {holder['host']}"
-    except (OSError, ValueError, KeyError):
-        return "another process"

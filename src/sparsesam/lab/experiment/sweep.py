@@ -82,29 +82,29 @@ def read_sweep(file: str | Path, *, overrides: Mapping[str, Any], seeds: int | N
         if not isinstance(content, dict):
             raise ValueError("it must contain keys and values, such as `grid: {rho: [0.1, 0.2]}`")
         check_names(content, _KEYS)
-        variants = expand(content.get("settings"), content.get("variants"), content.get("grid"), overrides)
-        return Sweep(content.get("title", name), variants, _seeds(content.get("seeds", 1) if seeds is None else seeds))
+        asked = content.get("seeds", 1) if seeds is None else seeds
+        chosen = list(range(asked)) if isinstance(asked, int) else list(asked)
+        if not chosen:
+            raise ValueError(f"seeds must be at least 1, or a list of seeds, got {asked}")
+        return Sweep(content.get("title", name), _variants(content, overrides), chosen)
     except (yaml.YAMLError, TypeError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from error
 
 
-def expand(
-    settings: Mapping[str, Any] | None,
-    variants: Mapping[str, Mapping[str, Any]] | None,
-    grid: Mapping[str, Sequence[Any]] | None,
-    overrides: Mapping[str, Any],
-) -> dict[str, TrainConfig]:
+def _variants(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, TrainConfig]:
     """Every variant with every combination of the grid's values, labelled by the values that distinguish it."""
-    for source in (settings, *(variants or {}).values(), grid, overrides):
-        check_names(source or {}, names_of(TrainConfig))
-    for name, values in (grid or {}).items():
+    settings, grid = content.get("settings") or {}, content.get("grid") or {}
+    variants = content.get("variants") or {"": {}}
+    for source in (settings, *variants.values(), grid, overrides):
+        check_names(source, names_of(TrainConfig))
+    for name, values in grid.items():
         if not isinstance(values, list):
             raise ValueError(f"grid must have a list of values for each setting, got {values!r} for {name}")
-    axes = [[(name, value) for value in values] for name, values in (grid or {}).items()]
+    axes = [[(name, value) for value in values] for name, values in grid.items()]
     configs: dict[str, TrainConfig] = {}
-    for label, own in (variants or {"": {}}).items():
+    for label, own in variants.items():
         for point in itertools.product(*axes):
-            config = from_mapping(TrainConfig, {**(settings or {}), **dict(point), **own, **overrides})
+            config = from_mapping(TrainConfig, {**settings, **dict(point), **own, **overrides})
             without = {*unused(config), *own, *overrides}
             words = [label, *(f"{name} {value}" for name, value in point if name not in without)]
             # Points that differ only in settings which the variant does not use (rho of SGD) are one.
@@ -126,10 +126,3 @@ def _read(file: str | Path) -> tuple[str, str]:
         f"{file} does not exist: pass a YAML file or a sweep that comes with sparsesam ({', '.join(packaged)})"
         f"{suggestion(str(file), [*here, *packaged])}"
     )
-
-
-def _seeds(value: int | list[int]) -> list[int]:
-    seeds = list(range(value)) if isinstance(value, int) else list(value)
-    if not seeds:
-        raise ValueError(f"seeds must be at least 1, or a list of seeds, got {value}")
-    return seeds

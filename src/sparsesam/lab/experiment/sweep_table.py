@@ -11,9 +11,9 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table as RichTable
+from rich.table import Table
 
-from sparsesam.lab.display import Table, cells, finished_of, percent, plural, ratio, significant, to_rich
+from sparsesam.lab.display import finished_of, percent, plural, ratio, significant
 from sparsesam.lab.experiment.calibration import SweepCalibration
 from sparsesam.lab.experiment.execution import Outcome
 from sparsesam.lab.experiment.observers import duration
@@ -47,13 +47,13 @@ class SweepProgress:
             with Live(get_renderable=self._view, console=self.console, refresh_per_second=1, redirect_stderr=False):
                 yield
             return
-        self.console.print(self._status(), soft_wrap=True)
+        self._print(self._status())
         try:
             yield
         finally:
             self.console.print(self.draw())
             for line in self._warning_lines():
-                self.console.print(line, soft_wrap=True, markup=False)
+                self._print(line)
 
     def ended(self, outcome: Outcome) -> None:
         """A run has ended: a line in a log, and its warnings are collected."""
@@ -65,7 +65,9 @@ class SweepProgress:
             ending = f"test {result['test_accuracy']:.2%}, {duration(result['seconds'])} of training"
         else:
             ending = f"failed: {job.failure}" if outcome.status == "failed" else outcome.status
-        line = f"{job.label}, seed {job.config.seed}: {ending}; {self._status()}"
+        self._print(f"{job.label}, seed {job.config.seed}: {ending}; {self._status()}")
+
+    def _print(self, line: str) -> None:
         self.console.print(line, soft_wrap=True, markup=False)
 
     def _view(self) -> RenderableType:
@@ -106,7 +108,7 @@ def epochs_done(job: Job) -> int:
     return sum(record["kind"] == "epoch" for record in records)
 
 
-def sweep_table(title: str, jobs: Sequence[Job], calibration: SweepCalibration | None = None) -> RichTable:
+def sweep_table(title: str, jobs: Sequence[Job], calibration: SweepCalibration | None = None) -> Table:
     """A row for each variant: the means over its finished seeds, and the cost relative to the first variant's.
 
     Costs are times that were measured together, or forward and backward passes where there is no calibration.
@@ -117,25 +119,23 @@ def sweep_table(title: str, jobs: Sequence[Job], calibration: SweepCalibration |
     results = {label: [found for job in members if (found := job.result)] for label, members in variants.items()}
     costs = {label: _cost(members[0], results[label], calibration) for label, members in variants.items()}
     first, unit = next(iter(costs.items()))
-    rows = []
+    table, measured = Table(title=title), "forward-backwards" if calibration is None else "time"
+    for heading in ("", "test accuracy", f"{measured} / {first}", "sparsity", "seeds"):
+        table.add_column(heading, justify="right" if heading else "left", overflow="fold")
     for label, members in variants.items():
         finished, cost = results[label], costs[label]
         accuracies = [result["test_accuracy"] for result in finished]
         mean = statistics.fmean(accuracies) if accuracies else None
         deviation = statistics.stdev(accuracies) if len(accuracies) > 1 else None
         seeds = finished_of(len(finished), len(members), sum(job.failure is not None for job in members))
-        rows.append(
-            cells(
-                label,
-                percent(mean, deviation),
-                ratio(cost / unit if cost and unit else None),
-                significant(finished[0]["sparsity"] if finished else None),
-                ", ".join([seeds, *_running(members)]),
-            )
+        table.add_row(
+            label,
+            percent(mean, deviation),
+            ratio(cost / unit if cost and unit else None),
+            significant(finished[0]["sparsity"] if finished else None),
+            ", ".join([seeds, *_running(members)]),
         )
-    what = "forward-backwards" if calibration is None else "time"
-    columns = ["", "test accuracy", f"{what} / {first}", "sparsity", "seeds"]
-    return to_rich(Table("sweep", "", columns, rows), title)
+    return table
 
 
 def _cost(job: Job, results: Sequence[Mapping[str, Any]], calibration: SweepCalibration | None) -> float | None:

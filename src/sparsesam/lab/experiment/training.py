@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from lightning_fabric import Fabric
@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import sparsesam
 from sparsesam.lab.experiment.batches import Batch, Batches
 from sparsesam.lab.experiment.config import TrainConfig
-from sparsesam.lab.experiment.cost import FlopCounter, StepCost, plain_pass_flops
+from sparsesam.lab.experiment.cost import FlopCounter, StepCost, StepName, plain_pass_flops
 from sparsesam.lab.experiment.errors import DivergedError
 from sparsesam.lab.experiment.optimizers import lr_factor, make_optimizer
 from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
@@ -27,19 +27,6 @@ from sparsesam.masks.scores import ScoreContext
 
 #: Reading the loss synchronizes with a GPU, and all ranks must do it together: only every `SYNC_EVERY` steps there.
 SYNC_EVERY = 20
-
-
-class BestEpoch(NamedTuple):
-    """The accuracies of the best epoch so far."""
-
-    epoch: int
-    val_accuracy: float | None
-    test_accuracy: float
-
-    @property
-    def score(self) -> float:
-        """What the best epoch has most of: accuracy on validation images, where the run has them."""
-        return self.test_accuracy if self.val_accuracy is None else self.val_accuracy
 
 
 @dataclass
@@ -58,23 +45,16 @@ class Training:
     """Model, optimizer and state of one run. `advance` takes steps until the epoch ends or ``stop`` returns True.
 
     ``record_times`` keeps the seconds of every step, without the mask it makes and the images it waits for; on a GPU
-    each step is then synchronized. ``clock`` is what all seconds are measured with.
+    each step is then synchronized.
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        model: nn.Module,
-        batches: Batches,
-        fabric: Fabric,
-        *,
-        record_times: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
+        self, config: TrainConfig, model: nn.Module, batches: Batches, fabric: Fabric, *, record_times: bool = False
     ) -> None:
         self.config, self.batches, self.fabric = config, batches, fabric
-        self.record_times, self.clock = record_times, clock
+        self.record_times = record_times
+        self.clock: Callable[[], float] = time.perf_counter
         self.steps_taken, self.sums = 0, Sums()
-        self.best: BestEpoch | None = None
         self.stop_requested = False  # whether a rank was asked to stop in the last step
         self.synced = False  # whether the loss is known to be finite up to this step
         self.module = model
@@ -126,11 +106,6 @@ class Training:
         return None if rho is None else float(rho)
 
     @property
-    def masks(self) -> dict[str, Tensor]:
-        """The masks in use, by parameter; empty without any."""
-        return getattr(self.optimizer, "masks", {})
-
-    @property
     def forward_backwards(self) -> float:
         """Cost of the steps so far in forward and backward passes over a batch."""
         return self.cost.total(self.config.batch_size)
@@ -169,10 +144,7 @@ class Training:
 
     def _sync(self, totals: Tensor, stop: Callable[[], bool]) -> bool:
         """Add the loss and the right answers of the last steps to ``sums``; whether a rank is asked to stop."""
-        seen = [*totals.tolist(), float(stop())]
-        if self.fabric.world_size > 1:
-            seen = self.fabric.all_reduce(totals.new_tensor(seen), reduce_op="sum").tolist()  # type: ignore[union-attr]
-        loss, correct, asked = seen
+        loss, correct, asked = self._summed(totals.new_tensor([*totals.tolist(), float(stop())]))
         self.sums.loss, self.sums.correct = self.sums.loss + loss, self.sums.correct + correct
         if not math.isfinite(loss):
             rho = "" if self.rho is None else f" or rho ({self.rho})"
@@ -214,7 +186,7 @@ class Training:
             group["lr"] = rate * factor
         place = (self.steps_taken, self.fabric.global_rank)
         seed_global(derive(self.config.seed, Purpose.STEP, *place), self.fabric.device)
-        kind: Literal["ascent", "plain"] = "ascent" if getattr(self.optimizer, "needs_first_pass", False) else "plain"
+        kind: StepName = "ascent" if getattr(self.optimizer, "needs_first_pass", False) else "plain"
         masks = self.cost.masks
         with nullcontext() if kind in self.cost.per_image else FlopCounter() as counter:
             figures = self._passes(batch)
@@ -256,11 +228,9 @@ class Training:
     def _accumulated(self, images: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Add the gradient of the mean loss, in as many parts as asked for; the loss, and the right answers."""
         count = self.config.accumulate
-        parts = list(zip(images.tensor_split(count), labels.tensor_split(count), strict=True))
+        parts = list(zip(images.chunk(count), labels.chunk(count), strict=True))
         losses, correct = [], []
         for number, (some, targets) in enumerate(parts):
-            if not len(some):
-                continue
             with self.fabric.no_backward_sync(self.model, enabled=number < len(parts) - 1):
                 scores = self._forward(some)
                 loss = cross_entropy(scores, targets, label_smoothing=self.config.label_smoothing)
@@ -280,11 +250,13 @@ class Training:
                 torch.distributed.broadcast(buffer, 0)
         # Not the wrapped model: its forward would wait for ranks that have fewer batches.
         model = self.module if self.ema is None else self.ema
-        totals = loss_and_accuracy(model, self.batches.evaluation(split), self.fabric)
-        if self.fabric.world_size > 1:
-            totals = self.fabric.all_reduce(totals, reduce_op="sum")  # type: ignore[assignment]
-        loss, correct, images = totals.tolist()
+        loss, correct, images = self._summed(loss_and_accuracy(model, self.batches.evaluation(split), self.fabric))
         return loss / images, correct / images
+
+    def _summed(self, values: Tensor) -> list[float]:
+        """Over all ranks."""
+        summed: list[float] = self.fabric.all_reduce(values, reduce_op="sum").tolist()  # type: ignore[union-attr]
+        return summed
 
     # ---- checkpoints -------------------------------------------------------------------------------------
 
@@ -293,7 +265,6 @@ class Training:
         return {
             "position": dict(zip(("epoch", "step"), divmod(self.steps_taken, self.batches.steps), strict=True)),
             "sums": asdict(self.sums),
-            "best": None if self.best is None else self.best._asdict(),
             "cost": asdict(self.cost),
             "model": self.module.state_dict(),
             "ema": None if self.ema is None else self.ema.state_dict(),
@@ -304,7 +275,6 @@ class Training:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps_taken = state["position"]["epoch"] * self.batches.steps + state["position"]["step"]
         self.sums = Sums(**state["sums"])
-        self.best = None if state["best"] is None else BestEpoch(**state["best"])
         self.cost = StepCost(**state["cost"])
         self.module.load_state_dict(state["model"])
         if self.ema is not None:

@@ -21,7 +21,6 @@ from sparsesam.lab.experiment import checkpoint
 from sparsesam.lab.experiment.batches import Batches, Split, load_splits
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import CheckpointError
-from sparsesam.lab.experiment.initial_weights import read_weights, weights_of
 from sparsesam.lab.experiment.run import make_fabric
 from sparsesam.lab.experiment.run_directory import RunDirectory, read_mask_file
 from sparsesam.lab.experiment.setting_types import PositiveInt, check_settings, option
@@ -113,9 +112,9 @@ class TrainedRun:
     def weights(self) -> dict[str, Tensor]:
         """The state dict of the model as it was tested: the moving average, where the run has one."""
         if self.file not in (self.directory.best, self.directory.last):
-            return read_weights(self.file)
+            return checkpoint.read_weights(self.file)
         try:
-            return weights_of(self._content)
+            return checkpoint.weights_of(self._content)
         except KeyError as error:
             raise CheckpointError(f"{self.file} lacks {error}; it is not the {self.file.name} of a run") from None
 
