@@ -227,17 +227,14 @@ def hessian_diagonal(hessian: HessianOperator, *, probes: int | None = None, see
     """The diagonal: exactly, by one product per weight, or as the mean of z ⊙ Hz over ``probes`` random signs."""
     if probes is not None:
         check_count("probes", probes, "None is the exact diagonal")
-    diagonal = torch.zeros(hessian.size, dtype=torch.float64, device=hessian.device)
+    total = torch.zeros(hessian.size, dtype=torch.float64, device=hessian.device)
     generator = torch.Generator().manual_seed(seed)
     with hessian.measuring():
-        if probes is None:
-            basis = torch.zeros(hessian.size, dtype=hessian.dtype, device=hessian.device)
-            for index in range(hessian.size):
-                basis[index] = 1
-                diagonal[index] = (hessian @ basis)[index]
-                basis[index] = 0
-        else:
-            for _ in range(probes):
+        for index in range(probes or hessian.size):
+            if probes is None:
+                z = torch.zeros_like(total)
+                z[index] = 1
+            else:
                 z = hessian.random_vector(generator, "signs")
-                diagonal += z * (hessian @ z) / probes
-    return np.asarray(diagonal.cpu().numpy())
+            total += z * (hessian @ z)
+    return np.asarray((total / (probes or 1)).cpu().numpy())

@@ -38,7 +38,7 @@ class HessianOperator:
         self.products = 0
         self.keep_graph = keep_graph
         self.notes: list[str] = []
-        self._graphs: dict[int, list[Tensor | None]] = {}
+        self._graphs: dict[int, Sequence[Tensor]] = {}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -92,44 +92,35 @@ class HessianOperator:
             vector = torch.randint(0, 2, (self.size,), generator=generator).double() * 2 - 1
         return vector.to(self.device)
 
-    def _gradient(self, index: int) -> list[Tensor | None]:
+    def _gradient(self, index: int) -> Sequence[Tensor]:
         if index in self._graphs:
             return self._graphs[index]
         loss = self.objective.batch_loss(index)
         if not loss.requires_grad:
-            return [None] * len(self.tensors)
-        gradient: list[Tensor | None] = list(
-            torch.autograd.grad(loss, self.tensors, create_graph=True, allow_unused=True)
-        )
+            return [torch.zeros_like(tensor) for tensor in self.tensors]
+        gradient = torch.autograd.grad(loss, self.tensors, create_graph=True, materialize_grads=True)
         if self.keep_graph:
             self._graphs[index] = gradient
         return gradient
 
-    def _product(self, index: int, parts: Sequence[Tensor]) -> Tensor:
-        gradient = self._gradient(index)
-        pairs = [(g, v) for g, v in zip(gradient, parts, strict=True) if g is not None and g.requires_grad]
-        found: Sequence[Tensor | None] = [None] * len(self.tensors)
-        if pairs:
-            ends, starts = zip(*pairs, strict=True)
-            found = torch.autograd.grad(ends, self.tensors, starts, retain_graph=self.keep_graph, allow_unused=True)
-        zeros = (
-            torch.zeros_like(tensor) if part is None else part for part, tensor in zip(found, self.tensors, strict=True)
+    def _product(self, index: int, vector: Sequence[Tensor]) -> Tensor:
+        pairs = [(g, v) for g, v in zip(self._gradient(index), vector, strict=True) if g.requires_grad]
+        if not pairs:
+            return torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        gradient, vector = zip(*pairs, strict=True)
+        product = torch.autograd.grad(
+            gradient, self.tensors, vector, retain_graph=self.keep_graph, materialize_grads=True
         )
-        return torch.cat([(part.to_dense() if part.is_sparse else part).reshape(-1).to(self.dtype) for part in zeros])
+        return torch.cat([part.to_dense().reshape(-1).to(self.dtype) for part in product])
 
     def _find_notes(self) -> list[str]:
         """Notes on parameters that the loss does not depend on, and on operations that are not smooth."""
-        loss = self.objective.batch_loss(0)
-        gradient = (
-            torch.autograd.grad(loss, self.tensors, allow_unused=True, retain_graph=True)
-            if loss.requires_grad
-            else [None] * len(self.tensors)
-        )
-        unused = [name for name, part in zip(self.parameters, gradient, strict=True) if part is None]
-        notes = []
-        if unused:
-            notes.append(f"the loss does not depend on {', '.join(unused)}: zero rows")
-        kinks = sorted(_kinks(loss))
+        nodes = _graph(self.objective.batch_loss(0))
+        used = {id(getattr(node, "variable", None)) for node in nodes}
+        unused = [name for name, tensor in self.parameters.items() if id(tensor) not in used]
+        notes = [f"the loss does not depend on {', '.join(unused)}: zero rows"] if unused else []
+        names = {node.name().removesuffix("0").removesuffix("Backward") for node in nodes}
+        kinks = sorted(name for name in names if any(kinked in name.lower() for kinked in _KINKED))
         if kinks:
             notes.append(
                 f"not smooth ({', '.join(kinks)}): the Hessian is that of the smooth piece at these weights, "
@@ -138,18 +129,13 @@ class HessianOperator:
         return notes
 
 
-def _kinks(loss: Tensor) -> set[str]:
-    """Names of the loss's operations whose derivative jumps, found in its graph."""
-    found: set[str] = set()
-    seen: set[Any] = set()
+def _graph(loss: Tensor) -> set[Any]:
+    """The nodes of the loss's backward graph: operations, and one for each tensor with a gradient."""
+    found: set[Any] = set()
     waiting = [loss.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        name = node.name().removesuffix("0").removesuffix("Backward")
-        if any(kinked in name.lower() for kinked in _KINKED):
-            found.add(name)
-        waiting.extend(parent for parent, _ in node.next_functions)
+        if node is not None and node not in found:
+            found.add(node)
+            waiting.extend(parent for parent, _ in node.next_functions)
     return found

@@ -1,8 +1,5 @@
 """Lanczos' method for a symmetric operator given by its products, with full reorthogonalization.
 
-Sums and coefficients are float64. The basis is kept in float64 too while that needs at most one gibibyte, and in the
-products' own dtype beyond, which is as exact as the products are.
-
 Why not SciPy's eigsh: it needs 21 products for five eigenvalues to 1e-3 where this needs 13 to 17 (python -m
 benchmarks.hessian), runs on the CPU only, and would be a dependency of the core.
 """
@@ -18,16 +15,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sparsesam.analysis.results import Array
 from sparsesam.masks.checks import check_choice
 
 Which = Literal["largest", "smallest", "magnitude"]
 Product = Callable[[Tensor], Tensor]
-Array = npt.NDArray[np.float64]
 
 _SPACE = 1 << 30  # bytes
 _NEGLIGIBLE = 1e-6
 _STRICTER = 0.3
-_CHUNK = 1 << 22  # entries converted to float64 at a time
 
 
 @dataclass(frozen=True)
@@ -58,56 +54,103 @@ def top_eigenpairs(
     below a millionth of the largest count as zero.
     """
     check_choice("which", which, get_args(Which))
-    size = len(start)
-    most = min(max(max_basis, 2 * count + 2), size)
-    basis = _Basis(most + 1, start, storage)
-    projected = np.zeros((most, most))
+    most = min(max(max_basis, 2 * count + 2), len(start))
+    space = KrylovSpace(product, start, most, storage)
     products = 0
     while True:
-        step = basis.count - 1
-        image = product(basis.last()).double()
+        space.extend()
         products += 1
-        coefficients, length = basis.extend(image)
-        projected[: step + 1, step] = projected[step, : step + 1] = coefficients
-        scale = float(np.abs(projected).max())
-        ended = length <= 1e-12 * scale or step + 1 == size
-        ritz, mixing = np.linalg.eigh(projected[: step + 1, : step + 1])
+        ritz, mixing = np.linalg.eigh(space.projected)
+        residuals = np.abs(space.remainder * mixing[-1])
         order = _order(ritz, which)
-        residuals = np.zeros(len(ritz)) if ended else np.abs(length * mixing[-1])
-        errors = _errors(ritz, residuals)
         wanted = order[:count]
-        good = len(wanted) == count and bool(
-            np.all(residuals[wanted] <= _STRICTER * tolerance * np.maximum(np.abs(ritz[wanted]), _NEGLIGIBLE * scale))
-        )
-        if ended and len(wanted) < count and products < max_products:
-            # An invariant subspace with fewer eigenvalues than requested: continue in its complement.
-            if basis.refresh(step + 1):
-                continue
-        if ended or good or products >= max_products:
-            vectors = [basis.combine(mixing[:, index]) for index in wanted]
-            return Eigenpairs(ritz[wanted], errors[wanted], vectors, good or ended)
-        if step + 1 == most:
+        least = _NEGLIGIBLE * float(np.abs(space.projected).max())
+        close = residuals[wanted] <= _STRICTER * tolerance * np.maximum(np.abs(ritz[wanted]), least)
+        converged = len(wanted) == count and bool(close.all())
+        if converged or products >= max_products:
+            vectors = [space.combine(mixing[:, index]) for index in wanted]
+            return Eigenpairs(ritz[wanted], _errors(ritz, residuals)[wanted], vectors, converged)
+        if space.is_invariant:  # with fewer eigenvalues than requested: continue in its complement
+            space.append_random()
+        elif len(ritz) == most:
             kept = order[: min(count + (most - count) // 2, most - 1)]
-            basis.restart(mixing[:, kept])
-            projected[:] = 0
-            projected[range(len(kept)), range(len(kept))] = ritz[kept]
+            space.restart(ritz[kept], mixing[:, kept])
 
 
 def lanczos(product: Product, start: Tensor, steps: int, *, storage: torch.dtype = torch.float64) -> Array:
-    """The tridiagonal Lanczos matrix, (m, m) with m = steps, or smaller if the Krylov space is exhausted."""
-    basis = _Basis(steps + 1, start, storage)
-    diagonal: list[float] = []
-    beside: list[float] = []
-    scale = 0.0
-    for _ in range(steps):
-        coefficients, length = basis.extend(product(basis.last()).double())
-        diagonal.append(float(coefficients[-1]))
-        scale = max(scale, abs(diagonal[-1]), length)
-        if length <= 1e-12 * scale:
-            break
-        beside.append(length)
-    size = len(diagonal)
-    return np.diag(diagonal) + np.diag(beside[: size - 1], 1) + np.diag(beside[: size - 1], -1)
+    """The Lanczos matrix, (m, m) with m = steps, or smaller if the Krylov space is exhausted."""
+    space = KrylovSpace(product, start, steps, storage)
+    while len(space.projected) < steps and not space.is_invariant:
+        space.extend()
+    return space.projected
+
+
+class KrylovSpace:
+    """An orthonormal basis of span{v, Hv, H²v, …}, and ``projected``, the operator H in that basis.
+
+    ``remainder`` is the length of what the last product has outside of the space: 0 once the space is invariant.
+    Sums and coefficients are float64. The basis is kept in float64 too while that needs at most one gibibyte, and in
+    the products' own dtype beyond, which is as exact as the products are.
+    """
+
+    def __init__(self, product: Product, start: Tensor, most: int, storage: torch.dtype) -> None:
+        self._product = product
+        self._dtype = torch.float64 if (most + 1) * len(start) * 8 <= _SPACE else storage
+        self._generator = torch.Generator().manual_seed(len(start))
+        self._basis: list[Tensor] = []
+        self.projected = np.zeros((0, 0))
+        self.remainder = float(torch.linalg.vector_norm(start.double()))
+        if not self.remainder > 0:
+            raise ValueError("the start vector must not be zero")
+        self._append(start.double())
+
+    @property
+    def is_invariant(self) -> bool:
+        return self.remainder == 0
+
+    def extend(self) -> None:
+        """Apply the operator to the last vector, and append what is new of the product."""
+        image = self._product(self._basis[-1]).double()
+        coefficients = self._orthogonalize(image)
+        self.projected = np.pad(self.projected, (0, 1))
+        self.projected[:, -1] = self.projected[-1] = coefficients
+        self.remainder = float(torch.linalg.vector_norm(image))
+        if self.remainder <= 1e-12 * np.abs(self.projected).max() or len(self._basis) == len(image):
+            self.remainder = 0.0
+        else:
+            self._append(image)
+
+    def append_random(self) -> None:
+        """Append a random direction outside of the space."""
+        size, device = len(self._basis[0]), self._basis[0].device
+        vector = torch.randn(size, generator=self._generator, dtype=torch.float64).to(device)
+        self._orthogonalize(vector)
+        self._append(vector)
+
+    def combine(self, mixing: Array) -> Tensor:
+        """The combination of the first vectors, in float64 sums."""
+        total = torch.zeros_like(self._basis[0], dtype=torch.float64)
+        for weight, vector in zip(mixing.tolist(), self._basis[: len(mixing)], strict=True):
+            total.add_(vector, alpha=weight)
+        return total
+
+    def restart(self, ritz: Array, mixing: Array) -> None:
+        """Keep only the Ritz vectors given as columns, and the last vector."""
+        self._basis = [*(self.combine(column).to(self._dtype) for column in mixing.T), self._basis[-1]]
+        self.projected = np.diag(ritz)
+
+    def _append(self, vector: Tensor) -> None:
+        self._basis.append((vector / torch.linalg.vector_norm(vector)).to(self._dtype))
+
+    def _orthogonalize(self, vector: Tensor) -> Array:
+        """In place, against all vectors; returns the coefficients."""
+        total = np.zeros(len(self._basis))
+        for _ in range(2):  # the first pass leaves rounding errors; twice is enough
+            coefficients = torch.stack([one.double() @ vector for one in self._basis]).tolist()
+            for coefficient, one in zip(coefficients, self._basis, strict=True):
+                vector.add_(one, alpha=-coefficient)
+            total += coefficients
+        return total
 
 
 def _order(ritz: Array, which: Which) -> npt.NDArray[np.intp]:
@@ -119,81 +162,10 @@ def _order(ritz: Array, which: Which) -> npt.NDArray[np.intp]:
 def _errors(ritz: Array, residuals: Array) -> Array:
     """min(r, r² / gap), the gap being the distance to the nearest other Ritz value less its residual."""
     if len(ritz) == 1:
-        return residuals.copy()
+        return residuals
     distances = np.abs(ritz[:, None] - ritz) - residuals
     np.fill_diagonal(distances, np.inf)
     gaps = np.maximum(distances.min(axis=1), 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         squared = np.where(residuals > 0, residuals**2 / gaps, 0.0)
     return np.minimum(residuals, squared)
-
-
-class _Basis:
-    """Orthonormal vectors, row by row; the operator is applied to the last one next."""
-
-    def __init__(self, room: int, start: Tensor, storage: torch.dtype) -> None:
-        dtype = torch.float64 if room * len(start) * 8 <= _SPACE else storage
-        self._rows = torch.empty(room, len(start), dtype=dtype, device=start.device)
-        self._generator = torch.Generator().manual_seed(len(start))
-        length = torch.linalg.vector_norm(start.double())
-        if not float(length) > 0:
-            raise ValueError("the start vector must not be zero")
-        self._rows[0] = start.double() / length
-        self.count = 1
-
-    def last(self) -> Tensor:
-        return self._rows[self.count - 1]
-
-    def extend(self, image: Tensor) -> tuple[Array, float]:
-        """Orthogonalize a float64 vector, in place, against all rows and append it.
-
-        Returns its coefficients and the length of the remainder; nothing is appended when that is zero.
-        """
-        coefficients = torch.zeros(self.count, dtype=torch.float64, device=image.device)
-        for _ in range(2):  # the first pass leaves rounding errors; twice is enough
-            coefficients += self._project_out(image)
-        length = float(torch.linalg.vector_norm(image))
-        if length > 0 and self.count < len(self._rows):
-            self._rows[self.count] = image / length
-            self.count += 1
-        return coefficients.cpu().numpy(), length
-
-    def refresh(self, count: int) -> bool:
-        """Append a new random direction, orthogonal to the first ``count`` rows."""
-        if count >= len(self._rows):
-            return False
-        self.count = count
-        vector = torch.randn(self._rows.shape[1], generator=self._generator, dtype=torch.float64).to(self._rows.device)
-        _, length = self.extend(vector)
-        return length > 0
-
-    def combine(self, mixing: Array) -> Tensor:
-        """The combination of the first rows, in float64 sums."""
-        total = torch.zeros(self._rows.shape[1], dtype=torch.float64, device=self._rows.device)
-        for weight, row in zip(mixing.tolist(), self._rows[: len(mixing)], strict=True):
-            total.add_(row, alpha=weight)
-        return total
-
-    def restart(self, mixing: Array) -> None:
-        """Keep only the combinations given as columns, and the last row."""
-        last = self.last().clone()
-        weights = torch.from_numpy(mixing.T.copy()).to(self._rows.device)
-        rows = self._rows[: len(mixing)]
-        for columns in _chunks(rows.shape[1], max(1, _CHUNK // len(rows))):
-            rows[: len(weights), columns] = (weights @ rows[:, columns].double()).to(rows.dtype)
-        self.count = len(weights) + 1
-        self._rows[self.count - 1] = last
-
-    def _project_out(self, image: Tensor) -> Tensor:
-        rows = self._rows[: self.count]
-        coefficients = torch.zeros(self.count, dtype=torch.float64, device=image.device)
-        chunks = list(_chunks(len(image), max(1, _CHUNK // self.count)))
-        for columns in chunks:
-            coefficients += rows[:, columns].double() @ image[columns]
-        for columns in chunks:
-            image[columns] -= coefficients @ rows[:, columns].double()
-        return coefficients
-
-
-def _chunks(length: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
