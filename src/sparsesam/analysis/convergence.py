@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, hessian
+from torch.nn.utils import parameters_to_vector
 
 from sparsesam.analysis.objective import norm
 from sparsesam.analysis.results import AnalysisResult, Array
@@ -120,45 +121,44 @@ def measure_convergence(
         raise ValueError(f"sigma must be at least 0, got {sigma}; 0 is the exact gradient")
     problem = problem or nonconvex_logistic()
     divisor = 2 if method == "SAM" else 5
+    sparsity = 0.0 if method == "SAM" else sparsity
     if eta_0 is None:
-        eta_0 = 1 / (problem.L or 2 * _smoothness(problem.make()))
+        eta_0 = 1 / (problem.L or 2 * _curvature(problem.make()))
     if rho_0 is None:
         rho_0 = (problem.G or _gradient_norm(problem.make())) * eta_0 / divisor
     if not (eta_0 > 0 and rho_0 >= 0):
         raise ValueError(f"eta_0 must be positive and rho_0 at least 0, got {eta_0} and {rho_0}")
-    sparsity = 0.0 if method == "SAM" else sparsity
     traces = [_run(problem, steps, eta_0, rho_0, sigma, sparsity, seed + run) for run in range(runs)]
-    at = np.unique(np.geomspace(1, steps, points).round().astype(np.int64))
-    means = np.stack([np.cumsum(trace.squared)[at - 1] / at for trace in traces])
-    losses = np.stack([trace.loss for trace in traces])
+    squared = np.stack([trace.squared for trace in traces])
+    loss = np.mean([trace.loss for trace in traces], axis=0)
     observed = Smoothness(
-        L=max(trace.smoothness for trace in traces),
-        G=math.sqrt(max(float(trace.squared.max()) for trace in traces)),
-        sigma=math.sqrt(float(np.mean([trace.noise for trace in traces]))),
+        L=max(trace.curvature for trace in traces),
+        G=math.sqrt(squared.max()),
+        sigma=math.sqrt(np.mean([trace.noise for trace in traces])),
     )
     assumed = Smoothness(L=problem.L or observed.L, G=problem.G or observed.G, sigma=sigma)
-    expected = losses.mean(axis=0)
-    first, second = theorem_constants(method, assumed, eta_0=eta_0, rho_0=rho_0, decrease=expected[0] - expected[at])
-    harmonic = np.cumsum(1 / np.arange(1, steps + 1))[at - 1]
-    bound = first / np.sqrt(at) + second * np.log(at) / np.sqrt(at)
-    bound_harmonic = first / np.sqrt(at) + second * harmonic / np.sqrt(at)
+    T = np.unique(np.geomspace(1, steps, points).round().astype(np.int64))
+    means = np.cumsum(squared, axis=1)[:, T - 1] / T
     measured = means.mean(axis=0)
-    assumptions = _assumptions(problem, observed, assumed, eta_0, rho_0, divisor, steps * runs)
+    first, second = theorem_constants(method, assumed, eta_0=eta_0, rho_0=rho_0, decrease=loss[0] - loss[T])
+    harmonic = np.cumsum(1 / np.arange(1, steps + 1))[T - 1]
+    bound, bound_harmonic = (first / np.sqrt(T) + second * total / np.sqrt(T) for total in (np.log(T), harmonic))
+    half = len(T) // 2
     result = Convergence(
         method=method,
         problem=problem.name,
-        T=at,
+        T=T,
         measured=measured,
-        deviation=means.std(axis=0, ddof=1) if runs > 1 else np.full(len(at), np.nan),
+        deviation=means.std(axis=0, ddof=1) if runs > 1 else np.full(len(T), np.nan),
         bound=bound,
         bound_harmonic=bound_harmonic,
-        loss=expected[at],
+        loss=loss[T],
         assumed=assumed,
         observed=observed,
         constant=float(first[-1]),
         log_constant=second,
-        assumptions=assumptions,
-        slope=_slope(at, measured),
+        assumptions=_assumptions(problem, observed, assumed, eta_0, rho_0, divisor, draws=steps * runs),
+        slope=float(np.polyfit(np.log(T[half:]), np.log(measured[half:]), 1)[0]) if len(T) > 2 else math.nan,
         runs=runs,
         eta_0=eta_0,
         rho_0=rho_0,
@@ -168,16 +168,13 @@ def measure_convergence(
     return replace(result, notes=_notes(result, problem))
 
 
-# ---- one run ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Trace:
     """||∇f(w_t)||² for t = 1..T and f(w_t) for t = 1..T+1, the largest curvature and the mean noise."""
 
     squared: Array
     loss: Array
-    smoothness: float
+    curvature: float
     noise: float
 
 
@@ -186,58 +183,58 @@ def _run(
 ) -> _Trace:
     model = problem.make()
     parameters = list(model.parameters())
-    size = sum(p.numel() for p in parameters)
     generator = torch.Generator().manual_seed(seed)
+    scale = sigma / math.sqrt(sum(p.numel() for p in parameters))
     base = torch.optim.SGD(parameters, lr=eta_0)
     optimizer = SSAM(base, model, rho_0, mask=random_mask(sparsity=sparsity, seed=seed), rho_schedule=InverseSqrt())
     schedule = torch.optim.lr_scheduler.LambdaLR(base, lambda step: 1 / math.sqrt(step + 1))
-    squared, losses, noises, smoothness = [], [], [], 0.0
-    looks = set(np.unique(np.geomspace(1, steps, 12).round().astype(int)).tolist())
+    noise: list[Tensor] = []
+    passes: list[tuple[float, float]] = []  # loss and squared gradient norm of a step's passes, at w_t and w_t + e
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model()
+        if not bool(loss.isfinite()):
+            raise ValueError(f"the run diverged: the loss is {float(loss.detach())}; lower eta_0 or rho_0")
+        loss.backward()
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        passes.append((float(loss.detach()), sum(float(g.square().sum()) for g in gradients)))
+        for gradient, xi in zip(gradients, noise, strict=True):
+            gradient += xi
+        return loss.detach()
+
+    losses, squared, noises, curvatures = [], [], [], []
+    looks = set(np.geomspace(1, steps, 12).round())
     for step in range(1, steps + 1):
         if step in looks:
-            smoothness = max(smoothness, _smoothness(model))
-        noise = [torch.randn(p.shape, generator=generator, dtype=p.dtype) * sigma / math.sqrt(size) for p in parameters]
+            curvatures.append(_curvature(model))
+        noise[:] = [torch.randn(p.shape, generator=generator, dtype=p.dtype) * scale for p in parameters]
         noises.append(sum(float(xi.square().sum()) for xi in noise))
-        seen: list[tuple[float, float]] = []
-
-        def closure(noise: list[Tensor] = noise, seen: list[tuple[float, float]] = seen) -> Tensor:
-            optimizer.zero_grad()
-            loss: Tensor = model()
-            if not bool(loss.isfinite()):
-                raise ValueError(f"the run diverged: the loss is {float(loss.detach())}; lower eta_0 or rho_0")
-            loss.backward()
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            seen.append((float(loss.detach()), sum(float(g.square().sum()) for g in gradients)))
-            for p, xi in zip(parameters, noise, strict=True):
-                assert p.grad is not None
-                p.grad += xi
-            return loss.detach()
-
+        passes.clear()
         optimizer.step(closure)
         schedule.step()
-        losses.append(seen[0][0])  # the first pass is at w_t, the second at w_t + e
-        squared.append(seen[0][1])
+        losses.append(passes[0][0])
+        squared.append(passes[0][1])
     losses.append(float(model().detach()))
-    return _Trace(np.array(squared), np.array(losses), smoothness, float(np.mean(noises)))
+    return _Trace(np.array(squared), np.array(losses), max(curvatures), float(np.mean(noises)))
 
 
-def _smoothness(model: nn.Module) -> float:
+def _curvature(model: nn.Module) -> float:
     """The Hessian's spectral norm at the model's weights, densely: these problems are small."""
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    blocks: Any = hessian(lambda w: functional_call(model, w, ()))(weights)
-    rows = [
-        torch.cat([blocks[a][b].reshape(weights[a].numel(), weights[b].numel()) for b in weights], dim=1)
-        for a in weights
-    ]
-    matrix = torch.cat(rows)
+    parameters = dict(model.named_parameters())
+    sizes = [p.numel() for p in parameters.values()]
+
+    def f(vector: Tensor) -> Tensor:
+        parts = zip(parameters.items(), vector.split(sizes), strict=True)
+        value: Tensor = functional_call(model, {name: part.view_as(p) for (name, p), part in parts}, ())
+        return value
+
+    matrix = hessian(f)(parameters_to_vector(parameters.values()).detach())
     return float(torch.linalg.matrix_norm(matrix, 2)) if bool(matrix.isfinite().all()) else math.inf
 
 
 def _gradient_norm(model: nn.Module) -> float:
     return norm(torch.autograd.grad(model(), list(model.parameters())))
-
-
-# ---- assumptions and notes -----------------------------------------------------------------------------------------
 
 
 def _assumptions(
@@ -247,34 +244,21 @@ def _assumptions(
     eta_0: float,
     rho_0: float,
     divisor: int,
+    *,
     draws: int,
 ) -> list[Assumption]:
-    def known(value: float | None) -> str:
-        return "proved for all weights" if value is not None else "observed along the runs only, not proved"
-
-    def check(text: str, left: float, right: float, how: str, slack: float = 1e-9) -> Assumption:
-        return Assumption(text, left, right, left <= right * (1 + slack), how)
-
-    return [
-        check("||∇f(w)|| <= G", observed.G, assumed.G, known(problem.G)),
-        check("||Hessian|| <= L", observed.L, assumed.L, known(problem.L)),
-        check(
-            "E||g - ∇f||² <= sigma²",
-            observed.sigma**2,
-            assumed.sigma**2,
-            "equal by construction; the left is a sample's mean, up to five standard errors above",
-            slack=5 * math.sqrt(2 / draws),
-        ),
-        check(f"rho_0 <= G eta_0 / {divisor}", rho_0, assumed.G * eta_0 / divisor, "the theorem's"),
-        check("eta_0 <= 1 / L", eta_0, 1 / assumed.L, "the lemmas'; the theorems in the main text leave it out"),
+    proved, seen = "proved for all weights", "observed along the runs only, not proved"
+    sampled = "equal by construction; the left is a sample's mean, up to five standard errors above"
+    most_rho, most_eta = assumed.G * eta_0 / divisor, 1 / assumed.L
+    lemmas = "the lemmas'; the theorems in the main text leave it out"
+    found = [
+        ("||∇f(w)|| <= G", observed.G, assumed.G, proved if problem.G else seen, 1e-9),
+        ("||Hessian|| <= L", observed.L, assumed.L, proved if problem.L else seen, 1e-9),
+        ("E||g - ∇f||² <= sigma²", observed.sigma**2, assumed.sigma**2, sampled, 5 * math.sqrt(2 / draws)),
+        (f"rho_0 <= G eta_0 / {divisor}", rho_0, most_rho, "the theorem's", 1e-9),
+        ("eta_0 <= 1 / L", eta_0, most_eta, lemmas, 1e-9),
     ]
-
-
-def _slope(at: npt.NDArray[np.int64], measured: Array) -> float:
-    half = len(at) // 2
-    if len(at) - half < 2:
-        return math.nan
-    return float(np.polyfit(np.log(at[half:]), np.log(measured[half:]), 1)[0])
+    return [Assumption(text, left, right, left <= right * (1 + slack), how) for text, left, right, how, slack in found]
 
 
 def _notes(one: Convergence, problem: SmoothProblem) -> list[str]:

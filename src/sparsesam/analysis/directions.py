@@ -39,8 +39,6 @@ def random_directions(
     check_choice("one_dimensional", one_dimensional, ("ignore", "normalize"))
     model = unwrap(model)
     chosen = select_parameters(model, parameters)
-    normalization = _names_of(model, NORMALIZATION)
-    transposed = _names_of(model, _TRANSPOSED)
     generator = torch.Generator().manual_seed(seed)
     directions: list[Direction] = []
     for _ in range(count):
@@ -48,9 +46,10 @@ def random_directions(
         for name, parameter in chosen.items():
             # Drawn even where it is not used: the choice of parameters must not change the others' numbers.
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
-            if one_dimensional == "ignore" and (parameter.dim() < 2 or name in normalization):
+            layer = model.get_submodule(name.rpartition(".")[0])
+            if one_dimensional == "ignore" and (parameter.dim() < 2 or isinstance(layer, NORMALIZATION)):
                 continue
-            axis = 1 if name in transposed else 0
+            axis = 1 if isinstance(layer, _TRANSPOSED) else 0
             direction[name] = filter_normalized(noise.to(parameter), parameter.detach(), axis=axis)
         directions.append(direction)
     if directions and not directions[0]:
@@ -79,12 +78,3 @@ def check_directions(directions: Sequence[Mapping[str, Tensor]], model: nn.Modul
             raise ValueError(f"directions[{number}] moves no parameter; give {{name: tensor}}")
         checked.append({name: values.detach().to(known[name]) for name, values in direction.items()})
     return checked
-
-
-def _names_of(model: nn.Module, types: tuple[type[nn.Module], ...]) -> set[str]:
-    return {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        if isinstance(module, types)
-        for name, _ in module.named_parameters(recurse=False)
-    }

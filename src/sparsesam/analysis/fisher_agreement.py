@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +14,8 @@ from sparsesam.analysis.hessian_operator import HessianOperator
 from sparsesam.analysis.objective import Objective, ObjectiveSummary, ParameterFilter
 from sparsesam.analysis.results import AnalysisResult, Array
 from sparsesam.masks.fisher import fisher_diagonal
+
+_SPARSITIES = (0.5, 0.8, 0.9, 0.95)
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,6 @@ def fisher_vs_hessian(
     probes: int | None = None,
     exact_up_to: int = 5000,
     labels: Literal["data", "sampled"] = "data",
-    sparsities: Sequence[float] = (0.5, 0.8, 0.9, 0.95),
     parameters: ParameterFilter = None,
     seed: int = 0,
 ) -> FisherAgreement:
@@ -85,7 +85,7 @@ def fisher_vs_hessian(
         pearson_magnitude=_pearson(f, np.abs(h)),
         spearman_magnitude=_pearson(_ranks(f), _ranks(np.abs(h))),
         negative_share=float((h < 0).mean()),
-        kept_in_common={f"{s:g}": _kept_in_common(f, np.abs(h), s) for s in sparsities},
+        kept_in_common={f"{s:g}": _kept_in_common(f, np.abs(h), s) for s in _SPARSITIES},
         weights=len(f),
         hessian="exact" if probes is None else f"estimated with {probes} random sign vectors",
         products=hessian.products,
@@ -110,8 +110,5 @@ def _ranks(values: Array) -> Array:
 
 
 def _kept_in_common(a: Array, b: Array, sparsity: float) -> float:
-    if not 0 <= sparsity < 1:
-        raise ValueError(f"sparsities must be in [0, 1), got {sparsity}")
     keep = max(1, round((1 - sparsity) * len(a)))
-    first, second = (set(np.argsort(-values, kind="stable")[:keep].tolist()) for values in (a, b))
-    return len(first & second) / keep
+    return len(np.intersect1d(*(np.argsort(-values, kind="stable")[:keep] for values in (a, b)))) / keep

@@ -9,8 +9,8 @@ smaller than the gradient itself, whatever the base.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,6 @@ from sparsesam.analysis.objective import (
 from sparsesam.analysis.results import AnalysisResult, Array
 from sparsesam.masks.checks import check_choice
 
-Flags = npt.NDArray[np.bool_]
 Logarithm = Literal["10", "e"]
 
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -84,7 +83,6 @@ def gradient_difference(
     *,
     masks: Mapping[str, Tensor] | None = None,
     logarithm: Logarithm = "10",
-    edges: Array | None = None,
     parameters: ParameterFilter = None,
 ) -> GradientDifference:
     """Compare the objective's gradient at w with that at w + rho * g / ||g||, SAM's ascent of every weight.
@@ -95,8 +93,6 @@ def gradient_difference(
     if not rho > 0:
         raise ValueError(f"rho must be positive, got {rho}; with 0 the two gradients are the same")
     chosen = select_parameters(objective.model, parameters)
-    if masks is not None:
-        check_masks(masks, chosen)
     tensors = list(chosen.values())
     with objective.measuring(tensors):
         _, plain = objective.gradient(tensors)
@@ -108,15 +104,9 @@ def gradient_difference(
                 for tensor, g in zip(tensors, plain, strict=True):
                     tensor.add_(g, alpha=rho / length)
             _, perturbed = objective.gradient(tensors)
-    return compare_gradients(
-        dict(zip(chosen, plain, strict=True)),
-        dict(zip(chosen, perturbed, strict=True)),
-        masks=masks,
-        logarithm=logarithm,
-        edges=edges,
-        rho=rho,
-        measured_on=objective.summary(),
-    )
+    gradients = (dict(zip(chosen, one, strict=True)) for one in (plain, perturbed))
+    found = compare_gradients(*gradients, masks=masks, logarithm=logarithm)
+    return replace(found, rho=rho, measured_on=objective.summary())
 
 
 def compare_gradients(
@@ -125,9 +115,6 @@ def compare_gradients(
     *,
     masks: Mapping[str, Tensor] | None = None,
     logarithm: Logarithm = "10",
-    edges: Array | None = None,
-    rho: float | None = None,
-    measured_on: ObjectiveSummary | None = None,
 ) -> GradientDifference:
     """The same for two given gradients by parameter name, for example those of one training step."""
     check_choice("logarithm", logarithm, get_args(Logarithm))
@@ -135,50 +122,41 @@ def compare_gradients(
         raise ValueError("the two gradients must have the same names and shapes")
     if not plain:
         raise ValueError("the gradients are empty; give {name: tensor}")
-    bins = np.linspace(-6, 4, 101) * (1 if logarithm == "10" else np.log(10)) if edges is None else np.asarray(edges)
-    full = None if masks is None else check_masks(masks, plain)
-    r = {name: relative_difference(plain[name], perturbed[name], logarithm=logarithm) for name in plain}
-    broken = {name: ~_flat(plain[name].isfinite() & perturbed[name].isfinite()) for name in plain}
-    every, every_broken = (
-        np.concatenate([np.empty(0), *r.values()]),
-        np.concatenate([[], *broken.values()]).astype(bool),
-    )
-    kept = None if full is None else np.concatenate([[], *(_flat(full[name]) for name in plain)]).astype(bool)
+    edges = np.linspace(-6, 4, 101) * (1 if logarithm == "10" else np.log(10))
+    log = np.log10 if logarithm == "10" else np.log
+    g, h = ({name: _flat(tensors[name].double()) for name in plain} for tensors in (plain, perturbed))
+    every = np.concatenate(list(g.values())), np.concatenate(list(h.values()))
+    inside = outside = None
+    if masks is not None:
+        kept = np.concatenate([_flat(mask) for mask in check_masks(masks, plain).values()])
+        inside, outside = (_differences(*(one[flags] for one in every), edges, log) for flags in (kept, ~kept))
     return GradientDifference(
         logarithm="log10" if logarithm == "10" else "natural logarithm",
-        rho=rho,
-        edges=bins,
-        every=_summary(every, every_broken, bins),
-        layers={name: _summary(r[name], broken[name], bins) for name in r},
-        inside=None if kept is None else _summary(every[kept], every_broken[kept], bins),
-        outside=None if kept is None else _summary(every[~kept], every_broken[~kept], bins),
+        rho=None,
+        edges=edges,
+        every=_differences(*every, edges, log),
+        layers={name: _differences(g[name], h[name], edges, log) for name in plain},
+        inside=inside,
+        outside=outside,
         gradient_norm=norm(plain.values()),
-        measured_on=measured_on,
+        measured_on=None,
     )
 
 
-def relative_difference(plain: Tensor, perturbed: Tensor, *, logarithm: Logarithm = "10") -> Array:
-    """The flat float64 r: -inf where the two are equal, +inf where only ``plain`` is 0, NaN where both are 0 or one
-    is not finite.
-    """
-    g, h = (t.detach().reshape(-1).double().cpu().numpy() for t in (plain, perturbed))
+def _differences(g: Array, h: Array, edges: Array, log: np.ufunc) -> Differences:
+    """``g`` is the plain gradient, ``h`` the perturbed one."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        ratio = np.abs((h - g) / g)
-        r = np.asarray(np.log10(ratio) if logarithm == "10" else np.log(ratio))
-    r[~(np.isfinite(g) & np.isfinite(h)) | ((g == 0) & (h == 0))] = np.nan
-    return r
-
-
-def _summary(r: Array, broken: Flags, edges: Array) -> Differences:
-    finite, missing = r[np.isfinite(r)], np.isnan(r)
-    defined = int(len(r) - missing.sum())
+        r = log(np.abs((h - g) / g))
+    not_finite, both_zero = ~(np.isfinite(g) & np.isfinite(h)), (g == 0) & (h == 0)
+    r[not_finite] = np.nan
+    finite, defined = r[np.isfinite(r)], int((~np.isnan(r)).sum())
     quantiles = np.quantile(finite, _QUANTILES) if len(finite) else np.full(len(_QUANTILES), np.nan)
     return Differences(
         weights=len(r),
-        both_zero=int(missing.sum() - broken.sum()),
+        both_zero=int(both_zero.sum()),
         from_zero=int(np.isposinf(r).sum()),
         equal=int(np.isneginf(r).sum()),
-        not_finite=int(broken.sum()),
+        not_finite=int(not_finite.sum()),
         share_below_zero=float((r < 0).sum() / defined) if defined else float("nan"),
         mean=float(finite.mean()) if len(finite) else float("nan"),
         quantiles={f"{q:g}": float(value) for q, value in zip(_QUANTILES, quantiles, strict=True)},
@@ -188,5 +166,5 @@ def _summary(r: Array, broken: Flags, edges: Array) -> Differences:
     )
 
 
-def _flat(tensor: Tensor) -> Flags:
-    return np.asarray(tensor.reshape(-1).cpu().numpy())
+def _flat(tensor: Tensor) -> npt.NDArray[Any]:
+    return np.asarray(tensor.detach().reshape(-1).cpu().numpy())

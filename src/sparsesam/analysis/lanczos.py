@@ -78,11 +78,13 @@ def top_eigenpairs(
 
 
 def lanczos(product: Product, start: Tensor, steps: int, *, storage: torch.dtype = torch.float64) -> Array:
-    """The Lanczos matrix, (m, m) with m = steps, or smaller if the Krylov space is exhausted."""
+    """The tridiagonal Lanczos matrix, (m, m) with m = steps, or smaller if the Krylov space is exhausted."""
     space = KrylovSpace(product, start, steps, storage)
-    while len(space.projected) < steps and not space.is_invariant:
+    lengths: list[float] = []
+    while len(lengths) < steps and not space.is_invariant:
         space.extend()
-    return space.projected
+        lengths.append(space.remainder)
+    return np.diag(space.projected.diagonal()) + np.diag(lengths[:-1], 1) + np.diag(lengths[:-1], -1)
 
 
 class KrylovSpace:

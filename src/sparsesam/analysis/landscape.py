@@ -6,13 +6,13 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
 
 from sparsesam.analysis.directions import Direction, check_directions, random_directions
-from sparsesam.analysis.grid import Grid, MovedTensor, Progress, evaluate_grid
+from sparsesam.analysis.grid import MovedTensor, Progress, evaluate_grid
 from sparsesam.analysis.objective import Objective, ObjectiveSummary, ParameterFilter, check_state, norm, values_kept
 from sparsesam.analysis.results import AnalysisResult, Array
 from sparsesam.masks.checks import check_count
@@ -21,6 +21,7 @@ _ONE_DIMENSIONAL_NOTES = {
     "ignore": "biases and normalization parameters do not move",
     "normalize": "biases and normalization parameters move too, each entry by its own size",
 }
+_INTERPOLATED = "running statistics are interpolated; statistics='recomputed' recomputes them at each point"
 
 
 @dataclass(frozen=True)
@@ -70,23 +71,21 @@ def loss_landscape(
     seconds, makes it resumable; ``progress(done, total)`` is called after every point. The weights are restored bit
     for bit, also after an exception.
     """
-    _check_grid(dimensions, points, span)
-    if directions is None:
-        chosen = random_directions(
-            objective.model, dimensions, seed=seed, parameters=parameters, one_dimensional=one_dimensional
-        )
-    else:
+    if dimensions not in (1, 2):
+        raise ValueError(f"dimensions must be 1 or 2, got {dimensions}")
+    axes = [_axis(points, span)] * dimensions
+    options: dict[str, Any] = {"state_file": state_file, "save_every": save_every, "progress": progress}
+    if directions is not None:
         if len(directions) < dimensions:
             raise ValueError(f"directions must hold {dimensions} for {dimensions} dimensions, got {len(directions)}")
         chosen = check_directions(list(directions)[:dimensions], objective.model)
-    x = np.linspace(*span, points)
-    grid = Grid(_moving(objective, chosen), x, x.copy() if dimensions == 2 else np.zeros(0))
-    with objective.measuring():
-        center = objective.loss()
-        loss = evaluate_grid(objective, grid, state_file=state_file, save_every=save_every, progress=progress)
-    kind = "given directions" if directions is not None else "filter-normalized random directions"
-    notes = [] if directions is not None else [_ONE_DIMENSIONAL_NOTES[one_dimensional]]
-    return _result(objective, kind, grid, loss, center, chosen, None if directions is not None else seed, notes)
+        return _evaluate(objective, _moving(objective, chosen), axes, "given directions", [], **options)
+    chosen = random_directions(
+        objective.model, dimensions, seed=seed, parameters=parameters, one_dimensional=one_dimensional
+    )
+    notes = [_ONE_DIMENSIONAL_NOTES[one_dimensional]]
+    kind = "filter-normalized random directions"
+    return _evaluate(objective, _moving(objective, chosen), axes, kind, notes, seed, **options)
 
 
 def loss_between(
@@ -105,65 +104,63 @@ def loss_between(
     networks with batch normalization; ``Objective(statistics="recomputed")`` avoids this. Buffers
     of whole numbers are the first checkpoint's.
     """
-    _check_grid(1, points, span)
+    axis = _axis(points, span)
+    model = objective.model
     for label, state in (("first", first), ("second", second)):
-        check_state(objective.model, state, label)
-    with values_kept([*objective.model.parameters(), *objective.model.buffers()]):
-        objective.model.load_state_dict(first)
-        moving = _line(objective, second)
-        grid = Grid(moving, np.linspace(*span, points), np.zeros(0))
-        with objective.measuring():
-            center = objective.loss()
-            loss = evaluate_grid(objective, grid, state_file=state_file, progress=progress)
-    frozen = objective.statistics == "frozen" and any(True for _ in objective.model.buffers())
-    notes = (
-        ["running statistics are interpolated; statistics='recomputed' recomputes them at each point"] if frozen else []
-    )
-    direction = {one.name: one.along_x for one in moving if one.along_x is not None}
-    return _result(objective, "line between two checkpoints", grid, loss, center, [direction], None, notes)
-
-
-def _line(objective: Objective, second: Mapping[str, Tensor]) -> list[MovedTensor]:
-    moving = []
-    for name, tensor in (*objective.model.named_parameters(), *objective.model.named_buffers()):
-        if name in second and tensor.is_floating_point():
-            base = tensor.detach().clone()
-            moving.append(MovedTensor(name, tensor.detach(), base, second[name].detach().to(base) - base))
-    return moving
+        check_state(model, state, label)
+    frozen = objective.statistics == "frozen" and any(True for _ in model.buffers())
+    with values_kept([*model.parameters(), *model.buffers()]):
+        model.load_state_dict(first)
+        moving = [
+            MovedTensor(name, tensor.detach(), [second[name].detach().to(tensor) - tensor.detach()])
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+            if name in second and tensor.is_floating_point()
+        ]
+        kind, notes = "line between two checkpoints", [_INTERPOLATED] if frozen else []
+        return _evaluate(objective, moving, [axis], kind, notes, state_file=state_file, progress=progress)
 
 
 def _moving(objective: Objective, directions: Sequence[Direction]) -> list[MovedTensor]:
-    parameters = dict(objective.model.named_parameters())
-    names = {name: None for direction in directions for name in direction}
     return [
-        MovedTensor(
-            name, parameters[name].detach(), parameters[name].detach().clone(), *(d.get(name) for d in directions)
-        )
-        for name in names
+        MovedTensor(name, parameter.detach(), [direction.get(name) for direction in directions])
+        for name, parameter in objective.model.named_parameters()
+        if any(name in direction for direction in directions)
     ]
 
 
-def _result(
-    objective: Objective,
-    kind: str,
-    grid: Grid,
-    loss: Array,
-    center: float,
-    directions: Sequence[Mapping[str, Tensor]],
-    seed: int | None,
-    notes: list[str],
-) -> Landscape:
-    lengths = [norm(d.values()) for d in directions]
-    bad = int((~np.isfinite(loss)).sum())
-    if bad:
-        notes = [*notes, f"the loss of {bad} points is not finite"]
-    moved = sum(one.tensor.numel() for one in grid.moving)
-    return Landscape(kind, grid.x, grid.y, loss, center, lengths, moved, seed, bad, objective.summary(), notes)
-
-
-def _check_grid(dimensions: int, points: int, span: tuple[float, float]) -> None:
-    if dimensions not in (1, 2):
-        raise ValueError(f"dimensions must be 1 or 2, got {dimensions}")
+def _axis(points: int, span: tuple[float, float]) -> Array:
     check_count("points", points, "the paper's pictures have 50 by 50", least=2)
     if not (math.isfinite(span[0]) and math.isfinite(span[1]) and span[0] < span[1]):
         raise ValueError(f"span must be (low, high) with low < high, got {span}")
+    return np.linspace(*span, points)
+
+
+def _evaluate(
+    objective: Objective,
+    moving: Sequence[MovedTensor],
+    axes: Sequence[Array],
+    kind: str,
+    notes: list[str],
+    seed: int | None = None,
+    **options: Any,
+) -> Landscape:
+    with objective.measuring():
+        center = objective.loss()
+        loss = evaluate_grid(objective, moving, axes, **options)
+    not_finite = int((~np.isfinite(loss)).sum())
+    if not_finite:
+        notes = [*notes, f"the loss of {not_finite} points is not finite"]
+    directions = zip(*(one.along for one in moving), strict=True)
+    return Landscape(
+        kind=kind,
+        x=axes[0],
+        y=axes[1] if len(axes) == 2 else np.zeros(0),
+        loss=loss,
+        center_loss=center,
+        lengths=[norm(part for part in direction if part is not None) for direction in directions],
+        weights_moved=sum(one.tensor.numel() for one in moving),
+        seed=seed,
+        not_finite=not_finite,
+        measured_on=objective.summary(),
+        notes=notes,
+    )

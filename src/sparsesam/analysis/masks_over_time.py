@@ -49,7 +49,7 @@ def masks_over_time(snapshots: Iterable[tuple[int, Mapping[str, Tensor]]]) -> Ma
     history: _History | None = None
     for step, masks in snapshots:
         if history is None:
-            history = _History(masks)
+            history = _History({name: mask.shape for name, mask in masks.items()})
         history.add(step, masks)
     if history is None:
         raise ValueError("snapshots is empty; give [(step, {name: bool tensor}), ...]")
@@ -57,17 +57,20 @@ def masks_over_time(snapshots: Iterable[tuple[int, Mapping[str, Tensor]]]) -> Ma
 
 
 class _History:
-    def __init__(self, first: Mapping[str, Tensor]) -> None:
-        if not first:
+    """Counts of ones, a row for each snapshot (``ones``) or pair of neighbours, and a column for each layer.
+
+    ``previous``, ``ever`` and ``always`` are the masks of all layers as one vector.
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
+        self.shapes = shapes
+        self.sizes = [shape.numel() for shape in shapes.values()]
+        if not sum(self.sizes):
             raise ValueError("the first snapshot holds no masks: opt.masks is empty before the mask's first use")
-        self.shapes = {name: mask.shape for name, mask in first.items()}
         self.steps: list[int] = []
-        self.ones: list[list[int]] = []
-        self.both: list[list[int]] = []
-        self.either: list[list[int]] = []
-        self.ever = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in self.shapes.items()}
-        self.always = {name: torch.ones(shape, dtype=torch.bool) for name, shape in self.shapes.items()}
-        self.previous: dict[str, Tensor] | None = None
+        self.ones: list[Array] = []
+        self.both: list[Array] = []
+        self.either: list[Array] = []
 
     def add(self, step: int, masks: Mapping[str, Tensor]) -> None:
         if {name: mask.shape for name, mask in masks.items()} != self.shapes:
@@ -76,30 +79,25 @@ class _History:
             raise ValueError(f"snapshots must be in the order of their steps, got {step} after {self.steps[-1]}")
         if any(mask.dtype != torch.bool for mask in masks.values()):
             raise ValueError(f"the masks of step {step} must be bool tensors; use mask.bool()")
-        here = {name: mask.detach().cpu() for name, mask in masks.items()}
+        mask = torch.cat([masks[name].detach().reshape(-1).cpu() for name in self.shapes])
+        if self.steps:
+            self.both.append(self._count(mask & self.previous))
+            self.either.append(self._count(mask | self.previous))
+        self.ever = mask | self.ever if self.steps else mask
+        self.always = mask & self.always if self.steps else mask
+        self.previous = mask
         self.steps.append(int(step))
-        self.ones.append([int(here[name].sum()) for name in self.shapes])
-        if self.previous is not None:
-            before = self.previous
-            self.both.append([int((here[name] & before[name]).sum()) for name in self.shapes])
-            self.either.append([int((here[name] | before[name]).sum()) for name in self.shapes])
-        for name, mask in here.items():
-            self.ever[name] |= mask
-            self.always[name] &= mask
-        self.previous = {name: mask.clone() for name, mask in here.items()}
+        self.ones.append(self._count(mask))
 
     def result(self) -> MaskHistory:
-        weights = np.array([shape.numel() for shape in self.shapes.values()], dtype=np.float64)
-        if weights.sum() == 0:
-            raise ValueError("the masks hold no entries")
-        # One row per snapshot, or per pair of neighbours, and one column per layer.
-        ones = np.array(self.ones, dtype=np.float64)
-        both, either = (np.array(one, dtype=np.float64).reshape(-1, len(weights)) for one in (self.both, self.either))
-        ever = np.array([int(mask.sum()) for mask in self.ever.values()])
+        weights = np.array(self.sizes, dtype=np.float64)
+        ones = np.array(self.ones)
+        both, either = (np.array(rows).reshape(-1, len(weights)) for rows in (self.both, self.either))
+        ever = self._count(self.ever)
         p, q = (_ratio(rows, np.maximum(weights, 1)) for rows in (ones[:-1], ones[1:]))
         return MaskHistory(
             steps=self.steps,
-            weights={name: shape.numel() for name, shape in self.shapes.items()},
+            weights=dict(zip(self.shapes, self.sizes, strict=True)),
             density=ones.sum(1) / weights.sum(),
             density_by_layer=self._by_layer(_ratio(ones, weights)),
             overlap=_ratio(both.sum(1), either.sum(1)),
@@ -108,8 +106,11 @@ class _History:
             overlap_by_chance=_ratio((p * q) @ weights, (p + q - p * q) @ weights),
             ever=float(ever.sum() / weights.sum()),
             ever_by_layer=dict(zip(self.shapes, _ratio(ever, weights).tolist(), strict=True)),
-            always=sum(int(mask.sum()) for mask in self.always.values()) / float(weights.sum()),
+            always=float(self.always.sum()) / float(weights.sum()),
         )
+
+    def _count(self, mask: Tensor) -> Array:
+        return np.array([int(part.sum()) for part in mask.split(self.sizes)], dtype=np.float64)
 
     def _by_layer(self, columns: Array) -> dict[str, Array]:
         return dict(zip(self.shapes, columns.T, strict=True))

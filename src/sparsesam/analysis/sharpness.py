@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +47,6 @@ def sharpness(
     rho: float = 0.05,
     *,
     steps: int = 20,
-    starts: int = 1,
     masks: Mapping[str, Tensor] | None = None,
     parameters: ParameterFilter = None,
     seed: int = 0,
@@ -55,35 +55,59 @@ def sharpness(
 
         e <- P(e + a * m ⊙ g(w + e) / ||m ⊙ g(w + e)||),    P the projection onto ||e|| <= rho
 
-    a is rho at first and is halved whenever the loss did not rise. Further ``starts`` begin at random points of
-    the sphere. With ``masks`` only their weights move, over the whole radius (``norm="masked"``); SSAM's paper
+    a is rho at first and is halved whenever the loss did not rise. At a critical point the first step is random, by
+    ``seed``. With ``masks`` only their weights move, over the whole radius (``norm="masked"``); SSAM's paper
     form takes the shorter step rho * ||m ⊙ g|| / ||g||, which the ball contains.
     """
     if not 0 < rho < math.inf:
         raise ValueError(f"rho must be positive and finite, got {rho}")
     check_count("steps", steps, "1 is SAM's own step")
-    check_count("starts", starts, "the first begins with SAM's step, others at random")
     chosen = select_parameters(objective.model, parameters)
+    tensors: list[Tensor] = list(chosen.values())
     kept = None if masks is None else list(check_masks(masks, chosen).values())
-    perturbed = sum(t.numel() for t in chosen.values()) if kept is None else sum(int(mask.sum()) for mask in kept)
+    perturbed = sum(t.numel() for t in tensors) if kept is None else sum(int(mask.sum()) for mask in kept)
     if perturbed == 0:
         raise ValueError("masks keep no weight, so nothing can be perturbed; at least one is needed")
-    generator = torch.Generator().manual_seed(seed)
-    with objective.measuring(chosen.values()):
-        climb = _Climb(objective, list(chosen.values()), kept, rho)
-        with values_kept(climb.tensors, climb.saved):
-            for number in range(starts):
-                climb.run(steps, None if number == 0 else generator)
+
+    def direction_of(vector: list[Tensor]) -> list[Tensor] | None:
+        if kept is not None:
+            vector = [v * mask for v, mask in zip(vector, kept, strict=True)]
+        length = norm(vector)
+        return [v / length for v in vector] if 0 < length < math.inf else None
+
+    bases = [tensor.detach().clone() for tensor in tensors]
+    with objective.measuring(tensors), values_kept(tensors, bases):
+        loss, gradient = objective.gradient(tensors)
+        direction = direction_of(gradient)
+        if direction is None:
+            generator = torch.Generator().manual_seed(seed)
+            direction = direction_of([torch.randn(t.shape, generator=generator).to(t) for t in tensors])
+        e, highest, stride = [torch.zeros_like(t) for t in tensors], -math.inf, rho
+        values: list[float] = []
+        while direction is not None and len(values) < steps:
+            trial = _project([a.add(d, alpha=stride) for a, d in zip(e, direction, strict=True)], rho)
+            _move(tensors, bases, trial)
+            value, gradient = objective.gradient(tensors)
+            values.append(value)
+            if not math.isfinite(value):
+                break
+            if value > highest:
+                e, highest, direction = trial, value, direction_of(gradient)
+            else:
+                stride /= 2
     notes = ["found by gradient ascent: a lower bound of the true maximum"]
-    if not math.isfinite(climb.best):
+    path = list(itertools.accumulate((loss, *filter(math.isfinite, values)), max))
+    max_loss = path[-1]
+    if not math.isfinite(values[-1]):
+        max_loss = math.inf
         notes.append("the loss is not finite somewhere within the ball")
     return Sharpness(
         rho=rho,
-        loss=climb.loss,
-        max_loss=climb.best,
-        increase=climb.best - climb.loss,
-        one_step=climb.one_step - climb.loss,
-        path=climb.path,
+        loss=loss,
+        max_loss=max_loss,
+        increase=max_loss - loss,
+        one_step=values[0] - loss,
+        path=path,
         masked=masks is not None,
         weights_perturbed=perturbed,
         measured_on=objective.summary(),
@@ -91,57 +115,12 @@ def sharpness(
     )
 
 
-class _Climb:
-    """The ascent: the weights are at w + e while it runs."""
+def _project(vector: list[Tensor], rho: float) -> list[Tensor]:
+    length = norm(vector)
+    return vector if length <= rho else [v * (rho / length) for v in vector]
 
-    def __init__(self, objective: Objective, tensors: list[Tensor], masks: list[Tensor] | None, rho: float) -> None:
-        self.objective, self.tensors, self.masks, self.rho = objective, tensors, masks, rho
-        self.saved = [tensor.detach().clone() for tensor in tensors]
-        self.loss, gradient = objective.gradient(tensors)
-        self.home = self._unit(gradient)
-        self.best, self.one_step, self.path = self.loss, math.nan, [self.loss]
 
-    def run(self, steps: int, generator: torch.Generator | None) -> None:
-        direction = self.home if generator is None else self._random(generator)
-        if direction is None:  # a critical point: any direction will do
-            direction = self._random(torch.Generator().manual_seed(0))
-        place, at, stride = [torch.zeros_like(t) for t in self.tensors], -math.inf, self.rho
-        for _ in range(steps):
-            trial = self._project([e.add(d, alpha=stride) for e, d in zip(place, direction, strict=True)])
-            value, gradient = self._at(trial)
-            if math.isnan(self.one_step) and generator is None:
-                self.one_step = value
-            if not math.isfinite(value):
-                self.best = math.inf
-                return
-            self.best = max(self.best, value)
-            self.path.append(self.best)
-            if value > at:
-                found = self._unit(gradient)
-                if found is None:
-                    return
-                place, at, direction = trial, value, found
-            else:
-                stride /= 2
-
-    def _at(self, perturbation: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
-        with torch.no_grad():
-            for tensor, base, e in zip(self.tensors, self.saved, perturbation, strict=True):
-                torch.add(base, e, out=tensor.detach())
-        return self.objective.gradient(self.tensors)
-
-    def _unit(self, vector: list[Tensor]) -> list[Tensor] | None:
-        if self.masks is not None:
-            vector = [v * mask for v, mask in zip(vector, self.masks, strict=True)]
-        length = norm(vector)
-        return [v / length for v in vector] if 0 < length < math.inf else None
-
-    def _random(self, generator: torch.Generator) -> list[Tensor]:
-        noise = [torch.randn(t.shape, generator=generator, dtype=torch.float32).to(t) for t in self.tensors]
-        found = self._unit(noise)
-        assert found is not None
-        return found
-
-    def _project(self, vector: list[Tensor]) -> list[Tensor]:
-        length = norm(vector)
-        return vector if length <= self.rho else [v * (self.rho / length) for v in vector]
+@torch.no_grad()
+def _move(tensors: Sequence[Tensor], bases: Sequence[Tensor], perturbation: Sequence[Tensor]) -> None:
+    for tensor, base, e in zip(tensors, bases, perturbation, strict=True):
+        torch.add(base, e, out=tensor.detach())

@@ -9,14 +9,24 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparsesam.analysis.objective import Objective, ObjectiveSummary, ParameterFilter, select_parameters
+from sparsesam.analysis.objective import Objective, ObjectiveSummary, ParameterFilter, norm, select_parameters
 from sparsesam.analysis.results import AnalysisResult
 from sparsesam.analysis.sharpness import sharpness
 from sparsesam.masks.checks import check_count
 
 
 @dataclass(frozen=True)
-class GeneralizationBound(AnalysisResult):
+class ComplexityTerms(AnalysisResult):
+    """The terms under the root of theorem 3, and the root."""
+
+    dimension_term: float
+    confidence_term: float
+    remainder: float
+    complexity: float
+
+
+@dataclass(frozen=True)
+class GeneralizationBound(ComplexityTerms):
     """L_D(w) <= max_loss + complexity, with
 
         complexity = sqrt((dimension_term + confidence_term + remainder) / (n - 1))
@@ -31,10 +41,6 @@ class GeneralizationBound(AnalysisResult):
     bound: float
     max_loss: float
     loss: float
-    complexity: float
-    dimension_term: float
-    confidence_term: float
-    remainder: float
     squared_norm: float
     k: int
     n: int
@@ -45,16 +51,6 @@ class GeneralizationBound(AnalysisResult):
     masked: bool
     measured_on: ObjectiveSummary
     notes: list[str]
-
-
-@dataclass(frozen=True)
-class ComplexityTerms:
-    """The terms under the root of theorem 3, and the root."""
-
-    dimension_term: float
-    confidence_term: float
-    remainder: float
-    complexity: float
 
 
 def complexity_terms(*, squared_norm: float, k: int, n: int, delta: float, rho: float) -> ComplexityTerms:
@@ -91,10 +87,10 @@ def generalization_bound(
     if classes is not None:
         check_count("classes", classes, "one class leaves nothing to predict", least=2)
     chosen = select_parameters(objective.model, parameters)
-    count = objective.samples if n is None else n
-    squared_norm = sum(float(p.detach().double().square().sum()) for p in chosen.values())
+    n = objective.samples if n is None else n
+    squared_norm = norm(chosen.values()) ** 2
     k = sum(p.numel() for p in chosen.values())
-    terms = complexity_terms(squared_norm=squared_norm, k=k, n=count, delta=delta, rho=rho)
+    terms = complexity_terms(squared_norm=squared_norm, k=k, n=n, delta=delta, rho=rho)
     measured = sharpness(objective, rho, steps=steps, masks=masks, parameters=parameters)
     bound = measured.max_loss + terms.complexity
     threshold = 1.0 if classes is None else math.log(classes)
@@ -105,7 +101,7 @@ def generalization_bound(
         **dataclasses.asdict(terms),
         squared_norm=squared_norm,
         k=k,
-        n=count,
+        n=n,
         delta=delta,
         rho=rho,
         threshold=threshold,
