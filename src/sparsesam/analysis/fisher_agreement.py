@@ -111,4 +111,5 @@ def _ranks(values: Array) -> Array:
 
 def _kept_in_common(a: Array, b: Array, sparsity: float) -> float:
     keep = max(1, round((1 - sparsity) * len(a)))
-    return len(np.intersect1d(*(np.argsort(-values, kind="stable")[:keep] for values in (a, b)))) / keep
+    first, second = (np.argsort(-values, kind="stable")[:keep] for values in (a, b))
+    return len(np.intersect1d(first, second)) / keep

@@ -125,16 +125,16 @@ def compare_gradients(
     edges = np.linspace(-6, 4, 101) * (1 if logarithm == "10" else np.log(10))
     log = np.log10 if logarithm == "10" else np.log
     g, h = ({name: _flat(tensors[name].double()) for name in plain} for tensors in (plain, perturbed))
-    every = np.concatenate(list(g.values())), np.concatenate(list(h.values()))
+    every_g, every_h = (np.concatenate(list(one.values())) for one in (g, h))
     inside = outside = None
     if masks is not None:
         kept = np.concatenate([_flat(mask) for mask in check_masks(masks, plain).values()])
-        inside, outside = (_differences(*(one[flags] for one in every), edges, log) for flags in (kept, ~kept))
+        inside, outside = (_differences(every_g[one], every_h[one], edges, log) for one in (kept, ~kept))
     return GradientDifference(
         logarithm="log10" if logarithm == "10" else "natural logarithm",
         rho=None,
         edges=edges,
-        every=_differences(*every, edges, log),
+        every=_differences(every_g, every_h, edges, log),
         layers={name: _differences(g[name], h[name], edges, log) for name in plain},
         inside=inside,
         outside=outside,

@@ -71,6 +71,8 @@ class _History:
         self.ones: list[Array] = []
         self.both: list[Array] = []
         self.either: list[Array] = []
+        self.previous = self.ever = torch.zeros(sum(self.sizes), dtype=torch.bool)
+        self.always = ~self.ever
 
     def add(self, step: int, masks: Mapping[str, Tensor]) -> None:
         if {name: mask.shape for name, mask in masks.items()} != self.shapes:
@@ -83,9 +85,7 @@ class _History:
         if self.steps:
             self.both.append(self._count(mask & self.previous))
             self.either.append(self._count(mask | self.previous))
-        self.ever = mask | self.ever if self.steps else mask
-        self.always = mask & self.always if self.steps else mask
-        self.previous = mask
+        self.previous, self.ever, self.always = mask, self.ever | mask, self.always & mask
         self.steps.append(int(step))
         self.ones.append(self._count(mask))
 
