@@ -53,6 +53,8 @@ def test_products_beyond_the_limit_are_reported_as_not_converged():
     assert not found.converged
     assert found.products == 6
     assert "max_products" in found.notes[-1]
+    fewer = hessian_eigenvalues(Objective(mlp(), batches(), F.cross_entropy), 5, max_products=3)
+    assert (len(fewer.eigenvalues), fewer.ratio, fewer.converged) == (3, None, False)
 
 
 def test_restriction_to_a_layer_is_the_matrix_diagonal_block():

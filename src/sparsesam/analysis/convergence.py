@@ -82,10 +82,6 @@ class Convergence(AnalysisResult):
     sparsity: float
     notes: list[str]
 
-    def __post_init__(self) -> None:
-        if any(one.shape != self.T.shape for one in (self.measured, self.deviation, self.bound, self.bound_harmonic)):
-            raise ValueError(f"every curve must have {len(self.T)} points, one per T")
-
 
 def theorem_constants(
     method: Literal["SAM", "SSAM"], assumed: Smoothness, *, eta_0: float, rho_0: float, decrease: Any

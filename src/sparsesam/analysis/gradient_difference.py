@@ -71,11 +71,6 @@ class GradientDifference(AnalysisResult):
     gradient_norm: float
     measured_on: ObjectiveSummary | None
 
-    def __post_init__(self) -> None:
-        for group in (self.every, self.inside, self.outside, *self.layers.values()):
-            if group is not None and len(group.histogram) != len(self.edges) - 1:
-                raise ValueError(f"{len(self.edges)} edges do not fit a histogram of {len(group.histogram)} bins")
-
 
 def gradient_difference(
     objective: Objective,

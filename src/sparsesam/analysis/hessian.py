@@ -76,12 +76,11 @@ def hessian_eigenvalues(
             tolerance=tolerance,
             max_products=max_products,
             max_basis=max_basis,
-            storage=hessian.dtype,
         )
     if not pairs.converged:
         hessian.notes.append(f"not converged to {tolerance} within {hessian.products} products: raise max_products")
     values = pairs.values
-    ratio = float(values[0] / values[4]) if count >= 5 and which == "largest" and values[4] != 0 else None
+    ratio = float(values[0] / values[4]) if len(values) >= 5 and which == "largest" and values[4] != 0 else None
     return HessianSpectrum(
         eigenvalues=values,
         error_bounds=pairs.errors,
@@ -163,10 +162,6 @@ class SpectralDensity(HessianMeasurement):
     shares: list[Array]
     width: float
 
-    def __post_init__(self) -> None:
-        if self.grid.shape != self.density.shape:
-            raise ValueError(f"grid has {len(self.grid)} points, but density {len(self.density)}")
-
 
 def spectral_density(
     objective: Objective,
@@ -197,7 +192,7 @@ def spectral_density(
     with hessian.measuring():
         for _ in range(probes):
             start = hessian.random_vector(generator, "normal")
-            tridiagonal = lanczos(hessian.__matmul__, start, min(steps, hessian.size), storage=hessian.dtype)
+            tridiagonal = lanczos(hessian.__matmul__, start, min(steps, hessian.size))
             values, vectors = np.linalg.eigh(tridiagonal)
             nodes.append(values)
             shares.append(vectors[0] ** 2)

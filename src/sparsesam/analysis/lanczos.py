@@ -6,6 +6,7 @@ benchmarks.hessian), runs on the CPU only, and would be a dependency of the core
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -43,7 +44,6 @@ def top_eigenpairs(
     tolerance: float,
     max_products: int = 1000,
     max_basis: int = 64,
-    storage: torch.dtype = torch.float64,
 ) -> Eigenpairs:
     """The requested end of the spectrum by thick-restart Lanczos (Wu and Simon 2000).
 
@@ -55,7 +55,7 @@ def top_eigenpairs(
     """
     check_choice("which", which, get_args(Which))
     most = min(max(max_basis, 2 * count + 2), len(start))
-    space = KrylovSpace(product, start, most, storage)
+    space = KrylovSpace(product, start, most)
     products = 0
     while True:
         space.extend()
@@ -77,9 +77,9 @@ def top_eigenpairs(
             space.restart(ritz[kept], mixing[:, kept])
 
 
-def lanczos(product: Product, start: Tensor, steps: int, *, storage: torch.dtype = torch.float64) -> Array:
+def lanczos(product: Product, start: Tensor, steps: int) -> Array:
     """The tridiagonal Lanczos matrix, (m, m) with m = steps, or smaller if the Krylov space is exhausted."""
-    space = KrylovSpace(product, start, steps, storage)
+    space = KrylovSpace(product, start, steps)
     lengths: list[float] = []
     while len(lengths) < steps and not space.is_invariant:
         space.extend()
@@ -95,16 +95,17 @@ class KrylovSpace:
     the products' own dtype beyond, which is as exact as the products are.
     """
 
-    def __init__(self, product: Product, start: Tensor, most: int, storage: torch.dtype) -> None:
+    def __init__(self, product: Product, start: Tensor, most: int) -> None:
+        if not start.any():
+            raise ValueError("the start vector must not be zero")
         self._product = product
-        self._dtype = torch.float64 if (most + 1) * len(start) * 8 <= _SPACE else storage
+        self._is_small = (most + 1) * len(start) * 8 <= _SPACE
+        self._dtype = torch.float64
         self._generator = torch.Generator().manual_seed(len(start))
         self._basis: list[Tensor] = []
-        self.projected = np.zeros((0, 0))
-        self.remainder = float(torch.linalg.vector_norm(start.double()))
-        if not self.remainder > 0:
-            raise ValueError("the start vector must not be zero")
         self._append(start.double())
+        self.projected = np.zeros((0, 0))
+        self.remainder = math.inf
 
     @property
     def is_invariant(self) -> bool:
@@ -112,7 +113,9 @@ class KrylovSpace:
 
     def extend(self) -> None:
         """Apply the operator to the last vector, and append what is new of the product."""
-        image = self._product(self._basis[-1]).double()
+        product = self._product(self._basis[-1])
+        self._dtype = torch.float64 if self._is_small else product.dtype
+        image = product.double()
         coefficients = self._orthogonalize(image)
         self.projected = np.pad(self.projected, (0, 1))
         self.projected[:, -1] = self.projected[-1] = coefficients

@@ -44,11 +44,6 @@ class Landscape(AnalysisResult):
     measured_on: ObjectiveSummary
     notes: list[str]
 
-    def __post_init__(self) -> None:
-        shape = (len(self.y), len(self.x)) if len(self.y) else (len(self.x),)
-        if self.loss.shape != shape:
-            raise ValueError(f"loss must have the shape {shape} of the grid, got {self.loss.shape}")
-
 
 def loss_landscape(
     objective: Objective,

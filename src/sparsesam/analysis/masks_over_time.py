@@ -33,13 +33,6 @@ class MaskHistory(AnalysisResult):
     ever_by_layer: dict[str, float]
     always: float
 
-    def __post_init__(self) -> None:
-        count = len(self.steps)
-        per_mask = [self.density, *self.density_by_layer.values()]
-        per_change = [self.overlap, self.overlap_by_chance, *self.overlap_by_layer.values()]
-        if any(len(one) != count for one in per_mask) or any(len(one) != count - 1 for one in per_change):
-            raise ValueError(f"{count} masks must have {count} densities and {count - 1} overlaps")
-
 
 def masks_over_time(snapshots: Iterable[tuple[int, Mapping[str, Tensor]]]) -> MaskHistory:
     """Summarize (step, {name: bool tensor}) pairs, such as (opt.steps, opt.masks) after each refresh.

@@ -67,19 +67,18 @@ class Objective:
             raise ValueError("give either loss_fn(output, target) or model_loss(model, batch), and not both")
         check_choice("statistics", statistics, get_args(Statistics))
         self.model = unwrap(model)
-        self.batches = _as_list(batches)
+        self.batches = _checked(batches, pairs=loss_fn is not None)
         self.loss_fn, self.model_loss = loss_fn, model_loss
         self.statistics: Statistics = statistics
         self.allow_random = allow_random
-        self.sizes = _sizes(self.batches, pairs=loss_fn is not None)
-        self.weights = [size / sum(self.sizes) for size in self.sizes]
+        sizes = [batch_size(dict(batch) if isinstance(batch, Mapping) else batch) for batch in self.batches]
+        if 0 in sizes:
+            raise ValueError(f"batch {sizes.index(0)} holds no samples; leave it out")
+        self.samples = sum(sizes)
+        self.weights = [size / self.samples for size in sizes]
         self._device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         self._rng = RNGState(self.model.parameters())
         self._draw: RNGSnapshot | None = None
-
-    @property
-    def samples(self) -> int:
-        return sum(self.sizes)
 
     def summary(self) -> ObjectiveSummary:
         """What a result was measured on."""
@@ -90,12 +89,18 @@ class Objective:
             random_loss="one draw, the same at every point" if self.allow_random else "refused",
         )
 
-    # ---- numbers -----------------------------------------------------------------------------------------
-
     def batch_loss(self, index: int) -> Tensor:
         """The loss of one batch, differentiable; call inside `measuring`."""
-        self._set_rng(index)
-        return self._loss_of(to_device(self.batches[index], self._device))
+        if self._draw is not None:
+            self._rng.write(self._draw)
+            for _ in range(index):
+                torch.rand(1)  # each batch has its own draw, the same at every evaluation
+        batch = to_device(self.batches[index], self._device)
+        if self.model_loss is not None:
+            return scalar_loss(self.model_loss(self.model, batch), "model_loss")
+        assert self.loss_fn is not None
+        inputs, targets = batch
+        return scalar_loss(self.loss_fn(call_model(self.model, inputs), targets), "loss_fn")
 
     @torch.no_grad()
     def loss(self) -> float:
@@ -134,8 +139,6 @@ class Objective:
             for layer, momentum in zip(layers, momenta, strict=True):
                 layer.momentum, layer.training = momentum, False
 
-    # ---- context of a measurement ------------------------------------------------------------------------
-
     @contextmanager
     def measuring(self, parameters: Iterable[Tensor] = ()) -> Iterator[None]:
         """Put the model into the mode of measurement, with gradients for ``parameters`` only; restore it on exit."""
@@ -170,20 +173,6 @@ class Objective:
                 "or pass allow_random=True (--allow-random) to measure one draw of it"
             )
         self._draw = self._rng.read() if self.allow_random else None
-
-    def _set_rng(self, index: int) -> None:
-        if self._draw is None:
-            return
-        self._rng.write(self._draw)
-        for _ in range(index):
-            torch.rand(1)  # each batch has its own draw, the same at every evaluation
-
-    def _loss_of(self, batch: Any) -> Tensor:
-        if self.model_loss is not None:
-            return scalar_loss(self.model_loss(self.model, batch), "model_loss")
-        assert self.loss_fn is not None
-        inputs, targets = batch
-        return scalar_loss(self.loss_fn(call_model(self.model, inputs), targets), "loss_fn")
 
 
 def select_parameters(model: nn.Module, parameters: ParameterFilter = None) -> dict[str, nn.Parameter]:
@@ -266,10 +255,7 @@ def norm(tensors: Iterable[Tensor]) -> float:
     return math.sqrt(sum(float(tensor.detach().double().square().sum()) for tensor in tensors))
 
 
-# ---- helpers -------------------------------------------------------------------------------------------------
-
-
-def _as_list(batches: Iterable[Any]) -> list[Any]:
+def _checked(batches: Iterable[Any], *, pairs: bool) -> list[Any]:
     if isinstance(batches, (Tensor, Mapping)) or (
         isinstance(batches, tuple) and all(isinstance(part, Tensor) for part in batches)
     ):
@@ -277,18 +263,10 @@ def _as_list(batches: Iterable[Any]) -> list[Any]:
     found = list(batches)
     if not found:
         raise ValueError("batches is empty; at least one batch is needed")
-    return found
-
-
-def _sizes(batches: Sequence[Any], *, pairs: bool) -> list[int]:
-    sizes = []
-    for number, batch in enumerate(batches):
+    for number, batch in enumerate(found):
         if pairs and not (isinstance(batch, (tuple, list)) and len(batch) == 2):
             raise ValueError(
                 f"with loss_fn a batch must be a pair (inputs, targets), got {type(batch).__name__} as batch {number}; "
                 "use model_loss=lambda model, batch: ... for anything else"
             )
-        sizes.append(batch_size(dict(batch) if isinstance(batch, Mapping) else batch))
-        if sizes[-1] == 0:
-            raise ValueError(f"batch {number} holds no samples; leave it out")
-    return sizes
+    return found

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -39,15 +39,9 @@ class AnalysisResult:
 
     def remarks(self) -> list[str]:
         """Every note of this result and of those within it, once, in order."""
-        return list(dict.fromkeys(self._each_note()))
-
-    def _each_note(self) -> Iterator[str]:
-        for name in _stored_fields(type(self)):
-            value = getattr(self, name)
-            if name == "notes":
-                yield from value
-            elif isinstance(value, AnalysisResult):
-                yield from value._each_note()
+        values = [getattr(self, name) for name in _stored_fields(type(self))]
+        inner = [note for value in values if isinstance(value, AnalysisResult) for note in value.remarks()]
+        return list(dict.fromkeys([*getattr(self, "notes", []), *inner]))
 
 
 def _stored_fields(kind: type[Any]) -> dict[str, Any]:
@@ -75,40 +69,38 @@ def plain(value: Any) -> Any:
 
 def _decode(hint: Any, value: Any, name: str) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return value
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        return _decode(next(one for one in arguments if one is not type(None)), value, name)
+    if origin in (typing.Union, types.UnionType):  # X | None
+        return None if value is None else _decode(arguments[0], value, name)
     if isinstance(hint, type) and issubclass(hint, AnalysisResult):
         return hint.from_dict(value)
     if origin is typing.Literal:
-        return _checked(value in arguments, value, value, name, f"one of {', '.join(map(str, arguments))}")
+        _require(value in arguments, name, f"one of {', '.join(map(str, arguments))}", value)
+        return value
     if origin is np.ndarray:
-        return _decode_array(arguments[1], value, name)
+        _require(isinstance(value, list), name, "a list of numbers", value)
+        try:
+            return np.array(value, dtype=typing.get_args(arguments[1])[0])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name} must be an array of numbers: {error}") from None
     if origin is list:
-        _checked(isinstance(value, list), value, value, name, "a list")
+        _require(isinstance(value, list), name, "a list", value)
         return [_decode(arguments[0], part, name) for part in value]
     if origin is dict:
-        _checked(isinstance(value, dict), value, value, name, "an object")
+        _require(isinstance(value, dict), name, "an object", value)
         return {key: _decode(arguments[1], part, f"{name}[{key!r}]") for key, part in value.items()}
     if hint is float:
-        is_number = value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
-        return _checked(is_number, math.nan if value is None else value, value, name, "a number")
-    is_instance = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
-    return _checked(is_instance, value, value, name, f"of type {hint.__name__}")
-
-
-def _decode_array(dtype: Any, value: Any, name: str) -> Any:
-    (scalar,) = typing.get_args(dtype)
-    try:
-        return np.array(_checked(isinstance(value, list), value, value, name, "a list of numbers"), dtype=scalar)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} must be an array of numbers: {error}") from None
-
-
-def _checked(right: bool, value: Any, got: Any, name: str, rule: str) -> Any:
-    if not right:
-        raise ValueError(f"{name} must be {rule}, got {got!r:.60}")
+        value = math.nan if value is None else value
+        _require(isinstance(value, (int, float)) and not isinstance(value, bool), name, "a number", value)
+        return value
+    _require(
+        isinstance(value, hint) and not (hint is int and isinstance(value, bool)),
+        name,
+        f"of type {hint.__name__}",
+        value,
+    )
     return value
+
+
+def _require(right: bool, name: str, rule: str, value: Any) -> None:
+    if not right:
+        raise ValueError(f"{name} must be {rule}, got {value!r:.60}")
