@@ -71,13 +71,16 @@ The proofs in the supplement are not code; their constants and rates are checked
 
 def page() -> str:
     """The whole page."""
-    everything = sorted(recipes().values(), key=lambda one: (one.place.startswith("Figure"), _number(one.place)))
+    everything = sorted(
+        (one.at("full") for one in recipes().values()),
+        key=lambda one: (one.place.startswith("Figure"), _number(one.place)),
+    )
     parts = [
         _HEAD,
         _ITEMS,
         _table(("item", "what", "command", "file, in src/sparsesam", "test"), _items(everything)),
         _OPEN,
-        *(f"- **{one.place}**: {note}\n" for one in everything for note in one.notes("full")),
+        *(f"- **{one.place}**: {note}\n" for one in everything for note in one.remarks),
         _CHOICES,
         _table(("choice", "here", "where it comes from", "in"), _grouped(everything, settings=False)),
         _SETTINGS,
@@ -110,7 +113,7 @@ def _grouped(everything: Sequence[Recipe], *, settings: bool) -> Iterable[tuple[
     """A row for each choice with one value and one origin, and the recipes that have it."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for one in everything:
-        for choice in settings_of(one, "full") if settings else other_choices(one, "full"):
+        for choice in settings_of(one) if settings else other_choices(one):
             if choice.mark == UNMENTIONED:  # one row for all of them, which new settings do not change
                 continue
             found.setdefault((choice.name, _values(choice), str(choice.mark)), []).append(one.place)

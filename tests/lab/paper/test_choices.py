@@ -5,20 +5,20 @@ import pytest
 from sparsesam.lab.cli import main
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.paper.choices import other_choices, read_choices, settings_of
-from sparsesam.lab.paper.recipe import Recipe, recipe, recipes
+from sparsesam.lab.paper.recipe import recipe, recipes
 
 
 def mark_of(label, name, value):
-    (found,) = [one for one in settings_of(recipe(label), "full") if one.name == name and value in one.values]
+    (found,) = [one for one in settings_of(recipe(label).at("full")) if one.name == name and value in one.values]
     return str(found.mark)
 
 
 @pytest.mark.parametrize("label", recipes())
 def test_every_setting_of_every_recipe_is_marked(label):
-    one = recipe(label)
-    marked = {(choice.name, value) for choice in settings_of(one, "full") for value in choice.values}
-    for row, column in one.cells("full"):
-        config = one.config(row, column, {})
+    one = recipe(label).at("full")
+    marked = {(choice.name, value) for choice in settings_of(one) for value in choice.values}
+    for row, column in one.cells:
+        config = one.config(row, column)
         for name in ("dataset", "model", "optimizer", "lr", "weight_decay", "epochs", "batch_size", "augment"):
             assert (name, str(getattr(config, name))) in marked
 
@@ -46,7 +46,7 @@ def test_where_settings_come_from(label, name, value, mark):
 
 
 def test_what_the_issue_lists_is_said():
-    names = {choice.name for one in recipes().values() for choice in other_choices(one, "full")}
+    names = {choice.name for one in recipes().values() for choice in other_choices(one.at("full"))}
     assert names == {one["name"] for one in read_choices()["choices"]}
     for name in (
         "first mask of SSAM-F",
@@ -63,7 +63,7 @@ def test_what_the_issue_lists_is_said():
 
 
 def test_a_setting_means_nothing_where_it_has_no_effect():
-    settings = {choice.name for choice in settings_of(recipe("rho-imagenet"), "full")}
+    settings = {choice.name for choice in settings_of(recipe("rho-imagenet").at("full"))}
     assert "rho" in settings
     assert not settings & {"fisher_samples", "drop", "sparsity", "betas", "corruption", "seed"}
 
@@ -74,14 +74,14 @@ def test_rules_are_about_settings_that_there_are():
 
 
 def test_a_value_that_nothing_is_said_about_is_refused():
-    content = {**recipe("rho-imagenet").content}
-    content["full"] = {**content["full"], "settings": {**content["full"]["settings"], "nesterov": True}}
+    one = recipe("rho-imagenet").at("full")
+    full = {**one.full, "settings": {**one.full["settings"], "nesterov": True}}
     with pytest.raises(ValueError, match="does not say where nesterov=True comes from"):
-        settings_of(Recipe("rho-imagenet", "", content), "full")
+        settings_of(dataclasses.replace(one, full=full))
 
 
 def test_what_is_overridden_is_ours():
-    (choice,) = [one for one in settings_of(recipe("rho-imagenet"), "full", {"epochs": 3}) if one.name == "epochs"]
+    (choice,) = [one for one in settings_of(recipe("rho-imagenet").at("full", {"epochs": 3})) if one.name == "epochs"]
     assert (choice.values, str(choice.mark)) == (("3",), "ours, because --set says so")
 
 

@@ -8,7 +8,7 @@ ALIKE = {("ssam-random", seed): value for seed, value in enumerate((0.93, 0.88, 
 
 def compared(tmp_path, values, label="mask-strategy", measure="test_accuracy", **settings):
     one, jobs = results_of(tmp_path, label, values, measure, settings)
-    return RecipeRuns(one, "laptop", jobs, settings)
+    return RecipeRuns(one, jobs)
 
 
 def test_ours_with_an_interval_beside_the_paper_s(tmp_path):

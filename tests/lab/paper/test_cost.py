@@ -1,7 +1,7 @@
 import pytest
 
 from sparsesam.lab.experiment.config import TrainConfig
-from sparsesam.lab.paper.cost import PAPER_TFLOPS, cost, measured_model, total
+from sparsesam.lab.paper.cost import PAPER_TFLOPS, SHAPES, cost, measured_model, total
 from sparsesam.lab.paper.recipe import recipe
 
 CIFAR = TrainConfig(dataset="cifar10", model="resnet18", epochs=2, batch_size=100, fisher_samples=50)
@@ -12,7 +12,7 @@ def of(**settings):
 
 
 def test_a_model_is_measured_without_memory():
-    found = measured_model("resnet18", 10, 3, 32)
+    found = measured_model("resnet18", SHAPES["cifar10"])
     assert found.parameters == 11_173_962
     assert found.forward_flops == pytest.approx(2 * 555.4e6, rel=1e-3)  # multiplications and additions
     assert 2e6 < found.saved_bytes < 20e6
@@ -48,8 +48,8 @@ def test_sums_have_the_largest_memory():
 
 
 def test_the_timed_vit_fits_one_gpu_of_80_gb():
-    one = recipe("nm_vit")
-    memory = [cost(config).memory for config in one.sweep("full", [0], {}).variants.values()]
+    one = recipe("nm_vit").at("full")
+    memory = [cost(config).memory for config in one.sweep([0]).variants.values()]
     assert 5e9 < max(memory) < 40e9  # an estimate, so with room to spare
 
 

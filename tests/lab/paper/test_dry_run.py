@@ -14,7 +14,7 @@ from sparsesam.lab.paper.recipe import Recipe, recipe, recipes
 RUNS = {
     f"{one.label}: {label}": config
     for one in recipes().values()
-    for label, config in one.sweep("full", [0], {}).variants.items()
+    for label, config in one.at("full").sweep([0]).variants.items()
 }
 CIFAR = {label: config for label, config in RUNS.items() if config.dataset.startswith("cifar")}
 
@@ -56,17 +56,18 @@ def test_every_other_kind_of_run_takes_its_steps(label):
 def test_a_bad_setting_is_told_with_its_row():
     content = {
         "place": "Table 0",
+        "title": "",
         "full": {"settings": {"dataset": "cifar10", "model": "resnet81"}, "columns": {"CIFAR-10": {}}},
         "rows": {"SGD": {"set": {"optimizer": "sgd"}, "paper": []}},
     }
     with pytest.raises(RunError, match=r"SGD, CIFAR-10 cannot run: ValueError: model must be one of resnet18"):
-        dry_run(Recipe("misspelt", "", content), "full", {}, lambda label, one: None)
+        dry_run(Recipe("misspelt", **content, scale="full"), lambda label, one: None)
 
 
 def test_the_cost_of_all_seeds_is_shown():
     one = recipe("nm_vit")
     heard = []
-    found = dry_run(one, "laptop", {}, lambda label, one: heard.append(label))
+    found = dry_run(one, lambda label, one: heard.append(label))
     assert heard == ["SAM, s / step", "SSAM-F implicit 1:2, s / step", "SSAM-F implicit 2:4, s / step"]
     drawn = cost_table(one, found, seeds=3, tflops=10)
     console = Console(width=200, record=True, quiet=True)

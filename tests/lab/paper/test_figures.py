@@ -44,14 +44,14 @@ def test_each_figure_is_trained_analysed_and_drawn(label, tmp_path, capsys, few_
 
 @pytest.mark.parametrize(("scale", "dotted"), [("laptop", False), ("full", True)])
 def test_accuracy_against_sparsity_has_a_line_for_each_method_and_the_papers_dotted(tmp_path, scale, dotted):
-    chosen = recipes()["sparsity-acc"]
-    jobs = chosen.sweep(scale, [0, 1], {}).jobs(tmp_path)
+    chosen = recipes()["sparsity-acc"].at(scale)
+    jobs = chosen.sweep([0, 1]).jobs(tmp_path)
     for place, job in enumerate(jobs):
         job.directory.mkdir()
         result = {"test_accuracy": 0.9 - place / 1000}
         (job.directory / "result.json").write_text(json.dumps({"result": result}))
-    (figure,), _ = FIGURES["sparsity"](TrainedRecipe(chosen, scale, jobs, {}, None))
-    assert list(figure.panels) == [column.label for column in chosen.columns(scale)]
+    (figure,), _ = FIGURES["sparsity"](TrainedRecipe(chosen, jobs, None))
+    assert list(figure.panels) == [column.label for column in chosen.columns]
     series = {one.name: one for one in next(iter(figure.panels.values()))}
     assert {"SAM", "SSAM-F", "SSAM-D"} <= series.keys()
     assert series["SAM"].y[0] == series["SAM"].y[1]

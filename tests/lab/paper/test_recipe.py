@@ -5,7 +5,7 @@ import torch
 
 from sparsesam.lab.data import DATASETS
 from sparsesam.lab.models import MODELS, build_model
-from sparsesam.lab.paper.recipe import TIMES, default_out, finished_results, recipe, recipes, show_ours
+from sparsesam.lab.paper.recipe import TIMES, finished_results, recipe, recipes
 from sparsesam.masks.patterns import as_pattern
 
 SCALES = ("laptop", "full")
@@ -14,11 +14,11 @@ SCALES = ("laptop", "full")
 @pytest.mark.parametrize("label", recipes())
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_cell_is_a_run_that_exists(label, scale):
-    one = recipe(label)
-    for row, column in one.cells(scale):
-        assert len(one.paper(row)) <= len(one.columns("full"))
-        assert column.relative_to is None or column.relative_to in one.rows(scale)
-        config = one.config(row, column, {})
+    one = recipe(label).at(scale)
+    for row, column in one.cells:
+        assert len(one.rows[row]["paper"]) <= len(one.at("full").columns)
+        assert column.relative_to is None or column.relative_to in one.row_labels
+        config = one.config(row, column)
         assert config.dataset in DATASETS
         assert config.model in MODELS
         as_pattern(config.pattern)
@@ -26,47 +26,46 @@ def test_every_cell_is_a_run_that_exists(label, scale):
 
 
 def test_the_paper_s_hyper_parameters_at_full_scale():
-    resnet = recipe("resnet_cifar")
-    c10, c100, *_ = resnet.columns("full")
-    sam = resnet.config("SAM", c100, {})
+    resnet = recipe("resnet_cifar").at("full")
+    c10, c100, *_ = resnet.columns
+    sam = resnet.config("SAM", c100)
     assert (sam.epochs, sam.batch_size, sam.lr, sam.momentum) == (200, 128, 0.05, 0.9)
     assert (sam.weight_decay, sam.rho, sam.augment) == (1e-3, 0.2, "standard")
-    assert resnet.config("SGD", c10, {}).weight_decay == 5e-4
-    assert resnet.config("SSAM-F 50 %", c10, {}).rho == 0.1
-    imagenet = recipe("imagenet-experiments")
-    sgd = imagenet.config("SGD", imagenet.columns("full")[0], {})
+    assert resnet.config("SGD", c10).weight_decay == 5e-4
+    assert resnet.config("SSAM-F 50 %", c10).rho == 0.1
+    imagenet = recipe("imagenet-experiments").at("full")
+    sgd = imagenet.config("SGD", imagenet.columns[0])
     assert (sgd.batch_size, sgd.lr, sgd.weight_decay) == (256, 0.1, 1e-4)
-    noise = recipe("label-noise")
-    assert noise.config("SAM", noise.columns("full")[0], {}).augment == "no-cutout"
+    noise = recipe("label-noise").at("full")
+    assert noise.config("SAM", noise.columns[0]).augment == "no-cutout"
 
 
 def test_the_paper_s_numbers():
-    assert recipe("resnet_cifar").paper("SSAM-F 50 %") == [96.81, 81.24, 97.71, 85.16]
-    assert recipe("mask-strategy").paper("SSAM-D drop the sharpest") == [76.68]
-    assert recipe("ablation-num-samples").paper("90 % N_F 4096") == [96.59, 110.65]
+    assert recipe("resnet_cifar").rows["SSAM-F 50 %"]["paper"] == [96.81, 81.24, 97.71, 85.16]
+    assert recipe("mask-strategy").rows["SSAM-D drop the sharpest"]["paper"] == [76.68]
+    assert recipe("ablation-num-samples").rows["90 % N_F 4096"]["paper"] == [96.59, 110.65]
 
 
 def test_columns_that_measure_the_same_runs_add_none():
     one = recipe("smallbsz4ga")
-    variants = one.sweep("laptop", [0], {}).variants
+    variants = one.sweep([0]).variants
     assert len(variants) == 12  # time and speed are of the same six runs
-    assert len(one.timed("laptop", {})) == 6
+    assert len(one.timed()) == 6
 
 
 @pytest.mark.parametrize("label", recipes())
 def test_times_come_from_short_runs_of_their_own(label):
-    one = recipe(label)
-    for scale in SCALES:
-        timed = one.timed(scale, {})
+    for one in (recipe(label).at(scale) for scale in SCALES):
+        timed = one.timed()
         assert all(config.max_steps is not None for config in timed)
-        others = {one.config(row, column, {}) for row, column in one.cells(scale) if column.measure not in TIMES}
+        others = {one.config(row, column) for row, column in one.cells if column.measure not in TIMES}
         assert not timed & others
 
 
 def results_of(tmp_path, label, values, measure="test_accuracy", settings=None, chosen=lambda config: True):
     """A recipe whose runs have finished with ``values`` by (optimizer, seed)."""
-    one = recipe(label)
-    jobs = one.sweep("laptop", sorted({seed for _, seed in values}), settings or {}).jobs(tmp_path)
+    one = recipe(label).at("laptop", settings)
+    jobs = one.sweep(sorted({seed for _, seed in values})).jobs(tmp_path)
     for job in jobs:
         found = values.get((job.config.optimizer, job.config.seed))
         if found is not None and chosen(job.config):
@@ -78,26 +77,26 @@ def results_of(tmp_path, label, values, measure="test_accuracy", settings=None, 
 
 def test_ours_are_the_mean_over_the_seeds_with_its_interval(tmp_path):
     one, jobs = results_of(tmp_path, "mask-strategy", {("sam", 0): 0.5, ("sam", 1): 0.7})
-    cell = one.cell("SAM", one.columns("laptop")[0], finished_results(jobs), {})
+    cell = one.cell("SAM", one.columns[0], finished_results(jobs))
     assert (cell.mean, len(cell.values)) == (pytest.approx(0.6), 2)
-    assert show_ours(cell) == "60.00 (0.00 to 100.00)"
+    assert str(cell) == "60.00 (0.00 to 100.00)"
 
 
 def test_a_speed_is_the_reference_s_time_divided_by_one_s_own(tmp_path):
     values = {("sam", 0): 3.0, ("ssam-f", 0): 1.5}
     one, jobs = results_of(tmp_path, "nm_vit", values, "warm_seconds_per_step")
-    seconds, speed = one.columns("laptop")
+    seconds, speed = one.columns
     finished = finished_results(jobs)
-    assert one.cell("SSAM-F implicit 2:4", seconds, finished, {}).mean == 1.5
-    assert show_ours(one.cell("SSAM-F implicit 2:4", speed, finished, {})) == "×2.00"
-    assert one.paper("SSAM-F implicit 2:4") == [3.53, 1.2]
+    assert one.cell("SSAM-F implicit 2:4", seconds, finished).mean == 1.5
+    assert str(one.cell("SSAM-F implicit 2:4", speed, finished)) == "×2.00"
+    assert one.rows["SSAM-F implicit 2:4"]["paper"] == [3.53, 1.2]
 
 
 def test_table_4_has_rows_for_both_units_of_the_text():
     """Whole tensors cannot reach any sparsity, filters can."""
-    one = recipe("cifar_structure")
-    assert {one.config(row, one.columns("full")[0], {}).pattern for row in one.rows("full")[2:]} == {"filter", "tensor"}
-    assert one.paper("SSAM-F explicit 98 %, by filter") == one.paper("SSAM-F explicit 98 %, by tensor")
+    one = recipe("cifar_structure").at("full")
+    assert {one.config(row, one.columns[0]).pattern for row in one.row_labels[2:]} == {"filter", "tensor"}
+    assert one.rows["SSAM-F explicit 98 %, by filter"]["paper"] == one.rows["SSAM-F explicit 98 %, by tensor"]["paper"]
     worst = {"filter": 0.0, "tensor": 0.0}
     shapes = {name: p.shape for name, p in build_model("resnet18").named_parameters()}
     for seed in range(5):
@@ -112,26 +111,26 @@ def test_table_4_has_rows_for_both_units_of_the_text():
 
 
 def test_sparsity_acc_has_the_rows_of_the_paper_s_tables_and_no_others():
-    one = recipe("sparsity-acc")
-    assert [row for row in one.rows("full") if row.startswith("SSAM-F")] == [
+    one = recipe("sparsity-acc").at("full")
+    assert [row for row in one.row_labels if row.startswith("SSAM-F")] == [
         f"SSAM-F {share} %" for share in (50, 80, 90, 95, 98, 99)
     ]
-    on_imagenet = {row for row, column in one.cells("full") if "ImageNet" in column.label}
+    on_imagenet = {row for row, column in one.cells if "ImageNet" in column.label}
     assert on_imagenet == {"SAM", *(f"SSAM-{kind} {share} %" for kind in "FD" for share in (50, 80, 90))}
     resnet = recipe("resnet_cifar")
-    for row in one.rows("full"):
-        assert one.paper(row)[:2] == resnet.paper(row)[2:]
+    for row in one.row_labels:
+        assert one.rows[row]["paper"][:2] == resnet.rows[row]["paper"][2:]
 
 
 def test_the_timed_vit_runs_in_the_precision_that_sparse_tensor_cores_have():
     for label in ("nm_vit", "speedup"):
-        one = recipe(label)
-        assert {one.config(row, column, {}).precision for row, column in one.cells("full")} == {"bf16"}
+        one = recipe(label).at("full")
+        assert {one.config(row, column).precision for row, column in one.cells} == {"bf16"}
 
 
 def test_the_vit_is_trained_as_in_its_table():
-    one = recipe("nm_vit")
-    config = one.config("SAM", one.columns("full")[0], {})
+    one = recipe("nm_vit").at("full")
+    config = one.config("SAM", one.columns[0])
     assert (config.epochs, config.batch_size, config.base, config.lr) == (10, 16, "adam", 1e-3)
     assert (config.weight_decay, config.betas, config.rho, config.fisher_samples) == (0.0, (0.9, 0.999), 0.2, 512)
 
@@ -159,10 +158,10 @@ def test_names_that_people_look_for(name, label):
 
 
 def test_no_two_recipes_answer_to_one_name():
-    names = [name for one in recipes().values() for name in (*one.names, one.place)]
+    names = [name for one in recipes().values() for name in one.names]
     assert len(names) == len(set(names))
     for one in recipes().values():
-        assert all(recipe(name) is one for name in (*one.names, one.place))
+        assert all(recipe(name) is one for name in one.names)
 
 
 def test_an_unknown_name_suggests_the_nearest():
@@ -183,14 +182,14 @@ def test_an_unknown_name_suggests_the_nearest():
 )
 def test_what_rows_or_columns_vary_cannot_be_set(label, name, words):
     with pytest.raises(ValueError, match=words):
-        recipe(label).check_overrides("laptop", {name: 0.5})
-    recipe(label).check_overrides("laptop", {"epochs": 2})
+        recipe(label).at("laptop", {name: 0.5}).check_overrides()
+    recipe(label).at("laptop", {"epochs": 2}).check_overrides()
 
 
 def test_figures_that_need_the_same_networks_share_them():
-    assert default_out(recipe("hessian"), "laptop") == default_out(recipe("landscape"), "laptop")
-    assert recipe("hessian").sweep("full", [0], {}).variants == recipe("landscape").sweep("full", [0], {}).variants
-    assert default_out(recipe("sparsity-acc"), "full").parts[-2:] == ("sparsity-acc", "full")
+    assert recipe("hessian").directory == recipe("landscape").directory
+    assert recipe("hessian").at("full").sweep([0]).variants == recipe("landscape").at("full").sweep([0]).variants
+    assert recipe("sparsity-acc").at("full").directory.parts[-2:] == ("sparsity-acc", "full")
 
 
 @pytest.mark.parametrize(
@@ -198,7 +197,7 @@ def test_figures_that_need_the_same_networks_share_them():
 )
 def test_a_setting_that_makes_rows_the_same_run_is_refused(label, name, value):
     with pytest.raises(ValueError, match="one run in several"):
-        recipe(label).check_overrides("laptop", {name: value})
+        recipe(label).at("laptop", {name: value}).check_overrides()
 
 
 def test_a_figure_and_a_table_of_one_label_are_told_apart_by_the_prefix_in_the_paper():
@@ -207,5 +206,5 @@ def test_a_figure_and_a_table_of_one_label_are_told_apart_by_the_prefix_in_the_p
 
 
 def test_notes_about_the_full_scale_are_not_printed_at_another():
-    assert any("4096" in note for note in recipe("vgg_cifar").notes("full"))
-    assert not any("4096" in note for note in recipe("vgg_cifar").notes("laptop"))
+    assert any("4096" in note for note in recipe("vgg_cifar").at("full").remarks)
+    assert not any("4096" in note for note in recipe("vgg_cifar").remarks)

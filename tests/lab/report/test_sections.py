@@ -144,7 +144,7 @@ def test_sparsities_are_drawn_beside_the_plain_level(tmp_path):
 
 
 def write_recipe(out, label, scale, leave_out=(), **overrides):
-    for number, job in enumerate(recipe(label).sweep(scale, [0, 1], overrides).jobs(out)):
+    for number, job in enumerate(recipe(label).at(scale, overrides).sweep([0, 1]).jobs(out)):
         if job.label not in leave_out:
             settings = {**vars(job.config)}
             epochs = settings.pop("epochs")
@@ -174,7 +174,7 @@ def test_a_table_run_elsewhere_is_known_by_all_its_cells(tmp_path):
 
 def test_a_table_that_has_hardly_begun_is_shown_in_its_directory(tmp_path):
     out = tmp_path / "mask-strategy" / "laptop"
-    job = recipe("mask-strategy").sweep("laptop", [0], {}).jobs(out)[0]
+    job = recipe("mask-strategy").sweep([0]).jobs(out)[0]
     settings = {name: one for name, one in vars(job.config).items() if name != "epochs"}
     write_run(job.directory, epochs=1, planned=30, finished=False, **settings)
     (table,) = paper_tables(tmp_path)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -21,7 +21,7 @@ from sparsesam.lab.paper.comparison import RecipeRuns
 from sparsesam.lab.paper.cost import PAPER_TFLOPS
 from sparsesam.lab.paper.dry_run import DryRun, cost_table, dry_run
 from sparsesam.lab.paper.figures import TrainedRecipe, draw
-from sparsesam.lab.paper.recipe import Recipe, Scale, default_out, recipe, recipes
+from sparsesam.lab.paper.recipe import Recipe, Scale, recipe, recipes
 
 HELP = (
     "Repeat a table or figure of the paper. `list` names them, `show NAME` tells what it runs and where each setting "
@@ -52,15 +52,15 @@ def run(options: Namespace) -> int:
         return 0
     if options.name is None:
         raise ValueError(f"`paper {options.action}` needs a table or figure; `sparsesam paper list` names them")
-    chosen, scale, settings = recipe(options.name), options.scale, overrides(options.set)
-    chosen.check_overrides(scale, settings)
-    out = options.out or default_out(chosen, scale)
-    jobs = chosen.sweep(scale, range(_seeds(chosen, options.seeds)), settings).jobs(out)
+    chosen = recipe(options.name).at(options.scale, overrides(options.set))
+    chosen.check_overrides()
+    out = options.out or chosen.directory
+    jobs = chosen.sweep(range(_seeds(chosen, options.seeds))).jobs(out)
     if options.action == "show":
-        _show(chosen, scale, settings, jobs, console)
+        _show(chosen, jobs, console)
         return 0
     if options.dry_run:
-        _dry_run(chosen, options, settings, console)
+        _dry_run(chosen, options, console)
         return 0
     file = None
     if chosen.figure is not None:
@@ -70,20 +70,18 @@ def run(options: Namespace) -> int:
         raise ValueError(
             f"--plot must be left out: {chosen.label} is a table; `sparsesam paper list` names the figures"
         )
-    _run(chosen, options, settings, jobs, out, console)
+    _run(chosen, options, jobs, out, console)
     if file is not None:
-        for sentence in draw(TrainedRecipe(chosen, scale, jobs, settings, options.data_dir), file):
+        for sentence in draw(TrainedRecipe(chosen, jobs, options.data_dir), file):
             console.print(f"- {sentence}", soft_wrap=True, markup=False)
         console.print(f"picture: {file}", soft_wrap=True, markup=False)
     return 0
 
 
-def _run(
-    chosen: Recipe, options: Namespace, settings: Mapping[str, Any], jobs: Sequence[Job], out: Path, console: Console
-) -> None:
-    compared = RecipeRuns(chosen, options.scale, jobs, settings)
+def _run(chosen: Recipe, options: Namespace, jobs: Sequence[Job], out: Path, console: Console) -> None:
+    compared = RecipeRuns(chosen, jobs)
     if jobs:
-        timed = chosen.timed(options.scale, settings)
+        timed = chosen.timed()
         execute(jobs, options, compared.table, timed=[job for job in jobs if replace(job.config, seed=0) in timed])
         for sentence in compared.sentences():
             console.print(f"- {sentence}", soft_wrap=True, markup=False)
@@ -91,7 +89,7 @@ def _run(
         report_failures(jobs)
 
 
-def _dry_run(chosen: Recipe, options: Namespace, settings: Mapping[str, Any], console: Console) -> None:
+def _dry_run(chosen: Recipe, options: Namespace, console: Console) -> None:
     if options.tflops <= 0:
         raise ValueError(f"--tflops must be positive, got {options.tflops}")
 
@@ -99,7 +97,7 @@ def _dry_run(chosen: Recipe, options: Namespace, settings: Mapping[str, Any], co
         done = plural(one.steps, "step") if one.steps else f"built, no steps: {one.reason}"
         console.print(f"{label}: {done}", soft_wrap=True, markup=False)
 
-    found = dry_run(chosen, options.scale, settings, on_run)
+    found = dry_run(chosen, on_run)
     console.print(cost_table(chosen, found, seeds=_seeds(chosen, options.seeds), tflops=options.tflops))
     source = (
         ", what table 10 of the paper implies of its A100 (ResNet-18 with SAM, 13.60 s an epoch)"
@@ -129,17 +127,17 @@ def _list() -> Table:
     drawn.add_column("")
     drawn.add_column("runs", no_wrap=True, justify="right")
     for one in recipes().values():
-        counts = " / ".join(str(len(one.sweep(scale, [0], {}).variants)) for scale in get_args(Scale))
+        counts = " / ".join(str(len(one.at(scale).sweep([0]).variants)) for scale in get_args(Scale))
         drawn.add_row(one.place, one.label, one.title, counts)
     return drawn
 
 
-def _show(chosen: Recipe, scale: Scale, settings: Mapping[str, Any], jobs: Sequence[Job], console: Console) -> None:
+def _show(chosen: Recipe, jobs: Sequence[Job], console: Console) -> None:
     """Every setting and choice with where it comes from, then the paper's numbers with what we have."""
-    console.print(f"{chosen.place}: {chosen.title} ({chosen.label}, {scale} scale)", markup=False)
-    for note in chosen.notes(scale):
+    console.print(f"{chosen.place}: {chosen.title} ({chosen.label}, {chosen.scale} scale)", markup=False)
+    for note in chosen.remarks:
         console.print(f"- {note}", soft_wrap=True, markup=False)
-    groups = {"setting": settings_of(chosen, scale, settings), "choice": other_choices(chosen, scale)}
+    groups = {"setting": settings_of(chosen), "choice": other_choices(chosen)}
     for heading, choices in groups.items():
         drawn = Table(heading, "value", "where it comes from")
         for one in choices:
@@ -147,4 +145,4 @@ def _show(chosen: Recipe, scale: Scale, settings: Mapping[str, Any], jobs: Seque
         if choices:
             console.print(drawn)
     if chosen.has_numbers:
-        console.print(RecipeRuns(chosen, scale, jobs, settings).table())
+        console.print(RecipeRuns(chosen, jobs).table())

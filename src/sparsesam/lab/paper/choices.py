@@ -12,14 +12,13 @@ from typing import Any, Literal
 import yaml
 
 from sparsesam.lab.experiment.config import DEFAULTS, TrainConfig, unused
-from sparsesam.lab.paper.recipe import Recipe, Scale
+from sparsesam.lab.paper.recipe import Recipe
 
 _ORIGINS = {
     "paper": "from the paper: {}",
     "authors": "from the authors' published settings: {}",
     "ours": "ours, because {}",
 }
-_LAPTOP = "the laptop scale is to take minutes on a CPU"
 
 
 @dataclass(frozen=True)
@@ -46,64 +45,56 @@ class Choice:
     mark: Mark
 
 
-def settings_of(chosen: Recipe, scale: Scale, overrides: Mapping[str, Any] | None = None) -> list[Choice]:
+def settings_of(recipe: Recipe) -> list[Choice]:
     """Every setting that means something for a run of the recipe, once for each mark it has."""
-    found: dict[tuple[str, Mark], dict[str, None]] = {}
-    for row, column in chosen.cells(scale):
-        config = chosen.config(row, column, overrides or {})
-        without = {*unused(config), "seed"}
-        for name in (name for name in DEFAULTS if name not in without):
-            mark = _mark(name, chosen, scale, config, overrides or {})
-            found.setdefault((name, mark), {})[str(getattr(config, name))] = None
-    order = {name: place for place, name in enumerate(DEFAULTS)}
+    found: dict[str, dict[Mark, list[str]]] = {name: {} for name in DEFAULTS if name != "seed"}
+    for row, column in recipe.cells:
+        config = recipe.config(row, column)
+        for name in found.keys() - set(unused(config)):
+            found[name].setdefault(_mark(name, recipe, config), []).append(str(getattr(config, name)))
     return [
-        Choice(name, tuple(values), mark)
-        for (name, mark), values in sorted(found.items(), key=lambda one: order[one[0][0]])
+        Choice(name, tuple(dict.fromkeys(values)), mark)
+        for name, marks in found.items()
+        for mark, values in marks.items()
     ]
 
 
-def other_choices(chosen: Recipe, scale: Scale) -> list[Choice]:
-    """The decisions behind a recipe that are no settings."""
-    configs = [chosen.config(row, column, {}) for row, column in chosen.cells(scale)]
-    found = []
-    for one in read_choices()["choices"]:
-        wanted = one.get("when", {})
-        if any(_fits(wanted, chosen, config) for config in configs) or (not configs and _names_recipe(wanted, chosen)):
-            found.append(Choice(one["name"], (one["what"],), Mark(one["from"], one["say"])))
-    return found
+def other_choices(recipe: Recipe) -> list[Choice]:
+    """The decisions behind a recipe that are no settings; one that trains nothing has those that name it."""
+    configs = [recipe.config(row, column) for row, column in recipe.cells]
+    return [
+        Choice(one["name"], (one["what"],), Mark(one["from"], one["say"]))
+        for one in read_choices()["choices"]
+        if any(_fits(one.get("when", {}), recipe, config) for config in configs)
+        or (not configs and recipe.label in _listed(one.get("when", {}).get("recipe", [])))
+    ]
 
 
-def _mark(name: str, chosen: Recipe, scale: Scale, config: TrainConfig, overrides: Mapping[str, Any]) -> Mark:
-    if name in overrides:
+def _mark(name: str, recipe: Recipe, config: TrainConfig) -> Mark:
+    if name in recipe.overrides:
         return Mark("ours", "--set says so")
-    if scale == "laptop":
-        return Mark("ours", _LAPTOP)
+    if recipe.scale == "laptop":
+        return Mark("ours", "the laptop scale is to take minutes on a CPU")
     value = getattr(config, name)
     for rule in read_choices()["settings"].get(name, []):
-        if "value" in rule and rule["value"] != value:
-            continue
-        if _fits(rule.get("when", {}), chosen, config):
+        if rule.get("value", value) == value and _fits(rule.get("when", {}), recipe, config):
             return Mark(rule["from"], rule["say"])
     if value == DEFAULTS[name]:
         return UNMENTIONED
-    raise ValueError(f"{chosen.label}: choices.yaml does not say where {name}={value} comes from")
+    raise ValueError(f"{recipe.label}: choices.yaml does not say where {name}={value} comes from")
 
 
-def _fits(wanted: Mapping[str, Any], chosen: Recipe, config: TrainConfig) -> bool:
+def _fits(wanted: Mapping[str, Any], recipe: Recipe, config: TrainConfig) -> bool:
+    """Whether each name in ``wanted`` has a value like one of its patterns; what is under "not" must not fit."""
     for name, patterns in wanted.items():
         if name == "not":
-            if _fits(patterns, chosen, config):
-                return False
-            continue
-        value = chosen.label if name == "recipe" else str(getattr(config, name))
-        if not any(fnmatchcase(value, str(pattern)) for pattern in _listed(patterns)):
+            fits = not _fits(patterns, recipe, config)
+        else:
+            value = recipe.label if name == "recipe" else str(getattr(config, name))
+            fits = any(fnmatchcase(value, str(pattern)) for pattern in _listed(patterns))
+        if not fits:
             return False
     return True
-
-
-def _names_recipe(wanted: Mapping[str, Any], chosen: Recipe) -> bool:
-    """Whether a choice is made for a recipe that trains nothing."""
-    return list(wanted) == ["recipe"] and chosen.label in _listed(wanted["recipe"])
 
 
 def _listed(value: Any) -> list[Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.table import Table
 
@@ -13,87 +12,69 @@ from sparsesam.lab.display import plural, to_rich
 from sparsesam.lab.experiment.confidence import differ
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Job
-from sparsesam.lab.paper.recipe import Column, MeanOverSeeds, Recipe, Scale, finished_results
+from sparsesam.lab.paper.recipe import Column, MeanOverSeeds, Recipe, finished_results
 
 
 @dataclass(frozen=True)
 class RecipeRuns:
-    """The runs of a recipe at a scale, with the settings that --set changed: ours beside the paper's."""
+    """The runs of a recipe: ours beside the paper's."""
 
     recipe: Recipe
-    scale: Scale
     jobs: Sequence[Job]
-    overrides: Mapping[str, Any]
-
-    @property
-    def rows(self) -> list[str]:
-        return self.recipe.rows(self.scale)
-
-    @property
-    def columns(self) -> list[Column]:
-        return self.recipe.columns(self.scale)
 
     def cells(self) -> dict[tuple[str, str], MeanOverSeeds]:
         """Our numbers by row and column, as far as runs are finished."""
-        finished = finished_results(self.jobs)
-        found = {
-            (row, column.label): self.recipe.cell(row, column, finished, self.overrides)
-            for row, column in self.recipe.cells(self.scale)
-        }
-        return {place: cell for place, cell in found.items() if cell is not None}
+        finished, found = finished_results(self.jobs), {}
+        for row, column in self.recipe.cells:
+            if (cell := self.recipe.cell(row, column, finished)) is not None:
+                found[row, column.label] = cell
+        return found
 
     def table(self) -> Table:
         """For the terminal."""
         recipe, done = self.recipe, sum(job.is_finished for job in self.jobs)
-        compared = recipe.comparison(self.scale, finished_results(self.jobs), self.overrides)
+        compared = recipe.comparison(finished_results(self.jobs))
         caption = f"{done} of {plural(len(self.jobs), 'run')}"
         return to_rich(compared, f"{recipe.place}: {recipe.title}", caption=caption)
 
     def sentences(self) -> Iterator[str]:
         """What the table does not show: what ran, where, and what cannot be concluded from it."""
-        configs = [job.config for job in self.jobs]
+        recipe, configs = self.recipe, [job.config for job in self.jobs]
         trained = ", ".join(dict.fromkeys(f"{one.model} on {one.dataset}" for one in configs))
-        yield f"Ours: {trained}; {self.scale} scale."
-        if self.overrides:
-            changed = ", ".join(f"{name}={value}" for name, value in self.overrides.items())
+        yield f"Ours: {trained}; {recipe.scale} scale."
+        if recipe.overrides:
+            changed = ", ".join(f"{name}={value}" for name, value in recipe.overrides.items())
             yield f"Overridden by --set in every run: {changed}. These are not the recipe's own settings."
-        if self.scale == "laptop":
+        if recipe.scale == "laptop":
             noise = sorted({one.label_noise for one in configs if one.label_noise})
             if noise:
                 shares = " or ".join(f"{100 * share:g} %" for share in noise)
                 yield f"{shares} of the training labels are wrong; the test labels are clean."
             yield "Another network and other data than the paper's: compare rows, not values."
-        yield from self.recipe.notes(self.scale)
-        if any(column.is_timed for column in self.columns):
+        yield from recipe.remarks
+        if any(column.is_timed for column in recipe.columns):
             yield (
                 "Times are of short runs of their own, with no other run of this table beside them: medians over the "
                 "steps after the first five, without the masks they make and the loading of images; of masks, medians "
                 "without the first."
             )
-        yield from self._where()
-        yield from self._significant_differences()
-
-    def _where(self) -> Iterator[str]:
-        """The machines, and the number of seeds behind each mean."""
-        machines = dict.fromkeys(_machine(job) for job in self.jobs if job.is_finished)
-        seeds = sorted({len(cell.values) for cell in self.cells().values()})
+        cells = self.cells()
+        seeds = sorted({len(cell.values) for cell in cells.values()})
         if seeds:
+            machines = "; ".join(dict.fromkeys(_machine(job) for job in self.jobs if job.is_finished))
             count = plural(seeds[0], "seed") if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
             intervals = "brackets hold the 95 % interval of the mean (Student's t)"
             if seeds[-1] == 1:
                 intervals = "one seed has no interval"
-            yield f"On {'; '.join(machines)}. {count} for each number; {intervals}."
-
-    def _significant_differences(self) -> Iterator[str]:
-        """For each column the rows without a significant difference to the best."""
-        cells = self.cells()
-        for column in self.columns:
-            found = {row: cells[row, column.label] for row in self.rows if (row, column.label) in cells}
+            yield f"On {machines}. {count} for each number; {intervals}."
+        for column in recipe.columns:
+            found = {row: cells[row, column.label] for row in recipe.row_labels if (row, column.label) in cells}
             if column.relative_to is None and len(found) > 1:
                 yield _best_of(column, found)
 
 
 def _best_of(column: Column, found: Mapping[str, MeanOverSeeds]) -> str:
+    """The best row of a column, and those without a significant difference to it."""
     order = sorted(found, key=lambda row: found[row].mean, reverse=not column.is_timed)
     best, others = order[0], order[1:]
     apart = {row: differ(found[best].values, found[row].values) for row in others}

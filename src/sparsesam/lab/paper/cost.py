@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from sparsesam.lab import models
 from sparsesam.lab.data.digits import TRAIN_SIZE
 from sparsesam.lab.data.published import CIFAR10, CIFAR100
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.cost import passes_per_step
+from sparsesam.lab.models import build_model
 
 #: Operations per second that the paper's table 10 implies of its A100: ResNet-18, 50,000 images an epoch, two
 #: forward-backwards each of three times the forward's 1.11 GFLOP, in 13.60 s.
@@ -34,10 +34,19 @@ class Shape(NamedTuple):
 
 SHAPES = {
     "digits": Shape(10, 1, 8, TRAIN_SIZE),
-    "cifar10": Shape(len(CIFAR10.classes), 3, 32, CIFAR10.train_size),
-    "cifar100": Shape(len(CIFAR100.classes), 3, 32, CIFAR100.train_size),
+    "cifar10": Shape(10, 3, 32, CIFAR10.train_size),
+    "cifar100": Shape(100, 3, 32, CIFAR100.train_size),
     "imagenet": Shape(1000, 3, 224, 1_281_167),
 }
+
+
+def shape_of(config: TrainConfig) -> Shape:
+    try:
+        return SHAPES[config.dataset]
+    except KeyError:
+        raise ValueError(
+            f"dataset must be one of {', '.join(SHAPES)} for a dry run, which loads no data, got {config.dataset!r}"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,7 @@ class RunCost:
 
 def cost(config: TrainConfig) -> RunCost:
     """An estimate: a backward takes twice its forward, a step's arithmetic outside of the model nothing."""
-    shape, model = shape_of(config), measured_model(config.model, *shape_of(config)[:3])
+    shape, model = shape_of(config), measured_model(config.model, shape_of(config))
     images = min(config.train_size or shape.train, shape.train)
     per_epoch = math.ceil(images / config.batch_size)
     steps = config.total_steps(per_epoch)
@@ -68,27 +77,12 @@ def cost(config: TrainConfig) -> RunCost:
 
 
 def total(costs: Iterable[RunCost]) -> RunCost:
-    found = list(costs)
-    return RunCost(
-        runs=sum(one.runs for one in found),
-        steps=sum(one.steps for one in found),
-        passes=sum(one.passes for one in found),
-        flops=sum(one.flops for one in found),
-        memory=max((one.memory for one in found), default=0.0),
-    )
+    found = list(costs) or [RunCost(0, 0, 0.0, 0.0, 0.0)]
+    runs, steps, passes, flops, memory = zip(*map(astuple, found), strict=True)
+    return RunCost(sum(runs), sum(steps), sum(passes), sum(flops), max(memory))
 
 
-def shape_of(config: TrainConfig) -> Shape:
-    try:
-        return SHAPES[config.dataset]
-    except KeyError:
-        raise ValueError(
-            f"dataset must be one of {', '.join(SHAPES)} for a dry run, which loads no data, got {config.dataset!r}"
-        ) from None
-
-
-@dataclass(frozen=True)
-class MeasuredModel:
+class MeasuredModel(NamedTuple):
     """Per image: operations of a forward, and bytes that a float32 forward keeps for its backward."""
 
     parameters: int
@@ -97,26 +91,24 @@ class MeasuredModel:
 
 
 @cache
-def measured_model(name: str, classes: int, channels: int, side: int) -> MeasuredModel:
+def measured_model(name: str, shape: Shape) -> MeasuredModel:
     """Without memory or arithmetic, on the meta device."""
     with torch.device("meta"):
-        model = models.build_model(name, classes, channels, side)
-        images = torch.empty(2, channels, side, side)
-    storages: dict[int, int] = {}
-    kept: list[Tensor] = []  # so that no storage takes the place of another
+        model = build_model(name, *shape[:3])
+        images = torch.empty(2, shape.channels, shape.side, shape.side)
+    saved: dict[int, torch.UntypedStorage] = {}  # which keeps them, so that none takes the place of another
 
     def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         return tensor
 
     with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
-        scores = model(images)
-    del scores
-    of_weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    saved = sum(size for storage, size in storages.items() if storage not in of_weights)
+        model(images)
+    for parameter in model.parameters():
+        saved.pop(parameter.untyped_storage()._cdata, None)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return MeasuredModel(parameters, counter.get_total_flops() / len(images), saved / len(images))
+    saved_bytes = sum(storage.nbytes() for storage in saved.values())
+    return MeasuredModel(parameters, counter.get_total_flops() / len(images), saved_bytes / len(images))
 
 
 def _memory(config: TrainConfig, model: MeasuredModel) -> float:

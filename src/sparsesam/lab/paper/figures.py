@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsesam.lab.data import CORRUPTIONS, FolderSplits, corrupt, load_dataset
+from sparsesam.lab.data import Splits, corrupt, load_dataset
 from sparsesam.lab.display import Axis, Bar, Figure, Series, SeriesStyle, assign_styles, write_images, write_plot
-from sparsesam.lab.experiment.result import read_epochs
+from sparsesam.lab.experiment.result import EpochRecord, read_epochs
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.inspection import Analysis, Measured, TrainedRun, load_run
 from sparsesam.lab.inspection.analysis import options_of
@@ -25,9 +25,6 @@ from sparsesam.lab.paper.recipe import Column
 
 #: The order in the paper's figure 3.
 CORRUPTED = ("resolution", "occlusion", "gaussian-noise", "fog")
-_IMAGES = 4
-#: Training images that landscapes and spectra are measured on, unless the recipe says another number.
-SAMPLES = 2048
 
 
 @dataclass(frozen=True)
@@ -39,22 +36,25 @@ class TrainedRecipe(RecipeRuns):
     @property
     def options(self) -> dict[str, Any]:
         """Of the analysis."""
-        return dict(self.recipe.content[self.scale].get("analysis", {}))
+        return dict(self.recipe.scaled.get("analysis", {}))
 
     def runs(self, row: str, column: Column) -> list[Path]:
         """The directories of a cell, seed by seed."""
-        wanted = replace(self.recipe.config(row, column, self.overrides), seed=0)
+        wanted = replace(self.recipe.config(row, column), seed=0)
         return [job.directory for job in self.jobs if replace(job.config, seed=0) == wanted]
+
+    def epochs(self, row: str, column: Column) -> list[list[EpochRecord]]:
+        """The records of a cell, seed by seed."""
+        return [read_epochs(RunDirectory(run).records) for run in self.runs(row, column)]
 
     def styles(self) -> dict[str, SeriesStyle]:
         """For each row."""
-        optimizers = [self.recipe.config(row, self.columns[0], {}).optimizer for row in self.rows]
-        return dict(zip(self.rows, assign_styles(optimizers), strict=True))
+        rows, column = self.recipe.row_labels, self.recipe.columns[0]
+        return dict(zip(rows, assign_styles([self.recipe.config(row, column).optimizer for row in rows]), strict=True))
 
     def measured(self, column: Column, measure: Callable[[Path], Any]) -> list[Measured[Any]]:
         """Of the first seed's run of each row: the paper's figures have one network."""
-        styles = self.styles()
-        return [Measured(row, measure(self.runs(row, column)[0]), styles[row]) for row in self.rows]
+        return [Measured(row, measure(self.runs(row, column)[0]), style) for row, style in self.styles().items()]
 
 
 def draw(trained: TrainedRecipe, file: Path) -> list[str]:
@@ -68,9 +68,6 @@ def draw(trained: TrainedRecipe, file: Path) -> list[str]:
     return sentences
 
 
-# ---- one function for each figure ------------------------------------------------------------------------------
-
-
 def _gradients(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
     """r of SAM's and SGD's gradient of one batch as training sees it: of its size, normalized by itself."""
 
@@ -80,7 +77,7 @@ def _gradients(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
         run = load_run(directory, data_dir=trained.data_dir, **batch)
         return _kept(run, GradientAnalysis(rho=config.rho, **trained.options))
 
-    found = {column.label: trained.measured(column, measure) for column in trained.columns}
+    found = {column.label: trained.measured(column, measure) for column in trained.recipe.columns}
     drawn = {label: GradientAnalysis.figures("gradients", measured)[0] for label, measured in found.items()}
     panels = {label: figure.panels["every weight"] for label, figure in drawn.items()}
     sentences = [
@@ -93,41 +90,39 @@ def _gradients(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
 
 
 def _curves(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
-    styles = trained.styles()
+    """Training loss and test accuracy of every epoch."""
 
-    def series(row: str, column: Column, name: str, factor: float) -> Series:
-        runs = [read_epochs(RunDirectory(run).records) for run in trained.runs(row, column)]
-        values = factor * np.array([[getattr(record, name) for record in one] for one in runs])
-        bars: list[Bar | None] | None = None
-        if len(runs) > 1:
-            bars = list(zip(values.min(0).tolist(), values.max(0).tolist(), strict=True))
-        return styles[row].series(row, range(1, values.shape[1] + 1), values.mean(0), bars=bars)
+    def series(row: str, style: SeriesStyle, column: Column, name: str, factor: float) -> Series:
+        values = factor * np.array([[getattr(record, name) for record in run] for run in trained.epochs(row, column)])
+        bars = list(zip(values.min(0).tolist(), values.max(0).tolist(), strict=True)) if len(values) > 1 else None
+        return style.series(row, range(1, values.shape[1] + 1), values.mean(0), bars=bars)
 
-    def figure(name: str, title: str, axis: str, factor: float) -> Figure:
+    figures = []
+    for name, title, unit, factor in (
+        ("train_loss", "Training loss", "", 1.0),
+        ("test_accuracy", "Test accuracy", " (%)", 100.0),
+    ):
         panels = {
-            column.label: [series(row, column, name, factor) for row in trained.rows] for column in trained.columns
+            column.label: [series(row, style, column, name, factor) for row, style in trained.styles().items()]
+            for column in trained.recipe.columns
         }
-        return Figure(name, title, "", Axis("epoch", whole=True), Axis(axis), panels)
-
-    loss = figure("train_loss", "Training loss", "training loss", 1.0)
-    accuracy = figure("test_accuracy", "Test accuracy", "test accuracy (%)", 100.0)
-    return [loss, accuracy], ["Lines are means over the seeds, shades reach from the lowest to the highest."]
+        figures.append(Figure(name, title, "", Axis("epoch", whole=True), Axis(title.lower() + unit), panels))
+    return figures, ["Lines are means over the seeds, shades reach from the lowest to the highest."]
 
 
 def _sparsity(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
     """Accuracy over sparsity, SAM as a line across; at full scale the paper's own numbers dotted."""
-    recipe, cells = trained.recipe, trained.cells()
-    printed_at = {column.label: place for place, column in enumerate(recipe.columns("full"))}
+    recipe, cells, is_full = trained.recipe, trained.cells(), trained.recipe.scale == "full"
+    places = {column.label: place for place, column in enumerate(recipe.columns)}
     points: dict[tuple[str, str, bool], list[tuple[float, float, Bar | None]]] = {}
-    for row, column in recipe.cells(trained.scale):
-        method, at = row.split()[0], recipe.config(row, column, {}).sparsity or 0.0
-        ours = cells.get((row, column.label))
-        if ours is not None:
+    for row, column in recipe.cells:
+        method, at = row.split()[0], recipe.config(row, column).sparsity or 0.0
+        if ours := cells.get((row, column.label)):
             bar = ours.interval and (100 * ours.interval[0], 100 * ours.interval[1])
             points.setdefault((column.label, method, False), []).append((at, 100 * ours.mean, bar))
-        theirs, place = recipe.paper(row), printed_at.get(column.label, 0)
-        if trained.scale == "full" and place < len(theirs):
-            points.setdefault((column.label, method, True), []).append((at, theirs[place], None))
+        theirs = recipe.rows[row]["paper"][places[column.label] :]
+        if is_full and theirs:
+            points.setdefault((column.label, method, True), []).append((at, theirs[0], None))
     methods = list(dict.fromkeys(method for _, method, _ in points))
     styles = dict(zip(methods, assign_styles([method.lower() for method in methods]), strict=True))
     right = max(x for line in points.values() for x, _, _ in line)
@@ -138,7 +133,7 @@ def _sparsity(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
         name = f"{method}, paper" if is_paper else method
         panels.setdefault(label, []).append(styles[method].series(name, x, y, bars=bars, faint=is_paper))
     figure = Figure("sparsity", "Test accuracy", "", Axis("sparsity"), Axis("test accuracy (%)"), panels)
-    dotted = ["Dotted lines are the paper's numbers."] if trained.scale == "full" else []
+    dotted = ["Dotted lines are the paper's numbers."] if is_full else []
     return [figure], ["Shades are 95 % intervals of the mean.", *dotted]
 
 
@@ -167,12 +162,12 @@ def _hessian(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
 
 def _speedup(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
     """Running time over training iterations."""
-    (column,), styles, lines = trained.columns, trained.styles(), []
-    for row in trained.rows:
-        runs = [read_epochs(RunDirectory(run).records) for run in trained.runs(row, column)]
-        steps = [[seconds for record in epochs for seconds in record.step_seconds] for epochs in runs]
+    (column,), lines = trained.recipe.columns, []
+    for row, style in trained.styles().items():
+        runs = trained.epochs(row, column)
+        steps = [[seconds for record in run for seconds in record.step_seconds] for run in runs]
         seconds = np.mean([np.cumsum([0.0, *one]) for one in steps], axis=0)
-        lines.append(styles[row].series(row, range(len(seconds)), seconds))
+        lines.append(style.series(row, range(len(seconds)), seconds))
     x, y = Axis("training iteration", whole=True), Axis("running time (s)")
     sentences = ["The time of the steps themselves, without loading images and making masks."]
     return [Figure("speedup", "Running time", "", x, y, {"": lines})], sentences
@@ -189,29 +184,23 @@ FIGURES: dict[str, Callable[[TrainedRecipe], tuple[list[Figure], list[str]]]] = 
 
 
 def _corrupted(trained: TrainedRecipe) -> list[torch.Tensor]:
-    """Images as they are, and after each corruption; for each data set that the recipe names."""
-    assert set(CORRUPTED) == set(CORRUPTIONS)
+    """Four images as they are, and after each corruption; for each data set that the recipe names."""
     found: list[torch.Tensor] = []
-    for name in sorted({column.settings["dataset"] for column in trained.columns}):
+    for name in sorted({column.settings["dataset"] for column in trained.recipe.columns}):
         splits = load_dataset(name, trained.data_dir)
-        if isinstance(splits, FolderSplits):
-            raise ValueError(f"dataset must be one that is held in memory, got {name!r}")
-        images = splits.train.images[:_IMAGES]
-        generator = torch.Generator().manual_seed(0)
+        assert isinstance(splits, Splits)
+        images, generator = splits.train.images[:4], torch.Generator().manual_seed(0)
         changed = [corrupt(images, 1.0, kind, generator) for kind in CORRUPTED]
         found += [one[place] for place in range(len(images)) for one in (images, *changed)]
     return found
 
 
-# ---- measuring -------------------------------------------------------------------------------------------------
-
-
 def _measured_on_samples(
     trained: TrainedRecipe, make: Callable[[dict[str, Any]], Analysis[Any]]
 ) -> list[Measured[Any]]:
-    options = trained.options
-    samples, analysis = options.pop("samples", SAMPLES), make(options)
-    (column,) = trained.columns
+    """On 2048 training images, unless the recipe says another number."""
+    options, (column,) = trained.options, trained.recipe.columns
+    samples, analysis = options.pop("samples", 2048), make(options)
     return trained.measured(
         column, lambda directory: _kept(load_run(directory, samples=samples, data_dir=trained.data_dir), analysis)
     )

@@ -7,7 +7,7 @@ import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -25,8 +25,6 @@ Scale = Literal["laptop", "full"]
 Finished = dict[TrainConfig, list[dict[str, Any]]]
 #: Measures of time: of short runs that nothing else disturbs, warm, and of steps without the masks they make.
 TIMES = ("warm_seconds_per_step", "warm_seconds_per_epoch", "seconds_per_mask")
-#: Figures share their networks, under names that say what they are.
-_SHARED_DIRECTORY = "figures"
 
 
 @dataclass(frozen=True)
@@ -42,13 +40,19 @@ class Column:
     def is_timed(self) -> bool:
         return self.measure in TIMES
 
+    def show_paper(self, number: float | None) -> str:
+        """The paper's number as it prints it."""
+        if number is None:
+            return "–"
+        return f"{number:.2f}" if self.relative_to is None else f"×{number:g}"
+
 
 @dataclass(frozen=True)
 class MeanOverSeeds:
-    """Our number in a table: at least one seed's value."""
+    """Our number in a column of a table: at least one seed's value."""
 
     values: Mapping[int, float]
-    kind: Literal["share", "seconds", "speed"]
+    column: Column
 
     @property
     def mean(self) -> float:
@@ -57,145 +61,150 @@ class MeanOverSeeds:
     @property
     def interval(self) -> tuple[float, float] | None:
         """The 95 % interval of the mean; None for one seed."""
-        highest = 1.0 if self.kind == "share" else math.inf
+        highest = math.inf if self.column.is_timed else 1.0
         return confidence_interval(list(self.values.values()), lowest=0.0, highest=highest)
+
+    def __str__(self) -> str:
+        """The mean and its interval: percentages, seconds or factors."""
+        is_speed, scale = self.column.relative_to is not None, 1 if self.column.is_timed else 100
+        form = ".3g" if self.column.is_timed and not is_speed else ".2f"
+        text = f"{'×' if is_speed else ''}{scale * self.mean:{form}}"
+        interval = self.interval
+        return text if interval is None else f"{text} ({scale * interval[0]:{form}} to {scale * interval[1]:{form}})"
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A table: a config for each row and column, and the paper's numbers by row in the order of the full columns."""
+    """A table or figure of the paper at one scale, with the settings that --set changed; recipes.yaml has the rest."""
 
     label: str
+    place: str
     title: str
-    content: Mapping[str, Any]
+    rows: Mapping[str, Mapping[str, Any]]
+    full: Mapping[str, Any]
+    laptop: Mapping[str, Any] = field(default_factory=dict)
+    aliases: Sequence[str] = ()
+    figure: str | None = None
+    notes: Sequence[str] = ()
+    full_notes: Sequence[str] = ()
+    scale: Scale = "laptop"
+    overrides: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def place(self) -> str:
-        """Its number in the paper, such as "Table 4"."""
-        return str(self.content["place"])
+    def at(self, scale: Scale, overrides: Mapping[str, Any] | None = None) -> Recipe:
+        return replace(self, scale=scale, overrides=overrides or {})
 
     @property
     def names(self) -> list[str]:
-        """Its label and aliases."""
-        return [self.label, *self.content.get("aliases", [])]
-
-    def notes(self, scale: Scale) -> list[str]:
-        """Notes on the table, at full scale also on its networks."""
-        return [*self.content.get("notes", []), *(self.content.get("full_notes", []) if scale == "full" else [])]
+        """Its label, aliases and number in the paper, such as "Table 4"."""
+        return [self.label, *self.aliases, self.place]
 
     @property
-    def figure(self) -> str | None:
-        """The name of its figure; None for a table."""
-        return self.content.get("figure")
+    def remarks(self) -> list[str]:
+        """Notes on the table, at full scale also on its networks."""
+        return [*self.notes, *(self.full_notes if self.scale == "full" else ())]
 
     @property
     def has_numbers(self) -> bool:
         """Whether the paper prints numbers to compare ours with."""
-        return any(self.paper(row) for row in self.rows("full"))
+        return any(row["paper"] for row in self.rows.values())
 
-    def columns(self, scale: Scale) -> list[Column]:
-        shared = self.content[scale].get("settings", {})
+    @property
+    def directory(self) -> Path:
+        """Where its runs are, unless --out says otherwise; figures share their networks."""
+        is_shared = self.figure is not None and not self.has_numbers
+        return Path("runs") / "paper" / ("figures" if is_shared else self.label) / self.scale
+
+    @property
+    def scaled(self) -> Mapping[str, Any]:
+        return self.full if self.scale == "full" else self.laptop
+
+    @property
+    def columns(self) -> list[Column]:
         columns = []
-        for label, own in self.content[scale]["columns"].items():
-            settings = {**shared, **own}
+        for label, own in self.scaled["columns"].items():
+            settings = {**self.scaled.get("settings", {}), **own}
             measure, relative_to = settings.pop("measure", "test_accuracy"), settings.pop("relative_to", None)
             columns.append(Column(label, measure, settings, relative_to))
         return columns
 
-    def rows(self, scale: Scale) -> list[str]:
-        return list(self.content[scale].get("rows", self.content["rows"]))
+    @property
+    def row_labels(self) -> list[str]:
+        return list(self.scaled.get("rows", self.rows))
 
-    def cells(self, scale: Scale) -> list[tuple[str, Column]]:
+    @property
+    def cells(self) -> list[tuple[str, Column]]:
         """Every row and column that is there; the paper has no numbers for some."""
-        return [
-            (row, column)
-            for row in self.rows(scale)
-            for column in self.columns(scale)
-            if column.label not in self.content["rows"][row].get("without", [])
-        ]
+        everywhere = itertools.product(self.row_labels, self.columns)
+        return [(row, column) for row, column in everywhere if column.label not in self.rows[row].get("without", [])]
 
-    def paper(self, row: str) -> list[float]:
-        return list(self.content["rows"][row]["paper"])
-
-    def printed(self, row: str) -> list[tuple[Column, float | None]]:
-        """The paper's columns with its numbers; none where it prints none at all."""
-        columns = self.columns("full") if self.has_numbers else []
-        return list(itertools.zip_longest(columns, self.paper(row)[: len(columns)]))
-
-    def config(self, row: str, column: Column, overrides: Mapping[str, Any]) -> TrainConfig:
-        values = {**column.settings, **self.content["rows"][row]["set"]}
+    def config(self, row: str, column: Column) -> TrainConfig:
+        values = {**column.settings, **self.rows[row]["set"]}
         sgd_weight_decay = values.pop("sgd_weight_decay", None)
         if values.get("optimizer") == "sgd" and sgd_weight_decay is not None:
             values["weight_decay"] = sgd_weight_decay
-        return from_mapping(TrainConfig, {**values, **overrides})
+        return from_mapping(TrainConfig, {**values, **self.overrides})
 
-    def check_overrides(self, scale: Scale, overrides: Mapping[str, Any]) -> None:
+    def check_overrides(self) -> None:
         """ValueError where one run would be printed in several cells, for example because rows vary a setting."""
-        if "seed" in overrides:
+        if "seed" in self.overrides:
             raise ValueError("--set must not change seed; --seeds says how many there are")
-        for name in self.varied(scale) & overrides.keys():
+        original = replace(self, overrides={})
+        varied = [name for name in self.overrides if name in original._varied()]
+        if varied or len(self._runs()) < len(original._runs()):
             raise ValueError(
-                f"--set must not change {name}: the runs of {self.label} differ in it, and would be one run in "
-                f"several cells; `sparsesam train --{name.replace('_', '-')} …` makes a run of your own"
-            )
-        if len(self._identities(scale, overrides)) < len(self._identities(scale, {})):
-            changed = " ".join(f"{name}={value}" for name, value in overrides.items())
-            raise ValueError(
-                f"--set {changed} makes different runs of {self.label} the same, which would be one run in several "
-                "cells; leave out what makes a setting of the rows meaningless"
+                f"--set must not change {', '.join(varied or self.overrides)}: the runs of {self.label} differ in it, "
+                "or in a setting that it makes meaningless, and would be one run in several cells; `sparsesam train` "
+                "makes a run of your own"
             )
 
-    def _identities(self, scale: Scale, overrides: Mapping[str, Any]) -> set[tuple[str, bool]]:
-        cells = self.cells(scale)
-        return {(self.config(row, column, overrides).content_hash, column.is_timed) for row, column in cells}
+    def _runs(self) -> set[tuple[str, bool]]:
+        return {(self.config(row, column).content_hash, column.is_timed) for row, column in self.cells}
 
-    def varied(self, scale: Scale) -> set[str]:
+    def _varied(self) -> set[str]:
         """The settings that runs of the table differ in; runs for times are apart."""
-        cells = [(self.config(row, column, {}), column.is_timed) for row, column in self.cells(scale)]
-        groups = [[config for config, is_timed in cells if is_timed is timed] for timed in (False, True)]
-        return {name for name in DEFAULTS for group in groups if len({getattr(one, name) for one in group}) > 1}
+        groups: dict[bool, list[TrainConfig]] = {}
+        for row, column in self.cells:
+            groups.setdefault(column.is_timed, []).append(self.config(row, column))
+        return {name for name in DEFAULTS for group in groups.values() if len({getattr(x, name) for x in group}) > 1}
 
-    def sweep(self, scale: Scale, seeds: Sequence[int], overrides: Mapping[str, Any]) -> Sweep:
+    def sweep(self, seeds: Sequence[int]) -> Sweep:
         """All runs; columns that only measure something else of the same runs add none."""
         variants: dict[str, TrainConfig] = {}
-        for row, column in self.cells(scale):
-            config = self.config(row, column, overrides)
+        for row, column in self.cells:
+            config = self.config(row, column)
             if config not in variants.values():
                 variants[f"{row}, {column.label}"] = config
-        return Sweep(f"{self.title} ({scale})", variants, seeds)
+        return Sweep(f"{self.title} ({self.scale})", variants, seeds)
 
-    def timed(self, scale: Scale, overrides: Mapping[str, Any]) -> set[TrainConfig]:
+    def timed(self) -> set[TrainConfig]:
         """The runs whose time is measured, with seed 0."""
-        return {self.config(row, column, overrides) for row, column in self.cells(scale) if column.is_timed}
+        return {self.config(row, column) for row, column in self.cells if column.is_timed}
 
-    def cell(self, row: str, column: Column, finished: Finished, overrides: Mapping[str, Any]) -> MeanOverSeeds | None:
-        values = self._values(row, column, finished, overrides)
+    def cell(self, row: str, column: Column, finished: Finished) -> MeanOverSeeds | None:
+        values = self._values(row, column, finished)
         if column.relative_to is not None:
-            reference = self._values(column.relative_to, column, finished, overrides)
+            reference = self._values(column.relative_to, column, finished)
             values = {seed: reference[seed] / value for seed, value in values.items() if seed in reference}
-        if not values:
-            return None
-        kind: Literal["share", "seconds", "speed"]
-        kind = "speed" if column.relative_to is not None else "seconds" if column.is_timed else "share"
-        return MeanOverSeeds(values, kind)
+        return MeanOverSeeds(values, column) if values else None
 
-    def comparison(self, scale: Scale, finished: Finished, overrides: Mapping[str, Any], caption: str = "") -> Table:
+    def _values(self, row: str, column: Column, finished: Finished) -> dict[int, float]:
+        results = finished.get(replace(self.config(row, column).canonical, seed=0), [])
+        found = {result.get("seed", place): result[column.measure] for place, result in enumerate(results)}
+        return {seed: value for seed, value in found.items() if value is not None}
+
+    def comparison(self, finished: Finished, caption: str = "") -> Table:
         """Ours, the mean over the seeds with its 95 % interval, and beside it the paper's."""
-        columns, theirs = self.columns(scale), self.columns("full") if self.has_numbers else []
+        columns, theirs = self.columns, self.at("full").columns if self.has_numbers else []
         lines = []
-        for row in self.rows(scale):
-            found = [self.cell(row, column, finished, overrides) for column in columns]
-            ours = [Cell(show_ours(cell), order=cell.mean if cell else None) for cell in found]
-            paper = [Cell(show_theirs(number, column), order=number) for column, number in self.printed(row)]
+        for row in self.row_labels:
+            found = [self.cell(row, column, finished) for column in columns]
+            ours = [Cell(str(cell), order=cell.mean) if cell else Cell("–") for cell in found]
+            printed = itertools.zip_longest(theirs, self.rows[row]["paper"][: len(theirs)])
+            paper = [Cell(column.show_paper(number), order=number) for column, number in printed]
             seeds = max((len(cell.values) for cell in found if cell), default=0)
             lines.append(cells(row, *ours, *paper, number_cell(seeds)))
         headings = [*(f"ours: {column.label}" for column in columns), *(f"paper: {column.label}" for column in theirs)]
-        return Table(f"paper-{self.label}-{scale}", caption, ["", *headings, "our seeds"], lines)
-
-    def _values(self, row: str, column: Column, finished: Finished, overrides: Mapping[str, Any]) -> dict[int, float]:
-        results = finished.get(replace(self.config(row, column, overrides).canonical, seed=0), [])
-        found = {result.get("seed", place): result[column.measure] for place, result in enumerate(results)}
-        return {seed: value for seed, value in found.items() if value is not None}
+        return Table(f"paper-{self.label}-{self.scale}", caption, ["", *headings, "our seeds"], lines)
 
 
 def finished_results(jobs: Sequence[Job]) -> Finished:
@@ -210,44 +219,21 @@ def finished_results(jobs: Sequence[Job]) -> Finished:
 @cache
 def recipes() -> dict[str, Recipe]:
     content = yaml.safe_load((resources.files("sparsesam.lab.paper") / "recipes.yaml").read_text())
-    return {label: Recipe(label, one["title"], one) for label, one in content["recipes"].items()}
+    return {label: Recipe(label, **one) for label, one in content["recipes"].items()}
 
 
 def recipe(name: str) -> Recipe:
     """By its label in the paper, also with LaTeX's prefix, by another name, or by its number: "figure 7"."""
-    everything = recipes().values()
-    as_written = {one: found for found in everything for one in found.names}
-    plain = _plain(name)
-    known = {_plain(one): found for found in everything for one in (*found.names, found.place) if ":" not in one}
-    if name not in as_written and plain not in known:
-        names = [one for found in everything for one in (*found.names, found.place)]
-        meant = nearest(name, names, otherwise="no name is similar;")
+    as_written = {one: found for found in recipes().values() for one in found.names}
+    plain = {_plain(one): found for one, found in as_written.items() if ":" not in one}
+    found = as_written.get(name) or plain.get(_plain(name))
+    if found is None:
+        meant = nearest(name, as_written, otherwise="no name is similar;")
         raise ValueError(f"unknown table or figure {name!r}; {meant} `sparsesam paper list` lists all")
-    return as_written.get(name) or known[plain]
+    return found
 
 
 def _plain(name: str) -> str:
     """Letters and digits: "Figure 7", "fig. 7" and "fig7" are one name, and "fig:hessian" is "hessian"."""
     plain = re.sub(r"[^a-z0-9]", "", name.lower().replace("figure", "fig").replace("table", "tab"))
     return re.sub(r"^(fig|tab)(?=[a-z])", "", plain)
-
-
-def default_out(chosen: Recipe, scale: Scale) -> Path:
-    is_shared = chosen.figure is not None and not chosen.has_numbers
-    return Path("runs") / "paper" / (_SHARED_DIRECTORY if is_shared else chosen.label) / scale
-
-
-def show_ours(cell: MeanOverSeeds | None) -> str:
-    """A mean and its 95 % interval: percentages, seconds or factors."""
-    if cell is None:
-        return "–"
-    scale, form = {"share": (100.0, ".2f"), "seconds": (1.0, ".3g"), "speed": (1.0, ".2f")}[cell.kind]
-    text = f"{'×' if cell.kind == 'speed' else ''}{scale * cell.mean:{form}}"
-    interval = cell.interval
-    return text if interval is None else f"{text} ({scale * interval[0]:{form}} to {scale * interval[1]:{form}})"
-
-
-def show_theirs(number: float | None, column: Column) -> str:
-    if number is None:
-        return "–"
-    return f"×{number:g}" if column.relative_to is not None else f"{number:.2f}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,31 +22,32 @@ def paper_parts(data: ReportData) -> list[Part]:
         for recipe in recipes().values()
         if recipe.has_numbers
         for scale in _SCALES
-        if (table := _table(recipe, scale, configs)) is not None
+        if (table := _table(recipe.at(scale), configs)) is not None
     ]
     return [Part("", tables)]
 
 
-def _table(recipe: Recipe, scale: Scale, configs: list[tuple[RunRecord, TrainConfig]]) -> Table | None:
+def _table(recipe: Recipe, configs: list[tuple[RunRecord, TrainConfig]]) -> Table | None:
     """A table is recognized by the directory that `paper run` writes to, or else by a run for each of its cells."""
-    here = [(run, config) for run, config in configs if run.path.resolve().parts[-3:-1] == (recipe.label, scale)]
-    overrides = _overrides(recipe, scale, [config for _, config in here])
+    here = [(run, config) for run, config in configs if run.path.resolve().parts[-3:-1] == (recipe.label, recipe.scale)]
+    overrides = _overrides(recipe, [config for _, config in here])
     finished: Finished = {}
     for run, config in here or configs:
         if run.status == "finished":
-            measures = {column.measure: run.measured(column.measure) for column in recipe.columns(scale)}
+            measures = {column.measure: run.measured(column.measure) for column in recipe.columns}
             finished.setdefault(config, []).append(measures)
     # The first cell without a run ends the search: most tables do not belong to these runs.
-    if not here and not all(recipe.cell(row, column, finished, {}) for row, column in recipe.cells(scale)):
+    if not here and not all(recipe.cell(row, column, finished) for row, column in recipe.cells):
         return None
-    return recipe.comparison(scale, finished, overrides, _caption(recipe, scale, overrides, len(here)))
+    recipe = recipe.at(recipe.scale, overrides)
+    return recipe.comparison(finished, _caption(recipe, len(here)))
 
 
-def _overrides(recipe: Recipe, scale: Scale, configs: list[TrainConfig]) -> dict[str, Any]:
+def _overrides(recipe: Recipe, configs: list[TrainConfig]) -> dict[str, Any]:
     """What `paper run --set` changed: settings that the table never varies, and all its runs have in common."""
     if not configs:
         return {}
-    cells_ = [recipe.config(row, column, {}).canonical for row, column in recipe.cells(scale)]
+    cells_ = [recipe.config(row, column).canonical for row, column in recipe.cells]
     changed = {}
     for name in names_of(TrainConfig):
         planned, ran = {getattr(one, name) for one in cells_}, {getattr(one, name) for one in configs}
@@ -56,12 +56,12 @@ def _overrides(recipe: Recipe, scale: Scale, configs: list[TrainConfig]) -> dict
     return changed
 
 
-def _caption(recipe: Recipe, scale: Scale, overrides: Mapping[str, Any], runs: int) -> str:
+def _caption(recipe: Recipe, runs: int) -> str:
     count = f", {plural(runs, 'run')}" if runs else ""
-    parts = [f"{recipe.title} ({recipe.label}, {scale} scale{count}). Brackets: 95 % interval of our mean."]
-    if scale == "laptop":
+    parts = [f"{recipe.title} ({recipe.label}, {recipe.scale} scale{count}). Brackets: 95 % interval of our mean."]
+    if recipe.scale == "laptop":
         parts.append("Another data set than the paper’s: compare the differences between rows, not the values.")
-    if overrides:
-        changed = ", ".join(setting_name(name, one) for name, one in overrides.items())
+    if recipe.overrides:
+        changed = ", ".join(setting_name(name, one) for name, one in recipe.overrides.items())
         parts.append(f"Ours were run with {changed} instead of the recipe’s.")
     return " ".join(parts)
