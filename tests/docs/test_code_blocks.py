@@ -72,7 +72,7 @@ def test_commands_are_understood(page):
         parser = Parser(f"sparsesam {command}", module.HELP)
         module.add_arguments(parser)
         if arguments:
-            parser.parse(arguments)
+            parser.parse_args(arguments)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -37,7 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module.add_arguments(parser)
         if hasattr(module, "check"):
             module.check(rest)
-        return int(module.run(parser.parse(rest)))
+        return int(module.run(parser.parse_args(rest)))
+    except SystemExit as error:  # the parser has printed its help, or what is wrong
+        return int(error.code or 0)
     except Interrupted as error:
         return _say(str(error), 130)
     except KeyboardInterrupt:

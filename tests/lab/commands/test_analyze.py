@@ -40,10 +40,7 @@ def result_of(directory, name):
 
 def refused(capsys, *words):
     """The error's only line, and the exit code."""
-    try:
-        code = analyze(*words)
-    except SystemExit as exit_:
-        code = exit_.code
+    code = analyze(*words)
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1
     return code, lines[0]

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
-from sparsesam.analysis import AnalysisResult
 from sparsesam.lab.commands.parser import Namespace, Parser, add_options
 from sparsesam.lab.display import assign_styles, check_plot, to_rich, write_plot
 from sparsesam.lab.inspection import ANALYSES, EvalSettings, Measured
-from sparsesam.lab.inspection.analysis import Prepared
 from sparsesam.lab.inspection.analysis import Progress as OnProgress
 from sparsesam.lab.names import nearest
 
@@ -31,7 +29,6 @@ def add_arguments(parser: Parser) -> None:
         command = commands.add_parser(
             kind, prog=f"sparsesam analyze {kind}", description=description, help=analysis.help
         )
-        command.set_defaults(parser=command)
         metavar, text = analysis.argument
         command.add_argument("paths", type=Path, nargs="+", metavar=metavar, help=text)
         add_options(command, analysis, flags=True)
@@ -47,35 +44,26 @@ def check(arguments: list[str]) -> None:
 
 
 def run(options: Namespace) -> int:
-    kind = ANALYSES[options.kind]
-    given = vars(options)
-    if given["plot"] is not None:
-        check_plot(given["plot"])
-    analysis, on = _from_options(kind, given), _from_options(EvalSettings, given)
-    prepared = analysis.prepare([analysis.load_subject(path, on) for path in given["paths"]])
-    measured = _measure(prepared)
-    name, console = prepared.analysis.name, Console(highlight=False)
-    console.print(to_rich(prepared.analysis.table(name, measured), name, transposed=True))
-    for note in (*prepared.notes, *prepared.analysis.notes(measured)):
-        console.print(f"- {note}")
-    for subject in prepared.subjects:
-        console.print(f"written: {subject.path / 'analyses' / name}.json", soft_wrap=True)
-    if given["plot"] is not None:
-        write_plot(kind.figures(name, measured), given["plot"])
-        console.print(f"plot: {given['plot']}", soft_wrap=True)
-    return 0
-
-
-def _measure(prepared: Prepared) -> list[Measured[AnalysisResult]]:
-    """Measure one subject after the other; each result is written before the next begins."""
-    analysis, subjects, _ = prepared
+    if options.plot is not None:
+        check_plot(options.plot)
+    analysis, on = _from_options(ANALYSES[options.kind], options), _from_options(EvalSettings, options)
+    analysis, subjects, notes = analysis.prepare([analysis.load_subject(path, on) for path in options.paths])
     optimizers = [getattr(getattr(subject, "config", None), "optimizer", "") for subject in subjects]
     measured = []
-    for subject, style in zip(subjects, assign_styles(optimizers), strict=True):
+    for subject, style in zip(subjects, assign_styles(optimizers), strict=True):  # each is written before the next
         with _progress_bar(f"{analysis.name} of {subject.path}") as progress:
             result = analysis.measure_and_write(subject, progress)
         measured.append(Measured(str(subject.path), result, style, analysis.origin(subject).other or ""))
-    return measured
+    console = Console(highlight=False)
+    console.print(to_rich(analysis.table(analysis.name, measured), analysis.name, transposed=True))
+    for note in (*notes, *analysis.notes(measured)):
+        console.print(f"- {note}")
+    for subject in subjects:
+        console.print(f"written: {subject.path / 'analyses' / analysis.name}.json", soft_wrap=True)
+    if options.plot is not None:
+        write_plot(analysis.figures(analysis.name, measured), options.plot)
+        console.print(f"plot: {options.plot}", soft_wrap=True)
+    return 0
 
 
 @contextmanager
@@ -86,5 +74,6 @@ def _progress_bar(title: str) -> Iterator[OnProgress]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _from_options(settings: Any, given: Mapping[str, Any]) -> Any:
-    return settings(**{one.name: given[one.name] for one in dataclasses.fields(settings) if one.name in given})
+def _from_options(settings: Any, options: Namespace) -> Any:
+    names = [one.name for one in fields(settings) if hasattr(options, one.name)]
+    return settings(**{name: getattr(options, name) for name in names})

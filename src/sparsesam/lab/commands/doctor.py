@@ -70,11 +70,8 @@ def devices() -> dict[str, str]:
 
 
 def fast_paths() -> dict[str, str]:
-    return {
-        "engine": _engine(),
-        "2:4 products": _semi_structured(),
-        "few launches": "on for devices other than the CPU, off here" if not torch.cuda.is_available() else "on",
-    }
+    launches = "on" if torch.cuda.is_available() else "on for devices other than the CPU, off here"
+    return {"engine": _engine(), "2:4 products": _semi_structured(), "few launches": launches}
 
 
 def _engine() -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from sparsesam.lab.commands.parser import Namespace, Parser
 from sparsesam.lab.display import plural
-
-if TYPE_CHECKING:
-    from sparsesam.lab.inspection import TrainedRun
+from sparsesam.lab.experiment.batches import Batches
+from sparsesam.lab.experiment.run import make_fabric
+from sparsesam.lab.experiment.training import loss_and_accuracy
+from sparsesam.lab.inspection import TrainedRun, load_run
 
 HELP = "Evaluate the weights of a run on its test or validation images."
 WEIGHTS = "best, last, or a file of weights (default: best)"
@@ -25,18 +26,12 @@ def add_arguments(parser: Parser) -> None:
 
 def load_trained(options: Namespace, **more: Any) -> TrainedRun:
     """The run in ``options.run`` with the weights that are asked for."""
-    from sparsesam.lab.inspection import load_run
-
     if options.weights in ("best", "last"):
         return load_run(options.run, checkpoint=options.weights, **more)
     return load_run(options.run, weights=Path(options.weights), **more)
 
 
 def run(options: Namespace) -> int:
-    from sparsesam.lab.experiment.batches import Batches
-    from sparsesam.lab.experiment.run import make_fabric
-    from sparsesam.lab.experiment.training import loss_and_accuracy
-
     trained = load_trained(options, data_dir=options.data_dir, device=options.accelerator)
     if options.split == "val" and trained.config.val_size is None:
         raise ValueError(f"{options.run} has no validation images (val_size); evaluate it on the test images")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shutil
-import sys
 import typing
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -23,58 +22,61 @@ from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, names_o
 from sparsesam.lab.experiment.setting_types import alternatives, choices, convert
 from sparsesam.lab.names import check_names, nearest
 
-__all__ = ["ArgumentParser", "Namespace", "Parser", "add_settings", "settings_from"]
-
-
-class UsageError(Exception):
-    """A value that an option does not take."""
+__all__ = ["Namespace", "Parser", "add_options", "add_settings", "settings_from"]
 
 
 class Parser(ArgumentParser):
     """argparse with any type hint as ``type``, errors of one line, and the nearest names for unknown options."""
 
     def __init__(self, prog: str, description: str, **options: Any) -> None:
+        self.known: list[str] = []  # options, for suggestions
         width = min(110, shutil.get_terminal_size().columns) - 2
         layout = partial(argparse.HelpFormatter, max_help_position=30, width=width)
         super().__init__(prog=prog, description=description, allow_abbrev=False, formatter_class=layout, **options)
-        self.known: list[str] = []  # options, for suggestions
 
-    def add_argument(self, *names: str, **options: Any) -> Any:
-        if hasattr(self, "known"):  # argparse itself adds --help before
-            self.known += [name.removeprefix("--") for name in names if name.startswith("--")]
-        return super().add_argument(*names, **_with_converter(names[-1], options))
+    def add_argument(self, *names: str, group: Any = None, **options: Any) -> Any:
+        self.known += [name.removeprefix("--") for name in names if name.startswith("--")]
+        hint = options.get("type")
+        if hint is not None:
+            usual = {"metavar": _metavar(names[-1], hint), **({"nargs": "?", "const": True} if hint is bool else {})}
+            options = {**usual, **options, "type": partial(self._convert, names[-1], hint)}
+        options["help"] = options.get("help", "").replace("%", "%%")
+        target: Any = group or super()
+        return target.add_argument(*names, **options)
 
-    def parse(self, arguments: Sequence[str]) -> Namespace:
-        """The options in ``arguments``; ends the process with a line about the first that is not understood."""
-        try:
-            found, unknown = self.parse_known_args(arguments)
-        except UsageError as error:
-            self.error(str(error))
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Nothing may be unknown, also to the parser of a subcommand."""
+        found, unknown = super().parse_known_args(args, namespace)
+        names = [one.lstrip("-").partition("=")[0] for one in unknown if one.startswith("-")]
+        if names:
+            meant = [f"unknown option {name!r}; {nearest(name.replace('_', '-'), self.known)}" for name in names]
+            self.error("; ".join(meant))
         if unknown:
-            parser: Parser = getattr(found, "parser", self)  # of the subcommand
-            options = [parser.suggestion(one) for one in unknown if one.startswith("-")]
-            parser.error("; ".join(options) or f"unexpected argument {unknown[0]!r}; --help shows the usage")
-        return found
-
-    def suggestion(self, option: str) -> str:
-        name = option.lstrip("-").partition("=")[0]
-        return f"unknown option {name!r}; {nearest(name.replace('_', '-'), self.known)}"
+            self.error(f"unexpected argument {unknown[0]!r}; --help shows the usage")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: {message}", file=sys.stderr)
-        sys.exit(2)
+        self.exit(2, f"{self.prog}: {message}\n")
+
+    def _convert(self, flag: str, hint: Any, text: str) -> Any:
+        """The text of a value as the type of its setting."""
+        with suppress(ValueError, yaml.YAMLError):  # what is no YAML of that type may be meant as text
+            return convert(flag, yaml.safe_load(text), hint)
+        try:
+            return convert(flag, text, hint)
+        except ValueError as error:
+            self.error(str(error))
 
 
-def add_settings(parser: Parser, *, leave_out: tuple[str, ...] = ()) -> None:
+def add_settings(parser: Parser, *, leave_out: Sequence[str] = ()) -> None:
     """An option for every field of a run, in groups, and ``--config`` for a file of them."""
-    parser.add_argument(
-        "--config", type=Path, action="append", default=[], metavar="FILE", help="YAML file with any of these options"
-    )
-    for kind in _KINDS:
-        add_options(parser, kind, leave_out=leave_out)
+    text = "YAML file with any of these options"
+    parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help=text)
+    add_options(parser, TrainConfig, leave_out=leave_out)
+    add_options(parser, RunEnvironment, leave_out=leave_out)
 
 
-def add_options(parser: Parser, kind: Any, *, leave_out: tuple[str, ...] = (), flags: bool = False) -> None:
+def add_options(parser: Parser, kind: Any, *, leave_out: Sequence[str] = (), flags: bool = False) -> None:
     """An option for every field with a help text; those that are not given are not in the result.
 
     ``flags``: a field that is False by default takes no value, so that what follows it is another argument.
@@ -83,14 +85,13 @@ def add_options(parser: Parser, kind: Any, *, leave_out: tuple[str, ...] = (), f
     for one in dataclasses.fields(kind):
         if one.name in leave_out or "help" not in one.metadata:
             continue
-        if one.metadata["group"]:
+        if one.metadata["group"] is not None:
             group = parser.add_argument_group(one.metadata["group"])
-        flag, text = f"--{one.name.replace('_', '-')}", f"{one.metadata['help']}{_default(one.default)}"
-        options = {"type": types[one.name], "default": argparse.SUPPRESS, "help": text}
-        if flags and one.default is False:
-            options = {"action": "store_true", "default": argparse.SUPPRESS, "help": one.metadata["help"]}
-        parser.known.append(flag.removeprefix("--"))
-        group.add_argument(flag, **_with_converter(flag, options))
+        is_flag = flags and one.default is False
+        text = one.metadata["help"] + ("" if is_flag else _default(one.default))
+        how = {"action": "store_true"} if is_flag else {"type": types[one.name]}
+        flag = f"--{one.name.replace('_', '-')}"
+        parser.add_argument(flag, group=group, default=argparse.SUPPRESS, help=text, **how)
 
 
 def settings_from(options: Namespace) -> tuple[TrainConfig, RunEnvironment]:
@@ -102,11 +103,8 @@ def settings_from(options: Namespace) -> tuple[TrainConfig, RunEnvironment]:
         check_names(content, known)
         given |= content
     given |= {name: value for name, value in vars(options).items() if name in known}
-    config, environment = ({name: given[name] for name in names_of(kind) if name in given} for kind in _KINDS)
-    return TrainConfig(**config), RunEnvironment(**environment)
-
-
-_KINDS: tuple[Any, Any] = (TrainConfig, RunEnvironment)
+    environment = {name: given.pop(name) for name in names_of(RunEnvironment) if name in given}
+    return TrainConfig(**given), RunEnvironment(**environment)
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -121,28 +119,8 @@ def _read(file: Path) -> dict[str, Any]:
     return content
 
 
-def _with_converter(flag: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of `add_argument` with a type hint turned into what argparse takes."""
-    hint = options.get("type")
-    if hint is None:
-        return options
-    if hint is bool:
-        options = {"nargs": "?", "const": True, **options}
-    return {"metavar": _metavar(flag, hint), **options, "type": partial(_converted, flag, hint)}
-
-
-def _converted(flag: str, hint: Any, text: str) -> Any:
-    """The text of a value as the type of its setting."""
-    with suppress(ValueError, yaml.YAMLError):  # what is no YAML of that type may be meant as text
-        return convert(flag, yaml.safe_load(text), hint)
-    try:
-        return convert(flag, text, hint)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-
-
 def _metavar(flag: str, hint: Any) -> str:
-    kinds = [kind for kind in alternatives(hint) if kind is not type(None)]
+    kinds = [getattr(kind, "__origin__", kind) for kind in alternatives(hint) if kind is not type(None)]
     if values := choices(hint):
         return f"{{{','.join([*map(str, values), *(['true', 'false'] if bool in kinds else [])])}}}"
     if not flag.startswith("-"):
@@ -154,5 +132,4 @@ def _metavar(flag: str, hint: Any) -> str:
 def _default(value: Any) -> str:
     if value is None or value == () or value is dataclasses.MISSING:
         return ""
-    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)
-    return f" (default: {text})"
+    return f" (default: {str(value).lower() if isinstance(value, bool) else value})"

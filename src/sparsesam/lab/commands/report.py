@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sparsesam.lab.commands.parser import Namespace, Parser
+from sparsesam.lab.report import write_report
 
 HELP = (
     "Write one self-contained page about runs: accuracies, costs, curves, and the results of `sparsesam analyze`. "
@@ -17,14 +18,11 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), help="the page")
     parser.add_argument("--title", type=str, default="sparsesam report", help="title of the page")
     parser.add_argument("--bounds", action="store_true", help="show generalization bounds even if they are vacuous")
-    parser.add_argument(
-        "--figures", type=Path | None, default=None, help="directory for each figure as SVG and PDF, its data as CSV"
-    )
+    text = "directory for each figure as SVG and PDF, its data as CSV"
+    parser.add_argument("--figures", type=Path | None, default=None, help=text)
 
 
 def run(options: Namespace) -> int:
-    from sparsesam.lab.report import write_report
-
     data = write_report(options.runs, options.out, title=options.title, figures=options.figures, bounds=options.bounds)
     print(f"{options.out}: {data.count()}")
     return 0

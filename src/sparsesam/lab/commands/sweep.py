@@ -20,6 +20,7 @@ from sparsesam.lab.experiment.calibration import SweepCalibration, calibrate, re
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.execution import sweep_jobs
+from sparsesam.lab.experiment.setting_types import NonNegativeInt, PositiveInt
 from sparsesam.lab.experiment.sweep import Job, read_sweep
 from sparsesam.lab.experiment.sweep_table import SweepProgress, sweep_table
 
@@ -32,7 +33,7 @@ HELP = (
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("file", type=str, help="YAML with settings, variants, grid and seeds; or demo")
     add_execution(parser)
-    parser.add_argument("--seeds", type=int | None, default=None, help="number of seeds instead of the file's")
+    parser.add_argument("--seeds", type=PositiveInt | None, default=None, help="number of seeds instead of the file's")
     parser.add_argument("--no-calibration", action="store_true", help="do not measure the variants' times first")
 
 
@@ -40,8 +41,10 @@ def add_execution(parser: Parser) -> None:
     """Options for running many runs, wherever they come from."""
     parser.add_argument("--out", type=Path | None, default=None, help="directory of the runs; default runs/NAME")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings of all runs")
-    parser.add_argument("--jobs", type=int | None, default=None, help="runs at a time; default one per core or GPU")
-    parser.add_argument("--gpus", type=int, default=0, help="number of GPUs of this machine to spread the runs over")
+    parser.add_argument(
+        "--jobs", type=PositiveInt | None, default=None, help="runs at a time; default one per core or GPU"
+    )
+    parser.add_argument("--gpus", type=NonNegativeInt, default=0, help="GPUs of this machine to spread the runs over")
     parser.add_argument("--backend", type=Literal["loky", "ray"], default="loky", help="processes, or a Ray cluster")
     parser.add_argument("--retry", action="store_true", help="run failed runs again")
     parser.add_argument("--data-dir", type=Path | None, default=None, help="where the data set's files are")
@@ -84,10 +87,6 @@ def execute(
 
 
 def _environment(options: Namespace) -> RunEnvironment:
-    for name, least in (("jobs", 1), ("gpus", 0)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise ValueError(f"--{name} must be at least {least}, got {value}")
     return RunEnvironment(data_dir=options.data_dir, accelerator="cuda" if options.gpus else "auto")
 
 

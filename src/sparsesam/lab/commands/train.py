@@ -8,6 +8,8 @@ from dataclasses import replace
 
 from sparsesam.lab.commands.parser import Namespace, Parser, add_settings, settings_from
 from sparsesam.lab.experiment.config import RunEnvironment
+from sparsesam.lab.experiment.observers import ProgressBar, RunObserver
+from sparsesam.lab.experiment.run import run_training
 from sparsesam.lab.experiment.run_directory import RunDirectory
 
 HELP = "Train one model. Everything has a default: `sparsesam train` alone takes half a minute on a laptop."
@@ -19,9 +21,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> int:
-    from sparsesam.lab.experiment.observers import ProgressBar, RunObserver
-    from sparsesam.lab.experiment.run import run_training
-
     if getattr(options, "resume", False):  # with the settings of the run, which need not be repeated
         if not hasattr(options, "out"):
             raise ValueError("--resume needs --out, the directory of the run to continue")
