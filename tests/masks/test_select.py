@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sparsesam.distributed import Shards
 from sparsesam.masks.patterns import Unstructured
 from sparsesam.masks.select import count_true, random_scores, top_mask
-from sparsesam.masks.threshold import by_topk, kth_largest
+from sparsesam.masks.threshold import kth_largest, kth_largest_by_digits
 from tests.masks import pattern_oracle as oracle
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -86,10 +86,13 @@ def test_hard_distributions(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("k", [1, 2, 300, 500, 951, 1000])
-def test_a_device_finds_the_same_threshold(kind, k):
-    values = torch.from_numpy(_hard(kind, 1000))
-    assert by_topk(values, k) == kth_largest(values, k, Shards.whole({"a": values})).value
+@pytest.mark.parametrize("size", [1000, 200_000])
+def test_the_threshold_is_that_of_a_sort_here_on_devices_and_on_ranks(kind, size):
+    values = torch.from_numpy(_hard(kind, size))
+    whole, falling = Shards.whole({"a": values}), values.sort(descending=True).values
+    for k in (1, 2, size // 3, size // 2, size - 49, size):
+        assert kth_largest(values, k, whole) == falling[k - 1]
+        assert kth_largest_by_digits(values, k, whole) == falling[k - 1]
 
 
 @given(scores=score_dicts(), data=st.data())

@@ -6,8 +6,9 @@ equal to t those that come first in the whole tensors, so that ranks choose what
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -50,17 +51,21 @@ def top_mask(
         if masks is not None:
             check_alike(scores, masks, label=label)
     check_scores(scores, shards)
+    count = _remaining(count, first, shards)
+    if not scores:
+        return {}
     wide = any(score.dtype == torch.float64 for score in scores.values())
-    values = {n: s.detach().to(torch.float64 if wide else torch.float32).reshape(-1) for n, s in scores.items()}
-    allowed = {name: value > -math.inf for name, value in values.items()}
-    for name, mask in allowed.items():
-        if among is not None:
-            mask &= among[name].reshape(-1)
-        if first is not None:
-            mask &= ~first[name].reshape(-1)
-    chosen = _largest(values, allowed, _remaining(count, first, shards), shards)
-    found = {name: mask.view(scores[name].shape) for name, mask in chosen.items()}
-    return found if first is None else {name: mask | first[name] for name, mask in found.items()}
+    values = _joined(scores, scores).to(torch.float64 if wide else torch.float32)
+    allowed = values > -math.inf
+    if among is not None:
+        allowed &= _joined(among, scores)
+    if first is not None:
+        allowed &= ~_joined(first, scores)
+    sizes = [score.numel() for score in scores.values()]
+    chosen = _largest(values, allowed, count, sizes, shards.only(*scores))
+    if first is not None:
+        chosen |= _joined(first, scores)
+    return {name: mask.view(scores[name].shape) for name, mask in zip(scores, chosen.split(sizes), strict=True)}
 
 
 def random_scores(like: Tensors, *, generator: torch.Generator, shards: Shards | None = None) -> dict[str, Tensor]:
@@ -115,50 +120,41 @@ def _remaining(count: int, first: Tensors | None, shards: Shards) -> int:
     return count - certain
 
 
-def _largest(values: Tensors, allowed: Tensors, count: int, shards: Shards) -> dict[str, Tensor]:
-    """The ``count`` largest of the allowed values, or all of them."""
-    count = min(count, count_true(allowed, shards))
+def _joined(tensors: Tensors, names: Iterable[str]) -> Tensor:
+    return torch.cat([tensors[name].detach().reshape(-1) for name in names])
+
+
+def _largest(values: Tensor, allowed: Tensor, count: int, sizes: list[int], shards: Shards) -> Tensor:
+    """Marks the ``count`` largest of the allowed entries, or all of them; the tensors are joined in shards' order."""
+    parts = list(shards.parts.values())
+    own = torch.cat(
+        [mask.new_full(mask.shape, part.counts) for part, mask in zip(parts, allowed.split(sizes), strict=True)]
+    )
+
+    def total(mask: Tensor) -> int:
+        return shards.sum_of(int((mask & own).count_nonzero()))[0]
+
+    if total(allowed) <= count:
+        return allowed
     if count == 0:
-        return {name: torch.zeros_like(mask) for name, mask in allowed.items()}
-    counted = [_entries(values[name], allowed[name]) for name in shards.counted(values)]
-    threshold = kth_largest(_joined(counted, values), count, shards)
-    chosen = {name: (value >= threshold.value) & allowed[name] for name, value in values.items()}
-    if threshold.wanted == threshold.equal:
-        return chosen
-    tied = {name: (value == threshold.value) & allowed[name] for name, value in values.items()}
-    kept = _earliest(tied, threshold.wanted, shards)
-    return {name: mask & ~tied[name] | kept[name] for name, mask in chosen.items()}
+        return torch.zeros_like(allowed)
+    threshold = kth_largest(_entries(values, allowed & own), count, shards)
+    chosen = (values >= threshold) & allowed
+    surplus = total(chosen) - count
+    if surplus:
+        tied = (values == threshold) & allowed
+        offsets = itertools.accumulate((part.shape.numel() for part in parts), initial=0)
+        positions = torch.cat(
+            [
+                offset + part.positions(mask.nonzero().squeeze(1))
+                for offset, part, mask in zip(offsets, parts, tied.split(sizes), strict=False)
+            ]
+        )
+        chosen[tied] = positions < kth_largest(positions[own[tied]], surplus, shards)
+    return chosen
 
 
 def _entries(values: Tensor, chosen: Tensor) -> Tensor:
     if values.device.type == "cpu":  # several times faster than values[chosen], of torch or of numpy
         return torch.from_numpy(np.compress(chosen.numpy(), values.numpy()))
     return values[chosen]
-
-
-def _joined(parts: list[Tensor], like: Tensors) -> Tensor:
-    """One vector; an empty one of the same kind on a rank that counts nothing."""
-    return torch.cat([next(iter(like.values()))[:0], *parts])
-
-
-def _earliest(marked: Tensors, count: int, shards: Shards) -> dict[str, Tensor]:
-    """Those of the marked entries that come first in the whole tensors."""
-    if shards.is_whole:
-        kept = {name: mask.clone() for name, mask in marked.items()}
-        for mask in kept.values():
-            found = int(mask.count_nonzero())
-            if found > count:
-                mask[mask.nonzero()[count:]] = False
-            count = max(0, count - found)
-        return kept
-    left, from_end = shards.total, {}
-    for name, mask in marked.items():
-        from_end[name] = left - 1 - shards.parts[name].positions(mask.nonzero().squeeze(1))
-        left -= shards.parts[name].shape.numel()
-    counted = [from_end[name] for name in shards.counted(from_end)]
-    last = kth_largest(_joined(counted, from_end), count, shards).value
-    chosen = {}
-    for name, mask in marked.items():
-        chosen[name] = torch.zeros_like(mask)
-        chosen[name][mask] = from_end[name] >= last
-    return chosen

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -12,42 +14,36 @@ from sparsesam.distributed.shards import Shards
 _DIGIT = 11
 
 
-@dataclass(frozen=True)
-class Threshold:
-    """The k largest are all numbers above ``value``, and ``wanted`` of the ``equal`` ones that are equal to it."""
-
-    value: float
-    wanted: int
-    equal: int
-
-
-def kth_largest(values: Tensor, k: int, shards: Shards) -> Threshold:
+def kth_largest(values: Tensor, k: int, shards: Shards) -> float:
     """Of all entries of this vector and those of the other ranks, of which there are at least k >= 1.
 
-    ``values`` are float32, float64, or int64 not below zero; their order may change.
+    ``values`` are float32, float64, or int64 not below zero.
     """
-    if not shards.is_whole:
-        return _by_digits(values, k, shards)
-    if values.device.type == "cpu":  # numpy is several times faster than torch.topk
-        place = len(values) - k
-        values.numpy().partition(place)
-        value = values[place].item()
-        at_most, largest = values[:place], values[place:]
-        wanted = k - int((largest > value).count_nonzero())
-        return Threshold(value, wanted, wanted + int((at_most == value).count_nonzero()))
-    value = by_topk(values, k)
-    above, equal = (int(found.count_nonzero()) for found in (values > value, values == value))
-    return Threshold(value, k - above, equal)
+    if shards.is_whole and values.device.type == "cpu":
+        return _kth_largest_on_cpu(values.numpy(), k)
+    return kth_largest_by_digits(values, k, shards)
 
 
-def by_topk(values: Tensor, k: int) -> float:
-    """On a device: torch.topk from the nearer of the two ends."""
-    if 2 * k <= len(values):
-        return values.topk(k, sorted=False).values.min().item()
-    return values.topk(len(values) - k + 1, largest=False, sorted=False).values.max().item()
+def _kth_largest_on_cpu(values: npt.NDArray[Any], k: int) -> float:
+    """By partition of only what is between two quantiles of a sample, where that contains it.
+
+    Of 11 M numbers 0.03 s where a partition of them all takes 0.07, and 0.05 s for 0.9 where 60 % of them are zero.
+    """
+    if len(values) > 1 << 16:
+        sample = np.sort(values[:: len(values) // 8192])
+        place = round((1 - k / len(values)) * len(sample))
+        low, high = sample[max(place - 256, 0)], sample[min(place + 256, len(sample) - 1)]
+        above = int(np.count_nonzero(values > high))
+        between = values[(values >= low) & (values <= high)]
+        if above < k <= above + len(between):
+            if low == high:
+                between, k = between[:1], above + 1
+            values, k = between, k - above
+    found: float = np.partition(values, len(values) - k)[len(values) - k].item()
+    return found
 
 
-def _by_digits(values: Tensor, k: int, shards: Shards) -> Threshold:
+def kth_largest_by_digits(values: Tensor, k: int, shards: Shards) -> float:
     """From a few histograms of 2048 counts.
 
     Each round looks at eleven more bits: ranks add up how many of their keys have each value of them, and continue with
@@ -58,17 +54,15 @@ def _by_digits(values: Tensor, k: int, shards: Shards) -> Threshold:
     # Unsigned integers in the order of the numbers, of which 64 bits are held in an int64; -0.0 + 0 is 0.0.
     pattern = (values + 0).view(integers).long()
     keys = torch.where(pattern < 0, ~pattern, pattern + (2**31 if bits == 32 else -(2**63)))
-    key, wanted, equal = 0, k, 0
+    key = 0
     for shift in reversed(range(0, bits, _DIGIT)):
         digits = (keys >> shift) & (2 ** min(_DIGIT, bits - shift) - 1)
         counts = shards.sum(torch.bincount(digits, minlength=2**_DIGIT).cpu())
         from_top = counts.flip(0).cumsum(0)
-        place = int(torch.searchsorted(from_top, wanted))
+        place = int(torch.searchsorted(from_top, k))
         digit = 2**_DIGIT - 1 - place
-        equal = int(counts[digit])
-        wanted -= int(from_top[place]) - equal
+        k -= int(from_top[place] - counts[digit])
         key |= digit << shift
         keys = keys[digits == digit]
     half = 2 ** (bits - 1)
-    found = torch.tensor(key - half if key >= half else ~key, dtype=integers).view(values.dtype)
-    return Threshold(found.item(), wanted, equal)
+    return torch.tensor(key - half if key >= half else ~key, dtype=integers).view(values.dtype).item()
