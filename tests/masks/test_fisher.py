@@ -1,4 +1,4 @@
-"""The Fisher information equals its definition, sample by sample, and leaves the model as it was."""
+"""The Fisher information equals the batch-1 loop for every kind of layer, and leaves the model as it was."""
 
 import copy
 
@@ -6,12 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-import sparsesam
 from sparsesam.masks.fisher import fisher_diagonal
-from sparsesam.masks.sample_loss import sample_categorical
-from tests import cases
+from sparsesam.masks.fisher_problem import sample_categorical
 from tests.masks.fisher_oracle import fisher_by_definition
 
 BATCH = 5
@@ -40,7 +37,7 @@ def randomize_statistics(model):
     return model
 
 
-def check(model, x, loss_fn=total_square, y=None):
+def check(model, x, loss_fn=total_square, y=None, path=None):
     y = torch.rand(BATCH) + 0.5 if y is None else y
     expected = fisher_by_definition(model, x, y, loss_fn)
     found = fisher_diagonal(model, [(x, y)], loss_fn)
@@ -48,7 +45,91 @@ def check(model, x, loss_fn=total_square, y=None):
     assert set(found.values) == set(expected)
     for name, value in expected.items():
         torch.testing.assert_close(found.values[name], value, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+    if path is not None:
+        assert set(found.paths.values()) == {path}, found.paths
     return found
+
+
+LAYERS = {
+    "linear": (nn.Linear(4, 3), (4,)),
+    "linear without bias": (nn.Linear(4, 3, bias=False), (4,)),
+    "linear over a sequence": (nn.Linear(4, 3), (6, 4)),
+    "linear over a plane": (nn.Linear(4, 3), (2, 3, 4)),
+    "conv1d": (nn.Conv1d(4, 6, 3, stride=2, padding=1, dilation=2, groups=2), (4, 11)),
+    "conv1d same": (nn.Conv1d(2, 3, 4, padding="same"), (2, 7)),
+    "conv2d": (nn.Conv2d(3, 4, 3, padding=1), (3, 5, 5)),
+    "conv2d of many positions": (nn.Conv2d(3, 4, 3, padding=1), (3, 9, 9)),
+    "conv2d strided": (nn.Conv2d(3, 4, 3, stride=2, padding=1), (3, 6, 7)),
+    "conv2d with a remainder": (nn.Conv2d(3, 4, 3, stride=3), (3, 7, 8)),
+    "conv2d many strided": (nn.Conv2d(2, 4, (3, 2), stride=(1, 2), padding=(2, 0)), (2, 16, 17)),
+    "conv2d dilated": (nn.Conv2d(2, 3, 3, dilation=2, padding="same"), (2, 6, 6)),
+    "conv2d even same": (nn.Conv2d(2, 3, (2, 4), padding="same"), (2, 10, 10)),
+    "conv2d valid": (nn.Conv2d(2, 3, 3, padding="valid", bias=False), (2, 6, 6)),
+    "conv2d grouped": (nn.Conv2d(4, 6, 3, groups=2), (4, 5, 5)),
+    "conv2d depthwise": (nn.Conv2d(4, 8, 3, groups=4, padding=1), (4, 10, 10)),
+    "conv2d pointwise": (nn.Conv2d(4, 3, 1, stride=2), (4, 20, 20)),
+    "conv2d of one position": (nn.Conv2d(4, 3, 3), (4, 3, 3)),
+    "conv2d reflected": (nn.Conv2d(2, 3, 3, padding=2, padding_mode="reflect"), (2, 5, 6)),
+    "conv2d circular": (nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), (2, 9, 9)),
+    "conv3d": (nn.Conv3d(2, 4, (1, 2, 3), stride=(1, 2, 1), padding=(0, 1, 1), groups=2), (2, 3, 4, 5)),
+    "conv3d replicated": (nn.Conv3d(2, 2, 2, padding=1, padding_mode="replicate"), (2, 2, 3, 3)),
+    "batch norm 1d": (nn.BatchNorm1d(4), (4,)),
+    "batch norm over a sequence": (nn.BatchNorm1d(4), (4, 3)),
+    "batch norm 2d": (nn.BatchNorm2d(4), (4, 3, 3)),
+    "batch norm 3d": (nn.BatchNorm3d(4), (4, 2, 3, 2)),
+    "layer norm": (nn.LayerNorm(4), (4,)),
+    "layer norm over a sequence": (nn.LayerNorm(4), (3, 4)),
+    "layer norm of a plane": (nn.LayerNorm((3, 4)), (2, 3, 4)),
+    "layer norm without bias": (nn.LayerNorm(4, bias=False), (3, 4)),
+    "group norm": (nn.GroupNorm(2, 4), (4, 3, 3)),
+    "instance norm": (nn.InstanceNorm2d(3, affine=True), (3, 4, 4)),
+    "instance norm with statistics": (
+        nn.InstanceNorm1d(3, affine=True, track_running_stats=True), (3, 4),
+    ),
+    "rms norm": (nn.RMSNorm(4, eps=1e-6), (3, 4)),
+}  # fmt: skip
+
+
+FUNCTIONS = (
+    "linear",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "batch_norm",
+    "layer_norm",
+    "group_norm",
+    "instance_norm",
+    "rms_norm",
+)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_rule_equals_the_loop(name):
+    layer, shape = LAYERS[name]
+    model = randomize_statistics(nn.Sequential(copy.deepcopy(layer).double()))
+    path = f"rule: {next(one for one in FUNCTIONS if name.startswith(one.replace('_', ' ')))}"
+    if name == "instance norm with statistics" and torch.__version__ < "2.7":
+        path = "recomputed: InstanceNorm1d"
+    check(model, torch.randn(BATCH, *shape), path=path)
+
+
+@pytest.mark.parametrize("padding_idx", [None, 2, -1])
+def test_an_embedding_counts_a_repeated_token_once_per_sample(padding_idx):
+    model = nn.Sequential(nn.Embedding(7, 3, padding_idx=padding_idx))
+    tokens = torch.randint(7, (BATCH, 9))
+    tokens[:, 0], tokens[:, 1], tokens[:, 2] = 2, 6, 3
+    check(model, tokens, path="rule: embedding")
+
+
+@pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}])
+def test_an_embedding_with_side_conditions_is_recomputed(options):
+    model = nn.Sequential(nn.Embedding(7, 3, **options))
+    if "max_norm" in options:
+        with torch.no_grad():
+            model[0](torch.arange(7))
+    # Renormalizing writes to the weight, which only the whole module does again.
+    where = "Embedding" if "max_norm" in options else "embedding"
+    check(model, torch.randint(7, (BATCH, 4)), path=f"recomputed: {where}")
 
 
 class Block(nn.Module):
@@ -77,6 +158,22 @@ def images(classes=3):
     return torch.randn(BATCH, 3, 10, 10), torch.randint(classes, (BATCH,))
 
 
+def test_a_residual_network_with_in_place_activations_goes_by_rules_only():
+    x, y = images()
+    found = check(resnet(), x, F.cross_entropy, y)
+    assert all(path.startswith("rule") for path in found.paths.values())
+
+
+def test_batches_of_any_size_give_the_same_result():
+    x, y = images()
+    model = resnet()
+    whole = fisher_diagonal(model, [(x, y)], F.cross_entropy)
+    parts = fisher_diagonal(model, [(x[:1], y[:1]), (x[1:4], y[1:4]), (x[4:], y[4:])], F.cross_entropy)
+    assert parts.paths == whole.paths
+    for name, value in whole.values.items():
+        torch.testing.assert_close(parts.values[name], value)
+
+
 class Model(nn.Module):
     """A model from a function and its parts."""
 
@@ -90,90 +187,264 @@ class Model(nn.Module):
         return self.function(self, *args, **kwargs)
 
 
-def tied_pair():
-    pair = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    pair[2].weight = pair[0].weight
-    return pair
+def test_a_layer_called_twice_adds_its_gradients_before_squaring():
+    def forward(self, x):
+        x = self.conv(self.conv(x).tanh())
+        x = self.norm(self.norm(x).sin())
+        return self.linear(self.linear(x).tanh())
+
+    model = Model(forward, conv=nn.Conv2d(3, 3, 3, padding=1), norm=nn.GroupNorm(1, 3), linear=nn.Linear(6, 6))
+    found = check(model, torch.randn(BATCH, 3, 6, 6))
+    assert all(path.startswith("rule") for path in found.paths.values())
 
 
-def tied_embedding():
-    model = nn.Sequential(nn.Embedding(7, 4, padding_idx=2), nn.Linear(4, 4), nn.Linear(4, 7, bias=False))
-    model[2].weight = model[0].weight
-    return model
-
-
-def recurrent(kind):
-    rnn = kind(4, 3, batch_first=True, bidirectional=True)
-    return Model(lambda self, x: self.head(self.rnn(x)[0][:, -1]), rnn=rnn, head=nn.Linear(6, 2))
-
-
-def mixing():
-    layer = nn.Linear(4, 4)
-    return Model(lambda self, x: self.layer(x) - self.layer(x).mean(0, keepdim=True) / 2, layer=layer)
-
-
-def checkpointed():
-    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    return Model(
-        lambda self, x: self.head(checkpoint(self.block, x, use_reentrant=False)), block=block, head=tied_pair()
+def test_a_large_convolution_called_on_two_sizes_adds_its_gradients_before_squaring():
+    model = Model(
+        lambda self, x: self.conv(x).flatten(1).sum(1) + self.conv(x[:, :, ::2, ::2]).flatten(1).sin().sum(1),
+        conv=nn.Conv2d(3, 3, 3, padding=1),
     )
+    check(model, torch.randn(BATCH, 3, 12, 12), lambda o, y: (o * y).sum() ** 2, path="rule: conv2d")
 
 
-MODELS = {
-    "sequence": lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 3)),
-    "a weight used twice": tied_pair,
-    "unused parameter": lambda: Model(lambda self, x: self.layer(x), layer=nn.Linear(4, 3), spare=nn.Linear(2, 2)),
-    "transformer": lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True),
-    "lstm": lambda: recurrent(nn.LSTM),
-    "gru": lambda: recurrent(nn.GRU),
-    "weight norm": lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)),
-    "mixes the samples of a batch": mixing,
-    "checkpointed": checkpointed,
-    "scripted": lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh())),
-}
+def test_a_call_that_does_not_reach_the_loss_contributes_nothing():
+    def forward(self, x):
+        self.linear(x.cos())
+        return self.linear(x)
 
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_diagonal_equals_the_definition(name):
-    check(MODELS[name](), torch.randn(BATCH, 3, 4))
-
-
-@pytest.mark.parametrize("options", [{}, {"padding_idx": 2}, {"max_norm": 1.0}, {"sparse": True}])
-def test_an_embedding_counts_a_repeated_token_once_per_sample(options):
-    model = nn.Sequential(nn.Embedding(7, 3, **options))
-    with torch.no_grad():
-        model[0](torch.arange(7))  # max_norm writes to the weight
-    tokens = torch.randint(7, (BATCH, 9))
-    tokens[:, 0], tokens[:, 1] = 2, 2
-    check(model, tokens)
+    check(Model(forward, linear=nn.Linear(4, 3)), torch.randn(BATCH, 4), path="rule: linear")
 
 
 def test_an_embedding_tied_to_the_output_layer_is_one_parameter():
-    check(tied_embedding(), torch.randint(7, (BATCH, 6)))
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False))
+    model[2].weight = model[0].weight
+    found = check(model, torch.randint(7, (BATCH, 6)))
+    assert found.paths["0.weight"] == "recomputed: embedding, linear"
+    assert found.paths["1.weight"] == "rule: linear"
 
 
-def test_a_residual_network_with_in_place_activations():
-    x, y = images()
-    check(resnet(), x, F.cross_entropy, y)
+def test_a_tied_pair_adds_its_gradients_before_squaring():
+    pair = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    pair[2].weight = pair[0].weight
+    check(nn.Sequential(nn.Linear(3, 4), pair), torch.randn(BATCH, 3), path="rule: linear")
 
 
-def test_complex_parameters_have_a_real_diagonal():
-    model = Model(lambda self, x: (x * self.phase).abs(), phase=nn.Parameter(torch.randn(4, dtype=torch.complex128)))
-    x, y = torch.randn(BATCH, 4), torch.rand(BATCH)
-    expected = torch.zeros(4)
-    for i in range(BATCH):
-        loss = total_square(model(x[i : i + 1]), y[i : i + 1])
-        expected += torch.autograd.grad(loss, model.phase)[0].abs() ** 2 / BATCH
-    torch.testing.assert_close(fisher_diagonal(model, [(x, y)], total_square).values["phase"], expected)
+def test_a_weight_used_outside_its_layer_is_still_exact():
+    model = Model(lambda self, x: F.linear(self.layer(x).tanh(), self.layer.weight.t()), layer=nn.Linear(4, 3))
+    found = check(model, torch.randn(BATCH, 4))
+    assert found.paths == {"layer.weight": "recomputed: model", "layer.bias": "recomputed: Linear"}
 
 
-def test_batches_of_any_size_give_the_same_result():
-    x, y = images()
-    model = resnet()
-    whole = fisher_diagonal(model, [(x, y)], F.cross_entropy)
-    parts = fisher_diagonal(model, [(x[:1], y[:1]), (x[1:4], y[1:4]), (x[4:], y[4:])], F.cross_entropy)
-    for name, value in whole.values.items():
-        torch.testing.assert_close(parts.values[name], value)
+def test_reading_a_weights_shape_or_type_is_no_use_of_it():
+    model = Model(lambda self, x: self.layer(x.to(self.layer.weight.dtype)), layer=nn.Linear(4, 3))
+    check(model, torch.randn(BATCH, 4), path="rule: linear")
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_attention_is_exact(batch_first):
+    def forward(self, x):
+        x = x if batch_first else x.transpose(0, 1)
+        return self.attention(x, x, x)[0].transpose(0, 0 if batch_first else 1)
+
+    model = Model(forward, attention=nn.MultiheadAttention(4, 2, batch_first=batch_first))
+    check(model, torch.randn(BATCH, 3, 4), path="recomputed: " + ("MultiheadAttention" if batch_first else "model"))
+
+
+def test_a_transformer_layer_recomputes_only_its_attention():
+    model = nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), nn.Flatten(), nn.Linear(12, 2))
+    found = check(model, torch.randn(BATCH, 3, 4))
+    assert found.paths["0.linear1.weight"] == "rule: linear"
+    assert found.paths["0.norm1.weight"] == "rule: layer_norm"
+    assert found.paths["0.self_attn.in_proj_weight"] == "recomputed: MultiheadAttention"
+    assert found.paths["0.self_attn.out_proj.weight"] == "recomputed: MultiheadAttention"
+
+
+def test_a_recurrent_layer_whose_last_state_is_used_is_exact():
+    model = Model(lambda self, x: self.rnn(x)[1][-1], rnn=nn.GRU(3, 4, num_layers=2, batch_first=True))
+    check(model, torch.randn(BATCH, 5, 3), path="recomputed: model")
+
+
+@pytest.mark.parametrize("recurrent", [nn.LSTM, nn.GRU])
+def test_a_recurrent_layer_is_exact(recurrent):
+    model = Model(
+        lambda self, x: self.head(self.rnn(x)[0][:, -1]),
+        rnn=recurrent(3, 4, batch_first=True, bidirectional=True),
+        head=nn.Linear(8, 2),
+    )
+    found = check(model, torch.randn(BATCH, 5, 3))
+    assert found.paths["rnn.weight_hh_l0"] == f"recomputed: {recurrent.__name__}"
+
+
+def test_two_outputs_of_a_recomputed_module_are_not_counted_twice():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x):
+            h = x @ self.scale.t()
+            return h, h.tanh() * 2
+
+    model = Model(lambda self, x: torch.cat(self.two(x), 1), two=Two())
+    check(model, torch.randn(BATCH, 4), path="recomputed: Two")
+
+
+def test_weight_normalization_is_recomputed_in_its_layer():
+    layer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+    found = check(nn.Sequential(nn.Linear(4, 4), layer, nn.Tanh()), torch.randn(BATCH, 4))
+    assert found.paths["1.parametrizations.weight.original0"] == "recomputed: ParametrizedLinear"
+
+
+def test_a_module_that_folds_samples_into_positions_is_recomputed_as_a_whole():
+    class Folded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(3))
+
+        def forward(self, x):
+            return torch.addmm(self.bias, x.flatten(0, 1), self.weight).view(*x.shape[:-1], 3)
+
+    found = check(nn.Sequential(nn.Linear(4, 4), Folded(), nn.Tanh()), torch.randn(BATCH, 6, 4))
+    assert found.paths["0.weight"] == "rule: linear"
+    assert found.paths["1.weight"] == found.paths["1.bias"] == "recomputed: Folded"
+
+
+def test_a_class_token_and_a_scale_need_no_loop_over_the_model():
+    def forward(self, x):
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.position
+        return self.layer(x * self.scale)[:, 0]
+
+    model = Model(forward, layer=nn.Linear(4, 3))
+    for name, shape in {"token": (1, 1, 4), "position": (1, 4, 4), "scale": (4,)}.items():
+        setattr(model, name, nn.Parameter(torch.randn(shape)))
+    found = check(model, torch.randn(BATCH, 3, 4))
+    assert found.paths["token"] == "rule: expand"
+    assert found.paths["position"] == "recomputed: add"
+    assert found.paths["scale"] == "recomputed: mul"
+
+
+def test_tokens_sent_to_experts_are_kept_apart():
+    """Each expert sees some positions of some samples; by chance, it may be as many as there are samples."""
+
+    def forward(self, x):
+        flat, result = x.flatten(0, 1), torch.zeros(x.shape[0] * x.shape[1], 3)
+        for number, expert in enumerate((self.first, self.second)):
+            chosen = (flat[:, 0] > 0) == bool(number)
+            result = result.index_put((chosen.nonzero().squeeze(1),), expert(flat[chosen]))
+        return result.view(len(x), -1)
+
+    x = torch.randn(BATCH, 2, 4)
+    x[:, :, 0] = torch.tensor([1.0, -1.0])
+    check(Model(forward, first=nn.Linear(4, 3), second=nn.Linear(4, 3)), x)
+    check(Model(forward, first=nn.Linear(4, 3), second=nn.Linear(4, 3)), torch.randn(BATCH, 3, 4))
+
+
+def test_a_subclass_goes_by_what_it_calls():
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x * 2).square()
+
+    check(nn.Sequential(Doubled(4, 3), nn.Tanh()), torch.randn(BATCH, 4), path="rule: linear")
+
+
+def test_a_users_hook_that_changes_a_layers_output_or_input_is_respected():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    model[0].register_forward_hook(lambda module, args, output: output * 3)
+    model[1].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    check(model, torch.randn(BATCH, 4), path="rule: linear")
+
+
+def test_a_parameter_of_the_model_itself_is_exact():
+    model = Model(lambda self, x: self.layer(x + self.position), layer=nn.Linear(4, 3))
+    model.position = nn.Parameter(torch.randn(6, 4))
+    found = check(model, torch.randn(BATCH, 6, 4))
+    assert found.paths["layer.weight"] == "rule: linear"
+
+
+def test_a_scale_with_as_many_rows_as_there_are_samples_is_exact():
+    model = Model(lambda self, x: self.layer(x * self.scale), layer=nn.Linear(4, 3))
+    model.scale = nn.Parameter(torch.randn(BATCH, 4))
+    found = check(model, torch.randn(BATCH, BATCH, 4))
+    assert found.paths["scale"] == "recomputed: mul"
+
+
+def test_a_buffer_with_as_many_rows_as_there_are_samples_is_not_taken_for_one_of_samples():
+    model = Model(lambda self, x: torch.addcmul(x, self.scale, self.table), scale=nn.Parameter(torch.randn(4)))
+    model.register_buffer("table", torch.randn(BATCH, 4))
+    check(model, torch.randn(BATCH, BATCH, 4), path="recomputed: model")
+
+
+def test_a_table_with_as_many_rows_as_there_are_samples_does_not_fit_one_sample():
+    model = Model(lambda self, x: torch.addmm(self.bias, x, self.table), bias=nn.Parameter(torch.randn(3)))
+    model.register_buffer("table", torch.randn(BATCH, 3))
+    check(model, torch.randn(BATCH, BATCH), path="recomputed: model")
+
+
+def test_an_output_that_is_not_laid_out_by_samples_is_exact():
+    model = Model(lambda self, x: self.layer(x).transpose(0, 1), layer=nn.Linear(4, 3))
+    x = torch.randn(BATCH, 6, 4)
+    check(model, x, lambda output, target: (output.sin().sum() * target).sum() ** 2, path="recomputed: model")
+
+
+def test_an_embedding_of_positions_shared_by_all_samples_is_exact():
+    model = Model(
+        lambda self, x: self.layer(x + self.position(torch.arange(BATCH))),
+        layer=nn.Linear(4, 3), position=nn.Embedding(BATCH, 4),
+    )  # fmt: skip
+    check(model, torch.randn(BATCH, BATCH, 4))
+
+
+def test_samples_folded_into_positions_are_kept_apart():
+    model = Model(lambda self, x: self.layer(x.flatten(0, 1)).view(len(x), -1), layer=nn.Linear(4, 3))
+    check(model, torch.randn(BATCH, 3, 4), path="recomputed: model")
+
+
+def test_positions_before_samples_are_kept_apart():
+    """As many positions as samples: the shapes alone do not tell them apart."""
+    model = Model(lambda self, x: self.layer(x.transpose(0, 1)).transpose(0, 1), layer=nn.Linear(4, 3))
+    check(model, torch.randn(BATCH, BATCH, 4))
+
+
+@pytest.mark.parametrize("track", [True, False])
+def test_layers_that_mix_samples_are_measured_one_sample_at_a_time(track):
+    mixing = nn.BatchNorm1d(4, track_running_stats=track)
+    other = Model(lambda self, x: self.layer(x) - self.layer(x).mean(0, keepdim=True) / 2, layer=nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), other if track else mixing, nn.Linear(4, 3))
+    x = torch.randn(BATCH, 4, 3) if not track else torch.randn(BATCH, 4)
+    model = model if track else nn.Sequential(nn.Conv1d(4, 4, 1), mixing, nn.Flatten(), nn.Linear(12, 3))
+    check(model, x, path="recomputed: model")
+
+
+def test_a_model_that_changes_its_way_between_batches_is_exact():
+    def forward(self, x):
+        x = self.layer(x)
+        return F.linear(x.tanh(), self.layer.weight) if x[0, 0] > 0 else x
+
+    model = Model(forward, layer=nn.Linear(3, 3, bias=False))
+    x, y = torch.randn(2 * BATCH, 3), torch.rand(2 * BATCH) + 0.5
+    expected = fisher_by_definition(model, x, y, total_square)
+    singles = [(x[i : i + 1], y[i : i + 1]) for i in range(len(x))]
+    found = fisher_diagonal(model, singles, total_square)
+    torch.testing.assert_close(found.values["layer.weight"], expected["layer.weight"])
+
+
+def test_a_checkpointed_block_is_exact():
+    from torch.utils.checkpoint import checkpoint
+
+    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model = Model(lambda self, x: self.head(checkpoint(self.block, x, use_reentrant=False)), block=block)
+    model.head = nn.Linear(4, 3)
+    check(model, torch.randn(BATCH, 4))
+
+
+def test_a_scripted_part_is_exact():
+    part = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    check(nn.Sequential(part, nn.Linear(4, 3)), torch.randn(BATCH, 4))
+
+
+def test_an_unused_parameter_is_zero():
+    model = Model(lambda self, x: self.layer(x), layer=nn.Linear(4, 3), spare=nn.Linear(2, 2))
+    found = check(model, torch.randn(BATCH, 4))
+    assert found.paths["spare.weight"] == "unused"
 
 
 def test_a_parameter_used_by_the_loss_is_exact():
@@ -230,7 +501,7 @@ def test_inputs_may_be_positional_or_keyword_arguments():
 
 def test_outputs_may_be_nested():
     model = Model(lambda self, x: {"logits": self.layer(x), "extra": (x, None)}, layer=nn.Linear(4, 3))
-    check(model, torch.randn(BATCH, 4), lambda o, y: total_square(o["logits"], y))
+    check(model, torch.randn(BATCH, 4), lambda o, y: total_square(o["logits"], y), path="rule: linear")
 
 
 def test_a_model_that_computes_its_own_loss_runs_sample_by_sample():
@@ -242,6 +513,7 @@ def test_a_model_that_computes_its_own_loss_runs_sample_by_sample():
         [{"pixels": x, "labels": y}],
         model_loss=lambda model, batch: F.cross_entropy(model(batch["pixels"]), batch["labels"]),
     )
+    assert set(found.paths.values()) == {"recomputed: model"}
     for name, value in expected.items():
         torch.testing.assert_close(found.values[name], value)
 
@@ -383,31 +655,6 @@ def test_wrong_arguments_are_named():
         fisher_diagonal(nn.Tanh(), [batch], total_square)
     with pytest.raises(ValueError, match="empty"):
         fisher_diagonal(model, [], total_square)
-
-
-class Sizes(nn.Module):
-    """Notes the sizes of the batches that it sees."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = cases.convnet(torch.float64)
-        self.sizes = []
-
-    def forward(self, x):
-        self.sizes.append(len(x))
-        return self.inner(x)
-
-
-def test_every_sample_runs_alone():
-    model = Sizes()
-    fisher_diagonal(model, [cases.images(16, torch.float64)], F.cross_entropy)
-    assert model.sizes == [1] * 16
-
-
-@pytest.mark.parametrize("chunk", [0, -1])
-def test_a_chunk_below_one_is_refused(chunk):
-    with pytest.raises(ValueError, match="chunk must be a whole number of at least 1"):
-        sparsesam.fisher_mask(cases.images(), F.cross_entropy, sparsity=0.5, chunk=chunk)
 
 
 def test_backpack_agrees():

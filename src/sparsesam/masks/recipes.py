@@ -31,7 +31,7 @@ def fisher_mask(
     refresh: Refresh | None = None,
     labels: Literal["data", "sampled"] = "data",
     model_loss: Callable[[nn.Module, Any], Tensor] | None = None,
-    chunk: int = 128,
+    chunk: int | None = None,
     seed: int = 0,
 ) -> Mask:
     """SSAM-F: perturbs the weights with the most Fisher information.
@@ -46,7 +46,7 @@ def fisher_mask(
         refresh: when the mask is made anew, usually ``every_epochs(1, steps_per_epoch=len(loader))``. Default: never.
         labels: ``"data"``, the empirical Fisher information; ``"sampled"``, labels drawn from the model's output.
         model_loss: ``model_loss(model, batch)`` in place of ``loss_fn``, for models that compute their own loss.
-        chunk: how many samples of ``data`` are loaded at a time.
+        chunk: how many samples are measured at a time. Default: up to 128, fewer where free memory is short.
         seed: of the draw of samples.
 
     Examples:
@@ -57,7 +57,7 @@ def fisher_mask(
         raise ValueError("give either loss_fn(output, target) or model_loss(model, batch), and not both")
     score: Score
     if data is None:
-        score = BatchFisher(loss_fn, model_loss=model_loss, labels=labels)
+        score = BatchFisher(loss_fn, model_loss=model_loss, labels=labels, chunk=chunk)
     else:
         score = Fisher(data, loss_fn, samples=samples, model_loss=model_loss, labels=labels, chunk=chunk)
     return Mask(score, as_pattern(pattern), sparsity, refresh or manual(), seed)

@@ -13,12 +13,14 @@ from torch import distributed as dist
 
 from sparsesam.distributed.agreement import communication_device, on_every_rank
 from sparsesam.distributed.shards import Shards, local_part
-from sparsesam.masks.batches import to_device
 from sparsesam.masks.checks import NonFiniteScoreError, check_count
-from sparsesam.masks.fisher import FisherDiagonal, mean_squared_gradients
+from sparsesam.masks.fisher import FisherDiagonal, fisher_diagonal
+from sparsesam.masks.fisher_problem import problem_of
 from sparsesam.masks.packed import PackedMask
-from sparsesam.masks.sample_loss import sample_loss_of
 from sparsesam.masks.samples import draw_batches
+from sparsesam.masks.sharded_fisher import gathered_batches, sharded_fisher
+
+_LARGEST_CHUNK = 128
 
 
 @dataclass(frozen=True)
@@ -81,15 +83,16 @@ class Fisher:
     samples: int = 128
     model_loss: Callable[[nn.Module, Any], Tensor] | None = None
     labels: Literal["data", "sampled"] = "data"
-    chunk: int = 128
+    chunk: int | None = None
     needs_gradient: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_count("samples", self.samples, "the paper uses 128")
-        check_count("chunk", self.chunk, "it is the number of samples loaded at a time")
+        if self.chunk is not None:
+            check_count("chunk", self.chunk, "None lets free memory decide")
 
     def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
-        batches = draw_batches(self.data, self.samples, generator=context.generator, chunk=self.chunk)
+        batches = draw_batches(self.data, self.samples, generator=context.generator, chunk=self.chunk or _LARGEST_CHUNK)
         return _measured(self, batches, context)
 
 
@@ -100,6 +103,7 @@ class BatchFisher:
     loss_fn: Callable[..., Tensor] | None = None
     model_loss: Callable[[nn.Module, Any], Tensor] | None = None
     labels: Literal["data", "sampled"] = "data"
+    chunk: int | None = None
     needs_gradient: ClassVar[bool] = False
 
     def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
@@ -109,7 +113,7 @@ class BatchFisher:
                 "call opt.step(closure, batch=(x, y)) or opt.perturbed(batch=(x, y))"
             )
         shards = context.shards
-        return _measured(self, [context.batch] if shards is None else _gathered_batches(context.batch, shards), context)
+        return _measured(self, [context.batch] if shards is None else gathered_batches(context.batch, shards), context)
 
 
 @dataclass(frozen=True)
@@ -152,30 +156,33 @@ class Inverted:
 
 def _measured(score: Fisher | BatchFisher, batches: Iterable[Any], context: ScoreContext) -> dict[str, Tensor]:
     """The Fisher information of the samples of all ranks."""
-    loss = sample_loss_of(score.loss_fn, score.model_loss, score.labels, None, context.generator)
+    if context.shards is not None:
+        problem = problem_of(score.loss_fn, score.model_loss, score.labels, None, context.generator)
+        return sharded_fisher(context.model, batches, problem, context.parameters, context.shards).values
 
     def measure() -> FisherDiagonal:
-        return mean_squared_gradients(context.model, batches, loss, context.parameters, context.shards)
+        return fisher_diagonal(
+            context.model,
+            batches,
+            score.loss_fn,
+            model_loss=score.model_loss,
+            parameters=context.parameters,
+            labels=score.labels,
+            generator=context.generator,
+            chunk=score.chunk,
+        )
 
-    if context.shards is not None or context.ranks is None:
-        return measure().values
     # Also where all ranks measure the same samples: two devices may round differently, and masks must be equal.
-    result = on_every_rank(measure, NonFiniteScoreError, context.ranks)
-    samples = torch.tensor(float(result.samples), device=communication_device(context.ranks))
-    dist.all_reduce(samples, group=context.ranks)
+    return (measure() if context.ranks is None else _averaged(measure, context.ranks)).values
+
+
+def _averaged(measure: Callable[[], FisherDiagonal], ranks: dist.ProcessGroup) -> FisherDiagonal:
+    """The mean over the samples of all ranks."""
+    result = on_every_rank(measure, NonFiniteScoreError, ranks)
+    samples = torch.tensor(float(result.samples), device=communication_device(ranks))
+    dist.all_reduce(samples, group=ranks)
     for value in result.values.values():
         value.mul_(result.samples)
-        dist.all_reduce(value, group=context.ranks)
+        dist.all_reduce(value, group=ranks)
         value.div_(float(samples))
-    return result.values
-
-
-def _gathered_batches(batch: Any, shards: Shards) -> list[Any]:
-    """The batches of all ranks that train on different data; each of them moves what it gets to its own device."""
-    batches = [batch]
-    for dim in range(shards.mesh.ndim):
-        group = shards.mesh.get_group(dim)
-        found: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, to_device(batches, "cpu"), group=group)
-        batches = [one for part in found for one in part]
-    return batches
+    return result

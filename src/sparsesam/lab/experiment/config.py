@@ -110,7 +110,7 @@ class TrainConfig:
     mask_epochs: PositiveInt | None = option(1, "T_m: epochs between two masks; null: the first mask is kept")
     mask_steps: PositiveInt | None = option(None, "steps between two masks, instead of epochs")
     fisher_samples: PositiveInt = option(128, "N_F: images that the Fisher information is measured on")
-    fisher_batch: PositiveInt | None = option(None, "how many of them are loaded at a time; null: 128")
+    fisher_batch: PositiveInt | None = option(None, "how many at a time; null: up to 128, fewer if memory is short")
     fisher_labels: Literal["data", "sampled"] = option("data", "labels of the Fisher information")
     drop: Literal["flattest", "random", "sharpest"] = option("flattest", "what ssam-d drops")
     drop_ratio: Fraction = option(0.5, "fraction of the kept weights that ssam-d drops at first")

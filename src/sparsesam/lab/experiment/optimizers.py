@@ -102,7 +102,7 @@ def _mask(config: TrainConfig, fisher_data: Any, steps_per_epoch: int) -> sparse
             fisher_data,
             cross_entropy,
             samples=config.fisher_samples,
-            chunk=config.fisher_batch or 128,
+            chunk=config.fisher_batch,
             labels=config.fisher_labels,
             **common,
         )

@@ -116,7 +116,7 @@ def _memory(config: TrainConfig, model: MeasuredModel) -> float:
 
     Both hold weights, gradients and the base optimizer's state. A step adds the weights that come back after the
     ascent, a mask, and the batch's activations, half as large in 16 bits but with 16-bit copies of the weights. The
-    Fisher information adds sums, scores, and the gradients and activations of one image.
+    Fisher information adds sums and scores, and in float32 its batch's activations with their gradients.
     """
     is_adam = (config.optimizer if config.is_plain else config.base) != "sgd"
     held = model.parameters * (4 + 4 + (8 if is_adam else 4))
@@ -126,5 +126,6 @@ def _memory(config: TrainConfig, model: MeasuredModel) -> float:
         step += model.parameters * 4.125
     fisher = 0.0
     if config.optimizer == "ssam-f":
-        fisher = model.saved_bytes + model.parameters * 12
+        samples = min(config.fisher_batch or 128, config.fisher_samples)
+        fisher = 2 * samples * model.saved_bytes + model.parameters * 8
     return held + max(step, fisher)

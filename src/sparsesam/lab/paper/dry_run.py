@@ -62,7 +62,7 @@ def dry_run_config(config: TrainConfig) -> DryRun:
     short = config
     if fabric.device.type != "cuda":
         batch = max(CPU_BATCH, round(1 / config.ascent_fraction))
-        short = replace(config, batch_size=batch, fisher_samples=2)
+        short = replace(config, batch_size=batch, fisher_samples=2, fisher_batch=2)
     short = replace(short, train_size=STEPS * short.batch_size, test_size=1, max_steps=None)
     if not config.is_plain:
         short = replace(short, mask_steps=1)  # so that a mask is made, and refreshed

@@ -1,0 +1,57 @@
+"""How many samples at a time fit into free memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+
+class SavedBytes:
+    """Counts the bytes that autograd keeps for the backward within ``with saved.counted():``, each storage once."""
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        self.total = 0
+        self._seen = {tensor.untyped_storage().data_ptr() for tensor in known if _has_storage(tensor)}
+
+    def counted(self) -> saved_tensors_hooks:
+        return saved_tensors_hooks(self._note, lambda tensor: tensor)
+
+    def _note(self, tensor: Tensor) -> Tensor:
+        if _has_storage(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._seen:
+                self._seen.add(storage.data_ptr())
+                self.total += storage.nbytes()
+        return tensor.detach()  # an output that saved itself would never be freed
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that can still be allocated there; None where unknown."""
+    if device.type in ("cuda", "xpu"):
+        module: Any = getattr(torch, device.type)
+        held_back = module.memory_reserved(device) - module.memory_allocated(device)
+        return int(module.mem_get_info(device)[0] + held_back)
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
+    if device.type == "cpu" and "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def fitting(count: int, bytes_each: int, available: int | None) -> int:
+    """``count`` halved until that many fit into half of what is available; at least 1.
+
+    Halving makes the number, and with it the order of summation, depend on free memory as little as possible.
+    """
+    while available is not None and count > 1 and count * bytes_each > available // 2:
+        count = (count + 1) // 2
+    return count
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and not hasattr(tensor, "full_tensor")
