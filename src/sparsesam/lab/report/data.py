@@ -72,19 +72,13 @@ class ReportData:
                 problem = f"analyses/{name}.json is not in the format of docs/analyze.md: {error}"
                 self.problems.append((str(run.path), problem))
                 continue
-            label, style = self._label_and_style(run, having, task)
+            label, style = run.path.name, SeriesStyle()
+            if task is not None:
+                variant = task.variant_of(run)
+                label, place = variant.label_of(run, having), [one for one in having if one in variant.runs].index(run)
+                style = variant.style._replace(number=variant.style.number + PALETTE_SIZE * place)
             found.append(Measured(label, result, style, self._label_at(other) if other else ""))
         return found
-
-    def _label_and_style(
-        self, run: RunRecord, among: Sequence[RunRecord], task: Task | None
-    ) -> tuple[str, SeriesStyle]:
-        if task is None:
-            return run.path.name, SeriesStyle()
-        variant = task.variant_of(run)
-        same = [one for one in among if one in variant.runs]
-        color, number = variant.style
-        return variant.label_of(run, among), SeriesStyle(color, number + PALETTE_SIZE * same.index(run))
 
     def _label_at(self, directory: str) -> str:
         """The label of the run in that directory, or the directory's name if it is not in this report."""

@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -44,7 +43,7 @@ def render(title: str, made: str, sections: Sequence[Section], data: ReportData)
         sections=sections,
         missing=missing_analyses(data),
         problems=data.problems,
-        downsampled=any(is_long(series) for figure in figures for series in figure.series) and MOST_POINTS,
+        most_points=MOST_POINTS,
         colors=COLORS,
         style=Markup(_asset("page.css")),
         script=Markup(_asset("page.js")),
@@ -72,31 +71,19 @@ def _json(figures: Sequence[Figure]) -> str:
         # A surface and its contours are the same numbers, written once.
         twin = next((one.name for one in figures[:place] if one.panels is figure.panels), None)
         panels = [
-            {"name": name, "series": [_rounded(vars(downsampled(series))) for series in panel]}
-            for name, panel in figure.panels.items()
+            {"name": name, "series": [downsampled(series) for series in panel]} for name, panel in figure.panels.items()
         ]
         drawn.append({**vars(figure), "panels_of": twin, "panels": [] if twin else panels})
-    return json.dumps(drawn, default=vars, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def is_long(series: Series) -> bool:
-    return series.z is None and len(series.x) > MOST_POINTS
+    exact = json.dumps(drawn, default=vars, allow_nan=False)
+    rounded = json.loads(exact, parse_float=lambda digits: float(f"{float(digits):.6g}"))  # more than a chart can show
+    return json.dumps(rounded, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def downsampled(series: Series) -> Series:
     """Every k-th point and the last; surfaces are complete."""
-    if not is_long(series):
+    if series.z is not None or len(series.x) <= MOST_POINTS:
         return series
     stride = -(-len(series.x) // (MOST_POINTS - 1))
     kept = sorted({*range(0, len(series.x), stride), len(series.x) - 1})
     bars = series.bars and [series.bars[place] for place in kept]
     return replace(series, x=[series.x[place] for place in kept], y=[series.y[place] for place in kept], bars=bars)
-
-
-def _rounded(value: Any) -> Any:
-    """Numbers with six significant digits, more than a chart can show."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {name: _rounded(one) for name, one in value.items()}
-    return [_rounded(one) for one in value] if isinstance(value, Sequence) and not isinstance(value, str) else value

@@ -14,9 +14,8 @@ from sparsesam.lab.experiment.run_directory import write_atomically
 from sparsesam.lab.report.data import Part, ReportData, Section
 from sparsesam.lab.report.page import render
 from sparsesam.lab.report.sections.analyses import analysis_parts
-from sparsesam.lab.report.sections.curves import curves_part
 from sparsesam.lab.report.sections.paper import paper_parts
-from sparsesam.lab.report.sections.results import overview_parts, results_part, sparsity_part
+from sparsesam.lab.report.sections.results import curves_part, overview_parts, results_part, sparsity_part
 from sparsesam.lab.report.sections.runs import provenance_parts, runs_parts, unfinished_parts
 from sparsesam.lab.report.variants import Task
 

@@ -1,24 +1,26 @@
-"""The answer of a task: accuracy against cost, with the recommended variant, and against sparsity; all numbers."""
+"""The answer of a task: accuracy against cost, with the recommended variant, all numbers, curves, and sparsity."""
 
 from __future__ import annotations
 
-from sparsesam.lab.display import Axis, Bar, Cell, Figure, Series, Table, cells, finished_of, number_cell
-from sparsesam.lab.display.numbers import Number, percent, plural, ratio, significant
+import math
+import statistics
+
+from sparsesam.lab.display import Axis, Cell, Figure, Series, Table, cells, error_bars, finished_of, number_cell
+from sparsesam.lab.display.numbers import Number, percent, plural, ratio
 from sparsesam.lab.experiment.confidence import confidence_interval
-from sparsesam.lab.report.cost import Recommendation, VariantCosts, recommend
+from sparsesam.lab.report.cost import VariantCosts, recommend
 from sparsesam.lab.report.data import Part, ReportData
 from sparsesam.lab.report.variants import Task, Variant, differing_settings
 
-
-def results_part(data: ReportData, task: Task) -> Part:
-    cost = data.cost_of(task)
-    recommendation = recommend(task, cost)
-    return Part(
-        title="",
-        lead=recommendation.sentence if recommendation else "",
-        blocks=[_cost_figure(task, cost, recommendation), _table(task, cost)],
-        notes=_notes(task),
-    )
+#: Of each epoch, with what they are called.
+_CURVES = {
+    "test_accuracy": "test accuracy",
+    "train_loss": "training loss",
+    "test_loss": "test loss",
+    "train_accuracy": "training accuracy",
+}
+#: If a loss is this many times the median somewhere, the axis is logarithmic: the rest would be flat.
+_WIDE_RANGE = 100
 
 
 def overview_parts(data: ReportData) -> list[Part]:
@@ -43,17 +45,11 @@ def overview_parts(data: ReportData) -> list[Part]:
     return [Part("", [Table("overview", caption, columns, rows)])]
 
 
-def _accuracy_bar(variant: Variant) -> list[Bar] | None:
-    """The 95 % interval of the mean accuracy in percent; None for fewer than three seeds."""
-    values = [100 * one for one in variant.by_seed("test_accuracy").values()]
-    interval = confidence_interval(values, lowest=0.0, highest=100.0) if len(values) > 2 else None
-    return None if interval is None else [interval]
-
-
-def _cost_figure(task: Task, cost: VariantCosts, recommendation: Recommendation | None) -> Figure:
+def results_part(data: ReportData, task: Task) -> Part:
+    cost = data.cost_of(task)
+    recommendation = recommend(task, cost)
     chosen = recommendation.chosen if recommendation else None
-    series = [_point(variant, cost.values[variant], variant is chosen) for variant in task.variants]
-    return Figure(
+    figure = Figure(
         name="accuracy-against-cost",
         title="Test accuracy against cost",
         caption=f"{cost.explanation} Up and to the left is better. Bars are 95 % confidence intervals of the mean, "
@@ -61,49 +57,41 @@ def _cost_figure(task: Task, cost: VariantCosts, recommendation: Recommendation 
         kind="points",
         x=Axis(cost.axis),
         y=Axis("test accuracy (%)"),
-        panels={"": [one for one in series if one is not None]},
+        panels={"": [one for variant in task.variants for one in _point(variant, cost.values[variant], chosen)]},
     )
+    lead = recommendation.sentence if recommendation else ""
+    return Part("", [figure, _table(task, cost)], lead, _notes(task))
 
 
-def _point(variant: Variant, place: Number, recommended: bool) -> Series | None:
+def _point(variant: Variant, place: Number, chosen: Variant | None = None) -> list[Series]:
+    """With the 95 % interval of the mean accuracy from three seeds on; none if something is not known."""
     if place is None or variant.accuracy is None:
-        return None
-    mark = "best choice" if recommended else ""
-    return variant.style.series(
-        variant.label, [place], [100 * variant.accuracy], bars=_accuracy_bar(variant), mark=mark
-    )
+        return []
+    values = [100 * one for one in variant.by_seed("test_accuracy").values()]
+    bars = [confidence_interval(values, lowest=0.0, highest=100.0)] if len(values) > 2 else None
+    mark = "best choice" if variant is chosen else ""
+    return [variant.style.series(variant.label, [place], [100 * variant.accuracy], bars=bars, mark=mark)]
 
 
 def _table(task: Task, cost: VariantCosts) -> Table:
     columns = ["variant", "test accuracy", cost.column, "sparsity", "best epoch’s", "train accuracy", "seeds"]
     caption = (
         "Mean ± standard deviation over the finished seeds, in the last epoch. “Best epoch’s” is the mean accuracy of "
-        f"the epochs that best.pt was chosen from{_chosen_on(task)}."
+        "best.pt, which is chosen by validation images in runs that have them, in the others by the test images "
+        "themselves, which makes it too high."
     )
     return Table("accuracy", caption, columns, [_row(variant, cost) for variant in task.variants])
 
 
-def _chosen_on(task: Task) -> str:
-    chosen = {str(run.result.get("best_chosen_on", "test")) for run in task.runs if run.result}
-    if chosen == {"val"}:
-        return ", by validation images"
-    by_test = "by the test images themselves, which makes it too high"
-    if "val" in chosen:
-        return f", by validation images in runs that have them, in the others {by_test}"
-    return f", {by_test}" if chosen else ""
-
-
 def _row(variant: Variant, cost: VariantCosts) -> list[Cell]:
-    measures = ("best_test_accuracy", "train_accuracy", "sparsity")
-    best, train, sparsity = (variant.mean(measure) for measure in measures)
     finished, failed = len(variant.finished), sum(run.status == "failed" for run in variant.runs)
     return cells(
         variant.label,
         Cell(variant.accuracy_text, order=variant.accuracy),
         number_cell(cost.values[variant], ratio),
-        number_cell(sparsity, significant),
-        number_cell(best, percent),
-        number_cell(train, percent),
+        number_cell(variant.mean("sparsity")),
+        number_cell(variant.mean("best_test_accuracy"), percent),
+        number_cell(variant.mean("train_accuracy"), percent),
         Cell(finished_of(finished, len(variant.runs), failed), order=finished),
     )
 
@@ -130,7 +118,6 @@ def sparsity_part(task: Task) -> Part:
         for variant in task.variants
         if variant.config.is_plain and variant.accuracy is not None
     ]
-    points = [_point(variant, variant.mean("sparsity"), recommended=False) for variant in task.variants]
     figure = Figure(
         name="accuracy-against-sparsity",
         title="Test accuracy against sparsity",
@@ -138,6 +125,45 @@ def sparsity_part(task: Task) -> Part:
         kind="points",
         x=Axis("share of weights not perturbed"),
         y=Axis("test accuracy (%)"),
-        panels={"": [*levels, *(one for one in points if one is not None)]},
+        panels={
+            "": [*levels, *(one for variant in task.variants for one in _point(variant, variant.mean("sparsity")))]
+        },
     )
     return Part("Accuracy against sparsity", [figure])
+
+
+def curves_part(task: Task) -> Part:
+    """Losses and accuracies of each epoch."""
+    figures = []
+    for measure, words in _CURVES.items():
+        is_share = measure.endswith("accuracy")
+        series = [one for variant in task.variants for one in _curves(variant, measure, 100.0 if is_share else None)]
+        values = [value for one in series for value in one.y]
+        log = not is_share and min(values, default=0) > 0 and max(values) > _WIDE_RANGE * statistics.median(values)
+        mean = (
+            "Mean over the finished seeds, with ± one standard deviation. " if any(one.bars for one in series) else ""
+        )
+        dotted = "Dotted: runs that are not finished." if any(one.faint for one in series) else ""
+        y = Axis(f"{words} (%)" if is_share else words, log=log)
+        x, name = Axis("epoch", whole=True), measure.replace("_", "-")
+        figures.append(Figure(name, words.capitalize(), f"{mean}{dotted}".strip(), x, y, {"": series}))
+    return Part("Training curves", figures)
+
+
+def _curves(variant: Variant, measure: str, percent: float | None) -> list[Series]:
+    """The mean of the finished runs, and each run that is not finished."""
+    factor = percent or 1.0
+    curves = {run: {epoch: factor * value for epoch, value in run.curve(measure).items()} for run in variant.runs}
+    finished = [curves[run] for run in variant.finished]
+    epochs = sorted({epoch for curve in finished for epoch in curve})
+    values = [[curve[epoch] for curve in finished if epoch in curve] for epoch in epochs]
+    means = [statistics.fmean(one) for one in values]
+    deviations = [statistics.stdev(one) if len(one) > 1 else None for one in values]
+    bars = error_bars(means, deviations, lowest=0.0, highest=percent or math.inf) if len(finished) > 1 else None
+    mean = [variant.style.series(variant.label, epochs, means, bars=bars)] if epochs else []
+    others = [
+        variant.style.series(f"{variant.label_of(run, variant.runs)} ({run.status})", curve, curve.values(), faint=True)
+        for run, curve in curves.items()
+        if run.status != "finished" and len(curve) > 1
+    ]
+    return [*mean, *others]
