@@ -261,18 +261,17 @@ def _notes(one: Convergence, problem: SmoothProblem) -> list[str]:
     notes = []
     failed = [assumption.text for assumption in one.assumptions if not assumption.holds]
     if failed:
-        notes.append(f"not satisfied: {'; '.join(failed)}; the theorem does not apply to these runs")
-    above = one.T[one.measured > one.bound]
-    if len(above):
+        notes.append(f"{one.method}: not satisfied: {'; '.join(failed)}; the theorem does not apply to these runs")
+    above = ", ".join(str(t) for t in one.T[one.measured > one.bound])
+    if above:
         notes.append(
-            f"the measured mean is above the printed bound at T = {', '.join(str(t) for t in above)}: the proof's "
+            f"{one.method}: the measured mean is above the printed bound at T = {above}: the proof's "
             "sum of 1/t <= log T does not hold (at T = 1 it says 1 <= 0)"
         )
-    if np.all(one.measured <= one.bound_harmonic):
-        factor = one.bound_harmonic[-1] / one.measured[-1]
-        notes.append(f"with sum 1/t in place of log T the bound holds at every T, {factor:.3g} x above")
-    else:
-        notes.append("even with sum 1/t in place of log T the measured mean is above the bound somewhere")
+    holds = f"the bound holds at every T, {one.bound_harmonic[-1] / one.measured[-1]:.3g} x above"
+    if np.any(one.measured > one.bound_harmonic):
+        holds = "the measured mean is still above the bound somewhere"
+    notes.append(f"{one.method}: with sum 1/t in place of log T {holds}")
     if problem.L is None or problem.G is None:
         notes.append("L or G is the largest value observed along these runs, a lower bound of the true constant")
     notes.append("the expectation is a mean over few runs; the bound's shape, not its size, is what a run can confirm")

@@ -1,6 +1,6 @@
 """Analyses of trained runs: from a run's directory to the result in ``RUN/analyses/NAME.json``, and to its figures.
 
-An analysis is one class in a module of its own, and a line in `ANALYSES`. Its fields are the options of ``sparsesam
+An analysis is one class, and a line in `ANALYSES`. Its fields are the options of ``sparsesam
 analyze``; it measures a typed result, summarizes it for a table, and describes its figures, which ``--plot``, the
 report's page and the report's files draw.
 
@@ -10,15 +10,13 @@ report's page and the report's files draw.
 from typing import Any
 
 from sparsesam.lab.inspection.analysis import Analysis, Measured
-from sparsesam.lab.inspection.bound import BoundAnalysis
 from sparsesam.lab.inspection.convergence import ConvergenceAnalysis
-from sparsesam.lab.inspection.fisher import FisherAnalysis
+from sparsesam.lab.inspection.curvature import FisherAnalysis, HessianAnalysis
 from sparsesam.lab.inspection.gradients import GradientAnalysis
-from sparsesam.lab.inspection.hessian import HessianAnalysis
 from sparsesam.lab.inspection.landscape import LandscapeAnalysis
 from sparsesam.lab.inspection.masks import MaskAnalysis
-from sparsesam.lab.inspection.sharpness import SharpnessAnalysis
 from sparsesam.lab.inspection.trained_run import EvalSettings, TrainedRun, load_run
+from sparsesam.lab.inspection.within_rho import BoundAnalysis, SharpnessAnalysis
 
 ANALYSES: dict[str, type[Analysis[Any]]] = {
     "landscape": LandscapeAnalysis,

@@ -11,18 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
-from torch import Tensor
-
 from sparsesam.analysis import AnalysisResult
 from sparsesam.lab.display import Cell, Figure, Series, SeriesStyle, Table, table_of_rows
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.run_directory import write_atomically
-from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.trained_run import EvalSettings, Origin, TrainedRun
 
 Progress = Callable[[int, int], None]
 ResultT = TypeVar("ResultT", bound=AnalysisResult)
-MeasureT = TypeVar("MeasureT")
 
 
 @dataclass(frozen=True)
@@ -114,18 +110,13 @@ class Analysis(ABC, Generic[ResultT]):
         return cast(ResultT, cls.result_type.from_dict(content))
 
     @classmethod
+    @abstractmethod
     def summary(cls, result: ResultT) -> dict[str, Cell]:
         """The few values of a result that the table shows."""
-        raise NotImplementedError
-
-    @classmethod
-    def rows(cls, measured: Sequence[Measured[ResultT]]) -> dict[str, dict[str, Cell]]:
-        """Of the table: by default one for each run."""
-        return {one.label: cls.summary(one.result) for one in measured}
 
     @classmethod
     def table(cls, name: str, measured: Sequence[Measured[ResultT]]) -> Table:
-        return table_of_rows(name, cls.caption, cls.rows(measured))
+        return table_of_rows(name, cls.caption, {one.label: cls.summary(one.result) for one in measured})
 
     @classmethod
     @abstractmethod
@@ -135,43 +126,14 @@ class Analysis(ABC, Generic[ResultT]):
     @classmethod
     def notes(cls, measured: Sequence[Measured[ResultT]]) -> list[str]:
         """What a reader must know, each note once, with the runs that it is about unless it is about all."""
-        return shared_notes([(one.label, note) for one in measured for note in one.result.remarks()])
-
-
-@dataclass(frozen=True)
-class LayerAnalysis(Analysis[ResultT]):
-    """Of all parameters, or of some; the result is then in ``NAME-layers.json``, beside that of all."""
-
-    layers: str | None = option(None, "only parameters whose names match a pattern, such as 'layer4.*,fc.*'")
-
-    @property
-    def name(self) -> str:
-        return self.files[0] if self.layers is None else self.files[1]
-
-    @property
-    def patterns(self) -> list[str] | None:
-        return None if self.layers is None else [pattern.strip() for pattern in self.layers.split(",")]
+        labels: dict[str, dict[str, None]] = {}
+        for one in measured:
+            for note in one.result.remarks():
+                labels.setdefault(note, {})[one.label] = None
+        everyone = len({one.label for one in measured})
+        return [note if len(of) == everyone else f"{', '.join(of)}: {note}" for note, of in labels.items()]
 
 
 def options_of(settings: Any) -> dict[str, Any]:
     """The values of an analysis's options, by name."""
     return {one.name: getattr(settings, one.name) for one in dataclasses.fields(settings) if "help" in one.metadata}
-
-
-def shared_notes(notes: Sequence[tuple[str, str]]) -> list[str]:
-    """(label, note) as "label: note", without the labels of a note that all of them have."""
-    labels = {note: list(dict.fromkeys(label for label, other in notes if other == note)) for _, note in notes}
-    everyone = len({label for label, _ in notes})
-    return [note if len(of) == everyone else f"{', '.join(of)}: {note}" for note, of in labels.items()]
-
-
-def every_and_masked(
-    run: TrainedRun, progress: Progress, measure: Callable[[dict[str, Tensor] | None], MeasureT]
-) -> tuple[MeasureT, MeasureT | None]:
-    """``measure(None)``, of every weight, and ``measure(masks)``, None for a run whose masks keep no weight."""
-    masks = run.masks
-    every = measure(None)
-    progress(1, 2)
-    masked = measure(masks) if masks is not None and any(bool(mask.any()) for mask in masks.values()) else None
-    progress(2, 2)
-    return every, masked

@@ -20,7 +20,7 @@ from sparsesam.analysis import (
 from sparsesam.lab.display import Axis, Cell, Figure, Series, error_bars, number_cell, numbers
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.setting_types import option
-from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, shared_notes
+from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress
 from sparsesam.lab.inspection.trained_run import EvalSettings
 
 _PROBLEMS: dict[str, Callable[..., SmoothProblem]] = {"logistic": nonconvex_logistic, "tanh-network": tanh_network}
@@ -60,31 +60,30 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
         return RunDirectory(path)
 
     def measure(self, subject: RunDirectory, progress: Progress) -> ConvergenceResult:
-        sam = self._measure_method("SAM")
-        progress(1, 2)
-        ssam = self._measure_method("SSAM")
-        progress(2, 2)
-        return ConvergenceResult(sam, ssam)
-
-    def _measure_method(self, method: Literal["SAM", "SSAM"]) -> Convergence:
-        return measure_convergence(
-            method,
-            problem=_PROBLEMS[self.problem](seed=self.seed),
-            steps=self.steps,
-            runs=self.repeats,
-            sigma=self.sigma,
-            sparsity=self.sparsity,
-            eta_0=self.eta_0,
-            rho_0=self.rho_0,
-            seed=self.seed,
-        )
+        found = []
+        for method in ("SAM", "SSAM"):
+            one = measure_convergence(
+                method,
+                problem=_PROBLEMS[self.problem](seed=self.seed),
+                steps=self.steps,
+                runs=self.repeats,
+                sigma=self.sigma,
+                sparsity=self.sparsity,
+                eta_0=self.eta_0,
+                rho_0=self.rho_0,
+                seed=self.seed,
+            )
+            found.append(one)
+            progress(len(found), 2)
+        return ConvergenceResult(*found)
 
     @classmethod
-    def rows(cls, measured: Sequence[Measured[ConvergenceResult]]) -> dict[str, dict[str, Cell]]:
-        return {label: _row(one) for label, one in _methods(measured).items()}
+    def summary(cls, result: ConvergenceResult) -> dict[str, Cell]:
+        return {f"{one.method}: {name}": cell for one in result.methods for name, cell in _row(one).items()}
 
     @classmethod
     def figures(cls, name: str, measured: Sequence[Measured[ConvergenceResult]]) -> list[Figure]:
+        methods = [(one.label, method) for one in measured for method in one.result.methods]
         return [
             Figure(
                 name="convergence",
@@ -93,21 +92,12 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
                 "printed, with log T, and with Σ 1/t in its place, which the proof needs.",
                 x=Axis("T", log=True),
                 y=Axis("mean squared gradient norm", log=True),
-                panels={label: _curves(one) for label, one in _methods(measured).items()},
+                panels={
+                    one.method if len(measured) == 1 else f"{one.method}, {label}": _curves(one)
+                    for label, one in methods
+                },
             )
         ]
-
-    @classmethod
-    def notes(cls, measured: Sequence[Measured[ConvergenceResult]]) -> list[str]:
-        return shared_notes(
-            [(one.method, note) for found in measured for one in found.result.methods for note in one.notes]
-        )
-
-
-def _methods(measured: Sequence[Measured[ConvergenceResult]]) -> dict[str, Convergence]:
-    several = len(measured) > 1
-    both = [(found.label, one) for found in measured for one in found.result.methods]
-    return {f"{one.method}, {label}" if several else one.method: one for label, one in both}
 
 
 def _row(one: Convergence) -> dict[str, Cell]:

@@ -17,8 +17,8 @@ from sparsesam.lab.experiment.result import EpochRecord, read_epochs
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.inspection import Analysis, Measured, TrainedRun, load_run
 from sparsesam.lab.inspection.analysis import options_of
+from sparsesam.lab.inspection.curvature import HessianAnalysis
 from sparsesam.lab.inspection.gradients import GradientAnalysis
-from sparsesam.lab.inspection.hessian import HessianAnalysis
 from sparsesam.lab.inspection.landscape import LandscapeAnalysis
 from sparsesam.lab.paper.comparison import RecipeRuns
 from sparsesam.lab.paper.recipe import Column

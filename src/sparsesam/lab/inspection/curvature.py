@@ -1,0 +1,211 @@
+"""The Hessian's eigenvalues, trace and spectral density, and how Fisher information agrees with its diagonal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from sparsesam.analysis import (
+    AnalysisResult,
+    FisherAgreement,
+    HessianSpectrum,
+    HessianTrace,
+    SpectralDensity,
+    fisher_vs_hessian,
+    hessian_eigenvalues,
+    hessian_trace,
+    select_parameters,
+    spectral_density,
+)
+from sparsesam.lab.display import (
+    Axis,
+    Cell,
+    Figure,
+    Series,
+    error_bars,
+    number,
+    number_cell,
+    numbers,
+    percent,
+    plus_minus,
+)
+from sparsesam.lab.experiment.setting_types import option
+from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, ResultT
+from sparsesam.lab.inspection.trained_run import TrainedRun
+
+#: Below this share of its peak, the density shows only the Gaussians that smooth it.
+_FLOOR = 1e-6
+#: With more weights, the exact diagonal takes too long: one product for each.
+EXACT_UP_TO = 5000
+
+
+@dataclass(frozen=True)
+class LayerAnalysis(Analysis[ResultT]):
+    """Of all parameters, or of some; the result is then in ``NAME-layers.json``, beside that of all."""
+
+    layers: str | None = option(None, "only parameters whose names match a pattern, such as 'layer4.*,fc.*'")
+
+    @property
+    def name(self) -> str:
+        return self.files[0] if self.layers is None else self.files[1]
+
+    @property
+    def patterns(self) -> list[str] | None:
+        return None if self.layers is None else [pattern.strip() for pattern in self.layers.split(",")]
+
+
+@dataclass(frozen=True)
+class HessianResult(AnalysisResult):
+    eigenvalues: HessianSpectrum
+    trace: HessianTrace
+    density: SpectralDensity
+
+
+@dataclass(frozen=True)
+class HessianAnalysis(LayerAnalysis[HessianResult]):
+    help = "the Hessian's largest eigenvalues, trace and spectral density"
+    title = "Hessian"
+    caption = "Curvature: a smaller lambda_1 and a smaller trace mean a flatter minimum. ± is the standard error."
+    files = ("hessian", "hessian-layers")
+    result_type = HessianResult
+
+    count: int = option(5, "number of eigenvalues; the ratio lambda_1 / lambda_5 needs five")
+    tolerance: float = option(1e-3, "relative error of the eigenvalues")
+    trace_probes: int = option(100, "random vectors for the trace; it stops earlier once the error is below 1 %")
+    density_probes: int = option(4, "random vectors for the density")
+    density_steps: int = option(80, "Lanczos steps from each of them")
+    keep_graph: bool = option(False, "half the time for several times the memory")
+
+    def measure(self, subject: TrainedRun, progress: Progress) -> HessianResult:
+        common: dict[str, Any] = {"parameters": self.patterns, "keep_graph": self.keep_graph, "seed": subject.on.seed}
+        objective = subject.objective
+        eigenvalues = hessian_eigenvalues(objective, self.count, tolerance=self.tolerance, **common)
+        progress(1, 3)
+        trace = hessian_trace(objective, probes=self.trace_probes, tolerance=0.01, **common)
+        progress(2, 3)
+        density = spectral_density(objective, steps=self.density_steps, probes=self.density_probes, **common)
+        progress(3, 3)
+        return HessianResult(eigenvalues, trace, density)
+
+    @classmethod
+    def summary(cls, result: HessianResult) -> dict[str, Cell]:
+        spectrum, trace, density = result.eigenvalues, result.trace, result.density
+        smallest = min(float(nodes.min()) for nodes in density.nodes)
+        return {
+            "lambda_1": number_cell(spectrum.eigenvalues[0]),
+            "lambda_1 / lambda_5": number_cell(spectrum.ratio),
+            "trace": Cell(plus_minus(trace.trace, trace.standard_error), order=number(trace.trace)),
+            "smallest Ritz value": number_cell(smallest),
+            "weights": number_cell(spectrum.size),
+            "products": number_cell(spectrum.products + trace.products + density.products),
+            "converged": Cell("yes" if spectrum.converged else "no"),
+        }
+
+    @classmethod
+    def figures(cls, name: str, measured: Sequence[Measured[HessianResult]]) -> list[Figure]:
+        where = ", some layers" if name.endswith("-layers") else ""
+        eigenvalues = Figure(
+            name=f"{name}-eigenvalues",
+            title=f"Largest eigenvalues{where}",
+            caption="Bars are estimates of their error.",
+            kind="points",
+            x=Axis("rank", whole=True),
+            y=Axis("eigenvalue"),
+            panels={"": [_eigenvalues(one) for one in measured]},
+        )
+        density = Figure(
+            name=f"{name}-density",
+            title=f"Spectral density{where}",
+            caption="By stochastic Lanczos quadrature; the further right it reaches, the sharper the minimum.",
+            x=Axis("eigenvalue"),
+            y=Axis("share of eigenvalues per unit", log=True),
+            panels={"": [_density(one) for one in measured]},
+        )
+        return [eigenvalues, density]
+
+
+def _eigenvalues(one: Measured[HessianResult]) -> Series:
+    spectrum = one.result.eigenvalues
+    values, errors = numbers(spectrum.eigenvalues.tolist()), numbers(spectrum.error_bounds.tolist())
+    return one.series(range(1, len(values) + 1), values, bars=error_bars(values, errors))
+
+
+def _density(one: Measured[HessianResult]) -> Series:
+    density = one.result.density
+    return one.series(density.grid, np.where(density.density > _FLOOR * density.density.max(), density.density, np.nan))
+
+
+@dataclass(frozen=True)
+class FisherAnalysis(LayerAnalysis[FisherAgreement]):
+    help = "agreement of the Fisher information with the Hessian's diagonal"
+    title = "Fisher information and Hessian"
+    caption = "Correlation of the Fisher information with the Hessian’s diagonal h, and with its magnitude |h|."
+    files = ("fisher", "fisher-layers")
+    result_type = FisherAgreement
+
+    probes: int | None = option(
+        None, f"random vectors for the Hessian's diagonal; default exact up to {EXACT_UP_TO} weights, else 100"
+    )
+    labels: Literal["data", "sampled"] = option("data", "labels of the Fisher information")
+
+    def measure(self, subject: TrainedRun, progress: Progress) -> FisherAgreement:
+        weights = sum(p.numel() for p in select_parameters(subject.model, self.patterns).values())
+        probes = 100 if self.probes is None and weights > EXACT_UP_TO else self.probes
+        return fisher_vs_hessian(
+            subject.objective,
+            probes=probes,
+            exact_up_to=EXACT_UP_TO,
+            labels=self.labels,
+            parameters=self.patterns,
+            seed=subject.on.seed,
+        )
+
+    @classmethod
+    def summary(cls, result: FisherAgreement) -> dict[str, Cell]:
+        kept = {f"kept in common at {s}": number_cell(one, percent) for s, one in result.kept_in_common.items()}
+        return {
+            "Pearson, |h|": number_cell(result.pearson_magnitude),
+            "Spearman, |h|": number_cell(result.spearman_magnitude),
+            "Pearson, h": number_cell(result.pearson),
+            "h < 0": number_cell(result.negative_share, percent),
+            **kept,
+            "weights": number_cell(result.weights),
+            "Hessian’s diagonal": Cell(result.hessian),
+        }
+
+    @classmethod
+    def figures(cls, name: str, measured: Sequence[Measured[FisherAgreement]]) -> list[Figure]:
+        where = ", some layers" if name.endswith("-layers") else ""
+        scatter = Figure(
+            name=f"{name}-scatter",
+            title=f"Fisher information and |h|{where}",
+            caption="Up to 2000 weights. Pairs with a zero are not on the logarithmic axes.",
+            kind="points",
+            x=Axis("Fisher information", log=True),
+            y=Axis("|h|", log=True),
+            panels={one.label: [_scatter(one)] for one in measured},
+        )
+        sparsities = [float(sparsity) for sparsity in measured[0].result.kept_in_common]
+        chance = Series("by chance", "ink", sparsities, [100 * (1 - one) for one in sparsities], faint=True)
+        kept = Figure(
+            name=f"{name}-kept",
+            title=f"Weights kept in common{where}",
+            caption="Of the weights that Fisher information keeps, the share that |h| would keep too.",
+            x=Axis("sparsity"),
+            y=Axis("kept by both (%)"),
+            panels={"": [*(_kept(one) for one in measured), chance]},
+        )
+        return [scatter, kept]
+
+
+def _scatter(one: Measured[FisherAgreement]) -> Series:
+    pairs = [(fisher, abs(h)) for fisher, h in one.result.scatter.tolist() if fisher > 0 and h != 0]
+    return one.series([fisher for fisher, _ in pairs], [h for _, h in pairs])
+
+
+def _kept(one: Measured[FisherAgreement]) -> Series:
+    kept = one.result.kept_in_common
+    return one.series([float(sparsity) for sparsity in kept], [100 * share for share in kept.values()])
