@@ -39,7 +39,6 @@ class Assumption(AnalysisResult):
     left: float
     right: float
     holds: bool
-    how: str
 
 
 @dataclass(frozen=True)
@@ -109,6 +108,10 @@ def measure_convergence(
     The stochastic gradient is ∇f(w) + xi with xi drawn in each step, Gaussian with E||xi||² = sigma², and the
     same in both passes of a step: the gradient of f(w) + <xi, w>, as smooth as f. eta_0 is 1 / L by default and
     rho_0 the largest that the theorem allows. SSAM perturbs a fixed random half (``sparsity``) of the weights.
+
+    L and G are the problem's where it knows them, and else the largest values along the runs. E||xi||² is a sample's
+    mean, and may be five standard errors above sigma². That eta_0 is at most 1 / L is a condition of the lemmas, which
+    the theorems in the main text leave out.
     """
     check_choice("method", method, ("SAM", "SSAM"))
     check_count("steps", steps, "the bound is one over many of them", least=2)
@@ -124,14 +127,10 @@ def measure_convergence(
         rho_0 = (problem.G or _gradient_norm(problem.make())) * eta_0 / divisor
     if not (eta_0 > 0 and rho_0 >= 0):
         raise ValueError(f"eta_0 must be positive and rho_0 at least 0, got {eta_0} and {rho_0}")
-    traces = [_run(problem, steps, eta_0, rho_0, sigma, sparsity, seed + run) for run in range(runs)]
-    squared = np.stack([trace.squared for trace in traces])
-    loss = np.mean([trace.loss for trace in traces], axis=0)
-    observed = Smoothness(
-        L=max(trace.curvature for trace in traces),
-        G=math.sqrt(squared.max()),
-        sigma=math.sqrt(np.mean([trace.noise for trace in traces])),
-    )
+    found = [_run(problem, steps, eta_0, rho_0, sigma, sparsity, seed + run) for run in range(runs)]
+    squared, losses, curvatures, noises = (np.array(parts) for parts in zip(*found, strict=True))
+    loss = losses.mean(axis=0)
+    observed = Smoothness(float(curvatures.max()), math.sqrt(squared.max()), math.sqrt(noises.mean()))
     assumed = Smoothness(L=problem.L or observed.L, G=problem.G or observed.G, sigma=sigma)
     T = np.unique(np.geomspace(1, steps, points).round().astype(np.int64))
     means = np.cumsum(squared, axis=1)[:, T - 1] / T
@@ -153,7 +152,7 @@ def measure_convergence(
         observed=observed,
         constant=float(first[-1]),
         log_constant=second,
-        assumptions=_assumptions(problem, observed, assumed, eta_0, rho_0, divisor, draws=steps * runs),
+        assumptions=_assumptions(observed, assumed, eta_0, rho_0, divisor, draws=steps * runs),
         slope=float(np.polyfit(np.log(T[half:]), np.log(measured[half:]), 1)[0]) if len(T) > 2 else math.nan,
         runs=runs,
         eta_0=eta_0,
@@ -164,19 +163,10 @@ def measure_convergence(
     return replace(result, notes=_notes(result, problem))
 
 
-@dataclass(frozen=True)
-class _Trace:
-    """||∇f(w_t)||² for t = 1..T and f(w_t) for t = 1..T+1, the largest curvature and the mean noise."""
-
-    squared: Array
-    loss: Array
-    curvature: float
-    noise: float
-
-
 def _run(
     problem: SmoothProblem, steps: int, eta_0: float, rho_0: float, sigma: float, sparsity: float, seed: int
-) -> _Trace:
+) -> tuple[list[float], list[float], float, float]:
+    """||∇f(w_t)||² for t = 1..T and f(w_t) for t = 1..T+1, the largest curvature and the mean noise."""
     model = problem.make()
     parameters = list(model.parameters())
     generator = torch.Generator().manual_seed(seed)
@@ -212,7 +202,7 @@ def _run(
         losses.append(passes[0][0])
         squared.append(passes[0][1])
     losses.append(float(model().detach()))
-    return _Trace(np.array(squared), np.array(losses), max(curvatures), float(np.mean(noises)))
+    return squared, losses, max(curvatures), float(np.mean(noises))
 
 
 def _curvature(model: nn.Module) -> float:
@@ -234,27 +224,17 @@ def _gradient_norm(model: nn.Module) -> float:
 
 
 def _assumptions(
-    problem: SmoothProblem,
-    observed: Smoothness,
-    assumed: Smoothness,
-    eta_0: float,
-    rho_0: float,
-    divisor: int,
-    *,
-    draws: int,
+    observed: Smoothness, assumed: Smoothness, eta_0: float, rho_0: float, divisor: int, *, draws: int
 ) -> list[Assumption]:
-    proved, seen = "proved for all weights", "observed along the runs only, not proved"
-    sampled = "equal by construction; the left is a sample's mean, up to five standard errors above"
-    most_rho, most_eta = assumed.G * eta_0 / divisor, 1 / assumed.L
-    lemmas = "the lemmas'; the theorems in the main text leave it out"
-    found = [
-        ("||∇f(w)|| <= G", observed.G, assumed.G, proved if problem.G else seen, 1e-9),
-        ("||Hessian|| <= L", observed.L, assumed.L, proved if problem.L else seen, 1e-9),
-        ("E||g - ∇f||² <= sigma²", observed.sigma**2, assumed.sigma**2, sampled, 5 * math.sqrt(2 / draws)),
-        (f"rho_0 <= G eta_0 / {divisor}", rho_0, most_rho, "the theorem's", 1e-9),
-        ("eta_0 <= 1 / L", eta_0, most_eta, lemmas, 1e-9),
+    noise = 5 * math.sqrt(2 / draws)
+    conditions = [
+        ("||∇f(w)|| <= G", observed.G, assumed.G, 1e-9),
+        ("||Hessian|| <= L", observed.L, assumed.L, 1e-9),
+        ("E||g - ∇f||² <= sigma²", observed.sigma**2, assumed.sigma**2, noise),
+        (f"rho_0 <= G eta_0 / {divisor}", rho_0, assumed.G * eta_0 / divisor, 1e-9),
+        ("eta_0 <= 1 / L", eta_0, 1 / assumed.L, 1e-9),
     ]
-    return [Assumption(text, left, right, left <= right * (1 + slack), how) for text, left, right, how, slack in found]
+    return [Assumption(text, left, right, left <= right * (1 + slack)) for text, left, right, slack in conditions]
 
 
 def _notes(one: Convergence, problem: SmoothProblem) -> list[str]:

@@ -110,7 +110,10 @@ def generalization_bound(
         measured_on=objective.summary(),
         notes=[],
     )
-    return dataclasses.replace(result, notes=_notes(result, classes))
+    notes = _notes(result, classes)
+    if objective.samples < n:
+        notes.append(f"the training loss is that of {objective.samples} of the {n} samples")
+    return dataclasses.replace(result, notes=notes)
 
 
 #: What holds of every bound of this kind.

@@ -159,7 +159,7 @@ def test_the_bound_counts_every_training_image(runs):
     assert (
         found["masked"]["bound"] == analysis.generalization_bound(run.objective, 0.2, masks=run.masks, **options).bound
     )
-    assert any("40 of the 72 images" in word for word in found["every"]["notes"])
+    assert any("40 of the 72 samples" in word for word in found["every"]["notes"])
 
 
 def test_convergence_needs_no_run(tmp_path, capsys):

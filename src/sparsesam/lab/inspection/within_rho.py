@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
-
-from torch import Tensor
 
 from sparsesam.analysis import AnalysisResult, GeneralizationBound, Sharpness, generalization_bound, sharpness
 from sparsesam.analysis.theory import CAVEATS
@@ -22,13 +19,13 @@ _TERMS = {"dimension": "dimension_term", "confidence": "confidence_term", "remai
 
 
 def every_and_masked(
-    run: TrainedRun, progress: Progress, measure: Callable[[Mapping[str, Tensor] | None], MeasureT]
+    run: TrainedRun, progress: Progress, measure: Callable[..., MeasureT]
 ) -> tuple[MeasureT, MeasureT | None]:
-    """``measure(None)``, of every weight, and ``measure(masks)``, None for a run whose masks keep no weight."""
-    masks = run.masks
-    every = measure(None)
+    """``measure()``, of every weight, and ``measure(masks=masks)``, None for a run whose masks keep no weight."""
+    masks = run.masks or {}
+    every = measure()
     progress(1, 2)
-    masked = measure(masks) if masks is not None and any(bool(mask.any()) for mask in masks.values()) else None
+    masked = measure(masks=masks) if any(bool(mask.any()) for mask in masks.values()) else None
     progress(2, 2)
     return every, masked
 
@@ -55,7 +52,7 @@ class SharpnessAnalysis(Analysis[SharpnessResult]):
     def measure(self, subject: TrainedRun, progress: Progress) -> SharpnessResult:
         assert self.rho is not None
         measure = partial(sharpness, subject.objective, self.rho, steps=self.steps, seed=subject.on.seed)
-        return SharpnessResult(*every_and_masked(subject, progress, lambda masks: measure(masks=masks)))
+        return SharpnessResult(*every_and_masked(subject, progress, measure))
 
     @classmethod
     def summary(cls, result: SharpnessResult) -> dict[str, Cell]:
@@ -116,24 +113,17 @@ class BoundAnalysis(Analysis[BoundResult]):
             raise ValueError(
                 f"split must be train for the bound, which depends on the training loss, got {subject.on.split}"
             )
-        return BoundResult(*every_and_masked(subject, progress, lambda masks: self._bound(subject, masks)))
-
-    def _bound(self, run: TrainedRun, masks: Mapping[str, Tensor] | None) -> GeneralizationBound:
         assert self.rho is not None
-        n = run.batches.count
-        bound = generalization_bound(
-            run.objective,
+        measure = partial(
+            generalization_bound,
+            subject.objective,
             self.rho,
-            n=n,
+            n=subject.batches.count,
             delta=self.delta,
-            classes=run.splits.num_classes,
-            masks=masks,
+            classes=subject.splits.num_classes,
             steps=self.steps,
         )
-        if run.objective.samples < n:
-            note = f"the training loss is that of {run.objective.samples} of the {n} images (--samples null: of all)"
-            bound = dataclasses.replace(bound, notes=[*bound.notes, note])
-        return bound
+        return BoundResult(*every_and_masked(subject, progress, measure))
 
     @classmethod
     def summary(cls, result: BoundResult) -> dict[str, Cell]:
