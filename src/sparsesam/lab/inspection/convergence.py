@@ -83,21 +83,17 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
 
     @classmethod
     def figures(cls, name: str, measured: Sequence[Measured[ConvergenceResult]]) -> list[Figure]:
-        methods = [(one.label, method) for one in measured for method in one.result.methods]
-        return [
-            Figure(
-                name="convergence",
-                title="Measured and bound",
-                caption="1/T Σ ||∇f(w_t)||², mean and standard deviation over the runs, and the theorem’s bound: as "
-                "printed, with log T, and with Σ 1/t in its place, which the proof needs.",
-                x=Axis("T", log=True),
-                y=Axis("mean squared gradient norm", log=True),
-                panels={
-                    one.method if len(measured) == 1 else f"{one.method}, {label}": _curves(one)
-                    for label, one in methods
-                },
-            )
-        ]
+        caption = (
+            "1/T Σ ||∇f(w_t)||², mean and standard deviation over the runs, and the theorem’s bound: as printed, with "
+            "log T, and with Σ 1/t in its place, which the proof needs."
+        )
+        x, y = Axis("T", log=True), Axis("mean squared gradient norm", log=True)
+        panels = {
+            one.method if len(measured) == 1 else f"{one.method}, {found.label}": _curves(one)
+            for found in measured
+            for one in found.result.methods
+        }
+        return [Figure("convergence", "Measured and bound", caption, x, y, panels)]
 
 
 def _row(one: Convergence) -> dict[str, Cell]:

@@ -20,18 +20,7 @@ from sparsesam.analysis import (
     select_parameters,
     spectral_density,
 )
-from sparsesam.lab.display import (
-    Axis,
-    Cell,
-    Figure,
-    Series,
-    error_bars,
-    number,
-    number_cell,
-    numbers,
-    percent,
-    plus_minus,
-)
+from sparsesam.lab.display import Axis, Cell, Figure, Series, error_bars, number_cell, percent, plus_minus
 from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, ResultT
 from sparsesam.lab.inspection.trained_run import TrainedRun
@@ -97,7 +86,7 @@ class HessianAnalysis(LayerAnalysis[HessianResult]):
         return {
             "lambda_1": number_cell(spectrum.eigenvalues[0]),
             "lambda_1 / lambda_5": number_cell(spectrum.ratio),
-            "trace": Cell(plus_minus(trace.trace, trace.standard_error), order=number(trace.trace)),
+            "trace": number_cell(trace.trace, lambda value: plus_minus(value, trace.standard_error)),
             "smallest Ritz value": number_cell(smallest),
             "weights": number_cell(spectrum.size),
             "products": number_cell(spectrum.products + trace.products + density.products),
@@ -107,29 +96,20 @@ class HessianAnalysis(LayerAnalysis[HessianResult]):
     @classmethod
     def figures(cls, name: str, measured: Sequence[Measured[HessianResult]]) -> list[Figure]:
         where = ", some layers" if name.endswith("-layers") else ""
-        eigenvalues = Figure(
-            name=f"{name}-eigenvalues",
-            title=f"Largest eigenvalues{where}",
-            caption="Bars are estimates of their error.",
-            kind="points",
-            x=Axis("rank", whole=True),
-            y=Axis("eigenvalue"),
-            panels={"": [_eigenvalues(one) for one in measured]},
-        )
-        density = Figure(
-            name=f"{name}-density",
-            title=f"Spectral density{where}",
-            caption="By stochastic Lanczos quadrature; the further right it reaches, the sharper the minimum.",
-            x=Axis("eigenvalue"),
-            y=Axis("share of eigenvalues per unit", log=True),
-            panels={"": [_density(one) for one in measured]},
-        )
+        rank, eigenvalue = Axis("rank", whole=True), Axis("eigenvalue")
+        share = Axis("share of eigenvalues per unit", log=True)
+        title, caption = f"Largest eigenvalues{where}", "Bars are estimates of their error."
+        largest = {"": [_eigenvalues(one) for one in measured]}
+        eigenvalues = Figure(f"{name}-eigenvalues", title, caption, rank, eigenvalue, largest, kind="points")
+        caption = "By stochastic Lanczos quadrature; the further right it reaches, the sharper the minimum."
+        densities = {"": [_density(one) for one in measured]}
+        density = Figure(f"{name}-density", f"Spectral density{where}", caption, eigenvalue, share, densities)
         return [eigenvalues, density]
 
 
 def _eigenvalues(one: Measured[HessianResult]) -> Series:
     spectrum = one.result.eigenvalues
-    values, errors = numbers(spectrum.eigenvalues.tolist()), numbers(spectrum.error_bounds.tolist())
+    values, errors = spectrum.eigenvalues.tolist(), spectrum.error_bounds.tolist()
     return one.series(range(1, len(values) + 1), values, bars=error_bars(values, errors))
 
 
@@ -179,31 +159,23 @@ class FisherAnalysis(LayerAnalysis[FisherAgreement]):
     @classmethod
     def figures(cls, name: str, measured: Sequence[Measured[FisherAgreement]]) -> list[Figure]:
         where = ", some layers" if name.endswith("-layers") else ""
-        scatter = Figure(
-            name=f"{name}-scatter",
-            title=f"Fisher information and |h|{where}",
-            caption="Up to 2000 weights. Pairs with a zero are not on the logarithmic axes.",
-            kind="points",
-            x=Axis("Fisher information", log=True),
-            y=Axis("|h|", log=True),
-            panels={one.label: [_scatter(one)] for one in measured},
-        )
+        title, caption = f"Fisher information and |h|{where}", "Up to 2000 weights. Pairs with a zero are left out."
+        x, y = Axis("Fisher information", log=True), Axis("|h|", log=True)
+        points = {one.label: [_scatter(one)] for one in measured}
+        scatter = Figure(f"{name}-scatter", title, caption, x, y, points, kind="points")
         sparsities = [float(sparsity) for sparsity in measured[0].result.kept_in_common]
         chance = Series("by chance", "ink", sparsities, [100 * (1 - one) for one in sparsities], faint=True)
-        kept = Figure(
-            name=f"{name}-kept",
-            title=f"Weights kept in common{where}",
-            caption="Of the weights that Fisher information keeps, the share that |h| would keep too.",
-            x=Axis("sparsity"),
-            y=Axis("kept by both (%)"),
-            panels={"": [*(_kept(one) for one in measured), chance]},
-        )
+        title = f"Weights kept in common{where}"
+        caption = "Of the weights that Fisher information keeps, the share that |h| would keep too."
+        lines = {"": [*(_kept(one) for one in measured), chance]}
+        kept = Figure(f"{name}-kept", title, caption, Axis("sparsity"), Axis("kept by both (%)"), lines)
         return [scatter, kept]
 
 
 def _scatter(one: Measured[FisherAgreement]) -> Series:
-    pairs = [(fisher, abs(h)) for fisher, h in one.result.scatter.tolist() if fisher > 0 and h != 0]
-    return one.series([fisher for fisher, _ in pairs], [h for _, h in pairs])
+    fisher, h = one.result.scatter.T
+    shown = (fisher > 0) & (h != 0)
+    return one.series(fisher[shown], np.abs(h[shown]))
 
 
 def _kept(one: Measured[FisherAgreement]) -> Series:

@@ -42,26 +42,18 @@ class GradientAnalysis(Analysis[GradientDifference]):
     @classmethod
     def figures(cls, name: str, measured: Sequence[Measured[GradientDifference]]) -> list[Figure]:
         logarithm = " or ".join(sorted({one.result.logarithm for one in measured}))
-        panels = {title: _histograms(measured, group) for group, title in _GROUPS.items()}
-        histogram = Figure(
-            name="gradient-difference",
-            title="Histogram of r",
-            caption=f"r = {logarithm} |(g_SAM − g_SGD) / g_SGD| of each weight. Left of 0, SAM’s gradient differs by "
-            "less than the gradient itself: the perturbation matters little there.",
-            x=Axis("r"),
-            y=Axis("share of weights per bin"),
-            panels={title: panel for title, panel in panels.items() if panel},
+        caption = (
+            f"r = {logarithm} |(g_SAM − g_SGD) / g_SGD| of each weight. Left of 0, SAM’s gradient differs by less than "
+            "the gradient itself: the perturbation matters little there."
         )
-        layers = Figure(
-            name="gradient-difference-layers",
-            title="By layer",
-            caption="The share of each layer’s weights with r < 0.",
-            kind="bars",
-            x=Axis("parameter"),
-            y=Axis("share with r < 0 (%)"),
-            panels={"": [one.series(one.result.layers, _shares(one.result)) for one in measured]},
-        )
-        return [histogram, layers]
+        every = {title: _histograms(measured, group) for group, title in _GROUPS.items()}
+        panels = {title: panel for title, panel in every.items() if panel}
+        x, y = Axis("r"), Axis("share of weights per bin")
+        histogram = Figure("gradient-difference", "Histogram of r", caption, x, y, panels)
+        caption = "The share of each layer’s weights with r < 0."
+        x, y = Axis("parameter"), Axis("share with r < 0 (%)")
+        panels = {"": [one.series(one.result.layers, _shares(one.result)) for one in measured]}
+        return [histogram, Figure("gradient-difference-layers", "By layer", caption, x, y, panels, kind="bars")]
 
 
 def _histograms(measured: Sequence[Measured[GradientDifference]], group: str) -> list[Series]:

@@ -20,6 +20,7 @@ from sparsesam.lab.inspection.trained_run import Origin, TrainedRun, check_fits
 
 #: If the largest loss is this many times the median, its logarithm is drawn: the rest would be flat.
 _WIDE_RANGE = 100
+_SAME_NUMBERS = "The same random numbers for all runs, scaled to each run’s own filters."
 
 
 @dataclass(frozen=True)
@@ -95,11 +96,11 @@ class LandscapeAnalysis(Analysis[Landscape]):
 
     @classmethod
     def summary(cls, result: Landscape) -> dict[str, Cell]:
-        finite = result.loss[np.isfinite(result.loss)]
+        finite: list[float] = result.loss[np.isfinite(result.loss)].tolist()
         return {
             "loss at the weights": number_cell(result.center_loss),
-            "smallest": number_cell(float(finite.min()) if len(finite) else None),
-            "largest": number_cell(float(finite.max()) if len(finite) else None),
+            "smallest": number_cell(min(finite, default=None)),
+            "largest": number_cell(max(finite, default=None)),
             "points": number_cell(result.loss.size),
             "not finite": number_cell(result.not_finite),
             "normalization statistics": Cell(result.measured_on.statistics),
@@ -107,29 +108,28 @@ class LandscapeAnalysis(Analysis[Landscape]):
 
     @classmethod
     def figures(cls, name: str, measured: Sequence[Measured[Landscape]]) -> list[Figure]:
-        surfaces = [one for one in measured if len(one.result.y)]
         lines = [one for one in measured if not len(one.result.y)]
-        return [*(_surface_figures(name, surfaces) if surfaces else []), *([_lines(name, lines)] if lines else [])]
+        surfaces = [one for one in measured if len(one.result.y)]
+        return [*_surface_figures(name, surfaces), *_line_figures(name, lines)]
 
 
-def _lines(name: str, measured: Sequence[Measured[Landscape]]) -> Figure:
-    between = name == "landscape-between"
-    names = {one.label: f"{one.label} to {one.other}" if one.other else one.label for one in measured}
-    return Figure(
-        name=f"{name}-line",
-        title="Loss between two runs" if between else "Loss along a line",
-        caption="On the straight line from one run’s weights (0) to another’s (1)."
-        if between
-        else "The same random numbers for all runs, scaled to each run’s own filters.",
-        x=Axis("share of the way from the first run to the second" if between else "distance along the direction"),
-        y=Axis("loss"),
-        panels={"": [one.series(one.result.x, one.result.loss, name=names[one.label]) for one in measured]},
-    )
+def _line_figures(name: str, measured: Sequence[Measured[Landscape]]) -> list[Figure]:
+    if not measured:
+        return []
+    title, caption, axis = "Loss along a line", _SAME_NUMBERS, "distance along the direction"
+    if name == "landscape-between":
+        title, caption = "Loss between two runs", "On the straight line from one run’s weights (0) to another’s (1)."
+        axis = "share of the way from the first run to the second"
+    series = [
+        one.series(one.result.x, one.result.loss, name=f"{one.label} to {one.other}" if one.other else "")
+        for one in measured
+    ]
+    return [Figure(f"{name}-line", title, caption, Axis(axis), Axis("loss"), {"": series})]
 
 
 def _surface_figures(name: str, measured: Sequence[Measured[Landscape]]) -> list[Figure]:
     """Surface, contours and a cut: all runs on one scale, so that flat and sharp can be compared by eye."""
-    losses = np.sort(np.concatenate([one.result.loss[np.isfinite(one.result.loss)] for one in measured]))
+    losses = np.sort([loss for one in measured for loss in one.result.loss.ravel() if np.isfinite(loss)])
     if not len(losses):
         return []
     log = bool(losses[0] > 0 and losses[-1] > _WIDE_RANGE * losses[len(losses) // 2])
@@ -160,15 +160,9 @@ def _surface_figures(name: str, measured: Sequence[Measured[Landscape]]) -> list
         caption=f"{scale} The run’s weights are in the middle.",
         kind="contour",
     )
-    cut = Figure(
-        name=f"{name}-cut",
-        title=f"Cut through the middle{title_end}",
-        caption="The row of each surface that is nearest to the run’s weights: the wider, the flatter.",
-        x=x,
-        y=z,
-        panels={"": [_cut(one) for one in series]},
-    )
-    return [surface, contours, cut]
+    title = f"Cut through the middle{title_end}"
+    caption = "The row of each surface that is nearest to the run’s weights: the wider, the flatter."
+    return [surface, contours, Figure(f"{name}-cut", title, caption, x, z, {"": [_cut(one) for one in series]})]
 
 
 def _surface(one: Measured[Landscape], log: bool) -> Series:

@@ -59,15 +59,9 @@ class MaskAnalysis(Analysis[MaskHistory]):
             panels={one.label: [_density(one)] for one in measured},
             range_z=(0.0, 1.0),
         )
-        overlap = Figure(
-            name="mask-overlap",
-            title="Overlap",
-            caption="Jaccard index of each mask with the one before; dotted: random masks of the same densities.",
-            x=Axis("step", whole=True),
-            y=Axis("overlap"),
-            panels={"": [series for one in measured for series in _overlap(one)]},
-        )
-        return [density, overlap]
+        caption = "Jaccard index of each mask with the one before; dotted: random masks of the same densities."
+        panels = {"": [series for one in measured for series in _overlap(one)]}
+        return [density, Figure("mask-overlap", "Overlap", caption, Axis("step", whole=True), Axis("overlap"), panels)]
 
 
 def _why_no_masks(run: TrainedRun) -> str:

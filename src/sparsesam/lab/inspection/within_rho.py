@@ -64,20 +64,13 @@ class SharpnessAnalysis(Analysis[SharpnessResult]):
 
     @classmethod
     def figures(cls, name: str, measured: Sequence[Measured[SharpnessResult]]) -> list[Figure]:
-        panels = {
-            "every weight": [_path(one, one.result.every) for one in measured],
-            "the mask’s weights": [_path(one, one.result.masked) for one in measured if one.result.masked is not None],
-        }
-        return [
-            Figure(
-                name="sharpness-path",
-                title="Gradient ascent",
-                caption="The largest increase of the loss after each gradient of the ascent.",
-                x=Axis("gradients", whole=True),
-                y=Axis("increase of the loss"),
-                panels={title: panel for title, panel in panels.items() if panel},
-            )
-        ]
+        panels = {"every weight": [_path(one, one.result.every) for one in measured]}
+        masked = [_path(one, one.result.masked) for one in measured if one.result.masked is not None]
+        if masked:
+            panels["the mask’s weights"] = masked
+        caption = "The largest increase of the loss after each gradient of the ascent."
+        x, y = Axis("gradients", whole=True), Axis("increase of the loss")
+        return [Figure("sharpness-path", "Gradient ascent", caption, x, y, panels)]
 
 
 def _path(one: Measured[SharpnessResult], measured: Sharpness) -> Series:
@@ -147,17 +140,10 @@ class BoundAnalysis(Analysis[BoundResult]):
 
     @classmethod
     def figures(cls, name: str, measured: Sequence[Measured[BoundResult]]) -> list[Figure]:
-        return [
-            Figure(
-                name="bound-terms",
-                title="Terms of the complexity",
-                caption="complexity = sqrt((dimension + confidence + remainder) / (n − 1)).",
-                kind="bars",
-                x=Axis("term"),
-                y=Axis("value", log=True),
-                panels={"": [_terms(one, bound) for one in measured for bound in one.result.bounds]},
-            )
-        ]
+        caption = "complexity = sqrt((dimension + confidence + remainder) / (n − 1))."
+        x, y = Axis("term"), Axis("value", log=True)
+        panels = {"": [_terms(one, bound) for one in measured for bound in one.result.bounds]}
+        return [Figure("bound-terms", "Terms of the complexity", caption, x, y, panels, kind="bars")]
 
     @classmethod
     def notes(cls, measured: Sequence[Measured[BoundResult]]) -> list[str]:
