@@ -9,7 +9,6 @@ before them, since augmentation must not be what limits training.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from benchmarks.timing import format_ratios, interleaved, print_provenance, ratios
+from benchmarks.timing import arguments, begin, format_ratios, interleaved, ratios
 from sparsesam.lab.data import Augment
 from sparsesam.lab.models import build_model
 
@@ -30,17 +29,11 @@ LIGHT_MODEL = "resnet10-small"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"batch": 128, "rounds": 31, "warmup": 3, "threads": 1}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    print_provenance()
-
+    options = begin(arguments(__doc__, batch=128, rounds=31, warmup=3, threads=1))
     # First, so that the memory allocator is in the state that it has in training.
     step = {f"SGD step of {LIGHT_MODEL}": training_step(options.batch)}
-    alone = interleaved(step, *step, rounds=3, warmup=1)
-    both = interleaved(cases(options.batch), OURS, rounds=options.rounds, warmup=options.warmup)
+    alone = interleaved(step, *step, rounds=3, warmup=1, clock=options.clock)
+    both = interleaved(cases(options.batch), OURS, rounds=options.rounds, warmup=options.warmup, clock=options.clock)
     print(f"batch {options.batch}, {options.rounds} interleaved rounds")
     print(format_ratios(ratios(both), OURS))
     for name, times in (alone | both).items():

@@ -8,10 +8,8 @@ pytorch-optimizer's LookSAM, ``--only ,forward`` a forward alone, ``--json`` is 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -23,13 +21,13 @@ from torch.nn.functional import cross_entropy
 
 import sparsesam
 from benchmarks.live_bytes import LiveBytes
-from benchmarks.timing import Timed, format_ratios, interleaved, print_provenance, ratios
+from benchmarks.timing import Timed, arguments, begin, format_ratios, interleaved, ratios
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.models import build_model
 from sparsesam.settings import Settings
 
 SGD: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3}
-Step = Callable[[], None]
+Wrap = Callable[..., Any]
 
 
 class Case:
@@ -41,7 +39,7 @@ class Case:
         self,
         model: nn.Module,
         batch: tuple[Tensor, Tensor],
-        wrap: Callable[..., Any] | None,
+        wrap: Wrap | None,
         prepare: Callable[[nn.Module], nn.Module] = lambda model: model,
     ) -> None:
         self.model = prepare(copy.deepcopy(model))
@@ -93,7 +91,7 @@ def filters_of_every_layer(model: nn.Module, share: float) -> sparsesam.MaskRule
     return sparsesam.fixed_mask(masks)
 
 
-def ssam(mask: sparsesam.MaskRule, **options: Any) -> Callable[..., Any]:
+def ssam(mask: sparsesam.MaskRule, **options: Any) -> Wrap:
     options = {"norm": "masked", **options}
     return lambda base, model: sparsesam.SSAM(base, model, rho=0.1, mask=mask, **options)
 
@@ -150,7 +148,7 @@ TAILS = {
 }
 
 
-def table(model: nn.Module, *tails: tuple[str, ...]) -> dict[str, Callable[..., Any] | None]:
+def table(model: nn.Module, *tails: tuple[str, ...]) -> dict[str, Wrap | None]:
     block, stage, more = tails
     half, tenth = (filters_of_every_layer(model, share) for share in (0.5, 0.1))
     unstructured = sparsesam.random_mask(sparsity=0.5)
@@ -171,19 +169,13 @@ def table(model: nn.Module, *tails: tuple[str, ...]) -> dict[str, Callable[..., 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, rounds=7, warmup=2, threads=2)
     parser.add_argument("--model", default="resnet18", choices=list(TAILS))
-    for name, default in {"rounds": 7, "warmup": 2, "threads": 2}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--batch", type=int, help="images in a step; default 64 for ResNet-18, 8 for the others")
     parser.add_argument("--only", default="", help="only cases whose name holds one of these words (and SGD)")
     parser.add_argument("--json", type=Path, help="write the table there as well")
     parser.add_argument("--memory", action="store_true", help="also the peak of live bytes of a step")
-    parser.add_argument("--cpu-time", action="store_true", help="count CPU seconds; use with --threads 1")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    print_provenance()
-
+    options = begin(parser)
     torch.manual_seed(0)
     count, side = SHAPES[options.model]
     count = options.batch or count
@@ -199,8 +191,7 @@ def main() -> None:
         chosen["a forward alone"] = ForwardCase(model, batch, None)
     if "LookSAM" in words:
         chosen["pytorch-optimizer LookSAM, k=5"] = LookSAMCase(model, batch)
-    clock = time.process_time if options.cpu_time else time.perf_counter
-    timed = interleaved(chosen, "SGD", rounds=options.rounds, warmup=options.warmup, clock=clock)
+    timed = interleaved(chosen, "SGD", rounds=options.rounds, warmup=options.warmup, clock=options.clock)
     for name, times in timed.items():
         timed[name] = [Timed(one.seconds / chosen[name].steps_per_call, one.reference) for one in times]
     rows = ratios(timed)

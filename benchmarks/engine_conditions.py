@@ -12,9 +12,7 @@ adds to a step of a 64-64-10 perceptron, batch 8.
 from __future__ import annotations
 
 import argparse
-import copy
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,12 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.multiprocessing.spawn import start_processes
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsesam
-from benchmarks.engine import SGD, TAILS, Case, ssam
-from benchmarks.timing import format_ratios, interleaved, print_provenance, ratios
+from benchmarks.engine import TAILS, Case, ssam
+from benchmarks.timing import format_ratios, interleaved, medians, print_provenance, ratios
 from sparsesam.lab.models import build_model
 
 Clock = Callable[[], float]
@@ -84,41 +81,18 @@ def compiled(batch: int, rounds: int, clock: Clock) -> None:
 def tiny(rounds: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    x, y = torch.randn(8, 64), torch.randint(10, (8,))
-    steps: dict[str, Callable[[], object]] = {}
-    for name, mask, engine in (
-        ("last layer, engine on", sparsesam.fixed_mask("2.*"), True),
-        ("last layer, engine off", sparsesam.fixed_mask("2.*"), False),
-        ("unstructured 50 %, engine on", sparsesam.random_mask(sparsity=0.5), True),
-        ("unstructured 50 %, engine off", sparsesam.random_mask(sparsity=0.5), False),
-    ):
-        own = copy.deepcopy(model)
-        base = torch.optim.SGD(own.parameters(), **SGD)
-        steps[name] = step_of(sparsesam.SSAM(base, own, mask=mask, norm="masked", engine=engine), own, x, y)
-    own = copy.deepcopy(model)
-    steps["SGD"] = step_of(torch.optim.SGD(own.parameters(), **SGD), own, x, y)
-    milliseconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            start = time.process_time()
-            step()
-            milliseconds[name].append(1e3 * (time.process_time() - start))
-    medians = {name: statistics.median(values[rounds // 10 :]) for name, values in milliseconds.items()}
-    for name, value in medians.items():
+    data = (torch.randn(8, 64), torch.randint(10, (8,)))
+    chosen = {"SGD": Case(model, data, None)}
+    masks = {"last layer": sparsesam.fixed_mask("2.*"), "unstructured 50 %": sparsesam.random_mask(sparsity=0.5)}
+    for what, mask in masks.items():
+        chosen[f"{what}, engine on"] = Case(model, data, ssam(mask))
+        chosen[f"{what}, engine off"] = Case(model, data, ssam(mask, engine=False))
+    milliseconds = {name: 1e3 * seconds for name, seconds in medians(chosen, rounds, time.process_time).items()}
+    for name, value in milliseconds.items():
         print(f"{name:30} {value:.3f} ms a step")
-    for what in ("last layer", "unstructured 50 %"):
-        added = medians[f"{what}, engine on"] - medians[f"{what}, engine off"]
+    for what in masks:
+        added = milliseconds[f"{what}, engine on"] - milliseconds[f"{what}, engine off"]
         print(f"{what}: the engine adds {added:+.3f} ms")
-
-
-def step_of(optimizer: torch.optim.Optimizer, model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], object]:
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = cross_entropy(model(x), y)
-        loss.backward()
-        return float(loss.detach())
-
-    return lambda: optimizer.step(closure)
 
 
 def main() -> None:

@@ -9,10 +9,6 @@ batch-1 loop, no slower than BackPACK and Opacus.
 
 from __future__ import annotations
 
-import argparse
-import platform
-import statistics
-import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -23,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.timing import arguments, begin, medians
 from sparsesam.lab.models import resnet18
 from sparsesam.masks.fisher import fisher_diagonal
 
@@ -51,17 +48,6 @@ def input_gradients(model: nn.Module, x: Tensor, y: Tensor) -> Squares:
 
 def ours(model: nn.Module, x: Tensor, y: Tensor) -> Squares:
     return fisher_diagonal(model, [(x, y)], F.cross_entropy).values
-
-
-def batch_one_loop(model: nn.Module, x: Tensor, y: Tensor) -> Squares:
-    model.eval()
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    sums = [torch.zeros_like(p) for p in parameters]
-    for i in range(len(x)):
-        gradients = torch.autograd.grad(F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]), parameters)
-        for total, gradient in zip(sums, gradients, strict=True):
-            total.addcmul_(gradient, gradient)
-    return {name: total / len(x) for name, total in zip(names, sums, strict=True)}
 
 
 def textbook_loop(model: nn.Module, x: Tensor, y: Tensor) -> Squares:
@@ -151,26 +137,11 @@ def _copy(source: nn.Module) -> nn.Module:
     return copy
 
 
-def measure(contenders: dict[str, Callable[[], Squares]], rounds: int) -> dict[str, float]:
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(rounds + 1):
-        for name, run in contenders.items():
-            start = time.perf_counter()
-            run()
-            if turn > 0:
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
+    parser = arguments(__doc__, samples=128, rounds=5, threads=2)
     parser.add_argument("--quick", action="store_true", help="leave out BackPACK and Opacus")
-    options = parser.parse_args()
+    options = begin(parser)
     warnings.filterwarnings("ignore")
-    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     x, y = torch.randn(options.samples, 3, 32, 32), torch.randint(10, (options.samples,))
     model = resnet18(num_classes=10)
@@ -188,15 +159,14 @@ def main() -> None:
     if not options.quick:
         for name, make in (("BackPACK", backpack_way), ("Opacus", opacus_way)):
             contenders[name] = partial(make(model), x, y)
-    expected = batch_one_loop(model, x, y)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}, ", end="")
+    expected = textbook_loop(model, x, y)
     print(f"ResNet-18, {options.samples} images 3x32x32, median of {options.rounds} interleaved rounds")
     for name, run in contenders.items():
         squares = run()
         if squares:
             error = max((squares[k] - expected[k]).norm() / expected[k].norm() for k in squares)
             print(f"{name:>24}: largest relative difference to the loop {error:.1e}")
-    seconds = measure(contenders, options.rounds)
+    seconds = medians(contenders, options.rounds, options.clock)
     print(f"\n{'':>24} {'seconds':>8} {'sparsesam / this':>17}")
     for name, value in seconds.items():
         print(f"{name:>24} {value:8.3f} {seconds['sparsesam'] / value:17.2f}")

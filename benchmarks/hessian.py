@@ -11,7 +11,6 @@ settings miss eigenvalues of other matrices.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import warnings
 from collections.abc import Callable
@@ -24,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.timing import print_provenance
+from benchmarks.timing import arguments, begin
 from sparsesam.analysis import Objective, hessian_eigenvalues
 from sparsesam.lab.data.digits import load_digits
 from sparsesam.lab.models import resnet18, small_cnn
@@ -171,13 +170,10 @@ def report(name: str, model: nn.Module, x: Tensor, y: Tensor, reference: Array, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=2)
+    parser = arguments(__doc__, threads=2)
     parser.add_argument("--resnet18", action="store_true", help="also ResNet-18 on CIFAR shapes, several minutes")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    options = begin(parser)
     warnings.filterwarnings("ignore")
-    print_provenance()
     print(
         f"products: the most of {len(SEEDS)} start vectors; error: the largest of {COUNT} eigenvalues and the starts\n"
     )

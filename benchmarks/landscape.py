@@ -9,7 +9,6 @@ Target: at least 0.9.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -18,18 +17,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from benchmarks.timing import print_provenance
+from benchmarks.timing import arguments, begin
 from sparsesam.analysis import Objective, loss_landscape
 from sparsesam.lab.models import resnet18
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--points", type=int, default=5, help="along each axis")
-    parser.add_argument("--images", type=int, default=128)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    options = begin(arguments(__doc__, threads=2, points=5, images=128))
     torch.manual_seed(0)
     model = resnet18(10)
     batches = [(torch.randn(options.images, 3, 32, 32), torch.randint(10, (options.images,)))]
@@ -52,9 +46,8 @@ def main() -> None:
 
     model.eval()
     bare()
-    print_provenance()
     with tempfile.TemporaryDirectory() as folder:
-        begin = time.perf_counter()
+        started = time.perf_counter()
         result = loss_landscape(
             objective, points=options.points, progress=between, state_file=Path(folder) / "state.npz"
         )
@@ -66,7 +59,7 @@ def main() -> None:
     print(f"bare forward  {statistics.median(forward):.3f} s     point {statistics.median(points):.3f} s (medians)")
     print(f"share of the forward-pass limit: {median:.3f} (quartiles {low:.3f} to {high:.3f}), ", end="")
     print(f"in total {sum(forward[:-1]) / sum(points):.3f}; target 0.9")
-    print(f"start, once: {stamps[0] - begin - statistics.median(points):.2f} s")
+    print(f"start, once: {stamps[0] - started - statistics.median(points):.2f} s")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ The command is run in a process of its own, so that starting it counts.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -22,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.timing import print_provenance
+from benchmarks.timing import arguments, begin
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.cost import passes_per_step
 from sparsesam.lab.experiment.run_directory import append_records
@@ -36,11 +35,7 @@ _SEEDS = 5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=100)
-    parser.add_argument("--epochs", type=int, default=100)
-    options = parser.parse_args()
-    print_provenance()
+    options = begin(arguments(__doc__, runs=100, epochs=100))
     with tempfile.TemporaryDirectory() as folder:
         runs, page = Path(folder) / "runs", Path(folder) / "report.html"
         write_runs(runs, runs=options.runs, epochs=options.epochs)

@@ -1,48 +1,35 @@
-"""Time the selection of masks: python benchmarks/selection.py [--rounds 7] [--largest 200]
+"""Time the selection of masks: python -m benchmarks.selection [--rounds 7] [--largest 200]
 
 Contenders of one table are interleaved, and the median over the rounds is shown. Scores have the tensor
-shapes of ResNet-18 (CIFAR stem, 11.17 M weights), repeated for the larger sizes.
+shapes of ResNet-18 (CIFAR stem, 11.17 M weights), repeated for the larger sizes, up to ``--largest`` million weights.
 """
 
 from __future__ import annotations
 
-import argparse
-import platform
-import statistics
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.timing import arguments, begin, medians
+from sparsesam.lab.models import resnet18
 from sparsesam.masks.patterns import NM, NMFilters, Structured, Unstructured
 from sparsesam.masks.select import random_scores, top_mask
 
 Scores = dict[str, Tensor]
 
 
-def resnet18_shapes() -> list[tuple[int, ...]]:
-    shapes: list[tuple[int, ...]] = [(64, 3, 3, 3), (64,), (64,)]
-    channels = 64
-    for width in (64, 128, 256, 512):
-        for block in range(2):
-            shapes += [(width, channels, 3, 3), (width,), (width,), (width, width, 3, 3), (width,), (width,)]
-            if block == 0 and width != channels:
-                shapes += [(width, channels, 1, 1), (width,), (width,)]
-            channels = width
-    return [*shapes, (10, 512), (10,)]
-
-
 def squared_gaussians(generator: torch.Generator, *, copies: int = 1, zeros: float = 0.0) -> Scores:
+    with torch.device("meta"):
+        shapes = {name: parameter.shape for name, parameter in resnet18().named_parameters()}
     scores = {}
     for copy in range(copies):
-        for i, shape in enumerate(resnet18_shapes()):
+        for name, shape in shapes.items():
             score = torch.randn(shape, generator=generator).square_()
             if zeros:
                 score[torch.rand(shape, generator=generator) < zeros] = 0
-            scores[f"{copy}.{i}"] = score
+            scores[f"{copy}.{name}"] = score
     return scores
 
 
@@ -55,18 +42,6 @@ def topk_of_concatenation(scores: Mapping[str, Tensor], count: int, *, ordered: 
     return {name: part.view(scores[name].shape) for name, part in zip(scores, parts, strict=True)}
 
 
-def medians(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each, after one warm-up, in interleaved rounds."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for round_number in range(rounds + 1):
-        for name, run in contenders.items():
-            start = time.perf_counter()
-            run()
-            if round_number:
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def show(title: str, times: Mapping[str, float], size: int, *, against: str | None = None) -> None:
     print(f"\n{title}")
     for name, seconds in times.items():
@@ -75,13 +50,8 @@ def show(title: str, times: Mapping[str, float], size: int, *, against: str | No
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--largest", type=int, default=200, help="largest number of weights, in millions")
-    arguments = parser.parse_args()
-    torch.set_num_threads(2)
-    versions = f"torch {torch.__version__}, numpy {np.__version__}, {platform.machine()}"
-    print(f"{versions}, 2 threads, medians of {arguments.rounds} interleaved rounds")
+    options = begin(arguments(__doc__, rounds=7, largest=200, threads=2))
+    print(f"medians of {options.rounds} interleaved rounds")
     generator = torch.Generator().manual_seed(0)
 
     plain = squared_gaussians(generator)
@@ -95,7 +65,7 @@ def main() -> None:
             "the same, sorted=False": partial(topk_of_concatenation, scores, size // 2, ordered=False),
             "top_mask": partial(top_mask, scores, size // 2),
         }
-        times = medians(contenders, arguments.rounds)
+        times = medians(contenders, options.rounds, options.clock)
         show(f"top half of {size:,} scores, {title}", times, size, against="torch.topk of the concatenation")
 
     masks = Unstructured().select(plain, 0.5)
@@ -123,15 +93,15 @@ def main() -> None:
     contenders["filter drop_and_grow, random growth"] = lambda: Structured("filter").drop_and_grow(
         filters, keep, generator, sparsity=0.5, ratio=0.5
     )
-    show(f"{size:,} weights, sparsity 0.5, ratio 0.5", medians(contenders, arguments.rounds), size)
+    show(f"{size:,} weights, sparsity 0.5, ratio 0.5", medians(contenders, options.rounds, options.clock), size)
 
     units = {f"p{i}": torch.rand(10_000, 1 + i % 7, generator=generator) for i in range(100)}
     number = sum(score.numel() for score in units.values())
     run = {"filter select": lambda: Structured("filter").select(units, 0.5)}
-    show("1,000,000 filters of seven sizes", medians(run, arguments.rounds), number)
+    show("1,000,000 filters of seven sizes", medians(run, options.rounds, options.clock), number)
 
     for millions in (11, 50, 200):
-        if millions > arguments.largest:
+        if millions > options.largest:
             continue
         scores = squared_gaussians(generator, copies=max(1, round(millions * 1e6 / size)))
         total = sum(score.numel() for score in scores.values())
@@ -142,7 +112,11 @@ def main() -> None:
                 Unstructured().drop_and_grow, half, scores, generator, sparsity=0.5, ratio=0.5
             ),
         }
-        show(f"growth with size: {total:,} weights", medians(contenders, max(3, arguments.rounds // 2)), total)
+        show(
+            f"growth with size: {total:,} weights",
+            medians(contenders, max(3, options.rounds // 2), options.clock),
+            total,
+        )
 
 
 if __name__ == "__main__":

@@ -8,13 +8,12 @@ the runs as they were within the sweep: on a machine with other work, it still t
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.timing import print_provenance
+from benchmarks.timing import arguments, begin
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.execution import sweep_jobs
 from sparsesam.lab.experiment.run import run_training
@@ -25,11 +24,7 @@ TRIAL = TrainConfig(optimizer="sgd", epochs=20, augment="none")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"runs": 8, "cores": 2, "seconds": 60}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    options = parser.parse_args()
-    print_provenance()
+    options = begin(arguments(__doc__, runs=8, cores=2, seconds=60))
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         _seconds(TRIAL, out / "first")  # imports

@@ -9,9 +9,7 @@ case also augments.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import time
 from collections.abc import Callable
 
 import torch
@@ -19,7 +17,7 @@ from lightning_fabric import Fabric
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.timing import interleaved, print_provenance, ratios
+from benchmarks.timing import arguments, begin, interleaved, ratios
 from sparsesam.lab import models
 from sparsesam.lab.data import Labelled, Splits
 from sparsesam.lab.experiment.batches import Batches
@@ -30,17 +28,10 @@ CPU = torch.device("cpu")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"rounds": 15, "warmup": 2, "threads": 2}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--cpu-time", action="store_true", help="count CPU seconds; use with --threads 1")
-    options = parser.parse_args()
-    clock = time.process_time if options.cpu_time else time.perf_counter
-    torch.set_num_threads(options.threads)
-    print_provenance()
+    options = begin(arguments(__doc__, rounds=15, warmup=2, threads=2))
     for model, side, batch, steps in (("resnet18", 32, 32, 3), ("small-cnn", 8, 64, 30)):
         made = cases(model, side, batch, steps)
-        timed = interleaved(made, "bare loop", rounds=options.rounds, warmup=options.warmup, clock=clock)
+        timed = interleaved(made, "bare loop", rounds=options.rounds, warmup=options.warmup, clock=options.clock)
         print(f"{model}, batch {batch}, {options.rounds} interleaved rounds of {steps} steps")
         for row in ratios(timed):
             rate = steps * batch / row.seconds

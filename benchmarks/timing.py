@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from sparsesam.lab.experiment.provenance import provenance
+
+
+def arguments(doc: str | None, **numbers: int) -> argparse.ArgumentParser:
+    """Of a benchmark: options with these default numbers, and with rounds, which seconds count."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    if "rounds" in numbers:
+        parser.add_argument("--cpu-time", action="store_true", help="count CPU seconds; use with --threads 1")
+    return parser
+
+
+def begin(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse, take as many threads as asked for, print where this runs; ``clock`` is the one that was asked for."""
+    options = parser.parse_args(words)
+    if hasattr(options, "threads"):
+        torch.set_num_threads(options.threads)
+    options.clock = time.process_time if getattr(options, "cpu_time", False) else time.perf_counter
+    print_provenance()
+    return options
 
 
 class Timed(NamedTuple):
@@ -69,6 +93,20 @@ def interleaved(
         if number >= warmup:
             timed[reference] += [Timed(own, own) for own in references]
     return timed
+
+
+def medians(
+    cases: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
+    """Seconds of each case, by turns, where there is no reference; a tenth as many rounds go before, to warm up."""
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    warmup = math.ceil(rounds / 10)
+    for _ in range(warmup + rounds):
+        for name, run in cases.items():
+            start = clock()
+            run()
+            times[name].append(clock() - start)
+    return {name: statistics.median(values[warmup:]) for name, values in times.items()}
 
 
 def ratios(timed: Mapping[str, Sequence[Timed]]) -> list[Ratio]:

@@ -13,8 +13,6 @@ not counted.
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -23,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import sparsesam
-from benchmarks.timing import interleaved, print_provenance, ratios
+from benchmarks.timing import arguments, begin, interleaved, ratios
 from sparsesam.lab.models.vit import vit
 
 WIDTH = 8192
@@ -41,26 +39,19 @@ CASES: dict[str, dict[str, str]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, image=16, batch=4, rounds=5, warmup=1, threads=2)
     parser.add_argument("--scale", type=float, default=0.125, help=f"of the width {WIDTH}")
-    for name, default in {"image": 16, "batch": 4, "rounds": 5, "warmup": 1, "threads": 2}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
     parser.add_argument("--only", default="", help="cases whose name contains this, beside SAM")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--cpu-time", action="store_true", help="count CPU seconds; use with --threads 1")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    print_provenance()
-
+    options = begin(parser)
     device, width = torch.device(options.device), round(WIDTH * options.scale)
-    clock = time.process_time if options.cpu_time else time.perf_counter
     steps = {
         name: case(name, width, options.image, options.batch, device, options.precision, settings)
         for name, settings in CASES.items()
         if name == "SAM" or options.only in name
     }
-    timed = interleaved(steps, "SAM", rounds=options.rounds, warmup=options.warmup, clock=clock)
+    timed = interleaved(steps, "SAM", rounds=options.rounds, warmup=options.warmup, clock=options.clock)
     print(
         f"one block of width {width}, {options.image}x{options.image} patches of one pixel, batch {options.batch}, "
         f"{options.precision} on {_called(device)}, {options.rounds} interleaved rounds"
