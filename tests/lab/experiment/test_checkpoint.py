@@ -54,7 +54,7 @@ def test_a_hostile_pickle_is_refused_and_not_run(tmp_path, capfd):
 
 def test_another_version_is_refused(tmp_path):
     torch.save({"format": checkpoint.FORMAT, "version": 99}, tmp_path / "a.pt")
-    with pytest.raises(CheckpointError, match="must be of version 2, got 99"):
+    with pytest.raises(CheckpointError, match="must be of version 3, got 99"):
         checkpoint.load(tmp_path / "a.pt")
 
 

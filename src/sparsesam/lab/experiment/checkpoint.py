@@ -19,7 +19,7 @@ from sparsesam.integrations.extras import required_by
 from sparsesam.lab.experiment.errors import CheckpointError
 
 FORMAT = "sparsesam run"
-VERSION = 2
+VERSION = 3
 
 _REMEDY = (
     "delete it and run the command again with --resume to train from the beginning, or begin a new run from the "

@@ -261,5 +261,5 @@ def from_mapping(kind: type[Settings], values: Mapping[str, Any]) -> Settings:
 
 def differences(old: TrainConfig, new: TrainConfig) -> str:
     """What each setting that differs was and is now."""
-    before, after = dataclasses.asdict(old), dataclasses.asdict(new)
-    return "; ".join(f"{name}: {before[name]}, now {after[name]}" for name in before if before[name] != after[name])
+    changed = [name for name in DEFAULTS if getattr(old, name) != getattr(new, name)]
+    return "; ".join(f"{name}: {getattr(old, name)}, now {getattr(new, name)}" for name in changed)

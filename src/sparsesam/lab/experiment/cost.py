@@ -63,15 +63,17 @@ class StepCost:
     """
 
     unit: float
+    batch_size: int
     images: dict[StepName, int] = field(default_factory=lambda: {"ascent": 0, "plain": 0})
     per_image: dict[StepName, float] = field(default_factory=dict)
     masks: int = 0
     per_mask: float = 0.0
 
-    def total(self, batch_size: int) -> float:
-        """Forward and backward passes over a batch of ``batch_size``, masks included."""
+    @property
+    def forward_backwards(self) -> float:
+        """Forward and backward passes over a batch, masks included."""
         steps: float = sum(images * self.per_image.get(kind, 1.0) for kind, images in self.images.items())
-        return (steps + self.masks * self.per_mask) / batch_size
+        return (steps + self.masks * self.per_mask) / self.batch_size
 
 
 def plain_pass_flops(model: nn.Module, images: Tensor, labels: Tensor) -> float:

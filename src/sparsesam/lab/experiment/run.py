@@ -229,7 +229,7 @@ class _Run:
             lr=training.optimizer.param_groups[0]["lr"],
             rho=training.rho,
             sparsity=training.sparsity,
-            forward_backwards=training.forward_backwards,
+            forward_backwards=training.cost.forward_backwards,
             seconds=sums.seconds,
             images_per_second=sums.images / sums.seconds,
             skipped_ascents=getattr(training.optimizer, "skipped_ascents", 0),

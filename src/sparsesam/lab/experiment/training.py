@@ -59,7 +59,7 @@ class Training:
         self.synced = False  # whether the loss is known to be finite up to this step
         self.module = model
         first = next(batches.train(0))
-        self.cost = StepCost(plain_pass_flops(model.to(fabric.device), first.images, first.labels))
+        self.cost = StepCost(plain_pass_flops(model.to(fabric.device), first.images, first.labels), config.batch_size)
         if config.compile:  # operations of compiled code are not seen
             self.cost.per_image = {"ascent": 1 + config.ascent_fraction, "plain": 1.0}
         self.ema: AveragedModel | None = None
@@ -104,11 +104,6 @@ class Training:
     def rho(self) -> float | None:
         rho = self.optimizer.param_groups[0].get("rho")
         return None if rho is None else float(rho)
-
-    @property
-    def forward_backwards(self) -> float:
-        """Cost of the steps so far in forward and backward passes over a batch."""
-        return self.cost.total(self.config.batch_size)
 
     # ---- training ----------------------------------------------------------------------------------------
 
@@ -262,26 +257,24 @@ class Training:
 
     def state_dict(self) -> dict[str, Any]:
         """All state; the order of images, augmentation, learning rate and dropout follow from the position."""
+        epoch, step = divmod(self.steps_taken, self.batches.steps)
+        parts = {name: None if part is None else part.state_dict() for name, part in self._parts().items()}
         return {
-            "position": dict(zip(("epoch", "step"), divmod(self.steps_taken, self.batches.steps), strict=True)),
+            "position": {"epoch": epoch, "step": step},
             "sums": asdict(self.sums),
             "cost": asdict(self.cost),
-            "model": self.module.state_dict(),
-            "ema": None if self.ema is None else self.ema.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            **parts,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps_taken = state["position"]["epoch"] * self.batches.steps + state["position"]["step"]
-        self.sums = Sums(**state["sums"])
-        self.cost = StepCost(**state["cost"])
-        self.module.load_state_dict(state["model"])
-        if self.ema is not None:
-            self.ema.load_state_dict(state["ema"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.scaler is not None:
-            self.scaler.load_state_dict(state["scaler"])
+        self.sums, self.cost = Sums(**state["sums"]), StepCost(**state["cost"])
+        for name, part in self._parts().items():
+            if part is not None:
+                part.load_state_dict(state[name])
+
+    def _parts(self) -> dict[str, Any]:
+        return {"model": self.module, "ema": self.ema, "optimizer": self.optimizer, "scaler": self.scaler}
 
 
 @torch.no_grad()
