@@ -15,10 +15,9 @@ from pathlib import Path
 
 from benchmarks.timing import arguments, begin
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
-from sparsesam.lab.experiment.execution import sweep_jobs
 from sparsesam.lab.experiment.run import run_training
 from sparsesam.lab.experiment.run_directory import RunDirectory
-from sparsesam.lab.experiment.sweep import Sweep
+from sparsesam.lab.experiment.sweep import Sweep, sweep_jobs
 
 TRIAL = TrainConfig(optimizer="sgd", epochs=20, augment="none")
 

@@ -17,8 +17,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
-from sparsesam.lab.experiment.execution import sweep_jobs
-from sparsesam.lab.experiment.sweep import Sweep
+from sparsesam.lab.experiment.sweep import Sweep, sweep_jobs
 
 out = Path(sys.argv[1])
 config = TrainConfig(model="tests.lab.experiment.slow_network:network", train_size=72, test_size=40, epochs=6,

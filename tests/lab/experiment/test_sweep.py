@@ -15,8 +15,7 @@ from rich.console import Console
 from sparsesam.lab.cli import main
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import RunError
-from sparsesam.lab.experiment.execution import claimed_gpu, sweep_jobs
-from sparsesam.lab.experiment.sweep import read_sweep
+from sparsesam.lab.experiment.sweep import claimed_gpu, read_sweep, sweep_jobs
 from sparsesam.lab.experiment.sweep_table import sweep_table
 
 SETTINGS = {"train_size": 64, "test_size": 40, "epochs": 1, "batch_size": 32, "fisher_samples": 8}

@@ -19,9 +19,8 @@ from sparsesam.lab.display import plural
 from sparsesam.lab.experiment.calibration import SweepCalibration, calibrate, read_calibration
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import Interrupted, RunError
-from sparsesam.lab.experiment.execution import sweep_jobs
 from sparsesam.lab.experiment.setting_types import NonNegativeInt, PositiveInt
-from sparsesam.lab.experiment.sweep import Job, read_sweep
+from sparsesam.lab.experiment.sweep import Job, read_sweep, sweep_jobs
 from sparsesam.lab.experiment.sweep_table import SweepProgress, sweep_table
 
 HELP = (

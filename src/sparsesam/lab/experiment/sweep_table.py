@@ -15,10 +15,9 @@ from rich.table import Table
 
 from sparsesam.lab.display import finished_of, percent, plural, ratio, significant
 from sparsesam.lab.experiment.calibration import SweepCalibration
-from sparsesam.lab.experiment.execution import Outcome
 from sparsesam.lab.experiment.observers import duration
 from sparsesam.lab.experiment.run_directory import RunDirectory, read_records
-from sparsesam.lab.experiment.sweep import Job
+from sparsesam.lab.experiment.sweep import Job, Outcome
 
 
 class SweepProgress:
