@@ -45,6 +45,24 @@ def closure_for(model, optimizer, x, y):
     return closure
 
 
+def take_step(opt, loss_of, *, two_phases=False):
+    """One step on a loss, both passes in step() or each in its block."""
+
+    def closure():
+        opt.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        return loss
+
+    if not two_phases:
+        return opt.step(closure)
+    with opt.first_pass():
+        closure()
+    with opt.perturbed():
+        closure()
+    return opt.step()
+
+
 def with_closure(opt, model, x, y):
     """One step: both passes in step()."""
     opt.step(closure_for(model, opt, x, y))

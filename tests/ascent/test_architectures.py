@@ -123,13 +123,7 @@ def loss_of(model, inputs):
 
 
 def with_closure(opt, model, inputs):
-    def closure():
-        opt.zero_grad()
-        loss = loss_of(model, inputs)
-        loss.backward()
-        return loss
-
-    opt.step(closure)
+    cases.take_step(opt, lambda: loss_of(model, inputs))
 
 
 def in_two_phases(opt, model, inputs):

@@ -271,13 +271,7 @@ def test_accumulation_over_micro_batches():
 
 def test_a_model_that_is_called_twice_for_one_loss():
     def loop(opt, model, x, y):
-        def closure():
-            opt.zero_grad()
-            loss = F.cross_entropy(model(x) + model(x.flip(0)), y)
-            loss.backward()
-            return loss
-
-        opt.step(closure)
+        cases.take_step(opt, lambda: F.cross_entropy(model(x) + model(x.flip(0)), y))
 
     model = make(["residual", "linear"])
     compare(model, head_only(model), loop)
@@ -288,14 +282,8 @@ def test_a_batch_that_is_moved_anew_in_each_pass_is_recognised():
     x, y = cases.vectors(8)
     opt = sparsesam.SSAM(cases.sgd(model), model, mask=sparsesam.fixed_mask("head.*"), norm="masked")
 
-    def closure():
-        opt.zero_grad()
-        loss = F.cross_entropy(model(x.clone()), y)
-        loss.backward()
-        return loss
-
-    opt.step(closure)
-    opt.step(closure)
+    for _ in range(2):
+        cases.take_step(opt, lambda: F.cross_entropy(model(x.clone()), y))
     assert "used again" in opt.engine_report()["layers.0.a.weight"]
 
 
@@ -394,20 +382,7 @@ ODD = (
 @pytest.mark.parametrize("two_phases", [False, True])
 def test_odd_models_give_the_same_result(kind, perturbed, two_phases):
     def loop(opt, model, x, y):
-        def closure():
-            opt.zero_grad()
-            loss = odd_loss(model, x, y)
-            loss.backward()
-            return loss
-
-        if not two_phases:
-            opt.step(closure)
-            return
-        with opt.first_pass():
-            closure()
-        with opt.perturbed():
-            odd_loss(model, x, y).backward()
-        opt.step()
+        cases.take_step(opt, lambda: odd_loss(model, x, y), two_phases=two_phases)
 
     torch.manual_seed(0)
     model, twin = Odd(kind).double(), Odd(kind).double()
@@ -421,13 +396,7 @@ def test_values_that_the_model_keeps_are_kept():
     x, y = cases.vectors(8)
     opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked")
 
-    def closure():
-        opt.zero_grad()
-        loss = odd_loss(model, x, y)
-        loss.backward()
-        return loss
-
-    opt.step(closure)
+    cases.take_step(opt, lambda: odd_loss(model, x, y))
     assert opt.engine_report()["engine"] == "on"
     assert "used again" in opt.engine_report()["body.weight"]
     assert model.seen["teacher"].mean() != 0  # a value, no stand-in

@@ -123,13 +123,7 @@ def test_a_teacher_out_of_sight_that_follows_the_body(loop):
         return F.cross_entropy(model(x), y)
 
     def by_closure(opt, model, x, y):
-        def closure():
-            opt.zero_grad()
-            loss = averaged(opt, model, x, y)
-            loss.backward()
-            return loss
-
-        opt.step(closure)
+        cases.take_step(opt, lambda: averaged(opt, model, x, y))
 
     def taught(body, h):
         return h + torch.tanh(body.held[0](h.detach()))
@@ -177,7 +171,7 @@ def test_a_loss_that_a_module_puts_into_a_global_list(two_phases, norm, inner):
         return F.cross_entropy(model(x), y) + sum(losses)
 
     def loop(opt, model, x, y):
-        run(opt, lambda: loss_of(model, x, y), two_phases)
+        cases.take_step(opt, lambda: loss_of(model, x, y), two_phases=two_phases)
 
     opt = compare(lambda: Net(Body(globals_of(noted))).double(), HEAD, loop, norm=norm)
     assert "other ways than by its input and output" in opt.engine_report()["engine"]
@@ -186,23 +180,6 @@ def test_a_loss_that_a_module_puts_into_a_global_list(two_phases, norm, inner):
 def globals_of(function):
     """The function as a global one: what it closes over is not seen."""
     return type("Global", (), {"__call__": staticmethod(function), "__deepcopy__": lambda self, _: self})()
-
-
-def run(opt, loss_of, two_phases):
-    def closure():
-        opt.zero_grad()
-        loss = loss_of()
-        loss.backward()
-        return loss
-
-    if not two_phases:
-        opt.step(closure)
-        return
-    with opt.first_pass():
-        closure()
-    with opt.perturbed():
-        closure()
-    opt.step()
 
 
 @pytest.mark.parametrize("two_phases", [False, True])
@@ -220,7 +197,7 @@ def test_a_value_that_a_module_takes_from_a_global_place(two_phases):
             return super().forward(x)
 
     def loop(opt, model, x, y):
-        run(opt, lambda: F.cross_entropy(model(x), y), two_phases)
+        cases.take_step(opt, lambda: F.cross_entropy(model(x), y), two_phases=two_phases)
 
     compare(lambda: Conditioned().double(), HEAD, loop)
 
@@ -266,7 +243,7 @@ def test_random_numbers_of_a_seed_of_their_own(two_phases):
                 torch.manual_seed(next(seeds) % 6)
                 return F.cross_entropy(model(x), y)
 
-        run(opt, loss_of, two_phases)
+        cases.take_step(opt, loss_of, two_phases=two_phases)
 
     compare(lambda: Net(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))).double(), HEAD, loop)
 
@@ -282,6 +259,6 @@ def test_a_batch_in_the_memory_of_numpy_that_is_written_anew(two_phases):
             array[...] = x.numpy() * (1 + next(calls) % 2)
             return F.cross_entropy(model(batch), y)
 
-        run(opt, loss_of, two_phases)
+        cases.take_step(opt, loss_of, two_phases=two_phases)
 
     compare(lambda: Net(nn.Linear(6, 6)).double(), HEAD, loop)

@@ -416,13 +416,7 @@ def with_mixed_rows(model, x, y):
 )
 def test_transformations_of_the_model(loss_of, mask):
     def loop(opt, model, x, y):
-        def closure():
-            opt.zero_grad()
-            loss = loss_of(model, x, y)
-            loss.backward()
-            return loss
-
-        opt.step(closure)
+        cases.take_step(opt, lambda: loss_of(model, x, y))
 
     masks = some_filters(make(), "middle", "head") if mask == "filters" else sparsesam.fixed_mask("head.*")
     compare(make, masks, loop)
