@@ -9,8 +9,8 @@ import argparse
 from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
+from sparsesam.lab.display import Axis, Figure, assign_styles, write_plot
 from studies.plan import HERE, Record, Task, read_task, task_names
 from studies.run import read
 from studies.statistics import Mean, paired, verdict
@@ -256,62 +256,35 @@ def flatness_table(results: Results) -> list[str]:
     return lines if len(lines) > 2 else []
 
 
-def draw(every: list[Results], file: Path) -> None:
-    """Accuracy against cost, a panel for each task; the line joins what nothing cheaper beats."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot as plt
-
-    plt.rcParams.update({"svg.hashsalt": "sparsesam", "font.size": 9})
-    columns = min(3, len(every))
-    rows = -(-len(every) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(3.6 * columns, 2.9 * rows), squeeze=False)
-    for axis in axes.flat[len(every) :]:
-        axis.remove()
-    for axis, results in zip(axes.flat, every, strict=False):
-        _panel(axis, results)
-    figure.tight_layout()
-    figure.savefig(file, metadata={"Date": None})
-
-
-#: Colour, symbol and where the name stands, in points from the symbol.
-_STYLES = {
-    "SGD": ("#666666", "o", (5, -14)),
-    "SGD, 2 x epochs": ("#666666", "s", (6, -3)),
-    "SAM": ("#1f6fb4", "o", (-9, -14)),
-    "SSAM-F 50 %": ("#2a9d5c", "o", (-22, 7)),
-    "Momentum-SAM": ("#c98a1b", "o", (6, -10)),
-    ONE_PASS: ("#c2334d", "o", (6, 5)),
+#: The methods of the chart, and the optimizers whose colours they have.
+_DRAWN = {
+    "SGD": "sgd",
+    "SGD, 2 x epochs": "",
+    "SAM": "sam",
+    "SSAM-F 50 %": "ssam-f",
+    "Momentum-SAM": "",
+    ONE_PASS: "auto",
 }
 
 
-def _panel(axis: Any, results: Results) -> None:
-    points = {name: (results.cost.get(name, results.passes(name)), results.mean(name)) for name in results.methods()}
-    for name, (cost, mean) in points.items():
-        color, marker, place = _STYLES.get(name, ("#bbbbbb", ".", (0, 0)))
-        known = name in _STYLES
-        axis.errorbar(
-            cost, mean.value, yerr=mean.interval, color=color, marker=marker, markersize=6 if known else 4,
-            linestyle="", capsize=2, zorder=3 if known else 1, elinewidth=1 if known else 0.5,
-        )  # fmt: skip
-        if known:
-            axis.annotate(name, (cost, mean.value), textcoords="offset points", xytext=place, color=color, fontsize=8)
-    best, frontier = -1.0, []
-    for cost, mean in sorted(points.values(), key=lambda point: point[0]):
-        if mean.value > best:
-            best = mean.value
-            frontier.append((cost, mean.value))
-    axis.plot(*zip(*frontier, strict=True), color="#c2334d", linewidth=0.8, alpha=0.4, zorder=0)
-    axis.set_title(results.title.replace(", ", ",\n", 1), fontsize=9)
-    named = [mean for name, (_, mean) in points.items() if name in _STYLES]
-    low, high = min(m.value - m.interval for m in named), max(m.value + m.interval for m in named)
-    margin = 0.12 * (high - low)
-    axis.set_ylim(low - margin, high + margin)
-    axis.set_xlim(0.9, 2.8)
-    axis.set_xlabel("time of a step / SGD")
-    axis.set_ylabel("test accuracy, %")
-    axis.spines[["top", "right"]].set_visible(False)
+def draw(every: list[Results], file: Path) -> None:
+    """Accuracy against cost, a panel for each task, two in a row."""
+    styles = dict(zip(_DRAWN, assign_styles(list(_DRAWN.values())), strict=True))
+    panels = {}
+    for results in every:
+        means = {name: results.mean(name) for name in _DRAWN if name in results.methods()}
+        panels[results.title] = [
+            styles[name].series(
+                name,
+                [results.cost.get(name, results.passes(name))],
+                [mean.value],
+                bars=[(mean.value - mean.interval, mean.value + mean.interval)],
+            )
+            for name, mean in means.items()
+        ]
+    titles, x, y = list(panels), Axis("time of a step / SGD"), Axis("test accuracy, %")
+    rows = [{title: panels[title] for title in titles[start : start + 2]} for start in range(0, len(titles), 2)]
+    write_plot([Figure("accuracy-cost", "", "", x, y, row, "points") for row in rows], file)
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ _STYLE = {
     "svg.hashsalt": "sparsesam",  # the same figure gives the same file
     "font.size": 9,
     "axes.grid": True,
+    "axes.axisbelow": True,
     "grid.alpha": 0.25,
     "legend.frameon": False,
 }
@@ -79,7 +80,7 @@ def draw(figures: Sequence[Figure], *files: Path) -> Canvas:
         for row, figure in zip(rows, figures, strict=False):
             parts = row.subfigures(1, len(figure.panels), squeeze=False).flat
             for part, (name, panel) in zip(parts, figure.panels.items(), strict=True):
-                _draw_panel(part, figure, f"{figure.title}: {name}" if name else figure.title, panel)
+                _draw_panel(part, figure, ": ".join(filter(None, (figure.title, name))), panel)
     return drawing
 
 

@@ -133,7 +133,8 @@
     };
     if (figure.kind === "surface") {
       const plane = (described) => ({ ...axis(described, colors), automargin: undefined, backgroundcolor: "rgba(0,0,0,0)" });
-      const z = { ...plane(figure.z), range: figure.range_z && figure.range_z[0] < figure.range_z[1] ? figure.range_z : undefined };
+      // The colour bar has the title of z, which would be cut beside the surface.
+      const z = { ...plane(figure.z), title: { text: "" }, range: figure.range_z && figure.range_z[0] < figure.range_z[1] ? figure.range_z : undefined };
       // On a narrow screen the axes' titles need more room.
       const distance = element(figure).clientWidth < 450 ? 1.6 : 1.08;
       const eye = { x: 1.35 * distance, y: -1.45 * distance, z: 0.95 * distance };
