@@ -67,8 +67,8 @@ def fisher_vs_hessian(
     fisher = fisher_diagonal(
         objective.model,
         objective.batches,
-        objective.loss_fn,
-        model_loss=objective.model_loss,
+        objective.problem.loss_fn,
+        model_loss=objective.problem.model_loss,
         parameters=dict(hessian.parameters),
         labels=labels,
         generator=torch.Generator().manual_seed(seed) if labels == "sampled" else None,

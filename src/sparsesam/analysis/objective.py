@@ -15,8 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsesam.analysis.results import AnalysisResult
 from sparsesam.ascent.rng import RNGSnapshot, RNGState
-from sparsesam.masks.batches import batch_size, call_model, scalar_loss, to_device
+from sparsesam.masks.batches import batch_size, to_device
 from sparsesam.masks.checks import check_choice, check_like_parameters
+from sparsesam.masks.fisher_problem import problem_of
 from sparsesam.masks.fixed import NORMALIZATION
 from sparsesam.masks.preserve_model_state import preserve_model_state
 from sparsesam.parameters import unwrap
@@ -63,15 +64,14 @@ class Objective:
         statistics: Statistics = "frozen",
         allow_random: bool = False,
     ) -> None:
-        if (loss_fn is None) == (model_loss is None):
-            raise ValueError("give either loss_fn(output, target) or model_loss(model, batch), and not both")
         check_choice("statistics", statistics, get_args(Statistics))
         self.model = unwrap(model)
-        self.batches = _checked(batches, pairs=loss_fn is not None)
-        self.loss_fn, self.model_loss = loss_fn, model_loss
+        self.problem = problem_of(loss_fn, model_loss, "data", None, None)
+        self.batches = _as_list(batches)
         self.statistics: Statistics = statistics
         self.allow_random = allow_random
-        sizes = [batch_size(dict(batch) if isinstance(batch, Mapping) else batch) for batch in self.batches]
+        inputs = [self.problem.inputs(batch) for batch in self.batches]
+        sizes = [batch_size(dict(one) if isinstance(one, Mapping) else one) for one in inputs]
         if 0 in sizes:
             raise ValueError(f"batch {sizes.index(0)} holds no samples; leave it out")
         self.samples = sum(sizes)
@@ -95,12 +95,7 @@ class Objective:
             self._rng.write(self._draw)
             for _ in range(index):
                 torch.rand(1)  # each batch has its own draw, the same at every evaluation
-        batch = to_device(self.batches[index], self._device)
-        if self.model_loss is not None:
-            return scalar_loss(self.model_loss(self.model, batch), "model_loss")
-        assert self.loss_fn is not None
-        inputs, targets = batch
-        return scalar_loss(self.loss_fn(call_model(self.model, inputs), targets), "loss_fn")
+        return self.problem.sample_loss(self.model, to_device(self.batches[index], self._device), draw=False)
 
     @torch.no_grad()
     def loss(self) -> float:
@@ -116,9 +111,9 @@ class Objective:
             loss = self.batch_loss(index)
             total += weight * float(loss.detach())
             if loss.requires_grad:
-                for into, part in zip(sums, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
-                    if part is not None:
-                        into.add_(part.to_dense() if part.is_sparse else part, alpha=weight)
+                parts = torch.autograd.grad(loss, parameters, materialize_grads=True)
+                for into, part in zip(sums, parts, strict=True):
+                    into.add_(part.to_dense(), alpha=weight)
         return total, sums
 
     @torch.no_grad()
@@ -212,7 +207,7 @@ def check_masks(masks: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -
 def check_state(model: nn.Module, state: Mapping[str, Any], name: str = "state dict") -> None:
     """Raise ValueError, before anything is changed, if a state dict does not fit the model."""
     own = unwrap(model).state_dict()
-    missing, strange = [key for key in own if key not in state], [key for key in state if key not in own]
+    missing, unknown = [key for key in own if key not in state], [key for key in state if key not in own]
     shapes = [
         f"{key}: {tuple(state[key].shape)} for {tuple(value.shape)}"
         for key, value in own.items()
@@ -220,7 +215,7 @@ def check_state(model: nn.Module, state: Mapping[str, Any], name: str = "state d
     ]
     problems = [
         f"{what} {', '.join(found[:3])}" + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-        for what, found in (("lacks", missing), ("has unknown", strange), ("has other shapes,", shapes))
+        for what, found in (("lacks", missing), ("has unknown", unknown), ("has other shapes,", shapes))
         if found
     ]
     if problems:
@@ -255,7 +250,7 @@ def norm(tensors: Iterable[Tensor]) -> float:
     return math.sqrt(sum(float(tensor.detach().double().square().sum()) for tensor in tensors))
 
 
-def _checked(batches: Iterable[Any], *, pairs: bool) -> list[Any]:
+def _as_list(batches: Iterable[Any]) -> list[Any]:
     if isinstance(batches, (Tensor, Mapping)) or (
         isinstance(batches, tuple) and all(isinstance(part, Tensor) for part in batches)
     ):
@@ -263,10 +258,4 @@ def _checked(batches: Iterable[Any], *, pairs: bool) -> list[Any]:
     found = list(batches)
     if not found:
         raise ValueError("batches is empty; at least one batch is needed")
-    for number, batch in enumerate(found):
-        if pairs and not (isinstance(batch, (tuple, list)) and len(batch) == 2):
-            raise ValueError(
-                f"with loss_fn a batch must be a pair (inputs, targets), got {type(batch).__name__} as batch {number}; "
-                "use model_loss=lambda model, batch: ... for anything else"
-            )
     return found
