@@ -35,18 +35,12 @@ class HessianOperator:
         self.parameters = select_parameters(objective.model, parameters)
         self.tensors: list[Tensor] = list(self.parameters.values())
         self.size = sum(tensor.numel() for tensor in self.tensors)
+        self.dtype = torch.promote_types(self.tensors[0].dtype, torch.float32)
+        self.device = self.tensors[0].device
         self.products = 0
         self.keep_graph = keep_graph
         self.notes: list[str] = []
         self._graphs: dict[int, Sequence[Tensor]] = {}
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.promote_types(self.tensors[0].dtype, torch.float32)
-
-    @property
-    def device(self) -> torch.device:
-        return self.tensors[0].device
 
     @contextmanager
     def measuring(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from sparsesam.lab.display import Axis, Cell, Figure, Series, number_cell
 from sparsesam.lab.experiment.errors import Interrupted
 from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import Analysis, Measured, Prepared, Progress
-from sparsesam.lab.inspection.trained_run import Origin, TrainedRun, check_fits
+from sparsesam.lab.inspection.trained_run import Origin, TrainedRun
 
 #: If the largest loss is this many times the median, its logarithm is drawn: the rest would be flat.
 _WIDE_RANGE = 100
@@ -78,7 +78,6 @@ class LandscapeAnalysis(Analysis[Landscape]):
         low, high = self.span or ((0.0, 1.0) if self.between else (-1.0, 1.0))
         common: dict[str, Any] = {"span": (low, high), "state_file": state, "progress": progress}
         if self.other is not None:
-            check_fits(run.model, self.other)
             return loss_between(run.objective, run.weights, self.other.weights, points=self.points or 51, **common)
         common |= {"points": self.points or 50, "dimensions": self.dimensions}
         if self.along == "random":

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Subset
 
 from sparsesam.analysis import AnalysisResult, Objective, check_state
 from sparsesam.analysis.objective import Statistics
@@ -104,8 +104,15 @@ class TrainedRun:
         splits = self.splits
         with torch.random.fork_rng(devices=[]):
             model = models.build_model(self.config.model, splits.num_classes, splits.in_channels, splits.image_size)
-        check_fits(model, self)
-        model.load_state_dict(self.weights)
+        weights = self.weights
+        try:
+            check_state(model, weights, str(self.file))
+        except ValueError as error:
+            raise CheckpointError(
+                f"{error}; config.yaml says model {self.config.model}: did it, the data set or the model's code change "
+                "after the training?"
+            ) from None
+        model.load_state_dict(weights)
         return model.to(make_fabric(self.config, self.environment).device)
 
     @cached_property
@@ -174,17 +181,14 @@ class TrainedRun:
 
     @cached_property
     def objective(self) -> Objective:
-        return Objective(
-            self.model,
-            _sample(self.batches.unaugmented(self.on.split), self.on),
-            partial(cross_entropy, label_smoothing=self._smoothing),
-            statistics=self.on.statistics,
-            allow_random=self.on.allow_random,
-        )
-
-    @property
-    def loss(self) -> str:
-        return "cross-entropy" + (f", label smoothing {self._smoothing:g}" if self._smoothing else "")
+        images, on = self.batches.unaugmented(self.on.split), self.on
+        count = len(images)  # type: ignore[arg-type]
+        generator = torch.Generator().manual_seed(on.seed)
+        chosen = torch.randperm(count, generator=generator)[: on.samples or count].sort().values.tolist()
+        loader = DataLoader(Subset(images, chosen), batch_size=on.batch_size, generator=generator)
+        loss_fn = partial(cross_entropy, label_smoothing=self._smoothing)
+        batches = [tuple(batch) for batch in loader]
+        return Objective(self.model, batches, loss_fn, statistics=on.statistics, allow_random=on.allow_random)
 
     @property
     def _smoothing(self) -> float:
@@ -199,23 +203,11 @@ class TrainedRun:
             split=self.on.split,
             samples=self.objective.samples,
             seed=self.on.seed,
-            loss=self.loss,
+            loss="cross-entropy" + (f", label smoothing {self._smoothing:g}" if self._smoothing else ""),
             statistics=self.on.statistics,
             device=str(next(self.model.parameters()).device),
             notes=self.notes,
         )
-
-
-def check_fits(model: nn.Module, run: TrainedRun) -> None:
-    """Raise CheckpointError if a run's weights do not fit a model, its own or another run's."""
-    weights = run.weights
-    try:
-        check_state(model, weights, str(run.file))
-    except ValueError as error:
-        raise CheckpointError(
-            f"{error}; config.yaml says model {run.config.model}: did it, the data set or the model's code change "
-            "after the training?"
-        ) from None
 
 
 def _masks_of(content: dict[str, Any]) -> tuple[int | None, dict[str, Tensor] | None]:
@@ -223,11 +215,3 @@ def _masks_of(content: dict[str, Any]) -> tuple[int | None, dict[str, Tensor] | 
     if own is None or own["mask"] is None or not own["mask"]["is_made"]:
         return None, None
     return int(own["mask"]["last_step"]), tensors["mask"]
-
-
-def _sample(images: Dataset[tuple[Tensor, Tensor]], on: EvalSettings) -> list[Any]:
-    count = len(images)  # type: ignore[arg-type]
-    generator = torch.Generator().manual_seed(on.seed)
-    chosen = torch.randperm(count, generator=generator)[: on.samples or count].sort().values.tolist()
-    loader = DataLoader(Subset(images, chosen), batch_size=on.batch_size, generator=generator)
-    return [tuple(batch) for batch in loader]
