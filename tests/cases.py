@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from sparsesam.ascent.perturbation import pieces
 
 #: before, it fails in torch itself (2.6, 2.7), or plain SGD trains otherwise than in one process (2.8)
 needs_fsdp2_on_a_cpu = pytest.mark.skipif(torch.__version__ < "2.9", reason="fully_shard on a CPU needs torch 2.9")
@@ -88,6 +92,11 @@ def weights_of(model):
 
 def same_bits(left, right):
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def moved_as_on(implementation):
+    """Within the block weights on a CPU are moved tensor by tensor ("host"), or together, as on an accelerator."""
+    return mock.patch.object(pieces, "HOSTS", ("cpu",) if implementation == "host" else ())
 
 
 def half_masks(model, seed=5):

@@ -10,7 +10,6 @@ from benchmarks.launches import LaunchCounter
 from torch import nn
 
 import sparsesam
-from sparsesam.ascent.perturbation.explicit import use_implementation
 from sparsesam.masks.patterns import as_pattern
 from tests import cases
 
@@ -133,7 +132,7 @@ def test_the_devices_implementation_trains_like_the_hosts(name):
         model = network(2, device="cpu").double()
         torch.manual_seed(1)  # for the masks
         opt = OPTIMIZERS[name](model)
-        with use_implementation(implementation):
+        with cases.moved_as_on(implementation):
             for seed in range(4):
                 generator = torch.Generator().manual_seed(seed)
                 x = torch.randn(8, 4, 6, 6, generator=generator, dtype=torch.float64)

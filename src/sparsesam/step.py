@@ -15,9 +15,9 @@ from torch import Tensor
 
 from sparsesam.ascent.first_pass import FirstPass
 from sparsesam.ascent.old_gradient import OldGradient
+from sparsesam.ascent.perturbation.explicit import is_usable
 from sparsesam.ascent.perturbation.extrapolation import TrackedWeights, tracked_weights
-from sparsesam.ascent.perturbation.on_device import is_usable
-from sparsesam.ascent.perturbation.targets import Target
+from sparsesam.ascent.perturbation.pieces import Target
 from sparsesam.ascent.plan import ONE_PASS
 from sparsesam.ascent.report import explicit_after_all
 from sparsesam.ascent.statistics import Snapshot, statistics_of

@@ -84,7 +84,6 @@ class StepContext:
             ),
             is_joining=self.is_joining,
         )
-        self.perturbation.forget()
         self.has_last = False
         if self.extrapolation is not None:
             after = self.masks_of(params)

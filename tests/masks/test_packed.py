@@ -21,15 +21,6 @@ def test_unpacking_gives_the_mask_back(values, chunk):
         assert len(held.bits) == (len(values) + 7) // 8
 
 
-@given(st.lists(st.booleans(), min_size=2, max_size=300))
-def test_chunks_list_every_kept_position_in_order(values):
-    held = PackedMask.pack(torch.tensor(values))
-    if held.bits is None:
-        return
-    found = [start + int(i) for start, _, kept in held.chunks(16) for i in kept]
-    assert found == [i for i, value in enumerate(values) if value]
-
-
 @pytest.mark.parametrize("size", [1, 8, 1001])
 def test_the_way_other_devices_pack_and_unpack_is_the_same(size):
     mask = torch.rand(size) < 0.3

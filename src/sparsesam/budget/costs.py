@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsesam.ascent.perturbation.explicit import Perturbation
-from sparsesam.ascent.perturbation.targets import Target
+from sparsesam.ascent.perturbation.pieces import Target
 from sparsesam.ascent.rng import RNGState
 from sparsesam.budget.call_trace import PASS_KINDS, Clock, FunctionCall, How, ModuleCall, PassKind, stopwatch, trace
 from sparsesam.budget.knapsack import Floats

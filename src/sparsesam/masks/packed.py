@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cached_property
 
 import numpy as np
@@ -67,16 +66,6 @@ class PackedMask:
         flat = unpack_bits(self.bits)[: self.numel]
         return flat.to(device or self.bits.device).reshape(self.shape)
 
-    def chunks(self, size: int = 1 << 16) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield ``(start, stop, positions)``: the kept positions within each chunk, counted from its start.
-
-        ``size`` is a multiple of 8; a chunk should stay in a CPU's cache.
-        """
-        assert self.bits is not None
-        for start in range(0, self.numel, size):
-            stop = min(start + size, self.numel)
-            yield start, stop, _positions(self.bits[start // 8 : (stop + 7) // 8])
-
     def placed(self, device: torch.device) -> PackedMask:
         """The same mask on the device. Elsewhere than on a CPU its rows are looked for now, so that no step has to."""
         if self.bits is None:
@@ -115,21 +104,3 @@ def bit_values(device: torch.device) -> Tensor:
     """128, 64, …, 1, made on the device."""
     places = torch.arange(7, -1, -1, dtype=torch.uint8, device=device)
     return torch.ones_like(places).bitwise_left_shift_(places)
-
-
-def is_dense(weight: Tensor) -> bool:
-    """Whether its entries fill one piece of memory, in whatever order (contiguous, channels last)."""
-    reach = sum((size - 1) * step for size, step in zip(weight.shape, weight.stride(), strict=True))
-    return 1 + reach == weight.numel()
-
-
-def in_memory_order(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """The entries as a vector, in the order in which a dense tensor of that stride holds them."""
-    laid_out = torch.empty_strided(tuple(tensor.shape), stride, dtype=tensor.dtype, device=tensor.device)
-    return laid_out.copy_(tensor).as_strided((tensor.numel(),), (1,))
-
-
-def _positions(bits: Tensor) -> Tensor:
-    if bits.device.type == "cpu":  # ten times faster than torch.nonzero
-        return torch.from_numpy(np.flatnonzero(np.unpackbits(bits.numpy()).view(np.bool_)))
-    return unpack_bits(bits).nonzero().squeeze(1)

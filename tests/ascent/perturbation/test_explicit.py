@@ -1,4 +1,4 @@
-"""The two implementations of the perturbation: equal to each other and to the oracle, exact on the way back."""
+"""The perturbation as a host moves it and as a device does: both equal the oracle and are exact on the way back."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsesam
-from sparsesam.ascent.perturbation import on_device
-from sparsesam.ascent.perturbation.explicit import Perturbation, use_implementation
-from sparsesam.ascent.perturbation.targets import Target
+from sparsesam.ascent.perturbation import pieces
+from sparsesam.ascent.perturbation.explicit import (
+    Perturbation,
+    norm_of,
+    perturbation_of,
+    scaled_direction,
+    usable_or_inf,
+)
+from sparsesam.ascent.perturbation.pieces import Target
 from sparsesam.masks.packed import PackedMask
 from tests import cases, oracles
 
@@ -68,9 +74,8 @@ def test_moves_equal_the_oracle_and_come_back(implementation, kind, eta, norm, m
         oracles.flat(directions), oracles.flat(before), oracles.flat(masks).double(), rho=0.3, norm=norm, eta=eta
     )
     perturbation = Perturbation()
-    with use_implementation(implementation):
+    with cases.moved_as_on(implementation):
         perturbation.apply(targets, perturbation.norm(targets, norm))
-        assert perturbation.active
         moves = oracles.flat(weights) - oracles.flat(before)
         perturbation.undo()
     torch.testing.assert_close(moves, expected, rtol=1e-9, atol=1e-12)
@@ -86,20 +91,20 @@ def test_both_agree_to_rounding_in_lower_precision(dtype, kind):
         weights, directions = tensors(0, dtype), tensors(1, dtype)
         targets, _ = targets_of(weights, directions, kind)
         perturbation = Perturbation()
-        with use_implementation(implementation):
+        with cases.moved_as_on(implementation):
             perturbation.apply(targets, perturbation.norm(targets, "full"))
         results.append([weight.clone() for weight in weights])
     torch.testing.assert_close(*results, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
 
 
-def test_a_chunk_holds_a_part_of_the_tensors(monkeypatch):
+def test_a_group_holds_a_part_of_the_tensors(monkeypatch):
     weights, directions = tensors(0), tensors(1)
     whole, _ = targets_of([w.clone() for w in weights], directions, "mixed")
     parts, _ = targets_of(weights, directions, "mixed")
-    with use_implementation("device"):
+    with cases.moved_as_on("device"):
         one, many = Perturbation(), Perturbation()
         one.apply(whole, one.norm(whole, "full"))
-        monkeypatch.setattr(on_device, "CHUNK", 8)
+        monkeypatch.setattr(pieces, "GROUP", 8)
         many.apply(parts, many.norm(parts, "full"))
     assert cases.same_bits([t.weight for t in whole], weights)
 
@@ -113,7 +118,7 @@ def test_a_device_moves_nothing_by_a_norm_that_is_zero_or_not_finite(bad, kind):
     before = [weight.clone() for weight in weights]
     targets, _ = targets_of(weights, directions, kind)
     perturbation = Perturbation()
-    with use_implementation("device"):
+    with cases.moved_as_on("device"):
         norm = perturbation.norm(targets, "full")
         assert isinstance(norm, torch.Tensor)
         perturbation.apply(targets, norm)
@@ -125,7 +130,7 @@ def test_a_device_counts_skipped_ascents_and_tells_when_asked(bad):
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model, rho=0.1)
     x, y = cases.vectors()
-    with use_implementation("device"):
+    with cases.moved_as_on("device"):
         for poisoned in (True, False, True):
             opt.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
@@ -166,7 +171,7 @@ def test_an_interruption_at_any_operation_leaves_the_weights_as_they_were(implem
         perturbation = Perturbation()
         interrupt = InterruptAt(number)
         try:
-            with use_implementation(implementation), interrupt:
+            with cases.moved_as_on(implementation), interrupt:
                 try:
                     perturbation.apply(targets, perturbation.norm(targets, "full"))
                 finally:
@@ -186,14 +191,14 @@ def test_the_last_perturbation_of_one_can_be_used_by_the_other(first, second, ki
     before = [weight.clone() for weight in weights]
     perturbation = Perturbation(remember=True)
     targets, _ = targets_of(weights, directions, kind)
-    with use_implementation(first):
+    with cases.moved_as_on(first):
         perturbation.apply(targets, perturbation.norm(targets, "full"))
         there = [weight.clone() for weight in weights]
         perturbation.undo()
     later = Perturbation(remember=True)
     later.last = perturbation.last
     targets, _ = targets_of(weights, weights, kind)
-    with use_implementation(second):
+    with cases.moved_as_on(second):
         later.apply_last(targets)
         torch.testing.assert_close(weights, there, rtol=1e-12, atol=1e-12)
         later.undo()
@@ -206,7 +211,7 @@ def test_weights_that_do_not_fill_their_memory(implementation):
     before, direction = weight.clone(), torch.randn(6, 4, dtype=torch.float64)
     targets, masks = targets_of([weight], [direction], "few")
     perturbation = Perturbation()
-    with use_implementation(implementation):
+    with cases.moved_as_on(implementation):
         perturbation.apply(targets, perturbation.norm(targets, "full"))
         expected = 0.3 * direction * masks[0] / direction.norm()
         torch.testing.assert_close(weight - before, expected)
@@ -218,18 +223,12 @@ def test_weights_that_do_not_fill_their_memory(implementation):
 def test_the_maths_compiles_as_one_graph(eta):
     torch._dynamo.reset()
 
-    def moved(weights, directions, rho):
-        norm = torch.linalg.vector_norm(torch.stack(on_device.group_norms(directions, weights, eta=eta)))
-        joined = on_device.joined(weights, weights)
-        scaled = on_device.scaled_directions(on_device.joined(directions, weights), joined, eta=eta, power=2)
-        scale, unusable = on_device.scale_of(rho, norm, joined.device)
-        e = on_device.usable_or_zero(scaled, scale, unusable, joined.dtype)
-        torch._foreach_add_(weights, on_device.parted(e, weights))
-        return norm
+    def moved(weight, direction, rho):
+        norm = usable_or_inf(norm_of(direction, weight, eta=eta))
+        scaled = scaled_direction(direction, weight, eta=eta, times=2)
+        return weight + perturbation_of(scaled, rho, norm, weight.dtype)
 
-    weights, directions = tensors(0), tensors(1)
-    twins = [weight.clone() for weight in weights]
-    rho = torch.tensor(0.3, dtype=torch.float64)
+    weight, direction = torch.randn(5, 9), torch.randn(5, 9)
     compiled = torch.compile(moved, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(weights, directions, rho), moved(twins, directions, rho))
-    torch.testing.assert_close(weights, twins)
+    rho = torch.tensor(0.3)
+    torch.testing.assert_close(compiled(weight, direction, rho), moved(weight, direction, rho))

@@ -9,93 +9,130 @@ T = 1 for SAM; T = |w| + eta for the adaptive form (ASAM). g is whatever directi
     perturbation.apply(targets, perturbation.norm(targets, "full"))
     …                                      # weights at w + e
     perturbation.undo()                    # weights at w, bit for bit
-
-Two implementations stand behind it, with equal results up to rounding: `on_host` goes through the tensors one by one in
-pieces that stay in cache, `on_device` moves them together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Literal
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from sparsesam.ascent.perturbation import on_device, on_host
-from sparsesam.ascent.perturbation.targets import Target
+from sparsesam.ascent.perturbation.kept_entries import put_entries
+from sparsesam.ascent.perturbation.pieces import Piece, Target, pieces_of
 from sparsesam.ascent.plan import Norm
-from sparsesam.distributed import is_sharded
-from sparsesam.masks.packed import is_dense
 
-Implementation = Literal["host", "device"]
+_HALF = (torch.float16, torch.bfloat16)
 
-_forced: ContextVar[Implementation | None] = ContextVar("implementation", default=None)
+# ---- maths: tensors in, tensors out; compiles with fullgraph=True -------------------------------------------
 
 
-@contextmanager
-def use_implementation(name: Implementation) -> Iterator[None]:
-    """Within the block weights are moved in this way, whatever their device; for tests and benchmarks."""
-    token = _forced.set(name)
-    try:
-        yield
-    finally:
-        _forced.reset(token)
+def is_usable(norm: Tensor) -> Tensor:
+    """0 < norm < inf"""
+    return (norm > 0) & (norm < math.inf)
+
+
+def scaled_direction(direction: Tensor, weight: Tensor, *, eta: float | None, times: int = 1) -> Tensor:
+    """T g, or T² g by ``times=2``."""
+    if eta is None:
+        return direction
+    scale = weight.abs() + eta
+    return direction * (scale if times == 1 else scale.square_())
+
+
+def norm_of(direction: Tensor, weight: Tensor, *, eta: float | None) -> Tensor:
+    """||T g||, in at least float32."""
+    scaled = scaled_direction(direction, weight, eta=eta)
+    norm: Tensor = torch.linalg.vector_norm(scaled, dtype=torch.float32 if scaled.dtype in _HALF else None)
+    return norm
+
+
+def usable_or_inf(norm: Tensor) -> Tensor:
+    """The norm, and inf for one that is zero or not a number."""
+    return torch.where(norm > 0, norm, math.inf)
+
+
+def perturbation_of(scaled: Tensor, rho: float | Tensor, norm: Tensor, dtype: torch.dtype) -> Tensor:
+    """e = rho / norm * T² g, and zero by a norm of inf, whatever g is."""
+    # A scale of half precision would be off by up to 0.4 %, or overflow.
+    e = (scaled.float() if scaled.dtype in _HALF else scaled) * (rho / norm)
+    return e.nan_to_num_(0.0).to(dtype)
+
+
+# ---- weights that move ---------------------------------------------------------------------------------------
 
 
 class Perturbation:
     """Adds e to the weights and can take it back exactly, because the old values of moved entries are kept.
 
-    The buffers are kept from step to step. With ``remember`` the last e is kept as well, so that later steps can use it
-    again.
+    With ``remember`` the last e is kept as well, so that later steps can use it again.
     """
 
     def __init__(self, *, remember: bool = False) -> None:
-        self.last: dict[str, Tensor] = {}
+        self.last: dict[str, Tensor] = {}  # by name: the entries that moved, as a vector
         self._remember = remember
-        self._host, self._device = on_host.HostMover(), on_device.DeviceMover()
-
-    @property
-    def active(self) -> bool:
-        return self._host.active or self._device.active
+        self._moved: list[tuple[Piece, Tensor]] = []
 
     @torch.no_grad()
     def norm(self, targets: Sequence[Target], norm: Norm) -> float | Tensor:
-        """||T g|| over all targets, or over their kept entries; accumulated in at least float32.
+        """||T g|| over all targets, or over their kept entries.
 
         A tensor where all targets are on accelerators, which nobody needs to wait for; else a number.
         """
-        hosted, others = _by_implementation(targets)
-        parts = [*on_host.norms(hosted, norm), *self._device.norms(others, norm)]
+        parts = []
+        for piece, directions in pieces_of(targets, whole=norm == "full"):
+            positions = piece.positions()
+            direction = piece.read(directions, positions)
+            weight = direction if piece.eta is None else piece.read(piece.weights, positions)
+            parts.append(norm_of(direction, weight, eta=piece.eta))
         if not parts:
             return 0.0
         home = parts[0].device
         total: Tensor = torch.linalg.vector_norm(torch.stack([part.to(home) for part in parts]))
-        return float(total) if hosted else total
+        return float(total) if any(target.is_on_host for target in targets) else total
 
     @torch.no_grad()
     def apply(self, targets: Sequence[Target], norm: float | Tensor) -> None:
         """Move w to w + e. ``norm`` comes from `norm`; a number must be positive and finite, with a tensor that is not
         nothing moves.
         """
-        hosted, others = _by_implementation([target for target in targets if not target.is_still])
         self.last = {}
-        noted = self.last if self._remember else None
-        if hosted:
-            self._host.move(hosted, float(norm), noted)
-        if others:
-            self._device.move(others, norm, noted)
-        self._release(targets)
+        moves = self._move(targets, norm)
+        if self._remember:
+            self.last = {name: torch.cat(parts) for name, parts in moves.items()}
 
     @torch.no_grad()
     def apply_last(self, targets: Sequence[Target]) -> None:
         """Move w to w + the last e, whatever the direction is now."""
-        hosted, others = _by_implementation([t for t in targets if t.name in self.last and not t.is_still])
-        self._host.move_by(hosted, self.last)
-        self._device.move_by(others, self.last)
-        self._release(targets)
+        known = [target for target in targets if target.name in self.last and not target.is_still]
+        entries = [put_entries(torch.zeros_like(one.weight), one.mask, self.last[one.name]) for one in known]
+        self._move([replace(one, direction=e, rho=1.0, eta=None) for one, e in zip(known, entries, strict=True)], 1.0)
+
+    def _move(self, targets: Sequence[Target], norm: float | Tensor) -> dict[str, list[Tensor]]:
+        moves: dict[str, list[Tensor]] = {}
+        norm = usable_or_inf(norm) if isinstance(norm, Tensor) else norm
+        for piece, directions in pieces_of([target for target in targets if not target.is_still]):
+            positions = piece.positions()
+            here = piece.read(piece.weights, positions)
+            e = scaled_direction(piece.read(directions, positions), here, eta=piece.eta, times=2)
+            if isinstance(norm, Tensor):
+                e, factor = perturbation_of(e, piece.rho, norm.to(e.device), here.dtype), 1.0
+            else:
+                factor = float(piece.rho) / norm
+            saved = here.clone() if piece.is_view else here
+            # Listed before it is moved, so that an interruption half-way is undone too.
+            self._moved.append((piece, saved))
+            if piece.is_view:
+                here.add_(e, alpha=factor)
+            else:
+                piece.write(torch.add(here, e, alpha=factor), positions)
+            if self._remember:
+                for name, part in piece.by_name(piece.read(piece.weights, positions) - saved):
+                    moves.setdefault(name, []).append(part)
+        torch.clear_autocast_cache()  # a step inside of autocast would go on with the weights as they were
+        return moves
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -106,28 +143,9 @@ class Perturbation:
             self._put_back()
             raise
 
-    def forget(self) -> None:
-        """Free the buffers (after the masks or the parameters changed)."""
-        self._host.forget()
-        self._device.forget()
-        self.last = {}
-
     def _put_back(self) -> None:
-        self._host.undo()
-        self._device.undo()
+        while self._moved:
+            piece, saved = self._moved[-1]
+            piece.write(saved, piece.positions())
+            self._moved.pop()
         torch.clear_autocast_cache()
-
-    def _release(self, targets: Sequence[Target]) -> None:
-        for target in targets:
-            target.release()
-        torch.clear_autocast_cache()  # a step inside of autocast would go on with the weights as they were
-
-
-def _by_implementation(targets: Sequence[Target]) -> tuple[list[Target], list[Target]]:
-    """Those moved by the host's implementation, and those moved by the devices'."""
-    found: tuple[list[Target], list[Target]] = ([], [])
-    for target in targets:
-        on_accelerator = target.weight.device.type != "cpu" and not is_sharded(target.weight)
-        wanted = _forced.get() or ("device" if on_accelerator else "host")
-        found[wanted == "device" and is_dense(target.weight)].append(target)
-    return found

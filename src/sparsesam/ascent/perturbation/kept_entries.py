@@ -4,35 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from sparsesam.ascent.perturbation.kept_positions import positions_of
 from sparsesam.distributed import local_part
-from sparsesam.masks.packed import PackedMask
+from sparsesam.masks.packed import PackedMask, unpack_bits
 
 Masks = Mapping[str, PackedMask]
 
 
 def kept_entries(weight: Tensor, mask: PackedMask | None) -> Tensor:
     """The weight itself where all of it is kept, whole rows if the mask is made of them, otherwise a vector."""
-    if mask is None or mask.is_full:
+    if mask is None or mask.bits is None:
         return weight
     if mask.rows is not None:
         return weight.index_select(0, mask.rows)
-    kept = mask.unpack(weight.device)
-    if weight.device.type == "cpu":
-        return weight.masked_select(kept)
-    return weight.flatten().index_select(0, positions_of(kept.flatten(), mask.count))  # masked_select waits for a count
+    return weight.reshape(-1).index_select(0, positions_of(mask.bits, mask.count))
 
 
 def put_entries(weight: Tensor, mask: PackedMask | None, entries: Tensor) -> Tensor:
-    """Write what `kept_entries` gave to their places."""
-    if mask is None or entries.shape == weight.shape:
-        return weight.copy_(entries)
-    if mask.rows is not None and entries.dim() == weight.dim():
-        return weight.index_copy_(0, mask.rows, entries)
-    return weight.masked_scatter_(mask.unpack(weight.device), entries)
+    """Write what `kept_entries` gave, or a vector of it, to its place."""
+    if mask is None or mask.bits is None:
+        return weight.copy_(entries.view(weight.shape))
+    if mask.rows is not None:
+        return weight.index_copy_(0, mask.rows, entries.view(-1, *weight.shape[1:]))
+    vector = weight.reshape(-1).scatter_(0, positions_of(mask.bits, mask.count), entries)
+    return weight if weight.is_contiguous() else weight.copy_(vector.view(weight.shape))
+
+
+def positions_of(bits: Tensor, count: int = 0) -> Tensor:
+    """Where the bits of masks are set; a device is told that they are ``count``, so that the host need not wait."""
+    if bits.device.type == "cpu":  # ten times faster than torch.nonzero
+        return torch.from_numpy(np.flatnonzero(np.unpackbits(bits.numpy()).view(np.bool_)))
+    kept = unpack_bits(bits)
+    if bits.device.type in ("cuda", "xpu", "meta") and torch.__version__ >= "2.7":
+        return torch.nonzero_static(kept, size=count).squeeze(1)
+    return positions_by_sums(kept, count)
+
+
+def positions_by_sums(kept: Tensor, count: int) -> Tensor:
+    """The same where torch has no nonzero_static: every one has its place, all zeros share the first."""
+    places = kept.cumsum(0).masked_fill_(~kept, 0)
+    found = places.new_empty(count + 1)
+    return found.scatter_(0, places, torch.arange(len(kept), device=kept.device))[1:]
 
 
 def dense_entries(

@@ -1,0 +1,164 @@
+"""What a perturbation moves, in pieces: entries of weights that are read, moved and put back together.
+
+On a CPU a piece is a slice of one tensor that stays in cache. On other devices it is many tensors of one dtype, rho and
+eta, joined into one vector, so that the number of launches does not grow with the number of tensors.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsesam.ascent.perturbation.kept_entries import positions_of
+from sparsesam.masks.packed import PackedMask
+
+#: Devices whose values the host may read, and whose tensors move one by one.
+HOSTS = ("cpu",)
+#: Entries of a slice there, a multiple of 8.
+SLICE = 1 << 16
+#: Entries that are joined on other devices: beside what is saved, a few such vectors are needed.
+GROUP = 1 << 23
+
+
+@dataclass(frozen=True)
+class Target:
+    """One weight tensor about to be perturbed along a direction g, usually its gradient.
+
+    ``mask=None`` perturbs all of it, ``eta=None`` means T = 1. A negative ``rho`` goes against the direction. ``rho``
+    may be a tensor on the weight's device, which is then not read by the host.
+    """
+
+    name: str
+    weight: Tensor
+    direction: Tensor
+    mask: PackedMask | None
+    rho: float | Tensor
+    eta: float | None
+
+    @property
+    def is_dense(self) -> bool:
+        return self.mask is None or self.mask.is_full
+
+    @property
+    def is_still(self) -> bool:
+        is_empty = self.mask is not None and self.mask.is_empty
+        return is_empty or (not isinstance(self.rho, Tensor) and self.rho == 0)
+
+    @property
+    def is_on_host(self) -> bool:
+        return self.weight.device.type in HOSTS
+
+
+@dataclass
+class Piece:
+    """Weights that move together: all of them, the entries whose ``bits`` are set, or some ``rows`` of a single one.
+
+    ``lengths``: how many entries of each move, where the weights are joined into one vector. A piece that is not joined
+    is one tensor, a vector if there are bits. Entries are in row-major order.
+    """
+
+    names: list[str]
+    weights: list[Tensor]
+    rho: float | Tensor
+    eta: float | None
+    bits: list[Tensor] | None = None
+    rows: Tensor | None = None
+    lengths: list[int] | None = None
+
+    @property
+    def is_view(self) -> bool:
+        """Whether `read` gives the tensor itself and not a copy of what moves."""
+        return self.lengths is None and self.bits is None and self.rows is None
+
+    def positions(self) -> Tensor | None:
+        """Which entries or rows move, None for all; found anew each time, for they take more memory than these."""
+        if self.bits is None:
+            return self.rows
+        if self.lengths is None:
+            return positions_of(self.bits[0])
+        return positions_of(torch.cat(self.bits), sum(self.lengths))
+
+    def read(self, tensors: list[Tensor], positions: Tensor | None) -> Tensor:
+        """What moves, of tensors like the weights."""
+        whole = self._as_one(tensors)
+        return whole if positions is None else whole.index_select(0, positions)
+
+    def write(self, values: Tensor, positions: Tensor | None) -> None:
+        """Put what was read to its place in the weights."""
+        if positions is not None:
+            whole = self._as_one(self.weights)
+            put = whole.scatter_ if whole.dim() == 1 else whole.index_copy_  # the first is three times faster
+            values = put(0, positions, values)
+        if self.lengths is not None:
+            torch._foreach_copy_(self.weights, self._parted(values))
+        elif positions is None:
+            self.weights[0].copy_(values)
+
+    def by_name(self, values: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """What was read, as a vector for each weight."""
+        vector = values.reshape(-1)
+        return zip(self.names, [vector] if self.lengths is None else vector.split(self.lengths), strict=True)
+
+    def _as_one(self, tensors: list[Tensor]) -> Tensor:
+        if self.lengths is None:
+            return tensors[0]
+        vectors = [one.reshape(-1) for one in tensors]
+        if self.bits is not None:  # of which each weight has whole bytes
+            filling = vectors[0].new_empty(8)
+            vectors = [part for one in vectors for part in (one, filling[: -len(one) % 8])]
+        return torch.cat(vectors)
+
+    def _parted(self, vector: Tensor) -> list[Tensor]:
+        """Views of such a vector in the weights' shapes."""
+        sizes = [one.numel() + (0 if self.bits is None else -one.numel() % 8) for one in self.weights]
+        parts = zip(vector.split(sizes), self.weights, strict=True)
+        return [part[: one.numel()].view(one.shape) for part, one in parts]
+
+
+def pieces_of(targets: Sequence[Target], *, whole: bool = False) -> Iterator[tuple[Piece, list[Tensor]]]:
+    """What moves, with its directions; everything with ``whole``, whatever the masks are."""
+    groups: dict[tuple[Any, ...], list[Target]] = {}
+    filled: Counter[tuple[Any, ...]] = Counter()
+    for target in targets:
+        weight, mask = target.weight, None if whole or target.is_dense else target.mask
+        if mask is not None and mask.is_empty:
+            continue
+        if target.is_on_host:
+            yield from _slices(target, mask)
+            continue
+        rho = id(target.rho) if isinstance(target.rho, Tensor) else target.rho
+        key = weight.device, weight.dtype, target.direction.dtype, rho, target.eta, mask is not None
+        groups.setdefault((*key, filled[key] // GROUP), []).append(target)
+        filled[key] += weight.numel()
+    for (*_, is_masked, _), group in groups.items():
+        yield _joined(group, is_masked)
+
+
+def _slices(target: Target, mask: PackedMask | None) -> Iterator[tuple[Piece, list[Tensor]]]:
+    """Parts of one tensor that stay in a CPU's cache; all of it where it is dense, rows, or not in row-major order."""
+    names, weight, direction, rho, eta = [target.name], target.weight.detach(), target.direction, target.rho, target.eta
+    if mask is None or mask.bits is None or mask.rows is not None:
+        yield Piece(names, [weight], rho, eta, rows=None if mask is None else mask.rows), [direction]
+    elif not weight.is_contiguous():
+        yield _joined([target], is_masked=True)
+    else:
+        weight, direction = weight.view(-1), direction.reshape(-1)
+        for start in range(0, len(weight), SLICE):
+            here, bits = slice(start, start + SLICE), mask.bits[start // 8 : (start + SLICE) // 8]
+            yield Piece(names, [weight[here]], rho, eta, [bits]), [direction[here]]
+
+
+def _joined(targets: list[Target], is_masked: bool) -> tuple[Piece, list[Tensor]]:
+    weights = [target.weight.detach() for target in targets]
+    bits, lengths = None, [weight.numel() for weight in weights]
+    if is_masked:
+        masks = [target.mask for target in targets if target.mask is not None]
+        bits, lengths = [mask.bits for mask in masks if mask.bits is not None], [mask.count for mask in masks]
+    names, first = [target.name for target in targets], targets[0]
+    piece = Piece(names, weights, first.rho, first.eta, bits, lengths=lengths)
+    return piece, [target.direction for target in targets]
