@@ -52,10 +52,10 @@ def test_a_resumed_run_has_the_masks_of_the_uninterrupted_one(tmp_path, step):
     train(tmp_path / "whole", **SPARSE)
     with pytest.raises(Interrupted):
         train(tmp_path / "parts", InterruptAt(step), **SPARSE)
-    strange = {"1.weight": torch.ones(10, 64, dtype=torch.bool), "1.bias": torch.ones(10, dtype=torch.bool)}
+    stale = {"1.weight": torch.ones(10, 64, dtype=torch.bool), "1.bias": torch.ones(10, dtype=torch.bool)}
     position = checkpoint.load(tmp_path / "parts" / "last.pt")["training"]["position"]
     # As a killed run leaves a mask that it made after its checkpoint.
-    RunDirectory(tmp_path / "parts").write_masks(5 * position["epoch"] + position["step"], strange)
+    RunDirectory(tmp_path / "parts").write_masks(5 * position["epoch"] + position["step"], stale)
     (tmp_path / "parts" / "masks" / "00000099.part").write_text("half")
     train(tmp_path / "parts", resume=True, **SPARSE)
     assert same(list(read_masks(tmp_path / "parts")), list(read_masks(tmp_path / "whole")))

@@ -162,18 +162,18 @@ def _in_files(config: TrainConfig, splits: FolderSplits) -> dict[Split, Any]:
     """As `_in_memory`; validation images are seen as test images are."""
     if config.corruption_rate:
         raise ValueError(f"corruption_rate must be 0 for images from folders, got {config.corruption_rate}")
-    trained, held = copy(splits.train), copy(splits.train)
-    trained.seed = derive(config.seed, Purpose.VIEWS)
-    held.view = splits.test.view
+    train, val = copy(splits.train), copy(splits.train)
+    train.seed = derive(config.seed, Purpose.VIEWS)
+    val.view = splits.test.view
     if config.augment == "none":
-        trained.view = splits.test.view
+        train.view = splits.test.view
     if config.label_noise:
-        trained.labels = _noisy(config, torch.tensor(trained.labels), splits.num_classes).tolist()
+        train.labels = _noisy(config, torch.tensor(train.labels), splits.num_classes).tolist()
     chosen, held_out = _choose(len(splits.train), config)
     tested = subset(len(splits.test), config.test_size)
     return {
-        "train": Subset(trained, chosen.tolist()),
-        "val": Subset(held, held_out.tolist()),
+        "train": Subset(train, chosen.tolist()),
+        "val": Subset(val, held_out.tolist()),
         "test": Subset(splits.test, tested.tolist()),
     }
 
