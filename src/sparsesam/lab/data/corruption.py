@@ -8,9 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-NOISE_STD = 0.1
-RESOLUTION_FACTOR = 2
-FOG_THINNEST, FOG_THICKEST, FOG_BRIGHTNESS = 0.3, 0.85, 0.9
 CHUNK = 4096
 """Images that are corrupted at a time, to keep the floating-point copy small."""
 
@@ -18,21 +15,21 @@ CHUNK = 4096
 def gaussian_noise(images: Tensor, generator: torch.Generator) -> Tensor:
     """x + ε, with ε ~ N(0, 0.1²) for each pixel and channel."""
     noise = torch.randn(images.shape, generator=generator, device=generator.device)
-    return images + NOISE_STD * noise.to(images.device)
+    return images + 0.1 * noise.to(images.device)
 
 
 def resolution(images: Tensor, generator: torch.Generator) -> Tensor:
     """Down to half of the side, each pixel the mean of 2x2, and up again bilinearly."""
     height, width = images.shape[-2:]
-    small = (max(1, height // RESOLUTION_FACTOR), max(1, width // RESOLUTION_FACTOR))
+    small = (max(1, height // 2), max(1, width // 2))
     return F.interpolate(F.adaptive_avg_pool2d(images, small), size=(height, width), mode="bilinear")
 
 
 def fog(images: Tensor, generator: torch.Generator) -> Tensor:
-    """(1 - t) x + t A: light A scattered by a haze of thickness t, a plasma fractal between two bounds."""
+    """(1 - t) x + t A: light A = 0.9 scattered by a haze of thickness t, a plasma fractal from 0.3 to 0.85."""
     haze = plasma(len(images), images.shape[-2], images.shape[-1], generator).to(images.device)
-    thickness = FOG_THINNEST + (FOG_THICKEST - FOG_THINNEST) * haze[:, None]
-    return images + thickness * (FOG_BRIGHTNESS - images)
+    thickness = 0.3 + (0.85 - 0.3) * haze[:, None]
+    return images + thickness * (0.9 - images)
 
 
 def occlusion(images: Tensor, generator: torch.Generator) -> Tensor:

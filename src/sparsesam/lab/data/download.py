@@ -44,13 +44,21 @@ def fetch(remote: Remote, folder: Path, *, download: bool = True, progress: bool
     """The path of ``remote`` in ``folder``, downloaded unless it is there with the right checksum.
 
     The file gets its name only when it is complete and its checksum is right; an interrupted download continues where
-    it stopped.
+    it stopped. Without ``download`` a file with another checksum is refused.
     """
-    if not download and not (folder / remote.name).exists():
-        raise DownloadError("downloading was not allowed")
     with required_by("a download", "'sparsesam[data]'"):
         import pooch
         import requests
+    path = folder / remote.name
+    if not download:
+        if not path.exists():
+            raise DownloadError("downloading was not allowed")
+        if (found := pooch.file_hash(str(path), alg="md5")) != remote.md5:
+            raise DataError(
+                f"{path}: expected {remote.name} with MD5 {remote.md5}, found {found} ({path.stat().st_size:,} bytes); "
+                f"the file is damaged or another one: download it again from {remote.url}"
+            )
+        return path
     pooch.get_logger().setLevel(logging.WARNING)
     store = pooch.create(
         path=folder,
@@ -59,7 +67,7 @@ def fetch(remote: Remote, folder: Path, *, download: bool = True, progress: bool
         urls={remote.name: remote.url},
         retry_if_failed=attempts - 1,
     )
-    resume = partial(_resume, part=folder / f"{remote.name}.part", progress=progress)
+    resume = partial(_resume, part=path.with_name(f"{path.name}.part"), progress=progress)
     try:
         return Path(store.fetch(remote.name, downloader=resume))
     except (requests.RequestException, ValueError) as error:  # a ValueError is a wrong checksum
@@ -87,17 +95,6 @@ def _resume(url: str, output_file: str, pooch: object, *, part: Path, progress: 
                 file.write(chunk)
                 bar.update(len(chunk))
     part.replace(output_file)
-
-
-def verify(path: Path, remote: Remote) -> None:
-    """Raise unless the file's MD5 sum is the published one."""
-    import pooch
-
-    if (found := pooch.file_hash(str(path), alg="md5")) != remote.md5:
-        raise DataError(
-            f"{path}: expected {remote.name} with MD5 {remote.md5}, found {found} ({path.stat().st_size:,} bytes); "
-            f"the file is damaged or another one: download it again from {remote.url}"
-        )
 
 
 def unpack(archive: Path, folder: Path) -> None:

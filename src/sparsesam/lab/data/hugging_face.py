@@ -33,27 +33,22 @@ def load_hugging_face(
     test = next((split for split in ("test", "validation", "valid", "val") if split in found), None)
     if "train" not in found or test is None:
         raise DataError(f"hf/{name}: expected the splits train and test (or validation), found {', '.join(found)}")
-    image, label, classes = _columns(name, found["train"].features)
+    features = found["train"].features
+    kinds = {type(feature).__name__: column for column, feature in reversed(features.items())}
+    if not {"Image", "ClassLabel"} <= kinds.keys():
+        columns = ", ".join(f"{column} ({type(feature).__name__})" for column, feature in features.items())
+        raise DataError(f"hf/{name}: expected an Image and a ClassLabel column, found {columns}")
+    image, label = kinds["Image"], kinds["ClassLabel"]
     train = _labelled(f"hf/{name}: train", found["train"], image, label, image_size)
-    mean, std = _statistics(train.images)
+    sample = train.images[:: max(1, len(train.images) // 5000)].float() / 255
     return Splits(
         train=train,
         test=_labelled(f"hf/{name}: {test}", found[test], image, label, image_size),
         name=f"hf/{name}",
-        classes=classes,
-        mean=mean,
-        std=std,
+        classes=tuple(features[label].names),
+        mean=tuple(sample.mean((0, 2, 3)).tolist()),
+        std=tuple(sample.std((0, 2, 3)).clamp_min(1e-3).tolist()),
     )
-
-
-def _columns(name: str, features: Any) -> tuple[str, str, tuple[str, ...]]:
-    kinds = {column: type(feature).__name__ for column, feature in features.items()}
-    image = next((column for column, kind in kinds.items() if kind == "Image"), None)
-    label = next((column for column, kind in kinds.items() if kind == "ClassLabel"), None)
-    if image is None or label is None:
-        columns = ", ".join(f"{column} ({kind})" for column, kind in kinds.items())
-        raise DataError(f"hf/{name}: expected an Image and a ClassLabel column, found {columns}")
-    return image, label, tuple(features[label].names)
 
 
 def _labelled(what: str, split: Any, image: str, label: str, size: int | None) -> Labelled:
@@ -69,10 +64,3 @@ def _labelled(what: str, split: Any, image: str, label: str, size: int | None) -
     pixels = torch.from_numpy(np.stack(images))
     pixels = pixels[:, None] if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2).contiguous()
     return Labelled(pixels, torch.tensor(list(split[label])))
-
-
-def _statistics(images: torch.Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation per channel, of pixels in [0, 1]."""
-    scaled = images[:: max(1, len(images) // 5000)].float() / 255
-    mean, std = scaled.mean((0, 2, 3)), scaled.std((0, 2, 3)).clamp_min(1e-3)
-    return tuple(mean.tolist()), tuple(std.tolist())

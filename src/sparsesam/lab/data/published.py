@@ -9,7 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from sparsesam.lab.data.download import DownloadError, Remote, cache_dir, fetch, unpack, verify
+from sparsesam.lab.data.download import DownloadError, Remote, cache_dir, fetch, unpack
 from sparsesam.lab.data.formats import read_cifar_binary, read_cifar_python, read_fashion_mnist
 from sparsesam.lab.data.splits import DataError, DatasetInfo, Labelled, MissingData, Splits
 
@@ -83,15 +83,12 @@ def _obtain(
             return ready
         given = [layout for layout in source.layouts if data_dir and (data_dir / layout.remotes[0].name).is_file()]
         layout = (given or source.layouts)[0]
-        if data_dir and given:
-            files = [data_dir / remote.name for remote in layout.remotes]
-            for file, remote in zip(files, layout.remotes, strict=True):
-                verify(file, remote)
-        else:
-            try:
-                files = [fetch(remote, cache, download=download, progress=progress) for remote in layout.remotes]
-            except DownloadError as error:
-                raise _missing(source.name, layout.remotes, cache, data_dir, str(error)) from error
+        place = data_dir if data_dir and given else cache
+        download = download and not given
+        try:
+            files = [fetch(remote, place, download=download, progress=progress) for remote in layout.remotes]
+        except DownloadError as error:
+            raise _missing(source.name, layout.remotes, cache, data_dir, str(error)) from error
         folder = cache / layout.folders[0]
         for archive in (file for file in files if ".tar" in file.suffixes):
             unpack(archive, folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -58,15 +57,34 @@ class Splits(DatasetInfo):
     test: Labelled
 
     def __post_init__(self) -> None:
-        for part in ("train", "test"):  # a plain pair will do
-            object.__setattr__(self, part, Labelled(*getattr(self, part)))
-        for part, (images, labels) in (("train", self.train), ("test", self.test)):
-            _check(f"{self.name}: {part}", images, labels, channels=self.in_channels, classes=self.classes)
+        for part in ("train", "test"):
+            labelled = Labelled(*getattr(self, part))  # a plain pair will do
+            object.__setattr__(self, part, labelled)
+            self._check(f"{self.name}: {part}", *labelled)
         if missing := sorted(set(range(self.num_classes)) - set(self.train.labels.unique().tolist())):
             names = ", ".join(repr(self.classes[index]) for index in missing[:5])
             raise DataError(
                 f"{self.name}: every class needs a training image, but {len(missing)} of {self.num_classes} have none: "
                 f"{names}{', …' if len(missing) > 5 else ''}; are all files of the data set there?"
+            )
+
+    def _check(self, what: str, images: Tensor, labels: Tensor) -> None:
+        if images.dtype != torch.uint8 or images.dim() != 4 or images.shape[1] != self.in_channels:
+            raise DataError(
+                f"{what} images must be uint8 of shape (n, {self.in_channels}, height, width), with a channel for each "
+                f"number of `mean`, got {images.dtype} {tuple(images.shape)}"
+            )
+        if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
+            raise DataError(
+                f"{what} labels must be int64 of shape ({len(images)},), one per image, got {labels.dtype} "
+                f"{tuple(labels.shape)}"
+            )
+        if len(labels) == 0:
+            raise DataError(f"{what} images must be at least one, got none; is the file empty?")
+        low, high = int(labels.min()), int(labels.max())
+        if low < 0 or high >= self.num_classes:
+            raise DataError(
+                f"{what} labels must be in 0..{self.num_classes - 1}, one number per class, got {low} to {high}"
             )
 
     @property
@@ -81,23 +99,3 @@ class FolderSplits(DatasetInfo):
     train: ImageFolder
     test: ImageFolder
     image_size: int
-
-
-def _check(what: str, images: Tensor, labels: Tensor, *, channels: int, classes: Sequence[str]) -> None:
-    if images.dtype != torch.uint8 or images.dim() != 4 or images.shape[1] != channels:
-        raise DataError(
-            f"{what} images must be uint8 of shape (n, {channels}, height, width), with as many channels as `mean` "
-            f"has numbers, got {images.dtype} {tuple(images.shape)}"
-        )
-    if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
-        raise DataError(
-            f"{what} labels must be int64 of shape ({len(images)},), one per image, got {labels.dtype} "
-            f"{tuple(labels.shape)}"
-        )
-    if len(labels) == 0:
-        raise DataError(f"{what} images must be at least one, got none; is the file empty?")
-    if labels.min() < 0 or labels.max() >= len(classes):
-        raise DataError(
-            f"{what} labels must be in 0..{len(classes) - 1}, one number per class, got {int(labels.min())} to "
-            f"{int(labels.max())}"
-        )

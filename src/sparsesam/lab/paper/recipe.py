@@ -17,7 +17,7 @@ import yaml
 
 from sparsesam.lab.display import Cell, Table, cells, number_cell
 from sparsesam.lab.experiment.confidence import confidence_interval
-from sparsesam.lab.experiment.config import DEFAULTS, TrainConfig, from_mapping
+from sparsesam.lab.experiment.config import TrainConfig, from_mapping
 from sparsesam.lab.experiment.sweep import Job, Sweep
 from sparsesam.lab.names import nearest
 
@@ -148,24 +148,17 @@ class Recipe:
         """ValueError where one run would be printed in several cells, for example because rows vary a setting."""
         if "seed" in self.overrides:
             raise ValueError("--set must not change seed; --seeds says how many there are")
-        original = replace(self, overrides={})
-        varied = [name for name in self.overrides if name in original._varied()]
-        if varied or len(self._runs()) < len(original._runs()):
-            raise ValueError(
-                f"--set must not change {', '.join(varied or self.overrides)}: the runs of {self.label} differ in it, "
-                "or in a setting that it makes meaningless, and would be one run in several cells; `sparsesam train` "
-                "makes a run of your own"
-            )
-
-    def _runs(self) -> set[tuple[str, bool]]:
-        return {(self.config(row, column).content_hash, column.is_timed) for row, column in self.cells}
-
-    def _varied(self) -> set[str]:
-        """The settings that runs of the table differ in; runs for times are apart."""
-        groups: dict[bool, list[TrainConfig]] = {}
-        for row, column in self.cells:
-            groups.setdefault(column.is_timed, []).append(self.config(row, column))
-        return {name for name in DEFAULTS for group in groups.values() if len({getattr(x, name) for x in group}) > 1}
+        for timed in (False, True):  # runs for times are apart
+            cells = [cell for cell in self.cells if cell[1].is_timed is timed]
+            planned = [self.at(self.scale).config(*cell) for cell in cells]
+            varied = [name for name in self.overrides if len({getattr(config, name) for config in planned}) > 1]
+            runs = len({config.content_hash for config in planned})
+            if varied or len({self.config(*cell).content_hash for cell in cells}) < runs:
+                raise ValueError(
+                    f"--set must not change {', '.join(varied or self.overrides)}: the runs of {self.label} differ in "
+                    "it, or in a setting that it makes meaningless, and would be one run in several cells; `sparsesam "
+                    "train` makes a run of your own"
+                )
 
     def sweep(self, seeds: Sequence[int]) -> Sweep:
         """All runs; columns that only measure something else of the same runs add none."""
