@@ -1,30 +1,30 @@
 import torch
 from torch import nn
 
-from sparsesam.lab.models import small_cnn, vgg11_bn, vgg11_bn_4096
+from sparsesam.lab.models import build_model, small_cnn
 
 
 def test_small_images_get_one_linear_layer_and_large_ones_the_published_head():
     with torch.device("meta"):
-        small, large = vgg11_bn(), vgg11_bn(1000, image_size=224)
+        small, large = build_model("vgg11-bn"), build_model("vgg11-bn", 1000, image_size=224)
     assert isinstance(small.classifier, nn.Linear)
     assert [layer.out_features for layer in large.classifier if isinstance(layer, nn.Linear)] == [4096, 4096, 1000]
 
 
 def test_has_eight_normalized_convolutions():
     with torch.device("meta"):
-        kinds = [type(module) for module in vgg11_bn().features]
+        kinds = [type(module) for module in build_model("vgg11-bn").features]
     assert kinds.count(nn.Conv2d) == kinds.count(nn.BatchNorm2d) == 8
 
 
 def test_no_pool_is_left_to_shrink_a_single_pixel():
     with torch.device("meta"):
-        assert vgg11_bn(in_channels=1, image_size=8)(torch.empty(2, 1, 8, 8)).shape == (2, 10)
+        assert build_model("vgg11-bn", in_channels=1, image_size=8)(torch.empty(2, 1, 8, 8)).shape == (2, 10)
 
 
 def test_the_published_head_can_be_had_on_small_images():
     with torch.device("meta"):
-        model = vgg11_bn_4096()
+        model = build_model("vgg11-bn-4096")
         layers = [(one.in_features, one.out_features) for one in model.classifier if isinstance(one, nn.Linear)]
         assert model(torch.empty(2, 3, 32, 32)).shape == (2, 10)
     assert layers == [(512, 4096), (4096, 4096), (4096, 10)]

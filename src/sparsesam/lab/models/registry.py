@@ -9,26 +9,32 @@ from functools import partial
 from torch import nn
 
 from sparsesam.integrations.extras import required_by
-from sparsesam.lab.models.resnet import resnet10_small, resnet18, resnet50, wide_resnet
-from sparsesam.lab.models.vgg import small_cnn, vgg11_bn, vgg11_bn_4096, vgg_small
-from sparsesam.lab.models.vit import vit_b_16, vit_one_block_8192, vit_s_16, vit_tiny_small
+from sparsesam.lab.models.resnet import BasicBlock, Bottleneck, resnet, resnet18, wide_resnet
+from sparsesam.lab.models.vgg import small_cnn, vgg
+from sparsesam.lab.models.vit import vit, vit_tiny_small
 from sparsesam.lab.names import accepted, call_function, find_function, look_up, nearest
+
+_VGG11 = ((64,), (128,), (256, 256), (512, 512), (512, 512))
+#: The SSAM paper's, of one very wide block, whose N:M products it times: 1x1 patches, one head, mlp ratio 1. The paper
+#: follows the original design, which has a class token and a projection; its text does not exclude the others.
+_ONE_BLOCK = partial(vit, patch_size=1, dim=8192, depth=1, heads=1, mlp_ratio=1.0)
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet18": resnet18,
-    "resnet50": resnet50,
-    "vgg11-bn": vgg11_bn,
-    "vgg11-bn-4096": vgg11_bn_4096,
+    "resnet50": partial(resnet, Bottleneck, (3, 4, 6, 3)),
+    "vgg11-bn": partial(vgg, _VGG11),
+    "vgg11-bn-4096": partial(vgg, _VGG11, head="4096"),
     "wrn-28-10": partial(wide_resnet, 28, 10),
-    "vit-b-16": vit_b_16,
-    "vit-s-16": vit_s_16,
-    "vit-one-block-8192": vit_one_block_8192,
-    "vit-one-block-8192-mean": partial(vit_one_block_8192, pool="mean"),
-    "vit-one-block-8192-no-projection": partial(vit_one_block_8192, projects=False),
-    "vit-one-block-8192-mean-no-projection": partial(vit_one_block_8192, pool="mean", projects=False),
+    "vit-b-16": partial(vit, patch_size=16, dim=768, depth=12, heads=12),
+    "vit-s-16": partial(vit, patch_size=16, dim=384, depth=12, heads=6),  # Touvron et al. 2021
+    "vit-one-block-8192": _ONE_BLOCK,
+    "vit-one-block-8192-mean": partial(_ONE_BLOCK, pool="mean"),
+    "vit-one-block-8192-no-projection": partial(_ONE_BLOCK, projects=False),
+    "vit-one-block-8192-mean-no-projection": partial(_ONE_BLOCK, pool="mean", projects=False),
+    # Small members of each family, for a laptop's CPU.
     "small-cnn": small_cnn,
-    "resnet10-small": resnet10_small,
-    "vgg-small": vgg_small,
+    "resnet10-small": partial(resnet, BasicBlock, (1, 1, 1, 1), width=16),
+    "vgg-small": partial(vgg, ((16,), (32,), (64, 64), (128,))),
     "wrn-10-2": partial(wide_resnet, 10, 2),
     "vit-tiny-small": vit_tiny_small,
 }

@@ -155,9 +155,3 @@ def wide_resnet(
 
 resnet18 = partial(resnet, BasicBlock, (2, 2, 2, 2))
 """11,173,962 parameters for CIFAR-10, 11,689,512 for ImageNet."""
-
-resnet50 = partial(resnet, Bottleneck, (3, 4, 6, 3))
-"""23,520,842 parameters for CIFAR-10, 25,557,032 for ImageNet."""
-
-resnet10_small = partial(resnet, BasicBlock, (1, 1, 1, 1), width=16)
-"""One block per stage and a quarter of the width: ResNet-18's shape for a laptop's CPU."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Literal
 
 from torch import nn
@@ -48,18 +47,6 @@ def vgg(
         classifier = nn.Sequential(*hidden, nn.Linear(4096, num_classes))
     pool = nn.AdaptiveAvgPool2d(places)
     return he_initialized({"features": features, "pool": pool, "flatten": nn.Flatten(), "classifier": classifier})
-
-
-_ELEVEN = ((64,), (128,), (256, 256), (512, 512), (512, 512))
-
-vgg11_bn = partial(vgg, _ELEVEN)
-"""9,231,114 parameters for CIFAR-10 (one linear layer as head), 132,868,840 for ImageNet."""
-
-vgg11_bn_4096 = partial(vgg, _ELEVEN, head="4096")
-"""The published head on small images too, 512-4096-4096 with dropout: 28,149,514 parameters for CIFAR-10."""
-
-vgg_small = partial(vgg, ((16,), (32,), (64, 64), (128,)))
-"""Five convolutions and at most a quarter of the channels: VGG's shape for a laptop's CPU."""
 
 
 def small_cnn(num_classes: int = 10, in_channels: int = 1) -> nn.Sequential:

@@ -143,19 +143,6 @@ def vit(
     return model
 
 
-vit_b_16 = partial(vit, num_classes=1000, image_size=224, patch_size=16, dim=768, depth=12, heads=12)
-"""ViT-B/16: 86,567,656 parameters for ImageNet."""
-
-vit_s_16 = partial(vit, num_classes=1000, image_size=224, patch_size=16, dim=384, depth=12, heads=6)
-"""ViT-S/16 (Touvron et al. 2021): 22,050,664 parameters for ImageNet."""
-
-vit_one_block_8192 = partial(vit, patch_size=1, dim=8192, depth=1, heads=1, mlp_ratio=1.0)
-"""The SSAM paper's, of one very wide block, whose N:M products it times: 1x1 patches, one head, mlp ratio 1.
-
-The paper follows the original design, which has a class token and a projection; its text does not exclude the others.
-"""
-
-
 def vit_tiny_small(num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Sequential:
     """Four blocks of 96 dimensions, patches of about an eighth of the side, but two pixels: for a laptop's CPU.
 
