@@ -16,7 +16,7 @@ from sparsesam.lab.inspection.convergence import ConvergenceResult
 from sparsesam.lab.inspection.curvature import HessianResult
 from sparsesam.lab.inspection.trained_run import Origin
 from sparsesam.lab.inspection.within_rho import BoundResult, SharpnessResult
-from sparsesam.lab.report.read_run import read_run
+from sparsesam.lab.report.read_run import RunRecord
 
 PROVENANCE = {"cpu": "a chip", "machine": "Linux", "threads": 1, "torch": "2", "python": "3", "commit": "abc"}
 
@@ -53,7 +53,7 @@ def write_run(path, *, accuracy=0.9, seconds=2.0, epochs=3, planned=None, finish
 def write_calibration(folder, runs, seconds):
     """The file that a sweep writes beside its runs."""
     variants = {
-        key(read_run(run).config): {
+        key(RunRecord(run).config): {
             "label": "",
             "seconds_per_step": [one / 10],
             "seconds_per_mask": None,

@@ -2,12 +2,12 @@ import os
 
 import pytest
 
-from sparsesam.lab.report.read_run import find_runs, read_run
+from sparsesam.lab.report.read_run import RunRecord, find_runs
 from tests.lab.report.made_runs import write_analysis, write_run
 
 
 def test_a_finished_run(tmp_path):
-    run = read_run(write_run(tmp_path / "a", optimizer="sam", accuracy=0.8))
+    run = RunRecord(write_run(tmp_path / "a", optimizer="sam", accuracy=0.8))
     assert (run.status, run.reason, run.problems) == ("finished", "", [])
     assert run.measured("test_accuracy") == 0.8
     assert run.curve("test_loss") == pytest.approx({1: 1.2, 2: 0.6, 3: 0.4})
@@ -16,23 +16,23 @@ def test_a_finished_run(tmp_path):
 
 
 def test_a_failed_run_says_why(tmp_path):
-    run = read_run(write_run(tmp_path / "a", failure="DivergedError: the loss is nan"))
+    run = RunRecord(write_run(tmp_path / "a", failure="DivergedError: the loss is nan"))
     assert (run.status, run.reason) == ("failed", "DivergedError: the loss is nan")
 
 
 def test_an_unfinished_run_says_how_far_it_came_and_how_to_go_on(tmp_path):
-    run = read_run(write_run(tmp_path / "a", epochs=2, planned=5, finished=False))
+    run = RunRecord(write_run(tmp_path / "a", epochs=2, planned=5, finished=False))
     assert run.status == "unfinished"
     assert run.reason == f"stopped after epoch 2 of 5; sparsesam train --resume --out {tmp_path / 'a'} continues it"
     (tmp_path / "a" / "running.json").write_text('{"pid": 7, "host": "here"}')
-    assert "process 7 on here is running it, or was killed" in read_run(tmp_path / "a").reason
+    assert "process 7 on here is running it, or was killed" in RunRecord(tmp_path / "a").reason
 
 
 def test_half_a_line_is_noted_and_the_others_are_read(tmp_path):
     path = write_run(tmp_path / "a", finished=False)
     with (path / "records.jsonl").open("a") as file:
         file.write('{"kind": "epoch", "epo')
-    run = read_run(path)
+    run = RunRecord(path)
     assert len(run.epochs) == 3
     assert run.problems == ["records.jsonl: 1 of 5 lines cannot be read (line 5), left out"]
 
@@ -41,7 +41,7 @@ def test_half_a_line_is_noted_and_the_others_are_read(tmp_path):
 def test_records_of_any_kind_are_survived_and_noted(tmp_path, text):
     path = write_run(tmp_path / "a", finished=False)
     (path / "records.jsonl").write_text(text)
-    run = read_run(path)
+    run = RunRecord(path)
     assert (run.status, run.epochs) == ("unfinished", {})
     assert "records.jsonl" in run.problems[0]
 
@@ -50,13 +50,13 @@ def test_records_of_any_kind_are_survived_and_noted(tmp_path, text):
 def test_an_unreadable_result_leaves_an_unfinished_run(tmp_path, text):
     path = write_run(tmp_path / "a")
     (path / "result.json").write_text(text)
-    assert read_run(path).status == "unfinished"
+    assert RunRecord(path).status == "unfinished"
 
 
 def test_settings_that_cannot_be_read_come_from_the_records(tmp_path):
     path = write_run(tmp_path / "a", optimizer="sam")
     (path / "config.yaml").write_text("optimizer: [")
-    run = read_run(path)
+    run = RunRecord(path)
     assert run.config.optimizer == "sam"
     assert "config.yaml cannot be read: while parsing" in run.problems[0]
 
@@ -64,13 +64,13 @@ def test_settings_that_cannot_be_read_come_from_the_records(tmp_path):
 def test_a_run_of_an_older_version_has_today_s_defaults_for_what_it_lacks(tmp_path):
     path = write_run(tmp_path / "a")
     (path / "config.yaml").write_text("optimizer: sam\n")
-    assert read_run(path).config.ascent_every == 1
+    assert RunRecord(path).config.ascent_every == 1
 
 
 def test_settings_of_another_version_are_a_problem(tmp_path):
     path = write_run(tmp_path / "a")
     (path / "config.yaml").write_text("optimizer: sam\ntemperature: 3\n")
-    run = read_run(path)
+    run = RunRecord(path)
     assert (run.status, run.config) == ("finished", None)
     assert "not those of this version of sparsesam: unknown option 'temperature'" in run.problems[0]
 
@@ -79,7 +79,7 @@ def test_a_pipe_in_place_of_the_records_is_not_waited_for(tmp_path):
     path = write_run(tmp_path / "a", finished=False)
     (path / "records.jsonl").unlink()
     os.mkfifo(path / "records.jsonl")
-    assert read_run(path).epochs == {}
+    assert RunRecord(path).epochs == {}
 
 
 def test_analyses_are_read_and_the_unreadable_noted(tmp_path):
@@ -87,14 +87,14 @@ def test_analyses_are_read_and_the_unreadable_noted(tmp_path):
     write_analysis(path, "hessian", {"trace": None})
     (path / "analyses" / "masks.json").write_text("{")
     (path / "analyses" / "bound.json").write_text('{"result": 1}')
-    run = read_run(path)
+    run = RunRecord(path)
     assert list(run.analyses) == ["hessian"]
     assert [problem.partition(" ")[0] for problem in run.problems] == ["analyses/bound.json", "masks.json"]
 
 
 def test_a_directory_of_analyses_alone_is_no_run(tmp_path):
     write_analysis(tmp_path / "theory", "convergence", {})
-    assert read_run(tmp_path / "theory").status == "analyses only"
+    assert RunRecord(tmp_path / "theory").status == "analyses only"
 
 
 def test_runs_are_found_below_a_directory_and_given_themselves(tmp_path):

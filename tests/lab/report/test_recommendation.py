@@ -1,7 +1,7 @@
 import pytest
 
 from sparsesam.lab.report.cost import cost_of, recommend
-from sparsesam.lab.report.read_run import read_run
+from sparsesam.lab.report.read_run import RunRecord
 from sparsesam.lab.report.variants import group_runs
 from tests.lab.report.made_runs import write_run
 
@@ -13,7 +13,7 @@ def recommended(tmp_path, **accuracies):
         for name, values in accuracies.items()
         for seed, accuracy in enumerate(values)
     ]
-    (task,) = group_runs([read_run(path) for path in paths])
+    (task,) = group_runs([RunRecord(path) for path in paths])
     return recommend(task, cost_of(task))
 
 

@@ -15,7 +15,7 @@ from sparsesam.lab.experiment.calibration import SweepCalibration, read_calibrat
 from sparsesam.lab.inspection import Analysis, Measured
 from sparsesam.lab.inspection.trained_run import Origin
 from sparsesam.lab.report.cost import VariantCosts, cost_of
-from sparsesam.lab.report.read_run import RunRecord, find_runs, read_run
+from sparsesam.lab.report.read_run import RunRecord, find_runs
 from sparsesam.lab.report.variants import Task, group_runs
 
 
@@ -32,7 +32,7 @@ class ReportData:
 
     @classmethod
     def read(cls, places: Iterable[str | os.PathLike[str]]) -> ReportData:
-        found = [read_run(path) for path in find_runs(places)]
+        found = [RunRecord(path) for path in find_runs(places)]
         data = cls(found, group_runs(found), problems=[(str(run.path), one) for run in found for one in run.problems])
         for folder in dict.fromkeys(run.path.resolve().parent for run in found):
             try:
