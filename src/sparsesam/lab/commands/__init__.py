@@ -1,6 +1,6 @@
 """The subcommands of ``sparsesam``.
 
-A subcommand is a module here with ``HELP``, ``add_arguments(parser)`` and ``run(options) -> exit code``, and a line
+A subcommand is a module here with ``HELP``, ``add_arguments(parser)`` and ``run(options)``, and a line
 in `COMMANDS`. It is imported only when it is called.
 """
 

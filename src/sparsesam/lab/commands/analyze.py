@@ -43,7 +43,7 @@ def check(arguments: list[str]) -> None:
         raise ValueError(f"unknown analysis {arguments[0]!r}; {nearest(arguments[0], ANALYSES)}")
 
 
-def run(options: Namespace) -> int:
+def run(options: Namespace) -> None:
     if options.plot is not None:
         check_plot(options.plot)
     analysis, on = _from_options(ANALYSES[options.kind], options), _from_options(EvalSettings, options)
@@ -63,7 +63,6 @@ def run(options: Namespace) -> int:
     if options.plot is not None:
         write_plot(analysis.figures(analysis.name, measured), options.plot)
         console.print(f"plot: {options.plot}", soft_wrap=True)
-    return 0
 
 
 @contextmanager

@@ -25,7 +25,7 @@ def add_arguments(parser: Parser) -> None:
     add_settings(parser, leave_out=("out", "resume", "batch_size"))
 
 
-def run(options: Namespace) -> int:
+def run(options: Namespace) -> None:
     check_plot(options.out)
     config, environment = settings_from(options)
     config = replace(config, batch_size=options.images)
@@ -37,4 +37,3 @@ def run(options: Namespace) -> int:
     images = list(denormalize(batch.images, splits.mean, splits.std))
     write_images(images, titles, options.out, columns=math.ceil(math.sqrt(1.5 * len(images))))
     print(f"{plural(len(titles), 'image')} of {splits.name}: {options.out}")
-    return 0

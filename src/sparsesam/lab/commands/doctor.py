@@ -36,12 +36,11 @@ def add_arguments(parser: Parser) -> None:
     pass
 
 
-def run(options: Namespace | None = None) -> int:
+def run(options: Namespace | None = None) -> None:
     for title, lines in (("Versions", installed_versions()), ("Devices", devices()), ("Fast paths", fast_paths())):
         print(title)
         for name, text in lines.items():
             print(f"  {name:<22} {text}")
-    return 0
 
 
 def installed_versions() -> dict[str, str]:

@@ -31,7 +31,7 @@ def load_trained(options: Namespace, **more: Any) -> TrainedRun:
     return load_run(options.run, weights=Path(options.weights), **more)
 
 
-def run(options: Namespace) -> int:
+def run(options: Namespace) -> None:
     trained = load_trained(options, data_dir=options.data_dir, device=options.accelerator)
     if options.split == "val" and trained.config.val_size is None:
         raise ValueError(f"{options.run} has no validation images (val_size); evaluate it on the test images")
@@ -40,4 +40,3 @@ def run(options: Namespace) -> int:
     loss, correct, images = loss_and_accuracy(trained.model, batches.evaluation(options.split), fabric).tolist()
     measured = f"accuracy {correct / images:.2%}, loss {loss / images:.4f}, {plural(int(images), 'image')}"
     print(f"{options.split} {measured}; {trained.file}")
-    return 0

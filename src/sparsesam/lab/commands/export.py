@@ -21,7 +21,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--weights", type=str, default="best", help=WEIGHTS)
 
 
-def run(options: Namespace) -> int:
+def run(options: Namespace) -> None:
     out: Path = options.out
     if out.suffix not in FORMATS:
         raise ValueError(f"--out must end in {', '.join(FORMATS)}, got {out}")
@@ -29,16 +29,11 @@ def run(options: Namespace) -> int:
     tensors = trained.weights
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".safetensors":
-        _write_safetensors(tensors, out, {"model": trained.config.model, "dataset": trained.config.dataset})
+        with required_by(str(out), "safetensors"):
+            from safetensors.torch import save_file
+        # Tensors that share memory are refused by safetensors.
+        separate = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+        save_file(separate, out, metadata={"model": trained.config.model, "dataset": trained.config.dataset})
     else:
         torch.save(tensors, out)
     print(f"{plural(sum(tensor.numel() for tensor in tensors.values()), 'number')}: {out}")
-    return 0
-
-
-def _write_safetensors(tensors: dict[str, torch.Tensor], out: Path, metadata: dict[str, str]) -> None:
-    with required_by(str(out), "safetensors"):
-        from safetensors.torch import save_file
-    # Tensors that share memory are refused by safetensors.
-    separate = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-    save_file(separate, out, metadata=metadata)

@@ -42,10 +42,10 @@ def add_arguments(parser: Parser) -> None:
     add_execution(parser)
 
 
-def run(options: Namespace) -> int:
+def run(options: Namespace) -> None:
     if options.action == "list":
         Console(highlight=False).print(_list())
-        return 0
+        return
     if options.name is None:
         raise ValueError(f"`paper {options.action}` needs a table or figure; `sparsesam paper list` names them")
     chosen = recipe(options.name).at(options.scale, overrides(options.set))
@@ -58,7 +58,6 @@ def run(options: Namespace) -> int:
         _dry_run(runs, seeds, options.tflops)
     else:
         _run(runs, options, out)
-    return 0
 
 
 def _run(runs: TrainedRecipe, options: Namespace, out: Path) -> None:

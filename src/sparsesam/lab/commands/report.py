@@ -22,7 +22,6 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--figures", type=Path | None, default=None, help=text)
 
 
-def run(options: Namespace) -> int:
+def run(options: Namespace) -> None:
     data = write_report(options.runs, options.out, title=options.title, figures=options.figures, bounds=options.bounds)
     print(f"{options.out}: {data.count()}")
-    return 0

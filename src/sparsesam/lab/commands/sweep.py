@@ -49,7 +49,7 @@ def add_execution(parser: Parser) -> None:
     parser.add_argument("--data-dir", type=Path | None, default=None, help="where the data set's files are")
 
 
-def run(options: Namespace) -> int:
+def run(options: Namespace) -> None:
     environment = _environment(options)
     sweep = read_sweep(options.file, overrides=overrides(options.set), seeds=options.seeds)
     out = options.out or Path("runs") / Path(options.file).stem
@@ -57,7 +57,7 @@ def run(options: Namespace) -> int:
     calibration = None if options.no_calibration else _calibration(jobs, environment, out)
     execute(jobs, options, lambda: sweep_table(sweep.title, jobs, calibration), calibration=calibration)
     print(f"runs: {out}")
-    return report_failures(jobs)
+    report_failures(jobs)
 
 
 def execute(
@@ -99,13 +99,12 @@ def _calibration(jobs: Sequence[Job], environment: RunEnvironment, out: Path) ->
         return calibrate(jobs, environment, out)
 
 
-def report_failures(jobs: Sequence[Job]) -> int:
+def report_failures(jobs: Sequence[Job]) -> None:
     failed = {job.directory: failure for job in jobs if (failure := job.failure) is not None}
     for directory, failure in failed.items():
         print(f"failed: {directory}: {failure}")
     if failed:
         raise RunError(f"{len(failed)} of {plural(len(jobs), 'run')} failed; --retry runs what failed again")
-    return 0
 
 
 def overrides(given: Sequence[str]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def add_arguments(parser: Parser) -> None:
     add_settings(parser)
 
 
-def run(options: Namespace) -> int:
+def run(options: Namespace) -> None:
     if getattr(options, "resume", False):  # with the settings of the run, which need not be repeated
         if not hasattr(options, "out"):
             raise ValueError("--resume needs --out, the directory of the run to continue")
@@ -34,7 +34,6 @@ def run(options: Namespace) -> int:
         f"epoch {result.best_epoch}, chosen on {chosen} images; "
         f"{result.seconds:.1f} s of training; {environment.directory(config)}"
     )
-    return 0
 
 
 def under_torchrun(environment: RunEnvironment, variables: Mapping[str, str] = os.environ) -> RunEnvironment:
