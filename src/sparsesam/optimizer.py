@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import nn
 from torch.optim import Optimizer
 
 from sparsesam.ascent.plan import Norm
+from sparsesam.masks.checks import check_choice
 from sparsesam.masks.mask import MaskRule
 from sparsesam.schedules import RhoSchedule
 from sparsesam.settings import AscentScope, OffSteps, Settings, require_mask_rule
 from sparsesam.sharpness_aware import SharpnessAware
+
+SAMAscent = Literal["explicit", "momentum", "momentum-climbing"]
+SSAMAscent = Literal["explicit", "implicit", "implicit-dense", "momentum", "momentum-climbing"]
 
 
 class SAM(SharpnessAware):
@@ -63,7 +67,7 @@ class SAM(SharpnessAware):
         *,
         adaptive: bool | Literal["all"] = False,
         eta: float = 0.01,
-        ascent: Literal["explicit", "momentum", "momentum-climbing"] = "explicit",
+        ascent: SAMAscent = "explicit",
         rho_schedule: RhoSchedule | None = None,
         every: int = 1,
         off_steps: OffSteps = "skip",
@@ -72,6 +76,7 @@ class SAM(SharpnessAware):
         ascent_scope: AscentScope = "global",
         engine: bool = True,
     ) -> None:
+        check_choice("ascent", ascent, get_args(SAMAscent))
         settings = Settings(
             norm="full",
             ascent=ascent,
@@ -123,7 +128,7 @@ class SSAM(SharpnessAware):
         adaptive: bool | Literal["all"] = False,
         eta: float = 0.01,
         norm: Norm = "full",
-        ascent: Literal["explicit", "implicit", "implicit-dense", "momentum", "momentum-climbing"] = "explicit",
+        ascent: SSAMAscent = "explicit",
         rho_schedule: RhoSchedule | None = None,
         every: int = 1,
         off_steps: OffSteps = "skip",
@@ -133,6 +138,7 @@ class SSAM(SharpnessAware):
         engine: bool = True,
     ) -> None:
         require_mask_rule(mask)
+        check_choice("ascent", ascent, get_args(SSAMAscent))
         settings = Settings(
             norm=norm,
             ascent=ascent,

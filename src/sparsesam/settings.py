@@ -39,7 +39,6 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_choice("norm", self.norm, get_args(Norm))
-        check_choice("ascent", self.ascent, get_args(Ascent))
         check_choice("ascent_scope", self.ascent_scope, get_args(AscentScope))
         check_choice("off_steps", self.off_steps, get_args(OffSteps))
         check_count("every", self.every, "1 perturbs in every step")
