@@ -16,7 +16,6 @@ from torch import Tensor
 from sparsesam.ascent.first_pass import FirstPass
 from sparsesam.ascent.old_gradient import OldGradient
 from sparsesam.ascent.perturbation.explicit import is_usable
-from sparsesam.ascent.perturbation.extrapolation import TrackedWeights, tracked_weights
 from sparsesam.ascent.perturbation.pieces import Target
 from sparsesam.ascent.plan import ONE_PASS
 from sparsesam.ascent.report import explicit_after_all
@@ -215,7 +214,7 @@ class Step:
             self.masks = context.masks_of(self.params)
         if context.extrapolation is not None:
             is_moved = context.extrapolation.move(self._tracked)
-            context.counters.skipped_ascents += not is_moved and any(group.steps_ahead for group in self._tracked)
+            context.counters.skipped_ascents += not is_moved and any(target.rho for target in self._tracked)
             return
         directions = context.directions(self.params)
         targets = [self._target(one, directions[one.name]) for one in self.params if one.name in directions]
@@ -266,16 +265,15 @@ class Step:
         return Target(one.name, weight, direction, mask, -one.rho if is_reversed else one.rho, one.eta)
 
     @cached_property
-    def _tracked(self) -> list[TrackedWeights]:
+    def _tracked(self) -> list[Target]:
         """Those of the last step, if it had the same parameters, options and masks."""
         context = self.context
         params, masks, tracked = context.tracked
         rhos = (group.get(option_keys(context.base)["rho"]) for group in context.base.param_groups)
         may_change_in_place = self.params.shards is not None or any(isinstance(rho, Tensor) for rho in rhos)
         if params is not self.params or masks is not context.masks.masks or may_change_in_place:
-            tracked = tracked_weights(
-                (one.name, local_part(one.parameter), self.masks[one.name], float(one.rho)) for one in self.params
-            )
+            targets = (self._target(one, one.parameter) for one in self.params)
+            tracked = [target for target in targets if target.mask is None or not target.mask.is_empty]
             context.tracked = self.params, context.masks.masks, tracked
         return tracked
 

@@ -10,8 +10,9 @@ from torch.optim import Optimizer
 
 from sparsesam.ascent.engine import Engine
 from sparsesam.ascent.perturbation.explicit import Perturbation
-from sparsesam.ascent.perturbation.extrapolation import Extrapolation, TrackedWeights
+from sparsesam.ascent.perturbation.extrapolation import Extrapolation
 from sparsesam.ascent.perturbation.momentum import momentum_of, require_momentum
+from sparsesam.ascent.perturbation.pieces import Target
 from sparsesam.ascent.plan import ONE_PASS
 from sparsesam.ascent.rng import RNGState
 from sparsesam.ascent.statistics import statistics_versions
@@ -44,7 +45,7 @@ class StepContext:
         self.last_ascent_norm: float | Tensor | None = None
         self.is_joining = False  # within torch's Join, where ranks answer no collectives but those of DDP
         #: What the last step extrapolated, and the parameters and masks that this was made from.
-        self.tracked: tuple[PerturbedParams | None, Any, list[TrackedWeights]] = (None, None, [])
+        self.tracked: tuple[PerturbedParams | None, Any, list[Target]] = (None, None, [])
         self._statistics: list[int] | None = None
         self.note_statistics()
         self._warned: set[str] = set()

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import sparsesam
-from sparsesam.ascent.perturbation.extrapolation import Extrapolation, tracked_weights
+from sparsesam.ascent.perturbation.extrapolation import Extrapolation
+from sparsesam.ascent.perturbation.pieces import Target
 from sparsesam.masks.packed import PackedMask
 from tests import cases
 
@@ -202,11 +203,11 @@ def test_a_cleared_gradient_is_not_kept():
 
 def test_memory_is_kept_for_the_perturbed_entries_only():
     weight, mask = torch.randn(8, 6), torch.arange(48).view(8, 6) % 4 == 0
-    tracked = tracked_weights([("w", weight, PackedMask.pack(mask), 5.0)])
+    targets = [Target("w", weight, weight, PackedMask.pack(mask), 5.0, None)]
     extrapolation = Extrapolation()
-    extrapolation.hold(tracked)
+    extrapolation.hold(targets)
     weight += 1
-    extrapolation.record(tracked)
+    extrapolation.record(targets)
     assert {name: back.numel() for name, back in extrapolation.back.items()} == {"w": 12}
 
 
