@@ -122,7 +122,7 @@ def extrapolated_length(optimizer: object) -> float | None:
     """||e|| of the coming step, where it is a number of last updates."""
     if not isinstance(optimizer, sparsesam.ExtrapolatedSAM):
         return None
-    updates = (optimizer._saved_state().back or {}).values()
+    updates = (optimizer._context.saved.back or {}).values()
     steps = float(optimizer.param_groups[0]["rho"])
     return steps * float(torch.stack([update.norm() for update in updates]).norm()) if updates else None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -10,31 +9,26 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from sparsesam.ascent.perturbation.momentum import require_momentum_setting
 from sparsesam.closures import run_closure, run_empty_closure
 from sparsesam.distributed import as_shard_of
 from sparsesam.masks.mask import MaskRule
-from sparsesam.masks.state import MaskState
-from sparsesam.parameters import check_model, named, scale_rho
+from sparsesam.parameters import check_model, scale_rho
 from sparsesam.saved_state import SavedState
 from sparsesam.settings import Settings, StepKind
 from sparsesam.step import Phase, Step
-from sparsesam.step_context import StepContext
 from sparsesam.wrapper import OptimizerWrapper, inside_wrappers
 
 
 class SharpnessAware(OptimizerWrapper):
     """The two-phase step. `SAM` and `SSAM` are the ones to use; see their docstrings."""
 
-    settings: Settings
     #: For trainers whose closure adds to the gradients of earlier micro-batches. In the second pass gradients start
     #: from zero: their closure must run the earlier micro-batches again there. Any other such closure is refused.
     closure_accumulates: bool = False
 
-    _context: StepContext
     _step: Step | None  # the one that is under way
 
     def __init__(
@@ -51,12 +45,10 @@ class SharpnessAware(OptimizerWrapper):
         check_model(model)
         settings.check_model(model)
         settings.check_mask(mask)
-        super().__init__(base, model, {"rho": rho, "adaptive": adaptive, "eta": eta, "perturb": True})
+        options = {"rho": rho, "adaptive": adaptive, "eta": eta, "perturb": True}
+        super().__init__(base, model, settings, mask, options)
         if settings.follows_momentum:
             require_momentum_setting(base)
-        self.settings = settings
-        self._wrapped: weakref.ref[nn.Module] | None = weakref.ref(model)
-        self._start(SavedState(MaskState(mask)))
 
     # ---- what the user sees ------------------------------------------------------------------------------
 
@@ -87,11 +79,6 @@ class SharpnessAware(OptimizerWrapper):
             return {p.name: torch.ones_like(p.parameter, dtype=torch.bool) for p in self._perturbed_params()}
         masks, parameters = self._context.masks.masks or {}, self._parameters
         return {name: as_shard_of(parameters[name], mask.unpack()) for name, mask in masks.items()}
-
-    @property
-    def mask(self) -> MaskRule | None:
-        """The rule that the masks come from."""
-        return self._context.masks.rule
 
     @property
     def sparsity(self) -> float | None:
@@ -267,35 +254,16 @@ class SharpnessAware(OptimizerWrapper):
             )
         return switch
 
-    # ---- checkpoints and copies --------------------------------------------------------------------------
-
-    def _saved_state(self) -> SavedState:
-        return self._context.saved
+    # ---- a step ------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         if self.is_perturbed:
             raise RuntimeError("an optimizer cannot be copied inside perturbed(): its weights are at w + e")
-        kept = {key: self.__dict__[key] for key in ("base", "model", "defaults", "settings")}
-        return {**kept, "saved": self._saved_state()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        saved = state.pop("saved")
-        super().__setstate__(state)
-        self._names = named(self.model, self.base)
-        self._wrapped = None  # a copy belongs to the copied model, whatever that will be wrapped in
-        self._start(saved)
+        return super().__getstate__()
 
     def _start(self, saved: SavedState) -> None:
-        """Everything that belongs to one process: a copy or a loaded checkpoint begins here too."""
-        wrapped = None if self._wrapped is None else self._wrapped()
+        super()._start(saved)
         self._step = None
-        self._context = StepContext(self.model, self.base, self.settings, saved, wrapped or self.model)
-
-    # ---- a step ------------------------------------------------------------------------------------------
-
-    @property
-    def _ddp(self) -> DistributedDataParallel | None:
-        return self._context.engine.ddp
 
     @property
     def _kind(self) -> StepKind:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import warnings
-from abc import abstractmethod
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from sparsesam.checkpoint import OWN, SharedState, split_own, with_own
@@ -20,6 +21,8 @@ from sparsesam.masks.state import MaskState
 from sparsesam.parameters import check_base, check_call, check_group, named, option_keys, unwrap
 from sparsesam.perturbed_params import PerturbedParams
 from sparsesam.saved_state import SavedState, check_state_dict
+from sparsesam.settings import Settings
+from sparsesam.step_context import StepContext
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 #: The options of the last wrapper around a base. One that is made later (a notebook's cell is run again) replaces them,
@@ -47,6 +50,9 @@ class OptimizerWrapper(Optimizer, JoinableOptimizer):
     ``param_groups`` and ``state`` are the base optimizer's own, so a scheduler may drive either of the two.
     """
 
+    settings: Settings
+    _context: StepContext
+    _wrapped: weakref.ref[nn.Module] | None = None  # the model as it was given, maybe a DistributedDataParallel
     _params: PerturbedParams | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> OptimizerWrapper:  # (typing.Self needs Python 3.11)
@@ -57,7 +63,9 @@ class OptimizerWrapper(Optimizer, JoinableOptimizer):
     def _check_call(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         check_call(cls.__name__, args, kwargs)
 
-    def __init__(self, base: Optimizer, model: nn.Module, options: dict[str, Any]) -> None:
+    def __init__(
+        self, base: Optimizer, model: nn.Module, settings: Settings, mask: MaskRule | None, options: dict[str, Any]
+    ) -> None:
         check_base(base)
         if isinstance(base, OptimizerWrapper):
             raise TypeError(f"base must be a plain optimizer, got {type(base).__name__}; wrap its base instead")
@@ -66,8 +74,7 @@ class OptimizerWrapper(Optimizer, JoinableOptimizer):
         keys = option_keys(base)
         own = {keys[option]: value for option, value in options.items()}
         self.defaults = {**base.defaults, **own}
-        # torch's own hooks; its __init__ would make a second set of parameter groups.
-        OptimizerWrapper.__setstate__(self, {})
+        self._init_bases({})
         earlier = base.__dict__.get(_WRAPPED_WITH, {})
         for group in base.param_groups:
             for key, value in earlier.items():
@@ -80,23 +87,38 @@ class OptimizerWrapper(Optimizer, JoinableOptimizer):
         self._keep_place()
         self._names = named(self.model, base)
         refuse_fsdp1(self._names)
+        self.settings = settings
+        self._wrapped = weakref.ref(model)
+        self._start(SavedState(MaskState(mask)))
 
-    @property
-    @abstractmethod
-    def mask(self) -> MaskRule | None:
-        """The rule that the masks come from."""
-
-    @abstractmethod
-    def _saved_state(self) -> SavedState:
-        """What a checkpoint holds beside the base optimizer's state."""
-
-    @abstractmethod
-    def _start(self, saved: SavedState) -> None:
-        """Go on from there."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def _init_bases(self, state: dict[str, Any]) -> None:
+        """torch's hooks; the __init__ of an Optimizer would make a second set of parameter groups."""
         Optimizer.__setstate__(self, state)
         JoinableOptimizer.__init__(self)
+
+    def _start(self, saved: SavedState) -> None:
+        """Everything that belongs to one process: a copy or a loaded checkpoint begins here too."""
+        wrapped = None if self._wrapped is None else self._wrapped()
+        self._context = StepContext(self.model, self.base, self.settings, saved, wrapped or self.model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {key: self.__dict__[key] for key in ("base", "model", "defaults", "settings")}
+        return {**kept, "saved": self._context.saved}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        saved = state.pop("saved")
+        self._init_bases(state)
+        self._names = named(self.model, self.base)
+        self._start(saved)
+
+    @property
+    def mask(self) -> MaskRule | None:
+        """The rule that the masks come from."""
+        return self._context.masks.rule
+
+    @property
+    def _ddp(self) -> DistributedDataParallel | None:
+        return self._context.engine.ddp
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -134,7 +156,7 @@ class OptimizerWrapper(Optimizer, JoinableOptimizer):
         """The base optimizer's checkpoint with our values and tensors in it; safe for ``weights_only=True``."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        values, tensors = self._saved_state().state_dict({p.name: p.parameter for p in self._perturbed_params()})
+        values, tensors = self._context.saved.state_dict({p.name: p.parameter for p in self._perturbed_params()})
         state = with_own(self.base.state_dict(), {**values, "names": self._names_in_order}, tensors)
         for after in self._optimizer_state_dict_post_hooks.values():
             state = after(self, state) or state
@@ -153,7 +175,7 @@ class OptimizerWrapper(Optimizer, JoinableOptimizer):
                 stacklevel=2,
             )
         else:
-            check_state_dict(own, tensors, self._saved_state(), self.model)
+            check_state_dict(own, tensors, self._context.saved, self.model)
         # A scheduled rho begins again where it began.
         keys = option_keys(self.base).values()
         options = [{key: group.get(f"initial_{key}", group[key]) for key in keys} for group in self.param_groups]

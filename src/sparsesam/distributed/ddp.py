@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +28,9 @@ def invalidates_graphs(ddp: DistributedDataParallel) -> bool:
     return torch.__version__ < "2.11" and bool(ddp.broadcast_buffers) and any(True for _ in ddp.module.buffers())
 
 
-@contextmanager
-def unsynchronized(ddp: DistributedDataParallel | None) -> Iterator[None]:
-    """Within the block gradients stay local, as in ``ddp.no_sync()``."""
-    if ddp is None:
-        yield
-        return
-    with ddp.no_sync():
-        yield
+def unsynchronized(ddp: DistributedDataParallel | None) -> AbstractContextManager[None]:
+    """Within the block gradients stay local."""
+    return nullcontext() if ddp is None else ddp.no_sync()
 
 
 def average_gradients(ddp: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:

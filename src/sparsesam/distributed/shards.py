@@ -218,13 +218,6 @@ def _is_first_copy(own: DeviceMesh, mesh: DeviceMesh) -> bool:
     """Whether this rank is at 0 in those dimensions of the large mesh that a parameter's own does not have."""
     if own.size() == mesh.size():
         return True
-    ranks = set(own.mesh.flatten().tolist())
-    places = torch.tensor([place for place in _places(mesh) if int(mesh.mesh[place]) in ranks])
+    places = torch.isin(mesh.mesh, own.mesh).nonzero()
     fixed = places.amax(0) == places.amin(0)
     return all(place == 0 or not bool(stays) for place, stays in zip(_coordinate(mesh), fixed, strict=True))
-
-
-def _places(mesh: DeviceMesh) -> list[tuple[int, ...]]:
-    return [
-        tuple(place) for place in torch.cartesian_prod(*map(torch.arange, mesh.mesh.shape)).view(-1, mesh.ndim).tolist()
-    ]
