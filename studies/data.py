@@ -7,7 +7,7 @@ once. The test images of one are never in the other.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -20,41 +20,27 @@ from sparsesam.lab.data import Labelled, Splits, load_dataset
 _FASHION = Path("/usr/share/datasets/fashion-mnist")
 
 
-def digits_validation(data_dir: Path | None) -> Splits:
-    return _digits(slice(0, 297))
-
-
-def digits_test(data_dir: Path | None) -> Splits:
-    return _digits(slice(297, None))
-
-
-def fashion_validation(data_dir: Path | None) -> Splits:
-    return _fashion(data_dir, final=False)
-
-
-def fashion_test(data_dir: Path | None) -> Splits:
-    return _fashion(data_dir, final=True)
-
-
-def cifar_validation(data_dir: Path | None) -> Splits:
-    return _subset(_half_size("cifar10", data_dir), train=4000, validation=2000, final=False)
-
-
-def cifar_test(data_dir: Path | None) -> Splits:
-    return _subset(_half_size("cifar10", data_dir), train=4000, validation=2000, final=True)
-
-
-def _digits(part: slice) -> Splits:
+def _digits(data_dir: Path | None, *, final: bool) -> Splits:
     """1000 for training; of the other 797, the first 297 for validation and 500 for the test."""
     whole = load_dataset("digits")
     assert isinstance(whole, Splits)
-    order = _order(len(whole.test.labels))[part]
-    return replace(whole, test=Labelled(*(tensor[order] for tensor in whole.test)))
+    order = _order(len(whole.test.labels))
+    chosen = order[297:] if final else order[:297]
+    return replace(whole, test=Labelled(*(tensor[chosen] for tensor in whole.test)))
 
 
 def _fashion(data_dir: Path | None, *, final: bool) -> Splits:
     place = data_dir or (_FASHION if _FASHION.is_dir() else None)
     return _subset(_half_size("fashion-mnist", place), train=1500, validation=2000, final=final)
+
+
+def _cifar(data_dir: Path | None, *, final: bool) -> Splits:
+    return _subset(_half_size("cifar10", data_dir), train=4000, validation=2000, final=final)
+
+
+digits_validation, digits_test = partial(_digits, final=False), partial(_digits, final=True)
+fashion_validation, fashion_test = partial(_fashion, final=False), partial(_fashion, final=True)
+cifar_validation, cifar_test = partial(_cifar, final=False), partial(_cifar, final=True)
 
 
 def _subset(whole: Splits, *, train: int, validation: int, final: bool) -> Splits:

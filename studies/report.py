@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -118,91 +119,90 @@ def share_with_interval(mean: Mean) -> str:
     return f"{mean.value:.1f} ± {mean.interval:.1f}"
 
 
+def table(headings: str, rows: Iterable[Sequence[object]]) -> list[str]:
+    """Markdown; nothing where there are no rows."""
+    lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
+    return [f"| {headings} |", "|---" * (1 + headings.count("|")) + "|", *lines] if lines else []
+
+
 def accuracy_table(results: Results) -> list[str]:
-    lines = [
-        "| method | test accuracy | n | tuned | passes | time / SGD |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for method in results.methods():
-        mean = results.mean(method)
-        cost = results.shown_cost(method)
-        lines.append(
-            f"| {method} | {share_with_interval(mean)} | {mean.count} | {results.strength(method)} "
-            f"| {results.passes(method):.2f} | {cost} |"
-        )
-    return lines
+        mean, passes = results.mean(method), f"{results.passes(method):.2f}"
+        accuracy, cost = share_with_interval(mean), results.shown_cost(method)
+        rows.append((method, accuracy, mean.count, results.strength(method), passes, cost))
+    return table("method | test accuracy | n | tuned | passes | time / SGD", rows)
 
 
 def bar_table(every: list[Results]) -> list[str]:
     """How close the one pass comes to SAM, against SAM's standard error."""
-    lines = [
-        "| task | n | SGD | SAM | one pass | SAM's standard error | one pass - SAM, seed by seed | share of SAM's gain "
-        "| time / SGD | within one standard error |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for results in every:
         if not {"SGD", "SAM", ONE_PASS} <= set(results.methods()):
             continue
-        sgd, sam, ours = (results.mean(name) for name in ("SGD", "SAM", ONE_PASS))
-        difference = paired(results.accuracy[ONE_PASS], results.accuracy["SAM"])
-        gain = sam.value - sgd.value
-        share = (
-            f"{100 * (ours.value - sgd.value) / gain:.0f} %" if gain > 2 * sam.standard_error else "no gain to share"
+        means = [results.mean(name) for name in ("SGD", "SAM", ONE_PASS)]
+        sgd, sam, ours = means
+        gain, share = sam.value - sgd.value, "no gain to share"
+        if gain > 2 * sam.standard_error:
+            share = f"{100 * (ours.value - sgd.value) / gain:.0f} %"
+        rows.append(
+            (
+                *(results.title, ours.count, *(f"{mean.value:.1f}" for mean in means), f"{sam.standard_error:.2f}"),
+                *(paired(results.accuracy[ONE_PASS], results.accuracy["SAM"]), share, results.shown_cost(ONE_PASS)),
+                "yes" if ours.value >= sam.value - sam.standard_error else "no",
+            )
         )
-        reached = "yes" if ours.value >= sam.value - sam.standard_error else "no"
-        lines.append(
-            f"| {results.title} | {ours.count} | {sgd.value:.1f} | {sam.value:.1f} | {ours.value:.1f} "
-            f"| {sam.standard_error:.2f} | {difference.value:+.1f} ± {difference.interval:.1f} | {share} "
-            f"| {results.shown_cost(ONE_PASS)} | {reached} |"
-        )
-    return lines
+    return table(
+        "task | n | SGD | SAM | one pass | SAM's standard error | one pass - SAM, seed by seed | share of SAM's gain "
+        "| time / SGD | within one standard error",
+        rows,
+    )
 
 
 def ordering_table(every: list[Results]) -> list[str]:
-    lines = ["| task | claim | difference, points | n | verdict |", "|---|---|---|---|---|"]
+    rows = []
     for claim, better, worse, equal_within in ORDERINGS:
         for results in every:
             if min(len(results.accuracy[better]), len(results.accuracy[worse])) < 5:
                 continue
             difference = paired(results.accuracy[better], results.accuracy[worse])
             told = verdict(difference, within=equal_within, one_sided=">=" in claim)
-            lines.append(
-                f"| {results.tasks[0].name} | {claim} | {difference.value:+.1f} ± {difference.interval:.1f} "
-                f"| {difference.count} | {told} |"
-            )
-    return lines
+            rows.append((results.tasks[0].name, claim, difference, difference.count, told))
+    return table("task | claim | difference, points | n | verdict", rows)
+
+
+def by_value(accuracies: Mapping[float, float]) -> str:
+    return ", ".join(f"{value:g}: {100 * accuracy:.1f}" for value, accuracy in accuracies.items())
 
 
 def strength_table(results: Results) -> list[str]:
     """Validation accuracy by strength."""
-    lines = ["| method | tuned | validation accuracy by value |", "|---|---|---|"]
+    rows = []
     for task in results.tasks:
         for method in task.names:
             found = task.tuned(method, results.records)
             if found is not None:
-                shown = ", ".join(f"{value:g}: {100 * accuracy:.1f}" for value, accuracy in found.items())
-                lines.append(f"| {method} | {task.axis(method)[0].replace('_', ' ')} | {shown} |")
-    return lines
+                rows.append((method, task.axis(method)[0].replace("_", " "), by_value(found)))
+    return table("method | tuned | validation accuracy by value", rows)
 
 
 def length_table(every: list[Results]) -> list[str]:
     """How long the perturbation of the best extrapolation is, beside the best rho of the others."""
-    lines = [
-        "| task | SAM's rho | Momentum-SAM's rho | steps ahead | length, first third of training "
-        "| length / SAM's rho |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for results in every:
         if not {"SAM", ONE_PASS} <= set(results.methods()):
             continue
         best = {name: _best(results, name) for name in ("SAM", "Momentum-SAM", ONE_PASS)}
         chosen = [r["perturbation"] for r in results.chosen if r["method"] == ONE_PASS]
         early = fmean(fmean(lengths[: max(1, len(lengths) // 3)]) for lengths in chosen)
-        shown = " | ".join("–" if value is None else f"{value:g}" for value in best.values())
+        shown = ["–" if value is None else f"{value:g}" for value in best.values()]
         rho = best["SAM"]
         assert rho is not None
-        lines.append(f"| {results.title} | {shown} | {early:.2g} | {early / rho:.0f} |")
-    return lines
+        rows.append((results.title, *shown, f"{early:.2g}", f"{early / rho:.0f}"))
+    return table(
+        "task | SAM's rho | Momentum-SAM's rho | steps ahead | length, first third of training | length / SAM's rho",
+        rows,
+    )
 
 
 def _best(results: Results, method: str) -> float | None:
@@ -210,50 +210,47 @@ def _best(results: Results, method: str) -> float | None:
     return None if task is None else task.best(method, results.records)
 
 
+def one_pass_tasks(folder: Path) -> Iterator[tuple[str, Task, list[Record], dict[float, float]]]:
+    """Title, task, records, and validation accuracy by the number of steps ahead."""
+    for name in task_names():
+        task, records = read_task(name), read(folder / f"{name}.jsonl")
+        found = task.tuned(ONE_PASS, records) if ONE_PASS in task.names else None
+        if found is not None:
+            yield task.content["title"].replace("how far ahead", "digits, 30 % wrong"), task, records, found
+
+
 def ahead_table(folder: Path) -> list[str]:
     """Validation accuracy by the number of steps ahead, when one thing about a training changes."""
-    rows = []
-    for name in task_names():
-        task = read_task(name)
-        found = task.tuned(ONE_PASS, read(folder / f"{name}.jsonl")) if ONE_PASS in task.names else None
-        if found is not None:
-            best = max(found, key=lambda value: found[value])
-            shown = ", ".join(f"{value:g}: {100 * accuracy:.1f}" for value, accuracy in found.items())
-            title = task.content["title"].replace("how far ahead", "digits, 30 % wrong")
-            rows.append(f"| {title} | {best:g} | {shown} |")
-    return ["| training | best | validation accuracy by steps ahead |", "|---|---|---|", *rows] if rows else []
+    rows = [
+        (title, f"{max(steps, key=steps.__getitem__):g}", by_value(steps))
+        for title, _, _, steps in one_pass_tasks(folder)
+    ]
+    return table("training | best | validation accuracy by steps ahead", rows)
 
 
 def default_table(folder: Path) -> list[str]:
     """Validation accuracy of strengths that nobody tuned, against the best number of steps."""
-    lines = [
-        "| task | best number of steps | 10 steps | 40 steps | 60 steps | length 3 | length 4.5 |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name in task_names():
-        task, records = read_task(name), read(folder / f"{name}.jsonl")
-        steps = task.tuned(ONE_PASS, records) if ONE_PASS in task.names else None
+    rows = []
+    for title, task, records, steps in one_pass_tasks(folder):
         untuned, by_length = (task.tuned(method, records) or {} for method in (UNTUNED, BY_LENGTH))
-        if steps is None or not (untuned or by_length or 60 in steps):
+        if not (untuned or by_length or 60 in steps):
             continue
-        best = max(steps, key=lambda value: steps[value])
+        best = max(steps, key=steps.__getitem__)
         every = {**steps, **untuned}
         found = [*(every.get(number) for number in (10, 40, 60)), *(by_length.get(length) for length in (3, 4.5))]
-        shown = " | ".join("–" if value is None else f"{100 * (value - steps[best]):+.1f}" for value in found)
-        title = task.content["title"].replace("how far ahead", "digits, 30 % wrong")
-        lines.append(f"| {title} | {best:g}: {100 * steps[best]:.1f} | {shown} |")
-    return lines
+        shown = ["–" if value is None else f"{100 * (value - steps[best]):+.1f}" for value in found]
+        rows.append((title, f"{best:g}: {100 * steps[best]:.1f}", *shown))
+    return table("task | best number of steps | 10 steps | 40 steps | 60 steps | length 3 | length 4.5", rows)
 
 
 def flatness_table(results: Results) -> list[str]:
-    lines = ["| method | λ₁ | rise of the loss within 0.5 | training loss | n |", "|---|---|---|---|---|"]
+    rows = []
     for method in results.methods():
         own = [r for r in results.chosen if r["method"] == method and "lambda_1" in r]
         if own:
             columns = [Mean.of([r[key] for r in own]) for key in ("lambda_1", "sharpness", "train_loss_at_w")]
-            shown = " | ".join(f"{column.value:.3g} ± {column.interval:.2g}" for column in columns)
-            lines.append(f"| {method} | {shown} | {len(own)} |")
-    return lines if len(lines) > 2 else []
+            rows.append((method, *(f"{column.value:.3g} ± {column.interval:.2g}" for column in columns), len(own)))
+    return table("method | λ₁ | rise of the loss within 0.5 | training loss | n", rows)
 
 
 #: The methods of the chart, and the optimizers whose colours they have.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from scipy.stats import t as student
+from sparsesam.lab.experiment.confidence import half_width
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,14 @@ class Mean:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Mean:
-        count = len(values)
-        if count < 2:
-            return cls(fmean(values), math.nan, math.nan, count)
-        error = stdev(values) / math.sqrt(count)
-        return cls(fmean(values), error, float(student.ppf(0.975, count - 1)) * error, count)
+        width = half_width(values)
+        if width is None:
+            return cls(fmean(values), math.nan, math.nan, len(values))
+        return cls(fmean(values), stdev(values) / math.sqrt(len(values)), width, len(values))
+
+    def __str__(self) -> str:
+        """As a difference."""
+        return f"{self.value:+.1f} ± {self.interval:.1f}"
 
 
 def paired(better: Mapping[int, float], worse: Mapping[int, float]) -> Mean:

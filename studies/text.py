@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sysconfig
 import zlib
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,15 +27,7 @@ _VOCABULARY = 4096
 _COUNTS = (150, 100, 300)
 
 
-def lines_validation(data_dir: Path | None) -> Splits:
-    return _lines(final=False)
-
-
-def lines_test(data_dir: Path | None) -> Splits:
-    return _lines(final=True)
-
-
-def _lines(*, final: bool) -> Splits:
+def _lines(data_dir: Path | None, *, final: bool) -> Splits:
     train, validation, test = _COUNTS
     wanted = slice(train + validation, train + validation + test) if final else slice(train, train + validation)
     chosen = [_of_package(name) for name in PACKAGES]
@@ -47,6 +40,9 @@ def _lines(*, final: bool) -> Splits:
         std=(1 / 255,),  # the network sees the bytes themselves
         mirrored=False,
     )
+
+
+lines_validation, lines_test = partial(_lines, final=False), partial(_lines, final=True)
 
 
 def _of_package(name: str) -> Tensor:
