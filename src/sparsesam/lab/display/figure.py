@@ -35,16 +35,19 @@ COLORS = {
 #: "ink" is for references, such as a bound or chance.
 _PALETTE = [name for name in COLORS if name != "ink"]
 PALETTE_SIZE = len(_PALETTE)
-_COLOR_OF_OPTIMIZER = {
-    "sgd": "grey",
-    "adam": "gold",
-    "adamw": "violet",
-    "sam": "blue",
-    "asam": "cyan",
-    "ssam-f": "orange",
-    "ssam-d": "green",
-    "ssam-random": "pink",
-    "auto": "red",
+#: What optimizers are called, in the order of the report, and their own colours.
+OPTIMIZERS = {
+    "sgd": ("SGD", "grey"),
+    "adam": ("Adam", "gold"),
+    "adamw": ("AdamW", "violet"),
+    "sam": ("SAM", "blue"),
+    "asam": ("ASAM", "cyan"),
+    "ssam-f": ("SSAM-F", "orange"),
+    "ssam-d": ("SSAM-D", "green"),
+    "sam-on": ("SAM-ON", "lime"),
+    "ssam-g": ("SSAM, largest gradients", "brown"),
+    "ssam-random": ("SSAM, random mask", "pink"),
+    "auto": ("recommended", "red"),
 }
 
 
@@ -105,7 +108,7 @@ def assign_styles(optimizers: Sequence[str]) -> list[SeriesStyle]:
     An optimizer's first series has the optimizer's own colour, the same in every figure. When all colours are used,
     lines of the next `PALETTE_SIZE` numbers have another dash.
     """
-    own = {optimizers.index(name): color for name, color in _COLOR_OF_OPTIMIZER.items() if name in optimizers}
+    own = {optimizers.index(name): color for name, (_, color) in OPTIMIZERS.items() if name in optimizers}
     free = [color for color in _PALETTE if color not in own.values()]
     styles = []
     for place in range(len(optimizers)):

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sparsesam.lab.display import Number, ratio
+from sparsesam.lab.display.figure import OPTIMIZERS
 from sparsesam.lab.experiment.calibration import SweepCalibration
 from sparsesam.lab.experiment.confidence import differ
-from sparsesam.lab.report.variants import OPTIMIZERS, Task, Variant
+from sparsesam.lab.report.variants import Task, Variant
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def cost_of(task: Task, calibrations: Sequence[SweepCalibration] = ()) -> Varian
     """Times only if all finished variants of the task were measured together; otherwise forward-backward passes."""
     finished = [variant for variant in task.variants if variant.finished]
     plain = next((variant for variant in finished if variant.config.is_plain), None)
-    name = OPTIMIZERS[plain.config.optimizer] if plain is not None else "a plain step"
+    name = OPTIMIZERS[plain.config.optimizer][0] if plain is not None else "a plain step"
     for calibration in calibrations:
         if plain is not None and all(calibration.of(variant.config) for variant in finished):
             cpu = calibration.origin.get("cpu")

@@ -10,25 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparsesam.lab.display import Number, SeriesStyle, assign_styles, number, percent
+from sparsesam.lab.display.figure import OPTIMIZERS
 from sparsesam.lab.experiment.config import DEFAULTS, TrainConfig
 from sparsesam.lab.report.read_run import RunRecord
 
-#: What optimizers are called on the page, in its order.
-OPTIMIZERS = {
-    "sgd": "SGD",
-    "adam": "Adam",
-    "adamw": "AdamW",
-    "sam": "SAM",
-    "asam": "ASAM",
-    "ssam-f": "SSAM-F",
-    "ssam-d": "SSAM-D",
-    "sam-on": "SAM-ON",
-    "ssam-g": "SSAM, largest gradients",
-    "ssam-random": "SSAM, random mask",
-    "auto": "recommended",
-}
-#: What is learned: accuracies are compared only where these agree.
-TASK = ("dataset", "model", "train_size", "test_size", "label_noise", "corruption", "corruption_rate")
+#: What is learned, beside data set and model: accuracies are compared only where these agree.
+TASK = ("train_size", "test_size", "label_noise", "corruption", "corruption_rate")
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,12 +116,12 @@ def _label(config: TrainConfig, others: Sequence[TrainConfig]) -> str:
     """The optimizer with every setting that is not the default and not shared by its other variants."""
     differing = differing_settings([one for one in others if one.optimizer == config.optimizer])
     words = [setting_name(name, value) for name, value in changed_settings(config).items() if name in differing]
-    return ", ".join([OPTIMIZERS[config.optimizer], *words])
+    return ", ".join([OPTIMIZERS[config.optimizer][0], *words])
 
 
 def _task_label(config: TrainConfig) -> str:
     changed = changed_settings(config)
-    others = [setting_name(name, changed[name]) for name in TASK[2:] if name in changed]
+    others = [setting_name(name, changed[name]) for name in TASK if name in changed]
     return ", ".join([config.dataset, config.model, *others])
 
 
