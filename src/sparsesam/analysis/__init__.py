@@ -9,7 +9,6 @@ Every analysis takes an `Objective`: a model, its loss and a fixed list of batch
 """
 
 from sparsesam.analysis.convergence import Convergence, measure_convergence
-from sparsesam.analysis.directions import random_directions
 from sparsesam.analysis.fisher_agreement import FisherAgreement, fisher_vs_hessian
 from sparsesam.analysis.gradient_difference import GradientDifference, compare_gradients, gradient_difference
 from sparsesam.analysis.hessian import (
@@ -22,7 +21,7 @@ from sparsesam.analysis.hessian import (
     spectral_density,
 )
 from sparsesam.analysis.hessian_operator import HessianOperator
-from sparsesam.analysis.landscape import Landscape, loss_between, loss_landscape
+from sparsesam.analysis.landscape import Landscape, loss_between, loss_landscape, random_directions
 from sparsesam.analysis.masks_over_time import MaskHistory, masks_over_time
 from sparsesam.analysis.objective import Objective, ObjectiveSummary, check_state, select_parameters
 from sparsesam.analysis.results import AnalysisResult

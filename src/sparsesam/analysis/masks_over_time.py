@@ -39,74 +39,60 @@ def masks_over_time(snapshots: Iterable[tuple[int, Mapping[str, Tensor]]]) -> Ma
 
     Snapshots are read one after the other; two are in memory at a time.
     """
-    history: _History | None = None
+    shapes: dict[str, torch.Size] = {}
+    steps: list[int] = []
+    ones, both, either = [], [], []  # counts, a row for each snapshot or pair of neighbours, a column for each layer
+    previous = ever = always = torch.zeros(0, dtype=torch.bool)  # all layers as one vector
     for step, masks in snapshots:
-        if history is None:
-            history = _History({name: mask.shape for name, mask in masks.items()})
-        history.add(step, masks)
-    if history is None:
+        shapes = shapes or {name: mask.shape for name, mask in masks.items()}
+        mask = _flat(step, masks, shapes)
+        if not steps:
+            ever = always = mask
+        elif step < steps[-1]:
+            raise ValueError(f"snapshots must be in the order of their steps, got {step} after {steps[-1]}")
+        else:
+            ever, always = ever | mask, always & mask
+            both.append(_count(mask & previous, shapes))
+            either.append(_count(mask | previous, shapes))
+        ones.append(_count(mask, shapes))
+        steps.append(int(step))
+        previous = mask
+    if not steps:
         raise ValueError("snapshots is empty; give [(step, {name: bool tensor}), ...]")
-    return history.result()
+    weights = np.array([shape.numel() for shape in shapes.values()], dtype=np.float64)
+    total = weights.sum()
+    counts = np.array(ones)
+    common, union = (np.array(rows).reshape(-1, len(weights)) for rows in (both, either))
+    used = _count(ever, shapes)
+    p, q = (_ratio(rows, np.maximum(weights, 1)) for rows in (counts[:-1], counts[1:]))
+    return MaskHistory(
+        steps=steps,
+        weights={name: shape.numel() for name, shape in shapes.items()},
+        density=counts.sum(1) / total,
+        density_by_layer=dict(zip(shapes, _ratio(counts, weights).T, strict=True)),
+        overlap=_ratio(common.sum(1), union.sum(1)),
+        overlap_by_layer=dict(zip(shapes, _ratio(common, union).T, strict=True)),
+        # E|A ∩ B| / E|A ∪ B| of independent masks with the densities p and q of each layer
+        overlap_by_chance=_ratio((p * q) @ weights, (p + q - p * q) @ weights),
+        ever=float(used.sum() / total),
+        ever_by_layer=dict(zip(shapes, _ratio(used, weights).tolist(), strict=True)),
+        always=int(always.sum()) / float(total),
+    )
 
 
-class _History:
-    """Counts of ones, a row for each snapshot (``ones``) or pair of neighbours, and a column for each layer.
+def _flat(step: int, masks: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> Tensor:
+    if not sum(shape.numel() for shape in shapes.values()):
+        raise ValueError("the first snapshot holds no masks: opt.masks is empty before the mask's first use")
+    if {name: mask.shape for name, mask in masks.items()} != shapes:
+        raise ValueError(f"the snapshot of step {step} has other names or shapes than the first")
+    if any(mask.dtype != torch.bool for mask in masks.values()):
+        raise ValueError(f"the masks of step {step} must be bool tensors; use mask.bool()")
+    return torch.cat([masks[name].detach().reshape(-1).cpu() for name in shapes])
 
-    ``previous``, ``ever`` and ``always`` are the masks of all layers as one vector.
-    """
 
-    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
-        self.shapes = shapes
-        self.sizes = [shape.numel() for shape in shapes.values()]
-        if not sum(self.sizes):
-            raise ValueError("the first snapshot holds no masks: opt.masks is empty before the mask's first use")
-        self.steps: list[int] = []
-        self.ones: list[Array] = []
-        self.both: list[Array] = []
-        self.either: list[Array] = []
-        self.previous = self.ever = torch.zeros(sum(self.sizes), dtype=torch.bool)
-        self.always = ~self.ever
-
-    def add(self, step: int, masks: Mapping[str, Tensor]) -> None:
-        if {name: mask.shape for name, mask in masks.items()} != self.shapes:
-            raise ValueError(f"the snapshot of step {step} has other names or shapes than the first")
-        if self.steps and step < self.steps[-1]:
-            raise ValueError(f"snapshots must be in the order of their steps, got {step} after {self.steps[-1]}")
-        if any(mask.dtype != torch.bool for mask in masks.values()):
-            raise ValueError(f"the masks of step {step} must be bool tensors; use mask.bool()")
-        mask = torch.cat([masks[name].detach().reshape(-1).cpu() for name in self.shapes])
-        if self.steps:
-            self.both.append(self._count(mask & self.previous))
-            self.either.append(self._count(mask | self.previous))
-        self.previous, self.ever, self.always = mask, self.ever | mask, self.always & mask
-        self.steps.append(int(step))
-        self.ones.append(self._count(mask))
-
-    def result(self) -> MaskHistory:
-        weights = np.array(self.sizes, dtype=np.float64)
-        ones = np.array(self.ones)
-        both, either = (np.array(rows).reshape(-1, len(weights)) for rows in (self.both, self.either))
-        ever = self._count(self.ever)
-        p, q = (_ratio(rows, np.maximum(weights, 1)) for rows in (ones[:-1], ones[1:]))
-        return MaskHistory(
-            steps=self.steps,
-            weights=dict(zip(self.shapes, self.sizes, strict=True)),
-            density=ones.sum(1) / weights.sum(),
-            density_by_layer=self._by_layer(_ratio(ones, weights)),
-            overlap=_ratio(both.sum(1), either.sum(1)),
-            overlap_by_layer=self._by_layer(_ratio(both, either)),
-            # E|A ∩ B| / E|A ∪ B| of independent masks with the densities p and q of each layer
-            overlap_by_chance=_ratio((p * q) @ weights, (p + q - p * q) @ weights),
-            ever=float(ever.sum() / weights.sum()),
-            ever_by_layer=dict(zip(self.shapes, _ratio(ever, weights).tolist(), strict=True)),
-            always=float(self.always.sum()) / float(weights.sum()),
-        )
-
-    def _count(self, mask: Tensor) -> Array:
-        return np.array([int(part.sum()) for part in mask.split(self.sizes)], dtype=np.float64)
-
-    def _by_layer(self, columns: Array) -> dict[str, Array]:
-        return dict(zip(self.shapes, columns.T, strict=True))
+def _count(mask: Tensor, shapes: Mapping[str, torch.Size]) -> Array:
+    parts = mask.split([shape.numel() for shape in shapes.values()])
+    return np.array([int(part.sum()) for part in parts], dtype=np.float64)
 
 
 def _ratio(part: Array, whole: Array) -> Array:
