@@ -81,7 +81,7 @@ def loss_landscape(
     """
     if dimensions not in (1, 2):
         raise ValueError(f"dimensions must be 1 or 2, got {dimensions}")
-    axes = [_axis(points, span)] * dimensions
+    axes = [_axis(points, span) for _ in range(dimensions)]
     options: dict[str, Any] = {"state_file": state_file, "save_every": save_every, "progress": progress}
     if directions is not None:
         if len(directions) < dimensions:
