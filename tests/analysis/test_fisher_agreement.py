@@ -35,8 +35,9 @@ def test_fisher_equals_hessian_for_labels_of_the_model_of_a_linear_classifier():
     assert fisher_vs_hessian(objective, labels="sampled").pearson > 0.98
 
 
-def test_large_models_need_probes():
+def test_large_models_are_estimated_and_say_so():
     objective = Objective(mlp(), [vectors(4)], F.cross_entropy)
-    with pytest.raises(ValueError, match="probes=100"):
-        fisher_vs_hessian(objective, exact_up_to=50)
+    assert fisher_vs_hessian(objective).hessian == "exact"
+    estimated = fisher_vs_hessian(objective, exact_up_to=50)
+    assert (estimated.products, estimated.hessian) == (100, "estimated with 100 random sign vectors")
     assert fisher_vs_hessian(objective, exact_up_to=50, probes=5).products == 5

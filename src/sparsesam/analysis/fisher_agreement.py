@@ -53,15 +53,12 @@ def fisher_vs_hessian(
 ) -> FisherAgreement:
     """Correlate the Fisher diagonal (one gradient per sample, as SSAM-F measures it) with the Hessian's.
 
-    The Hessian's is exact, at one product per weight, up to ``exact_up_to`` weights; beyond that ``probes``
-    random sign vectors must be given, and their noise lowers the correlation.
+    The Hessian's is estimated with ``probes`` random sign vectors, whose noise lowers the correlation. By default it
+    is exact, at one product per weight, up to ``exact_up_to`` weights, and estimated with 100 beyond.
     """
     hessian = HessianOperator(objective, parameters=parameters)
     if probes is None and hessian.size > exact_up_to:
-        raise ValueError(
-            f"the exact diagonal takes one product per weight, {hessian.size} of them; "
-            f"give probes=100 for an estimate, a parameters filter, or exact_up_to={hessian.size}"
-        )
+        probes = 100
     if objective.statistics != "frozen":
         raise ValueError(f"statistics must be 'frozen' as in the Fisher's measurement, got {objective.statistics!r}")
     fisher = fisher_diagonal(

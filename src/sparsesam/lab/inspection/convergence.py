@@ -17,13 +17,15 @@ from sparsesam.analysis import (
     nonconvex_logistic,
     tanh_network,
 )
-from sparsesam.lab.display import Axis, Cell, Figure, Series, error_bars, number_cell, numbers
+from sparsesam.lab.display import Axis, Cell, Figure, Series, SeriesStyle, error_bars, number_cell, numbers
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress
 from sparsesam.lab.inspection.trained_run import EvalSettings
 
 _PROBLEMS: dict[str, Callable[..., SmoothProblem]] = {"logistic": nonconvex_logistic, "tanh-network": tanh_network}
+
+_SATISFIED = Cell("all satisfied", status="finished")
 
 
 @dataclass(frozen=True)
@@ -98,26 +100,22 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
 
 def _row(one: Convergence) -> dict[str, Cell]:
     failed = "; ".join(each.text for each in one.assumptions if not each.holds)
-    assumptions = Cell("all satisfied", status="finished")
-    if failed:
-        assumptions = Cell(f"not satisfied: {failed}", status="failed")
     return {
         "T": number_cell(int(one.T[-1])),
         "mean ||∇f||²": number_cell(one.measured[-1]),
         "bound as printed": number_cell(one.bound[-1]),
         "bound with Σ 1/t": number_cell(one.bound_harmonic[-1]),
         "slope in log T": number_cell(one.slope),
-        "assumptions": assumptions,
+        "assumptions": Cell(f"not satisfied: {failed}", status="failed") if failed else _SATISFIED,
     }
 
 
 def _curves(one: Convergence) -> list[Series]:
-    steps = one.T.tolist()
+    bars = error_bars(numbers(one.measured), numbers(one.deviation))
     # The printed bound can be 0 or less at T = 1, which a logarithmic axis cannot show.
-    bounds = [numbers(np.where(curve > 0, curve, np.nan).tolist()) for curve in (one.bound, one.bound_harmonic)]
-    measured = numbers(one.measured)
+    printed, harmonic = (np.where(curve > 0, curve, np.nan) for curve in (one.bound, one.bound_harmonic))
     return [
-        Series(f"measured, {one.method}", "blue", steps, measured, bars=error_bars(measured, numbers(one.deviation))),
-        Series("bound, log T", "orange", steps, bounds[0]),
-        Series("bound, Σ 1/t", "green", steps, bounds[1]),
+        SeriesStyle("blue").series(f"measured, {one.method}", one.T, one.measured, bars=bars),
+        SeriesStyle("orange").series("bound, log T", one.T, printed),
+        SeriesStyle("green").series("bound, Σ 1/t", one.T, harmonic),
     ]

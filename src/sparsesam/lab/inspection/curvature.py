@@ -17,7 +17,6 @@ from sparsesam.analysis import (
     fisher_vs_hessian,
     hessian_eigenvalues,
     hessian_trace,
-    select_parameters,
     spectral_density,
 )
 from sparsesam.lab.display import Axis, Cell, Figure, Series, error_bars, number_cell, percent, plus_minus
@@ -27,8 +26,6 @@ from sparsesam.lab.inspection.trained_run import TrainedRun
 
 #: Below this share of its peak, the density shows only the Gaussians that smooth it.
 _FLOOR = 1e-6
-#: With more weights, the exact diagonal takes too long: one product for each.
-EXACT_UP_TO = 5000
 
 
 @dataclass(frozen=True)
@@ -126,22 +123,12 @@ class FisherAnalysis(LayerAnalysis[FisherAgreement]):
     files = ("fisher", "fisher-layers")
     result_type = FisherAgreement
 
-    probes: int | None = option(
-        None, f"random vectors for the Hessian's diagonal; default exact up to {EXACT_UP_TO} weights, else 100"
-    )
+    probes: int | None = option(None, "random vectors for the diagonal; default exact up to 5000 weights, else 100")
     labels: Literal["data", "sampled"] = option("data", "labels of the Fisher information")
 
     def measure(self, subject: TrainedRun, progress: Progress) -> FisherAgreement:
-        weights = sum(p.numel() for p in select_parameters(subject.model, self.patterns).values())
-        probes = 100 if self.probes is None and weights > EXACT_UP_TO else self.probes
-        return fisher_vs_hessian(
-            subject.objective,
-            probes=probes,
-            exact_up_to=EXACT_UP_TO,
-            labels=self.labels,
-            parameters=self.patterns,
-            seed=subject.on.seed,
-        )
+        options: dict[str, Any] = {"parameters": self.patterns, "seed": subject.on.seed}
+        return fisher_vs_hessian(subject.objective, probes=self.probes, labels=self.labels, **options)
 
     @classmethod
     def summary(cls, result: FisherAgreement) -> dict[str, Cell]:
