@@ -92,6 +92,8 @@ def test_arguments_of_another_type():
         sparsesam.SAM(torch.optim.LBFGS(model.parameters()), model)
     with pytest.raises(TypeError, match="plain optimizer"):
         sparsesam.SAM(sam(), model)
+    with pytest.raises(TypeError, match="engine must be True or False, got 'no'"):
+        sparsesam.SAM(cases.sgd(model), model, engine="no")
     with pytest.raises(TypeError, match="mask must be a mask rule"):
         sparsesam.SSAM(cases.sgd(model), model, mask=0.5)
     with pytest.raises(TypeError, match="mask must be a mask rule"):

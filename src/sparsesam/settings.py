@@ -43,6 +43,8 @@ class Settings:
         check_choice("off_steps", self.off_steps, get_args(OffSteps))
         check_count("every", self.every, "1 perturbs in every step")
         check_count("start", self.start, "it is the first step that ascends", least=0)
+        if not isinstance(self.engine, bool):
+            raise TypeError(f"engine must be True or False, got {self.engine!r}; False computes everything")
         if self.rho_schedule is not None and not callable(self.rho_schedule):
             raise TypeError(
                 f"rho_schedule must be a function of the step, got {self.rho_schedule!r}; for example Cosine(steps)"
