@@ -1,7 +1,8 @@
-"""Where a checkpoint holds what is ours: in the base optimizer's state dict, so that torch's tools carry it along.
+"""What an optimizer keeps from step to step, and where a checkpoint holds it.
 
-Plain values are in the first parameter group, under `OWN`; tensors are in the parameters' state, under keys that begin
-with it. torch.distributed.checkpoint keeps nothing else.
+It is in the base optimizer's state dict, so that torch's tools carry it along: plain values in the first parameter
+group, under `OWN`; tensors in the parameters' state, under keys that begin with it. torch.distributed.checkpoint keeps
+nothing else.
 """
 
 from __future__ import annotations
@@ -9,11 +10,19 @@ from __future__ import annotations
 import itertools
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+from sparsesam.ascent.perturbation.kept_entries import dense_entries, kept_in
+from sparsesam.masks.mask import MaskRule
+from sparsesam.masks.state import MaskState
 
 OWN = "sparsesam"
+
+_VERSION = 2
 
 #: The kinds of tensors that there may be: masks, the last perturbation, the way back from the last update.
 KINDS = ("mask", "last", "back")
@@ -81,3 +90,84 @@ def with_own(state_dict: dict[str, Any], values: dict[str, Any], tensors: OwnTen
             if name in by_name:
                 state.setdefault(place, {})[f"{OWN}_{kind}"] = by_name[name]
     return {**state_dict, "state": state, "param_groups": groups}
+
+
+@dataclass
+class Counters:
+    """Shown as attributes of the optimizer. What only a device knows is counted there; `read` waits for it."""
+
+    steps: int = 0
+    skipped_ascents: int = 0
+    skipped_steps: int = 0
+
+    def __post_init__(self) -> None:
+        self._skipped_on_device: dict[torch.device, Tensor] = {}
+
+    def skip_where(self, event: Tensor) -> None:
+        """Count an ascent as skipped if the tensor is true, without a synchronization."""
+        count = self._skipped_on_device.setdefault(event.device, torch.zeros_like(event, dtype=torch.int64))
+        count.add_(event)
+
+    def read(self) -> Counters:
+        """These counters, with what devices have counted."""
+        self.skipped_ascents += sum(int(count) for count in self._skipped_on_device.values())
+        self._skipped_on_device = {}
+        return self
+
+
+@dataclass
+class SavedState:
+    """``last`` is the last perturbation and ``back`` the way back from the last update, w_before - w: kept entries by
+    parameter name, or None where the optimizer never needs them.
+    """
+
+    masks: MaskState
+    counters: Counters = field(default_factory=Counters)
+    last: dict[str, Tensor] | None = None
+    back: dict[str, Tensor] | None = None
+    #: Whether there is a last perturbation to use again; where it is sharded, this rank's part may be empty.
+    has_last: bool = False
+
+    def state_dict(self, parameters: Mapping[str, Tensor]) -> tuple[dict[str, Any], OwnTensors]:
+        """Plain values, and tensors like the parameters: the same ones whatever steps were taken."""
+        mask, masks = self.masks.state_dict(parameters)
+        values = {**asdict(self.counters.read()), "version": _VERSION, "mask": mask}
+        values |= {"last": self.has_last, "back": bool(self.back)}
+        tensors = {"mask": masks}
+        for kind, kept in (("last", self.last), ("back", self.back)):
+            if kept is not None:
+                tensors[kind] = dense_entries(kept, self.masks.masks, parameters)
+        return values, tensors
+
+    @classmethod
+    def from_state_dict(
+        cls, values: Mapping[str, Any], tensors: OwnTensors, rule: MaskRule | None, parameters: Mapping[str, Tensor]
+    ) -> SavedState:
+        """What `state_dict` gave and `check_state_dict` did not refuse."""
+        here = {
+            kind: {name: one.to(parameters[name].device) for name, one in by_name.items() if name in parameters}
+            for kind, by_name in tensors.items()
+        }
+        masks = MaskState(rule)
+        masks.load_state_dict(values["mask"], here.get("mask", {}), parameters)
+        last, back = (
+            kept_in(here.get(kind, {}), masks.masks, parameters) if values[kind] else {} for kind in ("last", "back")
+        )
+        counters = Counters(**{key: values[key] for key in asdict(Counters())})
+        return cls(masks, counters, last, back, values["last"])
+
+
+def check_state_dict(values: Mapping[str, Any], tensors: OwnTensors, now: SavedState, model: nn.Module) -> None:
+    """Refuse what does not fit the optimizer's present state, before anything changes."""
+    if values.get("version") != _VERSION:
+        raise ValueError(
+            f"the checkpoint must be of version {_VERSION}, got {values.get('version')}; "
+            "load it with the sparsesam that wrote it"
+        )
+    if ("back" in tensors) != (now.back is not None):
+        kinds = ["SAM or SSAM", "ExtrapolatedSAM"]
+        raise ValueError(
+            f"state_dict is of {kinds['back' in tensors]}, but this optimizer is {kinds[now.back is not None]}, whose "
+            "rho means something else; load it into the same kind"
+        )
+    MaskState(now.masks.rule).check_state_dict(values["mask"], tensors.get("mask", {}), model)

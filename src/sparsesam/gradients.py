@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from sparsesam.ascent.first_pass import unwatched
 from sparsesam.ascent.old_gradient import OldGradient, Treatment
-from sparsesam.perturbed_params import PerturbedParams
+from sparsesam.parameters import PerturbedParams
 
 
 def gradients_of(base: Optimizer) -> Iterator[Tensor]:

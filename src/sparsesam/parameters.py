@@ -1,14 +1,16 @@
-"""Which parameters there are, under which names, and with which options."""
+"""Which parameters there are, under which names and with which options, and which take part in an ascent."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from sparsesam.distributed import Shards
 
 #: Options that each parameter group carries beside the base optimizer's own.
 GROUP_OPTIONS = ("rho", "adaptive", "eta", "perturb")
@@ -50,6 +52,80 @@ def named(model: nn.Module, base: Optimizer) -> dict[Tensor, str]:
             f"{type(model).__name__}; pass the model the optimizer was made for, or an nn.ModuleList of all of them"
         )
     return names
+
+
+class PerturbedParam(NamedTuple):
+    """A parameter that takes part in the ascent.
+
+    ``rho`` is a tensor where its group holds one on an accelerator (for CUDA graphs), which the host does not read.
+    ``eta`` is ASAM's where T = |w| + eta applies, None where T = 1. ``maximize``: the base optimizer maximizes the
+    loss, so that the sharpest direction is downhill.
+    """
+
+    name: str
+    parameter: Tensor
+    rho: float | Tensor
+    eta: float | None
+    maximize: bool
+
+
+class PerturbedParams:
+    """The trainable parameters of the groups that are perturbed; the same object until `is_current` is False.
+
+    ``shards`` says how they are spread over ranks; None: every rank has them whole. ``renormalized`` are weights of
+    embeddings with ``max_norm``: a forward scales whole rows of them in place, whatever the mask keeps.
+    """
+
+    def __init__(self, model: nn.Module, base: Optimizer, names: Mapping[Tensor, str]) -> None:
+        self._base, self._groups = base, list(base.param_groups)  # held, so that their ids stay theirs
+        self._depends_on = _what_it_depends_on(base)
+        self._params = list(_listed(base, names))
+        self.shards = Shards.of({one.name: one.parameter for one in self})
+        self.renormalized = [
+            weight
+            for module in model.modules()
+            for name, weight in module._parameters.items()
+            if name == "weight" and weight is not None and getattr(module, "max_norm", None) is not None
+        ]
+        self.smallest = min((one.parameter for one in self), key=Tensor.numel, default=None)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether groups, their options and what is trainable are as they were."""
+        return _what_it_depends_on(self._base) == self._depends_on
+
+    def __iter__(self) -> Iterator[PerturbedParam]:
+        return iter(self._params)
+
+
+def _listed(base: Optimizer, names: Mapping[Tensor, str]) -> Iterator[PerturbedParam]:
+    for group in base.param_groups:
+        rho, adaptive, eta, perturb = (group[key] for key in option_keys(base).values())
+        # torch's optimizers have it in their groups, others (pytorch-optimizer's) as an attribute.
+        maximize = bool(group.get("maximize", getattr(base, "maximize", False)))
+        for parameter in group["params"] if perturb else ():
+            if parameter.requires_grad:
+                name = names[parameter]
+                scales = adaptive == "all" or (adaptive and not name.rpartition(".")[2].endswith("bias"))  # as in ASAM
+                yield PerturbedParam(name, parameter, _read(rho), float(eta) if scales else None, maximize)
+
+
+def _read(option: Any) -> Any:
+    """The number that a tensor on a CPU holds now; anything else is itself."""
+    return float(option) if isinstance(option, Tensor) and not is_on_accelerator(option) else option
+
+
+def _what_it_depends_on(base: Optimizer) -> list[Any]:
+    options = (*option_keys(base).values(), "maximize")
+    return [
+        (
+            id(group),
+            [id(group[key]) if is_on_accelerator(group.get(key)) else _read(group.get(key)) for key in options],
+            list(map(id, group["params"])),
+            [parameter.requires_grad for parameter in group["params"]],
+        )
+        for group in base.param_groups
+    ]
 
 
 def scale_rho(base: Optimizer, factor: float, defaults: Mapping[str, Any]) -> None:

@@ -22,8 +22,7 @@ from sparsesam.ascent.report import explicit_after_all
 from sparsesam.ascent.statistics import Snapshot, statistics_of
 from sparsesam.distributed import average_gradients, local_part, reshard, unsynchronized
 from sparsesam.gradients import gradients_of, require_gradients
-from sparsesam.parameters import option_keys
-from sparsesam.perturbed_params import PerturbedParam, PerturbedParams
+from sparsesam.parameters import PerturbedParam, PerturbedParams
 from sparsesam.settings import StepKind
 from sparsesam.step_context import StepContext
 
@@ -139,15 +138,13 @@ class Step:
     def require_unchanged(self, params: PerturbedParams) -> None:
         """Gradients that the first pass left out are not missing now, whatever takes part now."""
         masks = self.context.masks_of(params)
-        if self.has_every_gradient:
-            self.params, self.masks = params, masks
-            return
         same = self.masks.keys() == masks.keys() and all(self.masks[name] is mask for name, mask in masks.items())
-        if not same or self.context.masks.asked:
+        if not self.has_every_gradient and (not same or self.context.masks.asked):
             raise RuntimeError(
                 "masks or parameter groups changed between first_pass() and perturbed(), and gradients of the newly "
                 "perturbed weights were not computed; make such changes before first_pass()"
             )
+        self.params, self.masks = params, masks
 
     # ---- to w + e and back -------------------------------------------------------------------------------
 
@@ -269,9 +266,8 @@ class Step:
         """Those of the last step, if it had the same parameters, options and masks."""
         context = self.context
         params, masks, tracked = context.tracked
-        rhos = (group.get(option_keys(context.base)["rho"]) for group in context.base.param_groups)
-        may_change_in_place = self.params.shards is not None or any(isinstance(rho, Tensor) for rho in rhos)
-        if params is not self.params or masks is not context.masks.masks or may_change_in_place:
+        is_new = params is not self.params or masks is not context.masks.masks
+        if is_new or self.params.shards is not None:
             targets = (self._target(one, one.parameter) for one in self.params)
             tracked = [target for target in targets if target.mask is None or not target.mask.is_empty]
             context.tracked = self.params, context.masks.masks, tracked

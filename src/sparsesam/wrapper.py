@@ -13,14 +13,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from sparsesam.checkpoint import OWN, SharedState, split_own, with_own
+from sparsesam.checkpoint import OWN, SavedState, SharedState, check_state_dict, split_own, with_own
 from sparsesam.distributed import JoinableOptimizer, local_part, refuse_fsdp1
 from sparsesam.gradients import gradients_of
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.state import MaskState
-from sparsesam.parameters import check_base, check_call, check_group, named, option_keys, unwrap
-from sparsesam.perturbed_params import PerturbedParams
-from sparsesam.saved_state import SavedState, check_state_dict
+from sparsesam.parameters import PerturbedParams, check_base, check_call, check_group, named, option_keys, unwrap
 from sparsesam.settings import Settings
 from sparsesam.step_context import StepContext
 

@@ -24,16 +24,6 @@ def statistics_of(modules: Iterable[nn.Module]) -> list[Tensor]:
     ]
 
 
-def renormalized_in_forward(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Weights of embeddings with ``max_norm``: whole rows are scaled in place, whatever the mask keeps."""
-    return [
-        weight
-        for module in modules
-        for name, weight in module._parameters.items()
-        if name == "weight" and weight is not None and getattr(module, "max_norm", None) is not None
-    ]
-
-
 def statistics_versions(model: nn.Module) -> list[int]:
     """Changes whenever a running statistic is written to."""
     return [buffer._version for buffer in statistics_of(model.modules())]
