@@ -5,7 +5,7 @@ from tests.lab.report.made_runs import write_calibration, write_run
 
 
 def cost(*paths):
-    data = ReportData.read(paths)
+    data = ReportData(paths)
     (task,), found = data.tasks, data.cost_of(data.tasks[0])
     assert data.problems == []
     return found, {variant.label: found.values[variant] for variant in task.variants}

@@ -72,7 +72,7 @@ def test_the_template_is_in_the_package():
 def test_the_file_beside_the_runs_is_read_once(tmp_path):
     runs = [write_run(tmp_path / name, optimizer=name) for name in ("sgd", "sam")]
     write_calibration(tmp_path, runs, [1.0, 2.0])
-    data = ReportData.read(runs)
+    data = ReportData(runs)
     (found,) = data.calibrations
     assert sorted(one.seconds_per_epoch for one in found.variants.values()) == [1.0, 2.0]
     assert data.problems == []
@@ -82,6 +82,6 @@ def test_a_file_in_another_format_is_noted(tmp_path):
     run = write_run(tmp_path / "a")
     for content in ("{", json.dumps({"variants": 3})):
         (tmp_path / "calibration.json").write_text(content)
-        data = ReportData.read([run])
+        data = ReportData([run])
         assert data.calibrations == []
         assert "calibration.json" in data.problems[0][1]

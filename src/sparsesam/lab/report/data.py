@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +19,23 @@ from sparsesam.lab.report.read_run import RunRecord, find_runs
 from sparsesam.lab.report.variants import Task, group_runs
 
 
-@dataclass
 class ReportData:
     """``directories`` without settings, which are in no task, may have analyses. ``calibrations`` are the times that
     sweeps measured. ``problems`` are (directory, what could not be read), and grow while sections are built.
     """
 
-    directories: list[RunRecord]
-    tasks: list[Task]
-    calibrations: list[SweepCalibration] = field(default_factory=list)
-    problems: list[tuple[str, str]] = field(default_factory=list)
-
-    @classmethod
-    def read(cls, places: Iterable[str | os.PathLike[str]]) -> ReportData:
-        found = [RunRecord(path) for path in find_runs(places)]
-        data = cls(found, group_runs(found), problems=[(str(run.path), one) for run in found for one in run.problems])
-        for folder in dict.fromkeys(run.path.resolve().parent for run in found):
+    def __init__(self, places: Iterable[str | os.PathLike[str]]) -> None:
+        self.directories = [RunRecord(path) for path in find_runs(places)]
+        self.tasks = group_runs(self.directories)
+        self.problems = [(str(run.path), one) for run in self.directories for one in run.problems]
+        self.calibrations: list[SweepCalibration] = []
+        for folder in dict.fromkeys(run.path.resolve().parent for run in self.directories):
             try:
                 calibration = read_calibration(folder)
             except (OSError, ValueError) as error:
-                data.problems.append((str(folder), str(error)))
+                self.problems.append((str(folder), str(error)))
                 continue
-            data.calibrations += [calibration] if calibration else []
-        return data
+            self.calibrations += [calibration] if calibration else []
 
     @property
     def runs(self) -> list[RunRecord]:

@@ -52,7 +52,7 @@ def build_report(runs: Iterable[StrPath], *, bounds: bool = False) -> tuple[Repo
 
     Results first, failures last, and a section for each task in between; what has no content is left out.
     """
-    data = ReportData.read(runs)
+    data = ReportData(runs)
     sections = [
         Section("overview", "Overview", overview_parts(data)),
         *(Section(f"task-{task.name}", task.label, _task_parts(data, task, bounds)) for task in data.tasks),

@@ -138,7 +138,7 @@
       // On a narrow screen the axes' titles need more room.
       const distance = element(figure).clientWidth < 450 ? 1.6 : 1.08;
       const eye = { x: 1.35 * distance, y: -1.45 * distance, z: 0.95 * distance };
-      const scene = { domain: { x: [0, 0.92], y: [0, 1] }, xaxis: plane(figure.x), yaxis: plane(figure.y), zaxis: z, camera: { eye, center: { x: 0, y: 0, z: -0.2 } }, uirevision: "kept" };
+      const scene = { aspectmode: "cube", domain: { x: [0, 0.92], y: [0, 1] }, xaxis: plane(figure.x), yaxis: plane(figure.y), zaxis: z, camera: { eye, center: { x: 0, y: 0, z: -0.2 } }, uirevision: "kept" };
       return { ...basic, dragmode: "orbit", margin: { l: 0, r: 0, t: 0, b: 0 }, scene };
     }
     const all = (name) => figure.panels[figure.panel].series.flatMap((series) => series[name]);
