@@ -85,6 +85,7 @@ class StepContext:
             ),
             is_joining=self.is_joining,
         )
+        self.perturbation.index.clear()
         self.has_last = False
         if self.extrapolation is not None:
             after = self.masks_of(params)

@@ -18,6 +18,7 @@ from sparsesam.ascent.perturbation.explicit import (
     scaled_direction,
     usable_or_inf,
 )
+from sparsesam.ascent.perturbation.kept_entries import positions_of
 from sparsesam.ascent.perturbation.pieces import Target
 from sparsesam.masks.packed import PackedMask
 from tests import cases, oracles
@@ -107,6 +108,24 @@ def test_a_group_holds_a_part_of_the_tensors(monkeypatch):
         monkeypatch.setattr(pieces, "GROUP", 8)
         many.apply(parts, many.norm(parts, "full"))
     assert cases.same_bits([t.weight for t in whole], weights)
+
+
+@pytest.mark.parametrize(("kind", "searches"), [("few", [1, 1]), ("most", [3, 6])])
+def test_a_device_keeps_the_positions_of_few_entries_until_the_masks_change(monkeypatch, kind, searches):
+    found = []
+    monkeypatch.setattr(pieces, "positions_of", lambda *bits: found.append(1) or positions_of(*bits))
+    weights, directions = tensors(0), tensors(1)
+    targets, _ = targets_of(weights, directions, kind)
+    perturbation = Perturbation()
+    with cases.moved_as_on("device"):
+        for expected in searches:
+            perturbation.apply(targets, perturbation.norm(targets, "masked"))
+            perturbation.undo()
+            assert len(found) == expected
+        other, _ = targets_of(weights, directions, kind)
+        perturbation.apply(other, perturbation.norm(other, "masked"))
+        perturbation.undo()
+    assert len(found) > searches[-1]
 
 
 @pytest.mark.parametrize("kind", ["none", "few", "most"])

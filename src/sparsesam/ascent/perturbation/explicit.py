@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sparsesam.ascent.perturbation.kept_entries import put_entries
-from sparsesam.ascent.perturbation.pieces import Piece, Target, pieces_of
+from sparsesam.ascent.perturbation.pieces import Index, Piece, Target, pieces_of
 from sparsesam.ascent.plan import Norm
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -74,6 +74,7 @@ class Perturbation:
         self.last: dict[str, Tensor] = {}  # by name: the entries that moved, as a vector
         self._remember = remember
         self._moved: list[tuple[Piece, Tensor]] = []
+        self.index: Index = {}  # so that a step on an accelerator does not search; to be cleared with the masks
 
     @torch.no_grad()
     def norm(self, targets: Sequence[Target], norm: Norm) -> float | Tensor:
@@ -83,7 +84,7 @@ class Perturbation:
         """
         parts = []
         for piece, directions in pieces_of(targets, whole=norm == "full"):
-            positions = piece.positions()
+            positions = piece.positions(self.index)
             direction = piece.read(directions, positions)
             weight = direction if piece.eta is None else piece.read(piece.weights, positions)
             parts.append(norm_of(direction, weight, eta=piece.eta))
@@ -114,7 +115,7 @@ class Perturbation:
         moves: dict[str, list[Tensor]] = {}
         norm = usable_or_inf(norm) if isinstance(norm, Tensor) else norm
         for piece, directions in pieces_of([target for target in targets if not target.is_still]):
-            positions = piece.positions()
+            positions = piece.positions(self.index)
             here = piece.read(piece.weights, positions)
             e = scaled_direction(piece.read(directions, positions), here, eta=piece.eta, times=2)
             if isinstance(norm, Tensor):
@@ -146,6 +147,6 @@ class Perturbation:
     def _put_back(self) -> None:
         while self._moved:
             piece, saved = self._moved[-1]
-            piece.write(saved, piece.positions())
+            piece.write(saved, piece.positions(self.index))
             self._moved.pop()
         torch.clear_autocast_cache()

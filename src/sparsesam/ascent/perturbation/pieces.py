@@ -6,6 +6,7 @@ eta, joined into one vector, so that the number of launches does not grow with t
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,10 @@ class Target:
         return self.weight.device.type in HOSTS
 
 
+#: by the names of weights: the bits of their masks, and the positions that these keep
+Index = dict[tuple[str, ...], tuple[list[Tensor], Tensor]]
+
+
 @dataclass
 class Piece:
     """Weights that move together: all of them, the entries whose ``bits`` are set, or some ``rows`` of a single one.
@@ -75,13 +80,20 @@ class Piece:
         """Whether `read` gives the tensor itself and not a copy of what moves."""
         return self.lengths is None and self.bits is None and self.rows is None
 
-    def positions(self) -> Tensor | None:
-        """Which entries or rows move, None for all; found anew each time, for they take more memory than these."""
+    def positions(self, index: Index) -> Tensor | None:
+        """Which entries or rows move, None for all; those of a device are kept in ``index``, if they are few."""
         if self.bits is None:
             return self.rows
         if self.lengths is None:
             return positions_of(self.bits[0])
-        return positions_of(torch.cat(self.bits), sum(self.lengths))
+        bits, found = index.get(tuple(self.names), ([], None))
+        if found is None or not all(map(operator.is_, bits, self.bits)):
+            count, size = sum(self.lengths), sum(one.numel() for one in self.weights)
+            found = positions_of(torch.cat(self.bits), count)
+            if 4 * count + 4 * count + size / 8 <= 4 * size:  # with the saved entries and the mask, not more than SAM
+                found = found.int()
+                index[tuple(self.names)] = self.bits, found
+        return found
 
     def read(self, tensors: list[Tensor], positions: Tensor | None) -> Tensor:
         """What moves, of tensors like the weights."""
@@ -92,8 +104,11 @@ class Piece:
         """Put what was read to its place in the weights."""
         if positions is not None:
             whole = self._as_one(self.weights)
-            put = whole.scatter_ if whole.dim() == 1 else whole.index_copy_  # the first is three times faster
-            values = put(0, positions, values)
+            if positions.dtype == torch.int32:
+                values = whole.index_put_((positions,), values)
+            else:
+                put = whole.scatter_ if whole.dim() == 1 else whole.index_copy_  # the first is three times faster
+                values = put(0, positions, values)
         if self.lengths is not None:
             torch._foreach_copy_(self.weights, self._parted(values))
         elif positions is None:
