@@ -28,8 +28,7 @@
       probe.style.color = `var(--${name})`;
       return getComputedStyle(probe).color;
     };
-    const colors = { ink: of("ink"), soft: of("soft"), line: of("line"), sheet: of("sheet"), of };
-    return colors;
+    return { ink: of("ink"), soft: of("soft"), line: of("line"), sheet: of("sheet"), of };
   }
 
   const fade = (rgb, share) => rgb.replace("rgb(", "rgba(").replace(")", `, ${share})`);
@@ -166,18 +165,13 @@
     const y = scale(Math.min(...bottoms), Math.max(...tops), plot.clientHeight * 0.7);
     const [width, height, gap] = [100, 18, 17];
     const [left, up] = [x(marked.x[0]), y(marked.y[0])];
-    const sides = [
-      { xanchor: "left", yanchor: "middle", xshift: gap, box: [left + gap, left + gap + width, up - height / 2, up + height / 2] },
-      { xanchor: "right", yanchor: "middle", xshift: -gap, box: [left - gap - width, left - gap, up - height / 2, up + height / 2] },
-      { xanchor: "left", yanchor: "top", xshift: 8, yshift: -12, box: [left + 8, left + 8 + width, up - 12 - height, up - 12] },
-      { xanchor: "right", yanchor: "top", xshift: -8, yshift: -12, box: [left - 8 - width, left - 8, up - 12 - height, up - 12] },
-      { xanchor: "left", yanchor: "bottom", xshift: 8, yshift: 12, box: [left + 8, left + 8 + width, up + 12, up + 12 + height] },
-      { xanchor: "right", yanchor: "bottom", xshift: -8, yshift: 12, box: [left - 8 - width, left - 8, up + 12, up + 12 + height] },
-      ...[["left", 8, left + 8], ["right", -8, left - 8 - width]].flatMap(([xanchor, xshift, from]) => [
-        { xanchor, yanchor: "top", xshift, yshift: -28, box: [from, from + width, up - 28 - height, up - 28] },
-        { xanchor, yanchor: "top", xshift, yshift: -48, box: [from, from + width, up - 48 - height, up - 48] },
-      ]),
-    ];
+    // Beside the point first, then below and above it, then further below.
+    const sides = [[gap, 0], [8, -12], [8, 12], [8, -28], [8, -48]].flatMap(([side, shift]) => ["left", "right"].map((xanchor) => {
+      const from = xanchor === "left" ? left + side : left - side - width;
+      const low = up + shift - (shift === 0 ? height / 2 : shift < 0 ? height : 0);
+      const yanchor = shift === 0 ? "middle" : shift < 0 ? "top" : "bottom";
+      return { xanchor, yanchor, xshift: xanchor === "left" ? side : -side, yshift: shift, box: [from, from + width, low, low + height] };
+    }));
     const hits = ({ box: [from, to, low, high] }) => shown.filter((series, i) => series !== marked && x(series.x[0]) + 7 > from && x(series.x[0]) - 7 < to && y(tops[i]) + 7 > low && y(bottoms[i]) - 7 < high).length + (to > plot.clientWidth * 0.85 || from < -plot.clientWidth * 0.04 ? 10 : 0);
     const best = sides.reduce((a, b) => (hits(b) < hits(a) ? b : a));
     const { box, ...place } = best;
