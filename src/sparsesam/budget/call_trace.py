@@ -6,11 +6,12 @@ fused kernels are those of a real step.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -27,8 +28,8 @@ from sparsesam.masks.batches import call_model
 from sparsesam.masks.packed import PackedMask
 
 How = Literal["time", "cpu-time", "count"]
-#: which gradients the pass computes: all; of the inputs alone; of the weights only for some of the filters
-PassKind = Literal["everything", "inputs", "quarter", "three quarters"]
+#: which gradients the pass computes: all; of the inputs alone; of the weights only for half of the filters
+PassKind = Literal["everything", "inputs", "half"]
 PASS_KINDS: tuple[PassKind, ...] = get_args(PassKind)
 Clock = Callable[[], float]
 
@@ -44,17 +45,51 @@ class ModuleCall:
 
 
 @dataclass
-class FunctionCall:
-    """One call of a torch function: what it used, what it depends on, and what it cost."""
+class Call:
+    """One call of a torch function: what it used, what it depends on, and what it cost in each pass."""
 
     function: str
     parameters: tuple[str, ...]
     upstream: frozenset[int]  # earlier calls that it depends on, directly or through others
     leads_back: bool  # whether an input needs a gradient
-    sliced: bool  # whether its weight gradient can be computed for some filters alone
+    can_slice: bool  # whether its weight gradient can be computed for some filters alone
     module: ModuleCall
-    forward: float = 0.0
-    backward: float = 0.0
+    forwards: list[float] = field(default_factory=list)
+    backwards: dict[PassKind, list[float]] = field(default_factory=lambda: {kind: [] for kind in PASS_KINDS})
+
+    @property
+    def layer(self) -> str:
+        return self.parameters[0].rpartition(".")[0] or self.parameters[0] if self.parameters else self.function
+
+    @cached_property
+    def forward(self) -> float:
+        return _median(self.forwards)
+
+    @cached_property
+    def input_gradient(self) -> float:
+        everything = _median(self.backwards["everything"])
+        if not self.parameters:
+            return everything
+        return min(_median(self.backwards["inputs"]), everything) if self.leads_back else 0.0
+
+    @cached_property
+    def weight_gradient(self) -> float:
+        return _median(self.backwards["everything"]) - self.input_gradient
+
+    @cached_property
+    def _filters_gradient(self) -> float:
+        """dW of all filters at the price of half of them, which has that of slicing."""
+        return max(2 * (_median(self.backwards["half"]) - self.input_gradient), self.weight_gradient)
+
+    def weight_gradient_for(self, share: float) -> float:
+        """dW of a share of the filters."""
+        is_sliced = self.can_slice and 0 < share < 1
+        return share * self._filters_gradient if is_sliced else float(share > 0) * self.weight_gradient
+
+
+def _median(costs: list[float]) -> float:
+    """Of all passes but the first, which warms up; counts take one alone."""
+    return float(statistics.median(costs[1:] or costs))
 
 
 @contextmanager
@@ -64,13 +99,11 @@ def stopwatch(how: How, device: torch.device) -> Iterator[Clock]:
         with MultiplyAdds() as counter:
             yield lambda: counter.total
         return
-    synchronize = getattr(getattr(torch, device.type, None), "synchronize", None) if device.type != "cpu" else None
-
     now = time.process_time if how == "cpu-time" else time.perf_counter
 
     def seconds() -> float:
-        if synchronize is not None:
-            synchronize()
+        if device.type not in ("cpu", "meta"):
+            getattr(torch, device.type).synchronize()
         return now()
 
     yield seconds
@@ -94,27 +127,32 @@ class MultiplyAdds(TorchDispatchMode):
         return result
 
 
-def trace(model: nn.Module, inputs: Any, clock: Clock, kind: PassKind) -> list[FunctionCall]:
-    """Run the model forward and backward once, in its present mode, and leave no gradients behind."""
-    mode = _Trace(model, clock, kind)
+def trace(model: nn.Module, inputs: Any, clock: Clock, kind: PassKind, calls: list[Call]) -> None:
+    """Run the model forward and backward once, in its present mode, and leave no gradients behind.
+
+    The first pass, of kind "everything", fills ``calls``; all passes add to them what they cost.
+    """
+    mode = _Trace(model, clock, kind, calls)
     inputs = tree_map_only(Tensor, Tensor.detach, inputs)
     with mode, mode.tracking_modules(model):
         output = call_model(model, inputs)
     mode.differentiate(output)
-    return mode.calls
 
 
 class _Trace(TorchFunctionMode):
-    def __init__(self, model: nn.Module, clock: Clock, kind: PassKind) -> None:
+    """One pass."""
+
+    def __init__(self, model: nn.Module, clock: Clock, kind: PassKind, calls: list[Call]) -> None:
         super().__init__()
-        self.clock, self.kind = clock, kind
-        self.calls: list[FunctionCall] = []
+        self.clock, self.kind, self.calls = clock, kind, calls
         self.names = {id(p): name for name, p in model.named_parameters()}
+        self._is_first = not calls
+        self._count = 0  # calls so far
         self._leaves: dict[int, Tensor] = {}
         self._nodes: dict[int, Any] = {}
         self._last = 0.0
-        self._token = object()  # marks tensors as seen by this trace; they may outlive it
-        self._filters = _filters_of(model, kind)
+        self._token = object()  # marks tensors as seen by this pass; they may outlive it
+        self._filters = _half_of_filters(model)
         self._running: list[ModuleCall] = []
         self._held = {module: self._names_in(module) for module in model.modules()}
 
@@ -136,38 +174,54 @@ class _Trace(TorchFunctionMode):
         self._running.append(ModuleCall(self._held[module]))
 
     def _leave(self, *_: Any) -> None:
-        self._running.pop().end = len(self.calls)
+        self._running.pop().end = self._count
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") == "__get__":
-            result = func(*args, **kwargs)
-            if not isinstance(result, Tensor):
-                return result
-        tensors = list(tensors_in(args, kwargs))
+        tensors = tensors_in(args, kwargs)
         used = [t for t in tensors if id(t) in self.names and t.requires_grad]
         given = [t for t in tensors if id(t) not in self.names]
-        one = FunctionCall(
+        one = Call(
             function=getattr(func, "__name__", str(func)),
             parameters=tuple(dict.fromkeys(self.names[id(t)] for t in used)),
             upstream=frozenset().union(*(self._reached(t) for t in given)),
             leads_back=any(t.requires_grad for t in given),
-            sliced=self._can_slice(func, args, kwargs),
+            can_slice=self._can_slice(func, args, kwargs),
             module=self._running[-1],
         )
         func, args, kwargs = self._replaced(one, func, args, kwargs)
         versions = [t._version for t in given]
         start = self.clock()
         result = func(*args, **kwargs)
-        one.forward = self.clock() - start
+        spent = self.clock() - start
         written = [t for t, version in zip(given, versions, strict=True) if t._version != version]
         made = [t for t in tensors_in(result, written) if id(t) not in self.names]
         if made:
             for tensor in made:
-                setattr(tensor, _MARK, (self._token, one.upstream | {len(self.calls)}))
-            self.calls.append(one)
+                setattr(tensor, _MARK, (self._token, one.upstream | {self._count}))
+            one = self._noted(one)
+            if self.kind == "everything":
+                one.forwards.append(spent)
+            one.backwards[self.kind].append(0.0)
             self._watch(made, one)
         return result
+
+    def _noted(self, one: Call) -> Call:
+        """The call itself in the first pass, later the same one of the first pass."""
+        if self._is_first:
+            self.calls.append(one)
+        self._count += 1
+        self._require_same(self._count <= len(self.calls))
+        first = self.calls[self._count - 1]
+        self._require_same((first.function, first.parameters) == (one.function, one.parameters))
+        return first
+
+    def _require_same(self, is_same: bool) -> None:
+        if not is_same:
+            raise ValueError(
+                "model must make the same calls in each forward of example_input, but they differ from pass to pass; "
+                "choose the weights to perturb by hand, with fixed_mask"
+            )
 
     def _reached(self, tensor: Tensor) -> frozenset[int]:
         token, reached = getattr(tensor, _MARK, (None, frozenset()))
@@ -178,11 +232,11 @@ class _Trace(TorchFunctionMode):
         groups = args[6] if len(args) > 6 else kwargs.get("groups", 1)
         return func in LAYERS and groups == 1 and self._filters.get(id(weight)) is not None
 
-    def _replaced(self, one: FunctionCall, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    def _replaced(self, one: Call, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         if self.kind == "inputs" and one.leads_back:
             # The weights of the very first layers stay: without them there would be no backward pass at all.
             args, kwargs = tree_map_only(Tensor, self._shield, (args, kwargs))
-        elif self.kind in ("quarter", "three quarters") and one.sliced:
+        elif self.kind == "half" and one.can_slice:
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             func = partial(LAYERS[func], self._filters[id(weight)], Switch(on=True))
         for tensor in tensors_in(args, kwargs):
@@ -193,7 +247,7 @@ class _Trace(TorchFunctionMode):
     def _shield(self, tensor: Tensor) -> Tensor:
         return tensor.detach() if id(tensor) in self.names else tensor
 
-    def _watch(self, made: list[Tensor], one: FunctionCall) -> None:
+    def _watch(self, made: list[Tensor], one: Call) -> None:
         """Steps of the backward pass that came with this call are its own."""
         waiting = [tensor.grad_fn for tensor in made]
         while waiting:
@@ -204,12 +258,13 @@ class _Trace(TorchFunctionMode):
             node.register_hook(partial(self._ran, one))
             waiting += [following for following, _ in node.next_functions]
 
-    def _ran(self, one: FunctionCall, *_: Any) -> None:
+    def _ran(self, one: Call, *_: Any) -> None:
         now = self.clock()
-        one.backward += now - self._last
+        one.backwards[self.kind][-1] += now - self._last
         self._last = self.clock()
 
     def differentiate(self, output: Any) -> None:
+        self._require_same(self._count == len(self.calls))
         outputs, seeds = _seeded(output)
         self._last = self.clock()
         torch.autograd.grad(outputs, list(self._leaves.values()), seeds, allow_unused=True)
@@ -226,19 +281,14 @@ def _seeded(output: Any) -> tuple[list[Tensor], list[Tensor]]:
     return outputs, [torch.full_like(tensor, 1 / max(1, tensor.numel())) for tensor in outputs]
 
 
-def _filters_of(model: nn.Module, kind: PassKind) -> dict[int, WeightGradient]:
-    """The weight gradients of some filters of every layer, by the identity of the weight."""
+def _half_of_filters(model: nn.Module) -> dict[int, WeightGradient]:
+    """The weight gradients of every other filter of each layer, by the identity of the weight."""
     found = {}
     for parameter in model.parameters():
         if parameter.dim() > 1 and parameter.requires_grad:
-            want = weight_gradient(PackedMask.pack(_some_filters(parameter, kind)), parameter, "explicit", "masked")
+            half = torch.zeros_like(parameter, dtype=torch.bool)
+            half[::2] = True
+            want = weight_gradient(PackedMask.pack(half), parameter, "explicit", "masked")
             if want is not None:
                 found[id(parameter)] = want
     return found
-
-
-def _some_filters(parameter: Tensor, kind: PassKind) -> Tensor:
-    """A quarter of the filters, or all but a quarter; of a single filter, all."""
-    quarter = torch.arange(len(parameter), device=parameter.device) % 4 == 0
-    kept = ~quarter if kind == "three quarters" and len(parameter) > 1 else quarter
-    return kept.view(-1, *[1] * (parameter.dim() - 1)).expand(parameter.shape)

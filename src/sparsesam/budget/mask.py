@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -91,7 +91,7 @@ class BudgetMask(MaskRule):
         """What these masks mean, usually ``opt.masks``; with the ``measured`` cost, if given."""
         if not masks:
             raise ValueError("masks must not be empty; opt.masks is, before the first step")
-        return replace(report_of(self.budget, self.costs, masks), measured=measured)
+        return report_of(self.budget, self.costs, masks, measured)
 
     def _check_known(self, names: Mapping[str, Tensor]) -> None:
         unknown = [name for name in names if name not in self.costs.shapes]

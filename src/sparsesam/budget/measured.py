@@ -45,7 +45,15 @@ def measured_cost(
     rng = RNGState(model.parameters())
     found = rng.read()
     try:
-        steps = _plain_step(model, loss_fn, batch, base), _sparse_step(model, loss_fn, batch, base, rule, rho)
+        plain_model, sparse_model = copy.deepcopy(model).train(), copy.deepcopy(model).train()
+        plain = base(plain_model.parameters())
+        maker = SSAM(base(sparse_model.parameters()), sparse_model, rho, mask=rule, norm="masked")
+        maker.step(_closure(sparse_model, maker, loss_fn, batch), batch=batch)
+        sparse = SSAM(maker.base, sparse_model, rho, mask=FixedMask(maker.masks), norm="masked")
+        steps = [
+            partial(one.step, _closure(its_model, one, loss_fn, batch))
+            for one, its_model in ((plain, plain_model), (sparse, sparse_model))
+        ]
         ratios = []
         with stopwatch("time", next(model.parameters()).device) as clock:
             for turn in range(2 + rounds):
@@ -58,22 +66,6 @@ def measured_cost(
         return statistics.median(ratios[2:])
     finally:
         rng.write(found)
-
-
-def _plain_step(model: nn.Module, loss_fn: LossFn, batch: Batch, base: MakeOptimizer) -> Callable[[], object]:
-    model = copy.deepcopy(model).train()
-    optimizer = base(model.parameters())
-    return partial(optimizer.step, _closure(model, optimizer, loss_fn, batch))
-
-
-def _sparse_step(
-    model: nn.Module, loss_fn: LossFn, batch: Batch, base: MakeOptimizer, rule: MaskRule, rho: float
-) -> Callable[[], object]:
-    model = copy.deepcopy(model).train()
-    maker = SSAM(base(model.parameters()), model, rho, mask=rule, norm="masked")
-    maker.step(_closure(model, maker, loss_fn, batch), batch=batch)
-    optimizer = SSAM(maker.base, model, rho, mask=FixedMask(maker.masks), norm="masked")
-    return partial(optimizer.step, _closure(model, optimizer, loss_fn, batch))
 
 
 def _closure(model: nn.Module, optimizer: Optimizer, loss_fn: LossFn, batch: Batch) -> Callable[[], float]:

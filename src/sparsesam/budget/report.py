@@ -49,21 +49,18 @@ class BudgetReport:
         return "\n".join(lines)
 
 
-def report_of(budget: float, costs: LayerCosts, masks: Mapping[str, Tensor]) -> BudgetReport:
+def report_of(budget: float, costs: LayerCosts, masks: Mapping[str, Tensor], measured: float | None) -> BudgetReport:
     kept = {name: int(mask.count_nonzero()) for name, mask in masks.items()}
-    total = sum(mask.numel() for mask in masks.values())
-    rows = tuple(_row(layer, kept, costs) for layer in costs.layers)
+
+    def row(layer: LayerCost) -> BudgetRow:
+        size = sum(costs.shapes[name].numel() for name in layer.parameters)
+        share = sum(kept.get(name, 0) for name in layer.parameters) / max(1, size)
+        forward, input_gradient, weight_gradient = (
+            price / costs.base for price in (layer.forward, layer.input_gradient, layer.weight_gradient)
+        )
+        return BudgetRow(layer.layer, forward, input_gradient, weight_gradient, share)
+
+    rows = tuple(row(layer) for layer in costs.layers)
     frontier = next((row.layer for row in rows if row.share > 0), None)
-    share = sum(kept.values()) / total if total else 0.0
-    return BudgetReport(budget, costs.step(masks), None, frontier, share, rows)
-
-
-def _row(layer: LayerCost, kept: Mapping[str, int], costs: LayerCosts) -> BudgetRow:
-    size = sum(costs.shapes[name].numel() for name in layer.parameters)
-    return BudgetRow(
-        layer.layer,
-        layer.forward / costs.base,
-        layer.input_gradient / costs.base,
-        layer.weight_gradient / costs.base,
-        sum(kept.get(name, 0) for name in layer.parameters) / size if size else 0.0,
-    )
+    share = sum(kept.values()) / max(1, sum(mask.numel() for mask in masks.values()))
+    return BudgetReport(budget, costs.step(masks), measured, frontier, share, rows)
