@@ -1,197 +1,87 @@
-"""Records, in one forward, the calls that parameters are arguments of and, in its backward, their output gradients."""
+"""Records, in one forward, the calls that parameters are arguments of, and where a backward gives their gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from sparsesam.masks.batches import leads_with
-from sparsesam.masks.layer_rules import FUNCTIONS, Call, Rule, bound
+from sparsesam.masks.layer_rules import FUNCTIONS, Call, Rule
 
 
-@dataclass
+@dataclass(frozen=True)
 class Use:
-    """One call that parameters are arguments of, with its results and later the gradients at them."""
+    """One call that a parameter is an argument of, before the gradient at its result is known."""
 
-    function: Any
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    outputs: list[Tensor]
-    versions: list[tuple[Tensor, int]]
-    waiting: set[str]  # names of parameters that are not measured yet
-    grads: list[Tensor | None] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        is_module = isinstance(self.function, nn.Module)
-        return type(self.function).__name__ if is_module else str(getattr(self.function, "__name__", self.function))
+    function: str
+    rule: Rule
+    input: Tensor | None  # the argument that holds the samples
+    arguments: dict[str, Any]
+    result: GradientEdge
+    version: int
 
     def is_unchanged(self) -> bool:
-        return all(tensor._version == version for tensor, version in self.versions)
+        return self.input is None or self.input._version == self.version
 
-    def received(self) -> list[int]:
-        """The results that have a gradient; the others do not reach the loss."""
-        return [place for place, grad in enumerate(self.grads) if grad is not None]
-
-    def done(self, name: str) -> None:
-        """Free the activations when no parameter needs them any more: hooks live as long as the graph."""
-        self.waiting.discard(name)
-        if not self.waiting:
-            self.arguments, self.outputs, self.versions, self.grads = ((), {}), [], [], []
-
-    def of_sample(self, index: int, size: int) -> list[Tensor]:
-        """The results of one sample, computed again."""
-
-        def part(leaf: Any) -> Any:
-            by_sample = leads_with(leaf, size) and not isinstance(leaf, nn.Parameter)
-            return leaf[index : index + 1] if by_sample else leaf
-
-        args, kwargs = tree_map(part, self.arguments)
-        return floating(self.function(*args, **kwargs))
+    def with_gradient(self, grad: Tensor) -> Call:
+        return Call(self.rule, self.input, self.arguments, grad.detach())
 
 
 class Recorder(TorchFunctionMode):
     """Records the calls of torch functions that the wanted parameters are arguments of, during one forward.
 
-    The modules in ``whole``, and those whose parameters are not used sample by sample inside (attention, recurrent and
-    re-parametrized layers), are recorded as one call. Parameters require no gradient then, so a result that needs none
-    is made a leaf: nothing upstream of it is differentiated.
+    Parameters require no gradient then, so a result that needs none is made a leaf: nothing upstream of it is
+    differentiated. ``refusal`` says why these calls do not tell the samples' gradients, if they do not.
     """
 
-    def __init__(self, model: nn.Module, wanted: Mapping[str, Tensor], size: int, whole: set[nn.Module]) -> None:
+    def __init__(self, wanted: Mapping[str, Tensor], size: int) -> None:
         super().__init__()
-        self.size, self.wanted = size, wanted
-        self.names = {id(parameter): name for name, parameter in wanted.items()}
+        self.size, self.names = size, {id(parameter): name for name, parameter in wanted.items()}
         self.uses: dict[str, list[Use]] = {}
-        self.mixed: set[str] = set()  # used in a call that does not keep samples apart
-        self.leaves: list[Tensor] = []
-        self.on_grads: Callable[[str], None] = lambda name: None
-        hookable = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-        self._whole = [module for module in hookable if module in whole or _is_one_call(module)]
-        self._within: list[list[tuple[Tensor, int]]] = []
-
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        handles = [m.register_forward_pre_hook(self._enter, with_kwargs=True) for m in self._whole]
-        handles += [
-            m.register_forward_hook(self._leave, prepend=True, with_kwargs=True, always_call=True) for m in self._whole
-        ]
-        try:
-            with self:
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def rule_of(self, name: str) -> Rule | None:
-        """The rule for all uses of a parameter, if there is one."""
-        uses, parameter = self.uses[name], self.wanted[name]
-        if uses[0].function not in FUNCTIONS or any(use.function != uses[0].function for use in uses):
-            return None
-        known, places = FUNCTIONS[uses[0].function], set[str]()
-        for use in uses:
-            arguments = bound(use.function, *use.arguments)
-            places.update(key for key, value in arguments.items() if value is parameter)
-            by_sample = places == {"input"} or leads_with(arguments["input"], self.size)
-            if not (by_sample and len(use.grads) == 1 and known.accepts(arguments)):
-                return None
-        return known.rules.get(places.pop()) if len(places) == 1 else None
-
-    def calls_of(self, name: str) -> list[Call]:
-        """The calls of a parameter that reach the loss."""
-        return [
-            Call(bound(use.function, *use.arguments), grad)
-            for use in self.uses[name]
-            if (grad := use.grads[0]) is not None
-        ]
-
-    def done(self, name: str) -> None:
-        for use in self.uses.pop(name):
-            use.done(name)
-
-    def release(self) -> None:
-        """Free activations now: hooks refer to the recorder, and this cycle would keep them alive."""
-        self.on_grads = lambda name: None
-        self.uses, self.leaves = {}, []
+        self.refusal: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        names = set() if self._within else self._names_in((args, kwargs))
-        if not names:
-            return func(*args, **kwargs)
-        versions = _versions((args, kwargs))
-        return self._record(func, args, kwargs, func(*args, **kwargs), versions, names)
-
-    def _names_in(self, tree: Any) -> set[str]:
-        return {self.names[id(leaf)] for leaf in tree_leaves(tree) if id(leaf) in self.names}
-
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._within.append(_versions((args, kwargs)))
-
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        versions = self._within.pop()
-        names = {self.names[id(p)] for p in module.parameters() if id(p) in self.names}
-        return None if self._within or not names else self._record(module, args, kwargs, output, versions, names)
-
-    def _record(
-        self, function: Any, args: Any, kwargs: Any, result: Any, versions: list[tuple[Tensor, int]], names: set[str]
-    ) -> Any:
-        flat, structure = tree_flatten(result)
-        places = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        if not places or id(result) in self.names:  # a shape or a data type; the parameter as it is
+        result = func(*args, **kwargs)
+        if not any(id(leaf) in self.names for leaf in tree_leaves((args, kwargs))) or id(result) in self.names:
             return result
-        is_known = function in FUNCTIONS
-        outputs = [flat[i].detach() if is_known else flat[i].detach().clone() for i in places]
-        arguments = tree_map(self._detached, (args, kwargs))
-        use = Use(function, arguments, outputs, versions, names, [None] * len(places))
-        # A state that is not laid out by samples may come along, as long as nothing uses it.
-        if not any(leads_with(one, self.size) for one in outputs) or not use.is_unchanged():
-            self.mixed |= names
+        if not any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in tree_leaves(result)):
+            return result  # a shape or a data type
+        return self._recorded(func, args, kwargs, result)
+
+    def _recorded(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        name, known = getattr(func, "__name__", str(func)), FUNCTIONS.get(func)
+        if known is None or not leads_with(result, self.size):
+            self.refusal = f"{name} has no rule" if known is None else f"{name} does not keep samples apart"
             return result
-        for name in names:
-            self.uses.setdefault(name, []).append(use)
-        for number, place in enumerate(places):
-            flat[place] = self._exposed(flat[place], copy=isinstance(function, nn.Module))
-            flat[place].register_hook(self._receiver(use, number))
-        return tree_unflatten(flat, structure)
-
-    def _detached(self, leaf: Any) -> Any:
-        """A parameter stays itself, to be differentiated where the call is repeated."""
-        return leaf.detach() if isinstance(leaf, Tensor) and id(leaf) not in self.names else leaf
-
-    def _exposed(self, tensor: Tensor, copy: bool) -> Tensor:
-        """The result to hook: a copy where it is a leaf or has consumers inside the module."""
-        if not tensor.requires_grad:
-            tensor = tensor.detach().requires_grad_()
-            self.leaves.append(tensor)
-            return tensor.clone()
-        return tensor.clone() if copy else tensor
-
-    def _receiver(self, use: Use, number: int) -> Callable[[Tensor], None]:
-        def receive(grad: Tensor) -> None:
-            if use.waiting:
-                use.grads[number] = grad.detach()
-                for name in list(use.waiting):
-                    if all(len(other.received()) == len(other.grads) for other in self.uses[name]):
-                        self.on_grads(name)
-
-        return receive
+        arguments = dict(zip(known.arguments, args, strict=False)) | kwargs
+        result = _exposed(result)
+        for place in [place for place, value in arguments.items() if id(value) in self.names]:
+            input = arguments.get("other" if place == "input" else "input")
+            if not (place in known.rules and known.accepts(arguments) and _is_by_samples(input, self.size)):
+                self.refusal = f"{name} has no rule for these arguments"
+                continue
+            kept = {key: _detached(value) for key, value in arguments.items()}
+            version = 0 if input is None else input._version
+            use = Use(name, known.rules[place], _detached(input), kept, get_gradient_edge(result), version)
+            self.uses.setdefault(self.names[id(arguments[place])], []).append(use)
+        return result
 
 
-def _is_one_call(module: nn.Module) -> bool:
-    return isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) or is_parametrized(module)
+def _is_by_samples(input: Any, size: int) -> bool:
+    return input is None or leads_with(input, size)
 
 
-def _versions(tree: Any) -> list[tuple[Tensor, int]]:
-    return [(leaf, leaf._version) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
-def floating(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+def _exposed(tensor: Tensor) -> Tensor:
+    """A leaf where nothing upstream needs a gradient; a copy of it, so that operations in place may follow."""
+    return tensor if tensor.requires_grad else tensor.detach().requires_grad_().clone()
