@@ -6,7 +6,7 @@ import pytest
 
 from sparsesam.lab.cli import main
 from sparsesam.lab.paper.figures import FIGURES, TrainedRecipe
-from sparsesam.lab.paper.recipe import recipes
+from sparsesam.lab.paper.recipe import Recipe, recipes
 
 SMOKE = ["--set", "epochs=1", "train_size=48", "fisher_samples=8", "--seeds", "1", "--jobs", "1"]
 #: Thirteen wide networks take longer than a smoke test should.
@@ -29,7 +29,7 @@ NUMBERS = {
 @pytest.fixture
 def few_points(monkeypatch):
     few = {"landscape": {"samples": 16, "points": 4}, "hessian": {"samples": 16, "density_steps": 5, "trace_probes": 3}}
-    monkeypatch.setattr(TrainedRecipe, "options", property(lambda trained: dict(few.get(trained.recipe.figure, {}))))
+    monkeypatch.setattr(Recipe, "analysis", property(lambda recipe: dict(few.get(recipe.figure, {}))))
 
 
 @pytest.mark.parametrize("label", DRAWN)

@@ -21,8 +21,8 @@ class Augment:
     """Pad and crop, flip, RandAugment, normalize, cut out; what is 0 or False is left out.
 
     ``images`` are (n, c, h, w), uint8 in 0..255 or floating in [0, 1]; the result is float32, or the images' own
-    floating type. A cut-out square is filled with 0 after normalization, the data set's mean colour; a centre is
-    any pixel, so the square may reach over the border, as in DeVries & Taylor (2017).
+    floating type. Half of the images are mirrored, and half are cut: a square is filled with 0 after normalization, the
+    data set's mean colour. Its centre is any pixel, so that it may reach over the border, as in DeVries & Taylor (2017).
     """
 
     mean: tuple[float, ...]
@@ -30,18 +30,14 @@ class Augment:
     padding: int = 0
     flip: bool = False
     cutout: int = 0
-    cutout_probability: float = 0.5
     randaugment: int = 0
     randaugment_magnitude: float = 9.0
 
     def __post_init__(self) -> None:
         if len(self.mean) != len(self.std) or not all(value > 0 for value in self.std):
             raise ValueError(f"std must be positive, one per channel like mean, got {self.std} for mean {self.mean}")
-        for name in ("padding", "cutout"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 (none) or a number of pixels, got {getattr(self, name)}")
-        if not 0 <= self.cutout_probability <= 1:
-            raise ValueError(f"cutout_probability must be in [0, 1], got {self.cutout_probability}")
+        if self.padding < 0 or self.cutout < 0:
+            raise ValueError(f"padding and cutout must be 0 (none) or pixels, got {self.padding} and {self.cutout}")
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """What the network sees of a training batch; draws come from ``generator``, on whichever device it is."""
@@ -51,13 +47,13 @@ class Augment:
             numbers = torch.randint(low, high, (count,), generator=generator, device=generator.device)
             return numbers.to(images.device, non_blocking=True)
 
-        def happens(probability: float) -> Tensor:
+        def happens() -> Tensor:
             numbers = torch.rand(count, generator=generator, device=generator.device)
-            return (numbers < probability).to(images.device, non_blocking=True)
+            return (numbers < 0.5).to(images.device, non_blocking=True)
 
         if self.padding or self.flip:
             tops, lefts = (draw(0, 2 * self.padding + 1) for _ in range(2))
-            flips = happens(0.5) if self.flip else None
+            flips = happens() if self.flip else None
             images = crop_and_flip(images, tops, lefts, flips, padding=self.padding)
         if self.randaugment:
             images = rand_augment(images, generator, count=self.randaugment, magnitude=self.randaugment_magnitude)
@@ -65,7 +61,7 @@ class Augment:
         if self.cutout:
             half = self.cutout // 2
             tops, lefts = draw(-half, height - half), draw(-half, width - half)
-            seen = cut_out_(seen, tops, lefts, happens(self.cutout_probability), size=self.cutout)
+            seen = cut_out_(seen, tops, lefts, happens(), size=self.cutout)
         return seen
 
     def plain(self, images: Tensor) -> Tensor:

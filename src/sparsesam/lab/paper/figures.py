@@ -33,11 +33,6 @@ class TrainedRecipe(RecipeRuns):
 
     data_dir: Path | None
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Of the analysis."""
-        return dict(self.recipe.scaled.get("analysis", {}))
-
     def runs(self, row: str, column: Column) -> list[Path]:
         """The directories of a cell, seed by seed."""
         wanted = replace(self.recipe.config(row, column), seed=0)
@@ -75,7 +70,7 @@ def _gradients(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
         config = load_run(directory).config
         batch: dict[str, Any] = {"samples": config.batch_size, "batch_size": config.batch_size, "statistics": "batch"}
         run = load_run(directory, data_dir=trained.data_dir, **batch)
-        return _kept(run, GradientAnalysis(rho=config.rho, **trained.options))
+        return _kept(run, GradientAnalysis(rho=config.rho, **trained.recipe.analysis))
 
     found = {column.label: trained.measured(column, measure) for column in trained.recipe.columns}
     drawn = {label: GradientAnalysis.figures("gradients", measured)[0] for label, measured in found.items()}
@@ -199,7 +194,7 @@ def _measured_on_samples(
     trained: TrainedRecipe, make: Callable[[dict[str, Any]], Analysis[Any]]
 ) -> list[Measured[Any]]:
     """On 2048 training images, unless the recipe says another number."""
-    options, (column,) = trained.options, trained.recipe.columns
+    options, (column,) = trained.recipe.analysis, trained.recipe.columns
     samples, analysis = options.pop("samples", 2048), make(options)
     return trained.measured(
         column, lambda directory: _kept(load_run(directory, samples=samples, data_dir=trained.data_dir), analysis)

@@ -115,21 +115,26 @@ class Recipe:
         return Path("runs") / "paper" / ("figures" if is_shared else self.label) / self.scale
 
     @property
-    def scaled(self) -> Mapping[str, Any]:
+    def _scaled(self) -> Mapping[str, Any]:
         return self.full if self.scale == "full" else self.laptop
+
+    @property
+    def analysis(self) -> dict[str, Any]:
+        """Options of the figure's analysis."""
+        return dict(self._scaled.get("analysis", {}))
 
     @property
     def columns(self) -> list[Column]:
         columns = []
-        for label, own in self.scaled["columns"].items():
-            settings = {**self.scaled.get("settings", {}), **own}
+        for label, own in self._scaled["columns"].items():
+            settings = {**self._scaled.get("settings", {}), **own}
             measure, relative_to = settings.pop("measure", "test_accuracy"), settings.pop("relative_to", None)
             columns.append(Column(label, measure, settings, relative_to))
         return columns
 
     @property
     def row_labels(self) -> list[str]:
-        return list(self.scaled.get("rows", self.rows))
+        return list(self._scaled.get("rows", self.rows))
 
     @property
     def cells(self) -> list[tuple[str, Column]]:
