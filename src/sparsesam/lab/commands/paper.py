@@ -16,8 +16,7 @@ from sparsesam.lab.commands.sweep import add_execution, execute, overrides, repo
 from sparsesam.lab.display import check_plot, plural
 from sparsesam.lab.experiment.setting_types import PositiveFloat, PositiveInt
 from sparsesam.lab.paper.choices import other_choices, settings_of
-from sparsesam.lab.paper.cost import PAPER_TFLOPS
-from sparsesam.lab.paper.dry_run import DryRun, cost_table, dry_run
+from sparsesam.lab.paper.dry_run import PAPER_TFLOPS, DryRun, cost_table, dry_run
 from sparsesam.lab.paper.figures import TrainedRecipe, draw
 from sparsesam.lab.paper.recipe import Scale, recipe, recipes
 

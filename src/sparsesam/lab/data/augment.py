@@ -21,8 +21,9 @@ class Augment:
     """Pad and crop, flip, RandAugment, normalize, cut out; what is 0 or False is left out.
 
     ``images`` are (n, c, h, w), uint8 in 0..255 or floating in [0, 1]; the result is float32, or the images' own
-    floating type. Half of the images are mirrored, and half are cut: a square is filled with 0 after normalization, the
-    data set's mean colour. Its centre is any pixel, so that it may reach over the border, as in DeVries & Taylor (2017).
+    floating type. Half of the images are mirrored, and half are cut: a square is filled with 0 after normalization,
+    the data set's mean colour. Its centre is any pixel, so that it may reach over the border, as in DeVries & Taylor
+    (2017).
     """
 
     mean: tuple[float, ...]
