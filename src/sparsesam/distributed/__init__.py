@@ -8,9 +8,8 @@ from sparsesam.distributed.ddp import (
     running_ddp,
     unsynchronized,
 )
-from sparsesam.distributed.fsdp import refuse_fsdp1, reshard
 from sparsesam.distributed.join import JoinableOptimizer
-from sparsesam.distributed.shards import Shards, as_shard_of, is_sharded, local_part
+from sparsesam.distributed.shards import Shards, as_shard_of, is_sharded, local_part, refuse_fsdp1, reshard
 
 __all__ = [
     "JoinableOptimizer",

@@ -32,29 +32,36 @@ class AccumulatedPasses:
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: SharpnessAware) -> None:
-        self._accelerator, self._model = accelerator, model
-        self._optimizer = optimizer
+        self._accelerator, self._model, self._optimizer = accelerator, model, optimizer
         self._rng = RNGState(model.parameters())
         self._micro_batches: list[tuple[Callable[[], Tensor], RNGSnapshot]] = []
 
     def __call__(self, compute_loss: Callable[[], Tensor]) -> Tensor:
         """Run one micro-batch; returns its loss at w (at w + e in steps that have only that pass)."""
-        accelerator, optimizer = self._accelerator, self._optimizer
-        self._micro_batches.append((compute_loss, self._rng.read()))
-        needs_first_pass = optimizer.needs_first_pass
-        loss: Tensor | None = None
+
+        def forward_backward() -> Tensor:
+            loss = compute_loss()
+            self._accelerator.backward(loss)
+            return loss.detach()
+
+        here, there = self.run(forward_backward)
+        return here if here is not None else there[-1] if there else torch.zeros(())
+
+    def run(self, forward_backward: Callable[[], Tensor]) -> tuple[Tensor | None, list[Tensor]]:
+        """The loss of this micro-batch at w, if there is such a pass; those of all at w + e, if it is the last."""
+        self._micro_batches.append((forward_backward, self._rng.read()))
+        here, there = None, []
+        needs_first_pass = self._optimizer.needs_first_pass
         if needs_first_pass:
-            with optimizer.first_pass():
-                loss = compute_loss()
-                accelerator.backward(loss)
-        if not accelerator.sync_gradients:
-            return torch.zeros(()) if loss is None else loss.detach()
-        others, self._micro_batches = self._micro_batches, []
-        with optimizer.perturbed():
-            for number, (again, state) in enumerate(others, start=1):
-                if needs_first_pass:
-                    self._rng.write(state)
-                with nullcontext() if number == len(others) else accelerator.no_sync(self._model):
-                    there = again()
-                    accelerator.backward(there)
-        return (there if loss is None else loss).detach()
+            with self._optimizer.first_pass():
+                here = forward_backward()
+        if self._accelerator.sync_gradients:
+            all_of_them, self._micro_batches = self._micro_batches, []
+            with self._optimizer.perturbed():
+                for number, (again, state) in enumerate(all_of_them, start=1):
+                    if needs_first_pass:
+                        self._rng.write(state)
+                    is_last = number == len(all_of_them)
+                    with nullcontext() if is_last else self._accelerator.no_sync(self._model):
+                        there.append(again())
+        return here, there

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparsesam.ascent.rng import RNGSnapshot, RNGState
+from sparsesam.integrations.accelerate import AccumulatedPasses
 from sparsesam.integrations.extras import required_by
 from sparsesam.integrations.metrics import step_metrics
 from sparsesam.sharpness_aware import SharpnessAware
@@ -25,28 +25,18 @@ class SharpnessAwareTrainer(Trainer):
     with them.
     """
 
+    _passes: AccumulatedPasses | None = None
+
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Called at the beginning of a step."""
-        self._micro_batches: list[tuple[Any, RNGSnapshot]] = []
+        self._passes = None
         return super().get_batch_samples(*args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        optimizer, rng = self._sharpness_aware(), RNGState(model.parameters())
-        self._micro_batches.append((inputs, rng.read()))
-        needs_first_pass = optimizer.needs_first_pass
-        here = there = torch.zeros((), device=self.args.device)
-        if needs_first_pass:
-            with optimizer.first_pass():
-                here = super().training_step(model, inputs, *args, **kwargs)
-        if not self.accelerator.sync_gradients:
-            return here
-        with optimizer.perturbed():
-            for number, (again, state) in enumerate(self._micro_batches, start=1):
-                if needs_first_pass:
-                    rng.write(state)
-                with nullcontext() if number == len(self._micro_batches) else self.accelerator.no_sync(model):
-                    there = there + super().training_step(model, again, *args, **kwargs)
-        return here if needs_first_pass else there
+        if self._passes is None:
+            self._passes = AccumulatedPasses(self.accelerator, model, self._sharpness_aware())
+        here, there = self._passes.run(partial(super().training_step, model, inputs, *args, **kwargs))
+        return here if here is not None else sum(there, torch.zeros((), device=self.args.device))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Adds `step_metrics` to whatever is logged during training, for every reporter."""
