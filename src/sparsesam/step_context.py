@@ -86,7 +86,7 @@ class StepContext:
             is_joining=self.is_joining,
         )
         self.perturbation.index.clear()
-        self.has_last = False
+        self.has_last, self.perturbation.last = False, {}  # which was of the old masks
         if self.extrapolation is not None:
             after = self.masks_of(params)
             for one in params:

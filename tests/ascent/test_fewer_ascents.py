@@ -63,6 +63,20 @@ def test_start_is_the_first_step_with_a_perturbation():
     assert passes == [1, 1, 1, 1, 2, 2]
 
 
+def test_a_new_mask_ends_the_reuse_of_the_last_perturbation():
+    model = cases.mlp()
+    mask = sparsesam.random_mask(sparsity=0.5, refresh=sparsesam.manual())
+    opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=mask, every=4, off_steps="reuse")
+    closure, calls = counted(model, opt, *cases.vectors())
+    opt.step(closure)
+    opt.refresh_mask(now=True)
+    saved = [state["sparsesam_last"] for state in opt.state_dict()["state"].values()]
+    assert all(not bool(last.any()) for last in saved)  # it was of the old mask
+    calls.clear()
+    opt.step(closure)
+    assert len(calls) == 2  # an ascent of its own
+
+
 @pytest.mark.parametrize("clone", ["checkpoint", "deepcopy"])
 def test_a_reused_perturbation_survives_a_resume(clone):
     model, opt, _, _ = run(steps=4, every=3, off_steps="reuse", masks=True)
