@@ -115,7 +115,7 @@ def test_a_truncated_binary_file_is_named(tmp_path):
 def test_a_wrong_pickle_is_named(tmp_path, content, message):
     cifar = small(CIFAR10)
     path = write_cifar(tmp_path, cifar, 1) / "test_batch"
-    path.write_bytes(pickle.dumps(content, protocol=2))
+    path.write_bytes(pickle.dumps(content, protocol=4))
     with pytest.raises(DataError, match=f"test_batch: expected {message}"):
         load_published(cifar, tmp_path)
 

@@ -7,8 +7,6 @@ import torch
 from sparsesam.integrations.extras import required_by
 from sparsesam.lab.data.splits import Labelled, Splits
 
-TRAIN_SIZE = 1000
-
 
 def load_digits() -> Splits:
     """1000 training and 797 test digits, stratified by class; pixels scaled from 0..16 to 0..255."""
@@ -17,7 +15,7 @@ def load_digits() -> Splits:
         from sklearn.model_selection import train_test_split
     pixels, labels = datasets.load_digits(return_X_y=True)
     images = (torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 16 * 255).round().to(torch.uint8)
-    places = train_test_split(range(len(labels)), train_size=TRAIN_SIZE, stratify=labels, random_state=0)
+    places = train_test_split(range(len(labels)), train_size=1000, stratify=labels, random_state=0)
     train, test = (Labelled(images[chosen], torch.tensor(labels[chosen])) for chosen in places)
     return Splits(
         train=train,
