@@ -39,8 +39,8 @@ class Published(DatasetInfo):
     """The first layout is the one that is downloaded."""
 
     layouts: tuple[Layout, ...]
-    train_size: int
-    test_size: int
+    train_size: int = 50_000
+    test_size: int = 10_000
 
 
 def load_published(
@@ -126,8 +126,6 @@ CIFAR10 = Published(
     classes=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
     mean=(0.4914, 0.4822, 0.4465),
     std=(0.2470, 0.2435, 0.2616),
-    train_size=50_000,
-    test_size=10_000,
     layouts=_cifar(
         "cifar-10",
         [f"data_batch_{number}" for number in range(1, 6)],
@@ -152,8 +150,6 @@ CIFAR100 = Published(
     classes=tuple(_FINE_CLASSES.split()),
     mean=(0.5071, 0.4865, 0.4409),
     std=(0.2673, 0.2564, 0.2762),
-    train_size=50_000,
-    test_size=10_000,
     layouts=_cifar(
         "cifar-100",
         ["train"],
@@ -171,7 +167,6 @@ FASHION_MNIST = Published(
     mean=(0.2860,),
     std=(0.3530,),
     train_size=60_000,
-    test_size=10_000,
     layouts=(
         Layout(
             remotes=(
