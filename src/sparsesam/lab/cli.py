@@ -38,10 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module.add_arguments(parser)
         if hasattr(module, "check"):
             module.check(rest)
-        module.run(parser.parse_args(rest))
+        try:
+            options = parser.parse_args(rest)
+        except SystemExit as error:  # the parser has printed its help, or what is wrong
+            return int(error.code or 0)
+        module.run(options)
         return 0
-    except SystemExit as error:  # the parser has printed its help, or what is wrong
-        return int(error.code or 0)
     except Interrupted as error:
         return _say(str(error), 130)
     except KeyboardInterrupt:

@@ -33,7 +33,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--scale", type=Literal["laptop", "full"], default="laptop", help="minutes on digits, or the paper's own runs"
     )
-    parser.add_argument("--seeds", type=PositiveInt | None, default=None, help="of each setting; default 3, figures 1")
+    parser.add_argument("--seeds", type=PositiveInt | None, default=None, help="runs per setting; default 3, figures 1")
     parser.add_argument("--plot", type=Path | None, default=None, help="of a figure, FILE.png, .svg or .pdf")
     parser.add_argument("--dry-run", action="store_true", help="build every run, take two steps, and tell the cost")
     text = "operations a second for the dry run's GPU hours"
