@@ -129,33 +129,22 @@ def _draw_panel(canvas: Canvas, figure: Figure, title: str, panel: Sequence[Seri
         canvas.legend(loc="outside lower center", ncols=_legend_columns(panel), fontsize="small")
 
 
-def _draw_lines(axes: Canvas, figure: Figure, panel: Sequence[Series]) -> None:
-    for series in panel:
-        color = COLORS[series.color][0]
-        style = ":" if series.faint else _DASHES[series.number // PALETTE_SIZE % len(_DASHES)]
-        label = _literal(series.name)
-        axes.plot(series.x, _floats(series.y), color=color, linestyle=style, linewidth=1.2, label=label)
-        if series.bars is not None:
-            axes.fill_between(series.x, *_bar_ends(series.bars), color=color, alpha=0.15, linewidth=0)
-
-
-def _draw_points(axes: Canvas, figure: Figure, panel: Sequence[Series]) -> None:
-    _draw_lines(axes, figure, [series for series in panel if series.faint])
+def _draw_curves(axes: Canvas, figure: Figure, panel: Sequence[Series]) -> None:
+    """Lines with bands, or points with error bars; what is faint is always a line."""
     places = [series.x[0] for series in panel if len(series.x) == 1]
     for series in panel:
-        if series.faint:
+        color, y = COLORS[series.color][0], _floats(series.y)
+        ends = None if series.bars is None else _floats([bar or (np.nan, np.nan) for bar in series.bars]).T
+        if figure.kind == "lines" or series.faint:
+            style = ":" if series.faint else _DASHES[series.number // PALETTE_SIZE % len(_DASHES)]
+            axes.plot(series.x, y, color=color, linestyle=style, linewidth=1.2, label=_literal(series.name))
+            if ends is not None:
+                axes.fill_between(series.x, *ends, color=color, alpha=0.15, linewidth=0)
             continue
-        color, many, y = COLORS[series.color][0], len(series.x) > 50, _floats(series.y)
-        axes.errorbar(
-            series.x,
-            y,
-            yerr=None if series.bars is None else np.nan_to_num(np.abs(_bar_ends(series.bars) - y)),
-            fmt="o" if many else _MARKERS[series.number % len(_MARKERS)],
-            markersize=3 if many else 6,
-            color=color,
-            capsize=2,
-            label=_literal(series.name),
-        )
+        many, bars = len(series.x) > 50, None if ends is None else np.nan_to_num(np.abs(ends - y))
+        look = "o" if many else _MARKERS[series.number % len(_MARKERS)]
+        size, label = 3 if many else 6, _literal(series.name)
+        axes.errorbar(series.x, y, yerr=bars, fmt=look, markersize=size, color=color, capsize=2, label=label)
         if series.mark:
             axes.plot(series.x, series.y, "o", markersize=13, markerfacecolor="none", markeredgecolor=color)
             # Towards the middle, so that the word stays within the axes.
@@ -202,8 +191,8 @@ def _draw_grid(axes: Canvas, figure: Figure, panel: Sequence[Series]) -> None:
 
 
 _KINDS: dict[str, Callable[[Canvas, Figure, Sequence[Series]], None]] = {
-    "lines": _draw_lines,
-    "points": _draw_points,
+    "lines": _draw_curves,
+    "points": _draw_curves,
     "bars": _draw_bars,
 }
 
@@ -212,11 +201,6 @@ def _name_ticks(change: Callable[..., Any], values: Sequence[Any], **style: Any)
     """At most 40 names, evenly chosen."""
     places = range(0, len(values), -(-len(values) // 40))
     change(places, [_literal(str(values[place])) for place in places], fontsize="x-small", **style)
-
-
-def _bar_ends(bars: Sequence[tuple[float, float] | None]) -> npt.NDArray[np.float64]:
-    """(2, n): low and high ends, NaN where there is no bar."""
-    return _floats([bar or (np.nan, np.nan) for bar in bars]).T
 
 
 def _floats(values: Sequence[Any]) -> npt.NDArray[np.float64]:
