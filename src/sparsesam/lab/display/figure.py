@@ -92,14 +92,13 @@ class SeriesStyle(NamedTuple):
     color: str = "blue"
     number: int = 0
 
-    def series(self, name: str, x: Iterable[Any], y: Iterable[Any], **options: Any) -> Series:
-        """A line, points or bars; values of ``y`` that are not finite become None."""
-        return Series(name, self.color, _as_list(x), numbers(_as_list(y)), self.number, **options)
-
-    def grid(self, name: str, x: Iterable[Any], y: Iterable[Any], z: Iterable[Iterable[Any]]) -> Series:
-        """Values ``z`` with a row for each y."""
-        rows = [numbers(_as_list(row)) for row in z]
-        return Series(name, self.color, _as_list(x), _as_list(y), self.number, z=rows)
+    def series(
+        self, name: str, x: Iterable[Any], y: Iterable[Any], z: Iterable[Iterable[Any]] | None = None, **options: Any
+    ) -> Series:
+        """Values of ``y``, or of ``z`` with a row for each y, that are not finite become None."""
+        rows = None if z is None else [numbers(_as_list(row)) for row in z]
+        y = numbers(_as_list(y)) if rows is None else _as_list(y)
+        return Series(name, self.color, _as_list(x), y, self.number, z=rows, **options)
 
 
 def assign_styles(optimizers: Sequence[str]) -> list[SeriesStyle]:

@@ -167,7 +167,7 @@ def _surface_figures(name: str, measured: Sequence[Measured[Landscape]]) -> list
 def _surface(one: Measured[Landscape], log: bool) -> Series:
     landscape = one.result
     loss = np.log10(np.where(landscape.loss > 0, landscape.loss, np.nan)) if log else landscape.loss
-    return one.style.grid(one.label, landscape.x, landscape.y, loss)
+    return one.series(landscape.x, landscape.y, z=loss)
 
 
 def _cut(surface: Series) -> Series:

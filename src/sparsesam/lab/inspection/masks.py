@@ -75,7 +75,7 @@ def _why_no_masks(run: TrainedRun) -> str:
 def _density(one: Measured[MaskHistory]) -> Series:
     layers = one.result.density_by_layer
     # Steps are category names: masks are made at uneven distances, and each is drawn equally wide.
-    return one.style.grid(one.label, [str(step) for step in one.result.steps], layers, layers.values())
+    return one.series([str(step) for step in one.result.steps], layers, z=layers.values())
 
 
 def _overlap(one: Measured[MaskHistory]) -> list[Series]:
