@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsesam.masks.patterns import NM, NMFilters, Pattern, PerLayer, Structured, Unstructured, as_pattern
+from sparsesam.masks.patterns.structured import fill_greedily
 from sparsesam.masks.select import count_true
-from sparsesam.masks.units import fill_greedily
 from tests.masks import pattern_oracle as oracle
 
 UNITS = ["tensor", "filter", "column"]

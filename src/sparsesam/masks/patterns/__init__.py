@@ -4,11 +4,40 @@ A pattern turns scores into a mask (SSAM-F) and drops and grows a part of a mask
 names, shapes and scores, never data or modules.
 """
 
-from sparsesam.masks.patterns.base import Pattern
+from __future__ import annotations
+
+import difflib
+import re
+from typing import get_args
+
+from sparsesam.masks.patterns.base import Pattern, PerLayer, Unstructured
 from sparsesam.masks.patterns.n_of_m import NM, NMFilters
-from sparsesam.masks.patterns.named import as_pattern
-from sparsesam.masks.patterns.per_layer import PerLayer
-from sparsesam.masks.patterns.structured import Structured
-from sparsesam.masks.patterns.unstructured import Unstructured
+from sparsesam.masks.patterns.structured import Structured, Unit
 
 __all__ = ["NM", "NMFilters", "Pattern", "PerLayer", "Structured", "Unstructured", "as_pattern"]
+
+
+def as_pattern(value: Pattern | str) -> Pattern:
+    """A pattern from its name.
+
+    Names are "unstructured", "tensor", "filter", "column", and "2:4", "2:4 input", "2:4 filters" for any n:m.
+    """
+    if isinstance(value, Pattern):
+        return value
+    if isinstance(value, str):
+        words = " ".join(value.lower().split())
+        if words == "unstructured":
+            return Unstructured()
+        for unit in get_args(Unit):
+            if words == unit:
+                return Structured(unit)
+        if match := re.fullmatch(r"(\d+):(\d+)(?: (output|input|filters))?", words):
+            n, m = int(match[1]), int(match[2])
+            if match[3] == "filters":
+                return NMFilters(n, m)
+            return NM(n, m, axis="input" if match[3] == "input" else "output")
+    known = ("unstructured", *get_args(Unit), "2:4", "2:4 input", "2:4 filters")
+    nearest = sorted(known, key=lambda name: -difflib.SequenceMatcher(None, str(value).lower(), name).ratio())
+    raise ValueError(
+        f"pattern must be a Pattern or one of {', '.join(map(repr, nearest))}, with any n:m for 2:4, got {value!r}"
+    )

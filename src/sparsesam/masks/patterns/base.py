@@ -1,15 +1,16 @@
-"""The interface of patterns."""
+"""The interface of patterns, and the two simplest: any weights, and another pattern in every tensor by itself."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sparsesam.distributed.shards import Shards
-from sparsesam.masks.select import Tensors, check_alike, random_scores
+from sparsesam.masks.select import Tensors, check_alike, count_true, random_scores, top_mask
 
 # The largest of given scores, or any, drawn uniformly with a generator over the pattern's units.
 Choice = Tensors | torch.Generator
@@ -53,6 +54,7 @@ class Pattern(ABC):
         Ties go to the earlier position; -inf is never chosen. Masks are contiguous bool tensors of the
         scores' shapes, on their device.
         """
+        self.check_sparsity(sparsity)
         return self._choose(scores, scores, sparsity, shards or Shards.whole(scores))
 
     def draw(
@@ -64,6 +66,7 @@ class Pattern(ABC):
         shards: Shards | None = None,
     ) -> dict[str, Tensor]:
         """An allowed mask at random, uniform over the pattern's units, with the budget of `select`."""
+        self.check_sparsity(sparsity)
         return self._choose(generator, like, sparsity, shards or Shards.whole(like))
 
     def drop_and_grow(
@@ -90,12 +93,13 @@ class Pattern(ABC):
             ratio: part of the kept weights to drop, in [0, 1].
             shards: which part of the tensors this rank holds; all of them by default.
         """
+        self.check_sparsity(sparsity)
         _check_arguments(masks, keep, grow, ratio)
         return self._drop_and_grow(masks, keep, grow, sparsity, ratio, shards or Shards.whole(masks))
 
     @abstractmethod
     def _choose(self, choice: Choice, like: Tensors, sparsity: float | None, shards: Shards) -> dict[str, Tensor]:
-        """What `select` and `draw` say; masks are like ``like``."""
+        """What `select` and `draw` say, of a sparsity that was checked; masks are like ``like``."""
 
     @abstractmethod
     def _drop_and_grow(
@@ -108,8 +112,7 @@ def scores_of(choice: Choice, like: Tensors, shards: Shards) -> Tensors:
     return random_scores(like, generator=choice, shards=shards) if isinstance(choice, torch.Generator) else choice
 
 
-def weight_budget(shards: Shards, sparsity: float | None, pattern: Pattern) -> int:
-    pattern.check_sparsity(sparsity)
+def weight_budget(shards: Shards, sparsity: float | None) -> int:
     assert sparsity is not None, "these patterns imply none"
     return round((1 - sparsity) * shards.total)
 
@@ -127,3 +130,60 @@ def _check_arguments(masks: Tensors, keep: Choice, grow: Choice, ratio: float) -
     for name, mask in masks.items():
         if mask.dtype != torch.bool:
             raise ValueError(f"masks[{name!r}] must be a bool tensor, got {mask.dtype}; convert with .bool()")
+
+
+@dataclass(frozen=True)
+class Unstructured(Pattern):
+    """Any set of weights: the global top-k, with exactly round((1 - sparsity) * d) ones."""
+
+    knows_shards = True
+
+    def _choose(self, choice: Choice, like: Tensors, sparsity: float | None, shards: Shards) -> dict[str, Tensor]:
+        return top_mask(scores_of(choice, like, shards), weight_budget(shards, sparsity), shards=shards)
+
+    def _drop_and_grow(
+        self, masks: Tensors, keep: Choice, grow: Choice, sparsity: float | None, ratio: float, shards: Shards
+    ) -> dict[str, Tensor]:
+        budget = weight_budget(shards, sparsity)
+        left = min(left_after_drop(count_true(masks, shards), ratio), budget)
+        survivors = top_mask(scores_of(keep, masks, shards), left, among=masks, shards=shards)
+        return top_mask(scores_of(grow, masks, shards), budget, first=survivors, shards=shards)
+
+
+@dataclass(frozen=True)
+class PerLayer(Pattern):
+    """``inner`` applied to every tensor alone, each with its own budget round((1 - sparsity) * its size)."""
+
+    inner: Pattern
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, Pattern):
+            raise TypeError(f'inner must be a Pattern, such as as_pattern("2:4"), got {self.inner!r}')
+
+    @property
+    def knows_shards(self) -> bool:
+        return self.inner.knows_shards
+
+    @property
+    def implied_sparsity(self) -> float | None:
+        """That of the inner pattern."""
+        return self.inner.implied_sparsity
+
+    def _choose(self, choice: Choice, like: Tensors, sparsity: float | None, shards: Shards) -> dict[str, Tensor]:
+        masks: dict[str, Tensor] = {}
+        for name, tensor in like.items():
+            masks |= self.inner._choose(_only(name, choice), {name: tensor}, sparsity, shards.only(name))
+        return masks
+
+    def _drop_and_grow(
+        self, masks: Tensors, keep: Choice, grow: Choice, sparsity: float | None, ratio: float, shards: Shards
+    ) -> dict[str, Tensor]:
+        result: dict[str, Tensor] = {}
+        for name, mask in masks.items():
+            own = _only(name, keep), _only(name, grow)
+            result |= self.inner._drop_and_grow({name: mask}, *own, sparsity, ratio, shards.only(name))
+        return result
+
+
+def _only(name: str, choice: Choice) -> Choice:
+    return choice if isinstance(choice, torch.Generator) else {name: choice[name]}

@@ -17,8 +17,8 @@ from torch import Tensor
 from sparsesam.distributed.shards import ShardLayout, Shards
 from sparsesam.masks.checks import check_choice, check_count
 from sparsesam.masks.patterns.base import Choice, Pattern, left_after_drop, scores_of
+from sparsesam.masks.patterns.structured import Units
 from sparsesam.masks.select import Tensors, check_scores, count_true, top_mask
-from sparsesam.masks.units import Units
 
 Axis = Literal["output", "input"]
 
@@ -66,7 +66,6 @@ class NM(_NOfM):
         check_choice("vectors", self.vectors, ("dense", "none"))
 
     def _choose(self, choice: Choice, like: Tensors, sparsity: float | None, shards: Shards) -> dict[str, Tensor]:
-        self.check_sparsity(sparsity)
         scores = scores_of(choice, like, shards)
         check_scores(scores, shards)
         groups = self._groups(shards)
@@ -77,7 +76,6 @@ class NM(_NOfM):
     def _drop_and_grow(
         self, masks: Tensors, keep: Choice, grow: Choice, sparsity: float | None, ratio: float, shards: Shards
     ) -> dict[str, Tensor]:
-        self.check_sparsity(sparsity)
         groups = self._groups(shards)
         grouped = {name: group.of(masks[name]).contiguous() for name, group in groups.items()}
         inside = shards.with_parts({name: group.layout for name, group in groups.items()})
@@ -175,7 +173,6 @@ class NMFilters(_NOfM):
         self._inner()
 
     def _choose(self, choice: Choice, like: Tensors, sparsity: float | None, shards: Shards) -> dict[str, Tensor]:
-        self.check_sparsity(sparsity)
         units = Units("filter", shards)
         means = units.means(scores_of(choice, like, shards))
         return _expand(units, self._inner().select(_rows(units, means)), like)
@@ -183,7 +180,6 @@ class NMFilters(_NOfM):
     def _drop_and_grow(
         self, masks: Tensors, keep: Choice, grow: Choice, sparsity: float | None, ratio: float, shards: Shards
     ) -> dict[str, Tensor]:
-        self.check_sparsity(sparsity)
         units = Units("filter", shards)
         scored, growth = (
             choice if isinstance(choice, torch.Generator) else _rows(units, units.means(choice))
