@@ -70,7 +70,8 @@ class NM(_NOfM):
         check_scores(scores, shards)
         groups = self._groups(shards)
         masks = {name: self._outside_groups(score, groups.get(name)) for name, score in scores.items()}
-        self._fill(masks, {name: group.of(scores[name]) for name, group in groups.items()}, groups, shards)
+        inside = {name: group.of(scores[name]) for name, group in groups.items()}
+        self._fill(masks, inside, {name: group.of(masks[name]) for name, group in groups.items()}, groups, shards)
         return masks
 
     def _drop_and_grow(
@@ -91,7 +92,7 @@ class NM(_NOfM):
         check_scores(growth, inside)
         # What lies outside full groups is fixed by the pattern, so it stays as it is.
         result = {name: mask.clone(memory_format=torch.contiguous_format) for name, mask in masks.items()}
-        self._fill(result, growth, groups, shards, first=survivors)
+        self._fill(result, growth, survivors, groups, shards)
         return result
 
     def _groups(self, shards: Shards) -> dict[str, _Groups]:
@@ -124,25 +125,15 @@ class NM(_NOfM):
         return mask
 
     def _fill(
-        self,
-        masks: dict[str, Tensor],
-        scores: Tensors,
-        groups: dict[str, _Groups],
-        shards: Shards,
-        *,
-        first: Tensors | None = None,
+        self, masks: Tensors, scores: Tensors, first: Tensors, groups: Mapping[str, _Groups], shards: Shards
     ) -> None:
         """Choose n in every group of this rank's masks, in place; entries of ``first`` are chosen before others."""
         for name, group in groups.items():
-            score, certain, chosen = scores[name], None if first is None else first[name], group.of(masks[name])
-            if not group.is_cut:
-                choose_in_groups(score, self.n, self.m, self.axis, out=chosen, first=certain)
-                continue
-            whole = torch.zeros(group.layout.shape, dtype=torch.bool)
-            if certain is not None:
-                certain = shards.gathered(certain, group.layout) > 0
-            choose_in_groups(shards.gathered(score, group.layout), self.n, self.m, self.axis, out=whole, first=certain)
-            chosen.copy_(group.layout.of(whole))
+            score, certain = scores[name], first[name]
+            if group.is_cut:
+                score, certain = shards.gathered(score, group.layout), shards.gathered(certain, group.layout) > 0
+            chosen = choose_in_groups(score, certain, self.n, self.m, self.axis)
+            group.of(masks[name]).copy_(group.layout.of(chosen) if group.is_cut else chosen)
 
 
 @dataclass(frozen=True)
@@ -210,24 +201,24 @@ def as_matrix(tensor: Tensor) -> Tensor:
     return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
 
 
-def choose_in_groups(scores: Tensor, n: int, m: int, axis: Axis, *, out: Tensor, first: Tensor | None = None) -> None:
-    """Write into ``out`` the ``n`` largest of every ``m`` consecutive scores, ties by position.
+def choose_in_groups(scores: Tensor, first: Tensor, n: int, m: int, axis: Axis) -> Tensor:
+    """Marks the ``n`` largest of every ``m`` consecutive scores, ties by position.
 
-    All arguments are matrices (O, K) of equal shape that divide into groups along ``axis``. Entries of ``first`` are
-    chosen before the others and count towards ``n``; -inf is never chosen.
+    Both are matrices (O, K) that divide into groups along ``axis``. Entries of ``first`` are chosen before the others
+    and count towards ``n``; -inf is never chosen.
     """
-    if scores.numel() == 0:
-        return
-    members, marks = _members(scores.detach(), m, axis), _members(out, m, axis)
-    needed: Tensor | int = n
-    if first is not None:
-        # These rank behind all others and lower the number wanted.
-        kept = _members(first, m, axis)
-        members = [member.masked_fill(keep, -math.inf) for member, keep in zip(members, kept, strict=True)]
-        needed = n - torch.stack(kept).sum(0).clamp(max=n)
-    for i, (member, rank) in enumerate(zip(members, _ranks(members), strict=True)):
-        chosen = (rank < needed) & (member > -math.inf)
-        marks[i].copy_(chosen if first is None else chosen | kept[i])
+    chosen = torch.zeros_like(first)
+    if not scores.numel():
+        return chosen
+    kept = _members(first, m, axis)
+    # These rank behind all others and lower the number wanted.
+    members = [
+        one.masked_fill(keep, -math.inf) for one, keep in zip(_members(scores.detach(), m, axis), kept, strict=True)
+    ]
+    needed = n - torch.stack(kept).sum(0).clamp(max=n)
+    for mark, keep, member, rank in zip(_members(chosen, m, axis), kept, members, _ranks(members), strict=True):
+        mark.copy_((rank < needed) & (member > -math.inf) | keep)
+    return chosen
 
 
 def _ranks(members: list[Tensor]) -> list[Tensor]:
