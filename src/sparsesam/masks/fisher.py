@@ -13,7 +13,7 @@ other, or a call has no rule, the model is measured by the loop. The method chan
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from sparsesam.distributed.shards import Shards, local_part
 from sparsesam.masks.batches import batch_size, leads_with, slice_batch, to_device
 from sparsesam.masks.checks import NonFiniteScoreError, check_count
 from sparsesam.masks.fisher_problem import LossFn, ModelLoss, Problem, SampleLabels, problem_of
@@ -107,7 +108,7 @@ class _Measurement:
 
     def __init__(self, model: nn.Module, problem: Problem, wanted: dict[str, Tensor], chunk: int | None) -> None:
         self.model, self.problem, self.wanted, self.chunk = model, problem, wanted, chunk
-        self.sums = self._zeros()
+        self.sums = _zeros(self.wanted)
         self.samples = 0
         self.sample_bytes = 0  # of activations
         self.tried = 0  # samples in the batch on which the fast way was compared with the definition
@@ -136,21 +137,10 @@ class _Measurement:
         self.samples += size
 
     def result(self) -> FisherDiagonal:
-        if self.samples == 0:
-            raise ValueError("batches is empty; at least one sample is needed")
-        values = {name: total / self.samples for name, total in self.sums.items()}
-        for name, value in values.items():
-            if not bool(torch.isfinite(value).all()):
-                raise NonFiniteScoreError(
-                    f"the Fisher information of {name!r} is not finite; the loss or its gradient overflows "
-                    "at the current weights (lower the learning rate or rho, or measure in float32)"
-                )
+        values = _means(self.sums, self.samples, None)
         if self.loops_because is not None:
             self.paths = dict.fromkeys(self.wanted, f"sample by sample: {self.loops_because}")
         return FisherDiagonal(values, {name: self.paths.get(name, "unused") for name in self.wanted}, self.samples)
-
-    def _zeros(self) -> dict[str, Tensor]:
-        return {name: torch.zeros_like(p, dtype=_sum_dtype(p)) for name, p in self.wanted.items()}
 
     def _try(self, batch: Any, size: int) -> str | None:
         """Compare the fast way with autograd's gradients of one or two samples; says why it cannot be taken.
@@ -159,7 +149,7 @@ class _Measurement:
         """
         if self.problem.draw is not None:
             batch = self.problem.labelled(batch, self.problem.output(self.model, batch))
-        expected, found = self._zeros(), self._zeros()
+        expected, found = _zeros(self.wanted), _zeros(self.wanted)
         saved = SavedBytes([*self.model.parameters(), *self.model.buffers()])
         for i in range(size):
             with saved.counted() if i == 0 else nullcontext():
@@ -180,11 +170,7 @@ class _Measurement:
             if not loss.requires_grad:
                 return
             gradients = torch.autograd.grad(loss, list(self.wanted.values()), allow_unused=True)
-        for total, gradient in zip(into.values(), gradients, strict=True):
-            if gradient is not None:
-                dense = gradient.to_dense() if gradient.is_sparse else gradient
-                real = (dense.abs() if dense.is_complex() else dense).to(total.dtype)
-                total.addcmul_(real, real)
+        _add_squares_of(gradients, into)
 
     def _add_at_once(self, batch: Any, size: int, into: Mapping[str, Tensor], *, is_trial: bool = False) -> str | None:
         """Add the squares of all samples, unless something speaks against it, which is returned."""
@@ -229,8 +215,57 @@ class _Measurement:
                     add_squares(calls, into[name])
 
 
-def _sum_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype in (torch.float64, torch.complex128) else torch.float32
+def sharded_fisher(
+    model: nn.Module, batches: Iterable[Any], problem: Problem, parameters: Mapping[str, Tensor], shards: Shards
+) -> dict[str, Tensor]:
+    """The part of the diagonal that this rank holds; all ranks run the same sample, whose gradient FSDP2 averages."""
+    sums, samples = _zeros(parameters), 0
+    with ExitStack() as stack:
+        # FSDP2 does not support changing requires_grad after wrapping, and gives gradients to backward() alone.
+        stack.enter_context(preserve_model_state(model, freeze=False))
+        for parameter in model.parameters():
+            stack.callback(setattr, parameter, "grad", parameter.grad)
+        for batch in batches:
+            size = batch_size(problem.inputs(batch))
+            for i in range(size):
+                sample = to_device(slice_batch(batch, slice(i, i + 1), size), shards.mesh.device_type)
+                model.zero_grad()
+                problem.sample_loss(model, sample, draw=True).backward()
+                found = [None if p.grad is None else local_part(p.grad, p) for p in parameters.values()]
+                _add_squares_of(found, sums)
+            samples += size
+    return _means(sums, samples, shards)
+
+
+def _zeros(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Float64 for parameters of double precision, float32 for others."""
+    wide = (torch.float64, torch.complex128)
+    return {
+        name: torch.zeros_like(local_part(p), dtype=torch.float64 if p.dtype in wide else torch.float32)
+        for name, p in parameters.items()
+    }
+
+
+def _add_squares_of(gradients: Iterable[Tensor | None], into: Mapping[str, Tensor]) -> None:
+    for total, gradient in zip(into.values(), gradients, strict=True):
+        if gradient is not None:
+            dense = gradient.to_dense() if gradient.is_sparse else gradient
+            real = (dense.abs() if dense.is_complex() else dense).to(total.dtype)
+            total.addcmul_(real, real)
+
+
+def _means(sums: Mapping[str, Tensor], samples: int, shards: Shards | None) -> dict[str, Tensor]:
+    """Raises on all ranks that share parameters, if the values of one are not finite."""
+    if samples == 0:
+        raise ValueError("batches is empty; at least one sample is needed")
+    values = {name: total / samples for name, total in sums.items()}
+    bad = [name for name, value in values.items() if not bool(torch.isfinite(value).all())]
+    if bad if shards is None else shards.sum_of(len(bad))[0]:
+        raise NonFiniteScoreError(
+            f"the Fisher information of {repr(bad[0]) if bad else 'another rank'} is not finite; the loss or its "
+            "gradient overflows at the current weights (lower the learning rate or rho, or measure in float32)"
+        )
+    return values
 
 
 def _different(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:

@@ -13,12 +13,12 @@ from torch import distributed as dist
 
 from sparsesam.distributed.agreement import communication_device, on_every_rank
 from sparsesam.distributed.shards import Shards, local_part
+from sparsesam.masks.batches import to_device
 from sparsesam.masks.checks import NonFiniteScoreError, check_count
-from sparsesam.masks.fisher import FisherDiagonal, fisher_diagonal
+from sparsesam.masks.fisher import FisherDiagonal, fisher_diagonal, sharded_fisher
 from sparsesam.masks.fisher_problem import problem_of
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.samples import draw_batches
-from sparsesam.masks.sharded_fisher import gathered_batches, sharded_fisher
 
 _LARGEST_CHUNK = 128
 
@@ -113,7 +113,7 @@ class BatchFisher:
                 "call opt.step(closure, batch=(x, y)) or opt.perturbed(batch=(x, y))"
             )
         shards = context.shards
-        return _measured(self, [context.batch] if shards is None else gathered_batches(context.batch, shards), context)
+        return _measured(self, [context.batch] if shards is None else _gathered_batches(context.batch, shards), context)
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _measured(score: Fisher | BatchFisher, batches: Iterable[Any], context: Scor
     """The Fisher information of the samples of all ranks."""
     if context.shards is not None:
         problem = problem_of(score.loss_fn, score.model_loss, score.labels, None, context.generator)
-        return sharded_fisher(context.model, batches, problem, context.parameters, context.shards).values
+        return sharded_fisher(context.model, batches, problem, context.parameters, context.shards)
 
     def measure() -> FisherDiagonal:
         return fisher_diagonal(
@@ -186,3 +186,14 @@ def _averaged(measure: Callable[[], FisherDiagonal], ranks: dist.ProcessGroup) -
         dist.all_reduce(value, group=ranks)
         value.div_(float(samples))
     return result
+
+
+def _gathered_batches(batch: Any, shards: Shards) -> list[Any]:
+    """The batches of all ranks that train on different data; each of them moves what it gets to its own device."""
+    batches = [batch]
+    for dim in range(shards.mesh.ndim):
+        group = shards.mesh.get_group(dim)
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, to_device(batches, "cpu"), group=group)
+        batches = [one for part in found for one in part]
+    return batches
