@@ -77,7 +77,7 @@ def results_of(tmp_path, label, values, measure="test_accuracy", settings=None, 
 
 def test_ours_are_the_mean_over_the_seeds_with_its_interval(tmp_path):
     one, jobs = results_of(tmp_path, "mask-strategy", {("sam", 0): 0.5, ("sam", 1): 0.7})
-    cell = one.cell("SAM", one.columns[0], finished_results(jobs))
+    cell = one.numbers(finished_results(jobs))["SAM", "digits"]
     assert (cell.mean, len(cell.values)) == (pytest.approx(0.6), 2)
     assert str(cell) == "60.00 (0.00 to 100.00)"
 
@@ -86,9 +86,9 @@ def test_a_speed_is_the_reference_s_time_divided_by_one_s_own(tmp_path):
     values = {("sam", 0): 3.0, ("ssam-f", 0): 1.5}
     one, jobs = results_of(tmp_path, "nm_vit", values, "warm_seconds_per_step")
     seconds, speed = one.columns
-    finished = finished_results(jobs)
-    assert one.cell("SSAM-F implicit 2:4", seconds, finished).mean == 1.5
-    assert str(one.cell("SSAM-F implicit 2:4", speed, finished)) == "×2.00"
+    numbers = one.numbers(finished_results(jobs))
+    assert numbers["SSAM-F implicit 2:4", seconds.label].mean == 1.5
+    assert str(numbers["SSAM-F implicit 2:4", speed.label]) == "×2.00"
     assert one.rows["SSAM-F implicit 2:4"]["paper"] == [3.53, 1.2]
 
 

@@ -22,14 +22,6 @@ class RecipeRuns:
     recipe: Recipe
     jobs: Sequence[Job]
 
-    def cells(self) -> dict[tuple[str, str], MeanOverSeeds]:
-        """Our numbers by row and column, as far as runs are finished."""
-        finished, found = finished_results(self.jobs), {}
-        for row, column in self.recipe.cells:
-            if (cell := self.recipe.cell(row, column, finished)) is not None:
-                found[row, column.label] = cell
-        return found
-
     def table(self) -> Table:
         """For the terminal."""
         recipe, done = self.recipe, sum(job.is_finished for job in self.jobs)
@@ -58,7 +50,7 @@ class RecipeRuns:
                 "steps after the first five, without the masks they make and the loading of images; of masks, medians "
                 "without the first."
             )
-        cells = self.cells()
+        cells = recipe.numbers(finished_results(self.jobs))
         seeds = sorted({len(cell.values) for cell in cells.values()})
         if seeds:
             machines = "; ".join(dict.fromkeys(_machine(job) for job in self.jobs if job.is_finished))

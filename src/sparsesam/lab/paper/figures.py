@@ -21,7 +21,7 @@ from sparsesam.lab.inspection.curvature import HessianAnalysis
 from sparsesam.lab.inspection.gradients import GradientAnalysis
 from sparsesam.lab.inspection.landscape import LandscapeAnalysis
 from sparsesam.lab.paper.comparison import RecipeRuns
-from sparsesam.lab.paper.recipe import Column
+from sparsesam.lab.paper.recipe import Column, finished_results
 
 #: The order in the paper's figure 3.
 CORRUPTED = ("resolution", "occlusion", "gaussian-noise", "fog")
@@ -107,7 +107,8 @@ def _curves(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
 
 def _sparsity(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
     """Accuracy over sparsity, SAM as a line across; at full scale the paper's own numbers dotted."""
-    recipe, cells, is_full = trained.recipe, trained.cells(), trained.recipe.scale == "full"
+    recipe, is_full = trained.recipe, trained.recipe.scale == "full"
+    cells = recipe.numbers(finished_results(trained.jobs))
     places = {column.label: place for place, column in enumerate(recipe.columns)}
     points: dict[tuple[str, str, bool], list[tuple[float, float, Bar | None]]] = {}
     for row, column in recipe.cells:

@@ -178,12 +178,17 @@ class Recipe:
         """The runs whose time is measured, with seed 0."""
         return {self.config(row, column) for row, column in self.cells if column.is_timed}
 
-    def cell(self, row: str, column: Column, finished: Finished) -> MeanOverSeeds | None:
-        values = self._values(row, column, finished)
-        if column.relative_to is not None:
-            reference = self._values(column.relative_to, column, finished)
-            values = {seed: reference[seed] / value for seed, value in values.items() if seed in reference}
-        return MeanOverSeeds(values, column) if values else None
+    def numbers(self, finished: Finished) -> dict[tuple[str, str], MeanOverSeeds]:
+        """Ours by row and column, as far as runs are finished."""
+        found = {}
+        for row, column in self.cells:
+            values = self._values(row, column, finished)
+            if column.relative_to is not None:
+                reference = self._values(column.relative_to, column, finished)
+                values = {seed: reference[seed] / value for seed, value in values.items() if seed in reference}
+            if values:
+                found[row, column.label] = MeanOverSeeds(values, column)
+        return found
 
     def _values(self, row: str, column: Column, finished: Finished) -> dict[int, float]:
         results = finished.get(replace(self.config(row, column).canonical, seed=0), [])
@@ -193,9 +198,9 @@ class Recipe:
     def comparison(self, finished: Finished, caption: str = "") -> Table:
         """Ours, the mean over the seeds with its 95 % interval, and beside it the paper's."""
         columns, theirs = self.columns, self.at("full").columns if self.has_numbers else []
-        lines = []
+        numbers, lines = self.numbers(finished), []
         for row in self.row_labels:
-            found = [self.cell(row, column, finished) for column in columns]
+            found = [numbers.get((row, column.label)) for column in columns]
             ours = [Cell(str(cell), order=cell.mean) if cell else Cell("–") for cell in found]
             printed = itertools.zip_longest(theirs, self.rows[row]["paper"][: len(theirs)])
             paper = [Cell(column.show_paper(number), order=number) for column, number in printed]

@@ -36,8 +36,7 @@ def _table(recipe: Recipe, configs: list[tuple[RunRecord, TrainConfig]]) -> Tabl
         if run.status == "finished":
             measures = {column.measure: run.measured(column.measure) for column in recipe.columns}
             finished.setdefault(config, []).append(measures)
-    # The first cell without a run ends the search: most tables do not belong to these runs.
-    if not here and not all(recipe.cell(row, column, finished) for row, column in recipe.cells):
+    if not here and len(recipe.numbers(finished)) < len(recipe.cells):
         return None
     recipe = recipe.at(recipe.scale, overrides)
     return recipe.comparison(finished, _caption(recipe, len(here)))
