@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from sparsesam.lab.display import Axis, Figure, assign_styles, write_plot
+from sparsesam.lab.display import Axis, Figure, Series, assign_styles, write_plot
 from studies.plan import HERE, Record, Task, read_task, task_names
 from studies.run import read
 from studies.statistics import Mean, paired, verdict
@@ -264,8 +264,17 @@ _DRAWN = {
 }
 
 
+def _frontier(results: Results) -> Series:
+    points = sorted(
+        (results.cost.get(name, results.passes(name)), results.mean(name).value) for name in results.methods()
+    )
+    best = [point for place, point in enumerate(points) if all(point[1] > other for _, other in points[:place])]
+    costs, accuracies = zip(*best, strict=True)
+    return Series("nothing cheaper is better", "ink", costs, accuracies, faint=True)
+
+
 def draw(every: list[Results], file: Path) -> None:
-    """Accuracy against cost, a panel for each task, two in a row."""
+    """Accuracy against cost, a panel for each task, two in a row; a line joins what nothing cheaper beats."""
     styles = dict(zip(_DRAWN, assign_styles(list(_DRAWN.values())), strict=True))
     panels = {}
     for results in every:
@@ -279,6 +288,7 @@ def draw(every: list[Results], file: Path) -> None:
             )
             for name, mean in means.items()
         ]
+        panels[results.title].append(_frontier(results))
     titles, x, y = list(panels), Axis("time of a step / SGD"), Axis("test accuracy, %")
     rows = [{title: panels[title] for title in titles[start : start + 2]} for start in range(0, len(titles), 2)]
     write_plot([Figure("accuracy-cost", "", "", x, y, row, "points") for row in rows], file)
