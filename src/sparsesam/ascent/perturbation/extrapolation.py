@@ -38,18 +38,20 @@ class Extrapolation:
 
     def move(self, targets: Sequence[Target]) -> bool:
         """Move w to w + k (w - w_before); False where no update is known yet."""
-        ahead = [target for target in targets if target.rho != 0 and target.name in self.back]
-        if ahead:
-            buffers, here = [self.back.pop(target.name) for target in ahead], _read(ahead)
-            there = torch._foreach_mul(buffers, [-float(target.rho) for target in ahead])
-            torch._foreach_add_(there, here)
+        groups: dict[float, list[Target]] = {}
+        for target in targets:
+            if target.rho != 0 and target.name in self.back:
+                groups.setdefault(float(target.rho), []).append(target)
+        for k, group in groups.items():
+            buffers, here = [self.back.pop(target.name) for target in group], _read(group)
+            there = torch._foreach_sub(here, buffers, alpha=k)
             torch._foreach_copy_(buffers, here)
-            self._held.update(zip([target.name for target in ahead], buffers, strict=True))
+            self._held.update(zip([target.name for target in group], buffers, strict=True))
             # Listed before they are moved, so that an interruption half-way is undone too.
-            self._moved = ahead
-            _write(ahead, there)
+            self._moved += group
+            _write(group, there)
         torch.clear_autocast_cache()
-        return bool(ahead)
+        return bool(groups)
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -89,10 +91,12 @@ def _read(targets: Sequence[Target]) -> list[Tensor]:
 
 
 def _write(targets: Sequence[Target], values: Sequence[Tensor]) -> None:
-    dense = [(target.weight, value) for target, value in zip(targets, values, strict=True) if target.is_dense]
-    if dense:
-        weights, new = zip(*dense, strict=True)
-        torch._foreach_copy_(weights, new)
+    weights, new = [], []
     for target, value in zip(targets, values, strict=True):
-        if not target.is_dense:
+        if target.is_dense:
+            weights.append(target.weight)
+            new.append(value)
+        else:
             put_entries(target.weight, target.mask, value)
+    if weights:
+        torch._foreach_copy_(weights, new)

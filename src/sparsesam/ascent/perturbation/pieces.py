@@ -26,7 +26,7 @@ SLICE = 1 << 16
 GROUP = 1 << 23
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Target:
     """One weight tensor about to be perturbed along a direction g, usually its gradient.
 
@@ -59,7 +59,7 @@ class Target:
 Index = dict[tuple[str, ...], tuple[list[Tensor], Tensor]]
 
 
-@dataclass
+@dataclass(slots=True)
 class Piece:
     """Weights that move together: all of them, the entries whose ``bits`` are set, or some ``rows`` of a single one.
 
