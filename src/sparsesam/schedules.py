@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from sparsesam.masks.checks import check_count, is_within
 
-
-class RhoSchedule(Protocol):
-    """A function of the step that returns a factor on the first rho."""
-
-    def __call__(self, step: int) -> float:
-        """The factor for the ascent of step 1, 2, 3, …"""
-        ...
+#: A function of the step 1, 2, 3, … that returns a factor on the first rho.
+RhoSchedule = Callable[[int], float]
 
 
 @dataclass(frozen=True)

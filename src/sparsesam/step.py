@@ -315,7 +315,7 @@ class Step:
         else:
             next_kind = context.settings.kind_of(context.counters.steps + 1, has_last=False)
             tracked = self._tracked if next_kind is StepKind.ASCEND else []
-            context.extrapolation.hold(tracked)
+            context.extrapolation.save(tracked)
             context.base.step()
             context.extrapolation.record(tracked)
         if not self.needs_first_pass:

@@ -1,6 +1,6 @@
 """What ranks must agree on: gradients, masks, counters, shards. torch.distributed and nothing of our own."""
 
-from sparsesam.distributed.agreement import all_agree, is_distributed, require_same
+from sparsesam.distributed.agreement import all_agree, is_distributed
 from sparsesam.distributed.ddp import (
     average_gradients,
     invalidates_graphs,
@@ -23,7 +23,6 @@ __all__ = [
     "is_sharded",
     "local_part",
     "refuse_fsdp1",
-    "require_same",
     "reshard",
     "running_ddp",
     "unsynchronized",

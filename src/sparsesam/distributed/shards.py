@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -191,10 +191,10 @@ class Shards:
             return self.sum(norm.square()).sqrt()
         return math.sqrt(float(self.sum(torch.tensor(norm, dtype=torch.float64).square())))
 
-    def require_same(self, numbers: Iterable[int], what: str) -> None:
+    def require_same(self, parts: Sequence[Tensor | int], what: str) -> None:
         """Raise on all ranks, naming those that differ from the first."""
         for dim in range(self.mesh.ndim):
-            require_same(list(numbers), what, self.mesh.get_group(dim))
+            require_same(parts, what, self.mesh.get_group(dim))
 
 
 def _whole_part(shape: torch.Size, counts: bool = True) -> ShardLayout:

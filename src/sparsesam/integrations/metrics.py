@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sparsesam.gradients import gradients_of
 from sparsesam.parameters import option_keys
 from sparsesam.sharpness_aware import SharpnessAware
 
@@ -29,8 +30,7 @@ def step_metrics(optimizer: SharpnessAware) -> dict[str, float]:
 @torch.no_grad()
 def gradient_norm(optimizer: SharpnessAware) -> float:
     """The norm of the gradients that are there now: after ``perturbed()``, those at w + e."""
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
+    dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients_of(optimizer.base)]
     if not dense:
         return 0.0
     norms = [torch.linalg.vector_norm(one, dtype=torch.float64).cpu() for one in dense]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from sparsesam.distributed.agreement import hash_of, is_distributed, on_every_rank, require_same
+from sparsesam.distributed.agreement import is_distributed, on_every_rank, require_same
 from sparsesam.distributed.shards import Shards, as_shard_of, local_part
 from sparsesam.masks.checks import NonFiniteScoreError
 from sparsesam.masks.mask import MaskRule
@@ -94,9 +94,8 @@ class MaskState:
                     f"mask must not be {type(rule).__name__} with sharded parameters (fully_shard, DTensor): it needs "
                     "to see whole tensors; use fisher_mask, dynamic_mask, random_mask or fixed_mask"
                 )
-            context.shards.require_same(
-                [hash_of([self.generator.get_state(), context.step])], "the step or the random state of the masks"
-            )
+            random_state = self.generator.get_state()
+            context.shards.require_same([random_state, context.step], "the step or the random state of the masks")
             return make()
         if is_joining or not is_distributed() or dist.get_world_size(context.ranks) == 1:
             return make()

@@ -205,7 +205,7 @@ def test_memory_is_kept_for_the_perturbed_entries_only():
     weight, mask = torch.randn(8, 6), torch.arange(48).view(8, 6) % 4 == 0
     targets = [Target("w", weight, weight, PackedMask.pack(mask), 5.0, None)]
     extrapolation = Extrapolation()
-    extrapolation.hold(targets)
+    extrapolation.save(targets)
     weight += 1
     extrapolation.record(targets)
     assert {name: back.numel() for name, back in extrapolation.back.items()} == {"w": 12}

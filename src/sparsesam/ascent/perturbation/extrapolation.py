@@ -22,19 +22,19 @@ from sparsesam.masks.packed import PackedMask
 class Extrapolation:
     """Moves weights k updates ahead and back; a target's k is its ``rho``, its direction is not used.
 
-    The order of calls in a step: ``begin``, ``move`` and ``undo`` (not in a plain step), ``hold`` before the base
+    The order of calls in a step: ``begin``, ``move`` and ``undo`` (not in a plain step), ``save`` before the base
     optimizer's update, ``record`` after it. A step that ends early leaves no update behind, and the next one is not
     perturbed. But for ``undo``, callers have switched autograd off.
     """
 
     def __init__(self, back: dict[str, Tensor] | None = None) -> None:
         self.back: dict[str, Tensor] = back or {}  # w_before - w
-        self._held: dict[str, Tensor] = {}
+        self._saved: dict[str, Tensor] = {}
         self._moved: list[Target] = []
 
     def begin(self) -> None:
-        """Let go of weights that were held for an update which did not come."""
-        self._held = {}
+        """Drop weights that were saved for an update which did not come."""
+        self._saved = {}
 
     def move(self, targets: Sequence[Target]) -> bool:
         """Move w to w + k (w - w_before); False where no update is known yet."""
@@ -46,7 +46,7 @@ class Extrapolation:
             buffers, here = [self.back.pop(target.name) for target in group], _read(group)
             there = torch._foreach_sub(here, buffers, alpha=k)
             torch._foreach_copy_(buffers, here)
-            self._held.update(zip([target.name for target in group], buffers, strict=True))
+            self._saved.update(zip([target.name for target in group], buffers, strict=True))
             # Listed before they are moved, so that an interruption half-way is undone too.
             self._moved += group
             _write(group, there)
@@ -56,24 +56,24 @@ class Extrapolation:
     @torch.no_grad()
     def undo(self) -> None:
         """Bring back w, bit for bit; after an interruption (Ctrl-C) it can be called again."""
-        _write(self._moved, [self._held[target.name] for target in self._moved])
+        _write(self._moved, [self._saved[target.name] for target in self._moved])
         self._moved = []
         torch.clear_autocast_cache()
 
-    def hold(self, targets: Sequence[Target]) -> None:
-        """Keep w, where the step has not done so already."""
-        others = [target for target in targets if target.name not in self._held]
+    def save(self, targets: Sequence[Target]) -> None:
+        """Copy w, where the step has not done so already."""
+        others = [target for target in targets if target.name not in self._saved]
         for target, here in zip(others, _read(others), strict=True):
             old = self.back.pop(target.name, None)
-            self._held[target.name] = here.clone() if old is None or old.shape != here.shape else old.copy_(here)
+            self._saved[target.name] = here.clone() if old is None or old.shape != here.shape else old.copy_(here)
 
     def record(self, targets: Sequence[Target]) -> None:
         """The update that the base optimizer has just made."""
-        held = [target for target in targets if target.name in self._held]
-        if held:
-            buffers = [self._held.pop(target.name) for target in held]
-            torch._foreach_sub_(buffers, _read(held))
-            self.back.update(zip([target.name for target in held], buffers, strict=True))
+        saved = [target for target in targets if target.name in self._saved]
+        if saved:
+            buffers = [self._saved.pop(target.name) for target in saved]
+            torch._foreach_sub_(buffers, _read(saved))
+            self.back.update(zip([target.name for target in saved], buffers, strict=True))
 
     @torch.no_grad()
     def change_mask(self, name: str, weight: Tensor, old: PackedMask | None, new: PackedMask | None) -> None:
