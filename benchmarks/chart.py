@@ -10,17 +10,22 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sparsesam.lab.display import Axis, Figure, SeriesStyle, assign_styles, check_plot, write_plot
+from sparsesam.lab.display import Axis, Figure, assign_styles, write_plot
 
+#: The cases of each family, and the optimizer whose colour it has.
 FAMILIES = {
-    "engine, filters, explicit": ["half the filters, explicit"],
-    "engine, filters, implicit": ["half the filters, implicit", "a tenth of the filters, implicit"],
-    "engine, last layers": ["last block + classifier", "last stage + classifier", "last two stages + classifier"],
-    "engine, last stage, 25 % of the batch": ["last stage, a quarter of the batch"],
-    "plain SSAM": ["unstructured 50 %, engine off"],
-    "SAM": ["SAM"],
-    "pytorch-optimizer SAM": ["pytorch-optimizer SAM"],
-    "pytorch-optimizer LookSAM, k=5": ["pytorch-optimizer LookSAM, k=5"],
+    "engine, last layers": (
+        ("last block + classifier", "last stage + classifier", "last two stages + classifier"),
+        "auto",
+    ),
+    "engine, last stage, 25 % of the batch": (("last stage, a quarter of the batch",), ""),
+    "engine, filters, explicit": (("half the filters, explicit",), "ssam-f"),
+    "engine, filters, implicit": (("half the filters, implicit", "a tenth of the filters, implicit"), "ssam-d"),
+    "plain SSAM": (("unstructured 50 %, engine off",), ""),
+    "SGD": (("SGD",), "sgd"),
+    "SAM": (("SAM",), "sam"),
+    "pytorch-optimizer SAM": (("pytorch-optimizer SAM",), ""),
+    "pytorch-optimizer LookSAM, k=5": (("pytorch-optimizer LookSAM, k=5",), ""),
 }
 
 
@@ -29,31 +34,30 @@ def main() -> None:
     parser.add_argument("measured", type=Path)
     parser.add_argument("-o", "--out", type=Path, default=Path("docs/step-cost.svg"))
     options = parser.parse_args()
-    check_plot(options.out)
-    write_plot(figures(json.loads(options.measured.read_text())), options.out)
+    draw(json.loads(options.measured.read_text()), options.out)
     print(options.out)
 
 
-def figures(measured: dict[str, Any]) -> list[Figure]:
-    """The memory only where it was measured."""
+def draw(measured: dict[str, Any], out: Path) -> None:
     rows = {row["name"]: row for row in measured["rows"]}
-    series = [SeriesStyle("ink").series("SGD", [0, 100], [1, 1], faint=True)]
-    for (label, names), style in zip(FAMILIES.items(), assign_styles([""] * len(FAMILIES)), strict=True):
-        found = [rows[name] for name in names if name in rows]
-        x, bars = [100 * row["perturbed"] for row in found], [(row["low"], row["high"]) for row in found]
-        series += [style.series(label, x, [row["median"] for row in found], bars=bars)] if found else []
+    cost, memory = [], []
+    styles = assign_styles([optimizer for _, optimizer in FAMILIES.values()])
+    for (label, (names, _)), style in zip(FAMILIES.items(), styles, strict=True):
+        family = [rows[name] for name in names if name in rows]
+        if not family:
+            continue
+        x, y = [100 * row["perturbed"] for row in family], [row["median"] for row in family]
+        cost.append(style.series(label, x, y, bars=[(row["low"], row["high"]) for row in family]))
+        peaks = [row["peak_bytes"] and row["peak_bytes"] / rows["SGD"]["peak_bytes"] for row in family]
+        memory.append(style.series(label, x, peaks))
     origin = measured["provenance"]
-    machine = f"{origin['cpu']}, {origin['threads']} thread(s), torch {origin['torch']}"
-    title = f"Cost of a step, one interleaved run: {machine}"
-    cost = Figure(
-        "cost", title, "", Axis("weights perturbed (%)"), Axis("time of a step, x SGD"), {"": series}, "points"
-    )
-    if not all(row["peak_bytes"] for row in rows.values()):
-        return [cost]
-    shown = [name for names in FAMILIES.values() for name in names if name in rows]
-    peaks = [rows[name]["peak_bytes"] / rows["SGD"]["peak_bytes"] for name in shown]
-    panels = {"": [SeriesStyle().series("", shown, peaks)]}
-    return [cost, Figure("memory", "Peak memory", "", Axis(""), Axis("peak of live bytes, x SGD"), panels, "bars")]
+    title = f"Cost of a step: {origin['cpu']}, {origin['threads']} thread(s), torch {origin['torch']}"
+    share, peak = Axis("weights perturbed (%)"), Axis("peak of live bytes, x SGD")
+    figures = [
+        Figure("step-cost", title, "", share, Axis("time of a step, x SGD"), {"": cost}, "points"),
+        Figure("step-memory", "", "", share, peak, {"": memory}, "points"),
+    ]
+    write_plot(figures, out)
 
 
 if __name__ == "__main__":
