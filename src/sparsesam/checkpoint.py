@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from sparsesam.ascent.perturbation.kept_entries import dense_entries, kept_in
-from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.state import MaskState
 
 OWN = "sparsesam"
@@ -127,6 +126,8 @@ class SavedState:
     back: dict[str, Tensor] | None = None
     #: Whether there is a last perturbation to use again; where it is sharded, this rank's part may be empty.
     has_last: bool = False
+    #: Whether it is of the masks' entries only; that of ascent="implicit-dense" is of every weight.
+    last_is_masked: bool = True
 
     def state_dict(self, parameters: Mapping[str, Tensor]) -> tuple[dict[str, Any], OwnTensors]:
         """Plain values, and tensors like the parameters: the same ones whatever steps were taken."""
@@ -134,27 +135,25 @@ class SavedState:
         values = {**asdict(self.counters.read()), "version": _VERSION, "mask": mask}
         values |= {"last": self.has_last, "back": bool(self.back)}
         tensors = {"mask": masks}
-        for kind, kept in (("last", self.last), ("back", self.back)):
-            if kept is not None:
-                tensors[kind] = dense_entries(kept, self.masks.masks, parameters)
+        if self.last is not None:
+            tensors["last"] = dense_entries(self.last, self.masks.masks if self.last_is_masked else None, parameters)
+        if self.back is not None:
+            tensors["back"] = dense_entries(self.back, self.masks.masks, parameters)
         return values, tensors
 
-    @classmethod
-    def from_state_dict(
-        cls, values: Mapping[str, Any], tensors: OwnTensors, rule: MaskRule | None, parameters: Mapping[str, Tensor]
-    ) -> SavedState:
-        """What `state_dict` gave and `check_state_dict` did not refuse."""
+    def loaded(self, values: Mapping[str, Any], tensors: OwnTensors, parameters: Mapping[str, Tensor]) -> SavedState:
+        """The same optimizer's state as `state_dict` gave it and `check_state_dict` did not refuse."""
         here = {
             kind: {name: one.to(parameters[name].device) for name, one in by_name.items() if name in parameters}
             for kind, by_name in tensors.items()
         }
-        masks = MaskState(rule)
+        masks = MaskState(self.masks.rule)
         masks.load_state_dict(values["mask"], here.get("mask", {}), parameters)
-        last, back = (
-            kept_in(here.get(kind, {}), masks.masks, parameters) if values[kind] else {} for kind in ("last", "back")
-        )
+        masks_of_last = masks.masks if self.last_is_masked else None
+        last = kept_in(here.get("last", {}), masks_of_last, parameters) if values["last"] else {}
+        back = kept_in(here.get("back", {}), masks.masks, parameters) if values["back"] else {}
         counters = Counters(**{key: values[key] for key in asdict(Counters())})
-        return cls(masks, counters, last, back, values["last"])
+        return SavedState(masks, counters, last, back, values["last"], self.last_is_masked)
 
 
 def check_state_dict(values: Mapping[str, Any], tensors: OwnTensors, now: SavedState, model: nn.Module) -> None:

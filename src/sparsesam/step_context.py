@@ -55,7 +55,8 @@ class StepContext:
         """What a new context would go on from."""
         last = self.perturbation.last if self.settings.off_steps == "reuse" else None
         back = None if self.extrapolation is None else self.extrapolation.back
-        return SavedState(self.masks, self.counters, last, back, self.has_last)
+        is_masked = self.settings.ascent != "implicit-dense"
+        return SavedState(self.masks, self.counters, last, back, self.has_last, is_masked)
 
     # ---- masks and directions ----------------------------------------------------------------------------
 

@@ -186,7 +186,7 @@ class OptimizerWrapper(Optimizer, JoinableOptimizer):
         if own is None:
             self._start(SavedState(MaskState(self.mask)))
         else:
-            self._start(SavedState.from_state_dict(own, tensors, self.mask, self._parameters))
+            self._start(self._context.saved.loaded(own, tensors, self._parameters))
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 

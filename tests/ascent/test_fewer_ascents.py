@@ -78,8 +78,9 @@ def test_a_new_mask_ends_the_reuse_of_the_last_perturbation():
 
 
 @pytest.mark.parametrize("clone", ["checkpoint", "deepcopy"])
-def test_a_reused_perturbation_survives_a_resume(clone):
-    model, opt, _, _ = run(steps=4, every=3, off_steps="reuse", masks=True)
+@pytest.mark.parametrize("options", [{}, {"norm": "masked", "ascent": "implicit-dense"}])
+def test_a_reused_perturbation_survives_a_resume(options, clone):
+    model, opt, _, _ = run(steps=4, every=3, off_steps="reuse", masks=True, **options)
     if clone == "deepcopy":
         twin, other = copy.deepcopy((model, opt))
     else:
@@ -88,7 +89,7 @@ def test_a_reused_perturbation_survives_a_resume(clone):
         file.seek(0)
         twin = copy.deepcopy(model)
         rule = sparsesam.fixed_mask(cases.half_masks(model))
-        other = sparsesam.SSAM(cases.sgd(twin), twin, rho=0.3, mask=rule, every=3, off_steps="reuse")
+        other = sparsesam.SSAM(cases.sgd(twin), twin, rho=0.3, mask=rule, every=3, off_steps="reuse", **options)
         other.load_state_dict(torch.load(file, weights_only=True))
     for m, o in ((model, opt), (twin, other)):
         closure, calls = counted(m, o, *cases.vectors(seed=9))
