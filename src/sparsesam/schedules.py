@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from sparsesam.masks.checks import check_count, is_within
 
-#: A function of the step 1, 2, 3, … that returns a factor on the first rho.
-RhoSchedule = Callable[[int], float]
+
+class RhoSchedule(Protocol):
+    """A function of the step 1, 2, 3, … that returns a factor on the first rho."""
+
+    def __call__(self, step: int) -> float: ...
 
 
 @dataclass(frozen=True)
