@@ -90,7 +90,8 @@ class Piece:
         if found is None or not all(map(operator.is_, bits, self.bits)):
             count, size = sum(self.lengths), sum(one.numel() for one in self.weights)
             found = positions_of(torch.cat(self.bits), count)
-            if 4 * count + 4 * count + size / 8 <= 4 * size:  # with the saved entries and the mask, not more than SAM
+            # With the saved entries and the mask not more than SAM, and no position that four bytes cannot hold.
+            if 4 * count + 4 * count + size / 8 <= 4 * size and size < 1 << 30:
                 found = found.int()
                 index[tuple(self.names)] = self.bits, found
         return found
