@@ -8,8 +8,8 @@ nothing else.
 from __future__ import annotations
 
 import itertools
-from collections import ChainMap
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections import ChainMap, UserDict
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ KINDS = ("mask", "last", "back")
 OwnTensors = dict[str, dict[str, Tensor]]
 
 
-class SharedState(MutableMapping[Tensor, MutableMapping[str, Any]]):
+class SharedState(UserDict[Tensor, Any]):
     """The base optimizer's state, where each parameter also shows the names of our tensors, as None.
 
     torch's flattened checkpoints load only what they find here. What is written goes to the base optimizer.
@@ -38,23 +38,14 @@ class SharedState(MutableMapping[Tensor, MutableMapping[str, Any]]):
 
     _places = dict.fromkeys(f"{OWN}_{kind}" for kind in KINDS)
 
-    def __init__(self, state: MutableMapping[Tensor, Any]) -> None:
-        self._state = state
+    def __init__(self, state: dict[Tensor, Any]) -> None:
+        self.data = state  # itself, not a copy
 
     def __getitem__(self, parameter: Tensor) -> MutableMapping[str, Any]:
-        return ChainMap(self._state[parameter], self._places)
+        return ChainMap(self.data[parameter], self._places)
 
     def __setitem__(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
-        self._state[parameter] = {key: value for key, value in entries.items() if key not in self._places}
-
-    def __delitem__(self, parameter: Tensor) -> None:
-        del self._state[parameter]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._state)
-
-    def __len__(self) -> int:
-        return len(self._state)
+        self.data[parameter] = {key: value for key, value in entries.items() if key not in self._places}
 
 
 def split_own(
