@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from sparsesam.distributed.shards import Shards, local_part
 from sparsesam.masks.batches import batch_size, leads_with, slice_batch, to_device
 from sparsesam.masks.checks import NonFiniteScoreError, check_count
-from sparsesam.masks.fisher_problem import LossFn, ModelLoss, Problem, SampleLabels, problem_of
+from sparsesam.masks.fisher_problem import LossFn, ModelLoss, Problem, SampleLabels
 from sparsesam.masks.layer_rules import add_squares
 from sparsesam.masks.memory import SavedBytes, fitting, free_bytes
-from sparsesam.masks.preserve_model_state import preserve_model_state, requiring_grad
+from sparsesam.masks.preserve_model_state import preserve_model_state
 from sparsesam.masks.recorder import Recorder
 
 
@@ -80,7 +80,7 @@ def fisher_diagonal(
     """
     if chunk is not None:
         check_count("chunk", chunk, "None lets free memory decide")
-    problem = problem_of(loss_fn, model_loss, labels, sample_labels, generator)
+    problem = Problem(loss_fn, model_loss, labels, sample_labels, generator)
     wanted = _wanted_parameters(model, parameters)
     with preserve_model_state(model):
         measurement = _Measurement(model, problem, wanted, chunk)
@@ -147,7 +147,7 @@ class _Measurement:
 
         Two samples show whether the model keeps samples apart.
         """
-        if self.problem.draw is not None:
+        if self.problem.is_sampled:
             batch = self.problem.labelled(batch, self.problem.output(self.model, batch))
         expected, found = _zeros(self.wanted), _zeros(self.wanted)
         saved = SavedBytes([*self.model.parameters(), *self.model.buffers()])
@@ -165,15 +165,19 @@ class _Measurement:
 
     def _add_sample(self, sample: Any, into: Mapping[str, Tensor], *, draw: bool) -> None:
         """The definition: the squared gradient of one sample's loss."""
-        with requiring_grad(self.wanted.values()):
-            loss = self.problem.sample_loss(self.model, sample, draw=draw)
-            if not loss.requires_grad:
-                return
-            gradients = torch.autograd.grad(loss, list(self.wanted.values()), allow_unused=True)
-        _add_squares_of(gradients, into)
+        self._differentiate(True)
+        loss = self.problem.sample_loss(self.model, sample, draw=draw)
+        if loss.requires_grad:
+            _add_squares_of(torch.autograd.grad(loss, list(self.wanted.values()), allow_unused=True), into)
+
+    def _differentiate(self, flag: bool) -> None:
+        """Whether parameters require gradients; the model's own flags are put back by preserve_model_state."""
+        for parameter in self.wanted.values():
+            parameter.requires_grad_(flag)
 
     def _add_at_once(self, batch: Any, size: int, into: Mapping[str, Tensor], *, is_trial: bool = False) -> str | None:
         """Add the squares of all samples, unless something speaks against it, which is returned."""
+        self._differentiate(False)
         recorder = Recorder(self.wanted, size)
         with recorder:
             output = self.problem.output(self.model, batch)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from sparsesam.masks.batches import call_model, scalar_loss
 from sparsesam.masks.checks import check_choice
@@ -20,23 +20,38 @@ SampleLabels = Callable[[Any, torch.Generator | None], Any]
 
 @dataclass(frozen=True)
 class Problem:
-    """The loss of a batch's samples; ``draw`` gives the labels of an output when they are not the data's."""
+    """The loss of a batch's samples, with their own labels or those drawn from the model's output."""
 
     loss_fn: LossFn | None
     model_loss: ModelLoss | None
-    draw: Callable[[Any], Any] | None
+    labels: str
+    sample_labels: SampleLabels | None
+    generator: torch.Generator | None
+
+    def __post_init__(self) -> None:
+        if (self.loss_fn is None) == (self.model_loss is None):
+            raise ValueError("exactly one of loss_fn and model_loss must be given")
+        check_choice("labels", self.labels, ("data", "sampled"))
+        if self.is_sampled and self.model_loss is not None:
+            raise ValueError("labels='sampled' needs the model's output; use loss_fn instead of model_loss")
+        if self.is_sampled and self.sample_labels is None and self.generator is None:
+            raise ValueError("labels='sampled' needs a generator, got None; give a torch.Generator")
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.labels == "sampled"
 
     def inputs(self, batch: Any) -> Any:
         """The model's inputs, of which the samples are counted."""
         return batch if self.model_loss is not None else self._pair(batch)[0]
 
+    @torch.no_grad()
     def labelled(self, batch: Any, output: Any) -> Any:
         """The batch with labels drawn from its output, if they are to be drawn."""
-        if self.draw is None:
+        if not self.is_sampled:
             return batch
-        with torch.no_grad():
-            detached = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
-            return self._pair(batch)[0], self.draw(detached)
+        draw = self.sample_labels or sample_categorical
+        return self._pair(batch)[0], draw(tree_map_only(Tensor, Tensor.detach, output), self.generator)
 
     def output(self, model: nn.Module, batch: Any) -> Any:
         return call_model(model, self._pair(batch)[0])
@@ -56,7 +71,7 @@ class Problem:
     def _pair(self, batch: Any) -> tuple[Any, Any]:
         if isinstance(batch, (tuple, list)) and len(batch) == 2:
             return batch[0], batch[1]
-        if self.draw is not None:
+        if self.is_sampled:
             return batch, None
         raise ValueError(
             f"with loss_fn a batch must be a pair (inputs, targets), got {type(batch).__name__}; "
@@ -64,29 +79,7 @@ class Problem:
         )
 
 
-def problem_of(
-    loss_fn: LossFn | None,
-    model_loss: ModelLoss | None,
-    labels: str,
-    sample_labels: SampleLabels | None,
-    generator: torch.Generator | None,
-) -> Problem:
-    if (loss_fn is None) == (model_loss is None):
-        raise ValueError("exactly one of loss_fn and model_loss must be given")
-    check_choice("labels", labels, ("data", "sampled"))
-    if labels == "data":
-        return Problem(loss_fn, model_loss, None)
-    if model_loss is not None:
-        raise ValueError("labels='sampled' needs the model's output; use loss_fn instead of model_loss")
-    if sample_labels is not None:
-        draw = sample_labels
-        return Problem(loss_fn, None, lambda output: draw(output, generator))
-    if generator is None:
-        raise ValueError("labels='sampled' needs a generator, got None; give a torch.Generator")
-    return Problem(loss_fn, None, lambda output: sample_categorical(output, generator))
-
-
-def sample_categorical(output: Any, generator: torch.Generator) -> Tensor:
+def sample_categorical(output: Any, generator: torch.Generator | None) -> Tensor:
     """Class labels (N, ...) drawn from softmax(output), output (N, C, ...) holding logits."""
     if not isinstance(output, Tensor) or output.dim() < 2:
         raise ValueError(
@@ -94,7 +87,7 @@ def sample_categorical(output: Any, generator: torch.Generator) -> Tensor:
             f"{tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__}; "
             "give sample_labels=lambda output, generator: ... for other outputs"
         )
-    precise = torch.promote_types(output.dtype, torch.float32)
-    probabilities = output.detach().to(precise).softmax(1).movedim(1, -1)
+    assert generator is not None
+    probabilities = output.to(torch.promote_types(output.dtype, torch.float32)).softmax(1).movedim(1, -1)
     flat = probabilities.reshape(-1, probabilities.shape[-1]).to(generator.device)
     return flat.multinomial(1, generator=generator).view(probabilities.shape[:-1]).to(output.device)

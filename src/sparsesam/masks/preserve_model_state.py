@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -69,15 +69,3 @@ def _put_back(module: nn.Module, name: str, buffer: Tensor, value: Tensor) -> No
     module._buffers[name] = buffer
     if not torch.equal(buffer, value):
         buffer.copy_(value)
-
-
-@contextmanager
-def requiring_grad(parameters: Iterable[Tensor]) -> Iterator[None]:
-    chosen = list(parameters)
-    try:
-        for parameter in chosen:
-            parameter.requires_grad_(True)
-        yield
-    finally:
-        for parameter in chosen:
-            parameter.requires_grad_(False)

@@ -16,7 +16,7 @@ from sparsesam.distributed.shards import Shards, local_part
 from sparsesam.masks.batches import to_device
 from sparsesam.masks.checks import NonFiniteScoreError, check_count
 from sparsesam.masks.fisher import FisherDiagonal, fisher_diagonal, sharded_fisher
-from sparsesam.masks.fisher_problem import problem_of
+from sparsesam.masks.fisher_problem import Problem
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.samples import draw_batches
 
@@ -157,7 +157,7 @@ class Inverted:
 def _measured(score: Fisher | BatchFisher, batches: Iterable[Any], context: ScoreContext) -> dict[str, Tensor]:
     """The Fisher information of the samples of all ranks."""
     if context.shards is not None:
-        problem = problem_of(score.loss_fn, score.model_loss, score.labels, None, context.generator)
+        problem = Problem(score.loss_fn, score.model_loss, score.labels, None, context.generator)
         return sharded_fisher(context.model, batches, problem, context.parameters, context.shards)
 
     def measure() -> FisherDiagonal:
