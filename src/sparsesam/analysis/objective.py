@@ -17,7 +17,7 @@ from sparsesam.analysis.results import AnalysisResult
 from sparsesam.ascent.rng import RNGSnapshot, RNGState
 from sparsesam.masks.batches import batch_size, to_device
 from sparsesam.masks.checks import check_choice, check_like_parameters
-from sparsesam.masks.fisher_problem import problem_of
+from sparsesam.masks.fisher_problem import Problem
 from sparsesam.masks.fixed import NORMALIZATION
 from sparsesam.masks.preserve_model_state import preserve_model_state
 from sparsesam.parameters import unwrap
@@ -66,7 +66,7 @@ class Objective:
     ) -> None:
         check_choice("statistics", statistics, get_args(Statistics))
         self.model = unwrap(model)
-        self.problem = problem_of(loss_fn, model_loss, "data", None, None)
+        self.problem = Problem(loss_fn, model_loss, "data", None, None)
         self.batches = _as_list(batches)
         self.statistics: Statistics = statistics
         self.allow_random = allow_random
