@@ -172,20 +172,17 @@ def _measured(score: Fisher | BatchFisher, batches: Iterable[Any], context: Scor
             chunk=score.chunk,
         )
 
+    if context.ranks is None:
+        return measure().values
     # Also where all ranks measure the same samples: two devices may round differently, and masks must be equal.
-    return (measure() if context.ranks is None else _averaged(measure, context.ranks)).values
-
-
-def _averaged(measure: Callable[[], FisherDiagonal], ranks: dist.ProcessGroup) -> FisherDiagonal:
-    """The mean over the samples of all ranks."""
-    result = on_every_rank(measure, NonFiniteScoreError, ranks)
-    samples = torch.tensor(float(result.samples), device=communication_device(ranks))
-    dist.all_reduce(samples, group=ranks)
+    result = on_every_rank(measure, NonFiniteScoreError, context.ranks)
+    samples = torch.tensor(float(result.samples), device=communication_device(context.ranks))
+    dist.all_reduce(samples, group=context.ranks)
     for value in result.values.values():
         value.mul_(result.samples)
-        dist.all_reduce(value, group=ranks)
+        dist.all_reduce(value, group=context.ranks)
         value.div_(float(samples))
-    return result
+    return result.values
 
 
 def _gathered_batches(batch: Any, shards: Shards) -> list[Any]:
