@@ -210,3 +210,13 @@ def test_a_checkpoint_whose_rho_means_something_else_is_refused(first, steps):
     ):
         other.load_state_dict(opt.state_dict())
     assert other.param_groups[0]["rho"] == before
+
+
+def test_a_checkpoint_where_nothing_is_perturbed_fits_its_own_kind():
+    model = cases.mlp()
+    opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model)
+    for group in opt.param_groups:
+        group["perturb"] = False
+    opt.step(cases.closure_for(model, opt, *cases.vectors(8)))
+    opt.load_state_dict(opt.state_dict())
+    assert opt.steps == 1

@@ -11,7 +11,7 @@ from sparsesam.masks.refresh import Refresh, every_epochs, every_steps, manual
 from sparsesam.masks.scores import BatchFisher, Fisher, GradientMagnitude, Inverted, Score, ScoreContext
 from sparsesam.optimizer import SAM, SSAM, ExtrapolatedSAM
 from sparsesam.recommended import recommended
-from sparsesam.schedules import Cosine, InverseSqrt, RhoSchedule, Warmup
+from sparsesam.schedules import Constant, Cosine, InverseSqrt, RhoSchedule, Warmup
 from sparsesam.sharpness_aware import SharpnessAware
 
 __version__ = "0.1.0"
@@ -23,6 +23,7 @@ __all__ = [
     "SSAM",
     "BatchFisher",
     "BudgetMask",
+    "Constant",
     "Cosine",
     "DynamicMask",
     "ExtrapolatedSAM",

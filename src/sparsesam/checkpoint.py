@@ -21,7 +21,7 @@ from sparsesam.masks.state import MaskState
 
 OWN = "sparsesam"
 
-_VERSION = 2
+_VERSION = 3
 
 #: The kinds of tensors that there may be: masks, the last perturbation, the way back from the last update.
 KINDS = ("mask", "last", "back")
@@ -124,7 +124,7 @@ class SavedState:
         """Plain values, and tensors like the parameters: the same ones whatever steps were taken."""
         mask, masks = self.masks.state_dict(parameters)
         values = {**asdict(self.counters.read()), "version": _VERSION, "mask": mask}
-        values |= {"last": self.has_last, "back": bool(self.back)}
+        values |= {"last": self.has_last, "back": bool(self.back), "extrapolates": self.back is not None}
         tensors = {"mask": masks}
         if self.last is not None:
             tensors["last"] = dense_entries(self.last, self.masks.masks if self.last_is_masked else None, parameters)
@@ -154,10 +154,11 @@ def check_state_dict(values: Mapping[str, Any], tensors: OwnTensors, now: SavedS
             f"the checkpoint must be of version {_VERSION}, got {values.get('version')}; "
             "load it with the sparsesam that wrote it"
         )
-    if ("back" in tensors) != (now.back is not None):
+    extrapolates = now.back is not None
+    if values["extrapolates"] != extrapolates:
         kinds = ["SAM or SSAM", "ExtrapolatedSAM"]
         raise ValueError(
-            f"state_dict is of {kinds['back' in tensors]}, but this optimizer is {kinds[now.back is not None]}, whose "
-            "rho means something else; load it into the same kind"
+            f"state_dict is of {kinds[values['extrapolates']]}, but this optimizer is {kinds[extrapolates]}, whose rho "
+            "means something else; load it into the same kind"
         )
     MaskState(now.masks.rule).check_state_dict(values["mask"], tensors.get("mask", {}), model)

@@ -180,3 +180,10 @@ def test_every_command_has_help(command, capsys):
 def test_every_command_is_there():
     for name in COMMANDS:
         assert {"HELP", "add_arguments", "run"} <= set(dir(find(name)))
+
+
+@pytest.mark.parametrize(("option", "least"), [("--jobs", 1), ("--seeds", 1)])
+def test_a_number_out_of_range_is_told_its_range(option, least, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["sweep", "demo", option, "0"]) == 2
+    assert re.search(f"{option} must be at least {least}.*, got 0", capsys.readouterr().err)

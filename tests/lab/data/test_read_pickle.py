@@ -18,7 +18,7 @@ def write(path, content, protocol=4):
     return path
 
 
-@pytest.mark.parametrize("protocol", [3, 4])
+@pytest.mark.parametrize("protocol", [2, 3, 4])
 def test_reads_arrays_lists_and_bytes(tmp_path, protocol):
     array = np.arange(6, dtype=np.uint8).reshape(2, 3)
     content = read_pickle(write(tmp_path / "batch", {b"data": array, "labels": [1, 2], b"raw": b"\x80"}, protocol))
@@ -47,9 +47,9 @@ def test_runs_nothing_else(tmp_path, monkeypatch, content):
     assert not (tmp_path / "made-by-a-pickle").exists()
 
 
-def test_codecs_are_refused(tmp_path):
+def test_other_codecs_are_refused(tmp_path):
     (tmp_path / "batch").write_bytes(b"c_codecs\nencode\n(X\x01\x00\x00\x00aX\x03\x00\x00\x00zipt" + b"R.")
-    with pytest.raises(DataError, match=r"it asks for _codecs\.encode, which is not allowed"):
+    with pytest.raises(DataError, match="the codec 'zip' is not allowed"):
         read_pickle(tmp_path / "batch")
 
 

@@ -50,6 +50,11 @@ def test_accumulated_parts_give_the_gradient_of_the_whole_batch(tmp_path, optimi
     torch.testing.assert_close(one, three, rtol=1e-9, atol=1e-11)
 
 
+def test_parts_of_a_batch_that_does_not_divide_differ_by_at_most_one_image(tmp_path):
+    """A part of one image would stop a network with batch normalization."""
+    train(tmp_path, optimizer="sgd", model="vgg-small", batch_size=13, train_size=26, accumulate=4, max_steps=2)
+
+
 def test_the_gradient_of_the_step_is_clipped_and_the_perturbation_is_not(tmp_path):
     """Without momentum, a step is at most lr times the largest norm."""
     settings = {"optimizer": "sam", "model": PLAIN, "momentum": 0.0, "weight_decay": 0.0, "lr_schedule": "constant"}

@@ -60,12 +60,16 @@ class Parser(ArgumentParser):
 
     def _convert(self, flag: str, hint: Any, text: str) -> Any:
         """The text of a value as the type of its setting."""
-        with suppress(ValueError, yaml.YAMLError):  # what is no YAML of that type may be meant as text
-            return convert(flag, yaml.safe_load(text), hint)
-        try:
-            return convert(flag, text, hint)
-        except ValueError as error:
-            self.error(str(error))
+        values: list[Any] = [text]
+        with suppress(yaml.YAMLError):
+            values.insert(0, yaml.safe_load(text))
+        errors = []
+        for value in values:  # what is no YAML of that type may be meant as text
+            try:
+                return convert(flag, value, hint)
+            except ValueError as error:
+                errors.append(str(error))
+        self.error(errors[0])
 
 
 def add_settings(parser: Parser, *, leave_out: Sequence[str] = ()) -> None:

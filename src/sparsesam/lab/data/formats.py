@@ -89,7 +89,7 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
 
 
 def read_pickle(path: Path) -> dict[str, Any]:
-    """The pickled dictionary, its keys as text, whether Python 2 wrote it or Python 3, with its own protocols.
+    """The pickled dictionary, its keys as text, whether Python 2 wrote it or Python 3.
 
     Only arrays, bytes, text, numbers, lists and dictionaries are made.
     """
@@ -106,12 +106,20 @@ def read_pickle(path: Path) -> dict[str, Any]:
     return {key.decode("latin1") if isinstance(key, bytes) else str(key): value for key, value in content.items()}
 
 
+def _latin1(text: str, encoding: str) -> bytes:
+    """How Python 3 writes bytes into pickles that Python 2 can read; other codecs could do harm."""
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"the codec {encoding!r} is not allowed")
+    return text.encode("latin1")
+
+
 _RECONSTRUCT = np.empty(0).__reduce__()[0]
 _ALLOWED: dict[str, Any] = {
     "numpy.ndarray": np.ndarray,
     "numpy.dtype": np.dtype,
     "numpy.core.multiarray._reconstruct": _RECONSTRUCT,
     "numpy._core.multiarray._reconstruct": _RECONSTRUCT,
+    "_codecs.encode": _latin1,
 }
 
 

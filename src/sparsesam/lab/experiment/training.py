@@ -139,7 +139,10 @@ class Training:
 
     def _sync(self, totals: Tensor, stop: Callable[[], bool]) -> bool:
         """Add the loss and the right answers of the last steps to ``sums``; whether a rank is asked to stop."""
-        loss, correct, asked = self._summed(totals.new_tensor([*totals.tolist(), float(stop())]))
+        asked: float = stop()
+        loss, correct = totals.tolist()
+        if self.fabric.world_size > 1:
+            loss, correct, asked = self._summed(totals.new_tensor([loss, correct, asked]))
         self.sums.loss, self.sums.correct = self.sums.loss + loss, self.sums.correct + correct
         if not math.isfinite(loss):
             rho = "" if self.rho is None else f" or rho ({self.rho})"
@@ -222,8 +225,8 @@ class Training:
 
     def _accumulated(self, images: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Add the gradient of the mean loss, in as many parts as asked for; the loss, and the right answers."""
-        count = self.config.accumulate
-        parts = list(zip(images.chunk(count), labels.chunk(count), strict=True))
+        count = min(self.config.accumulate, len(images))
+        parts = list(zip(images.tensor_split(count), labels.tensor_split(count), strict=True))
         losses, correct = [], []
         for number, (some, targets) in enumerate(parts):
             with self.fabric.no_backward_sync(self.model, enabled=number < len(parts) - 1):
@@ -250,8 +253,9 @@ class Training:
 
     def _summed(self, values: Tensor) -> list[float]:
         """Over all ranks."""
-        summed: list[float] = self.fabric.all_reduce(values, reduce_op="sum").tolist()  # type: ignore[union-attr]
-        return summed
+        if self.fabric.world_size > 1:
+            values = self.fabric.all_reduce(values, reduce_op="sum")  # type: ignore[assignment]
+        return values.tolist()
 
     # ---- checkpoints -------------------------------------------------------------------------------------
 

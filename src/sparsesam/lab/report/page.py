@@ -17,8 +17,8 @@ from sparsesam.lab.display.figure import COLORS
 from sparsesam.lab.report.data import ReportData, Section
 from sparsesam.lab.report.sections.analyses import missing_analyses
 
-#: Points of a curve; with 400 curves the page stays below 10 MB, of which plotly takes 5.
-MOST_POINTS = 300
+#: Points of a curve, and of all curves: the page stays below 10 MB, of which plotly takes 5.
+MOST_POINTS, BUDGET = 300, 150_000
 
 
 def render(title: str, made: str, sections: Sequence[Section], data: ReportData) -> str:
@@ -43,7 +43,7 @@ def render(title: str, made: str, sections: Sequence[Section], data: ReportData)
         sections=sections,
         missing=missing_analyses(data),
         problems=data.problems,
-        most_points=MOST_POINTS,
+        most_points=points_per_curve(figures),
         colors=COLORS,
         style=Markup(_asset("page.css")),
         script=Markup(_asset("page.js")),
@@ -66,12 +66,13 @@ def _asset(name: str) -> str:
 
 def _json(figures: Sequence[Figure]) -> str:
     """For a script element, which only `<` could end."""
-    drawn = []
+    drawn, most = [], points_per_curve(figures)
     for place, figure in enumerate(figures):
         # A surface and its contours are the same numbers, written once.
         twin = next((one.name for one in figures[:place] if one.panels is figure.panels), None)
         panels = [
-            {"name": name, "series": [downsampled(series) for series in panel]} for name, panel in figure.panels.items()
+            {"name": name, "series": [downsampled(series, most) for series in panel]}
+            for name, panel in figure.panels.items()
         ]
         drawn.append({**vars(figure), "panels_of": twin, "panels": [] if twin else panels})
     exact = json.dumps(drawn, default=vars, allow_nan=False)
@@ -79,11 +80,16 @@ def _json(figures: Sequence[Figure]) -> str:
     return json.dumps(rounded, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def downsampled(series: Series) -> Series:
+def points_per_curve(figures: Sequence[Figure]) -> int:
+    curves = sum(len(panel) for figure in figures for panel in figure.panels.values())
+    return max(20, min(MOST_POINTS, BUDGET // max(1, curves)))
+
+
+def downsampled(series: Series, most: int) -> Series:
     """Every k-th point and the last; surfaces are complete."""
-    if series.z is not None or len(series.x) <= MOST_POINTS:
+    if series.z is not None or len(series.x) <= most:
         return series
-    stride = -(-len(series.x) // (MOST_POINTS - 1))
+    stride = -(-len(series.x) // (most - 1))
     kept = sorted({*range(0, len(series.x), stride), len(series.x) - 1})
     bars = series.bars and [series.bars[place] for place in kept]
     return replace(series, x=[series.x[place] for place in kept], y=[series.y[place] for place in kept], bars=bars)
