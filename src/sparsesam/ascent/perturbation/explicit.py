@@ -14,13 +14,12 @@ T = 1 for SAM; T = |w| + eta for the adaptive form (ASAM). g is whatever directi
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from sparsesam.ascent.perturbation.kept_entries import put_entries
 from sparsesam.ascent.perturbation.pieces import Index, Piece, Target, pieces_of
 from sparsesam.ascent.plan import Norm
 
@@ -38,8 +37,10 @@ def scaled_direction(direction: Tensor, weight: Tensor, *, eta: float | None, ti
     """T g, or T² g by ``times=2``."""
     if eta is None:
         return direction
-    scale = weight.abs() + eta
-    return direction * (scale if times == 1 else scale.square_())
+    scale = weight.abs().add_(eta)
+    if times == 2:
+        scale.square_()
+    return scale.mul_(direction) if scale.dtype == direction.dtype else direction * scale
 
 
 def norm_of(direction: Tensor, weight: Tensor, *, eta: float | None) -> Tensor:
@@ -55,9 +56,9 @@ def usable_or_inf(norm: Tensor) -> Tensor:
 
 
 def perturbation_of(scaled: Tensor, rho: float | Tensor, norm: Tensor, dtype: torch.dtype) -> Tensor:
-    """e = rho / norm * T² g, and zero by a norm of inf, whatever g is."""
+    """e = rho / norm * T² g, and zero by a norm of inf, whatever g is; in place of T² g, unless in half precision."""
     # A scale of half precision would be off by up to 0.4 %, or overflow.
-    e = (scaled.float() if scaled.dtype in _HALF else scaled) * (rho / norm)
+    e = (scaled.float() if scaled.dtype in _HALF else scaled).mul_(rho / norm)
     return e.nan_to_num_(0.0).to(dtype)
 
 
@@ -107,9 +108,18 @@ class Perturbation:
     @torch.no_grad()
     def apply_last(self, targets: Sequence[Target]) -> None:
         """Move w to w + the last e, whatever the direction is now."""
-        known = [target for target in targets if target.name in self.last and not target.is_still]
-        entries = [put_entries(torch.zeros_like(one.weight), one.mask, self.last[one.name]) for one in known]
-        self._move([replace(one, direction=e, rho=1.0, eta=None) for one, e in zip(known, entries, strict=True)], 1.0)
+        taken: Counter[str] = Counter()
+        for piece, _ in pieces_of([one for one in targets if one.name in self.last and not one.is_still]):
+            positions = piece.positions(self.index)
+            here = piece.read(piece.weights, positions)
+            if piece.lengths is None:  # a part of one tensor; the next is that of the next piece
+                (name,) = piece.names
+                e = self.last[name][taken[name] : taken[name] + here.numel()]
+                taken[name] += here.numel()
+            else:
+                e = torch.cat([self.last[name] for name in piece.names])
+            self._add(piece, positions, here, e.view_as(here))
+        torch.clear_autocast_cache()
 
     def _move(self, targets: Sequence[Target], norm: float | Tensor) -> dict[str, list[Tensor]]:
         moves: dict[str, list[Tensor]] = {}
@@ -122,18 +132,35 @@ class Perturbation:
                 e, factor = perturbation_of(e, piece.rho, norm.to(e.device), here.dtype), 1.0
             else:
                 factor = float(piece.rho) / norm
-            saved = here.clone() if piece.is_view else here
-            # Listed before it is moved, so that an interruption half-way is undone too.
-            self._moved.append((piece, saved))
-            if piece.is_view:
-                here.add_(e, alpha=factor)
-            else:
-                piece.write(torch.add(here, e, alpha=factor), positions)
+            saved = self._add(piece, positions, here, e, factor, in_place=isinstance(norm, Tensor))
             if self._remember:
                 for name, part in piece.by_name(piece.read(piece.weights, positions) - saved):
                     moves.setdefault(name, []).append(part)
         torch.clear_autocast_cache()  # a step inside of autocast would go on with the weights as they were
         return moves
+
+    def _add(
+        self,
+        piece: Piece,
+        positions: Tensor | None,
+        here: Tensor,
+        e: Tensor,
+        factor: float = 1.0,
+        *,
+        in_place: bool = False,
+    ) -> Tensor:
+        """w += factor * e in the entries that move; returns what they were, which is kept until `undo`.
+
+        ``in_place``: e may be overwritten, and the factor is 1.
+        """
+        saved = here.clone() if piece.is_view else here
+        # Listed before it is moved, so that an interruption half-way is undone too.
+        self._moved.append((piece, saved))
+        if piece.is_view:
+            here.add_(e, alpha=factor)
+        else:
+            piece.write(e.add_(here) if in_place else torch.add(here, e, alpha=factor), positions)
+        return saved
 
     @torch.no_grad()
     def undo(self) -> None:

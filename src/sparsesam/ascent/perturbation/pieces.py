@@ -110,10 +110,11 @@ class Piece:
             else:
                 put = whole.scatter_ if whole.dim() == 1 else whole.index_copy_  # the first is three times faster
                 values = put(0, positions, values)
-        if self.lengths is not None:
+        first = self.weights[0]
+        if len(self.weights) > 1:
             torch._foreach_copy_(self.weights, self._parted(values))
-        elif positions is None:
-            self.weights[0].copy_(values)
+        elif positions is None or (self.lengths is not None and not first.is_contiguous()):
+            first.copy_(values.view(first.shape))
 
     def by_name(self, values: Tensor) -> Iterator[tuple[str, Tensor]]:
         """What was read, as a vector for each weight."""
@@ -124,6 +125,8 @@ class Piece:
         if self.lengths is None:
             return tensors[0]
         vectors = [one.reshape(-1) for one in tensors]
+        if self.bits is not None and len(vectors) == 1:  # as large as an embedding: not copied
+            return vectors[0]
         if self.bits is not None:  # of which each weight has whole bytes
             filling = vectors[0].new_empty(8)
             vectors = [part for one in vectors for part in (one, filling[: -len(one) % 8])]
