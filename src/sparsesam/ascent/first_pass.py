@@ -46,9 +46,11 @@ class FirstPass(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.backward.before_call(func, kwargs)
         # While a part of the forward is traced (torch.cond), torch 2.6 can follow no other question than the first.
-        if torch.compiler.is_compiling() or func in _NO_USE:
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        self.backward.before_call(func, kwargs)
+        if func in _NO_USE:
             return func(*args, **kwargs)
         handler = _HANDLERS.get(func)
         if handler is not None:
