@@ -315,6 +315,16 @@ def test_a_class_token_a_position_and_a_scale_have_rules():
     assert found.paths["scale"] == "rule: mul"
 
 
+@pytest.mark.parametrize(
+    "product", [lambda x, w: x @ w, torch.matmul, torch.Tensor.matmul], ids=["@", "matmul", "method"]
+)
+def test_a_projection_by_a_parameter_has_a_rule(product):
+    model = Model(lambda self, x: product(self.layer(x).tanh(), self.projection).sum(1), layer=nn.Linear(4, 3))
+    model.projection = nn.Parameter(torch.randn(3, 5))
+    found = check(model, torch.randn(BATCH, 2, 4))
+    assert found.paths["projection"] == "rule: matmul"
+
+
 def test_tokens_sent_to_experts_are_kept_apart():
     """Each expert sees some positions of some samples; by chance, it may be as many as there are samples."""
 

@@ -28,8 +28,8 @@ from sparsesam.masks.batches import call_model
 from sparsesam.masks.packed import PackedMask
 
 How = Literal["time", "cpu-time", "count"]
-#: which gradients the pass computes: all; of the inputs alone; of the weights only for half of the filters
-PassKind = Literal["everything", "inputs", "half"]
+#: which gradients the pass computes: all; of the inputs alone; of the weights only for some of the filters
+PassKind = Literal["everything", "inputs", "quarter", "three quarters"]
 PASS_KINDS: tuple[PassKind, ...] = get_args(PassKind)
 Clock = Callable[[], float]
 
@@ -77,14 +77,19 @@ class Call:
         return _median(self.backwards["everything"]) - self.input_gradient
 
     @cached_property
-    def _filters_gradient(self) -> float:
-        """dW of all filters at the price of half of them, which has that of slicing."""
-        return max(2 * (_median(self.backwards["half"]) - self.input_gradient), self.weight_gradient)
+    def _some_filters(self) -> tuple[float, float]:
+        """dW of a quarter and of three quarters of the filters, slicing included."""
+        few, most = (_median(self.backwards[kind]) - self.input_gradient for kind in ("quarter", "three quarters"))
+        quarter = max(few, 0.25 * self.weight_gradient)
+        return quarter, max(most, 0.75 * self.weight_gradient, quarter)
 
     def weight_gradient_for(self, share: float) -> float:
-        """dW of a share of the filters."""
-        is_sliced = self.can_slice and 0 < share < 1
-        return share * self._filters_gradient if is_sliced else float(share > 0) * self.weight_gradient
+        """dW of a share of the filters: on the line through the two that were measured."""
+        if not (self.can_slice and 0 < share < 1):
+            return float(share > 0) * self.weight_gradient
+        quarter, three_quarters = self._some_filters
+        line = quarter + (share - 0.25) / 0.5 * (three_quarters - quarter)
+        return max(line, share * self.weight_gradient)
 
 
 def _median(costs: list[float]) -> float:
@@ -102,7 +107,7 @@ def stopwatch(how: How, device: torch.device) -> Iterator[Clock]:
     now = time.process_time if how == "cpu-time" else time.perf_counter
 
     def seconds() -> float:
-        if device.type not in ("cpu", "meta"):
+        if device.type in ("cuda", "xpu", "mps"):
             getattr(torch, device.type).synchronize()
         return now()
 
@@ -152,7 +157,7 @@ class _Trace(TorchFunctionMode):
         self._nodes: dict[int, Any] = {}
         self._last = 0.0
         self._token = object()  # marks tensors as seen by this pass; they may outlive it
-        self._filters = _half_of_filters(model)
+        self._filters = _some_filters(model, most=kind == "three quarters")
         self._running: list[ModuleCall] = []
         self._held = {module: self._names_in(module) for module in model.modules()}
 
@@ -236,7 +241,7 @@ class _Trace(TorchFunctionMode):
         if self.kind == "inputs" and one.leads_back:
             # The weights of the very first layers stay: without them there would be no backward pass at all.
             args, kwargs = tree_map_only(Tensor, self._shield, (args, kwargs))
-        elif self.kind == "half" and one.can_slice:
+        elif self.kind in ("quarter", "three quarters") and one.can_slice:
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             func = partial(LAYERS[func], self._filters[id(weight)], Switch(on=True))
         for tensor in tensors_in(args, kwargs):
@@ -281,14 +286,14 @@ def _seeded(output: Any) -> tuple[list[Tensor], list[Tensor]]:
     return outputs, [torch.full_like(tensor, 1 / max(1, tensor.numel())) for tensor in outputs]
 
 
-def _half_of_filters(model: nn.Module) -> dict[int, WeightGradient]:
-    """The weight gradients of every other filter of each layer, by the identity of the weight."""
+def _some_filters(model: nn.Module, *, most: bool) -> dict[int, WeightGradient]:
+    """The weight gradients of every fourth filter of each layer, or of all others, by the identity of the weight."""
     found = {}
     for parameter in model.parameters():
         if parameter.dim() > 1 and parameter.requires_grad:
-            half = torch.zeros_like(parameter, dtype=torch.bool)
-            half[::2] = True
-            want = weight_gradient(PackedMask.pack(half), parameter, "explicit", "masked")
+            kept = torch.full_like(parameter, most, dtype=torch.bool)
+            kept[::4] = not most
+            want = weight_gradient(PackedMask.pack(kept), parameter, "explicit", "masked")
             if want is not None:
                 found[id(parameter)] = want
     return found

@@ -77,6 +77,11 @@ def linear_weight(call: Call, into: Tensor) -> Tensor:
     return torch.bmm(gradient.transpose(1, 2), input)
 
 
+def right_factor(call: Call, into: Tensor) -> Tensor:
+    """dW_b = a_b^T g_b of a @ W, a (B, L, K), g (B, L, O)."""
+    return linear_weight(call, into).transpose(1, 2)
+
+
 def _linear_bias(call: Call, into: Tensor) -> Tensor:
     return _positions_first(call.grad, into.dtype).sum(1)
 
@@ -218,6 +223,7 @@ _ADDITION = FunctionRules(
     ("input", "other"), {"input": broadcast, "other": broadcast}, lambda arguments: "alpha" not in arguments
 )
 _MULTIPLICATION = FunctionRules(("input", "other"), {"input": multiplied, "other": multiplied})
+_PRODUCT = FunctionRules(("input", "other"), {"other": right_factor}, lambda arguments: arguments["other"].dim() == 2)
 
 FUNCTIONS: dict[Any, FunctionRules] = {
     F.linear: FunctionRules(("input", "weight", "bias"), {"weight": linear_weight, "bias": _linear_bias}),
@@ -239,4 +245,7 @@ FUNCTIONS: dict[Any, FunctionRules] = {
     torch.add: _ADDITION,
     Tensor.mul: _MULTIPLICATION,
     torch.mul: _MULTIPLICATION,
+    Tensor.matmul: _PRODUCT,
+    Tensor.__matmul__: _PRODUCT,
+    torch.matmul: _PRODUCT,
 }
