@@ -142,6 +142,7 @@ class SavedState:
         masks.load_state_dict(values["mask"], here.get("mask", {}), parameters)
         masks_of_last = masks.masks if self.last_is_masked else None
         last = kept_in(here.get("last", {}), masks_of_last, parameters) if values["last"] else {}
+        last = {name: entries.reshape(-1) for name, entries in last.items()}
         back = kept_in(here.get("back", {}), masks.masks, parameters) if values["back"] else {}
         counters = Counters(**{key: values[key] for key in asdict(Counters())})
         return SavedState(masks, counters, last, back, values["last"], self.last_is_masked)

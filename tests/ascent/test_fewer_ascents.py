@@ -291,3 +291,36 @@ def test_a_part_of_the_batch_needs_the_batch():
     opt = sparsesam.SAM(cases.sgd(model), model, ascent_fraction=0.5)
     with pytest.raises(ValueError, match="batch must be given"):
         opt.step(cases.closure_for(model, opt, *cases.vectors()))
+
+
+@pytest.mark.parametrize("implementation", ["host", "device"])
+@pytest.mark.parametrize(
+    "mask", [None, sparsesam.random_mask(sparsity=0.5), sparsesam.random_mask(pattern="filter", sparsity=0.5)]
+)
+def test_a_resumed_run_uses_the_last_perturbation_again(implementation, mask):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.scale = cases.mlp(), nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+        def forward(self, x):
+            return self.scale * self.layers(x)
+
+    def optimizer(model):
+        options = {"rho": 0.1, "every": 3, "off_steps": "reuse"}
+        base = cases.sgd(model)
+        return (
+            sparsesam.SAM(base, model, **options) if mask is None else sparsesam.SSAM(base, model, mask=mask, **options)
+        )
+
+    model, again = Scaled(), Scaled()
+    opt, resumed = optimizer(model), optimizer(again)
+    x, y = cases.vectors()
+    with cases.moved_as_on(implementation):
+        for step in range(4):
+            if step == 1:
+                again.load_state_dict(model.state_dict())
+                resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+            for one, of in ((opt, model), (resumed, again))[: 1 + (step > 0)]:
+                one.step(cases.closure_for(of, one, x, y))
+    assert cases.same_bits(cases.weights_of(model), cases.weights_of(again))

@@ -128,6 +128,27 @@ def test_a_device_keeps_the_positions_of_few_entries_until_the_masks_change(monk
     assert len(found) > searches[-1]
 
 
+def test_positions_of_weights_that_are_not_used_any_more_are_dropped():
+    weights, directions = tensors(0), tensors(1)
+    targets = [one for one in targets_of(weights, directions, "few")[0] if not one.is_still]
+    perturbation = Perturbation()
+    with cases.moved_as_on("device"):
+        for some in (targets[:1], targets[1:], targets[:2], targets, targets):
+            perturbation.apply(some, perturbation.norm(some, "masked"))
+            perturbation.undo()
+    assert len(perturbation.index) == 1
+
+
+def test_a_large_tensor_is_not_joined_with_others(monkeypatch):
+    weights, directions = (sorted(tensors(seed), key=torch.numel) for seed in (0, 1))
+    targets, _ = targets_of(weights, directions, "none")
+    monkeypatch.setattr(pieces, "GROUP", weights[-1].numel() - 1)
+    with cases.moved_as_on("device"):
+        groups = [piece.weights for piece, _ in pieces.pieces_of(targets)]
+    assert all(len(group) == 1 or sum(one.numel() for one in group) <= pieces.GROUP for group in groups)
+    assert sum(map(len, groups)) == len(targets)
+
+
 @pytest.mark.parametrize("kind", ["none", "few", "most"])
 @pytest.mark.parametrize("bad", [0.0, torch.nan, torch.inf])
 def test_a_device_moves_nothing_by_a_norm_that_is_zero_or_not_finite(bad, kind):

@@ -319,3 +319,20 @@ def test_a_mask_from_gradients_needs_a_base_with_momentum():
     opt = sparsesam.ExtrapolatedSAM(base, model, 5.0, mask=RULES["momentum"]())
     with pytest.raises(ValueError, match="base must have a momentum"):
         steps_of(model, opt, range(2))
+
+
+@pytest.mark.parametrize("mask", [None, sparsesam.random_mask(sparsity=0.5)], ids=["all", "half"])
+def test_an_update_from_before_a_weight_was_frozen_is_forgotten(mask):
+    model = cases.mlp()
+    opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, mask=mask)
+    x, y = cases.vectors()
+    opt.step(cases.closure_for(model, opt, x, y))
+    model[0].weight.requires_grad_(False)
+    opt.state_dict()
+    opt.step(cases.closure_for(model, opt, x, y))
+    model[0].weight.requires_grad_(True)
+    before = model[0].weight.detach().clone()
+    with opt.perturbed():
+        assert torch.equal(model[0].weight, before)
+        F.cross_entropy(model(x), y).backward()
+    opt.step()

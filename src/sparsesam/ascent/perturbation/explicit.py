@@ -75,6 +75,7 @@ class Perturbation:
         self.last: dict[str, Tensor] = {}  # by name: the entries that moved, as a vector
         self._remember = remember
         self._moved: list[tuple[Piece, Tensor]] = []
+        self._used: set[tuple[str, ...]] = set()  # keys of the index since the last move
         self.index: Index = {}  # so that a step on an accelerator does not search; to be cleared with the masks
 
     @torch.no_grad()
@@ -85,7 +86,7 @@ class Perturbation:
         """
         parts = []
         for piece, directions in pieces_of(targets, whole=norm == "full"):
-            positions = piece.positions(self.index)
+            positions = self._positions(piece)
             direction = piece.read(directions, positions)
             weight = direction if piece.eta is None else piece.read(piece.weights, positions)
             parts.append(norm_of(direction, weight, eta=piece.eta))
@@ -110,7 +111,7 @@ class Perturbation:
         """Move w to w + the last e, whatever the direction is now."""
         taken: Counter[str] = Counter()
         for piece, _ in pieces_of([one for one in targets if one.name in self.last and not one.is_still]):
-            positions = piece.positions(self.index)
+            positions = self._positions(piece)
             here = piece.read(piece.weights, positions)
             if piece.lengths is None:  # a part of one tensor; the next is that of the next piece
                 (name,) = piece.names
@@ -119,13 +120,13 @@ class Perturbation:
             else:
                 e = torch.cat([self.last[name] for name in piece.names])
             self._add(piece, positions, here, e.view_as(here))
-        torch.clear_autocast_cache()
+        self._end_move()
 
     def _move(self, targets: Sequence[Target], norm: float | Tensor) -> dict[str, list[Tensor]]:
         moves: dict[str, list[Tensor]] = {}
         norm = usable_or_inf(norm) if isinstance(norm, Tensor) else norm
         for piece, directions in pieces_of([target for target in targets if not target.is_still]):
-            positions = piece.positions(self.index)
+            positions = self._positions(piece)
             here = piece.read(piece.weights, positions)
             e = scaled_direction(piece.read(directions, positions), here, eta=piece.eta, times=2)
             if isinstance(norm, Tensor):
@@ -136,8 +137,18 @@ class Perturbation:
             if self._remember:
                 for name, part in piece.by_name(piece.read(piece.weights, positions) - saved):
                     moves.setdefault(name, []).append(part)
-        torch.clear_autocast_cache()  # a step inside of autocast would go on with the weights as they were
+        self._end_move()
         return moves
+
+    def _positions(self, piece: Piece) -> Tensor | None:
+        self._used.add(tuple(piece.names))
+        return piece.positions(self.index)
+
+    def _end_move(self) -> None:
+        """Drop positions that were not used, such as those of other experts, and what autocast has copied."""
+        self.index = {names: kept for names, kept in self.index.items() if names in self._used}
+        self._used = set()
+        torch.clear_autocast_cache()  # a step inside of autocast would go on with the weights as they were
 
     def _add(
         self,
@@ -174,6 +185,6 @@ class Perturbation:
     def _put_back(self) -> None:
         while self._moved:
             piece, saved = self._moved[-1]
-            piece.write(saved, piece.positions(self.index))
+            piece.write(saved, self._positions(piece))
             self._moved.pop()
         torch.clear_autocast_cache()

@@ -68,12 +68,12 @@ class Extrapolation:
             self._saved[target.name] = here.clone() if old is None or old.shape != here.shape else old.copy_(here)
 
     def record(self, targets: Sequence[Target]) -> None:
-        """The update that the base optimizer has just made."""
+        """The update that the base optimizer has just made; of other weights none is known."""
         saved = [target for target in targets if target.name in self._saved]
+        buffers = [self._saved.pop(target.name) for target in saved]
         if saved:
-            buffers = [self._saved.pop(target.name) for target in saved]
             torch._foreach_sub_(buffers, _read(saved))
-            self.back.update(zip([target.name for target in saved], buffers, strict=True))
+        self.back = dict(zip([target.name for target in saved], buffers, strict=True))
 
     @torch.no_grad()
     def change_mask(self, name: str, weight: Tensor, old: PackedMask | None, new: PackedMask | None) -> None:

@@ -53,10 +53,13 @@ def positions_by_sums(kept: Tensor, count: int) -> Tensor:
 def dense_entries(
     kept: Mapping[str, Tensor], masks: Masks | None, parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """As checkpoints hold them: one tensor like each parameter, zero where no entry is kept."""
+    """As checkpoints hold them: one tensor like each parameter, zero where no entry is kept.
+
+    Those of parameters that are not among these, because they are frozen now, are left out.
+    """
     dense = {name: torch.zeros_like(parameter, requires_grad=False) for name, parameter in parameters.items()}
-    for name, entries in kept.items():
-        put_entries(local_part(dense[name]), None if masks is None else masks.get(name), entries)
+    for name in kept.keys() & dense.keys():
+        put_entries(local_part(dense[name]), None if masks is None else masks.get(name), kept[name])
     return dense
 
 

@@ -143,6 +143,7 @@ def pieces_of(targets: Sequence[Target], *, whole: bool = False) -> Iterator[tup
     """What moves, with its directions; everything with ``whole``, whatever the masks are."""
     groups: dict[tuple[Any, ...], list[Target]] = {}
     filled: Counter[tuple[Any, ...]] = Counter()
+    number: Counter[tuple[Any, ...]] = Counter()
     for target in targets:
         weight, mask = target.weight, None if whole or target.is_dense else target.mask
         if mask is not None and mask.is_empty:
@@ -152,7 +153,9 @@ def pieces_of(targets: Sequence[Target], *, whole: bool = False) -> Iterator[tup
             continue
         rho = id(target.rho) if isinstance(target.rho, Tensor) else target.rho
         key = weight.device, weight.dtype, target.direction.dtype, rho, target.eta, mask is not None
-        groups.setdefault((*key, filled[key] // GROUP), []).append(target)
+        if filled[key] and filled[key] + weight.numel() > GROUP:
+            filled[key], number[key] = 0, number[key] + 1
+        groups.setdefault((*key, number[key]), []).append(target)
         filled[key] += weight.numel()
     for (*_, is_masked, _), group in groups.items():
         yield _joined(group, is_masked)
