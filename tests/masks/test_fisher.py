@@ -111,8 +111,6 @@ def test_a_layer_rule_equals_the_loop(name):
     layer, shape = LAYERS[name]
     model = randomize_statistics(nn.Sequential(copy.deepcopy(layer).double()))
     path = f"rule: {next(one for one in FUNCTIONS if name.startswith(one.replace('_', ' ')))}"
-    if name == "instance norm with statistics" and torch.__version__ < "2.7":
-        path = LOOP
     check(model, torch.randn(BATCH, *shape), path=path)
 
 
