@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from benchmarks.timing import arguments, begin
 from sparsesam.analysis import Objective, hessian_eigenvalues
-from sparsesam.lab.data.digits import load_digits
+from sparsesam.lab.data.registry import load_digits
 from sparsesam.lab.models import resnet18, small_cnn
 
 Array = npt.NDArray[np.float64]

@@ -46,9 +46,11 @@ def recommended(
     if not (isinstance(cost, int | float) and cost >= 1):
         raise ValueError(f"cost must be at least 1, got {cost}; 1 is a step of the base optimizer, 2 one of SAM")
     check_model(model)
+    has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    # Networks without batch normalization do not bear a longer extrapolation.
+    usual, for_noisy_labels = (10.0, 60.0 if has_batch_norm else 10.0) if cost < 1.1 else (0.05, 0.2)
+    if strength is None:
+        strength = for_noisy_labels if noisy_labels else usual
     if cost < 1.1:
-        # Without batch normalization, networks do not bear a longer step.
-        is_far = noisy_labels and any(isinstance(one, nn.modules.batchnorm._BatchNorm) for one in model.modules())
-        return ExtrapolatedSAM(base, model, strength if strength is not None else 60.0 if is_far else 10.0)
-    rho = strength if strength is not None else 0.2 if noisy_labels else 0.05
-    return SAM(base, model, rho) if cost >= 2 else SAM(base, model, rho, ascent_fraction=cost - 1)
+        return ExtrapolatedSAM(base, model, strength)
+    return SAM(base, model, strength, ascent_fraction=min(cost - 1, 1.0))

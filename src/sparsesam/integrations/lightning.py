@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from importlib import import_module
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -54,14 +55,13 @@ class AccumulatedAscent(Callback):
         self._batches: list[tuple[tuple[Any, ...], RNGSnapshot]] = []
         self._outside: OutsideGradients | None = None
         self._statistics: Snapshot | None = None  # during a batch that runs forward only
-        self._repeated = False
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         optimizer = _sharpness_aware(trainer)
         # The averaging of weights (SWA) ends with an epoch without backward passes.
         optimizer.closure_accumulates = not trainer.fit_loop._skip_backward
         if batch_idx % trainer.accumulate_grad_batches == 0:
-            self._batches, self._outside, self._repeated = [], OutsideGradients(pl_module, optimizer.base), False
+            self._batches, self._outside = [], OutsideGradients(pl_module, optimizer.base)
         if optimizer.closure_accumulates:
             takes_index = len(inspect.signature(pl_module.training_step).parameters) > 1
             arguments = (batch, batch_idx) if takes_index else (batch,)
@@ -71,16 +71,13 @@ class AccumulatedAscent(Callback):
                 self._statistics = Snapshot(statistics_of(pl_module.modules()))
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self._end_forward_only(trainer)
-
-    def on_exception(self, trainer: Trainer, *_: Any) -> None:
-        self._end_forward_only(trainer)
-
-    def _end_forward_only(self, trainer: Trainer) -> None:
         if self._statistics is not None:
             trainer.fit_loop._skip_backward = False
             self._statistics.restore()
             self._statistics = None
+
+    def on_exception(self, trainer: Trainer, *_: Any) -> None:
+        self.on_train_batch_end(trainer)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if _sharpness_aware(trainer).is_perturbed:
@@ -92,17 +89,14 @@ class AccumulatedAscent(Callback):
             self.run_others_again(trainer, pl_module, optimizer)
 
     def run_others_again(self, trainer: Trainer, pl_module: LightningModule, optimizer: SharpnessAware) -> None:
-        """The batches of this step before the last, at w + e."""
-        if self._repeated:
-            return
+        """The batches of this step before the last, at w + e; they run once."""
         self._start_second_pass()
-        self._repeated = True
         if optimizer._step is not None:
             optimizer._step.repeats = True
         rng = RNGState(pl_module.parameters())
         now = rng.read()
         unsynchronized = getattr(trainer.strategy, "block_backward_sync", nullcontext)
-        others = self._batches[:-1]
+        others, self._batches = self._batches[:-1], []
         hook, pl_module._current_fx_name = pl_module._current_fx_name, "training_step"  # for self.log
         for number, (arguments, then) in enumerate(others, start=1):
             rng.write(then)
@@ -131,8 +125,8 @@ class SharpnessAwareMixedPrecision(MixedPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        is_ours = isinstance(optimizer, SharpnessAware) and self.scaler is not None and model.automatic_optimization
-        if not is_ours:
+        scaler = self.scaler
+        if scaler is None or not isinstance(optimizer, SharpnessAware) or not model.automatic_optimization:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
 
         def call() -> Any:
@@ -143,22 +137,15 @@ class SharpnessAwareMixedPrecision(MixedPrecision):
                         callback.run_others_again(model.trainer, model, optimizer)
             return result
 
-        return optimizer.step(call, scaler=_UnscaleClipStep(self, model), **kwargs)
+        def unscale_clip_step(optimizer: SharpnessAware) -> None:
+            """Called with the gradient at w + e, unless the step is left out."""
+            scaler.unscale_(optimizer)
+            self._after_closure(model, optimizer)
+            scaler.step(optimizer)
+            scaler.update()
 
-
-class _UnscaleClipStep:
-    """In place of the GradScaler: called with the gradient at w + e, unless a step is left out."""
-
-    def __init__(self, plugin: MixedPrecision, model: LightningModule) -> None:
-        self._plugin, self._model = plugin, model
-
-    def step(self, optimizer: SharpnessAware) -> None:
-        scaler = self._plugin.scaler
-        assert scaler is not None
-        scaler.unscale_(optimizer)
-        self._plugin._after_closure(self._model, optimizer)
-        scaler.step(optimizer)
-        scaler.update()
+        stepper: Any = SimpleNamespace(step=unscale_clip_step)
+        return optimizer.step(call, scaler=stepper, **kwargs)
 
 
 class SharpnessAwareMonitor(Callback):

@@ -15,12 +15,22 @@ def not_a_data_set(data_dir):
     return [1]
 
 
-def test_digits_need_no_files():
+def test_the_digits_have_the_documented_sizes_and_constants_and_are_stratified():
     splits = load_dataset("digits")
     assert splits.train.images.shape == (1000, 1, 8, 8)
+    assert splits.test.images.shape == (797, 1, 8, 8)
     pixels = splits.train.images / 255
+    assert (pixels.min(), pixels.max()) == (0, 1)
     assert pixels.mean().item() == pytest.approx(splits.mean[0], abs=1e-3)
     assert pixels.std().item() == pytest.approx(splits.std[0], abs=1e-3)
+    shares = [part.labels.bincount() / len(part.labels) for part in (splits.train, splits.test)]
+    assert torch.allclose(*shares, atol=2e-3)
+
+
+def test_loading_the_digits_leaves_the_global_generator_alone():
+    before = torch.random.get_rng_state()
+    load_dataset("digits")
+    assert torch.equal(before, torch.random.get_rng_state())
 
 
 def test_names_may_be_spelled_with_underscores(tmp_path):

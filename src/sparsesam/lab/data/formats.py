@@ -62,11 +62,12 @@ def read_fashion_mnist(paths: Sequence[Path], images: int) -> Labelled:
 
 
 def read_idx(path: Path, dimensions: int) -> Tensor:
-    """The uint8 tensor, with that many dimensions, in a file of the idx format. Files that end in .gz are decompressed.
+    """The uint8 tensor, with that many dimensions, in a file of the idx format, or in that file compressed, NAME.gz.
 
     Layout, big-endian: 0x0000, the type of an entry (0x08, unsigned byte), the number of dimensions; each
     dimension as 4 bytes; the entries.
     """
+    path = path if path.is_file() else path.with_name(f"{path.name}.gz")
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,10 +28,10 @@ class Layout:
     test: tuple[str, ...]
     read: Callable[[Sequence[Path], int], Labelled]
 
-    def paths(self, folder: Path) -> list[Path]:
-        """Of all files, compressed or not, that are in the folder."""
-        both = ((folder / name, folder / f"{name}.gz") for name in (*self.train, *self.test))
-        return [next(path for path in pair if path.is_file()) for pair in both if any(map(Path.is_file, pair))]
+    def missing(self, folder: Path) -> list[str]:
+        """The files that the folder does not have, as they are or compressed."""
+        names = (*self.train, *self.test)
+        return [name for name in names if not any((folder / f"{name}{end}").is_file() for end in ("", ".gz"))]
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ def load_published(
     cache = cache_dir() / source.name
     found = (data_dir and _find(source, data_dir)) or _find(source, cache, complete=True)
     layout, folder = found or _obtain(source, cache, data_dir, download, progress)
-    paths, names = layout.paths(folder), (*layout.train, *layout.test)
-    if missing := set(names) - {path.name.removesuffix(".gz") for path in paths}:
-        raise DataError(f"{folder}: expected the files {', '.join(names)}, found no {', '.join(sorted(missing))}")
+    if missing := layout.missing(folder):
+        expected = ", ".join((*layout.train, *layout.test))
+        raise DataError(f"{folder}: expected the files {expected}, found no {', '.join(missing)}")
     return Splits(
-        train=layout.read(paths[: len(layout.train)], source.train_size),
-        test=layout.read(paths[len(layout.train) :], source.test_size),
+        layout.read([folder / name for name in layout.train], source.train_size),
+        layout.read([folder / name for name in layout.test], source.test_size),
         name=source.name,
         classes=source.classes,
         mean=source.mean,
@@ -66,9 +66,9 @@ def load_published(
 def _find(source: Published, root: Path, *, complete: bool = False) -> tuple[Layout, Path] | None:
     """The first layout and folder with one of the layout's files, or with all of them."""
     for layout in source.layouts:
+        allowed = 0 if complete else len(layout.train) + len(layout.test) - 1
         for folder in (root / name for name in layout.folders):
-            wanted = len(layout.train) + len(layout.test) if complete else 1
-            if len(layout.paths(folder)) >= wanted:
+            if len(layout.missing(folder)) <= allowed:
                 return layout, folder
     return None
 
@@ -88,22 +88,18 @@ def _obtain(
         try:
             files = [fetch(remote, place, download=download, progress=progress) for remote in layout.remotes]
         except DownloadError as error:
-            raise _missing(source.name, layout.remotes, cache, data_dir, str(error)) from error
+            searched = f"{data_dir} and {cache}" if data_dir else cache
+            into = data_dir or f"{cache}, or into a directory you name as data_dir"
+            wanted = "\n".join(f"  {remote.name}  MD5 {remote.md5}  from {remote.url}" for remote in layout.remotes)
+            raise MissingData(
+                f"{source.name} was not found in {searched}, and {error}.\nPut into {into}:\n{wanted}"
+            ) from error
         folder = cache / layout.folders[0]
         for archive in (file for file in files if ".tar" in file.suffixes):
             unpack(archive, folder)
             if not given:
                 archive.unlink()
         return layout, folder
-
-
-def _missing(dataset: str, remotes: Iterable[Remote], cache: Path, data_dir: Path | None, reason: str) -> MissingData:
-    searched = f"{data_dir} and {cache}" if data_dir else str(cache)
-    wanted = "\n".join(f"  {remote.name}  MD5 {remote.md5}  from {remote.url}" for remote in remotes)
-    return MissingData(
-        f"{dataset} was not found in {searched}, and {reason}.\n"
-        f"Put into {data_dir or cache}{'' if data_dir else ', or into a directory you name as data_dir'}:\n{wanted}"
-    )
 
 
 def _cifar(

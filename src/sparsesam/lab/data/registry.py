@@ -1,4 +1,4 @@
-"""Data sets by name: ours, those of the Hugging Face hub, or any importable function."""
+"""Data sets by name: the digits of scikit-learn, files, the Hugging Face hub, or any importable function."""
 
 from __future__ import annotations
 
@@ -7,22 +7,14 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 
-from sparsesam.lab.data.digits import load_digits
+import torch
+
+from sparsesam.integrations.extras import required_by
 from sparsesam.lab.data.hugging_face import load_hugging_face
 from sparsesam.lab.data.image_folder import load_image_folder
 from sparsesam.lab.data.published import CIFAR10, CIFAR100, FASHION_MNIST, load_published
-from sparsesam.lab.data.splits import FolderSplits, Splits
+from sparsesam.lab.data.splits import FolderSplits, Labelled, Splits
 from sparsesam.lab.names import accepted, call_function, find_function, look_up
-
-DATASETS: dict[str, Callable[..., Splits | FolderSplits]] = {
-    "digits": load_digits,
-    "fashion-mnist": partial(load_published, FASHION_MNIST),
-    "cifar10": partial(load_published, CIFAR10),
-    "cifar100": partial(load_published, CIFAR100),
-    "imagenet": partial(load_image_folder, "imagenet"),
-    "tiny-imagenet": partial(load_image_folder, "tiny-imagenet"),
-    "folder": partial(load_image_folder, "folder"),
-}
 
 
 def load_dataset(
@@ -57,6 +49,19 @@ def load_dataset(
     return loader(**taken)
 
 
+def load_digits() -> Splits:
+    """Scikit-learn's 8x8 handwritten digits: 1000 to train, 797 to test, stratified; 0..16 scaled to 0..255."""
+    with required_by("the data set digits", "'sparsesam[data]'"):
+        from sklearn import datasets
+        from sklearn.model_selection import train_test_split
+    pixels, labels = datasets.load_digits(return_X_y=True)
+    images = (torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 16 * 255).round().to(torch.uint8)
+    places = train_test_split(range(len(labels)), train_size=1000, stratify=labels, random_state=0)
+    train, test = (Labelled(images[chosen], torch.tensor(labels[chosen])) for chosen in places)
+    classes = tuple("0123456789")
+    return Splits(train, test, name="digits", classes=classes, mean=(0.3049,), std=(0.3754,), mirrored=False)
+
+
 def _from_user(name: str, data_dir: Path | None) -> Splits | FolderSplits:
     splits = call_function("dataset", name, find_function("dataset", name), data_dir)
     if not isinstance(splits, Splits | FolderSplits):
@@ -65,3 +70,14 @@ def _from_user(name: str, data_dir: Path | None) -> Splits | FolderSplits:
             "Splits(train=Labelled(images, labels), test=…, name=…, classes=…, mean=…, std=…)"
         )
     return splits
+
+
+DATASETS: dict[str, Callable[..., Splits | FolderSplits]] = {
+    "digits": load_digits,
+    "fashion-mnist": partial(load_published, FASHION_MNIST),
+    "cifar10": partial(load_published, CIFAR10),
+    "cifar100": partial(load_published, CIFAR100),
+    "imagenet": partial(load_image_folder, "imagenet"),
+    "tiny-imagenet": partial(load_image_folder, "tiny-imagenet"),
+    "folder": partial(load_image_folder, "folder"),
+}
