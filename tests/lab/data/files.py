@@ -41,7 +41,7 @@ def write_cifar(root: Path, cifar: Published, layout: int, records: int = RECORD
     folder.mkdir(parents=True)
     for seed, name in enumerate(chosen.train + chosen.test):
         if layout == 1:
-            content = {b"data": pixels(records, seed), label_key.encode(): labels(records).tolist()}
+            content = {"data": pixels(records, seed), label_key: labels(records).tolist()}
             (folder / name).write_bytes(pickle.dumps(content, protocol=4))
         else:
             coarse = [np.full((records, 1), 99, np.uint8)] * (label_bytes - 1)

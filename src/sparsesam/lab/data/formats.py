@@ -10,7 +10,7 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -90,12 +90,9 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
 
 
 def read_pickle(path: Path) -> dict[str, Any]:
-    """The pickled dictionary, its keys as text, whether Python 2 wrote it or Python 3.
-
-    Only arrays, bytes, text, numbers, lists and dictionaries are made.
-    """
+    """The pickled dictionary of arrays and lists, as Python 2 wrote it."""
     try:
-        content = _Unpickler(io.BytesIO(path.read_bytes()), encoding="bytes").load()
+        content = _Unpickler(io.BytesIO(path.read_bytes()), encoding="latin1").load()
     # A damaged stream can fail in any opcode, with whatever error that raises.
     except Exception as error:
         raise DataError(
@@ -104,30 +101,21 @@ def read_pickle(path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict):
         raise DataError(f"{path}: expected a pickled dictionary, found {type(content).__name__}")
-    return {key.decode("latin1") if isinstance(key, bytes) else str(key): value for key, value in content.items()}
-
-
-def _latin1(text: str, encoding: str) -> bytes:
-    """How Python 3 writes bytes into pickles that Python 2 can read; other codecs could do harm."""
-    if encoding != "latin1":
-        raise pickle.UnpicklingError(f"the codec {encoding!r} is not allowed")
-    return text.encode("latin1")
-
-
-_RECONSTRUCT = np.empty(0).__reduce__()[0]
-_ALLOWED: dict[str, Any] = {
-    "numpy.ndarray": np.ndarray,
-    "numpy.dtype": np.dtype,
-    "numpy.core.multiarray._reconstruct": _RECONSTRUCT,
-    "numpy._core.multiarray._reconstruct": _RECONSTRUCT,
-    "_codecs.encode": _latin1,
-}
+    return content
 
 
 class _Unpickler(pickle.Unpickler):
     """Executes nothing but the construction of numpy arrays."""
 
+    _reconstruct = np.empty(0).__reduce__()[0]
+    _allowed: ClassVar[dict[str, Any]] = {
+        "numpy.ndarray": np.ndarray,
+        "numpy.dtype": np.dtype,
+        "numpy.core.multiarray._reconstruct": _reconstruct,
+        "numpy._core.multiarray._reconstruct": _reconstruct,
+    }
+
     def find_class(self, module: str, name: str) -> Any:
-        if f"{module}.{name}" not in _ALLOWED:
+        if f"{module}.{name}" not in self._allowed:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not allowed")
-        return _ALLOWED[f"{module}.{name}"]
+        return self._allowed[f"{module}.{name}"]
