@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import sparsesam
 from sparsesam.ascent.perturbation import pieces
 
 #: before, it fails in torch itself (2.6, 2.7), or plain SGD trains otherwise than in one process (2.8)
@@ -39,25 +40,26 @@ def images(count=16, dtype=torch.float32, seed=1):
     return x, torch.randint(0, 3, (count,), generator=generator)
 
 
-def closure_for(model, optimizer, x, y):
+def closure_of(opt, loss_of, *, backward=torch.Tensor.backward, then=lambda: None):
+    """Clears the gradients, computes the loss and its backward; ``then`` is what the user does after it."""
+
     def closure():
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
+        opt.zero_grad()
+        loss = loss_of()
+        backward(loss)
+        then()
         return loss
 
     return closure
 
 
+def closure_for(model, optimizer, x, y, **options):
+    return closure_of(optimizer, lambda: F.cross_entropy(model(x), y), **options)
+
+
 def take_step(opt, loss_of, *, two_phases=False):
     """One step on a loss, both passes in step() or each in its block."""
-
-    def closure():
-        opt.zero_grad()
-        loss = loss_of()
-        loss.backward()
-        return loss
-
+    closure = closure_of(opt, loss_of)
     if not two_phases:
         return opt.step(closure)
     with opt.first_pass():
@@ -84,6 +86,12 @@ def in_two_phases(opt, model, x, y):
 
 def sgd(model, lr=0.1, momentum=0.9, **options):
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, **options)
+
+
+def ssam(model, mask="head.*", **options):
+    """SSAM by a mask rule, or by what `fixed_mask` takes: names, or a mask for each name."""
+    rule = mask if isinstance(mask, sparsesam.MaskRule) else sparsesam.fixed_mask(mask)
+    return sparsesam.SSAM(sgd(model), model, **{"rho": 0.3, "mask": rule, "norm": "masked", **options})
 
 
 def weights_of(model):

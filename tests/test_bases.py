@@ -244,15 +244,9 @@ def test_maximizing_a_loss_is_minimizing_its_negative():
         opt = sparsesam.SSAM(
             cases.sgd(model, maximize=maximize), model, rho=0.1, mask=sparsesam.fixed_mask(cases.half_masks(model))
         )
+        sign = 1 if maximize else -1
         for _ in range(5):
-
-            def closure(model=model, opt=opt, maximize=maximize):
-                opt.zero_grad()
-                loss = F.cross_entropy(model(x), y)
-                (loss if maximize else -loss).backward()
-                return loss
-
-            opt.step(closure)
+            opt.step(cases.closure_for(model, opt, x, y, backward=lambda loss, sign=sign: (sign * loss).backward()))
         results.append(cases.weights_of(model))
     assert cases.same_bits(*results)
 

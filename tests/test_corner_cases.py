@@ -10,27 +10,17 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import sparsesam
 from sparsesam.masks.samples import draw_batches
+from tests.cases import take_step as step
 
 X = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 def sgd(model, **options):
     return torch.optim.SGD(model.parameters(), lr=0.1, **options)
-
-
-def step(optimizer, loss_of):
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of()
-        loss.backward()
-        return loss
-
-    return optimizer.step(closure)
 
 
 def seeded(make):
@@ -42,13 +32,17 @@ def weights(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def compare_engines(make, mask, loss_of, steps=3, **options):
+def ssam(model, mask, **options):
+    return sparsesam.SSAM(sgd(model), model, rho=0.5, mask=mask, norm="masked", **options)
+
+
+def compare_engines(make, mask, loss_of):
     """The weights after some steps, with the engine and without."""
     ends = []
     for engine in (True, False):
         model = seeded(make)
-        optimizer = sparsesam.SSAM(sgd(model), model, rho=0.5, mask=mask, norm="masked", engine=engine, **options)
-        for _ in range(steps):
+        optimizer = ssam(model, mask, engine=engine)
+        for _ in range(3):
             step(optimizer, lambda model=model: loss_of(model))
         ends.append(weights(model))
     torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
@@ -135,17 +129,6 @@ class TwoParts(nn.Module):
         return self.b(self.a(x).relu())
 
 
-class Hooked(TwoParts):
-    def forward(self, x):
-        h = self.a(x)
-        h.register_hook(lambda gradient: gradient * 0.5)
-        return self.b(h.relu())
-
-
-def test_a_hook_on_a_value_is_called_once():
-    compare_engines(Hooked, sparsesam.fixed_mask("b.*"), lambda model: model(X).square().sum())
-
-
 class Named(nn.Module):
     def __init__(self):
         super().__init__()
@@ -170,10 +153,7 @@ def half_of_rows(make):
 def test_arguments_by_name():
     compare_engines(Named, half_of_rows(Named), lambda model: model(X).square().sum())
     model = seeded(Named)
-    optimizer = sparsesam.SSAM(
-        sgd(model), model, mask=sparsesam.fixed_mask("v"), norm="masked", ascent="implicit", rho=0.1
-    )
-    step(optimizer, lambda: model(X).square().sum())
+    step(implicit(model, sparsesam.fixed_mask("v")), lambda: model(X).square().sum())
 
 
 def test_one_sample_without_a_batch_dimension():
@@ -194,28 +174,6 @@ def test_a_clean_output_may_have_a_loss_of_its_own():
         return scores.square().sum()
 
     compare_engines(WithFeatures, sparsesam.fixed_mask("b.*"), loss_of)
-
-
-def test_a_closure_may_call_autograd_grad():
-    ends = []
-    for engine in (True, False):
-        model = seeded(TwoParts)
-        optimizer = sparsesam.SSAM(
-            sgd(model), model, rho=0.5, mask=sparsesam.fixed_mask("b.*"), norm="masked", engine=engine
-        )
-
-        def closure(model=model):
-            loss = model(X).square().sum()
-            for parameter, gradient in zip(
-                model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
-            ):
-                parameter.grad = gradient
-            return loss
-
-        for _ in range(3):
-            optimizer.step(closure)
-        ends.append(weights(model))
-    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
 
 
 def moves_in_a_step(optimizer, model, weight):
@@ -258,7 +216,7 @@ def test_no_activations_are_kept_after_a_step():
 
     model = seeded(TwoParts)
     model.a = Watched(model.a.in_features, model.a.out_features).to(X.dtype)
-    optimizer = sparsesam.SSAM(sgd(model), model, rho=0.5, mask=sparsesam.fixed_mask("b.*"), norm="masked")
+    optimizer = ssam(model, sparsesam.fixed_mask("b.*"))
     for _ in range(2):
         step(optimizer, lambda: model(X).square().sum())
     gc.collect()
@@ -274,7 +232,7 @@ class Noisy(TwoParts):
 
 def test_a_closure_that_raised_leaves_nothing_behind():
     model = seeded(Noisy)
-    optimizer = sparsesam.SSAM(sgd(model), model, rho=0.5, mask=sparsesam.fixed_mask("b.*"), norm="masked")
+    optimizer = ssam(model, sparsesam.fixed_mask("b.*"))
     step(optimizer, lambda: model(X).square().sum())
 
     def failing():
@@ -296,7 +254,7 @@ def test_a_closure_that_raised_leaves_nothing_behind():
 
 def test_forwards_between_steps_are_the_users_own():
     model = seeded(TwoParts)
-    optimizer = sparsesam.SSAM(sgd(model), model, rho=0.5, mask=sparsesam.fixed_mask("b.*"), norm="masked")
+    optimizer = ssam(model, sparsesam.fixed_mask("b.*"))
     step(optimizer, lambda: model(X).square().sum())
     optimizer.zero_grad()
     model(X).square().sum().backward()
@@ -315,27 +273,6 @@ def two_phases(optimizer, loss_of, *, first_pass=True):
     optimizer.step()
 
 
-def ssam(model, mask, **options):
-    return sparsesam.SSAM(sgd(model), model, rho=0.5, mask=mask, norm="masked", **options)
-
-
-def compared(change, *, first_pass):
-    """Two steps with a change between them, with and without the engine."""
-    ends = []
-    for engine in (True, False):
-        model = seeded(TwoParts)
-        optimizer = ssam(model, sparsesam.random_mask(sparsity=0.5, pattern="filter"), engine=engine)
-        two_phases(optimizer, lambda model=model: model(X).square().sum(), first_pass=first_pass)
-        change(model, optimizer)
-        two_phases(optimizer, lambda model=model: model(X).square().sum(), first_pass=first_pass)
-        ends.append(weights(model))
-    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-11)
-
-
-def unfreeze(model, optimizer):
-    model.a.requires_grad_(True)
-
-
 @pytest.mark.parametrize("first_pass", [True, False])
 @pytest.mark.parametrize(
     "change",
@@ -347,7 +284,15 @@ def unfreeze(model, optimizer):
     ],
 )
 def test_changes_between_the_steps_of_a_loop(change, first_pass):
-    compared(change, first_pass=first_pass)
+    ends = []
+    for engine in (True, False):
+        model = seeded(TwoParts)
+        optimizer = ssam(model, sparsesam.random_mask(sparsity=0.5, pattern="filter"), engine=engine)
+        two_phases(optimizer, lambda model=model: model(X).square().sum(), first_pass=first_pass)
+        change(model, optimizer)
+        two_phases(optimizer, lambda model=model: model(X).square().sum(), first_pass=first_pass)
+        ends.append(weights(model))
+    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-11)
 
 
 def test_a_layer_that_is_unfrozen_between_steps_is_perturbed():
@@ -436,7 +381,7 @@ def test_a_mask_that_changes_between_the_phases_is_refused():
 
 
 def implicit(model, mask):
-    return sparsesam.SSAM(sgd(model), model, rho=0.5, mask=mask, norm="masked", ascent="implicit")
+    return ssam(model, mask, ascent="implicit")
 
 
 def test_nothing_passes_through_an_unperturbed_last_layer():
@@ -470,11 +415,6 @@ def test_implicit_refuses_a_first_pass_that_it_cannot_see():
     with pytest.raises(RuntimeError, match="must call the model itself"):
         step(optimizer, lambda: (F.linear(X, model.a.weight).relu() @ model.b.weight.t()).square().sum())
     assert torch.equal(weights(model), before)
-
-
-class Checkpointed(TwoParts):
-    def forward(self, x):
-        return self.b(checkpoint(lambda y: self.a(y).relu(), x, use_reentrant=False))
 
 
 class Functional(TwoParts):

@@ -53,13 +53,7 @@ def test_grad_scaler_with_a_closure():
     opt, other = half_masked(model), half_masked(twin)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     x, y = cases.images()
-
-    def closure():
-        opt.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        scaler.scale(loss).backward()
-        return loss
-
+    closure = cases.closure_for(model, opt, x, y, backward=lambda loss: scaler.scale(loss).backward())
     for _ in range(3):
         opt.step(closure, scaler=scaler)
         scaler.update()
@@ -309,16 +303,12 @@ def test_weights_come_back_when_the_second_pass_raises(sparsity, error):
     x, y = cases.images()
     before = cases.weights_of(model)
 
-    def closure():
-        opt.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
+    def interrupt():
         if opt.in_second_pass:
             raise error("in the second pass")
-        return loss
 
     with pytest.raises(error):
-        opt.step(closure)
+        opt.step(cases.closure_for(model, opt, x, y, then=interrupt))
     assert cases.same_bits(before, cases.weights_of(model))
     with pytest.raises(RuntimeError, match="needs a gradient"):
         opt.step()
@@ -362,14 +352,7 @@ def test_a_graph_kept_from_the_first_pass_is_explained():
 
 def scaled_closure(model, opt, x, y, factors):
     factors = iter(factors)
-
-    def closure():
-        opt.zero_grad()
-        loss = F.cross_entropy(model(x), y) * next(factors)
-        loss.backward()
-        return loss
-
-    return closure
+    return cases.closure_of(opt, lambda: F.cross_entropy(model(x), y) * next(factors))
 
 
 def test_a_zero_ascent_gradient_is_counted_and_harmless():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -113,14 +114,8 @@ def test_filter_masks_of_layers_between_compiled_blocks():
 
 
 def clipped(opt, model, x, y):
-    def closure():
-        opt.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        return loss
-
-    opt.step(closure)
+    clip = partial(nn.utils.clip_grad_norm_, model.parameters(), 0.5)
+    opt.step(cases.closure_for(model, opt, x, y, then=clip))
 
 
 @pytest.mark.parametrize("loop", [with_closure, clipped])
@@ -154,13 +149,10 @@ def test_a_model_compiled_as_a_whole_is_told_what_to_do(compile_model):
     whole = compile_model(model, backend=BACKEND) if compile_model is nn.Module.compile else compile_model(model)
     whole = model if whole is None else whole
     plain = make()
-    opt = sparsesam.SSAM(cases.sgd(model), whole, rho=0.3, mask=sparsesam.fixed_mask("3.*", "4.*"), norm="masked")
+    mask = sparsesam.fixed_mask("3.*", "4.*")
+    opt = sparsesam.SSAM(cases.sgd(model), whole, rho=0.3, mask=mask, norm="masked")
     with_closure(opt, whole, *cases.vectors(8))
-    train(plain, with_closure, mask=last_layers(plain), engine=False, steps=0)
-    other = sparsesam.SSAM(
-        cases.sgd(plain), plain, rho=0.3, mask=sparsesam.fixed_mask("3.*", "4.*"), norm="masked", engine=False
-    )
-    with_closure(other, plain, *cases.vectors(8))
+    with_closure(cases.ssam(plain, mask, engine=False), plain, *cases.vectors(8))
     assert "off" in opt.engine_report()["engine"]
     assert "sparsesam.compile_blocks(model)" in opt.engine_report()["engine"]
     torch.testing.assert_close(cases.weights_of(model), cases.weights_of(plain), rtol=1e-9, atol=1e-11)

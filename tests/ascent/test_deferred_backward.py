@@ -165,6 +165,15 @@ def differentiates_again(opt, model, x, y):
 
 
 @loop(reused=False)
+def gradients_by_autograd_grad(opt, model, x, y):
+    loss = loss_of(model, x, y)
+    parameters = list(model.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+    return loss
+
+
+@loop(reused=False)
 def a_penalty_after_the_backward(opt, model, x, y):
     loss = loss_of(model, x, y)
     loss.backward()
@@ -348,9 +357,7 @@ def test_gradients_of_other_leaves_add_up_over_the_passes(place):
     found = []
     for engine in (True, False):
         model, scale = make(), torch.ones(1, dtype=torch.float64, requires_grad=True)
-        opt = sparsesam.SSAM(
-            cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked", engine=engine
-        )
+        opt = cases.ssam(model, engine=engine)
         x, y = cases.vectors(8)
 
         def scaled(x, model=model, scale=scale):
@@ -373,7 +380,7 @@ def test_a_backward_within_autocast_stays_there():
 
 def test_what_a_backward_raises_comes_out():
     model = make()
-    opt = sparsesam.SSAM(cases.sgd(model), model, mask=sparsesam.fixed_mask("head.*"), norm="masked")
+    opt = cases.ssam(model)
 
     def body(opt, model, x, y):
         h = model.body(x).tanh()
@@ -393,7 +400,7 @@ def test_what_a_backward_raises_comes_out():
 
 def test_a_closure_that_raises_after_its_backward_leaves_nothing_behind():
     model = make()
-    opt = sparsesam.SSAM(cases.sgd(model), model, mask=sparsesam.fixed_mask("head.*"), norm="masked")
+    opt = cases.ssam(model)
 
     def body(opt, model, x, y):
         loss_of(model, x, y).backward()
@@ -408,7 +415,7 @@ def test_a_closure_that_raises_after_its_backward_leaves_nothing_behind():
 
 def test_the_graph_of_the_first_pass_is_gone_before_the_second():
     model, alive = make(), []
-    opt = sparsesam.SSAM(cases.sgd(model), model, mask=some_filters(model, "middle", "head"), norm="masked")
+    opt = cases.ssam(model, some_filters(model, "middle", "head"))
 
     def body(opt, model, x, y):
         alive.append([one() is not None for one in kept])

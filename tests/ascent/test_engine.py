@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import sparsesam
 from tests import cases
 from tests.cases import in_two_phases, with_closure
 
@@ -132,18 +131,8 @@ def masks_for(model, choices):
     return masks
 
 
-def train(model, masks, *, engine, loop, ascent="explicit", steps=3, adaptive=False):
-    rule = sparsesam.fixed_mask(masks)
-    opt = sparsesam.SSAM(
-        cases.sgd(model, lr=0.05),
-        model,
-        rho=0.3,
-        mask=rule,
-        norm="masked",
-        engine=engine,
-        adaptive=adaptive,
-        ascent=ascent,
-    )
+def train(model, masks, *, engine, loop, steps=3, adaptive=False):
+    opt = cases.ssam(model, masks, engine=engine, adaptive=adaptive)
     torch.manual_seed(11)
     for seed in range(steps):
         x, y = cases.vectors(8, seed=seed)
@@ -184,11 +173,7 @@ def test_each_kind_of_layer_before_and_after_the_frontier(kind, loop):
     for place in range(3):
         model = make([kind, kind])
         frontier = ("layers.0.", "layers.1.", "head.")[place]
-        masks = {
-            name: torch.full_like(p, name.startswith(frontier), dtype=torch.bool)
-            for name, p in model.named_parameters()
-        }
-        compare(model, masks, loop)
+        compare(model, head_only(model, frontier), loop)
 
 
 def head_only(model, prefix="head"):
@@ -209,9 +194,7 @@ class CountingCalls(torch.overrides.TorchFunctionMode):
 
 def linear_calls(model, masks, engine):
     x, y = cases.vectors(8)
-    opt = sparsesam.SSAM(
-        cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask(masks), norm="masked", engine=engine
-    )
+    opt = cases.ssam(model, masks, engine=engine)
     with_closure(opt, model, x, y)
     with CountingCalls(F.linear) as counter:
         with_closure(opt, model, x, y)
@@ -244,13 +227,12 @@ def test_the_report_says_what_was_left_out():
 
 def test_the_report_says_why_the_engine_is_off():
     model = make(["linear"])
-    rule = sparsesam.fixed_mask("head.*")
-    opt = sparsesam.SSAM(cases.sgd(model), model, mask=rule, engine=False)
+    opt = cases.ssam(model, engine=False)
     with_closure(opt, model, *cases.vectors())
     assert "switched off" in opt.engine_report()["engine"]
     every_other = {name: torch.arange(p.numel()).view(p.shape) % 2 == 0 for name, p in model.named_parameters()}
-    opt = sparsesam.SSAM(cases.sgd(model), model, mask=sparsesam.fixed_mask(every_other), norm="masked")
-    with_closure(opt, model, *cases.vectors(dtype=torch.float64))
+    opt = cases.ssam(model, every_other)
+    with_closure(opt, model, *cases.vectors())
     assert "no mask is made of whole filters" in opt.engine_report()["engine"]
 
 
@@ -280,8 +262,7 @@ def test_a_model_that_is_called_twice_for_one_loss():
 def test_a_batch_that_is_moved_anew_in_each_pass_is_recognised():
     model = make(["linear", "linear"])
     x, y = cases.vectors(8)
-    opt = sparsesam.SSAM(cases.sgd(model), model, mask=sparsesam.fixed_mask("head.*"), norm="masked")
-
+    opt = cases.ssam(model)
     for _ in range(2):
         cases.take_step(opt, lambda: F.cross_entropy(model(x.clone()), y))
     assert "used again" in opt.engine_report()["layers.0.a.weight"]
@@ -394,8 +375,7 @@ def test_values_that_the_model_keeps_are_kept():
     torch.manual_seed(0)
     model = Odd("features").double()
     x, y = cases.vectors(8)
-    opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked")
-
+    opt = cases.ssam(model)
     cases.take_step(opt, lambda: odd_loss(model, x, y))
     assert opt.engine_report()["engine"] == "on"
     assert "used again" in opt.engine_report()["body.weight"]
@@ -429,7 +409,7 @@ def test_a_step_leaves_nothing_behind(loop):
     model = make(["linear", "norm"])
     masks = head_only(model)
     masks["layers.1.a.weight"][:2] = True
-    opt = sparsesam.SSAM(cases.sgd(model), model, mask=sparsesam.fixed_mask(masks), norm="masked")
+    opt = cases.ssam(model, masks)
     before = footprint(model)
     for _ in range(2):
         loop(opt, model, *cases.vectors())
@@ -466,10 +446,7 @@ def test_an_interruption_leaves_nothing_behind(loop, where):
     torch.manual_seed(0)
     model = Interrupting(["linear", "norm"], skip=False).double()
     twin = copy.deepcopy(model)
-    opt, plain = (
-        sparsesam.SSAM(cases.sgd(m), m, mask=sparsesam.fixed_mask("head.*"), norm="masked", engine=m is model)
-        for m in (model, twin)
-    )
+    opt, plain = cases.ssam(model), cases.ssam(twin, engine=False)
     weights, armed = cases.weights_of(model), True
     before = footprint(model)
     with pytest.raises(KeyboardInterrupt):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -120,27 +121,16 @@ def accumulated(opt, model, x, y):
 
 def clipped(opt, model, x, y):
     """The norm must be that of the averaged gradient, in both passes."""
-
-    def closure():
-        opt.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        return loss
-
-    opt.step(closure)
+    clip = partial(nn.utils.clip_grad_norm_, model.parameters(), 0.05)
+    opt.step(cases.closure_for(model, opt, x, y, then=clip))
 
 
 def looked_at_on_one_rank(opt, model, x, y):
-    def closure():
-        opt.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
+    def look():
         if dist.get_rank() == 0:
             model.module.head.weight.grad.norm()
-        return loss
 
-    opt.step(closure)
+    opt.step(cases.closure_for(model, opt, x, y, then=look))
 
 
 def run_parts(model, parts):

@@ -108,8 +108,7 @@ def test_state_that_a_function_holds(loop):
     ends = []
     for engine in (True, False):
         model = make(calls, counter())
-        opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=HEAD, norm="masked", engine=engine)
-        loop(opt, model, *cases.vectors(8))
+        loop(cases.ssam(model, engine=engine), model, *cases.vectors(8))
         ends.append(cases.weights_of(model))
     torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-11)
 

@@ -130,9 +130,7 @@ def test_the_perturbation_equals_the_reference(name, build, kind, ascent):
     model, x = model.double(), x.double()
     y = torch.randint(0, 3, (len(x),))
     masks = masks_of(model, kind)
-    opt = sparsesam.SSAM(
-        cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask(masks), norm="masked", ascent=ascent
-    )
+    opt = cases.ssam(model, masks, ascent=ascent)
     opt.refresh_mask(now=True)
 
     gradient = reference_gradients(model, masks, x, y)
@@ -165,10 +163,7 @@ def test_a_full_mask_makes_the_implicit_form_explicit():
     results = []
     for ascent in ("explicit", "implicit"):
         model = cases.mlp()
-        everything = {name: torch.ones_like(p, dtype=torch.bool) for name, p in model.named_parameters()}
-        opt = sparsesam.SSAM(
-            cases.sgd(model), model, mask=sparsesam.fixed_mask(everything), norm="masked", ascent=ascent
-        )
+        opt = cases.ssam(model, "*", ascent=ascent)
         for seed in range(3):
             opt.step(cases.closure_for(model, opt, *cases.vectors(seed=seed)))
         results.append(cases.weights_of(model))
@@ -178,18 +173,14 @@ def test_a_full_mask_makes_the_implicit_form_explicit():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype):
     model = cases.convnet()
-    rule = sparsesam.random_mask(sparsity=0.5, pattern="filter")
-    opt = sparsesam.SSAM(cases.sgd(model), model, mask=rule, norm="masked", ascent="implicit")
+    opt = cases.ssam(model, sparsesam.random_mask(sparsity=0.5, pattern="filter"), rho=0.05, ascent="implicit")
     x, y = cases.images()
 
-    def closure():
-        opt.zero_grad()
+    def loss_of():
         with torch.autocast("cpu", dtype=dtype):
-            loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        return loss
+            return F.cross_entropy(model(x), y)
 
-    losses = [opt.step(closure).item() for _ in range(8)]
+    losses = [cases.take_step(opt, loss_of).item() for _ in range(8)]
     assert losses[-1] < losses[0]
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from torch import nn
 
-import sparsesam
 from sparsesam.ascent.rng import other_generators
 from tests import cases
 
@@ -42,7 +41,7 @@ class Body(nn.Module):
 @pytest.mark.parametrize("draw", [lambda: 1.0, *DRAWS.values()], ids=["nothing", *DRAWS])
 def test_a_body_that_draws_is_run_again(draw):
     model = nn.Sequential(Body(draw), nn.Tanh(), nn.Linear(6, 3)).double()
-    opt = sparsesam.SSAM(cases.sgd(model), model, mask=sparsesam.fixed_mask("2.*"), norm="masked")
+    opt = cases.ssam(model, "2.*")
     cases.with_closure(opt, model, *cases.vectors(8))
     reused = "used again" in opt.engine_report()["0.layer.weight"]
     assert reused == (draw not in DRAWS.values())

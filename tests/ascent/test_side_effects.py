@@ -223,6 +223,13 @@ def _(model, x):
     return model.head(h)
 
 
+@case("a hook on a value")
+def _(model, x):
+    h = model.body(x)
+    h.register_hook(lambda gradient: gradient * 0.5)
+    return model.head(torch.tanh(h))
+
+
 class DoubleInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -327,22 +334,21 @@ def train(forward, loss_of, *, engine, steps=4):
     torch.manual_seed(0)
     random.seed(0)
     model = Model(forward).double()
-    optimizer = sparsesam.SSAM(
-        cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked", engine=engine
-    )
+    optimizer = cases.ssam(model, engine=engine)
     torch.manual_seed(11)
     losses = []
     for seed in range(steps):
         x, y = cases.vectors(8, seed=seed)
-
-        def closure(x=x, y=y):
-            optimizer.zero_grad()
-            loss = loss_of(model, x, y)
-            loss.backward()
-            return loss
-
-        losses.append(optimizer.step(closure).item())
+        losses.append(cases.take_step(optimizer, lambda x=x, y=y: loss_of(model, x, y)).item())
     return losses, list(model.state_dict().values()), model
+
+
+def plain_model():
+    return Model(lambda model, x: model.head(torch.tanh(model.body(x)))).double()
+
+
+def plain_loss(model, x, y):
+    return F.cross_entropy(model(x), y)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -367,54 +373,15 @@ def test_weights_in_the_memory_of_a_perturbed_one_move_too():
     for engine in (True, False):
         torch.manual_seed(0)
         model = make()
-        optimizer = sparsesam.SSAM(
-            cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("body.weight"), norm="masked", engine=engine
-        )
-        x, y = cases.vectors(8)
-        optimizer.step(cases.closure_for(model, optimizer, x, y))
+        cases.with_closure(cases.ssam(model, "body.weight", engine=engine), model, *cases.vectors(8))
         ends.append(list(model.state_dict().values()))
     torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-11)
 
 
-def test_an_interrupted_forward_leaves_no_mode_behind():
-    def interrupted(model, x):
-        model.count += 1
-        if model.count == 1:
-            raise KeyboardInterrupt
-        return model.head(torch.tanh(model.body(x)))
-
-    model = Model(interrupted).double()
-    optimizer = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked")
-    x, y = cases.vectors(8)
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.step(cases.closure_for(model, optimizer, x, y))
-    assert not torch.overrides._get_current_function_mode_stack()
-    optimizer.step(cases.closure_for(model, optimizer, x, y))
-
-
-def test_an_error_of_the_closure_itself_comes_through():
-    model = Model(lambda model, x: model.head(torch.tanh(model.body(x)))).double()
-    optimizer = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked")
-    x, y = cases.vectors(8)
-
-    def closure():
-        raise ZeroDivisionError("the closure's own")
-
-    before = [p.clone() for p in model.parameters()]
-    with pytest.raises(ZeroDivisionError, match="own"):
-        optimizer.step(closure)
-    torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
-    optimizer.step(cases.closure_for(model, optimizer, x, y))
-    assert optimizer.engine_report()["engine"] == "on"
-
-
 def test_finalizers_do_not_pile_up():
-    model = Model(lambda model, x: model.head(torch.tanh(model.body(x)))).double()
-    optimizer = sparsesam.SSAM(
-        cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked", every=2
-    )
-    x, y = cases.vectors(8)
-    closure = cases.closure_for(model, optimizer, x, y)
+    model = plain_model()
+    optimizer = cases.ssam(model, every=2)
+    closure = cases.closure_for(model, optimizer, *cases.vectors(8))
     for _ in range(4):
         optimizer.step(closure)
     before = len(weakref.finalize._registry)
@@ -432,55 +399,42 @@ def test_a_step_inside_of_autocast_sees_the_moved_weights(wrap):
     x, y = torch.randn(8, 6), torch.randint(3, (8,))
     losses = []
 
-    def closure():
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
+    def noted(loss):
         loss.backward()
         losses.append(loss.item())
-        return loss
 
     with torch.autocast("cpu", torch.bfloat16):
-        optimizer.step(closure)
+        optimizer.step(cases.closure_for(model, optimizer, x, y, backward=noted))
     assert losses[1] > losses[0] + 0.05
 
 
-def counted_calls(optimizer, model, loss_of, steps=3):
+def counted_calls(optimizer, model, loss_of=plain_loss, steps=3):
+    """How often each step computes the loss."""
     calls = []
     for seed in range(steps):
         x, y = cases.vectors(8, seed=seed)
-        count = 0
+        calls.append(0)
 
-        def closure(x=x, y=y):
-            nonlocal count
-            count += 1
-            optimizer.zero_grad()
-            loss = loss_of(model, x, y)
-            loss.backward()
-            return loss
+        def counted(x=x, y=y):
+            calls[-1] += 1
+            return loss_of(model, x, y)
 
-        optimizer.step(closure)
-        calls.append(count)
+        cases.take_step(optimizer, counted)
     return calls
 
 
-def test_without_the_engine_a_closure_is_called_twice_whatever_it_differentiates():
-    for options in ({"engine": False}, {}):
-        model = Model(lambda model, x: model.head(torch.tanh(model.body(x)))).double()
-        mask = {"mask": sparsesam.fixed_mask("head.*"), "norm": "masked"} if options else {}
-        wrap = sparsesam.SSAM if options else sparsesam.SAM
-        optimizer = wrap(cases.sgd(model), model, rho=0.3, **mask, **options)
-        assert counted_calls(optimizer, model, _penalty) == [2, 2, 2]
-    model = Model(lambda model, x: model.head(torch.tanh(model.body(x)))).double()
-    optimizer = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked")
-    assert counted_calls(optimizer, model, _penalty) == [2, 2, 2]
+@pytest.mark.parametrize(
+    "options", [{"engine": False}, {}, {"mask": sparsesam.fixed_mask("*"), "norm": "full"}], ids=str
+)
+def test_a_closure_is_called_twice_whatever_it_differentiates(options):
+    model = plain_model()
+    assert counted_calls(cases.ssam(model, **options), model, _penalty) == [2, 2, 2]
 
 
 @pytest.mark.parametrize("ascent", ["explicit", "implicit"])
 def test_an_error_in_the_second_pass_costs_nothing_afterwards(ascent):
-    model = Model(lambda model, x: model.head(torch.tanh(model.body(x)))).double()
-    optimizer = sparsesam.SSAM(
-        cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked", ascent=ascent
-    )
+    model = plain_model()
+    optimizer = cases.ssam(model, ascent=ascent)
 
     def failing(model, x, y):
         loss = F.cross_entropy(model(x), y)
@@ -493,7 +447,7 @@ def test_an_error_in_the_second_pass_costs_nothing_afterwards(ascent):
         with pytest.raises(ZeroDivisionError, match="own"):
             counted_calls(optimizer, model, failing, steps=1)
         torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
-    assert counted_calls(optimizer, model, lambda model, x, y: F.cross_entropy(model(x), y)) == [2, 2, 2]
+    assert counted_calls(optimizer, model) == [2, 2, 2]
     assert optimizer.engine_report()["engine"] == "on"
 
 
@@ -502,11 +456,11 @@ def test_batch_normalization_of_any_kind_keeps_the_saving():
         model = Model(lambda model, x: model.head(model.norm(model.body(x))))
         model.norm = make()
         model.double()
-        optimizer = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked")
+        optimizer = cases.ssam(model)
         for step in range(4):
             if step == 2:
                 model.norm.eval()  # frozen in the middle of training
-            counted_calls(optimizer, model, lambda model, x, y: F.cross_entropy(model(x), y), steps=1)
+            counted_calls(optimizer, model, steps=1)
             report = optimizer.engine_report()
             assert report["engine"] == "on"
             assert "used again" in report["body.weight"]
@@ -515,7 +469,7 @@ def test_batch_normalization_of_any_kind_keeps_the_saving():
 def test_a_scripted_part_does_not_hide_the_error_of_a_closure():
     model = Model(lambda model, x: model.head(model.scripted(model.body(x)))).double()
     model.scripted = torch.jit.script(nn.Linear(6, 6).double())
-    optimizer = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked")
+    optimizer = cases.ssam(model)
 
     def failing(model, x, y):
         model(x)
@@ -526,8 +480,8 @@ def test_a_scripted_part_does_not_hide_the_error_of_a_closure():
 
 
 def test_an_error_that_comes_only_once_comes_out():
-    model = Model(lambda model, x: model.head(torch.tanh(model.body(x)))).double()
-    optimizer = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked")
+    model = plain_model()
+    optimizer = cases.ssam(model)
     errors = iter([ZeroDivisionError("only once")])
     calls = []
 
@@ -538,9 +492,11 @@ def test_an_error_that_comes_only_once_comes_out():
             raise error
         return loss
 
+    before = cases.weights_of(model)
     with pytest.raises(ZeroDivisionError, match="only once"):
         counted_calls(optimizer, model, failing, steps=1)
     assert len(calls) == 1  # it is not tried again
+    assert cases.same_bits(before, cases.weights_of(model))
     assert counted_calls(optimizer, model, failing) == [2, 2, 2]
     assert optimizer.engine_report()["engine"] == "on"
 
@@ -557,8 +513,8 @@ def test_an_interruption_around_a_paused_mode_leaves_the_modes_of_others(monkeyp
         raise KeyboardInterrupt
 
     plain = FirstPass._leave
-    model = Model(lambda model, x: model.head(torch.tanh(model.body(x)))).double()
-    optimizer = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked")
+    model = plain_model()
+    optimizer = cases.ssam(model)
     closure = cases.closure_for(model, optimizer, *cases.vectors(8))
     own = Own()
     with own:
@@ -580,7 +536,7 @@ def test_activations_of_a_step_that_is_left_out_are_freed():
         return model.head(torch.tanh(h))
 
     model = Model(noted).double()
-    optimizer = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked")
+    optimizer = cases.ssam(model)
     x, y = cases.vectors(8)
     with optimizer.first_pass():
         F.cross_entropy(model(x), y).backward()

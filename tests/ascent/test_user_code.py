@@ -131,9 +131,7 @@ def test_a_linear_layer_of_a_three_dimensional_input_that_is_changed_in_place(lo
 
     if ascent == "implicit":  # another perturbation than the explicit one: that it trains is what can be said here
         model = make_model()
-        opt = sparsesam.SSAM(
-            cases.sgd(model), model, mask=some_filters(model, "project", "head"), norm="masked", ascent=ascent
-        )
+        opt = cases.ssam(model, some_filters(model, "project", "head"), ascent=ascent)
         loop(opt, model, *cases.vectors(8))
     else:
         opt = compare(make_model, some_filters(make_model(), "project", "head"), loop)
@@ -144,30 +142,23 @@ def test_a_linear_layer_of_a_three_dimensional_input_that_is_changed_in_place(lo
 def balanced(opt, model, x, y):
     """Two losses weighed by the norms of their gradients of a whole weight, asked for by autograd.grad."""
 
-    def closure():
-        opt.zero_grad()
+    def loss_of():
         out = model(x)
         losses = [F.cross_entropy(out, y), out.square().mean()]
         norms = [torch.autograd.grad(one, model.middle.weight, retain_graph=True)[0].norm() for one in losses]
-        loss = sum(one / norm.detach() for one, norm in zip(losses, norms, strict=True))
-        loss.backward()
-        return loss
+        return sum(one / norm.detach() for one, norm in zip(losses, norms, strict=True))
 
-    opt.step(closure)
+    cases.take_step(opt, loss_of)
 
 
 def clipped(opt, model, x, y):
     """Each parameter's gradient clipped by its own norm, in the closure."""
 
-    def closure():
-        opt.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
+    def clip():
         for parameter in model.parameters():
             nn.utils.clip_grad_norm_([parameter], 0.05)
-        return loss
 
-    opt.step(closure)
+    opt.step(cases.closure_for(model, opt, x, y, then=clip))
 
 
 @pytest.mark.parametrize("norm", ["masked", "full"])
@@ -251,20 +242,14 @@ def test_grad_scaler(two_phases):
 
     def loop(opt, model, x, y):
         scaler = scalers.setdefault(opt, torch.amp.GradScaler("cpu", init_scale=1024.0))
-
-        def closure():
-            opt.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            scaler.scale(loss).backward()
-            return loss
-
+        closure = cases.closure_for(model, opt, x, y, backward=lambda loss: scaler.scale(loss).backward())
         if not two_phases:
             opt.step(closure, scaler=scaler)
         else:
             with opt.first_pass():
                 closure()
             with opt.perturbed():
-                scaler.scale(F.cross_entropy(model(x), y)).backward()
+                closure()
             scaler.step(opt)
         scaler.update()
 

@@ -188,14 +188,7 @@ def test_rms_norm_of_transformers_is_a_normalization_layer(model, layer, count):
     mask = sparsesam.fixed_mask(types=sparsesam.NORMALIZATION)
     opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.1, mask=mask, norm="masked")
     tokens = torch.randint(0, 20, (2, 6), generator=torch.Generator().manual_seed(0))
-
-    def closure():
-        opt.zero_grad()
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        return loss
-
-    opt.step(closure)
+    cases.take_step(opt, lambda: model(input_ids=tokens, labels=tokens).loss)
     assert {name for name, one in opt.masks.items() if one.any()} == {f"{name}.weight" for name in found}
 
 

@@ -474,19 +474,10 @@ def test_the_engine_works_in_closures_of_fabric():
     weights = []
     for engine in (True, False):
         module = cases.mlp()
-        opt = sparsesam.SSAM(
-            cases.sgd(module), module, rho=0.3, mask=sparsesam.fixed_mask("4.*"), norm="masked", engine=engine
-        )
+        opt = cases.ssam(module, "4.*", engine=engine)
         model = fabric.setup(module)
-
-        def closure(model=model, opt=opt):
-            opt.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            fabric.backward(loss)
-            return loss
-
         for _ in range(3):
-            opt.step(closure)
+            opt.step(cases.closure_for(model, opt, x, y, backward=fabric.backward))
         weights.append(cases.weights_of(module))
         assert (opt.engine_report()["engine"] == "on") is engine
     torch.testing.assert_close(*weights, rtol=0, atol=0)

@@ -272,13 +272,9 @@ def test_a_step_that_a_scaler_skips_is_followed_by_a_plain_one():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     x, y = cases.vectors(dtype=torch.float32)
     for factor in (1.0, 1.0, float("inf")):
-
-        def closure(factor=factor):
-            opt.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            scaler.scale(loss * factor).backward()
-            return loss
-
+        closure = cases.closure_for(
+            model, opt, x, y, backward=lambda loss, factor=factor: scaler.scale(loss * factor).backward()
+        )
         opt.step(closure, scaler=scaler)
         scaler.update()
     here = cases.weights_of(model)

@@ -40,11 +40,11 @@ def same(first, second):
 
 
 class InterruptAt(RunObserver):
-    """Sends itself Ctrl-C after the given number of steps."""
+    """Sends itself Ctrl-C, or another signal, after the given number of steps."""
 
-    def __init__(self, step):
-        self.at = step
+    def __init__(self, step, kind=signal.SIGINT):
+        self.at, self.kind = step, kind
 
     def step(self, training):
         if training.steps_taken == self.at:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), self.kind)

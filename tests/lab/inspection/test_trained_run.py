@@ -14,8 +14,9 @@ def epochs_of(out):
     return [record for record in read_records(out / "records.jsonl") if record["kind"] == "epoch"]
 
 
-def test_the_objective_is_the_runs_own_test_loss(tmp_path):
-    train(tmp_path, model=MODEL, label_smoothing=0.1)
+@pytest.mark.parametrize("settings", [{"label_smoothing": 0.1}, {"ema": 0.9}], ids=["smoothed", "moving average"])
+def test_the_objective_is_the_runs_own_test_loss(tmp_path, settings):
+    train(tmp_path, model=MODEL, **settings)
     objective = load_run(tmp_path, split="test", samples=None).objective
     with objective.measuring():
         assert objective.loss() == pytest.approx(epochs_of(tmp_path)[-1]["test_loss"], rel=1e-5)
@@ -33,13 +34,6 @@ def test_the_best_weights_have_the_best_accuracy_and_the_mask_of_their_time(tmp_
     assert run.step == steps
     assert run.mask_step == max(step for step in range(0, 20, 2) if step < steps)
     assert same(run.masks, dict(read_masks(tmp_path))[run.mask_step])
-
-
-def test_with_a_moving_average_it_is_the_average_that_is_measured(tmp_path):
-    train(tmp_path, model=MODEL, ema=0.9)
-    objective = load_run(tmp_path, split="test", samples=None).objective
-    with objective.measuring():
-        assert objective.loss() == pytest.approx(epochs_of(tmp_path)[-1]["test_loss"], rel=1e-5)
 
 
 def test_training_images_have_the_runs_noise_and_no_augmentation(tmp_path):
