@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from sparsesam.ascent.old_gradient import OldGradient, Treatment
 from sparsesam.ascent.statistics import Snapshot, statistics_of
-from sparsesam.gradients import OutsideGradients, gradients_of
+from sparsesam.gradients import OldGradient, OutsideGradients, Treatment, gradients_of
 from sparsesam.masks.batches import batch_size, slice_batch
 from sparsesam.settings import StepKind
 from sparsesam.step import Phase, Step

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from sparsesam.ascent.first_pass import FirstPass
-from sparsesam.ascent.old_gradient import OldGradient
 from sparsesam.ascent.perturbation.explicit import is_usable
 from sparsesam.ascent.perturbation.pieces import Target
 from sparsesam.ascent.plan import ONE_PASS
 from sparsesam.ascent.report import explicit_after_all
 from sparsesam.ascent.statistics import Snapshot, statistics_of
 from sparsesam.distributed import average_gradients, local_part, reshard, unsynchronized
-from sparsesam.gradients import gradients_of, require_gradients
+from sparsesam.gradients import OldGradient, gradients_of, require_gradients
 from sparsesam.parameters import PerturbedParam, PerturbedParams
 from sparsesam.settings import StepKind
 from sparsesam.step_context import StepContext

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from sparsesam.ascent.first_pass import FirstPass
-from sparsesam.ascent.graph import has_compiled, is_transformed
+from sparsesam.ascent.graph import has_compiled, is_strided, is_transformed, memory_of
 from sparsesam.ascent.layers import layer_forward
 from sparsesam.ascent.plan import Ascent, Norm, Plan, make_plan
 from sparsesam.ascent.prefix import Agree, Prefix
@@ -29,7 +29,6 @@ from sparsesam.ascent.replaced_calls import Replacement, is_compiled, replaced_c
 from sparsesam.ascent.report import engine_report
 from sparsesam.ascent.rng import RNGState
 from sparsesam.ascent.survey import Survey, has_gradient_hooks, have_global_hooks, have_hooks, hooks_left_out, survey
-from sparsesam.ascent.tensors import is_strided, memory_of
 from sparsesam.distributed import (
     all_agree,
     invalidates_graphs,

@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
+from sparsesam.ascent.graph import memory_of, tensors_in
 from sparsesam.ascent.narrowed_backward import NarrowedBackward
 from sparsesam.ascent.plan import Plan
 from sparsesam.ascent.prefix import Prefix
-from sparsesam.ascent.tensors import memory_of, tensors_in
 
 
 class FirstPass(TorchFunctionMode):

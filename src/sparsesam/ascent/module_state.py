@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from sparsesam.ascent.tensors import is_strided
+from sparsesam.ascent.graph import is_strided
 
 #: values that are equal if ``==`` says so, and that nobody changes in place
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.Size, torch.dtype, torch.device, slice, range)

@@ -22,12 +22,12 @@ from sparsesam.ascent.graph import (
     is_reentrant,
     leaf_of,
     nodes_of,
+    tensors_in,
 )
 from sparsesam.ascent.layers import Switch
 from sparsesam.ascent.plan import Plan
 from sparsesam.ascent.prefix import Prefix
 from sparsesam.ascent.survey import has_gradient_hooks
-from sparsesam.ascent.tensors import tensors_in
 from sparsesam.distributed import is_distributed
 
 SINGLE_USE = (

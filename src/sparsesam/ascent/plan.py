@@ -8,8 +8,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from sparsesam.ascent.graph import memory_of
 from sparsesam.ascent.layers import WeightGradient
-from sparsesam.ascent.tensors import memory_of
 from sparsesam.masks.packed import PackedMask
 
 Ascent = Literal["explicit", "implicit", "implicit-dense", "momentum", "momentum-climbing", "extrapolation"]

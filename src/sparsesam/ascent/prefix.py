@@ -22,16 +22,17 @@ from sparsesam.ascent.graph import (
     custom_function_name,
     is_transformed,
     leaf_of,
+    memory_of,
     next_sequence_nr,
     nodes_of,
     sequence_nr,
+    tensors_in,
 )
 from sparsesam.ascent.module_state import Inputs, ModuleState, unsupported_leaf
 from sparsesam.ascent.plan import Plan
 from sparsesam.ascent.rng import RNGSnapshot, RNGState, other_generators, same_state
 from sparsesam.ascent.statistics import statistics_of
 from sparsesam.ascent.survey import Survey
-from sparsesam.ascent.tensors import memory_of, tensors_in
 
 Agree = Callable[[bool], bool]
 #: multiplications, at most, of a module that is not worth a check of 50 microseconds

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from sparsesam.ascent.graph import tensors_in
 from sparsesam.ascent.layers import LAYERS, Switch, WeightGradient
 from sparsesam.ascent.plan import weight_gradient
-from sparsesam.ascent.tensors import tensors_in
 from sparsesam.masks.batches import call_model
 from sparsesam.masks.packed import PackedMask
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparsesam.ascent.old_gradient import OldGradient, Treatment
+from sparsesam.gradients import OldGradient, Treatment
 
 
 def left_alone(parameter):
