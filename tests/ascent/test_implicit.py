@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsesam
 from sparsesam.ascent import layers
@@ -157,6 +158,48 @@ def test_the_perturbation_equals_the_reference(name, build, kind, ascent):
             parameter.copy_(value)
     F.cross_entropy(twin(x), y).backward()
     torch.testing.assert_close(there, oracles.flat([p.grad for p in twin.parameters()]), rtol=1e-9, atol=1e-11)
+
+
+class Calls(TorchDispatchMode):
+    """Which operators are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+#: of dX and dW, how many are computed by convolutions: explicit dX is that of all four filters
+@pytest.mark.parametrize(
+    ("kernel", "padding", "explicit", "implicit"),
+    [((3, 3), (1, 1), 1, 0), ((1, 1), 0, 0, 0), ((3, 2), (2, 0), 1, 0), ((2, 5), "same", 1, 0), ((3, 3), 3, 2, 2)],
+)
+@pytest.mark.parametrize("ascent", ["explicit", "implicit"])
+def test_a_few_filters_of_a_large_input_need_no_convolution(kernel, padding, explicit, implicit, ascent, monkeypatch):
+    monkeypatch.setattr(layers, "LARGE", 0)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(7, 8), nn.Conv2d(20, 4, kernel, padding=padding), nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)
+    ).double()
+    x, y = torch.randn(5, 20, 6, 7).double(), torch.randint(0, 3, (5,))
+    model(x)
+    masks = {name: torch.ones_like(p, dtype=torch.bool) for name, p in model.named_parameters()}
+    masks["1.weight"][[0, 2, 3]] = False
+    opt = cases.ssam(model, masks, ascent=ascent)
+    opt.refresh_mask(now=True)
+    if ascent == "implicit":
+        expected = reference_gradients(model, masks, x, y)
+    else:
+        expected = dict(zip(masks, torch.autograd.grad(F.cross_entropy(model(x), y), model.parameters()), strict=True))
+    with opt.first_pass(), Calls() as calls:
+        F.cross_entropy(model(x), y).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad * masks[name], expected[name] * masks[name], rtol=1e-11, atol=1e-13)
+    by_sample = len(x) * (explicit if ascent == "explicit" else implicit)
+    assert calls.names.count("convolution_backward") == by_sample
 
 
 def test_a_full_mask_makes_the_implicit_form_explicit():
