@@ -226,23 +226,30 @@ def check_state(model: nn.Module, state: Mapping[str, Any], name: str = "state d
 
 
 @contextmanager
-def values_kept(tensors: Sequence[Tensor], saved: Sequence[Tensor] | None = None) -> Iterator[None]:
-    """Restore the tensors bit for bit, also after exceptions; an interruption (Ctrl-C) is raised only after that."""
-    kept = [tensor.detach().clone() for tensor in tensors] if saved is None else saved
+def moving(tensors: Sequence[Tensor]) -> Iterator[Callable[..., None]]:
+    """Yield ``move((direction, distance), ...)``, which sets the tensors to their own values + distance * direction.
+
+    A direction has a tensor, or None, for each. On exit the tensors are restored bit for bit, also after exceptions; an
+    interruption (Ctrl-C) is raised only after that.
+    """
+    own = [tensor.detach().clone() for tensor in tensors]
+
+    @torch.no_grad()
+    def move(*steps: tuple[Sequence[Tensor | None], float]) -> None:
+        for place, tensor in enumerate(tensors):
+            tensor.copy_(own[place])
+            for direction, distance in steps:
+                if (along := direction[place]) is not None:
+                    tensor.add_(along, alpha=distance)
+
     try:
-        yield
+        yield move
     finally:
         try:
-            _copy(kept, tensors)
+            move()
         except BaseException:  # Ctrl-C on the way
-            _copy(kept, tensors)
+            move()
             raise
-
-
-@torch.no_grad()
-def _copy(values: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-    for tensor, value in zip(into, values, strict=True):
-        tensor.copy_(value)
 
 
 def norm(tensors: Iterable[Tensor]) -> float:

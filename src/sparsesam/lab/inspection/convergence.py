@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
-from sparsesam.analysis import (
-    AnalysisResult,
-    Convergence,
-    SmoothProblem,
-    measure_convergence,
-    nonconvex_logistic,
-    tanh_network,
-)
+from sparsesam.analysis import AnalysisResult, Convergence, measure_convergence, nonconvex_logistic
 from sparsesam.lab.display import Axis, Cell, Figure, Series, SeriesStyle, error_bars, number_cell, numbers
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress
 from sparsesam.lab.inspection.trained_run import EvalSettings
-
-_PROBLEMS: dict[str, Callable[..., SmoothProblem]] = {"logistic": nonconvex_logistic, "tanh-network": tanh_network}
 
 _SATISFIED = Cell("all satisfied", status="finished")
 
@@ -48,7 +38,6 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
     uses_checkpoint = False
     argument = ("DIR", "directory for the result")
 
-    problem: Literal["logistic", "tanh-network"] = option("logistic", "smooth and not convex")
     steps: int = option(1000, "steps of each run")
     repeats: int = option(4, "runs that the expectation is averaged over")
     sigma: float = option(0.5, "standard deviation of the gradient noise")
@@ -66,7 +55,7 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
         for method in ("SAM", "SSAM"):
             one = measure_convergence(
                 method,
-                problem=_PROBLEMS[self.problem](seed=self.seed),
+                problem=nonconvex_logistic(seed=self.seed),
                 steps=self.steps,
                 runs=self.repeats,
                 sigma=self.sigma,
