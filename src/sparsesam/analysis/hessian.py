@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from sparsesam.analysis.hessian_operator import HessianOperator
 from sparsesam.analysis.lanczos import Which, lanczos, top_eigenpairs
@@ -70,7 +71,7 @@ def hessian_eigenvalues(
     with hessian.measuring():
         pairs = top_eigenpairs(
             hessian.__matmul__,
-            hessian.random_vector(generator, "normal"),
+            hessian.random_normal(generator),
             count,
             which=which,
             tolerance=tolerance,
@@ -121,7 +122,7 @@ def hessian_trace(
     values: list[float] = []
     with hessian.measuring():
         while len(values) < probes:
-            z = hessian.random_vector(generator, "signs")
+            z = hessian.random_signs(generator)
             values.append(float(z @ (hessian @ z).double()))
             if len(values) >= 10 and _standard_error(values) <= tolerance * abs(float(np.mean(values))):
                 break
@@ -191,7 +192,7 @@ def spectral_density(
     nodes, shares = [], []
     with hessian.measuring():
         for _ in range(probes):
-            start = hessian.random_vector(generator, "normal")
+            start = hessian.random_normal(generator)
             tridiagonal = lanczos(hessian.__matmul__, start, min(steps, hessian.size))
             values, vectors = np.linalg.eigh(tridiagonal)
             nodes.append(values)
@@ -226,10 +227,7 @@ def hessian_diagonal(hessian: HessianOperator, *, probes: int | None = None, see
     generator = torch.Generator().manual_seed(seed)
     with hessian.measuring():
         for index in range(probes or hessian.size):
-            if probes is None:
-                z = torch.zeros_like(total)
-                z[index] = 1
-            else:
-                z = hessian.random_vector(generator, "signs")
+            exact = probes is None
+            z = one_hot(torch.tensor(index), hessian.size).to(total) if exact else hessian.random_signs(generator)
             total += z * (hessian @ z)
     return np.asarray((total / (probes or 1)).cpu().numpy())
