@@ -126,12 +126,8 @@ def hessian_trace(
             values.append(float(z @ (hessian @ z).double()))
             if len(values) >= 10 and _standard_error(values) <= tolerance * abs(float(np.mean(values))):
                 break
-    return HessianTrace(
-        trace=float(np.mean(values)),
-        standard_error=_standard_error(values),
-        probes=np.array(values),
-        **_measured(hessian),
-    )
+    trace, error = float(np.mean(values)), _standard_error(values)
+    return HessianTrace(trace=trace, standard_error=error, probes=np.array(values), **_measured(hessian))
 
 
 def _measured(hessian: HessianOperator) -> dict[str, Any]:
@@ -201,22 +197,9 @@ def spectral_density(
     if width is None:
         width = 0.01 * (high - low) or 1e-3 * max(abs(high), 1e-12)
     grid = np.linspace(low - 5 * width, high + 5 * width, points)
-    return SpectralDensity(
-        grid=grid,
-        density=_smoothed(grid, nodes, shares, width),
-        nodes=nodes,
-        shares=shares,
-        width=width,
-        **_measured(hessian),
-    )
-
-
-def _smoothed(grid: Array, nodes: Sequence[Array], shares: Sequence[Array], width: float) -> Array:
-    total = np.zeros_like(grid)
-    for values, weights in zip(nodes, shares, strict=True):
-        bells = np.exp(-(((grid[:, None] - values) / width) ** 2) / 2) / (width * math.sqrt(2 * math.pi))
-        total += bells @ weights
-    return total / len(nodes)
+    bells = np.exp(-(((grid[:, None] - np.concatenate(nodes)) / width) ** 2) / 2) / (width * math.sqrt(2 * math.pi))
+    density = bells @ np.concatenate(shares) / probes
+    return SpectralDensity(grid=grid, density=density, nodes=nodes, shares=shares, width=width, **_measured(hessian))
 
 
 def hessian_diagonal(hessian: HessianOperator, *, probes: int | None = None, seed: int = 0) -> Array:
