@@ -8,7 +8,7 @@ Every analysis takes an `Objective`: a model, its loss and a fixed list of batch
     hessian_eigenvalues(objective).ratio
 """
 
-from sparsesam.analysis.convergence import Convergence, measure_convergence
+from sparsesam.analysis.convergence import Convergence, SmoothProblem, measure_convergence, nonconvex_logistic
 from sparsesam.analysis.fisher_agreement import FisherAgreement, fisher_vs_hessian
 from sparsesam.analysis.gradient_difference import GradientDifference, compare_gradients, gradient_difference
 from sparsesam.analysis.hessian import (
@@ -26,7 +26,6 @@ from sparsesam.analysis.masks_over_time import MaskHistory, masks_over_time
 from sparsesam.analysis.objective import Objective, ObjectiveSummary, check_state, select_parameters
 from sparsesam.analysis.results import AnalysisResult
 from sparsesam.analysis.sharpness import Sharpness, sharpness
-from sparsesam.analysis.smooth_problems import SmoothProblem, nonconvex_logistic, tanh_network
 from sparsesam.analysis.theory import GeneralizationBound, complexity_terms, generalization_bound
 
 __all__ = [
@@ -35,5 +34,5 @@ __all__ = [
     "SmoothProblem", "SpectralDensity", "check_state", "compare_gradients", "complexity_terms", "fisher_vs_hessian",
     "generalization_bound", "gradient_difference", "hessian_diagonal", "hessian_eigenvalues", "hessian_trace",
     "loss_between", "loss_landscape", "masks_over_time", "measure_convergence", "nonconvex_logistic",
-    "random_directions", "select_parameters", "sharpness", "spectral_density", "tanh_network",
+    "random_directions", "select_parameters", "sharpness", "spectral_density",
 ]  # fmt: skip

@@ -12,6 +12,7 @@ log T is 0. With the harmonic number itself in place of log T the proofs hold, s
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,16 +20,43 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, hessian
-from torch.nn.utils import parameters_to_vector
+from torch.func import hessian
 
-from sparsesam.analysis.objective import norm
 from sparsesam.analysis.results import AnalysisResult, Array
-from sparsesam.analysis.smooth_problems import SmoothProblem, nonconvex_logistic
 from sparsesam.masks.checks import check_choice, check_count
 from sparsesam.masks.recipes import random_mask
 from sparsesam.optimizer import SSAM
 from sparsesam.schedules import InverseSqrt
+
+
+@dataclass(frozen=True)
+class SmoothProblem:
+    """A function f of a vector, minimized from ``start``, with ||Hessian|| <= ``L`` and ||∇f|| <= ``G``."""
+
+    name: str
+    f: Callable[[Tensor], Tensor]
+    start: Tensor
+    L: float
+    G: float
+
+
+def nonconvex_logistic(*, samples: int = 200, size: int = 20, weight: float = 0.1, seed: int = 0) -> SmoothProblem:
+    """f(w) = mean log(1 + exp(-y x·w)) + weight * sum w² / (1 + w²): smooth, not convex, gradient bounded.
+
+    L <= ||X||² / (4 samples) + 2 weight and G <= mean ||x|| + weight * sqrt(size) * 3 sqrt(3) / 8 everywhere.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, size, generator=generator, dtype=torch.float64)
+    truth = torch.randn(size, generator=generator, dtype=torch.float64)
+    y = torch.sign(x @ truth + torch.randn(samples, generator=generator, dtype=torch.float64))
+    start = 2 * torch.randn(size, generator=generator, dtype=torch.float64)
+
+    def f(w: Tensor) -> Tensor:
+        return nn.functional.softplus(-y * (x @ w)).mean() + weight * (w.square() / (1 + w.square())).sum()
+
+    smooth = float(torch.linalg.matrix_norm(x, 2)) ** 2 / (4 * samples) + 2 * weight
+    gradient = float(x.norm(dim=1).mean()) + weight * math.sqrt(size) * 3 * math.sqrt(3) / 8
+    return SmoothProblem("logistic loss with the non-convex regularizer w² / (1 + w²)", f, start, smooth, gradient)
 
 
 @dataclass(frozen=True)
@@ -106,12 +134,12 @@ def measure_convergence(
     """Run SAM or SSAM on a smooth non-convex problem and compare it with the theorem's bound.
 
     The stochastic gradient is ∇f(w) + xi with xi drawn in each step, Gaussian with E||xi||² = sigma², and the
-    same in both passes of a step: the gradient of f(w) + <xi, w>, as smooth as f. eta_0 is 1 / L by default and
-    rho_0 the largest that the theorem allows. SSAM perturbs a fixed random half (``sparsity``) of the weights.
+    same in both passes of a step: the gradient of f(w) + <xi, w>, as smooth as f. The problem is `nonconvex_logistic`
+    by default, eta_0 is 1 / L and rho_0 the largest that the theorem allows. SSAM perturbs a fixed random half
+    (``sparsity``) of the weights.
 
-    L and G are the problem's where it knows them, and else the largest values along the runs. E||xi||² is a sample's
-    mean, and may be five standard errors above sigma². That eta_0 is at most 1 / L is a condition of the lemmas, which
-    the theorems in the main text leave out.
+    E||xi||² is a sample's mean, and may be five standard errors above sigma². That eta_0 is at most 1 / L is a
+    condition of the lemmas, which the theorems in the main text leave out.
     """
     check_choice("method", method, ("SAM", "SSAM"))
     check_count("steps", steps, "the bound is one over many of them", least=2)
@@ -119,19 +147,17 @@ def measure_convergence(
     if sigma < 0:
         raise ValueError(f"sigma must be at least 0, got {sigma}; 0 is the exact gradient")
     problem = problem or nonconvex_logistic()
+    assumed = Smoothness(problem.L, problem.G, sigma)
     divisor = 2 if method == "SAM" else 5
     sparsity = 0.0 if method == "SAM" else sparsity
-    if eta_0 is None:
-        eta_0 = 1 / (problem.L or 2 * _curvature(problem.make()))
-    if rho_0 is None:
-        rho_0 = (problem.G or _gradient_norm(problem.make())) * eta_0 / divisor
+    eta_0 = 1 / problem.L if eta_0 is None else eta_0
+    rho_0 = problem.G * eta_0 / divisor if rho_0 is None else rho_0
     if not (eta_0 > 0 and rho_0 >= 0):
         raise ValueError(f"eta_0 must be positive and rho_0 at least 0, got {eta_0} and {rho_0}")
     found = [_run(problem, steps, eta_0, rho_0, sigma, sparsity, seed + run) for run in range(runs)]
     squared, losses, curvatures, noises = (np.array(parts) for parts in zip(*found, strict=True))
     loss = losses.mean(axis=0)
     observed = Smoothness(float(curvatures.max()), math.sqrt(squared.max()), math.sqrt(noises.mean()))
-    assumed = Smoothness(L=problem.L or observed.L, G=problem.G or observed.G, sigma=sigma)
     T = np.unique(np.geomspace(1, steps, points).round().astype(np.int64))
     means = np.cumsum(squared, axis=1)[:, T - 1] / T
     measured = means.mean(axis=0)
@@ -160,67 +186,44 @@ def measure_convergence(
         sparsity=sparsity,
         notes=[],
     )
-    return replace(result, notes=_notes(result, problem))
+    return replace(result, notes=_notes(result))
 
 
 def _run(
     problem: SmoothProblem, steps: int, eta_0: float, rho_0: float, sigma: float, sparsity: float, seed: int
 ) -> tuple[list[float], list[float], float, float]:
     """||∇f(w_t)||² for t = 1..T and f(w_t) for t = 1..T+1, the largest curvature and the mean noise."""
-    model = problem.make()
-    parameters = list(model.parameters())
+    w = nn.Parameter(problem.start.clone())
     generator = torch.Generator().manual_seed(seed)
-    scale = sigma / math.sqrt(sum(p.numel() for p in parameters))
-    base = torch.optim.SGD(parameters, lr=eta_0)
-    optimizer = SSAM(base, model, rho_0, mask=random_mask(sparsity=sparsity, seed=seed), rho_schedule=InverseSqrt())
+    base = torch.optim.SGD([w], lr=eta_0)
+    mask = random_mask(sparsity=sparsity, seed=seed)
+    optimizer = SSAM(base, nn.ParameterList([w]), rho_0, mask=mask, rho_schedule=InverseSqrt())
     schedule = torch.optim.lr_scheduler.LambdaLR(base, lambda step: 1 / math.sqrt(step + 1))
-    noise: list[Tensor] = []
-    passes: list[tuple[float, float]] = []  # loss and squared gradient norm of a step's passes, at w_t and w_t + e
+    squared, losses, noises, curvatures = [], [], [], []
+    passes: list[float] = []  # squared gradient norms of one step's passes, at w_t and w_t + e
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss: Tensor = model()
+        loss = problem.f(w)
         if not bool(loss.isfinite()):
             raise ValueError(f"the run diverged: the loss is {float(loss.detach())}; lower eta_0 or rho_0")
-        loss.backward()
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        passes.append((float(loss.detach()), sum(float(g.square().sum()) for g in gradients)))
-        for gradient, xi in zip(gradients, noise, strict=True):
-            gradient += xi
+        (gradient,) = torch.autograd.grad(loss, [w])
+        passes.append(float(gradient.square().sum()))
+        w.grad = gradient + xi
         return loss.detach()
 
-    losses, squared, noises, curvatures = [], [], [], []
     looks = set(np.geomspace(1, steps, 12).round())
     for step in range(1, steps + 1):
-        if step in looks:
-            curvatures.append(_curvature(model))
-        noise[:] = [torch.randn(p.shape, generator=generator, dtype=p.dtype) * scale for p in parameters]
-        noises.append(sum(float(xi.square().sum()) for xi in noise))
+        before = w.detach().clone()
+        xi = torch.randn(w.shape, generator=generator, dtype=w.dtype) * (sigma / math.sqrt(w.numel()))
+        noises.append(float(xi.square().sum()))
         passes.clear()
-        optimizer.step(closure)
+        losses.append(float(optimizer.step(closure)))
+        squared.append(passes[0])
+        if step in looks:  # densely: these problems are small
+            curvatures.append(float(torch.linalg.matrix_norm(hessian(problem.f)(before), 2)))
         schedule.step()
-        losses.append(passes[0][0])
-        squared.append(passes[0][1])
-    losses.append(float(model().detach()))
-    return squared, losses, max(curvatures), float(np.mean(noises))
-
-
-def _curvature(model: nn.Module) -> float:
-    """The Hessian's spectral norm at the model's weights, densely: these problems are small."""
-    parameters = dict(model.named_parameters())
-    sizes = [p.numel() for p in parameters.values()]
-
-    def f(vector: Tensor) -> Tensor:
-        parts = zip(parameters.items(), vector.split(sizes), strict=True)
-        value: Tensor = functional_call(model, {name: part.view_as(p) for (name, p), part in parts}, ())
-        return value
-
-    matrix = hessian(f)(parameters_to_vector(parameters.values()).detach())
-    return float(torch.linalg.matrix_norm(matrix, 2)) if bool(matrix.isfinite().all()) else math.inf
-
-
-def _gradient_norm(model: nn.Module) -> float:
-    return norm(torch.autograd.grad(model(), list(model.parameters())))
+    return squared, [*losses, float(problem.f(w.detach()))], max(curvatures), float(np.mean(noises))
 
 
 def _assumptions(
@@ -237,7 +240,7 @@ def _assumptions(
     return [Assumption(text, left, right, left <= right * (1 + slack)) for text, left, right, slack in conditions]
 
 
-def _notes(one: Convergence, problem: SmoothProblem) -> list[str]:
+def _notes(one: Convergence) -> list[str]:
     notes = []
     failed = [assumption.text for assumption in one.assumptions if not assumption.holds]
     if failed:
@@ -252,7 +255,5 @@ def _notes(one: Convergence, problem: SmoothProblem) -> list[str]:
     if np.any(one.measured > one.bound_harmonic):
         holds = "the measured mean is still above the bound somewhere"
     notes.append(f"{one.method}: with sum 1/t in place of log T {holds}")
-    if problem.L is None or problem.G is None:
-        notes.append("L or G is the largest value observed along these runs, a lower bound of the true constant")
     notes.append("the expectation is a mean over few runs; the bound's shape, not its size, is what a run can confirm")
     return notes

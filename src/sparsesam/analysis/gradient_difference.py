@@ -14,7 +14,6 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from sparsesam.analysis.objective import (
@@ -22,9 +21,9 @@ from sparsesam.analysis.objective import (
     ObjectiveSummary,
     ParameterFilter,
     check_masks,
+    moving,
     norm,
     select_parameters,
-    values_kept,
 )
 from sparsesam.analysis.results import AnalysisResult, Array
 from sparsesam.masks.checks import check_choice
@@ -94,10 +93,8 @@ def gradient_difference(
         length = norm(plain)
         if not 0 < length < float("inf"):
             raise ValueError(f"the gradient's norm is {length}: SAM's ascent has no direction at these weights")
-        with values_kept(tensors):
-            with torch.no_grad():
-                for tensor, g in zip(tensors, plain, strict=True):
-                    tensor.add_(g, alpha=rho / length)
+        with moving(tensors) as move:
+            move((plain, rho / length))
             _, perturbed = objective.gradient(tensors)
     gradients = (dict(zip(chosen, one, strict=True)) for one in (plain, perturbed))
     found = compare_gradients(*gradients, masks=masks, logarithm=logarithm)

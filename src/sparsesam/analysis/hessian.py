@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from sparsesam.analysis.hessian_operator import HessianOperator
 from sparsesam.analysis.lanczos import Which, lanczos, top_eigenpairs
@@ -70,7 +71,7 @@ def hessian_eigenvalues(
     with hessian.measuring():
         pairs = top_eigenpairs(
             hessian.__matmul__,
-            hessian.random_vector(generator, "normal"),
+            hessian.random_normal(generator),
             count,
             which=which,
             tolerance=tolerance,
@@ -121,16 +122,12 @@ def hessian_trace(
     values: list[float] = []
     with hessian.measuring():
         while len(values) < probes:
-            z = hessian.random_vector(generator, "signs")
+            z = hessian.random_signs(generator)
             values.append(float(z @ (hessian @ z).double()))
             if len(values) >= 10 and _standard_error(values) <= tolerance * abs(float(np.mean(values))):
                 break
-    return HessianTrace(
-        trace=float(np.mean(values)),
-        standard_error=_standard_error(values),
-        probes=np.array(values),
-        **_measured(hessian),
-    )
+    trace, error = float(np.mean(values)), _standard_error(values)
+    return HessianTrace(trace=trace, standard_error=error, probes=np.array(values), **_measured(hessian))
 
 
 def _measured(hessian: HessianOperator) -> dict[str, Any]:
@@ -191,7 +188,7 @@ def spectral_density(
     nodes, shares = [], []
     with hessian.measuring():
         for _ in range(probes):
-            start = hessian.random_vector(generator, "normal")
+            start = hessian.random_normal(generator)
             tridiagonal = lanczos(hessian.__matmul__, start, min(steps, hessian.size))
             values, vectors = np.linalg.eigh(tridiagonal)
             nodes.append(values)
@@ -200,22 +197,9 @@ def spectral_density(
     if width is None:
         width = 0.01 * (high - low) or 1e-3 * max(abs(high), 1e-12)
     grid = np.linspace(low - 5 * width, high + 5 * width, points)
-    return SpectralDensity(
-        grid=grid,
-        density=_smoothed(grid, nodes, shares, width),
-        nodes=nodes,
-        shares=shares,
-        width=width,
-        **_measured(hessian),
-    )
-
-
-def _smoothed(grid: Array, nodes: Sequence[Array], shares: Sequence[Array], width: float) -> Array:
-    total = np.zeros_like(grid)
-    for values, weights in zip(nodes, shares, strict=True):
-        bells = np.exp(-(((grid[:, None] - values) / width) ** 2) / 2) / (width * math.sqrt(2 * math.pi))
-        total += bells @ weights
-    return total / len(nodes)
+    bells = np.exp(-(((grid[:, None] - np.concatenate(nodes)) / width) ** 2) / 2) / (width * math.sqrt(2 * math.pi))
+    density = bells @ np.concatenate(shares) / probes
+    return SpectralDensity(grid=grid, density=density, nodes=nodes, shares=shares, width=width, **_measured(hessian))
 
 
 def hessian_diagonal(hessian: HessianOperator, *, probes: int | None = None, seed: int = 0) -> Array:
@@ -226,10 +210,7 @@ def hessian_diagonal(hessian: HessianOperator, *, probes: int | None = None, see
     generator = torch.Generator().manual_seed(seed)
     with hessian.measuring():
         for index in range(probes or hessian.size):
-            if probes is None:
-                z = torch.zeros_like(total)
-                z[index] = 1
-            else:
-                z = hessian.random_vector(generator, "signs")
+            exact = probes is None
+            z = one_hot(torch.tensor(index), hessian.size).to(total) if exact else hessian.random_signs(generator)
             total += z * (hessian @ z)
     return np.asarray((total / (probes or 1)).cpu().numpy())

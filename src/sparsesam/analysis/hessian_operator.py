@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,27 +78,22 @@ class HessianOperator:
         """A flat vector as a direction, {name: tensor}."""
         return dict(zip(self.parameters, self.split(vector), strict=True))
 
-    def random_vector(self, generator: torch.Generator, kind: Literal["normal", "signs"]) -> Tensor:
-        """Drawn on the CPU, so that every device gets the same."""
-        if kind == "normal":
-            vector = torch.randn(self.size, generator=generator, dtype=torch.float64)
-        else:
-            vector = torch.randint(0, 2, (self.size,), generator=generator).double() * 2 - 1
-        return vector.to(self.device)
+    def random_normal(self, generator: torch.Generator) -> Tensor:
+        """Drawn on the CPU, so that every device gets the same; also in `random_signs`."""
+        return torch.randn(self.size, generator=generator, dtype=torch.float64).to(self.device)
 
-    def _gradient(self, index: int) -> Sequence[Tensor]:
-        if index in self._graphs:
-            return self._graphs[index]
-        loss = self.objective.batch_loss(index)
-        if not loss.requires_grad:
-            return [torch.zeros_like(tensor) for tensor in self.tensors]
-        gradient = torch.autograd.grad(loss, self.tensors, create_graph=True, materialize_grads=True)
-        if self.keep_graph:
-            self._graphs[index] = gradient
-        return gradient
+    def random_signs(self, generator: torch.Generator) -> Tensor:
+        return (torch.randint(0, 2, (self.size,), generator=generator).double() * 2 - 1).to(self.device)
 
     def _product(self, index: int, vector: Sequence[Tensor]) -> Tensor:
-        pairs = [(g, v) for g, v in zip(self._gradient(index), vector, strict=True) if g.requires_grad]
+        gradient: Sequence[Tensor] | None = self._graphs.get(index)
+        if gradient is None:
+            loss, gradient = self.objective.batch_loss(index), ()
+            if loss.requires_grad:
+                gradient = torch.autograd.grad(loss, self.tensors, create_graph=True, materialize_grads=True)
+        if self.keep_graph:
+            self._graphs[index] = gradient
+        pairs = [(g, v) for g, v in zip(gradient, vector, strict=False) if g.requires_grad]
         if not pairs:
             return torch.zeros(self.size, dtype=self.dtype, device=self.device)
         gradient, vector = zip(*pairs, strict=True)

@@ -6,13 +6,12 @@ benchmarks.hessian), runs on the CPU only, and would be a dependency of the core
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,13 +21,11 @@ from sparsesam.masks.checks import check_choice
 Which = Literal["largest", "smallest", "magnitude"]
 Product = Callable[[Tensor], Tensor]
 
-_SPACE = 1 << 30  # bytes
 _NEGLIGIBLE = 1e-6
 _STRICTER = 0.3
 
 
-@dataclass(frozen=True)
-class Eigenpairs:
+class Eigenpairs(NamedTuple):
     values: Array
     errors: Array
     vectors: list[Tensor]
@@ -55,31 +52,39 @@ def top_eigenpairs(
     """
     check_choice("which", which, get_args(Which))
     most = min(max(max_basis, 2 * count + 2), len(start))
-    space = KrylovSpace(product, start, most)
-    products = 0
-    while True:
+    space = KrylovSpace(product, start)
+    for products in itertools.count(1):
         space.extend()
-        products += 1
         ritz, mixing = np.linalg.eigh(space.projected)
         residuals = np.abs(space.remainder * mixing[-1])
-        order = _order(ritz, which)
+        order = np.argsort({"largest": -ritz, "smallest": ritz, "magnitude": -np.abs(ritz)}[which])
         wanted = order[:count]
         least = _NEGLIGIBLE * float(np.abs(space.projected).max())
         close = residuals[wanted] <= _STRICTER * tolerance * np.maximum(np.abs(ritz[wanted]), least)
         converged = len(wanted) == count and bool(close.all())
         if converged or products >= max_products:
-            vectors = [space.combine(mixing[:, index]) for index in wanted]
-            return Eigenpairs(ritz[wanted], _errors(ritz, residuals)[wanted], vectors, converged)
+            break
         if space.is_invariant:  # with fewer eigenvalues than requested: continue in its complement
             space.append_random()
         elif len(ritz) == most:
             kept = order[: min(count + (most - count) // 2, most - 1)]
             space.restart(ritz[kept], mixing[:, kept])
+    vectors = [space.combine(mixing[:, index]) for index in wanted]
+    return Eigenpairs(ritz[wanted], _errors(ritz, residuals)[wanted], vectors, converged)
+
+
+def _errors(ritz: Array, residuals: Array) -> Array:
+    """min(r, r² / gap), the gap being the distance to the nearest other Ritz value less its residual."""
+    distances = np.abs(ritz[:, None] - ritz) - residuals
+    np.fill_diagonal(distances, np.inf if len(ritz) > 1 else 0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        squared = residuals**2 / np.maximum(distances.min(axis=1), 0)
+    return np.asarray(np.fmin(residuals, squared))
 
 
 def lanczos(product: Product, start: Tensor, steps: int) -> Array:
     """The tridiagonal Lanczos matrix, (m, m) with m = steps, or smaller if the Krylov space is exhausted."""
-    space = KrylovSpace(product, start, steps)
+    space = KrylovSpace(product, start)
     lengths: list[float] = []
     while len(lengths) < steps and not space.is_invariant:
         space.extend()
@@ -91,16 +96,14 @@ class KrylovSpace:
     """An orthonormal basis of span{v, Hv, H²v, …}, and ``projected``, the operator H in that basis.
 
     ``remainder`` is the length of what the last product has outside of the space: 0 once the space is invariant.
-    Sums and coefficients are float64. The basis is kept in float64 too while that needs at most one gibibyte, and in
-    the products' own dtype beyond, which is as exact as the products are.
+    Sums and coefficients are float64; the basis is kept in the products' own dtype, as exact as the products are.
     """
 
-    def __init__(self, product: Product, start: Tensor, most: int) -> None:
+    def __init__(self, product: Product, start: Tensor) -> None:
         if not start.any():
             raise ValueError("the start vector must not be zero")
         self._product = product
-        self._is_small = (most + 1) * len(start) * 8 <= _SPACE
-        self._dtype = torch.float64
+        self._dtype = start.dtype
         self._generator = torch.Generator().manual_seed(len(start))
         self._basis: list[Tensor] = []
         self._append(start.double())
@@ -114,8 +117,7 @@ class KrylovSpace:
     def extend(self) -> None:
         """Apply the operator to the last vector, and append what is new of the product."""
         product = self._product(self._basis[-1])
-        self._dtype = torch.float64 if self._is_small else product.dtype
-        image = product.double()
+        self._dtype, image = product.dtype, product.double()
         coefficients = self._orthogonalize(image)
         self.projected = np.pad(self.projected, (0, 1))
         self.projected[:, -1] = self.projected[-1] = coefficients
@@ -127,8 +129,8 @@ class KrylovSpace:
 
     def append_random(self) -> None:
         """Append a random direction outside of the space."""
-        size, device = len(self._basis[0]), self._basis[0].device
-        vector = torch.randn(size, generator=self._generator, dtype=torch.float64).to(device)
+        first = self._basis[0]
+        vector = torch.randn(len(first), generator=self._generator, dtype=torch.float64).to(first.device)
         self._orthogonalize(vector)
         self._append(vector)
 
@@ -156,21 +158,3 @@ class KrylovSpace:
                 vector.add_(one, alpha=-coefficient)
             total += coefficients
         return total
-
-
-def _order(ritz: Array, which: Which) -> npt.NDArray[np.intp]:
-    if which == "largest":
-        return np.argsort(-ritz)
-    return np.argsort(ritz) if which == "smallest" else np.argsort(-np.abs(ritz))
-
-
-def _errors(ritz: Array, residuals: Array) -> Array:
-    """min(r, r² / gap), the gap being the distance to the nearest other Ritz value less its residual."""
-    if len(ritz) == 1:
-        return residuals
-    distances = np.abs(ritz[:, None] - ritz) - residuals
-    np.fill_diagonal(distances, np.inf)
-    gaps = np.maximum(distances.min(axis=1), 0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        squared = np.where(residuals > 0, residuals**2 / gaps, 0.0)
-    return np.minimum(residuals, squared)

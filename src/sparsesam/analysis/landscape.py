@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+import time
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from sparsesam.analysis.grid import MovedTensor, Progress, evaluate_grid
 from sparsesam.analysis.objective import (
     Objective,
     ObjectiveSummary,
     ParameterFilter,
     check_state,
+    moving,
     norm,
     select_parameters,
-    values_kept,
 )
 from sparsesam.analysis.results import AnalysisResult, Array
 from sparsesam.masks.checks import check_choice, check_count, check_like_parameters
@@ -28,6 +33,7 @@ from sparsesam.masks.fixed import NORMALIZATION
 from sparsesam.parameters import unwrap
 
 Direction = dict[str, Tensor]
+Progress = Callable[[int, int], None]
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _ONE_DIMENSIONAL_NOTES = {
@@ -81,19 +87,18 @@ def loss_landscape(
     """
     if dimensions not in (1, 2):
         raise ValueError(f"dimensions must be 1 or 2, got {dimensions}")
-    axes = [_axis(points, span) for _ in range(dimensions)]
+    axes = [_axis(points, span)] * dimensions
     options: dict[str, Any] = {"state_file": state_file, "save_every": save_every, "progress": progress}
     if directions is not None:
         if len(directions) < dimensions:
             raise ValueError(f"directions must hold {dimensions} for {dimensions} dimensions, got {len(directions)}")
-        chosen = check_directions(list(directions)[:dimensions], objective.model)
-        return _evaluate(objective, _moving(objective, chosen), axes, "given directions", [], **options)
+        chosen = _check_directions(directions[:dimensions], objective.model)
+        return _evaluate(objective, chosen, axes, "given directions", [], **options)
     chosen = random_directions(
         objective.model, dimensions, seed=seed, parameters=parameters, one_dimensional=one_dimensional
     )
-    notes = [_ONE_DIMENSIONAL_NOTES[one_dimensional]]
-    kind = "filter-normalized random directions"
-    return _evaluate(objective, _moving(objective, chosen), axes, kind, notes, seed, **options)
+    kind, notes = "filter-normalized random directions", [_ONE_DIMENSIONAL_NOTES[one_dimensional]]
+    return _evaluate(objective, chosen, axes, kind, notes, seed=seed, **options)
 
 
 def loss_between(
@@ -112,28 +117,19 @@ def loss_between(
     networks with batch normalization; ``Objective(statistics="recomputed")`` avoids this. Buffers
     of whole numbers are the first checkpoint's.
     """
-    axis = _axis(points, span)
-    model = objective.model
+    axis, model = _axis(points, span), objective.model
     for label, state in (("first", first), ("second", second)):
         check_state(model, state, label)
     frozen = objective.statistics == "frozen" and any(True for _ in model.buffers())
-    with values_kept([*model.parameters(), *model.buffers()]):
+    kind, notes = "line between two checkpoints", [_INTERPOLATED] if frozen else []
+    with moving([*model.parameters(), *model.buffers()]):
         model.load_state_dict(first)
-        moving = [
-            MovedTensor(name, tensor.detach(), [second[name].detach().to(tensor) - tensor.detach()])
-            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        way = {
+            name: second[name].detach().to(tensor) - tensor.detach()
+            for name, tensor in _named_tensors(model).items()
             if name in second and tensor.is_floating_point()
-        ]
-        kind, notes = "line between two checkpoints", [_INTERPOLATED] if frozen else []
-        return _evaluate(objective, moving, [axis], kind, notes, state_file=state_file, progress=progress)
-
-
-def _moving(objective: Objective, directions: Sequence[Direction]) -> list[MovedTensor]:
-    return [
-        MovedTensor(name, parameter.detach(), [direction.get(name) for direction in directions])
-        for name, parameter in objective.model.named_parameters()
-        if any(name in direction for direction in directions)
-    ]
+        }
+        return _evaluate(objective, [way], [axis], kind, notes, state_file=state_file, progress=progress)
 
 
 def random_directions(
@@ -186,16 +182,14 @@ def filter_normalized(direction: Tensor, weight: Tensor, *, axis: int = 0) -> Te
     return scaled
 
 
-def check_directions(directions: Sequence[Mapping[str, Tensor]], model: nn.Module) -> list[Direction]:
+def _check_directions(directions: Sequence[Mapping[str, Tensor]], model: nn.Module) -> list[Direction]:
     """The directions on the parameters' devices and in their dtypes; ValueError for what does not fit."""
-    known = dict(unwrap(model).named_parameters())
-    checked: list[Direction] = []
+    known = dict(model.named_parameters())
     for number, direction in enumerate(directions):
         check_like_parameters(f"directions[{number}]", direction, known)
         if not direction:
             raise ValueError(f"directions[{number}] moves no parameter; give {{name: tensor}}")
-        checked.append({name: values.detach().to(known[name]) for name, values in direction.items()})
-    return checked
+    return [{name: value.detach().to(known[name]) for name, value in one.items()} for one in directions]
 
 
 def _axis(points: int, span: tuple[float, float]) -> Array:
@@ -205,32 +199,102 @@ def _axis(points: int, span: tuple[float, float]) -> Array:
     return np.linspace(*span, points)
 
 
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    return dict((*model.named_parameters(), *model.named_buffers()))
+
+
 def _evaluate(
     objective: Objective,
-    moving: Sequence[MovedTensor],
+    directions: Sequence[Direction],
     axes: Sequence[Array],
     kind: str,
     notes: list[str],
+    *,
+    state_file: str | os.PathLike[str] | None,
+    progress: Progress | None,
+    save_every: float = 10.0,
     seed: int | None = None,
-    **options: Any,
 ) -> Landscape:
-    with objective.measuring():
+    """The loss at every point of the grid: rows for the second axis, if there is one, columns for the first."""
+    tensors = {k: v for k, v in _named_tensors(objective.model).items() if any(k in one for one in directions)}
+    along = [[direction.get(name) for name in tensors] for direction in reversed(directions)]
+    points = list(itertools.product(*(axis.tolist() for axis in reversed(axes))))
+    with objective.measuring(), moving(list(tensors.values())) as move:
         center = objective.loss()
-        loss = evaluate_grid(objective, moving, axes, **options)
+        file = None if state_file is None else _StateFile(Path(state_file), _fingerprint(objective, directions, axes))
+        losses, saved_at = file.read() if file else [], time.monotonic()
+        try:
+            for point in points[len(losses) :]:
+                move(*zip(along, point, strict=True))
+                losses.append(objective.loss())
+                if file and time.monotonic() - saved_at >= save_every:
+                    file.write(losses)
+                    saved_at = time.monotonic()
+                if progress is not None:
+                    progress(len(losses), len(points))
+        finally:
+            if file:
+                file.write(losses)
+    loss = np.reshape(losses, [len(axis) for axis in reversed(axes)])
     not_finite = int((~np.isfinite(loss)).sum())
     if not_finite:
         notes = [*notes, f"the loss of {not_finite} points is not finite"]
-    directions = zip(*(one.along for one in moving), strict=True)
     return Landscape(
         kind=kind,
         x=axes[0],
         y=axes[1] if len(axes) == 2 else np.zeros(0),
         loss=loss,
         center_loss=center,
-        lengths=[norm(part for part in direction if part is not None) for direction in directions],
-        weights_moved=sum(one.tensor.numel() for one in moving),
+        lengths=[norm(direction.values()) for direction in directions],
+        weights_moved=sum(tensor.numel() for tensor in tensors.values()),
         seed=seed,
         not_finite=not_finite,
         measured_on=objective.summary(),
         notes=notes,
     )
+
+
+@dataclass(frozen=True)
+class _StateFile:
+    """The losses of the points that are done, which are evaluated in order."""
+
+    path: Path
+    fingerprint: str
+
+    def read(self) -> list[float]:
+        if not self.path.exists():
+            return []
+        try:
+            with np.load(self.path, allow_pickle=False) as saved:
+                fingerprint, losses = str(saved["fingerprint"]), saved["loss"].tolist()
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise ValueError(
+                f"state_file {self.path} is not the state of a landscape ({error}); remove it or choose another name"
+            ) from error
+        if fingerprint != self.fingerprint:
+            raise ValueError(
+                f"state_file {self.path} belongs to another landscape (other weights, directions, grid, batches or "
+                "options); remove it to start again, or choose another name"
+            )
+        return list(losses)
+
+    def write(self, losses: Sequence[float]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_name(f"{self.path.name}.partial")
+        with partial.open("wb") as file:
+            np.savez(file, loss=np.array(losses), fingerprint=np.array(self.fingerprint))
+        partial.replace(self.path)
+
+
+def _fingerprint(objective: Objective, directions: Sequence[Direction], axes: Sequence[Array]) -> str:
+    """Of everything the losses depend on, except the code of model and loss."""
+    digest = hashlib.blake2b(repr((objective.summary(), objective.weights)).encode(), digest_size=16)
+    grid = [[axis.tolist() for axis in axes], [list(direction.items()) for direction in directions]]
+    # Tensors that do not move matter too: another checkpoint has other ones.
+    for leaf in tree_leaves([grid, list(_named_tensors(objective.model).values()), objective.batches]):
+        if isinstance(leaf, Tensor):
+            digest.update(repr((leaf.dtype, tuple(leaf.shape))).encode())
+            digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        else:
+            digest.update(repr(leaf).encode() if isinstance(leaf, (str, int, float, type(None))) else b"other")
+    return digest.hexdigest()

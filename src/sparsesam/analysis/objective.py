@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsesam.analysis.results import AnalysisResult
-from sparsesam.ascent.rng import RNGSnapshot, RNGState
+from sparsesam.ascent.rng import RNGState
 from sparsesam.masks.batches import batch_size, to_device
 from sparsesam.masks.checks import check_choice, check_like_parameters
 from sparsesam.masks.fisher_problem import Problem
@@ -77,8 +77,6 @@ class Objective:
         self.samples = sum(sizes)
         self.weights = [size / self.samples for size in sizes]
         self._device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        self._rng = RNGState(self.model.parameters())
-        self._draw: RNGSnapshot | None = None
 
     def summary(self) -> ObjectiveSummary:
         """What a result was measured on."""
@@ -91,10 +89,8 @@ class Objective:
 
     def batch_loss(self, index: int) -> Tensor:
         """The loss of one batch, differentiable; call inside `measuring`."""
-        if self._draw is not None:
-            self._rng.write(self._draw)
-            for _ in range(index):
-                torch.rand(1)  # each batch has its own draw, the same at every evaluation
+        if self.allow_random:
+            torch.manual_seed(index)  # each batch has its own draw, the same at every evaluation
         return self.problem.sample_loss(self.model, to_device(self.batches[index], self._device), draw=False)
 
     @torch.no_grad()
@@ -140,18 +136,18 @@ class Objective:
         with ExitStack() as stack:
             # Fused attention has no second derivative, and rounds differently without gradients.
             stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
-            stack.callback(self._rng.write, self._rng.read())
+            rng = RNGState(self.model.parameters())
+            stack.callback(rng.write, rng.read())
             stack.enter_context(preserve_model_state(self.model))
             if self.statistics == "batch":
                 for module in self.model.modules():
                     module.training = module.training or isinstance(module, NORMALIZATION)
             for tensor in parameters:
                 tensor.requires_grad_(True)
-            self._begin()
+            self._check()
             yield
 
-    def _begin(self) -> None:
-        self._draw = None
+    def _check(self) -> None:
         self.recompute_statistics()
         with torch.no_grad():
             first, again = float(self.batch_loss(0)), float(self.batch_loss(0))
@@ -161,19 +157,18 @@ class Objective:
                 "check the checkpoint, the inputs and their normalization"
             )
         # Reductions on a GPU may differ in the last digits; dropout differs in the first ones.
-        if abs(first - again) > 1e-5 * max(abs(first), abs(again)) + 1e-8 and not self.allow_random:
+        if not (self.allow_random or math.isclose(first, again, rel_tol=1e-5, abs_tol=1e-8)):
             raise ValueError(
                 f"the loss is not deterministic: two evaluations of the first batch gave {first:.6g} and {again:.6g}; "
                 "switch dropout and other noise off (functional dropout needs training=self.training), "
                 "or pass allow_random=True (--allow-random) to measure one draw of it"
             )
-        self._draw = self._rng.read() if self.allow_random else None
 
 
 def select_parameters(model: nn.Module, parameters: ParameterFilter = None) -> dict[str, nn.Parameter]:
     """The floating-point parameters to analyze, by name.
 
-    None takes those that are trained (``requires_grad``); name patterns such as "layer4.*", or a function of the
+    None takes those that are trained (``requires_grad``); name patterns such as "layer4.*,fc.*", or a function of the
     name, choose among all, frozen ones included.
     """
     every = {name: p for name, p in unwrap(model).named_parameters() if p.is_floating_point()}
@@ -182,7 +177,7 @@ def select_parameters(model: nn.Module, parameters: ParameterFilter = None) -> d
     elif callable(parameters):
         chosen = {name: p for name, p in every.items() if parameters(name)}
     else:
-        patterns = [parameters] if isinstance(parameters, str) else list(parameters)
+        patterns = parameters.replace(" ", "").split(",") if isinstance(parameters, str) else list(parameters)
         chosen = {name: p for name, p in every.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
     if not chosen:
         raise ValueError(
@@ -226,23 +221,30 @@ def check_state(model: nn.Module, state: Mapping[str, Any], name: str = "state d
 
 
 @contextmanager
-def values_kept(tensors: Sequence[Tensor], saved: Sequence[Tensor] | None = None) -> Iterator[None]:
-    """Restore the tensors bit for bit, also after exceptions; an interruption (Ctrl-C) is raised only after that."""
-    kept = [tensor.detach().clone() for tensor in tensors] if saved is None else saved
+def moving(tensors: Sequence[Tensor]) -> Iterator[Callable[..., None]]:
+    """Yield ``move((direction, distance), ...)``, which sets the tensors to their own values + distance * direction.
+
+    A direction has a tensor, or None, for each. On exit the tensors are restored bit for bit, also after exceptions; an
+    interruption (Ctrl-C) is raised only after that.
+    """
+    own = [tensor.detach().clone() for tensor in tensors]
+
+    @torch.no_grad()
+    def move(*steps: tuple[Sequence[Tensor | None], float]) -> None:
+        for place, tensor in enumerate(tensors):
+            tensor.copy_(own[place])
+            for direction, distance in steps:
+                if (along := direction[place]) is not None:
+                    tensor.add_(along, alpha=distance)
+
     try:
-        yield
+        yield move
     finally:
         try:
-            _copy(kept, tensors)
+            move()
         except BaseException:  # Ctrl-C on the way
-            _copy(kept, tensors)
+            move()
             raise
-
-
-@torch.no_grad()
-def _copy(values: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-    for tensor, value in zip(into, values, strict=True):
-        tensor.copy_(value)
 
 
 def norm(tensors: Iterable[Tensor]) -> float:

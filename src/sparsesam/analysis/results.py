@@ -22,7 +22,7 @@ class AnalysisResult:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as numbers, strings, lists and dictionaries, and ``"analysis"``, the class's name."""
-        shown = {name: plain(getattr(self, name)) for name in _stored_fields(type(self))}
+        shown = {name: _plain(getattr(self, name)) for name in _stored_fields(type(self))}
         return {"analysis": type(self).__name__, **shown}
 
     @classmethod
@@ -50,57 +50,50 @@ def _stored_fields(kind: type[Any]) -> dict[str, Any]:
     return {one.name: hints[one.name] for one in dataclasses.fields(kind) if one.metadata.get("stored", True)}
 
 
-def plain(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """The same value made of what JSON knows."""
     if isinstance(value, AnalysisResult):
         return value.to_dict()
+    if isinstance(value, (np.ndarray, np.generic, Tensor)):
+        value = value.tolist()
     if isinstance(value, dict):
-        return {str(key): plain(part) for key, part in value.items()}
+        return {str(key): _plain(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(part) for part in value]
-    if isinstance(value, (np.ndarray, Tensor)):
-        return plain(value.tolist())
-    if isinstance(value, np.generic):
-        return plain(value.item())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value
+        return [_plain(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+#: What JSON has for a type that is written in another one, and what a message calls it.
+_IN_JSON: dict[Any, tuple[Any, str]] = {
+    float: ((int, float), "a number"),
+    np.ndarray: (list, "a list of numbers"),
+    list: (list, "a list"),
+    dict: (dict, "an object"),
+}
 
 
 def _decode(hint: Any, value: Any, name: str) -> Any:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):  # X | None
         return None if value is None else _decode(arguments[0], value, name)
-    if isinstance(hint, type) and issubclass(hint, AnalysisResult):
-        return hint.from_dict(value)
+    if isinstance(origin, type) and issubclass(origin, AnalysisResult):
+        return origin.from_dict(value)
+    if origin is float and value is None:
+        return math.nan
     if origin is typing.Literal:
-        _require(value in arguments, name, f"one of {', '.join(map(str, arguments))}", value)
-        return value
+        is_right, rule = value in arguments, f"one of {', '.join(map(str, arguments))}"
+    else:
+        kind, rule = _IN_JSON.get(origin) or (origin, f"of type {origin.__name__}")
+        is_right = isinstance(value, kind) and (origin is bool or not isinstance(value, bool))
+    if not is_right:
+        raise ValueError(f"{name} must be {rule}, got {value!r:.60}")
     if origin is np.ndarray:
-        _require(isinstance(value, list), name, "a list of numbers", value)
         try:
             return np.array(value, dtype=typing.get_args(arguments[1])[0])
         except (TypeError, ValueError) as error:
             raise ValueError(f"{name} must be an array of numbers: {error}") from None
     if origin is list:
-        _require(isinstance(value, list), name, "a list", value)
         return [_decode(arguments[0], part, name) for part in value]
     if origin is dict:
-        _require(isinstance(value, dict), name, "an object", value)
         return {key: _decode(arguments[1], part, f"{name}[{key!r}]") for key, part in value.items()}
-    if hint is float:
-        value = math.nan if value is None else value
-        _require(isinstance(value, (int, float)) and not isinstance(value, bool), name, "a number", value)
-        return value
-    _require(
-        isinstance(value, hint) and not (hint is int and isinstance(value, bool)),
-        name,
-        f"of type {hint.__name__}",
-        value,
-    )
     return value
-
-
-def _require(right: bool, name: str, rule: str, value: Any) -> None:
-    if not right:
-        raise ValueError(f"{name} must be {rule}, got {value!r:.60}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,9 @@ from sparsesam.analysis.objective import (
     ObjectiveSummary,
     ParameterFilter,
     check_masks,
+    moving,
     norm,
     select_parameters,
-    values_kept,
 )
 from sparsesam.analysis.results import AnalysisResult
 from sparsesam.masks.checks import check_count
@@ -75,8 +75,7 @@ def sharpness(
         length = norm(vector)
         return [v / length for v in vector] if 0 < length < math.inf else None
 
-    bases = [tensor.detach().clone() for tensor in tensors]
-    with objective.measuring(tensors), values_kept(tensors, bases):
+    with objective.measuring(tensors), moving(tensors) as move:
         loss, gradient = objective.gradient(tensors)
         direction = direction_of(gradient)
         if direction is None:
@@ -86,7 +85,7 @@ def sharpness(
         values: list[float] = []
         while direction is not None and len(values) < steps:
             trial = _project([a.add(d, alpha=stride) for a, d in zip(e, direction, strict=True)], rho)
-            _move(tensors, bases, trial)
+            move((trial, 1.0))
             value, gradient = objective.gradient(tensors)
             values.append(value)
             if not math.isfinite(value):
@@ -118,9 +117,3 @@ def sharpness(
 def _project(vector: list[Tensor], rho: float) -> list[Tensor]:
     length = norm(vector)
     return vector if length <= rho else [v * (rho / length) for v in vector]
-
-
-@torch.no_grad()
-def _move(tensors: Sequence[Tensor], bases: Sequence[Tensor], perturbation: Sequence[Tensor]) -> None:
-    for tensor, base, e in zip(tensors, bases, perturbation, strict=True):
-        torch.add(base, e, out=tensor.detach())

@@ -53,6 +53,14 @@ class GeneralizationBound(ComplexityTerms):
     notes: list[str]
 
 
+#: What holds of every bound of this kind.
+CAVEATS = (
+    "the theorem assumes a loss within [0, 1]; for cross-entropy, which is not bounded, the bound is a heuristic",
+    "the maximum is found by gradient ascent and may be too small, and the bound with it",
+    "the theorem assumes that Gaussian noise on the masked weights does not lower the test loss; this is not checked",
+)
+
+
 def complexity_terms(*, squared_norm: float, k: int, n: int, delta: float, rho: float) -> ComplexityTerms:
     """The terms of theorem 3 for k weights of squared norm ||w||² and n samples."""
     check_count("n", n, "it is the number of training samples", least=2)
@@ -93,52 +101,36 @@ def generalization_bound(
     terms = complexity_terms(squared_norm=squared_norm, k=k, n=n, delta=delta, rho=rho)
     measured = sharpness(objective, rho, steps=steps, masks=masks, parameters=parameters)
     bound = measured.max_loss + terms.complexity
-    threshold = 1.0 if classes is None else math.log(classes)
-    result = GeneralizationBound(
+    threshold, guess = 1.0, "1, the largest loss within [0, 1]"
+    if classes is not None:
+        threshold, guess = math.log(classes), f"log {classes}, the loss of a uniform prediction"
+    vacuous = not bound < threshold
+    verdict = f"vacuous: {bound:.4g} is not below" if vacuous else f"not vacuous: {bound:.4g} is below"
+    notes = [f"{verdict} {threshold:.4g} ({guess})"]
+    if vacuous and not terms.complexity < threshold:
+        notes.append(
+            f"the complexity term alone is {terms.complexity:.4g}: with {k} weights and {n} samples no training loss, "
+            "not even 0, would make the bound informative"
+        )
+    # exp(4n / k) overflows for small models with much data, where the case never occurs.
+    if 4 * n / k < 700 and squared_norm > rho**2 * math.expm1(4 * n / k):
+        notes.append("||w||² > rho² (exp(4n/k) - 1): the case that the proof excludes because the bound exceeds 1")
+    notes += CAVEATS
+    if objective.samples < n:
+        notes.append(f"the training loss is that of {objective.samples} of the {n} samples")
+    return GeneralizationBound(
+        **dataclasses.asdict(terms),
         bound=bound,
         max_loss=measured.max_loss,
         loss=measured.loss,
-        **dataclasses.asdict(terms),
         squared_norm=squared_norm,
         k=k,
         n=n,
         delta=delta,
         rho=rho,
         threshold=threshold,
-        vacuous=not bound < threshold,
+        vacuous=vacuous,
         masked=masks is not None,
         measured_on=objective.summary(),
-        notes=[],
+        notes=notes,
     )
-    notes = _notes(result, classes)
-    if objective.samples < n:
-        notes.append(f"the training loss is that of {objective.samples} of the {n} samples")
-    return dataclasses.replace(result, notes=notes)
-
-
-#: What holds of every bound of this kind.
-CAVEATS = (
-    "the theorem assumes a loss within [0, 1]; for cross-entropy, which is not bounded, the bound is a heuristic",
-    "the maximum is found by gradient ascent and may be too small, and the bound with it",
-    "the theorem assumes that Gaussian noise on the masked weights does not lower the test loss; this is not checked",
-)
-
-
-def _notes(one: GeneralizationBound, classes: int | None) -> list[str]:
-    guess = (
-        "1, the largest loss within [0, 1]" if classes is None else f"log {classes}, the loss of a uniform prediction"
-    )
-    if one.vacuous:
-        notes = [f"vacuous: {one.bound:.4g} is not below {one.threshold:.4g} ({guess})"]
-        if not one.complexity < one.threshold:
-            notes.append(
-                f"the complexity term alone is {one.complexity:.4g}: with {one.k} weights and {one.n} samples no "
-                "training loss, not even 0, would make the bound informative"
-            )
-    else:
-        notes = [f"not vacuous: {one.bound:.4g} is below {one.threshold:.4g} ({guess})"]
-    # exp(4n / k) overflows for small models with much data, where the case never occurs.
-    exponent = 4 * one.n / one.k
-    if exponent < 700 and one.squared_norm > one.rho**2 * math.expm1(exponent):
-        notes.append("||w||² > rho² (exp(4n/k) - 1): the case that the proof excludes because the bound exceeds 1")
-    return [*notes, *CAVEATS]

@@ -10,13 +10,12 @@ report's page and the report's files draw.
 from typing import Any
 
 from sparsesam.lab.inspection.analysis import Analysis, Measured
-from sparsesam.lab.inspection.convergence import ConvergenceAnalysis
 from sparsesam.lab.inspection.curvature import FisherAnalysis, HessianAnalysis
-from sparsesam.lab.inspection.gradients import GradientAnalysis
 from sparsesam.lab.inspection.landscape import LandscapeAnalysis
 from sparsesam.lab.inspection.masks import MaskAnalysis
+from sparsesam.lab.inspection.theorems import BoundAnalysis, ConvergenceAnalysis
 from sparsesam.lab.inspection.trained_run import EvalSettings, TrainedRun, load_run
-from sparsesam.lab.inspection.within_rho import BoundAnalysis, SharpnessAnalysis
+from sparsesam.lab.inspection.within_rho import GradientAnalysis, SharpnessAnalysis
 
 ANALYSES: dict[str, type[Analysis[Any]]] = {
     "landscape": LandscapeAnalysis,

@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar
 
 from sparsesam.analysis import AnalysisResult
-from sparsesam.lab.display import Cell, Figure, Series, SeriesStyle, Table, table_of_rows
+from sparsesam.lab.display import Cell, Figure, Series, SeriesStyle, Table, number_cell, table_of_rows
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.run_directory import write_atomically
 from sparsesam.lab.inspection.trained_run import EvalSettings, Origin, TrainedRun
 
 Progress = Callable[[int, int], None]
+Summary = dict[str, Cell | float | None]
 ResultT = TypeVar("ResultT", bound=AnalysisResult)
 
 
@@ -35,16 +37,9 @@ class Measured(Generic[ResultT]):
         return self.style.series(name or self.label, x, y, **options)
 
 
-class Prepared(NamedTuple):
-    """The analysis with what its runs must share, what to measure, and why something was left out."""
-
-    analysis: Analysis[Any]
-    subjects: Sequence[Any]
-    notes: Sequence[str] = ()
-
-
+@dataclass(frozen=True)
 class Analysis(ABC, Generic[ResultT]):
-    """A dataclass whose fields are the options of ``sparsesam analyze``.
+    """A dataclass whose fields are the options of ``sparsesam analyze``, with the type of its result in brackets.
 
     ``files`` are the names that its results may have in ``RUN/analyses``. With ``uses_checkpoint``, the fields of
     `EvalSettings` are options too.
@@ -54,7 +49,6 @@ class Analysis(ABC, Generic[ResultT]):
     title: ClassVar[str]
     caption: ClassVar[str]
     files: ClassVar[tuple[str, ...]]
-    result_type: ClassVar[type[AnalysisResult]]
     uses_checkpoint: ClassVar[bool] = True
     argument: ClassVar[tuple[str, str]] = ("RUN", "directory of a run")
 
@@ -63,18 +57,24 @@ class Analysis(ABC, Generic[ResultT]):
         """The name of the result's file."""
         return self.files[0]
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The values of the options, by name."""
+        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if "help" in one.metadata}
+
     # ---- measuring
 
     def load_subject(self, path: Path, on: EvalSettings) -> Any:
         """What is measured: by default, the run in a directory."""
         return TrainedRun(path, on)
 
-    def prepare(self, subjects: Sequence[Any]) -> Prepared:
-        """Runs are compared at one rho: that of the first, unless one was given."""
-        analysis: Any = self
-        if getattr(analysis, "rho", 0.0) is None:
-            analysis = dataclasses.replace(analysis, rho=subjects[0].config.rho)
-        return Prepared(analysis, subjects)
+    def prepare(self, subjects: Sequence[Any]) -> tuple[Analysis[Any], Sequence[Any], Sequence[str]]:
+        """The analysis with what its runs must share, what to measure, and why something was left out.
+
+        By default the runs share the first one's rho, unless one was given.
+        """
+        shared = {"rho": subjects[0].config.rho} if getattr(self, "rho", 0.0) is None else {}
+        return dataclasses.replace(self, **shared), subjects, ()
 
     @abstractmethod
     def measure(self, subject: Any, progress: Progress) -> ResultT:
@@ -85,13 +85,8 @@ class Analysis(ABC, Generic[ResultT]):
         start = time.perf_counter()
         result = self.measure(subject, progress)
         seconds, machine = time.perf_counter() - start, provenance()
-        made = {
-            **self.origin(subject).to_dict(),
-            "options": options_of(self),
-            "seconds": seconds,
-            "command": machine["command"],
-            "provenance": machine,
-        }
+        made = {"options": self.options, "seconds": seconds, "command": machine["command"], "provenance": machine}
+        made = {**self.origin(subject).to_dict(), **made}
         content = {"analysis": self.name, "result": result.to_dict(), "made": made}
         file = subject.path / "analyses" / f"{self.name}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -107,16 +102,24 @@ class Analysis(ABC, Generic[ResultT]):
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> ResultT:
         """A result from its file; ValueError if it has another shape."""
-        return cast(ResultT, cls.result_type.from_dict(content))
+        (result_type,) = typing.get_args(cls.__orig_bases__[0])  # type: ignore[attr-defined]
+        result: ResultT = result_type.from_dict(content)
+        return result
 
     @classmethod
     @abstractmethod
-    def summary(cls, result: ResultT) -> dict[str, Cell]:
+    def summary(cls, result: ResultT) -> Summary:
         """The few values of a result that the table shows."""
 
     @classmethod
     def table(cls, name: str, measured: Sequence[Measured[ResultT]]) -> Table:
-        return table_of_rows(name, cls.caption, {one.label: cls.summary(one.result) for one in measured})
+        rows: dict[str, dict[str, Cell]] = {}
+        for one in measured:
+            values = cls.summary(one.result).items()
+            rows[one.label] = {
+                title: value if isinstance(value, Cell) else number_cell(value) for title, value in values
+            }
+        return table_of_rows(name, cls.caption, rows)
 
     @classmethod
     @abstractmethod
@@ -132,8 +135,3 @@ class Analysis(ABC, Generic[ResultT]):
                 labels.setdefault(note, {})[one.label] = None
         everyone = len({one.label for one in measured})
         return [note if len(of) == everyone else f"{', '.join(of)}: {note}" for note, of in labels.items()]
-
-
-def options_of(settings: Any) -> dict[str, Any]:
-    """The values of an analysis's options, by name."""
-    return {one.name: getattr(settings, one.name) for one in dataclasses.fields(settings) if "help" in one.metadata}

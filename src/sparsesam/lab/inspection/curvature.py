@@ -21,7 +21,7 @@ from sparsesam.analysis import (
 )
 from sparsesam.lab.display import Axis, Cell, Figure, Series, error_bars, number_cell, percent, plus_minus
 from sparsesam.lab.experiment.setting_types import option
-from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, ResultT
+from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, ResultT, Summary
 from sparsesam.lab.inspection.trained_run import TrainedRun
 
 #: Below this share of its peak, the density shows only the Gaussians that smooth it.
@@ -38,10 +38,6 @@ class LayerAnalysis(Analysis[ResultT]):
     def name(self) -> str:
         return self.files[0] if self.layers is None else self.files[1]
 
-    @property
-    def patterns(self) -> list[str] | None:
-        return None if self.layers is None else [pattern.strip() for pattern in self.layers.split(",")]
-
 
 @dataclass(frozen=True)
 class HessianResult(AnalysisResult):
@@ -56,7 +52,6 @@ class HessianAnalysis(LayerAnalysis[HessianResult]):
     title = "Hessian"
     caption = "Curvature: a smaller lambda_1 and a smaller trace mean a flatter minimum. ± is the standard error."
     files = ("hessian", "hessian-layers")
-    result_type = HessianResult
 
     count: int = option(5, "number of eigenvalues; the ratio lambda_1 / lambda_5 needs five")
     tolerance: float = option(1e-3, "relative error of the eigenvalues")
@@ -66,7 +61,7 @@ class HessianAnalysis(LayerAnalysis[HessianResult]):
     keep_graph: bool = option(False, "half the time for several times the memory")
 
     def measure(self, subject: TrainedRun, progress: Progress) -> HessianResult:
-        common: dict[str, Any] = {"parameters": self.patterns, "keep_graph": self.keep_graph, "seed": subject.on.seed}
+        common: dict[str, Any] = {"parameters": self.layers, "keep_graph": self.keep_graph, "seed": subject.on.seed}
         objective = subject.objective
         eigenvalues = hessian_eigenvalues(objective, self.count, tolerance=self.tolerance, **common)
         progress(1, 3)
@@ -77,31 +72,33 @@ class HessianAnalysis(LayerAnalysis[HessianResult]):
         return HessianResult(eigenvalues, trace, density)
 
     @classmethod
-    def summary(cls, result: HessianResult) -> dict[str, Cell]:
+    def summary(cls, result: HessianResult) -> Summary:
         spectrum, trace, density = result.eigenvalues, result.trace, result.density
-        smallest = min(float(nodes.min()) for nodes in density.nodes)
         return {
-            "lambda_1": number_cell(spectrum.eigenvalues[0]),
-            "lambda_1 / lambda_5": number_cell(spectrum.ratio),
+            "lambda_1": spectrum.eigenvalues[0],
+            "lambda_1 / lambda_5": spectrum.ratio,
             "trace": number_cell(trace.trace, lambda value: plus_minus(value, trace.standard_error)),
-            "smallest Ritz value": number_cell(smallest),
-            "weights": number_cell(spectrum.size),
-            "products": number_cell(spectrum.products + trace.products + density.products),
+            "smallest Ritz value": min(float(nodes.min()) for nodes in density.nodes),
+            "weights": spectrum.size,
+            "products": spectrum.products + trace.products + density.products,
             "converged": Cell("yes" if spectrum.converged else "no"),
         }
 
     @classmethod
     def figures(cls, name: str, measured: Sequence[Measured[HessianResult]]) -> list[Figure]:
-        where = ", some layers" if name.endswith("-layers") else ""
-        rank, eigenvalue = Axis("rank", whole=True), Axis("eigenvalue")
-        share = Axis("share of eigenvalues per unit", log=True)
+        where = _some_layers(name)
+        eigenvalue, share = Axis("eigenvalue"), Axis("share of eigenvalues per unit", log=True)
         title, caption = f"Largest eigenvalues{where}", "Bars are estimates of their error."
-        largest = {"": [_eigenvalues(one) for one in measured]}
-        eigenvalues = Figure(f"{name}-eigenvalues", title, caption, rank, eigenvalue, largest, kind="points")
+        panels = {"": [_eigenvalues(one) for one in measured]}
+        rank = Axis("rank", whole=True)
+        largest = Figure(f"{name}-eigenvalues", title, caption, rank, eigenvalue, panels, kind="points")
         caption = "By stochastic Lanczos quadrature; the further right it reaches, the sharper the minimum."
-        densities = {"": [_density(one) for one in measured]}
-        density = Figure(f"{name}-density", f"Spectral density{where}", caption, eigenvalue, share, densities)
-        return [eigenvalues, density]
+        panels = {"": [_density(one) for one in measured]}
+        return [largest, Figure(f"{name}-density", f"Spectral density{where}", caption, eigenvalue, share, panels)]
+
+
+def _some_layers(name: str) -> str:
+    return ", some layers" if name.endswith("-layers") else ""
 
 
 def _eigenvalues(one: Measured[HessianResult]) -> Series:
@@ -121,31 +118,30 @@ class FisherAnalysis(LayerAnalysis[FisherAgreement]):
     title = "Fisher information and Hessian"
     caption = "Correlation of the Fisher information with the Hessian’s diagonal h, and with its magnitude |h|."
     files = ("fisher", "fisher-layers")
-    result_type = FisherAgreement
 
     probes: int | None = option(None, "random vectors for the diagonal; default exact up to 5000 weights, else 100")
     labels: Literal["data", "sampled"] = option("data", "labels of the Fisher information")
 
     def measure(self, subject: TrainedRun, progress: Progress) -> FisherAgreement:
-        options: dict[str, Any] = {"parameters": self.patterns, "seed": subject.on.seed}
-        return fisher_vs_hessian(subject.objective, probes=self.probes, labels=self.labels, **options)
+        return fisher_vs_hessian(
+            subject.objective, probes=self.probes, labels=self.labels, parameters=self.layers, seed=subject.on.seed
+        )
 
     @classmethod
-    def summary(cls, result: FisherAgreement) -> dict[str, Cell]:
-        kept = {f"kept in common at {s}": number_cell(one, percent) for s, one in result.kept_in_common.items()}
+    def summary(cls, result: FisherAgreement) -> Summary:
         return {
-            "Pearson, |h|": number_cell(result.pearson_magnitude),
-            "Spearman, |h|": number_cell(result.spearman_magnitude),
-            "Pearson, h": number_cell(result.pearson),
+            "Pearson, |h|": result.pearson_magnitude,
+            "Spearman, |h|": result.spearman_magnitude,
+            "Pearson, h": result.pearson,
             "h < 0": number_cell(result.negative_share, percent),
-            **kept,
-            "weights": number_cell(result.weights),
+            **{f"kept in common at {s}": number_cell(one, percent) for s, one in result.kept_in_common.items()},
+            "weights": result.weights,
             "Hessian’s diagonal": Cell(result.hessian),
         }
 
     @classmethod
     def figures(cls, name: str, measured: Sequence[Measured[FisherAgreement]]) -> list[Figure]:
-        where = ", some layers" if name.endswith("-layers") else ""
+        where = _some_layers(name)
         title, caption = f"Fisher information and |h|{where}", "Up to 2000 weights. Pairs with a zero are left out."
         x, y = Axis("Fisher information", log=True), Axis("|h|", log=True)
         points = {one.label: [_scatter(one)] for one in measured}

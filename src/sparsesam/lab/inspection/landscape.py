@@ -12,10 +12,10 @@ from typing import Any, Literal
 import numpy as np
 
 from sparsesam.analysis import Landscape, hessian_eigenvalues, loss_between, loss_landscape
-from sparsesam.lab.display import Axis, Cell, Figure, Series, number_cell
+from sparsesam.lab.display import Axis, Cell, Figure, Series
 from sparsesam.lab.experiment.errors import Interrupted
 from sparsesam.lab.experiment.setting_types import option
-from sparsesam.lab.inspection.analysis import Analysis, Measured, Prepared, Progress
+from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, Summary
 from sparsesam.lab.inspection.trained_run import Origin, TrainedRun
 
 #: If the largest loss is this many times the median, its logarithm is drawn: the rest would be flat.
@@ -29,7 +29,6 @@ class LandscapeAnalysis(Analysis[Landscape]):
     title = "Loss landscapes"
     caption = "The loss at the run’s weights, and the smallest and largest on the grid."
     files = ("landscape-2d", "landscape-eigenvectors", "landscape-1d", "landscape-between")
-    result_type = Landscape
 
     dimensions: Literal[1, 2] = option(2, "a line or a square")
     points: int | None = option(None, "in each dimension; default 50, or 51 with --between")
@@ -52,7 +51,7 @@ class LandscapeAnalysis(Analysis[Landscape]):
         kind = "between" if self.between else "eigenvectors" if self.along == "eigenvectors" else f"{self.dimensions}d"
         return f"landscape-{kind}"
 
-    def prepare(self, subjects: Sequence[TrainedRun]) -> Prepared:
+    def prepare(self, subjects: Sequence[TrainedRun]) -> tuple[LandscapeAnalysis, Sequence[TrainedRun], Sequence[str]]:
         different = sorted({run.config.model for run in subjects})
         if len(different) > 1:
             raise ValueError(
@@ -60,10 +59,10 @@ class LandscapeAnalysis(Analysis[Landscape]):
                 "analyze them separately"
             )
         if not self.between:
-            return Prepared(self, subjects)
+            return self, subjects, ()
         if len(subjects) != 2:
             raise ValueError(f"--between needs two runs, got {len(subjects)}")
-        return Prepared(dataclasses.replace(self, other=subjects[1]), subjects[:1])
+        return dataclasses.replace(self, other=subjects[1]), subjects[:1], ()
 
     def measure(self, subject: TrainedRun, progress: Progress) -> Landscape:
         state = subject.directory.analyses / f"{self.name}.unfinished.npz"
@@ -94,14 +93,14 @@ class LandscapeAnalysis(Analysis[Landscape]):
         return dataclasses.replace(subject.origin(), other=other)
 
     @classmethod
-    def summary(cls, result: Landscape) -> dict[str, Cell]:
+    def summary(cls, result: Landscape) -> Summary:
         finite: list[float] = result.loss[np.isfinite(result.loss)].tolist()
         return {
-            "loss at the weights": number_cell(result.center_loss),
-            "smallest": number_cell(min(finite, default=None)),
-            "largest": number_cell(max(finite, default=None)),
-            "points": number_cell(result.loss.size),
-            "not finite": number_cell(result.not_finite),
+            "loss at the weights": result.center_loss,
+            "smallest": min(finite, default=None),
+            "largest": max(finite, default=None),
+            "points": result.loss.size,
+            "not finite": result.not_finite,
             "normalization statistics": Cell(result.measured_on.statistics),
         }
 
@@ -132,36 +131,23 @@ def _surface_figures(name: str, measured: Sequence[Measured[Landscape]]) -> list
     if not len(losses):
         return []
     log = bool(losses[0] > 0 and losses[-1] > _WIDE_RANGE * losses[len(losses) // 2])
-    low, high = (math.log10(losses[0]), math.log10(losses[-1])) if log else (float(losses[0]), float(losses[-1]))
+    range_z = (math.log10(losses[0]), math.log10(losses[-1])) if log else (float(losses[0]), float(losses[-1]))
+    direction, words, end = "direction", "filter-normalized random directions", ""
+    if name == "landscape-eigenvectors":
+        direction, words, end = "eigenvector", "the Hessian’s two leading eigenvectors", " along eigenvectors"
+    x, y, z = Axis(f"{direction} 1"), Axis(f"{direction} 2"), Axis("log10 of the loss" if log else "loss")
     series = [_surface(one, log) for one in measured]
-    eigenvectors = name == "landscape-eigenvectors"
-    x, y = (Axis(f"{'eigenvector' if eigenvectors else 'direction'} {place}") for place in (1, 2))
-    z = Axis("log10 of the loss" if log else "loss")
-    words = "the Hessian’s two leading eigenvectors" if eigenvectors else "filter-normalized random directions"
-    title_end = " along eigenvectors" if eigenvectors else ""
+    shown: dict[str, Any] = {"x": x, "y": y, "z": z, "panels": {one.name: [one] for one in series}, "range_z": range_z}
     scale = f"Along {words}; all runs on one scale."
-    panels = {one.name: [one] for one in series}
-    surface = Figure(
-        name=f"{name}-surface",
-        title=f"Surface{title_end}",
-        caption=f"{scale} On the page, drag to turn it, or use the arrow keys.",
-        kind="surface",
-        x=x,
-        y=y,
-        z=z,
-        panels=panels,
-        range_z=(low, high),
-    )
-    contours = dataclasses.replace(
-        surface,
-        name=f"{name}-contours",
-        title=f"Contours{title_end}",
-        caption=f"{scale} The run’s weights are in the middle.",
-        kind="contour",
-    )
-    title = f"Cut through the middle{title_end}"
-    caption = "The row of each surface that is nearest to the run’s weights: the wider, the flatter."
-    return [surface, contours, Figure(f"{name}-cut", title, caption, x, z, {"": [_cut(one) for one in series]})]
+    turn = f"{scale} On the page, drag to turn it, or use the arrow keys."
+    middle = f"{scale} The run’s weights are in the middle."
+    cut = "The row of each surface that is nearest to the run’s weights: the wider, the flatter."
+    cuts = {"": [_cut(one) for one in series]}
+    return [
+        Figure(f"{name}-surface", f"Surface{end}", turn, kind="surface", **shown),
+        Figure(f"{name}-contours", f"Contours{end}", middle, kind="contour", **shown),
+        Figure(f"{name}-cut", f"Cut through the middle{end}", cut, x, z, cuts),
+    ]
 
 
 def _surface(one: Measured[Landscape], log: bool) -> Series:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsesam.analysis import MaskHistory, masks_over_time
-from sparsesam.lab.display import Axis, Cell, Figure, Series, number_cell, percent
+from sparsesam.lab.display import Axis, Figure, Series, number_cell, percent
 from sparsesam.lab.experiment.run_directory import read_masks
-from sparsesam.lab.inspection.analysis import Analysis, Measured, Prepared, Progress
+from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, Summary
 from sparsesam.lab.inspection.trained_run import TrainedRun
 
 
@@ -20,25 +20,23 @@ class MaskAnalysis(Analysis[MaskHistory]):
     title = "Masks over time"
     caption = "Shares of all weights. The overlap is the mean Jaccard index of a mask with the one before."
     files = ("masks",)
-    result_type = MaskHistory
     uses_checkpoint = False
 
-    def prepare(self, subjects: Sequence[TrainedRun]) -> Prepared:
+    def prepare(self, subjects: Sequence[TrainedRun]) -> tuple[MaskAnalysis, Sequence[TrainedRun], Sequence[str]]:
         """Runs without masks are left out, unless there are no others."""
-        reasons = {run.path: _why_no_masks(run) for run in subjects}
-        having = [run for run in subjects if not reasons[run.path]]
-        missing = [reason for reason in reasons.values() if reason]
-        if not having:
-            raise ValueError("; ".join(missing))
-        return Prepared(self, having, [f"left out: {reason}" for reason in missing])
+        reasons = [_why_no_masks(run) for run in subjects]
+        if all(reasons):
+            raise ValueError("; ".join(reasons))
+        having = [run for run, reason in zip(subjects, reasons, strict=True) if not reason]
+        return self, having, [f"left out: {reason}" for reason in reasons if reason]
 
     def measure(self, subject: TrainedRun, progress: Progress) -> MaskHistory:
         return masks_over_time(read_masks(subject.path))
 
     @classmethod
-    def summary(cls, result: MaskHistory) -> dict[str, Cell]:
+    def summary(cls, result: MaskHistory) -> Summary:
         return {
-            "masks": number_cell(len(result.steps)),
+            "masks": len(result.steps),
             "density": number_cell(result.density[-1], percent),
             "ever perturbed": number_cell(result.ever, percent),
             "always perturbed": number_cell(result.always, percent),
@@ -48,17 +46,10 @@ class MaskAnalysis(Analysis[MaskHistory]):
 
     @classmethod
     def figures(cls, name: str, measured: Sequence[Measured[MaskHistory]]) -> list[Figure]:
-        density = Figure(
-            name="mask-density",
-            title="Density per layer",
-            caption="The share of each parameter’s weights that is perturbed, for each mask.",
-            kind="heatmap",
-            x=Axis("step"),
-            y=Axis("parameter"),
-            z=Axis("density"),
-            panels={one.label: [_density(one)] for one in measured},
-            range_z=(0.0, 1.0),
-        )
+        caption = "The share of each parameter’s weights that is perturbed, for each mask."
+        x, y, z = Axis("step"), Axis("parameter"), Axis("density")
+        panels = {one.label: [_density(one)] for one in measured}
+        density = Figure("mask-density", "Density per layer", caption, x, y, panels, "heatmap", z, (0.0, 1.0))
         caption = "Jaccard index of each mask with the one before; dotted: random masks of the same densities."
         panels = {"": [series for one in measured for series in _overlap(one)]}
         return [density, Figure("mask-overlap", "Overlap", caption, Axis("step", whole=True), Axis("overlap"), panels)]

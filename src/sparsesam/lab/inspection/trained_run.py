@@ -87,17 +87,11 @@ class TrainedRun:
     """
 
     def __init__(self, path: Path, on: EvalSettings, weights: Path | None = None) -> None:
-        self.directory, self.on = RunDirectory.existing(path), on
+        self.directory, self.path, self.on = RunDirectory.existing(path), path, on
         self.file = weights or (self.directory.best if on.checkpoint == "best" else self.directory.last)
         self.config = self.directory.saved_config()
         self.environment = RunEnvironment(data_dir=on.data_dir, download=on.download, accelerator=on.device)
         self.notes: list[str] = []
-
-    @property
-    def path(self) -> Path:
-        return self.directory.path
-
-    # ---- weights and masks -------------------------------------------------------------------------------
 
     @cached_property
     def model(self) -> nn.Module:
@@ -118,12 +112,8 @@ class TrainedRun:
     @cached_property
     def weights(self) -> dict[str, Tensor]:
         """The state dict of the model as it was tested: the moving average, where the run has one."""
-        if self.file not in (self.directory.best, self.directory.last):
-            return checkpoint.read_weights(self.file)
-        try:
-            return checkpoint.weights_of(self._content)
-        except KeyError as error:
-            raise CheckpointError(f"{self.file} lacks {error}; it is not the {self.file.name} of a run") from None
+        is_own = self.file in (self.directory.best, self.directory.last)
+        return checkpoint.weights_of(self._content) if is_own else checkpoint.read_weights(self.file)
 
     @property
     def step(self) -> int:
@@ -162,8 +152,6 @@ class TrainedRun:
                 f"continue it with: sparsesam train --resume --out {self.path}"
             )
         return checkpoint.load(self.file)
-
-    # ---- images ------------------------------------------------------------------------------------------
 
     @cached_property
     def splits(self) -> Splits | FolderSplits:

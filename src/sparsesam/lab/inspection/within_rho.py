@@ -1,21 +1,70 @@
-"""The largest loss within rho of the weights, and theorem 3's bound, which starts from it."""
+"""What changes within rho of the weights: SAM's gradient against SGD's, and the largest loss."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from sparsesam.analysis import AnalysisResult, GeneralizationBound, Sharpness, generalization_bound, sharpness
-from sparsesam.analysis.theory import CAVEATS
-from sparsesam.lab.display import Axis, Cell, Figure, Series, number_cell, significant
+from sparsesam.analysis import AnalysisResult, GradientDifference, Sharpness, gradient_difference, sharpness
+from sparsesam.lab.display import Axis, Figure, Series, number_cell, percent
 from sparsesam.lab.experiment.setting_types import option
-from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress
+from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, Summary
 from sparsesam.lab.inspection.trained_run import TrainedRun
 
 MeasureT = TypeVar("MeasureT")
-_TERMS = {"dimension": "dimension_term", "confidence": "confidence_term", "remainder": "remainder"}
+_GROUPS = {"every": "every weight", "inside": "inside the mask", "outside": "outside the mask"}
+
+
+@dataclass(frozen=True)
+class GradientAnalysis(Analysis[GradientDifference]):
+    help = "the difference of SAM's gradient from SGD's for each weight, inside and outside the mask"
+    title = "Gradient difference"
+    caption = "The share of weights with r < 0, among those that have an r."
+    files = ("gradients",)
+
+    rho: float | None = option(None, "length of SAM's ascent; default the first run's")
+    logarithm: Literal["10", "e"] = option("10", "base of the logarithm in r")
+
+    def measure(self, subject: TrainedRun, progress: Progress) -> GradientDifference:
+        return gradient_difference(subject.objective, masks=subject.masks, **self.options)
+
+    @classmethod
+    def summary(cls, result: GradientDifference) -> Summary:
+        groups = {title: getattr(result, name) for name, title in _GROUPS.items()}
+        return {
+            **{f"r < 0, {title}": number_cell(one and one.share_below_zero, percent) for title, one in groups.items()},
+            "median r": result.every.quantiles["0.5"],
+            "gradient norm": result.gradient_norm,
+            "rho": result.rho,
+        }
+
+    @classmethod
+    def figures(cls, name: str, measured: Sequence[Measured[GradientDifference]]) -> list[Figure]:
+        logarithm = " or ".join(sorted({one.result.logarithm for one in measured}))
+        caption = (
+            f"r = {logarithm} |(g_SAM − g_SGD) / g_SGD| of each weight. Left of 0, SAM’s gradient differs by less than "
+            "the gradient itself: the perturbation matters little there."
+        )
+        panels = {title: panel for group, title in _GROUPS.items() if (panel := _histograms(measured, group))}
+        x, y = Axis("r"), Axis("share of weights per bin")
+        histogram = Figure("gradient-difference", "Histogram of r", caption, x, y, panels)
+        caption = "The share of each layer’s weights with r < 0."
+        x, y = Axis("parameter"), Axis("share with r < 0 (%)")
+        layers = [(one, one.result.layers) for one in measured]
+        bars = [one.series(of, [100 * layer.share_below_zero for layer in of.values()]) for one, of in layers]
+        return [histogram, Figure("gradient-difference-layers", "By layer", caption, x, y, {"": bars}, kind="bars")]
+
+
+def _histograms(measured: Sequence[Measured[GradientDifference]], group: str) -> list[Series]:
+    series = []
+    for one in measured:
+        differences, edges = getattr(one.result, group), one.result.edges
+        if differences is not None:
+            shares = differences.histogram / max(differences.weights, 1)
+            series.append(one.series((edges[1:] + edges[:-1]) / 2, shares))
+    return series
 
 
 def every_and_masked(
@@ -44,23 +93,21 @@ class SharpnessAnalysis(Analysis[SharpnessResult]):
     title = "Sharpness"
     caption = "The largest increase of the loss that gradient ascent found within rho: a lower bound of the true one."
     files = ("sharpness",)
-    result_type = SharpnessResult
 
     rho: float | None = option(None, "radius; default the first run's")
     steps: int = option(20, "gradients of the ascent")
 
     def measure(self, subject: TrainedRun, progress: Progress) -> SharpnessResult:
-        assert self.rho is not None
-        measure = partial(sharpness, subject.objective, self.rho, steps=self.steps, seed=subject.on.seed)
+        measure = partial(sharpness, subject.objective, seed=subject.on.seed, **self.options)
         return SharpnessResult(*every_and_masked(subject, progress, measure))
 
     @classmethod
-    def summary(cls, result: SharpnessResult) -> dict[str, Cell]:
-        row = {"loss": number_cell(result.every.loss)}
+    def summary(cls, result: SharpnessResult) -> Summary:
+        row: Summary = {"loss": result.every.loss}
         for label, measured in (("every weight", result.every), ("mask only", result.masked)):
-            row[f"increase, {label}"] = number_cell(None if measured is None else measured.increase)
-            row[f"by SAM’s step, {label}"] = number_cell(None if measured is None else measured.one_step)
-        return {**row, "rho": number_cell(result.every.rho)}
+            row[f"increase, {label}"] = None if measured is None else measured.increase
+            row[f"by SAM’s step, {label}"] = None if measured is None else measured.one_step
+        return {**row, "rho": result.every.rho}
 
     @classmethod
     def figures(cls, name: str, measured: Sequence[Measured[SharpnessResult]]) -> list[Figure]:
@@ -75,94 +122,3 @@ class SharpnessAnalysis(Analysis[SharpnessResult]):
 
 def _path(one: Measured[SharpnessResult], measured: Sharpness) -> Series:
     return one.series(range(len(measured.path)), [loss - measured.loss for loss in measured.path])
-
-
-@dataclass(frozen=True)
-class BoundResult(AnalysisResult):
-    """``masked`` is None for runs without a mask."""
-
-    every: GeneralizationBound
-    masked: GeneralizationBound | None
-
-    @property
-    def bounds(self) -> list[GeneralizationBound]:
-        return [self.every, *([] if self.masked is None else [self.masked])]
-
-
-@dataclass(frozen=True)
-class BoundAnalysis(Analysis[BoundResult]):
-    help = "the bound of theorem 3 with every term, over every weight and over those of the mask"
-    title = "Generalization bound"
-    caption = "Test loss ≤ largest loss within rho + complexity. It is vacuous if not below the loss of a guess."
-    files = ("bound",)
-    result_type = BoundResult
-
-    rho: float | None = option(None, "radius; default the first run's")
-    delta: float = option(0.05, "the bound holds with probability 1 - delta")
-    steps: int = option(20, "gradients of the ascent that finds the largest loss")
-
-    def measure(self, subject: TrainedRun, progress: Progress) -> BoundResult:
-        if subject.on.split != "train":
-            raise ValueError(
-                f"split must be train for the bound, which depends on the training loss, got {subject.on.split}"
-            )
-        assert self.rho is not None
-        measure = partial(
-            generalization_bound,
-            subject.objective,
-            self.rho,
-            n=subject.batches.count,
-            delta=self.delta,
-            classes=subject.splits.num_classes,
-            steps=self.steps,
-        )
-        return BoundResult(*every_and_masked(subject, progress, measure))
-
-    @classmethod
-    def summary(cls, result: BoundResult) -> dict[str, Cell]:
-        every, masked = result.every, result.masked
-        return {
-            "bound": number_cell(every.bound),
-            "= largest loss within rho": number_cell(every.max_loss),
-            "+ complexity": number_cell(every.complexity),
-            "loss of a guess": number_cell(every.threshold),
-            "informative": Cell("no, vacuous", status="failed") if every.vacuous else Cell("yes", status="finished"),
-            "bound, mask only": number_cell(None if masked is None else masked.bound),
-            "dimension term": number_cell(every.dimension_term),
-            "confidence term": number_cell(every.confidence_term),
-            "remainder": number_cell(every.remainder),
-            "k": number_cell(every.k),
-            "n": number_cell(every.n),
-            "delta": number_cell(every.delta),
-            "rho": number_cell(every.rho),
-            "||w||²": number_cell(every.squared_norm),
-        }
-
-    @classmethod
-    def figures(cls, name: str, measured: Sequence[Measured[BoundResult]]) -> list[Figure]:
-        caption = "complexity = sqrt((dimension + confidence + remainder) / (n − 1))."
-        x, y = Axis("term"), Axis("value", log=True)
-        panels = {"": [_terms(one, bound) for one in measured for bound in one.result.bounds]}
-        return [Figure("bound-terms", "Terms of the complexity", caption, x, y, panels, kind="bars")]
-
-    @classmethod
-    def notes(cls, measured: Sequence[Measured[BoundResult]]) -> list[str]:
-        """Of every bound; notes on a run's own numbers are in its file."""
-        return list(CAVEATS)
-
-    @classmethod
-    def all_vacuous(cls, measured: Sequence[Measured[BoundResult]]) -> str:
-        """One sentence instead of the section where no bound is informative, else empty."""
-        bounds = [bound for one in measured for bound in one.result.bounds]
-        if not bounds or not all(bound.vacuous for bound in bounds):
-            return ""
-        least = min(bounds, key=lambda bound: bound.bound)
-        return (
-            f"Generalization bound (theorem 3): vacuous for every run; the smallest is {significant(least.bound)}, "
-            f"while a guess has a loss of {significant(least.threshold)}."
-        )
-
-
-def _terms(one: Measured[BoundResult], bound: GeneralizationBound) -> Series:
-    name = f"{one.label} (masked)" if bound.masked else one.label
-    return one.series(_TERMS, [getattr(bound, term) for term in _TERMS.values()], name=name, faint=bound.masked)

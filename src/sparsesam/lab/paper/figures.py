@@ -16,10 +16,9 @@ from sparsesam.lab.display import Axis, Bar, Figure, Series, SeriesStyle, assign
 from sparsesam.lab.experiment.result import EpochRecord, read_epochs
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.inspection import Analysis, Measured, TrainedRun, load_run
-from sparsesam.lab.inspection.analysis import options_of
 from sparsesam.lab.inspection.curvature import HessianAnalysis
-from sparsesam.lab.inspection.gradients import GradientAnalysis
 from sparsesam.lab.inspection.landscape import LandscapeAnalysis
+from sparsesam.lab.inspection.within_rho import GradientAnalysis
 from sparsesam.lab.paper.comparison import RecipeRuns
 from sparsesam.lab.paper.recipe import Column, finished_results
 
@@ -204,7 +203,7 @@ def _measured_on_samples(
 
 def _kept(run: TrainedRun, analysis: Analysis[Any]) -> Any:
     """The result in ``RUN/analyses``, if it is of these weights, images and options; else measured and written."""
-    wanted = {**analysis.origin(run).to_dict(), "options": options_of(analysis)}
+    wanted = {**analysis.origin(run).to_dict(), "options": analysis.options}
     file = run.path / "analyses" / f"{analysis.name}.json"
     if file.exists():
         content = json.loads(file.read_text())

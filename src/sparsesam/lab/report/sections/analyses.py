@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sparsesam.lab.display import Figure, Table
 from sparsesam.lab.inspection import ANALYSES
-from sparsesam.lab.inspection.within_rho import BoundAnalysis
+from sparsesam.lab.inspection.theorems import BoundAnalysis
 from sparsesam.lab.report.data import Part, ReportData
 from sparsesam.lab.report.variants import Task
 
