@@ -45,8 +45,8 @@ class Try:
         return self.error <= TOLERANCE
 
 
-def ours(model: nn.Module, x: Tensor, y: Tensor, seed: int, tolerance: float = TOLERANCE) -> tuple[int, Array]:
-    found = hessian_eigenvalues(Objective(model, [(x, y)], F.cross_entropy), COUNT, tolerance=tolerance, seed=seed)
+def ours(model: nn.Module, x: Tensor, y: Tensor, seed: int) -> tuple[int, Array]:
+    found = hessian_eigenvalues(Objective(model, [(x, y)], F.cross_entropy), COUNT, tolerance=TOLERANCE, seed=seed)
     return found.products, found.eigenvalues
 
 
