@@ -44,7 +44,7 @@ class Case:
     def __call__(self) -> Any:
         settings = getattr(self.optimizer, "settings", None)
         if isinstance(settings, Settings) and settings.ascent_fraction < 1:
-            return self.optimizer.step(self.closure, batch=self.batch)
+            return self.optimizer.step(self.backward, batch=self.batch)
         if hasattr(self.optimizer, "first_step"):  # pytorch-optimizer wants the first gradient before the step
             self.closure()
         return self.optimizer.step(self.closure)
@@ -54,11 +54,14 @@ class Case:
             scores = self.model(batch[0])
         return cross_entropy(scores.float(), batch[1])
 
-    def closure(self, batch: Batch | None = None) -> Tensor:
+    def backward(self, batch: Batch) -> Tensor:
         self.optimizer.zero_grad()
-        loss = self.loss(batch or self.batch)
+        loss = self.loss(batch)
         loss.backward()
         return loss
+
+    def closure(self) -> Tensor:
+        return self.backward(self.batch)
 
     @property
     def perturbed(self) -> float:
@@ -68,11 +71,12 @@ class Case:
         sparsity = getattr(self.optimizer, "sparsity", 1.0)
         return 1 - (1.0 if sparsity is None else sparsity)
 
-    def peak_bytes(self, before: Callable[[], object] = lambda: None) -> int:
-        """Live bytes at the peak of a step, beyond model and batch; ``before`` is called before it."""
+    def peak_bytes(self, *, refresh: bool = False) -> int:
+        """Live bytes at the peak of a step, beyond model and batch; with ``refresh``, of one that makes a new mask."""
         with LiveBytes([*self.model.parameters(), *self.model.buffers(), *self.batch]) as live:
             self()  # makes the momentum and the first mask
-            before()
+            if refresh and self.optimizer.mask is not None:
+                self.optimizer.refresh_mask()
             live.restart()
             self()
         return int(live.peak)

@@ -34,6 +34,9 @@ def filters_of_every_layer(model: nn.Module, share: float) -> sparsesam.MaskRule
     return sparsesam.fixed_mask(masks)
 
 
+LOOK_SAM = "pytorch-optimizer LookSAM, k=5"
+
+
 class LookSAMCase(Case):
     """Five steps of pytorch-optimizer's LookSAM in its cheap form: a second pass only in every fifth step."""
 
@@ -76,9 +79,6 @@ TAILS = {
         ("blocks.[6-9].*", "blocks.1?.*", "norm.*", "head.*"),
     ),
 }
-
-
-LOOK_SAM = "pytorch-optimizer LookSAM, k=5"
 
 
 def table(model: nn.Module, *tails: tuple[str, ...]) -> dict[str, Wrap | None]:

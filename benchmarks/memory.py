@@ -34,12 +34,10 @@ def report(name: str, model: nn.Module, images: Tensor) -> None:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{name}, {parameters:,} parameters; SGD itself {base / parameters:.2f}")
     for case, wrap in wraps(batch).items():
-        plain, refreshing = Case(model, batch, wrap), Case(model, batch, wrap)
-        refresh = refreshing.optimizer.refresh_mask if refreshing.optimizer.mask is not None else lambda: None
-        extra, extra_refreshing = (
-            (peak - base) / parameters for peak in (plain.peak_bytes(), refreshing.peak_bytes(refresh))
+        extra, with_refresh = (
+            (Case(model, batch, wrap).peak_bytes(refresh=refresh) - base) / parameters for refresh in (False, True)
         )
-        print(f"  {case:20} {extra:12.3f} {extra_refreshing:17.3f}")
+        print(f"  {case:20} {extra:12.3f} {with_refresh:17.3f}")
 
 
 def wraps(batch: Batch) -> dict[str, Wrap]:
