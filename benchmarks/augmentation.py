@@ -10,16 +10,15 @@ before them, since augmentation must not be what limits training.
 from __future__ import annotations
 
 import random
-import statistics
 from collections.abc import Callable
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
-from benchmarks.timing import arguments, begin, format_ratios, interleaved, ratios
+from benchmarks.cases import Case, cifar_batch
+from benchmarks.timing import arguments, begin, compare, format_ratios, medians
 from sparsesam.lab.data import Augment
 from sparsesam.lab.models import build_model
 
@@ -31,13 +30,14 @@ LIGHT_MODEL = "resnet10-small"
 def main() -> None:
     options = begin(arguments(__doc__, batch=128, rounds=31, warmup=3, threads=1))
     # First, so that the memory allocator is in the state that it has in training.
-    step = {f"SGD step of {LIGHT_MODEL}": training_step(options.batch)}
-    alone = interleaved(step, *step, rounds=3, warmup=1, clock=options.clock)
-    both = interleaved(cases(options.batch), OURS, rounds=options.rounds, warmup=options.warmup, clock=options.clock)
+    torch.manual_seed(0)
+    step = Case(build_model(LIGHT_MODEL), cifar_batch(options.batch))
+    alone = medians({f"SGD step of {LIGHT_MODEL}": step}, 3, options.clock)
+    rows = compare(cases(options.batch), OURS, options)
     print(f"batch {options.batch}, {options.rounds} interleaved rounds")
-    print(format_ratios(ratios(both), OURS))
-    for name, times in (alone | both).items():
-        print(f"{options.batch / statistics.median(one.seconds for one in times):10,.0f} images/s  {name}")
+    print(format_ratios(rows, OURS))
+    for name, seconds in (alone | {row.name: row.seconds for row in rows}).items():
+        print(f"{options.batch / seconds:10,.0f} images/s  {name}")
 
 
 def cases(batch: int) -> dict[str, Callable[[], None]]:
@@ -70,21 +70,6 @@ def pillow_view(picture: Image.Image, draws: random.Random, mean: Tensor, std: T
         left, top = draws.randrange(-8, 24), draws.randrange(-8, 24)
         tensor[:, max(0, top) : top + 16, max(0, left) : left + 16] = 0
     return tensor
-
-
-def training_step(batch: int) -> Callable[[], None]:
-    images = torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    torch.manual_seed(0)
-    model = build_model(LIGHT_MODEL)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    labels = torch.arange(len(images)) % 10
-
-    def step() -> None:
-        optimizer.zero_grad()
-        cross_entropy(model(images), labels).backward()
-        optimizer.step()
-
-    return step
 
 
 if __name__ == "__main__":

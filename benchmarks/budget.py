@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import cross_entropy
 
-from benchmarks.engine import Case, ssam
-from benchmarks.timing import arguments, begin, format_ratios, interleaved, ratios
+from benchmarks.cases import Case, cifar_batch, ssam
+from benchmarks.timing import arguments, begin, compare, format_ratios
 from sparsesam.budget import BudgetMask, BudgetUnit
 from sparsesam.budget.costs import layer_costs
 from sparsesam.lab.models import resnet18
@@ -28,13 +28,12 @@ def main() -> None:
     if options.warmup < 2:
         parser.error(f"--warmup must be at least 2, got {options.warmup}: masks are made in the first step")
     torch.manual_seed(0)
-    model = resnet18()
-    data = (torch.randn(options.batch, 3, 32, 32), torch.randint(10, (options.batch,)))
+    model, data = resnet18(), cifar_batch(options.batch)
     costs = layer_costs(model, data[0], how="cpu-time" if options.cpu_time else "time")
     score = Fisher(data, cross_entropy, samples=min(16, options.batch))
     rules = {f"{unit} {budget}": BudgetMask(costs, budget, score, unit) for unit in UNITS for budget in options.budgets}
-    cases = {"SGD": Case(model, data, None), **{name: Case(model, data, ssam(rule)) for name, rule in rules.items()}}
-    table = ratios(interleaved(cases, "SGD", rounds=options.rounds, warmup=options.warmup, clock=options.clock))
+    cases = {"SGD": Case(model, data), **{name: Case(model, data, ssam(rule)) for name, rule in rules.items()}}
+    table = compare(cases, "SGD", options)
 
     print(f"ResNet-18, batch {options.batch}, {options.rounds} interleaved rounds")
     print(format_ratios(table, "SGD"))

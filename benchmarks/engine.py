@@ -8,75 +8,18 @@ pytorch-optimizer's LookSAM, ``--only ,forward`` a forward alone, ``--json`` is 
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import nn
 
 import sparsesam
-from benchmarks.live_bytes import LiveBytes
-from benchmarks.timing import Timed, arguments, begin, format_ratios, interleaved, ratios
+from benchmarks.cases import SGD, Batch, Case, Wrap, cifar_batch, pytorch_optimizer_sam, sam, ssam
+from benchmarks.timing import arguments, begin, compare, format_ratios
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.models import build_model
-from sparsesam.settings import Settings
-
-SGD: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3}
-Wrap = Callable[..., Any]
-
-
-class Case:
-    """A model of its own, prepared (compiled, wrapped), an optimizer around it, and its step."""
-
-    steps_per_call = 1
-
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: tuple[Tensor, Tensor],
-        wrap: Wrap | None,
-        prepare: Callable[[nn.Module], nn.Module] = lambda model: model,
-    ) -> None:
-        self.model = prepare(copy.deepcopy(model))
-        base = torch.optim.SGD(self.model.parameters(), **SGD)
-        self.optimizer: Any = base if wrap is None else wrap(base, self.model)
-        self.batch = batch
-
-    def __call__(self) -> None:
-        settings = getattr(self.optimizer, "settings", None)
-        if isinstance(settings, Settings) and settings.ascent_fraction < 1:
-            self.optimizer.step(self.closure, batch=self.batch)
-        elif hasattr(self.optimizer, "first_step"):  # pytorch-optimizer wants the first gradient before the step
-            self.closure(self.batch)
-            self.optimizer.step(lambda: self.closure(self.batch))
-        else:
-            self.optimizer.step(lambda: self.closure(self.batch))
-
-    def closure(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        self.optimizer.zero_grad()
-        loss = cross_entropy(self.model(batch[0]), batch[1])
-        loss.backward()
-        return loss
-
-    @property
-    def perturbed(self) -> float:
-        if hasattr(self.optimizer, "first_step"):
-            return 1.0
-        sparsity = getattr(self.optimizer, "sparsity", 1.0)
-        return 1 - (1.0 if sparsity is None else sparsity)
-
-    def peak_bytes(self) -> int:
-        """Live bytes at the peak of a step, beyond model and batch."""
-        with LiveBytes([*self.model.parameters(), *self.model.buffers(), *self.batch]) as live:
-            self()
-            live.restart()
-            self()
-        return int(live.peak)
 
 
 def filters_of_every_layer(model: nn.Module, share: float) -> sparsesam.MaskRule:
@@ -91,34 +34,24 @@ def filters_of_every_layer(model: nn.Module, share: float) -> sparsesam.MaskRule
     return sparsesam.fixed_mask(masks)
 
 
-def ssam(mask: sparsesam.MaskRule, **options: Any) -> Wrap:
-    options = {"norm": "masked", **options}
-    return lambda base, model: sparsesam.SSAM(base, model, rho=0.1, mask=mask, **options)
-
-
-def pytorch_optimizer_sam(base: Any, model: nn.Module) -> Any:
-    from pytorch_optimizer import SAM
-
-    return SAM(model.parameters(), torch.optim.SGD, rho=0.1, **SGD)
+LOOK_SAM = "pytorch-optimizer LookSAM, k=5"
 
 
 class LookSAMCase(Case):
-    """pytorch-optimizer's LookSAM in its cheap form: a second pass only in every fifth step; timed five at a time."""
+    """Five steps of pytorch-optimizer's LookSAM in its cheap form: a second pass only in every fifth step."""
 
-    steps_per_call = 5
-
-    def __init__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
-        super().__init__(model, batch, None)
+    def __init__(self, model: nn.Module, batch: Batch) -> None:
+        super().__init__(model, batch)
         from pytorch_optimizer import LookSAM
 
         self.optimizer = LookSAM(self.model.parameters(), torch.optim.SGD, rho=0.1, k=5, **SGD)
 
     def __call__(self) -> None:
         for step in range(5):
-            self.closure(self.batch)
+            self.closure()
             if step == 0:
                 self.optimizer.first_step(zero_grad=True)
-                self.closure(self.batch)
+                self.closure()
             self.optimizer.second_step()
 
 
@@ -126,7 +59,7 @@ class ForwardCase(Case):
     """A forward alone: what no mask of filters leaves out."""
 
     def __call__(self) -> None:
-        cross_entropy(self.model(self.batch[0]), self.batch[1])
+        self.loss(self.batch)
 
 
 #: Batch and image size of each model, for a step of a few seconds on two cores.
@@ -154,7 +87,7 @@ def table(model: nn.Module, *tails: tuple[str, ...]) -> dict[str, Wrap | None]:
     unstructured = sparsesam.random_mask(sparsity=0.5)
     return {
         "SGD": None,
-        "SAM": lambda base, m: sparsesam.SAM(base, m, rho=0.1),
+        "SAM": sam,
         "pytorch-optimizer SAM": pytorch_optimizer_sam,
         "half the filters, explicit": ssam(half),
         "half the filters, implicit": ssam(half, ascent="implicit"),
@@ -180,7 +113,7 @@ def main() -> None:
     count, side = SHAPES[options.model]
     count = options.batch or count
     model = build_model(options.model, image_size=side)
-    batch = (torch.randn(count, 3, side, side), torch.randint(10, (count,)))
+    batch = cifar_batch(count, side)
     words = options.only.split(",")
     chosen = {
         name: Case(model, batch, wrap)
@@ -188,13 +121,14 @@ def main() -> None:
         if name == "SGD" or any(word in name for word in words)
     }
     if "forward" in words:
-        chosen["a forward alone"] = ForwardCase(model, batch, None)
+        chosen["a forward alone"] = ForwardCase(model, batch)
     if "LookSAM" in words:
-        chosen["pytorch-optimizer LookSAM, k=5"] = LookSAMCase(model, batch)
-    timed = interleaved(chosen, "SGD", rounds=options.rounds, warmup=options.warmup, clock=options.clock)
-    for name, times in timed.items():
-        timed[name] = [Timed(one.seconds / chosen[name].steps_per_call, one.reference) for one in times]
-    rows = ratios(timed)
+        chosen[LOOK_SAM] = LookSAMCase(model, batch)
+    rows = compare(chosen, "SGD", options)
+    for place, row in enumerate(rows):
+        if row.name == LOOK_SAM:
+            numbers = {name: value / 5 for name, value in asdict(row).items() if name != "name"}
+            rows[place] = replace(row, **numbers)
     print(f"{options.model}, batch {count} of {side}x{side}, {options.rounds} interleaved rounds")
     print(format_ratios(rows, "SGD"))
     peaks = {}

@@ -18,35 +18,36 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
 from torch import distributed as dist
+from torch import nn
 from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsesam
-from benchmarks.engine import TAILS, Case, ssam
+from benchmarks.cases import Batch, Case, cifar_batch, sam, ssam
+from benchmarks.engine import TAILS
 from benchmarks.timing import format_ratios, interleaved, medians, print_provenance, ratios
 from sparsesam.lab.models import build_model
 
 Clock = Callable[[], float]
 
 
-def cases(model: nn.Module, batch: tuple[Tensor, Tensor], prepare: Callable[[nn.Module], nn.Module]) -> dict[str, Case]:
+def cases(model: nn.Module, batch: Batch, prepare: Callable[[nn.Module], nn.Module]) -> dict[str, Case]:
     """SGD, SAM and the last stage, each on a copy of the model that is prepared in the same way."""
     stage = sparsesam.fixed_mask(*TAILS["resnet18"][1])
     wraps = {
         "SGD": None,
-        "SAM": lambda base, m: sparsesam.SAM(base, m, rho=0.1),
+        "SAM": sam,
         "last stage + classifier": ssam(stage),
         "last stage, norm of all": ssam(stage, norm="full"),
         "last stage, engine off": ssam(stage, engine=False),
     }
-    return {name: Case(model, batch, wrap, prepare) for name, wrap in wraps.items()}
+    return {name: Case(model, batch, wrap, prepare=prepare) for name, wrap in wraps.items()}
 
 
-def resnet(batch: int) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+def resnet(batch: int) -> tuple[nn.Module, Batch]:
     torch.manual_seed(0)
-    return build_model("resnet18", image_size=32), (torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,)))
+    return build_model("resnet18", image_size=32), cifar_batch(batch)
 
 
 def timed(chosen: dict[str, Case], rounds: int, clock: Clock) -> str:
@@ -82,7 +83,7 @@ def tiny(rounds: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     data = (torch.randn(8, 64), torch.randint(10, (8,)))
-    chosen = {"SGD": Case(model, data, None)}
+    chosen = {"SGD": Case(model, data)}
     masks = {"last layer": sparsesam.fixed_mask("2.*"), "unstructured 50 %": sparsesam.random_mask(sparsity=0.5)}
     for what, mask in masks.items():
         chosen[f"{what}, engine on"] = Case(model, data, ssam(mask))

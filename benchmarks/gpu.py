@@ -12,19 +12,19 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 import sparsesam
-from benchmarks.launches import LaunchCounter
-from benchmarks.timing import interleaved, print_provenance, ratios
+from benchmarks.cases import SGD, Case, Wrap, cifar_batch, sam, ssam
+from benchmarks.dispatch import LaunchCounter
+from benchmarks.timing import device_name, interleaved, print_provenance, ratios
 from sparsesam.ascent.perturbation import pieces
 from sparsesam.ascent.semi_structured import Hardware, choose_backend
 from sparsesam.lab.models import resnet18
@@ -32,7 +32,10 @@ from sparsesam.lab.models.vit import vit
 from sparsesam.masks.packed import PackedMask
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
-SGD: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3, "foreach": True}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "resnet18": resnet18,
+    "vit": partial(vit, 10, 3, 32, patch_size=4, dim=384, depth=6, heads=6, mlp_ratio=4.0),
+}
 
 
 @dataclass(frozen=True)
@@ -45,18 +48,6 @@ class Setting:
     precision: torch.dtype | None
 
 
-@dataclass
-class Case:
-    """One row: an optimizer around its own copy of the model."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    closure: Callable[[], Tensor]
-
-    def step(self) -> None:
-        self.optimizer.step(self.closure)  # type: ignore[arg-type]  # the loss stays on the device
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default=_default_device())
@@ -67,30 +58,17 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     setting = Setting(torch.device(options.device), MODELS[options.model], options.batch, PRECISIONS[options.precision])
     print_provenance()
-    print(f"{options.model}, batch {options.batch}, {options.precision}, {_called(setting.device)}")
+    print(f"{options.model}, batch {options.batch}, {options.precision}, {device_name(setting.device)}")
     print(f"2:4 products: {sparse_product(setting)}\n")
     print(table(setting, options.rounds))
-
-
-def resnet() -> nn.Module:
-    return resnet18()
-
-
-def vision_transformer() -> nn.Module:
-    return vit(10, 3, 32, patch_size=4, dim=384, depth=6, heads=6, mlp_ratio=4.0)
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {"resnet18": resnet, "vit": vision_transformer}
 
 
 def table(setting: Setting, rounds: int) -> str:
     """Markdown, a row for each method."""
     cases = {name: make_case(setting, wrap) for name, wrap in methods().items()}
     for case in cases.values():
-        case.step()  # makes momentum and masks
-    timed = interleaved(
-        {name: case.step for name, case in cases.items()}, "SGD", rounds=rounds, warmup=3, clock=_clock(setting.device)
-    )
+        case()  # makes momentum and masks
+    timed = interleaved(cases, "SGD", rounds=rounds, warmup=3, clock=_clock(setting.device))
     lines = ["| | ms | x SGD | launches | waits | MB | CUDA syncs |", "|---|---|---|---|---|---|---|"]
     for ratio in ratios(timed):
         case = cases[ratio.name]
@@ -101,20 +79,13 @@ def table(setting: Setting, rounds: int) -> str:
     return "\n".join(lines)
 
 
-Wrap = Callable[[torch.optim.Optimizer, nn.Module], torch.optim.Optimizer]
-
-
-def methods() -> dict[str, Wrap]:
-    def masked(pattern: str, sparsity: float | None = None, **options: Any) -> Wrap:
-        def wrap(base: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-            mask = sparsesam.random_mask(pattern=pattern, sparsity=sparsity)
-            return sparsesam.SSAM(base, model, rho=0.1, mask=mask, **options)
-
-        return wrap
+def methods() -> dict[str, Wrap | None]:
+    def masked(pattern: str, sparsity: float | None = None, *, norm: str = "full", **options: Any) -> Wrap:
+        return ssam(sparsesam.random_mask(pattern=pattern, sparsity=sparsity), norm=norm, **options)
 
     return {
-        "SGD": lambda base, model: base,
-        "SAM": lambda base, model: sparsesam.SAM(base, model, rho=0.1),
+        "SGD": None,
+        "SAM": sam,
         "ASAM": lambda base, model: sparsesam.SAM(base, model, rho=1.0, adaptive=True),
         "entries, sparsity 0.5": masked("unstructured", 0.5),
         "entries, sparsity 0.9": masked("unstructured", 0.9),
@@ -125,34 +96,22 @@ def methods() -> dict[str, Wrap]:
     }
 
 
-def make_case(setting: Setting, wrap: Wrap) -> Case:
+def make_case(setting: Setting, wrap: Wrap | None) -> Case:
     torch.manual_seed(0)
     model = setting.model().to(setting.device)
-    images = torch.randn(setting.batch, 3, 32, 32, device=setting.device)
-    labels = torch.randint(10, (setting.batch,), device=setting.device)
-    base = torch.optim.SGD(model.parameters(), **SGD)
-    optimizer = wrap(base, model)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        mixed = nullcontext() if setting.precision is None else torch.autocast(setting.device.type, setting.precision)
-        with mixed:
-            loss = cross_entropy(model(images), labels)
-        loss.backward()
-        return loss
-
-    return Case(model, optimizer, closure)
+    images, labels = (tensor.to(setting.device) for tensor in cifar_batch(setting.batch))
+    settings = {**SGD, "foreach": True}
+    return Case(model, (images, labels), wrap, settings=settings, precision=setting.precision)
 
 
 def beyond_passes(case: Case) -> tuple[int, int]:
     """Launches and waits of a step, without two passes (one for the base optimizer) and the base's update."""
     counts = []
-    base = getattr(case.optimizer, "base", case.optimizer)
-    for run in (case.step, case.closure, base.step):
+    for run in (case, case.closure, case.base.step):
         with mock.patch.object(pieces, "HOSTS", ()), LaunchCounter() as counter:  # on a CPU, as on a device
             run()
         counts.append((counter.count, counter.syncs.total()))
-    passes = 1 if case.optimizer is base else 2
+    passes = 1 if case.optimizer is case.base else 2
     launches, waits = (step - passes * one - update for step, one, update in zip(*counts, strict=True))
     return launches, waits
 
@@ -173,27 +132,22 @@ def _peak(case: Case, device: torch.device) -> str:
         return "–"
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    case.step()
+    case()
     return f"{(torch.cuda.max_memory_allocated(device) - before) / 2**20:.0f}"
 
 
 def _cuda_syncs(case: Case, device: torch.device) -> str:
     if device.type != "cuda":
         return "–"
-    with _reported_syncs(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        case.step()
-    return str(sum("synchroniz" in str(one.message) for one in caught))
-
-
-@contextmanager
-def _reported_syncs() -> Iterator[None]:
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        yield
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            case()
     finally:
         torch.cuda.set_sync_debug_mode(before)
+    return str(sum("synchroniz" in str(one.message) for one in caught))
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
@@ -207,10 +161,6 @@ def _clock(device: torch.device) -> Callable[[], float]:
 
 def _default_device() -> str:
     return str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
-
-
-def _called(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,8 +46,8 @@ class Try:
         return self.error <= TOLERANCE
 
 
-def ours(model: nn.Module, x: Tensor, y: Tensor, seed: int, tolerance: float = TOLERANCE) -> tuple[int, Array]:
-    found = hessian_eigenvalues(Objective(model, [(x, y)], F.cross_entropy), COUNT, tolerance=tolerance, seed=seed)
+def ours(model: nn.Module, x: Tensor, y: Tensor, seed: int) -> tuple[int, Array]:
+    found = hessian_eigenvalues(Objective(model, [(x, y)], F.cross_entropy), COUNT, tolerance=TOLERANCE, seed=seed)
     return found.products, found.eigenvalues
 
 
@@ -141,28 +142,22 @@ def trained(model: nn.Module, x: Tensor, y: Tensor, steps: int, lr: float) -> nn
 def report(name: str, model: nn.Module, x: Tensor, y: Tensor, reference: Array, *, quick: bool) -> bool:
     print(f"{name}: {sum(p.numel() for p in model.parameters())} weights, {len(x)} samples")
     print(f"  eigenvalues {np.array2string(reference, precision=4)}")
-    own = attempt(lambda seed: ours(model, x, y, seed), reference)
+    eigsh, power = partial(eigsh_way, model, x, y), partial(pyhessian_way, model, x, y)
+    own = attempt(partial(ours, model, x, y), reference)
     usual = {
-        "curvlinops + eigsh": attempt(
-            lambda s: eigsh_way(model, x, y, s, tolerance=TOLERANCE, vectors=None), reference
-        ),
-        "PyHessian": attempt(lambda s: pyhessian_way(model, x, y, s, tolerance=TOLERANCE, most=100), reference),
+        "curvlinops + eigsh": attempt(partial(eigsh, tolerance=TOLERANCE, vectors=None), reference),
+        "PyHessian": attempt(partial(power, tolerance=TOLERANCE, most=100), reference),
     }
     rows = {"sparsesam": own, **{f"{key}, usual": value for key, value in usual.items()}}
-    if not quick:
-        tries = [
-            attempt(lambda s, t=t, v=v: eigsh_way(model, x, y, s, tolerance=t, vectors=v), reference)  # type: ignore[misc]
-            for t in (1.0, 0.1, 0.01)
-            for v in (None, 11, 15, 25, 30)
-        ]
-        powers = [
-            attempt(lambda s, t=t: pyhessian_way(model, x, y, s, tolerance=t, most=500), reference)  # type: ignore[misc]
-            for t in (3e-4, 1e-4, 1e-5)
-        ]
-        for label, several in (("curvlinops + eigsh", tries), ("PyHessian", powers)):
-            reaching = [one for one in several if one.reached]
-            if reaching:
-                rows[f"{label}, cheapest that reaches 1e-3"] = min(reaching, key=lambda one: one.products)
+    bases: tuple[int | None, ...] = (None, 11, 15, 25, 30)
+    others = {
+        "curvlinops + eigsh": [partial(eigsh, tolerance=t, vectors=v) for t in (1.0, 0.1, 0.01) for v in bases],
+        "PyHessian": [partial(power, tolerance=t, most=500) for t in (3e-4, 1e-4, 1e-5)],
+    }
+    for label, several in ({} if quick else others).items():
+        reaching = [found for run in several if (found := attempt(run, reference)).reached]
+        if reaching:
+            rows[f"{label}, cheapest that reaches 1e-3"] = min(reaching, key=lambda one: one.products)
     for label, row in rows.items():
         print(f"  {label:50} {row.products:5d} products   relative error {row.error:.1e}")
     print()

@@ -13,12 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import sparsesam
-from benchmarks.engine import Case, Wrap, ssam
-from benchmarks.live_bytes import LiveBytes
+from benchmarks.cases import Batch, Case, Wrap, sam, ssam
 from benchmarks.timing import arguments, begin
 from sparsesam.lab.models import resnet18
-
-Batch = tuple[Tensor, Tensor]
 
 
 def main() -> None:
@@ -33,36 +30,24 @@ def main() -> None:
 
 def report(name: str, model: nn.Module, images: Tensor) -> None:
     batch = (images, torch.zeros(len(images), dtype=torch.long))
-    base, _ = peaks(Case(model, batch, None))
+    base = Case(model, batch).peak_bytes()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{name}, {parameters:,} parameters; SGD itself {base / parameters:.2f}")
     for case, wrap in wraps(batch).items():
-        extra, extra_refreshing = ((peak - base) / parameters for peak in peaks(Case(model, batch, wrap)))
-        print(f"  {case:20} {extra:12.3f} {extra_refreshing:17.3f}")
+        extra, with_refresh = (
+            (Case(model, batch, wrap).peak_bytes(refresh=refresh) - base) / parameters for refresh in (False, True)
+        )
+        print(f"  {case:20} {extra:12.3f} {with_refresh:17.3f}")
 
 
 def wraps(batch: Batch) -> dict[str, Wrap]:
-    table: dict[str, Wrap] = {"SAM": lambda base, model: sparsesam.SAM(base, model, rho=0.1)}
+    table: dict[str, Wrap] = {"SAM": sam}
     for sparsity in (0.5, 0.9):
         fisher = sparsesam.fisher_mask(batch, cross_entropy, sparsity=sparsity, samples=len(batch[1]))
         dynamic = sparsesam.dynamic_mask(sparsity=sparsity, total_steps=100, refresh=sparsesam.manual())
         table[f"SSAM-F {sparsity}"] = ssam(fisher, norm="full")
         table[f"SSAM-D {sparsity}"] = ssam(dynamic, norm="full")
     return table
-
-
-def peaks(case: Case) -> tuple[int, int]:
-    """Peak live bytes, without model and batch, of a step in the steady state and of one with a refresh."""
-    with LiveBytes([*case.model.parameters(), *case.model.buffers(), *case.batch]) as live:
-        case()  # makes the momentum and the first mask
-        live.restart()
-        case()
-        plain = live.peak
-        if isinstance(case.optimizer, sparsesam.SharpnessAware) and case.optimizer.mask is not None:
-            case.optimizer.refresh_mask()
-        live.restart()
-        case()
-        return plain, live.peak
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import sparsesam
-from benchmarks.engine import Case, Wrap, pytorch_optimizer_sam, ssam
-from benchmarks.timing import arguments, begin, format_ratios, interleaved, ratios
+from benchmarks.cases import Case, Wrap, cifar_batch, pytorch_optimizer_sam, sam, ssam
+from benchmarks.timing import arguments, begin, compare, format_ratios
 from sparsesam.lab.models import resnet18
 
 
@@ -19,21 +19,21 @@ def main() -> None:
     options = begin(parser)
     if options.warmup < 1:
         parser.error(f"--warmup must be at least 1, got {options.warmup}: the masks are made in the warm-up")
-    timed = interleaved(cases(options.batch), "SGD", rounds=options.rounds, warmup=options.warmup, clock=options.clock)
+    rows = compare(cases(options.batch), "SGD", options)
     print(f"ResNet-18, batch {options.batch}, {options.rounds} interleaved rounds")
-    print(format_ratios(ratios(timed), "SGD"))
+    print(format_ratios(rows, "SGD"))
 
 
 def cases(batch: int) -> dict[str, Case]:
     """A step of each optimizer, each with its own copy of one model; masks are made once and then kept."""
     torch.manual_seed(0)
-    model, data = resnet18(), (torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,)))
+    model, data = resnet18(), cifar_batch(batch)
     never = sparsesam.manual()
     fisher = sparsesam.fisher_mask(data, cross_entropy, sparsity=0.5, samples=min(16, batch), refresh=never)
     dynamic = sparsesam.dynamic_mask(sparsity=0.5, total_steps=10**6, refresh=never)
     wraps: dict[str, Wrap | None] = {
         "SGD": None,
-        "SAM": lambda base, m: sparsesam.SAM(base, m, rho=0.1),
+        "SAM": sam,
         "SSAM-F 0.5": ssam(fisher, norm="full"),
         "SSAM-D 0.5": ssam(dynamic, norm="full"),
         "pytorch-optimizer SAM": pytorch_optimizer_sam,

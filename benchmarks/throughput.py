@@ -17,7 +17,7 @@ from lightning_fabric import Fabric
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.timing import arguments, begin, interleaved, ratios
+from benchmarks.timing import arguments, begin, compare
 from sparsesam.lab import models
 from sparsesam.lab.data import Labelled, Splits
 from sparsesam.lab.experiment.batches import Batches
@@ -31,9 +31,8 @@ def main() -> None:
     options = begin(arguments(__doc__, rounds=15, warmup=2, threads=2))
     for model, side, batch, steps in (("resnet18", 32, 32, 3), ("small-cnn", 8, 64, 30)):
         made = cases(model, side, batch, steps)
-        timed = interleaved(made, "bare loop", rounds=options.rounds, warmup=options.warmup, clock=options.clock)
         print(f"{model}, batch {batch}, {options.rounds} interleaved rounds of {steps} steps")
-        for row in ratios(timed):
+        for row in compare(made, "bare loop", options):
             rate = steps * batch / row.seconds
             quartiles = f"{1 / row.high:.3f} to {1 / row.low:.3f}"
             print(f"  {row.name:32} {rate:8.0f} images/s  {1 / row.median:.3f} of the bare loop ({quartiles})")

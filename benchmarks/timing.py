@@ -25,9 +25,9 @@ def arguments(doc: str | None, **numbers: int) -> argparse.ArgumentParser:
     return parser
 
 
-def begin(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:
+def begin(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse, take as many threads as asked for, print where this runs; ``clock`` is the one that was asked for."""
-    options = parser.parse_args(words)
+    options = parser.parse_args()
     if hasattr(options, "threads"):
         torch.set_num_threads(options.threads)
     options.clock = time.process_time if getattr(options, "cpu_time", False) else time.perf_counter
@@ -95,6 +95,11 @@ def interleaved(
     return timed
 
 
+def compare(cases: Mapping[str, Callable[[], object]], reference: str, options: argparse.Namespace) -> list[Ratio]:
+    """Each case against the reference, with the rounds, warm-up and clock that were asked for."""
+    return ratios(interleaved(cases, reference, rounds=options.rounds, warmup=options.warmup, clock=options.clock))
+
+
 def medians(
     cases: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, float]:
@@ -135,3 +140,7 @@ def print_provenance() -> None:
     for key, value in provenance().items():
         print(f"{key:10} {value}")
     print()
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -13,21 +13,23 @@ not counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 import sparsesam
-from benchmarks.timing import arguments, begin, interleaved, ratios
+from benchmarks.cases import Batch, Case
+from benchmarks.timing import arguments, begin, compare, device_name
 from sparsesam.lab.models.vit import vit
 
 WIDTH = 8192
 #: Seconds of one iteration on an A100 (the paper's table nm_vit).
 PAPER = {"SAM": 4.10, "implicit 1:2": 3.58, "implicit 2:4": 3.53}
-CASES: dict[str, dict[str, str]] = {
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+CASES: dict[str, dict[str, Any]] = {
     "Adam": {},
     "SAM": {},
     "explicit 2:4": {"pattern": "2:4"},
@@ -41,72 +43,53 @@ CASES: dict[str, dict[str, str]] = {
 def main() -> None:
     parser = arguments(__doc__, image=16, batch=4, rounds=5, warmup=1, threads=2)
     parser.add_argument("--scale", type=float, default=0.125, help=f"of the width {WIDTH}")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
+    parser.add_argument("--precision", choices=tuple(PRECISIONS), default="fp32")
     parser.add_argument("--only", default="", help="cases whose name contains this, beside SAM")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = begin(parser)
     device, width = torch.device(options.device), round(WIDTH * options.scale)
     steps = {
-        name: case(name, width, options.image, options.batch, device, options.precision, settings)
-        for name, settings in CASES.items()
+        name: case(name, width, options.image, options.batch, device, options.precision)
+        for name in CASES
         if name == "SAM" or options.only in name
     }
-    timed = interleaved(steps, "SAM", rounds=options.rounds, warmup=options.warmup, clock=options.clock)
+    rows = compare(steps, "SAM", options)
     print(
         f"one block of width {width}, {options.image}x{options.image} patches of one pixel, batch {options.batch}, "
-        f"{options.precision} on {_called(device)}, {options.rounds} interleaved rounds"
+        f"{options.precision} on {device_name(device)}, {options.rounds} interleaved rounds"
     )
     print(f"{'':32} {'s / step':>9}  x SAM (quartiles)         paper: s / step, x SAM")
-    for row in ratios(timed):
+    for row in rows:
         theirs = f"{PAPER[row.name]:.2f}, {PAPER[row.name] / PAPER['SAM']:.2f}" if row.name in PAPER else "–"
         print(f"{row.name:32} {row.seconds:9.4f}  {row.median:.3f} ({row.low:.3f} to {row.high:.3f})    {theirs}")
 
 
-def case(
-    name: str, width: int, side: int, batch: int, device: torch.device, precision: str, settings: dict[str, str]
-) -> Callable[[], float]:
-    """A step of one optimizer, which returns its loss; a mask is made once, in the first step."""
+def case(name: str, width: int, side: int, batch: int, device: torch.device, precision: str) -> TimedCase:
     torch.manual_seed(0)
-    model = vit(10, 3, side, patch_size=1, dim=width, depth=1, heads=1, mlp_ratio=1.0).to(device)
-    images = torch.randn(batch, 3, side, side, device=device)
-    labels = torch.arange(batch, device=device) % 10
-    optimizer = _optimizer(name, model, (images, labels), settings)
-    sixteen = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-
-    def cast() -> AbstractContextManager[object]:
-        return nullcontext() if sixteen is None else torch.autocast(device.type, sixteen)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        with cast():
-            scores = model(images)
-        loss = cross_entropy(scores.float(), labels)
-        loss.backward()
-        return loss.detach()
-
-    def step() -> float:
-        return float(optimizer.step(closure))  # type: ignore[arg-type]  # which waits for the device
-
-    return step
+    model = vit(10, 3, side, patch_size=1, dim=width, depth=1, heads=1, mlp_ratio=1.0)
+    data = (torch.randn(batch, 3, side, side, device=device), torch.arange(batch, device=device) % 10)
+    wrap = None if name == "Adam" else partial(_wrap, data=data, **CASES[name])
+    adam = {"lr": 1e-3, "betas": (0.9, 0.999)}
+    half, move = PRECISIONS[precision], partial(nn.Module.to, device=device)
+    return TimedCase(model, data, wrap, prepare=move, base=torch.optim.Adam, settings=adam, precision=half)
 
 
-def _optimizer(
-    name: str, model: nn.Module, data: tuple[Tensor, Tensor], settings: dict[str, str]
+class TimedCase(Case):
+    """Its step returns the loss, and so waits for the device."""
+
+    def __call__(self) -> float:
+        return float(super().__call__().detach())
+
+
+def _wrap(
+    base: torch.optim.Optimizer, model: nn.Module, *, data: Batch, pattern: str = "", **options: Any
 ) -> torch.optim.Optimizer:
-    base = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.999))
-    if name == "Adam":
-        return base
-    if name == "SAM":
+    """SAM, or SSAM with a mask that is made once, in the first step."""
+    if not pattern:
         return sparsesam.SAM(base, model, rho=0.2)
-    options = dict(settings)
-    mask = sparsesam.fisher_mask(
-        data, cross_entropy, pattern=options.pop("pattern"), samples=len(data[1]), refresh=sparsesam.manual()
-    )
-    return sparsesam.SSAM(base, model, rho=0.2, mask=mask, **options)  # type: ignore[arg-type]
-
-
-def _called(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    never = sparsesam.manual()
+    mask = sparsesam.fisher_mask(data, cross_entropy, pattern=pattern, samples=len(data[1]), refresh=never)
+    return sparsesam.SSAM(base, model, rho=0.2, mask=mask, **options)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ class Stopwatch:
         perturbed = {key: value for key, value in job.settings.items() if key != "ascent_start"}
         self.training = prepare(replace(job, settings=perturbed), data_dir)
         config, batches = self.training.config, self.training.batches
-        self.period = _steps_between_masks(config.mask_epochs, config.mask_steps, batches.steps)
+        self.period = config.mask_steps or (config.mask_epochs or 0) * batches.steps  # 0: only the first mask
         self.steps: list[float] = []
 
     def run(self, steps: int) -> None:
@@ -52,10 +52,6 @@ class Stopwatch:
         """Per step."""
         made = self.training.sums.mask_seconds
         return median(made[1:] or made) / self.period if made and self.period else 0.0
-
-
-def _steps_between_masks(epochs: int | None, steps: int | None, per_epoch: int) -> int | None:
-    return steps if steps is not None else None if epochs is None else epochs * per_epoch
 
 
 def measure(task: Task, records: list[Record], data_dir: Path | None, *, rounds: int, steps: int) -> dict[str, float]:

@@ -77,10 +77,14 @@ class Results:
     def task_of(self, method: str) -> Task:
         return next(task for task in self.tasks if method in task.names)
 
+    def best(self, method: str) -> float | None:
+        """The strength that the tuning finds best; None without a tuning."""
+        found = [task.best(method, self.records) for task in self.tasks if method in task.names]
+        return found[0] if found else None
+
     def strength(self, method: str) -> str:
-        task = self.task_of(method)
-        best = task.best(method, self.records)
-        return "" if best is None else f"{task.axis(method)[0].replace('_', ' ')} {best:g}"
+        best = self.best(method)
+        return "" if best is None else f"{self.task_of(method).axis(method)[0].replace('_', ' ')} {best:g}"
 
     def passes(self, method: str) -> float:
         own = [r for r in self.chosen if r["method"] == method]
@@ -192,7 +196,7 @@ def length_table(every: list[Results]) -> list[str]:
     for results in every:
         if not {"SAM", ONE_PASS} <= set(results.methods()):
             continue
-        best = {name: _best(results, name) for name in ("SAM", "Momentum-SAM", ONE_PASS)}
+        best = {name: results.best(name) for name in ("SAM", "Momentum-SAM", ONE_PASS)}
         chosen = [r["perturbation"] for r in results.chosen if r["method"] == ONE_PASS]
         early = fmean(fmean(lengths[: max(1, len(lengths) // 3)]) for lengths in chosen)
         shown = ["–" if value is None else f"{value:g}" for value in best.values()]
@@ -203,11 +207,6 @@ def length_table(every: list[Results]) -> list[str]:
         "task | SAM's rho | Momentum-SAM's rho | steps ahead | length, first third of training | length / SAM's rho",
         rows,
     )
-
-
-def _best(results: Results, method: str) -> float | None:
-    task = next((task for task in results.tasks if method in task.names), None)
-    return None if task is None else task.best(method, results.records)
 
 
 def one_pass_tasks(folder: Path) -> Iterator[tuple[str, Task, list[Record], dict[float, float]]]:

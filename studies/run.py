@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ def run_task(task: Task, options: argparse.Namespace) -> None:
     origin = {**provenance(), "commit": os.environ.get("STUDY_COMMIT") or provenance()["commit"]}
     append(file, {"task": task.name, "method": "", "stage": "provenance", "settings": {}, **origin})
     for method in [options.tune] if options.tune else task.core if options.core else task.names:
-        while due := [job for job in jobs_of(task, method, read(file)) if not is_done(job, read(file))]:
+        while due := jobs_due(task, method, read(file)):
             for job in due:
                 if options.tune and job.stage == "final":
                     return
@@ -63,18 +62,15 @@ def run_task(task: Task, options: argparse.Namespace) -> None:
                 print(time.strftime("%H:%M:%S"), task.name, method, job.stage, record, flush=True)
 
 
-def jobs_of(task: Task, method: str, records: list[Record]) -> Iterator[Job]:
-    yield from task.tuning(method)
-    yield from task.finals(method, records)
-
-
 def described(job: Job) -> Record:
     return {"task": job.task, "method": job.method, "stage": job.stage, "settings": dict(job.settings)}
 
 
-def is_done(job: Job, records: list[Record]) -> bool:
-    wanted = described(job)
-    return any(all(record[key] == value for key, value in wanted.items()) for record in records)
+def jobs_due(task: Task, method: str, records: list[Record]) -> list[Job]:
+    """Those without a record: the tuning, and when it is done, the final runs."""
+    done = [{key: record[key] for key in ("task", "method", "stage", "settings")} for record in records]
+    jobs = [*task.tuning(method), *task.finals(method, records)]
+    return [job for job in jobs if described(job) not in done]
 
 
 def prepare(job: Job, data_dir: Path | None) -> Training:
@@ -94,8 +90,7 @@ def measure(job: Job, data_dir: Path | None) -> Record:
     start, lengths, diverged = time.process_time(), [], False
     try:
         while not training.finished:
-            last = training.sums
-            training.sums = type(last)()
+            training.sums = type(training.sums)()
             training.advance(lambda: False)
             lengths.append(extrapolated_length(training.optimizer))
     except DivergedError:

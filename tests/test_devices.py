@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from benchmarks.launches import LaunchCounter
+from benchmarks.dispatch import LaunchCounter
 from torch import nn
 
 import sparsesam

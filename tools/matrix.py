@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TESTS = [
     f"tests/{folder}test_*.py"
-    for folder in ("", "masks/", "ascent/", "ascent/perturbation/", "budget/", "distributed/")
+    for folder in ("", "step/", "masks/", "ascent/", "ascent/perturbation/", "budget/", "distributed/")
 ]
 #: What the core tests need; those that compare with other packages skip themselves where these are missing.
 TOOLS = ["pytest", "pytest-xdist", "hypothesis", "pyyaml", "pytorch-optimizer", "schedulefree"]

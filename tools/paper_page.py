@@ -5,6 +5,7 @@ python -m tools.paper_page > docs/paper.md
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from sparsesam.lab.paper.choices import UNMENTIONED, Choice, other_choices, settings_of
+from sparsesam.lab.paper.choices import UNMENTIONED, other_choices, settings_of
 from sparsesam.lab.paper.recipe import Recipe, recipes
 
 _HEAD = """<!-- Written by `python -m tools.paper_page > docs/paper.md`; change the data, not this page. -->
@@ -86,7 +87,7 @@ def page() -> str:
         _SETTINGS,
         _table(
             ("setting", "value", "where it comes from", "in"),
-            [*_grouped(everything, settings=True), ("every other", "its default", str(UNMENTIONED), "all")],
+            [*_grouped(everything, settings=True), ("every other", "its default", UNMENTIONED, "all")],
         ),
     ]
     return "".join(parts)
@@ -116,15 +117,11 @@ def _grouped(everything: Sequence[Recipe], *, settings: bool) -> Iterable[tuple[
         for choice in settings_of(one) if settings else other_choices(one):
             if choice.mark == UNMENTIONED:  # one row for all of them, which new settings do not change
                 continue
-            found.setdefault((choice.name, _values(choice), str(choice.mark)), []).append(one.place)
+            found.setdefault((choice.name, ", ".join(choice.values), choice.mark), []).append(one.place)
     order = {name: place for place, name in enumerate(dict.fromkeys(name for name, _, _ in found))}
     for (name, values, mark), places in sorted(found.items(), key=lambda one: order[one[0][0]]):
         shown = "all" if len(places) == len(everything) - (1 if settings else 0) else _places(places)
         yield (_code(name) if settings else name), values, mark, shown
-
-
-def _values(choice: Choice) -> str:
-    return ", ".join(choice.values)
 
 
 def _places(places: Sequence[str]) -> str:
@@ -138,15 +135,11 @@ def _places(places: Sequence[str]) -> str:
 
 
 def _runs(numbers: Sequence[int]) -> list[str]:
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][-1] + 1:
-            spans[-1].append(number)
-        else:
-            spans.append([number])
+    """Three or more in a row are a range."""
     shown = []
-    for span in spans:
-        shown += [f"{span[0]} to {span[-1]}"] if len(span) > 2 else [str(number) for number in span]
+    for _, group in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        span = [str(number) for _, number in group]
+        shown += [f"{span[0]} to {span[-1]}"] if len(span) > 2 else span
     return shown
 
 

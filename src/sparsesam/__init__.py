@@ -12,7 +12,7 @@ from sparsesam.masks.scores import BatchFisher, Fisher, GradientMagnitude, Inver
 from sparsesam.optimizer import SAM, SSAM, ExtrapolatedSAM
 from sparsesam.recommended import recommended
 from sparsesam.schedules import Constant, Cosine, InverseSqrt, RhoSchedule, Warmup
-from sparsesam.sharpness_aware import SharpnessAware
+from sparsesam.step.sharpness_aware import SharpnessAware
 
 __version__ = "0.1.0"
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsesam import optimizer
-from sparsesam.checkpoint import split_own
-from sparsesam.gradients import gradients_of
+from sparsesam.step.checkpoint import split_own
+from sparsesam.step.gradients import gradients_of
 
 #: What the two packages keep in their state beside the base optimizer's.
 _THEIR_STATE = ("old_p", "e_w", "old_g")

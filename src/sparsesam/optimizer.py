@@ -12,8 +12,8 @@ from sparsesam.ascent.plan import Norm
 from sparsesam.masks.checks import check_choice
 from sparsesam.masks.mask import MaskRule
 from sparsesam.schedules import RhoSchedule
-from sparsesam.settings import AscentScope, OffSteps, Settings, require_mask_rule
-from sparsesam.sharpness_aware import SharpnessAware
+from sparsesam.step.settings import AscentScope, OffSteps, Settings, require_mask_rule
+from sparsesam.step.sharpness_aware import SharpnessAware
 
 SAMAscent = Literal["explicit", "momentum", "momentum-climbing"]
 SSAMAscent = Literal["explicit", "implicit", "implicit-dense", "momentum", "momentum-climbing"]

@@ -6,8 +6,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sparsesam.optimizer import SAM, ExtrapolatedSAM
-from sparsesam.parameters import check_model
-from sparsesam.sharpness_aware import SharpnessAware
+from sparsesam.step.parameters import check_model
+from sparsesam.step.sharpness_aware import SharpnessAware
 
 
 def recommended(

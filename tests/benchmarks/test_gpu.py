@@ -40,7 +40,7 @@ def test_the_table_has_a_row_for_each_method_and_numbers_in_it(setting):
 def test_launches_are_those_beyond_the_passes(setting):
     cases = {name: make_case(setting, wrap) for name, wrap in methods().items()}
     for case in cases.values():
-        case.step()
+        case()
     sgd, sam, entries = (beyond_passes(cases[name])[0] for name in ("SGD", "SAM", "entries, sparsity 0.5"))
     tensors = len(list(cases["SAM"].model.parameters()))
     assert sgd == 0 < sam < 40
@@ -52,7 +52,7 @@ def test_mixed_precision_takes_steps():
     for wrap in methods().values():
         case = make_case(setting, wrap)
         before = weights_of(case.model)
-        case.step()
+        case()
         assert all(p.isfinite().all() for p in case.model.parameters())
         assert not same_bits(case.model.parameters(), before)
 

@@ -28,9 +28,9 @@ from sparsesam.analysis.objective import (
     select_parameters,
 )
 from sparsesam.analysis.results import AnalysisResult, Array
+from sparsesam.distributed import unwrap
 from sparsesam.masks.checks import check_choice, check_count, check_like_parameters
 from sparsesam.masks.fixed import NORMALIZATION
-from sparsesam.parameters import unwrap
 
 Direction = dict[str, Tensor]
 Progress = Callable[[int, int], None]

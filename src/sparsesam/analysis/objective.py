@@ -15,12 +15,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsesam.analysis.results import AnalysisResult
 from sparsesam.ascent.rng import RNGState
+from sparsesam.distributed import unwrap
 from sparsesam.masks.batches import batch_size, to_device
 from sparsesam.masks.checks import check_choice, check_like_parameters
 from sparsesam.masks.fisher_problem import Problem
 from sparsesam.masks.fixed import NORMALIZATION
 from sparsesam.masks.preserve_model_state import preserve_model_state
-from sparsesam.parameters import unwrap
 
 Statistics = Literal["frozen", "recomputed", "batch"]
 ParameterFilter = Callable[[str], bool] | Iterable[str] | str | None

@@ -30,9 +30,9 @@ from sparsesam.ascent.perturbation.pieces import Target
 from sparsesam.ascent.rng import RNGState
 from sparsesam.budget.call_trace import PASS_KINDS, Call, Clock, How, stopwatch, trace
 from sparsesam.budget.knapsack import Floats
+from sparsesam.distributed import unwrap
 from sparsesam.masks.checks import check_choice, check_count
 from sparsesam.masks.preserve_model_state import preserve_model_state
-from sparsesam.parameters import unwrap
 
 Flags = npt.NDArray[np.bool_]
 

@@ -7,6 +7,7 @@ from sparsesam.distributed.ddp import (
     is_first_of_static_graph,
     running_ddp,
     unsynchronized,
+    unwrap,
 )
 from sparsesam.distributed.join import JoinableOptimizer
 from sparsesam.distributed.shards import Shards, as_shard_of, is_sharded, local_part, refuse_fsdp1, reshard
@@ -26,4 +27,5 @@ __all__ = [
     "reshard",
     "running_ddp",
     "unsynchronized",
+    "unwrap",
 ]

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: the ascent's gradient, averaged or not."""
+"""DistributedDataParallel: the model inside, and the ascent's gradient, averaged or not."""
 
 from __future__ import annotations
 
@@ -9,6 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module inside DistributedDataParallel, DataParallel and torch.compile."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
 
 
 def running_ddp(model: nn.Module) -> DistributedDataParallel | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsesam.ascent.rng import RNGSnapshot, RNGState
-from sparsesam.sharpness_aware import SharpnessAware
+from sparsesam.step.sharpness_aware import SharpnessAware
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

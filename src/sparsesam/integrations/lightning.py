@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 
 from sparsesam.ascent.rng import RNGSnapshot, RNGState
 from sparsesam.ascent.statistics import Snapshot, statistics_of
-from sparsesam.gradients import OutsideGradients
 from sparsesam.integrations.extras import required_by
 from sparsesam.integrations.metrics import gradient_norm, step_metrics
-from sparsesam.sharpness_aware import SharpnessAware
+from sparsesam.step.gradients import OutsideGradients
+from sparsesam.step.sharpness_aware import SharpnessAware
 
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningModule, Trainer

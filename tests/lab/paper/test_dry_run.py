@@ -74,14 +74,13 @@ def test_a_bad_setting_is_told_with_its_row():
         "rows": {"SGD": {"set": {"optimizer": "sgd"}, "paper": []}},
     }
     with pytest.raises(RunError, match=r"SGD, CIFAR-10 cannot run: ValueError: model must be one of resnet18"):
-        dry_run(Recipe("misspelt", **content, scale="full"), lambda label, one: None)
+        list(dry_run(Recipe("misspelt", **content, scale="full")))
 
 
 def test_the_cost_of_all_seeds_is_shown():
     one = recipe("nm_vit")
-    heard = []
-    found = dry_run(one, lambda label, one: heard.append(label))
-    assert heard == ["SAM, s / step", "SSAM-F implicit 1:2, s / step", "SSAM-F implicit 2:4, s / step"]
+    labels, found = zip(*dry_run(one), strict=True)
+    assert list(labels) == ["SAM, s / step", "SSAM-F implicit 1:2, s / step", "SSAM-F implicit 2:4, s / step"]
     drawn = cost_table(one, found, seeds=3, tflops=10)
     console = Console(width=200, record=True, quiet=True)
     console.print(drawn)

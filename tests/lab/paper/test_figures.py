@@ -5,7 +5,8 @@ import json
 import pytest
 
 from sparsesam.lab.cli import main
-from sparsesam.lab.paper.figures import FIGURES, TrainedRecipe
+from sparsesam.lab.paper.comparison import RecipeRuns
+from sparsesam.lab.paper.figures import FIGURES
 from sparsesam.lab.paper.recipe import Recipe, recipes
 
 SMOKE = ["--set", "epochs=1", "train_size=48", "fisher_samples=8", "--seeds", "1", "--jobs", "1"]
@@ -50,7 +51,7 @@ def test_accuracy_against_sparsity_has_a_line_for_each_method_and_the_papers_dot
         job.directory.mkdir()
         result = {"test_accuracy": 0.9 - place / 1000}
         (job.directory / "result.json").write_text(json.dumps({"result": result}))
-    (figure,), _ = FIGURES["sparsity"](TrainedRecipe(chosen, jobs, None))
+    (figure,), _ = FIGURES["sparsity"](RecipeRuns(chosen, jobs))
     assert list(figure.panels) == [column.label for column in chosen.columns]
     series = {one.name: one for one in next(iter(figure.panels.values()))}
     assert {"SAM", "SSAM-F", "SSAM-D"} <= series.keys()

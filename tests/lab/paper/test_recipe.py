@@ -5,7 +5,8 @@ import torch
 
 from sparsesam.lab.data import DATASETS
 from sparsesam.lab.models import MODELS, build_model
-from sparsesam.lab.paper.recipe import TIMES, finished_results, recipe, recipes
+from sparsesam.lab.paper.comparison import RecipeRuns
+from sparsesam.lab.paper.recipe import TIMES, recipe, recipes
 from sparsesam.masks.patterns import as_pattern
 
 SCALES = ("laptop", "full")
@@ -77,7 +78,7 @@ def results_of(tmp_path, label, values, measure="test_accuracy", settings=None, 
 
 def test_ours_are_the_mean_over_the_seeds_with_its_interval(tmp_path):
     one, jobs = results_of(tmp_path, "mask-strategy", {("sam", 0): 0.5, ("sam", 1): 0.7})
-    cell = one.numbers(finished_results(jobs))["SAM", "digits"]
+    cell = RecipeRuns(one, jobs).numbers()["SAM", "digits"]
     assert (cell.mean, len(cell.values)) == (pytest.approx(0.6), 2)
     assert str(cell) == "60.00 (0.00 to 100.00)"
 
@@ -86,7 +87,7 @@ def test_a_speed_is_the_reference_s_time_divided_by_one_s_own(tmp_path):
     values = {("sam", 0): 3.0, ("ssam-f", 0): 1.5}
     one, jobs = results_of(tmp_path, "nm_vit", values, "warm_seconds_per_step")
     seconds, speed = one.columns
-    numbers = one.numbers(finished_results(jobs))
+    numbers = RecipeRuns(one, jobs).numbers()
     assert numbers["SSAM-F implicit 2:4", seconds.label].mean == 1.5
     assert str(numbers["SSAM-F implicit 2:4", speed.label]) == "×2.00"
     assert one.rows["SSAM-F implicit 2:4"]["paper"] == [3.53, 1.2]

@@ -2,13 +2,13 @@ import json
 
 import pytest
 
-from sparsesam.lab.report.read_run import RunRecord
-from sparsesam.lab.report.variants import differing_settings, group_runs
+from sparsesam.lab.report.data import ReportData
+from sparsesam.lab.report.variants import differing_settings
 from tests.lab.report.made_runs import write_run
 
 
 def tasks_of(*paths):
-    return group_runs([RunRecord(path) for path in paths])
+    return ReportData(paths).tasks
 
 
 def variants_of(*paths):

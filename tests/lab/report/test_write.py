@@ -1,12 +1,10 @@
-import json
 import re
 
 import pytest
 
 from sparsesam.lab.cli import main
 from sparsesam.lab.report import write_report
-from sparsesam.lab.report.data import ReportData
-from tests.lab.report.made_runs import write_calibration, write_run
+from tests.lab.report.made_runs import write_run
 
 
 def without_plotly(page):
@@ -67,21 +65,3 @@ def test_the_template_is_in_the_package():
 
     assets = resources.files("sparsesam.lab.report") / "assets"
     assert {"page.html", "page.css", "page.js"} <= {one.name for one in assets.iterdir()}
-
-
-def test_the_file_beside_the_runs_is_read_once(tmp_path):
-    runs = [write_run(tmp_path / name, optimizer=name) for name in ("sgd", "sam")]
-    write_calibration(tmp_path, runs, [1.0, 2.0])
-    data = ReportData(runs)
-    (found,) = data.calibrations
-    assert sorted(one.seconds_per_epoch for one in found.variants.values()) == [1.0, 2.0]
-    assert data.problems == []
-
-
-def test_a_file_in_another_format_is_noted(tmp_path):
-    run = write_run(tmp_path / "a")
-    for content in ("{", json.dumps({"variants": 3})):
-        (tmp_path / "calibration.json").write_text(content)
-        data = ReportData([run])
-        assert data.calibrations == []
-        assert "calibration.json" in data.problems[0][1]

@@ -16,8 +16,9 @@ from sparsesam.lab.commands.sweep import add_execution, execute, overrides, repo
 from sparsesam.lab.display import check_plot, plural
 from sparsesam.lab.experiment.setting_types import PositiveFloat, PositiveInt
 from sparsesam.lab.paper.choices import other_choices, settings_of
-from sparsesam.lab.paper.dry_run import PAPER_TFLOPS, DryRun, cost_table, dry_run
-from sparsesam.lab.paper.figures import TrainedRecipe, draw
+from sparsesam.lab.paper.comparison import RecipeRuns
+from sparsesam.lab.paper.dry_run import PAPER_TFLOPS, cost_table, dry_run
+from sparsesam.lab.paper.figures import draw
 from sparsesam.lab.paper.recipe import Scale, recipe, recipes
 
 HELP = (
@@ -50,7 +51,7 @@ def run(options: Namespace) -> None:
     chosen = recipe(options.name).at(options.scale, overrides(options.set))
     chosen.check_overrides()
     out, seeds = options.out or chosen.directory, options.seeds or (3 if chosen.has_numbers else 1)
-    runs = TrainedRecipe(chosen, chosen.sweep(range(seeds)).jobs(out), options.data_dir)
+    runs = RecipeRuns(chosen, chosen.sweep(range(seeds)).jobs(out), options.data_dir)
     if options.action == "show":
         _show(runs)
     elif options.dry_run:
@@ -59,7 +60,7 @@ def run(options: Namespace) -> None:
         _run(runs, options, out)
 
 
-def _run(runs: TrainedRecipe, options: Namespace, out: Path) -> None:
+def _run(runs: RecipeRuns, options: Namespace, out: Path) -> None:
     chosen, jobs, file = runs.recipe, runs.jobs, None
     if chosen.figure is not None:
         file = options.plot or out / f"{chosen.label}.png"
@@ -81,12 +82,12 @@ def _run(runs: TrainedRecipe, options: Namespace, out: Path) -> None:
         _say(f"picture: {file}")
 
 
-def _dry_run(runs: TrainedRecipe, seeds: int, tflops: float) -> None:
-    def on_run(label: str, one: DryRun) -> None:
+def _dry_run(runs: RecipeRuns, seeds: int, tflops: float) -> None:
+    found = []
+    for label, one in dry_run(runs.recipe):
         done = plural(one.steps, "step") if one.steps else f"built, no steps: {one.reason}"
         _say(f"{label}: {done}")
-
-    found = dry_run(runs.recipe, on_run)
+        found.append(one)
     Console(highlight=False).print(cost_table(runs.recipe, found, seeds=seeds, tflops=tflops))
     source = ", what table 10 of the paper implies of its A100 (ResNet-18 with SAM, 13.60 s an epoch)"
     _say(
@@ -112,7 +113,7 @@ def _list() -> Table:
     return drawn
 
 
-def _show(runs: TrainedRecipe) -> None:
+def _show(runs: RecipeRuns) -> None:
     """Every setting and choice with where it comes from, then the paper's numbers with what we have."""
     chosen, console = runs.recipe, Console(highlight=False)
     console.print(f"{chosen.place}: {chosen.title} ({chosen.label}, {chosen.scale} scale)", markup=False)
@@ -122,7 +123,7 @@ def _show(runs: TrainedRecipe) -> None:
     for heading, choices in groups.items():
         drawn = Table(heading, "value", "where it comes from")
         for one in choices:
-            drawn.add_row(one.name, Text(", ".join(one.values)), Text(str(one.mark)))
+            drawn.add_row(one.name, Text(", ".join(one.values)), Text(one.mark))
         if choices:
             console.print(drawn)
     if chosen.has_numbers:

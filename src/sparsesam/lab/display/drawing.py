@@ -117,7 +117,12 @@ def _legend_columns(panel: Sequence[Series]) -> int:
 
 def _draw_panel(canvas: Canvas, figure: Figure, title: str, panel: Sequence[Series]) -> None:
     axes = canvas.add_subplot(projection="3d" if figure.kind == "surface" else None)
-    _KINDS.get(figure.kind, _draw_grid)(axes, figure, panel)
+    if figure.kind == "bars":
+        _draw_bars(axes, panel)
+    elif figure.z is None:
+        _draw_curves(axes, figure, panel)
+    else:
+        _draw_grid(axes, figure, *panel)
     axes.set(xlabel=_literal(figure.x.title), ylabel=_literal(figure.y.title))
     axes.set_title(_literal(title), fontsize="medium", wrap=True)
     for name, axis in (("x", figure.x), ("y", figure.y)):
@@ -154,7 +159,7 @@ def _draw_curves(axes: Canvas, figure: Figure, panel: Sequence[Series]) -> None:
             axes.margins(0.12, 0.15)  # room for the ring
 
 
-def _draw_bars(axes: Canvas, figure: Figure, panel: Sequence[Series]) -> None:
+def _draw_bars(axes: Canvas, panel: Sequence[Series]) -> None:
     width = 0.8 / len(panel)
     for place, series in enumerate(panel):
         places = np.arange(len(series.x)) + (place - (len(panel) - 1) / 2) * width
@@ -163,10 +168,9 @@ def _draw_bars(axes: Canvas, figure: Figure, panel: Sequence[Series]) -> None:
     _name_ticks(axes.set_xticks, panel[0].x, rotation=60, ha="right", rotation_mode="anchor")
 
 
-def _draw_grid(axes: Canvas, figure: Figure, panel: Sequence[Series]) -> None:
+def _draw_grid(axes: Canvas, figure: Figure, series: Series) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    (series,) = panel
     title = _literal(figure.z.title if figure.z else "")
     z = np.ma.masked_invalid(_floats(series.z or ()))
     low, high = figure.range_z or (z.min(), z.max())
@@ -188,13 +192,6 @@ def _draw_grid(axes: Canvas, figure: Figure, panel: Sequence[Series]) -> None:
         axes.set_aspect("equal")
         axes.locator_params(nbins=5)
     axes.figure.colorbar(drawn, ax=axes, label=title)
-
-
-_KINDS: dict[str, Callable[[Canvas, Figure, Sequence[Series]], None]] = {
-    "lines": _draw_curves,
-    "points": _draw_curves,
-    "bars": _draw_bars,
-}
 
 
 def _name_ticks(change: Callable[..., Any], values: Sequence[Any], **style: Any) -> None:

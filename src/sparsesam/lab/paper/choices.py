@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib import resources
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
@@ -21,33 +21,22 @@ _ORIGINS = {
 }
 
 
-@dataclass(frozen=True)
-class Mark:
-    """Where a choice comes from, and the place or the reason."""
-
-    origin: Literal["paper", "authors", "ours"]
-    say: str
-
-    def __str__(self) -> str:
-        return _ORIGINS[self.origin].format(self.say)
-
-
 #: Of settings that have their default.
-UNMENTIONED = Mark("ours", "the text does not mention it")
+UNMENTIONED = _ORIGINS["ours"].format("the text does not mention it")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A setting or another decision; ``values`` are those of the runs that the mark holds for."""
+    """A setting or another decision; ``mark`` says where its ``values`` come from."""
 
     name: str
     values: tuple[str, ...]
-    mark: Mark
+    mark: str
 
 
 def settings_of(recipe: Recipe) -> list[Choice]:
     """Every setting that means something for a run of the recipe, once for each mark it has."""
-    found: dict[str, dict[Mark, list[str]]] = {name: {} for name in DEFAULTS if name != "seed"}
+    found: dict[str, dict[str, list[str]]] = {name: {} for name in DEFAULTS if name != "seed"}
     for row, column in recipe.cells:
         config = recipe.config(row, column)
         for name in found.keys() - set(unused(config)):
@@ -63,22 +52,22 @@ def other_choices(recipe: Recipe) -> list[Choice]:
     """The decisions behind a recipe that are no settings; one that trains nothing has those that name it."""
     configs = [recipe.config(row, column) for row, column in recipe.cells]
     return [
-        Choice(one["name"], (one["what"],), Mark(one["from"], one["say"]))
+        Choice(one["name"], (one["what"],), _ORIGINS[one["from"]].format(one["say"]))
         for one in read_choices()["choices"]
         if any(_fits(one.get("when", {}), recipe, config) for config in configs)
         or (not configs and recipe.label in _listed(one.get("when", {}).get("recipe", [])))
     ]
 
 
-def _mark(name: str, recipe: Recipe, config: TrainConfig) -> Mark:
+def _mark(name: str, recipe: Recipe, config: TrainConfig) -> str:
     if name in recipe.overrides:
-        return Mark("ours", "--set says so")
+        return _ORIGINS["ours"].format("--set says so")
     if recipe.scale == "laptop":
-        return Mark("ours", "the laptop scale is to take minutes on a CPU")
+        return _ORIGINS["ours"].format("the laptop scale is to take minutes on a CPU")
     value = getattr(config, name)
     for rule in read_choices()["settings"].get(name, []):
         if rule.get("value", value) == value and _fits(rule.get("when", {}), recipe, config):
-            return Mark(rule["from"], rule["say"])
+            return _ORIGINS[rule["from"]].format(rule["say"])
     if value == DEFAULTS[name]:
         return UNMENTIONED
     raise ValueError(f"{recipe.label}: choices.yaml does not say where {name}={value} comes from")

@@ -1,10 +1,11 @@
-"""The table in the terminal, ours beside the paper's; what ran, and which differences are significant."""
+"""The runs of a recipe: ours beside the paper's in the terminal, what ran, and which differences are significant."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rich.table import Table
 
@@ -12,20 +13,33 @@ from sparsesam.lab.display import plural, to_rich
 from sparsesam.lab.experiment.confidence import differ
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Job
-from sparsesam.lab.paper.recipe import Column, MeanOverSeeds, Recipe, finished_results
+from sparsesam.lab.paper.recipe import Column, Finished, MeanOverSeeds, Recipe, finished_results
 
 
 @dataclass(frozen=True)
 class RecipeRuns:
-    """The runs of a recipe: ours beside the paper's."""
+    """The runs of a recipe, and where their data are."""
 
     recipe: Recipe
     jobs: Sequence[Job]
+    data_dir: Path | None = None
+
+    def of(self, row: str, column: Column) -> list[Job]:
+        """The runs of a cell, seed by seed."""
+        wanted = replace(self.recipe.config(row, column), seed=0)
+        return [job for job in self.jobs if replace(job.config, seed=0) == wanted]
+
+    def numbers(self) -> dict[tuple[str, str], MeanOverSeeds]:
+        """Ours by row and column."""
+        return self.recipe.numbers(self._finished())
+
+    def _finished(self) -> Finished:
+        return finished_results((job.config, job.result) for job in self.jobs)
 
     def table(self) -> Table:
         """For the terminal."""
         recipe, done = self.recipe, sum(job.is_finished for job in self.jobs)
-        compared = recipe.comparison(finished_results(self.jobs))
+        compared = recipe.comparison(self._finished())
         caption = f"{done} of {plural(len(self.jobs), 'run')}"
         return to_rich(compared, f"{recipe.place}: {recipe.title}", caption=caption)
 
@@ -50,7 +64,7 @@ class RecipeRuns:
                 "steps after the first five, without the masks they make and the loading of images; of masks, medians "
                 "without the first."
             )
-        cells = recipe.numbers(finished_results(self.jobs))
+        cells = self.numbers()
         seeds = sorted({len(cell.values) for cell in cells.values()})
         if seeds:
             machines = "; ".join(dict.fromkeys(_machine(job) for job in self.jobs if job.is_finished))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -151,16 +151,14 @@ class DryRun:
     reason: str = ""
 
 
-def dry_run(recipe: Recipe, on_run: Callable[[str, DryRun], None]) -> list[DryRun]:
-    """Every run of a recipe with one seed; ``on_run`` is called after each."""
-    found = []
+def dry_run(recipe: Recipe) -> Iterator[tuple[str, DryRun]]:
+    """Every run of a recipe with one seed, by label."""
     for label, config in recipe.sweep([0]).variants.items():
         try:
-            found.append(dry_run_config(config))
+            found = dry_run_config(config)
         except Exception as error:
             raise RunError(f"{recipe.label}: {label} cannot run: {type(error).__name__}: {error}") from error
-        on_run(label, found[-1])
-    return found
+        yield label, found
 
 
 def dry_run_config(config: TrainConfig) -> DryRun:
@@ -199,14 +197,8 @@ def _random_splits(config: TrainConfig) -> Splits:
     image = torch.zeros(1, channels, side, side, dtype=torch.uint8).random_(generator=torch.Generator().manual_seed(0))
     count = max(classes, config.train_size or 0)
     whole = Labelled(image.expand(count, -1, -1, -1), torch.arange(count) % classes)
-    return Splits(
-        train=whole,
-        test=whole,
-        name=config.dataset,
-        classes=tuple(map(str, range(classes))),
-        mean=(0.5,) * channels,
-        std=(0.25,) * channels,
-    )
+    names, mean, std = tuple(map(str, range(classes))), (0.5,) * channels, (0.25,) * channels
+    return Splits(whole, whole, name=config.dataset, classes=names, mean=mean, std=std)
 
 
 def _why_not(config: TrainConfig, estimate: RunCost, device: torch.device) -> str:

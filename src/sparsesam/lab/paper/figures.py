@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,43 +16,19 @@ from sparsesam.lab.data import Splits, corrupt, load_dataset
 from sparsesam.lab.display import Axis, Bar, Figure, Series, SeriesStyle, assign_styles, write_images, write_plot
 from sparsesam.lab.experiment.result import EpochRecord, read_epochs
 from sparsesam.lab.experiment.run_directory import RunDirectory
+from sparsesam.lab.experiment.sweep import Job
 from sparsesam.lab.inspection import Analysis, Measured, TrainedRun, load_run
 from sparsesam.lab.inspection.curvature import HessianAnalysis
 from sparsesam.lab.inspection.landscape import LandscapeAnalysis
 from sparsesam.lab.inspection.within_rho import GradientAnalysis
 from sparsesam.lab.paper.comparison import RecipeRuns
-from sparsesam.lab.paper.recipe import Column, finished_results
+from sparsesam.lab.paper.recipe import Column
 
 #: The order in the paper's figure 3.
 CORRUPTED = ("resolution", "occlusion", "gaussian-noise", "fog")
 
 
-@dataclass(frozen=True)
-class TrainedRecipe(RecipeRuns):
-    """Finished runs of a recipe, and where their data are."""
-
-    data_dir: Path | None
-
-    def runs(self, row: str, column: Column) -> list[Path]:
-        """The directories of a cell, seed by seed."""
-        wanted = replace(self.recipe.config(row, column), seed=0)
-        return [job.directory for job in self.jobs if replace(job.config, seed=0) == wanted]
-
-    def epochs(self, row: str, column: Column) -> list[list[EpochRecord]]:
-        """The records of a cell, seed by seed."""
-        return [read_epochs(RunDirectory(run).records) for run in self.runs(row, column)]
-
-    def styles(self) -> dict[str, SeriesStyle]:
-        """For each row."""
-        rows, column = self.recipe.row_labels, self.recipe.columns[0]
-        return dict(zip(rows, assign_styles([self.recipe.config(row, column).optimizer for row in rows]), strict=True))
-
-    def measured(self, column: Column, measure: Callable[[Path], Any]) -> list[Measured[Any]]:
-        """Of the first seed's run of each row: the paper's figures have one network."""
-        return [Measured(row, measure(self.runs(row, column)[0]), style) for row, style in self.styles().items()]
-
-
-def draw(trained: TrainedRecipe, file: Path) -> list[str]:
+def draw(trained: RecipeRuns, file: Path) -> list[str]:
     """Measure what the figure shows, draw it to ``file``, and return its numbers in words."""
     assert trained.recipe.figure is not None
     if trained.recipe.figure == "corruption":
@@ -62,16 +39,15 @@ def draw(trained: TrainedRecipe, file: Path) -> list[str]:
     return sentences
 
 
-def _gradients(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
+def _gradients(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
     """r of SAM's and SGD's gradient of one batch as training sees it: of its size, normalized by itself."""
 
-    def measure(directory: Path) -> Any:
-        config = load_run(directory).config
-        batch: dict[str, Any] = {"samples": config.batch_size, "batch_size": config.batch_size, "statistics": "batch"}
-        run = load_run(directory, data_dir=trained.data_dir, **batch)
-        return _kept(run, GradientAnalysis(rho=config.rho, **trained.recipe.analysis))
+    def measure(job: Job) -> Any:
+        size = job.config.batch_size
+        run = load_run(job.directory, data_dir=trained.data_dir, samples=size, batch_size=size, statistics="batch")
+        return _kept(run, GradientAnalysis(rho=job.config.rho, **trained.recipe.analysis))
 
-    found = {column.label: trained.measured(column, measure) for column in trained.recipe.columns}
+    found = {column.label: _measured(trained, column, measure) for column in trained.recipe.columns}
     drawn = {label: GradientAnalysis.figures("gradients", measured)[0] for label, measured in found.items()}
     panels = {label: figure.panels["every weight"] for label, figure in drawn.items()}
     sentences = [
@@ -83,11 +59,11 @@ def _gradients(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
     return [replace(next(iter(drawn.values())), panels=panels)], sentences
 
 
-def _curves(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
+def _curves(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
     """Training loss and test accuracy of every epoch."""
 
     def series(row: str, style: SeriesStyle, column: Column, name: str, factor: float) -> Series:
-        values = factor * np.array([[getattr(record, name) for record in run] for run in trained.epochs(row, column)])
+        values = factor * np.array([[getattr(record, name) for record in run] for run in _epochs(trained, row, column)])
         bars = list(zip(values.min(0).tolist(), values.max(0).tolist(), strict=True)) if len(values) > 1 else None
         return style.series(row, range(1, values.shape[1] + 1), values.mean(0), bars=bars)
 
@@ -97,17 +73,17 @@ def _curves(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
         ("test_accuracy", "Test accuracy", " (%)", 100.0),
     ):
         panels = {
-            column.label: [series(row, style, column, name, factor) for row, style in trained.styles().items()]
+            column.label: [series(row, style, column, name, factor) for row, style in _styles(trained).items()]
             for column in trained.recipe.columns
         }
         figures.append(Figure(name, title, "", Axis("epoch", whole=True), Axis(title.lower() + unit), panels))
     return figures, ["Lines are means over the seeds, shades reach from the lowest to the highest."]
 
 
-def _sparsity(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
+def _sparsity(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
     """Accuracy over sparsity, SAM as a line across; at full scale the paper's own numbers dotted."""
     recipe, is_full = trained.recipe, trained.recipe.scale == "full"
-    cells = recipe.numbers(finished_results(trained.jobs))
+    cells = trained.numbers()
     places = {column.label: place for place, column in enumerate(recipe.columns)}
     points: dict[tuple[str, str, bool], list[tuple[float, float, Bar | None]]] = {}
     for row, column in recipe.cells:
@@ -132,9 +108,9 @@ def _sparsity(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
     return [figure], ["Shades are 95 % intervals of the mean.", *dotted]
 
 
-def _landscape(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
+def _landscape(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
     """The training loss on points x points places of [-1, 1]² along filter-normalized random directions."""
-    found = _measured_on_samples(trained, lambda options: LandscapeAnalysis(**{"points": 50, **options}))
+    found = _measured_on_samples(trained, partial(LandscapeAnalysis, points=50))
     sentences = [
         f"{one.label}: loss {one.result.center_loss:.4g} in the middle, "
         f"{np.max(one.result.loss, where=np.isfinite(one.result.loss), initial=-np.inf):.4g} at the highest point"
@@ -143,9 +119,9 @@ def _landscape(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
     return LandscapeAnalysis.figures("landscape-2d", found)[:1], sentences
 
 
-def _hessian(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
+def _hessian(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
     """The spectral density, with the largest eigenvalue and its ratio to the fifth in the legend."""
-    found = _measured_on_samples(trained, lambda options: HessianAnalysis(**options))
+    found = _measured_on_samples(trained, HessianAnalysis)
     sentences = []
     for one in found:
         spectrum = one.result.eigenvalues
@@ -155,11 +131,11 @@ def _hessian(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
     return HessianAnalysis.figures("hessian", named)[1:], sentences
 
 
-def _speedup(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
+def _speedup(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
     """Running time over training iterations."""
     (column,), lines = trained.recipe.columns, []
-    for row, style in trained.styles().items():
-        runs = trained.epochs(row, column)
+    for row, style in _styles(trained).items():
+        runs = _epochs(trained, row, column)
         steps = [[seconds for record in run for seconds in record.step_seconds] for run in runs]
         seconds = np.mean([np.cumsum([0.0, *one]) for one in steps], axis=0)
         lines.append(style.series(row, range(len(seconds)), seconds))
@@ -168,7 +144,7 @@ def _speedup(trained: TrainedRecipe) -> tuple[list[Figure], list[str]]:
     return [Figure("speedup", "Running time", "", x, y, {"": lines})], sentences
 
 
-FIGURES: dict[str, Callable[[TrainedRecipe], tuple[list[Figure], list[str]]]] = {
+FIGURES: dict[str, Callable[[RecipeRuns], tuple[list[Figure], list[str]]]] = {
     "gradients": _gradients,
     "curves": _curves,
     "sparsity": _sparsity,
@@ -178,7 +154,7 @@ FIGURES: dict[str, Callable[[TrainedRecipe], tuple[list[Figure], list[str]]]] = 
 }
 
 
-def _corrupted(trained: TrainedRecipe) -> list[torch.Tensor]:
+def _corrupted(trained: RecipeRuns) -> list[torch.Tensor]:
     """Four images as they are, and after each corruption; for each data set that the recipe names."""
     found: list[torch.Tensor] = []
     for name in sorted({column.settings["dataset"] for column in trained.recipe.columns}):
@@ -190,15 +166,27 @@ def _corrupted(trained: TrainedRecipe) -> list[torch.Tensor]:
     return found
 
 
-def _measured_on_samples(
-    trained: TrainedRecipe, make: Callable[[dict[str, Any]], Analysis[Any]]
-) -> list[Measured[Any]]:
+def _epochs(trained: RecipeRuns, row: str, column: Column) -> list[list[EpochRecord]]:
+    """The records of a cell, seed by seed."""
+    return [read_epochs(RunDirectory(job.directory).records) for job in trained.of(row, column)]
+
+
+def _styles(trained: RecipeRuns) -> dict[str, SeriesStyle]:
+    """For each row."""
+    rows, column = trained.recipe.row_labels, trained.recipe.columns[0]
+    return dict(zip(rows, assign_styles([trained.recipe.config(row, column).optimizer for row in rows]), strict=True))
+
+
+def _measured(trained: RecipeRuns, column: Column, measure: Callable[[Job], Any]) -> list[Measured[Any]]:
+    """Of the first seed's run of each row: the paper's figures have one network."""
+    return [Measured(row, measure(trained.of(row, column)[0]), style) for row, style in _styles(trained).items()]
+
+
+def _measured_on_samples(trained: RecipeRuns, make: Callable[..., Analysis[Any]]) -> list[Measured[Any]]:
     """On 2048 training images, unless the recipe says another number."""
     options, (column,) = trained.recipe.analysis, trained.recipe.columns
-    samples, analysis = options.pop("samples", 2048), make(options)
-    return trained.measured(
-        column, lambda directory: _kept(load_run(directory, samples=samples, data_dir=trained.data_dir), analysis)
-    )
+    on, analysis = {"samples": options.pop("samples", 2048), "data_dir": trained.data_dir}, make(**options)
+    return _measured(trained, column, lambda job: _kept(load_run(job.directory, **on), analysis))
 
 
 def _kept(run: TrainedRun, analysis: Analysis[Any]) -> Any:

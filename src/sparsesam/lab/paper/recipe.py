@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
@@ -15,14 +15,15 @@ from typing import Any, Literal
 
 import yaml
 
-from sparsesam.lab.display import Cell, Table, cells, number_cell
+from sparsesam.lab.display import Cell, Table, cells, number, number_cell
 from sparsesam.lab.experiment.confidence import confidence_interval
 from sparsesam.lab.experiment.config import TrainConfig, from_mapping
-from sparsesam.lab.experiment.sweep import Job, Sweep
+from sparsesam.lab.experiment.sweep import Sweep
 from sparsesam.lab.names import nearest
 
 Scale = Literal["laptop", "full"]
-Finished = dict[TrainConfig, list[dict[str, Any]]]
+#: Results by canonical config with seed 0, and by seed.
+Finished = dict[TrainConfig, dict[int, Mapping[str, Any]]]
 #: Measures of time: of short runs that nothing else disturbs, warm, and of steps without the masks they make.
 TIMES = ("warm_seconds_per_step", "warm_seconds_per_epoch", "seconds_per_mask")
 
@@ -191,8 +192,8 @@ class Recipe:
         return found
 
     def _values(self, row: str, column: Column, finished: Finished) -> dict[int, float]:
-        results = finished.get(replace(self.config(row, column).canonical, seed=0), [])
-        found = {result.get("seed", place): result[column.measure] for place, result in enumerate(results)}
+        results = finished.get(replace(self.config(row, column).canonical, seed=0), {})
+        found = {seed: number(result.get(column.measure)) for seed, result in results.items()}
         return {seed: value for seed, value in found.items() if value is not None}
 
     def comparison(self, finished: Finished, caption: str = "") -> Table:
@@ -210,12 +211,12 @@ class Recipe:
         return Table(f"paper-{self.label}-{self.scale}", caption, ["", *headings, "our seeds"], lines)
 
 
-def finished_results(jobs: Sequence[Job]) -> Finished:
-    """The results there are, each with its seed, by canonical config with seed 0."""
+def finished_results(runs: Iterable[tuple[TrainConfig, Mapping[str, Any] | None]]) -> Finished:
+    """Of runs, each a config and its result, those that have one."""
     found: Finished = {}
-    for job in jobs:
-        if (result := job.result) is not None:
-            found.setdefault(replace(job.config.canonical, seed=0), []).append({**result, "seed": job.config.seed})
+    for config, result in runs:
+        if result:
+            found.setdefault(replace(config.canonical, seed=0), {})[config.seed] = result
     return found
 
 

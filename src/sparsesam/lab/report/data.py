@@ -1,22 +1,22 @@
-"""All that a report is made from, and what its page is made of: sections of parts, each with tables and figures."""
+"""What a report is made from: all runs, the tasks they belong to, what each variant costs, and which one to choose."""
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
 
-from sparsesam.lab.display import Figure, SeriesStyle, Table, plural
-from sparsesam.lab.display.figure import PALETTE_SIZE
+from sparsesam.lab.display import Number, plural, ratio
+from sparsesam.lab.display.figure import OPTIMIZERS
 from sparsesam.lab.experiment.calibration import SweepCalibration, read_calibration
-from sparsesam.lab.inspection import Analysis, Measured
-from sparsesam.lab.inspection.trained_run import Origin
-from sparsesam.lab.report.cost import VariantCosts, cost_of
+from sparsesam.lab.experiment.confidence import differ
+from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.report.read_run import RunRecord, find_runs
-from sparsesam.lab.report.variants import Task, group_runs
+from sparsesam.lab.report.variants import Variant, group_variants, task_label, unique
 
 
 class ReportData:
@@ -26,7 +26,7 @@ class ReportData:
 
     def __init__(self, places: Iterable[str | os.PathLike[str]]) -> None:
         self.directories = [RunRecord(path) for path in find_runs(places)]
-        self.tasks = group_runs(self.directories)
+        self.runs = [run for run in self.directories if run.status != "analyses only"]
         self.problems = [(str(run.path), one) for run in self.directories for one in run.problems]
         self.calibrations: list[SweepCalibration] = []
         for folder in dict.fromkeys(run.path.resolve().parent for run in self.directories):
@@ -36,13 +36,21 @@ class ReportData:
                 self.problems.append((str(folder), str(error)))
                 continue
             self.calibrations += [calibration] if calibration else []
+        self.tasks = self._tasks()
 
-    @property
-    def runs(self) -> list[RunRecord]:
-        return [run for run in self.directories if run.status != "analyses only"]
-
-    def cost_of(self, task: Task) -> VariantCosts:
-        return cost_of(task, self.calibrations)
+    def _tasks(self) -> list[Task]:
+        """Every run whose settings are known, by task and variant."""
+        found: dict[str, dict[TrainConfig, list[RunRecord]]] = {}
+        for run in self.runs:
+            if run.config is not None:
+                variants = found.setdefault(task_label(run.config), {})
+                variants.setdefault(replace(run.config, seed=0), []).append(run)
+        labels = sorted(found)
+        names = unique([re.sub(r"[^a-z0-9.]+", "-", label.lower()).strip("-.")[:60] or "task" for label in labels], "-")
+        return [
+            Task(name, label, group_variants(found[label]), self.calibrations)
+            for name, label in zip(names, labels, strict=True)
+        ]
 
     def count(self) -> str:
         statuses = [run.status for run in self.runs]
@@ -50,62 +58,102 @@ class ReportData:
         counts = ", ".join(f"{statuses.count(one)} {one}" for one in known)
         return f"{plural(len(statuses), 'run')}: {counts}" if statuses else "no runs, analyses only"
 
-    def measured(self, analysis: type[Analysis[Any]], name: str, task: Task | None) -> list[Measured[Any]]:
-        """The results of an analysis in the runs of a task, or in directories without settings.
-
-        Files in another format are noted as problems.
-        """
-        runs = task.runs if task else [run for run in self.directories if run.config is None]
-        having = [run for run in runs if name in run.analyses]
-        found = []
-        for run in having:
-            try:
-                result = analysis.read(run.analyses[name]["result"])
-                other = Origin.from_dict(run.analyses[name]["made"]).other
-            except (KeyError, ValueError) as error:
-                problem = f"analyses/{name}.json is not in the format of docs/analyze.md: {error}"
-                self.problems.append((str(run.path), problem))
-                continue
-            label, style = run.path.name, SeriesStyle()
-            if task is not None:
-                variant = task.variant_of(run)
-                label, place = variant.label_of(run, having), [one for one in having if one in variant.runs].index(run)
-                style = variant.style._replace(number=variant.style.number + PALETTE_SIZE * place)
-            found.append(Measured(label, result, style, self._label_at(other) if other else ""))
-        return found
-
-    def _label_at(self, directory: str) -> str:
-        """The label of the run in that directory, or the directory's name if it is not in this report."""
-        for task in self.tasks:
-            for run in task.runs:
-                if run.path.resolve() == Path(directory).resolve():
-                    return task.variant_of(run).label_of(run, task.runs)
-        return Path(directory).name
-
 
 @dataclass(frozen=True)
-class Part:
-    """``lead`` is a sentence above everything else, ``notes`` are below the tables."""
-
-    title: str
-    blocks: Sequence[Table | Figure] = ()
-    lead: str = ""
-    notes: Sequence[str] = ()
-
-    @property
-    def groups(self) -> list[list[Table | Figure]]:
-        """Blocks in order; figures that follow each other are together, to be shown side by side."""
-        return [list(group) for _, group in itertools.groupby(self.blocks, lambda block: isinstance(block, Figure))]
-
-
-@dataclass(frozen=True)
-class Section:
-    """``name`` is unique on the page."""
+class Task:
+    """Variants whose accuracies can be compared; ``name`` is for links and file names."""
 
     name: str
-    title: str
-    parts: Sequence[Part]
+    label: str
+    variants: list[Variant]
+    calibrations: Sequence[SweepCalibration] = ()
 
     @property
-    def figures(self) -> list[Figure]:
-        return [block for part in self.parts for block in part.blocks if isinstance(block, Figure)]
+    def runs(self) -> list[RunRecord]:
+        return [run for variant in self.variants for run in variant.runs]
+
+    def variant_of(self, run: RunRecord) -> Variant:
+        return next(variant for variant in self.variants if run in variant.runs)
+
+    @cached_property
+    def cost(self) -> VariantCosts:
+        """Times only if all finished variants were measured together; otherwise forward-backward passes."""
+        finished = [variant for variant in self.variants if variant.finished]
+        plain = next((variant for variant in finished if variant.config.is_plain), None)
+        name = OPTIMIZERS[plain.config.optimizer][0] if plain is not None else "a plain step"
+        for calibration in self.calibrations:
+            if plain is not None and all(calibration.of(variant.config) for variant in finished):
+                seconds = {variant: calibration.seconds_per_epoch(variant.config) for variant in self.variants}
+                cpu = calibration.origin.get("cpu")
+                where = f" on {cpu}." if cpu else "."
+                explanation = "Cost is time, masks included: all variants were measured together, in turns" + where
+                return VariantCosts("time", name, explanation, _relative(seconds, plain))
+        explanation = (
+            "Cost is counted in forward and backward passes, masks included, not time: these runs were not measured "
+            "together."
+        )
+        counted = {variant: variant.by_seed("forward_backwards_per_step").values() for variant in self.variants}
+        passes = {variant: statistics.median(values) if values else None for variant, values in counted.items()}
+        return VariantCosts("passes", name, explanation, _relative(passes, plain))
+
+    @property
+    def recommendation(self) -> Recommendation | None:
+        """None for fewer than two variants with an accuracy and a cost.
+
+        Of all variants whose accuracy does not differ significantly from the highest mean, the cheapest; of equally
+        cheap ones, the most accurate. A difference is significant if its 95 % interval, seed by seed, excludes 0.
+        """
+        costs = self.cost.values
+        known = [variant for variant in self.variants if variant.accuracy is not None and costs[variant] is not None]
+        if len(known) < 2:
+            return None
+        best = max(known, key=lambda variant: variant.accuracy or 0.0)
+        equal = [variant for variant in known if variant is best or _is_not_different(variant, best)]
+        chosen = min(equal, key=lambda variant: (costs[variant], -(variant.accuracy or 0.0)))
+        sentence = f"Best choice: {chosen.label}, {chosen.accuracy_text} at {self.cost.show(chosen)}. "
+        if chosen is best:
+            return Recommendation(chosen, best, sentence + "It has the highest mean accuracy.")
+        highest = f"The highest mean is {best.accuracy_text}, {best.label} at {self.cost.show(best)}; "
+        return Recommendation(chosen, best, sentence + highest + "the difference is not significant.")
+
+
+@dataclass(frozen=True)
+class VariantCosts:
+    """``values`` by variant, in units of ``reference``; ``explanation`` says how they were obtained."""
+
+    measure: Literal["time", "passes"]
+    reference: str
+    explanation: str
+    values: Mapping[Variant, Number]
+
+    @property
+    def axis(self) -> str:
+        words = {"time": "time of a run", "passes": "forward-backward passes"}
+        return f"{words[self.measure]} / {self.reference}’s"
+
+    def show(self, variant: Variant) -> str:
+        return f"{ratio(self.values[variant])} × {self.reference}’s {self.measure}"
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """``best`` has the highest mean accuracy; ``chosen`` is the cheapest without a significant difference."""
+
+    chosen: Variant
+    best: Variant
+    sentence: str
+
+
+def _relative(costs: Mapping[Variant, Number], plain: Variant | None) -> dict[Variant, Number]:
+    """The costs of an epoch or a step as those of whole runs, in units of the plain variant's."""
+    if plain is None:
+        return dict(costs)
+    whole = {variant: cost and cost * variant.config.epochs for variant, cost in costs.items()}
+    unit = whole[plain]
+    return {variant: cost / unit if cost and unit else None for variant, cost in whole.items()}
+
+
+def _is_not_different(first: Variant, second: Variant) -> bool:
+    """False for fewer than three seeds in common, which say too little; then only equal means are equal."""
+    ours, theirs = first.by_seed("test_accuracy"), second.by_seed("test_accuracy")
+    return not differ(ours, theirs) if len(ours.keys() & theirs.keys()) > 2 else first.accuracy == second.accuracy

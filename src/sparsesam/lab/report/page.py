@@ -1,11 +1,13 @@
-"""The page: the sections in the template, the figures as data that page.js draws. Everything is in one file."""
+"""The page, one file: sections of parts in the template, and the figures as data that page.js draws."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import resources
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -14,15 +16,41 @@ from sparsesam import __version__
 from sparsesam.integrations.extras import required_by
 from sparsesam.lab.display import Figure, Series, Table
 from sparsesam.lab.display.figure import COLORS
-from sparsesam.lab.report.data import ReportData, Section
-from sparsesam.lab.report.sections.analyses import missing_analyses
 
 #: Points of a curve, and of all curves: the page stays below 10 MB, of which plotly takes 5.
 MOST_POINTS, BUDGET = 300, 150_000
 
 
-def render(title: str, made: str, sections: Sequence[Section], data: ReportData) -> str:
-    """The whole page as HTML; ``made`` says when and by which command."""
+@dataclass(frozen=True)
+class Part:
+    """``lead`` is a sentence above everything else, ``notes`` are below the tables."""
+
+    title: str
+    blocks: Sequence[Table | Figure] = ()
+    lead: str = ""
+    notes: Sequence[str] = ()
+
+    @property
+    def groups(self) -> list[list[Table | Figure]]:
+        """Blocks in order; figures that follow each other are together, to be shown side by side."""
+        return [list(group) for _, group in itertools.groupby(self.blocks, lambda block: isinstance(block, Figure))]
+
+
+@dataclass(frozen=True)
+class Section:
+    """``name`` is unique on the page."""
+
+    name: str
+    title: str
+    parts: Sequence[Part]
+
+    @property
+    def figures(self) -> list[Figure]:
+        return [block for part in self.parts for block in part.blocks if isinstance(block, Figure)]
+
+
+def render(sections: Sequence[Section], **texts: Any) -> str:
+    """The whole page as HTML; ``texts`` are the other names of page.html."""
     environment = Environment(
         loader=PackageLoader("sparsesam.lab.report", "assets"),
         autoescape=True,
@@ -36,13 +64,9 @@ def render(title: str, made: str, sections: Sequence[Section], data: ReportData)
     with required_by("the report", "'sparsesam[report]'"):
         plotly = resources.files("plotly") / "package_data" / "plotly.min.js"
     return environment.get_template("page.html").render(
-        title=title,
-        made=made,
+        **texts,
         version=__version__,
-        count=data.count(),
         sections=sections,
-        missing=missing_analyses(data),
-        problems=data.problems,
         most_points=points_per_curve(figures),
         colors=COLORS,
         style=Markup(_asset("page.css")),

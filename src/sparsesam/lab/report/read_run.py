@@ -62,14 +62,12 @@ class RunRecord:
         self.analyses = self._read_analyses(files.analyses)
         written, failure = self._read_mapping(files.result), self._read_mapping(files.failure)
         begun = _last(records, "run") | _last(records, "resume")
-        settings = self._read_mapping(files.config) or _mapping(begun, "config") or _mapping(written, "config")
+        settings = self._read_mapping(files.config) or _mapping((begun, written), "config")
         self.config = self._config(settings) if settings else None
         self.epochs = self._by_epoch(records)
         self.name = str(written.get("name") or begun.get("name") or "")
-        self.provenance = (
-            _mapping(written, "provenance") or _mapping(begun, "provenance") or _mapping(failure, "provenance")
-        )
-        result = _mapping(written, "result") or _last(records, "result")
+        self.provenance = _mapping((written, begun, failure), "provenance")
+        result = _mapping((written,), "result") or _last(records, "result")
         self.result = result if number(result.get("test_accuracy")) is not None else {}
         self.status, self.reason = self._status(failure)
         if not settings and self.status != "analyses only":
@@ -131,23 +129,30 @@ class RunRecord:
 
     def _read_mapping(self, path: Path) -> dict[str, Any]:
         """Names and values of a YAML or JSON file."""
-        is_yaml = path.suffix == ".yaml"
-        content = self._read(path, partial(yaml.load, Loader=_Loader) if is_yaml else json.loads)
+        content = self._read(path, partial(yaml.load, Loader=_Loader) if path.suffix == ".yaml" else json.loads)
         if content is not None and not isinstance(content, dict):
             self.problems.append(f"{path.name} must contain names and values, but contains {type(content).__name__}")
         return {str(name): value for name, value in content.items()} if isinstance(content, dict) else {}
 
     def _read_records(self, path: Path) -> list[dict[str, Any]]:
         lines = self._read(path, str.splitlines) or []
-        records = [_record(line) for line in lines]
-        unread = [place for place, record in enumerate(records, start=1) if record is None]
+        records, unread = [], []
+        for place, line in enumerate(lines, start=1):
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            if isinstance(record, dict):
+                records.append(record)
+            else:
+                unread.append(str(place))
         if unread:
-            which = ", ".join(map(str, unread[:5])) + (" …" if len(unread) > 5 else "")
+            which = ", ".join(unread[:5]) + (" …" if len(unread) > 5 else "")
             count = f"{len(unread)} of {len(lines)} lines cannot be read (line {which}), left out"
             self.problems.append(f"{path.name}: {count}")
         elif path.is_file() and not lines:
             self.problems.append(f"{path.name} is empty")
-        return [record for record in records if record is not None]
+        return records
 
     def _read(self, path: Path, parse: Callable[[str], Any]) -> Any:
         """None if the file is missing or cannot be read. Reading a pipe would never end."""
@@ -164,14 +169,7 @@ def _last(records: list[dict[str, Any]], kind: str) -> dict[str, Any]:
     return next((record for record in reversed(records) if record.get("kind") == kind), {})
 
 
-def _mapping(content: dict[str, Any], key: str) -> dict[str, Any]:
-    value = content.get(key)
-    return value if isinstance(value, dict) else {}
-
-
-def _record(line: str) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
+def _mapping(contents: Iterable[dict[str, Any]], key: str) -> dict[str, Any]:
+    """Of the first that has one."""
+    values = [content.get(key) for content in contents]
+    return next((value for value in values if value and isinstance(value, dict)), {})

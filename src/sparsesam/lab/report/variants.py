@@ -1,11 +1,9 @@
-"""Tasks, and in each task the variants: runs that differ in nothing but their seed."""
+"""Variants: runs that differ in nothing but their seed, and what they are called."""
 
 from __future__ import annotations
 
-import dataclasses
-import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,37 +60,10 @@ class Variant:
         return f"{self.label}, seed {run.seed}" if others else self.label
 
 
-@dataclass(frozen=True)
-class Task:
-    """``name`` is for links and file names."""
-
-    name: str
-    label: str
-    variants: list[Variant]
-
-    @property
-    def runs(self) -> list[RunRecord]:
-        return [run for variant in self.variants for run in variant.runs]
-
-    def variant_of(self, run: RunRecord) -> Variant:
-        return next(variant for variant in self.variants if run in variant.runs)
-
-
-def group_runs(runs: Sequence[RunRecord]) -> list[Task]:
-    """Every run whose settings are known."""
-    tasks: dict[str, dict[TrainConfig, list[RunRecord]]] = {}
-    for run in runs:
-        if run.config is not None:
-            variants = tasks.setdefault(_task_label(run.config), {})
-            variants.setdefault(dataclasses.replace(run.config, seed=0), []).append(run)
-    labels = sorted(tasks)
-    names = _unique([re.sub(r"[^a-z0-9.]+", "-", label.lower()).strip("-.")[:60] or "task" for label in labels], "-")
-    return [Task(name, label, _variants(tasks[label])) for name, label in zip(names, labels, strict=True)]
-
-
-def _variants(groups: dict[TrainConfig, list[RunRecord]]) -> list[Variant]:
+def group_variants(groups: Mapping[TrainConfig, list[RunRecord]]) -> list[Variant]:
+    """In the order of the report, each with a label and a style of its own; ``groups`` have seed 0."""
     ordered = sorted(groups, key=lambda config: _rank(config, groups[config]))
-    labels = _unique([_given_name(groups[config]) or _label(config, ordered) for config in ordered], ", ")
+    labels = unique([_given_name(groups[config]) or _label(config, ordered) for config in ordered], ", ")
     styles = assign_styles([config.optimizer for config in ordered])
     return [
         Variant(label, config, *_one_per_seed(groups[config]), style)
@@ -100,7 +71,7 @@ def _variants(groups: dict[TrainConfig, list[RunRecord]]) -> list[Variant]:
     ]
 
 
-def _unique(names: Sequence[str], separator: str) -> list[str]:
+def unique(names: Sequence[str], separator: str) -> list[str]:
     """With a number after names that are there already; two sweeps may give one name."""
     counts = [names[:place].count(name) for place, name in enumerate(names)]
     return [f"{name}{separator}{count + 1}" if count else name for name, count in zip(names, counts, strict=True)]
@@ -119,7 +90,7 @@ def _label(config: TrainConfig, others: Sequence[TrainConfig]) -> str:
     return ", ".join([OPTIMIZERS[config.optimizer][0], *words])
 
 
-def _task_label(config: TrainConfig) -> str:
+def task_label(config: TrainConfig) -> str:
     changed = changed_settings(config)
     others = [setting_name(name, changed[name]) for name in TASK if name in changed]
     return ", ".join([config.dataset, config.model, *others])

@@ -11,13 +11,12 @@ from pathlib import Path
 from sparsesam.lab.display import write_figures
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.run_directory import write_atomically
-from sparsesam.lab.report.data import Part, ReportData, Section
-from sparsesam.lab.report.page import render
-from sparsesam.lab.report.sections.analyses import analysis_parts
+from sparsesam.lab.report.data import ReportData, Task
+from sparsesam.lab.report.page import Part, Section, render
+from sparsesam.lab.report.sections.analyses import analysis_parts, missing_analyses
 from sparsesam.lab.report.sections.paper import paper_parts
 from sparsesam.lab.report.sections.results import curves_part, overview_parts, results_part, sparsity_part
 from sparsesam.lab.report.sections.runs import provenance_parts, runs_parts, unfinished_parts
-from sparsesam.lab.report.variants import Task
 
 StrPath = str | os.PathLike[str]
 
@@ -39,7 +38,8 @@ def write_report(
         raise ValueError(f"out must be a file such as report.html, got the directory {str(out)!r}")
     data, sections = build_report(runs, bounds=bounds)
     made = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M UTC}, {provenance()['command']}"
-    page = render(title, made, sections, data)
+    missing = missing_analyses(data)
+    page = render(sections, title=title, made=made, count=data.count(), problems=data.problems, missing=missing)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page)
     if figures is not None:
@@ -68,7 +68,7 @@ def build_report(runs: Iterable[StrPath], *, bounds: bool = False) -> tuple[Repo
 
 def _task_parts(data: ReportData, task: Task, bounds: bool) -> list[Part]:
     analyses = analysis_parts(data, task, show_bounds=bounds)
-    parts = [results_part(data, task), curves_part(task), sparsity_part(task), *analyses]
+    parts = [results_part(task), curves_part(task), sparsity_part(task), *analyses]
     if len(data.tasks) == 1:
         return parts
     # Names are unique on the page, and as files.

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from sparsesam.lab.display import Figure, Table
-from sparsesam.lab.inspection import ANALYSES
+from pathlib import Path
+from typing import Any
+
+from sparsesam.lab.display import Figure, SeriesStyle, Table
+from sparsesam.lab.display.figure import PALETTE_SIZE
+from sparsesam.lab.inspection import ANALYSES, Analysis, Measured
 from sparsesam.lab.inspection.theorems import BoundAnalysis
-from sparsesam.lab.report.data import Part, ReportData
-from sparsesam.lab.report.variants import Task
+from sparsesam.lab.inspection.trained_run import Origin
+from sparsesam.lab.report.data import ReportData, Task
+from sparsesam.lab.report.page import Part
 
 
 def analysis_parts(data: ReportData, task: Task | None, *, show_bounds: bool) -> list[Part]:
     """One part for each analysis of the task's runs, or of directories without a run."""
     parts = []
     for analysis in ANALYSES.values():
-        found = {name: measured for name in analysis.files if (measured := data.measured(analysis, name, task))}
+        found = {name: measured for name in analysis.files if (measured := _measured(data, analysis, name, task))}
         if not found:
             continue
         everything = [one for measured in found.values() for one in measured]
@@ -36,3 +41,37 @@ def missing_analyses(data: ReportData) -> list[str]:
         for kind, analysis in ANALYSES.items()
         if not present.intersection(analysis.files)
     ]
+
+
+def _measured(data: ReportData, analysis: type[Analysis[Any]], name: str, task: Task | None) -> list[Measured[Any]]:
+    """The results of an analysis in the runs of a task, or in directories without settings.
+
+    Files in another format are noted as problems.
+    """
+    runs = task.runs if task else [run for run in data.directories if run.config is None]
+    having = [run for run in runs if name in run.analyses]
+    found = []
+    for run in having:
+        try:
+            result = analysis.read(run.analyses[name]["result"])
+            other = Origin.from_dict(run.analyses[name]["made"]).other
+        except (KeyError, ValueError) as error:
+            problem = f"analyses/{name}.json is not in the format of docs/analyze.md: {error}"
+            data.problems.append((str(run.path), problem))
+            continue
+        label, style = run.path.name, SeriesStyle()
+        if task is not None:
+            variant = task.variant_of(run)
+            label, place = variant.label_of(run, having), [one for one in having if one in variant.runs].index(run)
+            style = variant.style._replace(number=variant.style.number + PALETTE_SIZE * place)
+        found.append(Measured(label, result, style, _label_at(data, Path(other)) if other else ""))
+    return found
+
+
+def _label_at(data: ReportData, directory: Path) -> str:
+    """The label of the run in that directory, or the directory's name if it is not in this report."""
+    for task in data.tasks:
+        for run in task.runs:
+            if run.path.resolve() == directory.resolve():
+                return task.variant_of(run).label_of(run, task.runs)
+    return directory.name

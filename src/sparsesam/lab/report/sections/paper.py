@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, get_args
 
 from sparsesam.lab.display import Table, plural
 from sparsesam.lab.experiment.config import TrainConfig, names_of
-from sparsesam.lab.paper.recipe import Finished, Recipe, Scale, recipes
-from sparsesam.lab.report.data import Part, ReportData
+from sparsesam.lab.paper.recipe import Recipe, Scale, finished_results, recipes
+from sparsesam.lab.report.data import ReportData
+from sparsesam.lab.report.page import Part
 from sparsesam.lab.report.read_run import RunRecord
 from sparsesam.lab.report.variants import setting_name
 
-_SCALES: tuple[Scale, Scale] = ("laptop", "full")
-
 
 def paper_parts(data: ReportData) -> list[Part]:
-    configs = [(run, replace(run.config, seed=0)) for run in data.runs if run.config is not None]
-    tables = [
-        table
-        for recipe in recipes().values()
-        if recipe.has_numbers
-        for scale in _SCALES
-        if (table := _table(recipe.at(scale), configs)) is not None
-    ]
-    return [Part("", tables)]
+    known = [(run, run.config) for run in data.runs if run.config is not None]
+    scaled = [one.at(scale) for one in recipes().values() if one.has_numbers for scale in get_args(Scale)]
+    tables = [_table(recipe, known) for recipe in scaled]
+    return [Part("", [table for table in tables if table is not None])]
 
 
-def _table(recipe: Recipe, configs: list[tuple[RunRecord, TrainConfig]]) -> Table | None:
+def _table(recipe: Recipe, known: Sequence[tuple[RunRecord, TrainConfig]]) -> Table | None:
     """A table is recognized by the directory that `paper run` writes to, or else by a run for each of its cells."""
-    here = [(run, config) for run, config in configs if run.path.resolve().parts[-3:-1] == (recipe.label, recipe.scale)]
-    overrides = _overrides(recipe, [config for _, config in here])
-    finished: Finished = {}
-    for run, config in here or configs:
-        if run.status == "finished":
-            measures = {column.measure: run.measured(column.measure) for column in recipe.columns}
-            finished.setdefault(config, []).append(measures)
+    here = [pair for pair in known if pair[0].path.resolve().parts[-3:-1] == (recipe.label, recipe.scale)]
+    finished = finished_results((config, run.result) for run, config in here or known)
     if not here and len(recipe.numbers(finished)) < len(recipe.cells):
         return None
-    recipe = recipe.at(recipe.scale, overrides)
+    recipe = recipe.at(recipe.scale, _overrides(recipe, [config for _, config in here]))
     return recipe.comparison(finished, _caption(recipe, len(here)))
 
 

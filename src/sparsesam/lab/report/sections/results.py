@@ -8,9 +8,9 @@ import statistics
 from sparsesam.lab.display import Axis, Cell, Figure, Series, Table, cells, error_bars, finished_of, number_cell
 from sparsesam.lab.display.numbers import Number, percent, plural, ratio
 from sparsesam.lab.experiment.confidence import confidence_interval
-from sparsesam.lab.report.cost import VariantCosts, recommend
-from sparsesam.lab.report.data import Part, ReportData
-from sparsesam.lab.report.variants import Task, Variant, differing_settings
+from sparsesam.lab.report.data import ReportData, Task, VariantCosts
+from sparsesam.lab.report.page import Part
+from sparsesam.lab.report.variants import Variant, differing_settings
 
 #: Of each epoch, with what they are called.
 _CURVES = {
@@ -29,8 +29,7 @@ def overview_parts(data: ReportData) -> list[Part]:
         return []
     rows = []
     for task in data.tasks:
-        cost = data.cost_of(task)
-        recommendation = recommend(task, cost)
+        cost, recommendation = task.cost, task.recommendation
         known = [variant for variant in task.variants if variant.accuracy is not None]
         shown = recommendation.chosen if recommendation else max(known, key=lambda one: one.accuracy or 0, default=None)
         if shown is not None:
@@ -45,9 +44,8 @@ def overview_parts(data: ReportData) -> list[Part]:
     return [Part("", [Table("overview", caption, columns, rows)])]
 
 
-def results_part(data: ReportData, task: Task) -> Part:
-    cost = data.cost_of(task)
-    recommendation = recommend(task, cost)
+def results_part(task: Task) -> Part:
+    cost, recommendation = task.cost, task.recommendation
     chosen = recommendation.chosen if recommendation else None
     figure = Figure(
         name="accuracy-against-cost",
@@ -60,7 +58,7 @@ def results_part(data: ReportData, task: Task) -> Part:
         panels={"": [one for variant in task.variants for one in _point(variant, cost.values[variant], chosen)]},
     )
     lead = recommendation.sentence if recommendation else ""
-    return Part("", [figure, _table(task, cost)], lead, _notes(task))
+    return Part("", [figure, _table(task)], lead, _notes(task))
 
 
 def _point(variant: Variant, place: Number, chosen: Variant | None = None) -> list[Series]:
@@ -73,14 +71,15 @@ def _point(variant: Variant, place: Number, chosen: Variant | None = None) -> li
     return [variant.style.series(variant.label, [place], [100 * variant.accuracy], bars=bars, mark=mark)]
 
 
-def _table(task: Task, cost: VariantCosts) -> Table:
-    columns = ["variant", "test accuracy", cost.column, "sparsity", "best epoch’s", "train accuracy", "seeds"]
+def _table(task: Task) -> Table:
+    cost = f"{task.cost.measure} / {task.cost.reference}"
+    columns = ["variant", "test accuracy", cost, "sparsity", "best epoch’s", "train accuracy", "seeds"]
     caption = (
         "Mean ± standard deviation over the finished seeds, in the last epoch. “Best epoch’s” is the mean accuracy of "
         "best.pt, which is chosen by validation images in runs that have them, in the others by the test images "
         "themselves, which makes it too high."
     )
-    return Table("accuracy", caption, columns, [_row(variant, cost) for variant in task.variants])
+    return Table("accuracy", caption, columns, [_row(variant, task.cost) for variant in task.variants])
 
 
 def _row(variant: Variant, cost: VariantCosts) -> list[Cell]:

@@ -7,7 +7,8 @@ from collections import Counter
 from typing import Any
 
 from sparsesam.lab.display import Cell, Table, cells, number_cell, percent, plural
-from sparsesam.lab.report.data import Part, ReportData
+from sparsesam.lab.report.data import ReportData
+from sparsesam.lab.report.page import Part
 from sparsesam.lab.report.read_run import RunRecord
 from sparsesam.lab.report.variants import changed_settings, differing_settings, show_setting
 

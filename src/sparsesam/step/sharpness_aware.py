@@ -12,14 +12,14 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from sparsesam.ascent.perturbation.momentum import require_momentum_setting
-from sparsesam.checkpoint import SavedState
-from sparsesam.closures import run_closure, run_empty_closure
 from sparsesam.distributed import as_shard_of
 from sparsesam.masks.mask import MaskRule
-from sparsesam.parameters import check_model, scale_rho
-from sparsesam.settings import Settings, StepKind
-from sparsesam.step import Phase, Step
-from sparsesam.wrapper import OptimizerWrapper, inside_wrappers
+from sparsesam.step.checkpoint import SavedState
+from sparsesam.step.closures import run_closure, run_empty_closure
+from sparsesam.step.parameters import check_model, scale_rho
+from sparsesam.step.passes import Phase, Step
+from sparsesam.step.settings import Settings, StepKind
+from sparsesam.step.wrapper import OptimizerWrapper, inside_wrappers
 
 
 class SharpnessAware(OptimizerWrapper):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparsesam.gradients import OldGradient, Treatment
+from sparsesam.step.gradients import OldGradient, Treatment
 
 
 def left_alone(parameter):

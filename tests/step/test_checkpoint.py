@@ -98,7 +98,7 @@ def test_a_killed_process_resumes_to_the_same_weights(tmp_path):
             """
             import os, sys, torch
             from tests import cases
-            from tests.test_checkpoint import make
+            from tests.step.test_checkpoint import make
 
             path, die_at = sys.argv[1], int(sys.argv[2])
             torch.set_num_threads(1)
@@ -139,7 +139,7 @@ def _environment():
     import os
     from pathlib import Path
 
-    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 def test_a_bare_base_checkpoint_is_taken_with_a_word():

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from sparsesam.ascent.first_pass import unwatched
 from sparsesam.distributed import is_sharded
-from sparsesam.parameters import PerturbedParams
+from sparsesam.step.parameters import PerturbedParams
 
 
 def gradients_of(base: Optimizer) -> Iterator[Tensor]:

@@ -1,5 +1,5 @@
 import torch
-from benchmarks.live_bytes import LiveBytes
+from benchmarks.dispatch import LiveBytes
 
 
 def test_counts_what_is_alive_and_remembers_the_peak():

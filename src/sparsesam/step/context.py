@@ -16,13 +16,13 @@ from sparsesam.ascent.perturbation.pieces import Target
 from sparsesam.ascent.plan import ONE_PASS
 from sparsesam.ascent.rng import RNGState
 from sparsesam.ascent.statistics import statistics_versions
-from sparsesam.checkpoint import SavedState
 from sparsesam.distributed import local_part
-from sparsesam.gradients import GradientUse
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.scores import ScoreContext
-from sparsesam.parameters import PerturbedParams
-from sparsesam.settings import Settings
+from sparsesam.step.checkpoint import SavedState
+from sparsesam.step.gradients import GradientUse
+from sparsesam.step.parameters import PerturbedParams
+from sparsesam.step.settings import Settings
 
 
 class StepContext:

@@ -13,14 +13,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from sparsesam.checkpoint import OWN, SavedState, SharedState, check_state_dict, split_own, with_own
-from sparsesam.distributed import JoinableOptimizer, local_part, refuse_fsdp1
-from sparsesam.gradients import gradients_of
+from sparsesam.distributed import JoinableOptimizer, local_part, refuse_fsdp1, unwrap
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.state import MaskState
-from sparsesam.parameters import PerturbedParams, check_base, check_call, check_group, named, option_keys, unwrap
-from sparsesam.settings import Settings
-from sparsesam.step_context import StepContext
+from sparsesam.step.checkpoint import OWN, SavedState, SharedState, check_state_dict, split_own, with_own
+from sparsesam.step.context import StepContext
+from sparsesam.step.gradients import gradients_of
+from sparsesam.step.parameters import PerturbedParams, check_base, check_call, check_group, named, option_keys
+from sparsesam.step.settings import Settings
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 #: The options of the last wrapper around a base. One that is made later (a notebook's cell is run again) replaces them,

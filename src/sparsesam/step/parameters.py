@@ -25,17 +25,6 @@ def option_keys(base: Optimizer) -> dict[str, str]:
     return {option: f"sam_{option}" if option in base.defaults else option for option in GROUP_OPTIONS}
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module inside DistributedDataParallel, DataParallel and torch.compile."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            return model
-
-
 def named(model: nn.Module, base: Optimizer) -> dict[Tensor, str]:
     """The names of the optimizer's parameters; each must be one of the model's."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}

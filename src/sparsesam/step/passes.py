@@ -20,10 +20,10 @@ from sparsesam.ascent.plan import ONE_PASS
 from sparsesam.ascent.report import explicit_after_all
 from sparsesam.ascent.statistics import Snapshot, statistics_of
 from sparsesam.distributed import average_gradients, local_part, reshard, unsynchronized
-from sparsesam.gradients import OldGradient, gradients_of, require_gradients
-from sparsesam.parameters import PerturbedParam, PerturbedParams
-from sparsesam.settings import StepKind
-from sparsesam.step_context import StepContext
+from sparsesam.step.context import StepContext
+from sparsesam.step.gradients import OldGradient, gradients_of, require_gradients
+from sparsesam.step.parameters import PerturbedParam, PerturbedParams
+from sparsesam.step.settings import StepKind
 
 
 class Phase(enum.Enum):
