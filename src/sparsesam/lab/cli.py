@@ -13,8 +13,8 @@ _NEEDS = "pip install 'sparsesam[experiment]'"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0 done, 1 stopped, 2 bad usage, 130 interrupted."""
-    command, *rest = [*(sys.argv[1:] if arguments is None else arguments), ""]
-    rest = rest[:-1]
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    command, rest = given[0] if given else "", given[1:]
     if command in ("", "-h", "--help"):
         print(_usage())
         return 0 if command else 2

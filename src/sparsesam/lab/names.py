@@ -17,10 +17,19 @@ def nearest(name: str, known: Iterable[str], *, otherwise: str = "--help lists a
     Similar are names with few different letters (``optimiser``), those that begin alike (``clip-grad`` and
     ``clip-grad-norm``), and initials (``learning-rate`` and ``lr``).
     """
-    scores = {one: _similarity(name.lower(), one.lower()) for one in known}
+    scores = {one: _similarity(name.lower().replace("_", "-"), one.lower().replace("_", "-")) for one in known}
     best = max(scores.values(), default=0.0)
     found = sorted((one for one in scores if scores[one] >= max(0.65, best - 0.08)), key=lambda one: -scores[one])
     return f"did you mean {' or '.join(found[:3])}?" if found else otherwise
+
+
+def _similarity(name: str, known: str) -> float:
+    ratio = SequenceMatcher(None, name, known).ratio()
+    for short, long in ((name, known), (known, name)):
+        if "-" in long and short == "".join(word[:1] for word in long.split("-")):
+            return max(ratio, 0.95)
+    begin_alike = known.startswith(name) or (name.startswith(known) and len(known) > 2)
+    return max(ratio, 0.85) if begin_alike else ratio
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
@@ -31,25 +40,9 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 def check_names(given: Iterable[str], known: Iterable[str]) -> None:
     """Refuse a setting that does not exist."""
-    known = list(known)
     for name in given:
         if name not in known:
             raise ValueError(f"unknown option {name!r}; {nearest(name, known)}")
-
-
-def _similarity(name: str, known: str) -> float:
-    name, known = name.replace("_", "-"), known.replace("_", "-")
-    ratio = SequenceMatcher(None, name, known).ratio()
-    if known in (_initials(name), name) or name == _initials(known):
-        return max(ratio, 0.95)
-    if known.startswith(name) or (name.startswith(known) and len(known) > 2):
-        return max(ratio, 0.85)
-    return ratio
-
-
-def _initials(name: str) -> str:
-    words = name.split("-")
-    return "".join(word[:1] for word in words) if len(words) > 1 else name
 
 
 def look_up(setting: str, name: str, known: Mapping[str, T], *, others: str) -> T:

@@ -38,10 +38,11 @@ def lose_a_machine():
 
 threading.Thread(target=lose_a_machine, daemon=True).start()
 ended = []
-sweep_jobs(jobs, RunEnvironment(accelerator="cpu"), workers=2, backend="ray", on_end=ended.append)
+sweep_jobs(jobs, RunEnvironment(accelerator="cpu"), workers=2, backend="ray",
+           on_end=lambda job, warnings: ended.append(job))
 assert (out / "lost").exists()
-assert sorted(one.job.config.seed for one in ended) == [0, 1, 2, 3], ended
-assert all(one.status == "finished" for one in ended), ended
+assert sorted(job.config.seed for job in ended) == [0, 1, 2, 3], ended
+assert all(job.is_finished for job in ended), ended
 ray.shutdown()
 cluster.shutdown()
 """

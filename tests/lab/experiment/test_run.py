@@ -7,8 +7,12 @@ import torch
 
 from sparsesam.lab.data import load_dataset
 from sparsesam.lab.experiment import checkpoint, read_records
+from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import CheckpointError, DivergedError, Interrupted, RunError
+from sparsesam.lab.experiment.result import read_epochs
+from sparsesam.lab.experiment.run import run_training
 from sparsesam.lab.experiment.run_directory import RunDirectory
+from sparsesam.lab.experiment.training import Training
 from tests.lab.experiment.runs import SHORT, InterruptAt, same, state, train
 
 STATEFUL = {
@@ -211,6 +215,20 @@ def test_an_interrupted_epoch_keeps_the_times_of_its_steps(tmp_path):
     train(tmp_path, resume=True, record_times=True)
     records = [r for r in read_records(tmp_path / "records.jsonl") if r["kind"] == "epoch"]
     assert [len(record["step_seconds"]) for record in records] == [5, 5, 5]
+
+
+def test_a_run_that_ends_while_it_is_tested_repeats_the_epoch(tmp_path, monkeypatch):
+    place = RunEnvironment(out=tmp_path, threads=1, logger="none", checkpoint_steps=1)
+
+    def killed(self, split):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "evaluate", killed)
+        with pytest.raises(MemoryError):
+            run_training(SHORT, place)
+    run_training(SHORT, replace(place, resume=True))
+    assert [record.epoch for record in read_epochs(tmp_path / "records.jsonl")] == [1, 2, 3]
 
 
 def test_a_run_with_one_step_per_epoch_can_be_stopped(tmp_path):

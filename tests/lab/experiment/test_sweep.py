@@ -13,10 +13,10 @@ import yaml
 from rich.console import Console
 
 from sparsesam.lab.cli import main
+from sparsesam.lab.commands.sweep import sweep_table
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import RunError
 from sparsesam.lab.experiment.sweep import claimed_gpu, read_sweep, sweep_jobs
-from sparsesam.lab.experiment.sweep_table import sweep_table
 
 SETTINGS = {"train_size": 64, "test_size": 40, "epochs": 1, "batch_size": 32, "fisher_samples": 8}
 
@@ -59,8 +59,8 @@ def test_identical_runs_are_trained_once(tmp_path):
     variants = {"SGD": {"optimizer": "sgd"}, "the same": {"optimizer": "sgd", "rho": 3.0}}
     jobs = read(tmp_path, variants=variants).jobs(tmp_path / "runs")
     ended = []
-    sweep_jobs(jobs, RunEnvironment(), workers=1, on_end=ended.append)
-    assert [outcome.job.label for outcome in ended] == ["SGD"]
+    sweep_jobs(jobs, RunEnvironment(), workers=1, on_end=lambda job, warnings: ended.append(job.label))
+    assert ended == ["SGD"]
     assert rows(jobs)["the same"][-1] == "1"
 
 

@@ -60,16 +60,15 @@ class Parser(ArgumentParser):
 
     def _convert(self, flag: str, hint: Any, text: str) -> Any:
         """The text of a value as the type of its setting."""
-        values: list[Any] = [text]
+        value = text
         with suppress(yaml.YAMLError):
-            values.insert(0, yaml.safe_load(text))
-        errors = []
-        for value in values:  # what is no YAML of that type may be meant as text
-            try:
-                return convert(flag, value, hint)
-            except ValueError as error:
-                errors.append(str(error))
-        self.error(errors[0])
+            value = yaml.safe_load(text)
+        try:
+            return convert(flag, value, hint)
+        except ValueError as error:
+            with suppress(ValueError):  # what is no YAML of that type may be meant as text
+                return convert(flag, text, hint)
+            self.error(str(error))
 
 
 def add_settings(parser: Parser, *, leave_out: Sequence[str] = ()) -> None:

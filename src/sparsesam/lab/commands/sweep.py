@@ -1,9 +1,12 @@
-"""``sparsesam sweep``: a grid of runs."""
+"""``sparsesam sweep``: a grid of runs, and how far it has come."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,17 +14,18 @@ from typing import Any, Literal
 
 import joblib
 import yaml
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 
 from sparsesam.lab.commands.parser import Namespace, Parser
-from sparsesam.lab.display import plural
+from sparsesam.lab.display import finished_of, percent, plural, ratio, significant
 from sparsesam.lab.experiment.calibration import SweepCalibration, calibrate, read_calibration
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import Interrupted, RunError
+from sparsesam.lab.experiment.observers import duration
 from sparsesam.lab.experiment.setting_types import NonNegativeInt, PositiveInt
 from sparsesam.lab.experiment.sweep import Job, read_sweep, sweep_jobs
-from sparsesam.lab.experiment.sweep_table import SweepProgress, sweep_table
 
 HELP = (
     "Train every combination of settings in a YAML file, times seeds. Finished runs are not run again; an interrupted "
@@ -50,11 +54,10 @@ def add_execution(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> None:
-    environment = _environment(options)
     sweep = read_sweep(options.file, overrides=overrides(options.set), seeds=options.seeds)
     out = options.out or Path("runs") / Path(options.file).stem
     jobs = sweep.jobs(out)
-    calibration = None if options.no_calibration else _calibration(jobs, environment, out)
+    calibration = None if options.no_calibration else _calibration(jobs, _environment(options), out)
     execute(jobs, options, lambda: sweep_table(sweep.title, jobs, calibration), calibration=calibration)
     print(f"runs: {out}")
     report_failures(jobs)
@@ -73,8 +76,7 @@ def execute(
     The ``timed`` among the jobs come last, one at a time, and record the time of each step.
     """
     workers = options.jobs or options.gpus or joblib.cpu_count()
-    environment, console = _environment(options), Console(highlight=False)
-    progress = SweepProgress(jobs, draw, console, workers=workers, calibration=calibration)
+    environment, progress = _environment(options), SweepProgress(jobs, draw, workers, calibration)
     start = partial(sweep_jobs, backend=options.backend, retry=options.retry, gpus=options.gpus, on_end=progress.ended)
     try:
         with progress.shown():
@@ -116,3 +118,110 @@ def overrides(given: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"--set must be NAME=VALUE, got {one!r}; for example --set epochs=3")
         values[name.replace("-", "_")] = yaml.safe_load(value)
     return values
+
+
+class SweepProgress:
+    """What is shown of a sweep while it runs: in a terminal the table that ``draw`` makes, in a log a line per run.
+
+    Both say when all will be done: by the calibration at first, then by how fast the runs have been.
+    """
+
+    def __init__(
+        self, jobs: Sequence[Job], draw: Callable[[], Table], workers: int, calibration: SweepCalibration | None
+    ) -> None:
+        self.jobs = list({job.directory: job for job in jobs}.values())
+        self.draw, self.workers, self.calibration = draw, workers, calibration
+        self.console = Console(highlight=False)
+        self.warnings: Counter[str] = Counter()
+        self.begun, self.work_before = time.monotonic(), self._work_left()
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Within the block the table is drawn once a second, or in a log once at the end."""
+        if self.console.is_terminal:
+            with Live(get_renderable=self._view, console=self.console, refresh_per_second=1, redirect_stderr=False):
+                yield
+            return
+        self._print(self._status())
+        try:
+            yield
+        finally:
+            self.console.print(self.draw())
+            for line in self._warning_lines():
+                self._print(line)
+
+    def ended(self, job: Job, warnings: Sequence[str]) -> None:
+        """A run has ended: a line in a log, and its warnings are collected."""
+        self.warnings.update(warnings)
+        if self.console.is_terminal:
+            return
+        if (result := job.result) is not None:
+            ending = f"test {result['test_accuracy']:.2%}, {duration(result['seconds'])} of training"
+        else:
+            ending = "interrupted" if job.failure is None else f"failed: {job.failure}"
+        self._print(f"{job.label}, seed {job.config.seed}: {ending}; {self._status()}")
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, soft_wrap=True, markup=False)
+
+    def _view(self) -> RenderableType:
+        return Group(self.draw(), self._status(), *self._warning_lines())
+
+    def _warning_lines(self) -> list[str]:
+        return [f"warning ({plural(count, 'run')}): {text}" for text, count in self.warnings.items()]
+
+    def _status(self) -> str:
+        unfinished, left = sum(not job.is_finished for job in self.jobs), self._work_left()
+        done, seconds = self.work_before - left, None
+        if done > 0.05 * self.work_before:
+            seconds = left * (time.monotonic() - self.begun) / done
+        elif self.calibration is not None:
+            seconds = left / min(self.workers, unfinished or 1)
+        remaining = f", about {duration(seconds)} remaining" if unfinished and seconds is not None else ""
+        return f"{len(self.jobs) - unfinished} of {plural(len(self.jobs), 'run')} finished{remaining}"
+
+    def _work_left(self) -> float:
+        """In seconds of the calibration, or in epochs without one."""
+        work = 0.0
+        for job in self.jobs:
+            if job.failure is None and not job.is_finished:
+                seconds = self.calibration and self.calibration.seconds_per_epoch(job.config)
+                work += (seconds or 1.0) * max(0, job.config.epochs - job.epochs_done)
+        return work
+
+
+def sweep_table(title: str, jobs: Sequence[Job], calibration: SweepCalibration | None = None) -> Table:
+    """A row for each variant: the means over its finished seeds, and the cost relative to the first variant's.
+
+    Costs are times that were measured together, or forward and backward passes where there is no calibration.
+    """
+    variants: dict[str, list[Job]] = {}
+    for job in jobs:
+        variants.setdefault(job.label, []).append(job)
+    results = {label: [found for job in members if (found := job.result)] for label, members in variants.items()}
+    if calibration is None:
+        costs = {label: _mean(results[label], "forward_backwards_per_step") for label in variants}
+    else:
+        costs = {label: calibration.seconds_per_epoch(members[0].config) for label, members in variants.items()}
+    first, unit = next(iter(costs.items()))
+    table, measured = Table(title=title), "forward-backwards" if calibration is None else "time"
+    for heading in ("", "test accuracy", f"{measured} / {first}", "sparsity", "seeds"):
+        table.add_column(heading, justify="right" if heading else "left", overflow="fold")
+    for label, members in variants.items():
+        finished, cost = results[label], costs[label]
+        accuracies = [result["test_accuracy"] for result in finished]
+        deviation = statistics.stdev(accuracies) if len(accuracies) > 1 else None
+        seeds = finished_of(len(finished), len(members), sum(job.failure is not None for job in members))
+        running = [f"in epoch {job.epochs_done + 1}/{job.config.epochs}" for job in members if job.is_running]
+        table.add_row(
+            label,
+            percent(_mean(finished, "test_accuracy"), deviation),
+            ratio(cost / unit if cost and unit else None),
+            significant(finished[0]["sparsity"] if finished else None),
+            ", ".join([seeds, *running]),
+        )
+    return table
+
+
+def _mean(results: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    return statistics.fmean(result[name] for result in results) if results else None

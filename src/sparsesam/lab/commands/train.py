@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from sparsesam.lab.commands.parser import Namespace, Parser, add_settings, settings_from
 from sparsesam.lab.experiment.config import RunEnvironment
-from sparsesam.lab.experiment.observers import ProgressBar, RunObserver
+from sparsesam.lab.experiment.observers import ProgressBar
 from sparsesam.lab.experiment.run import run_training
 from sparsesam.lab.experiment.run_directory import RunDirectory
 
@@ -27,7 +27,7 @@ def run(options: Namespace) -> None:
         options.config = [RunDirectory.existing(options.out).config, *options.config]
     config, environment = settings_from(options)
     environment = under_torchrun(environment)
-    result = run_training(config, environment, RunObserver() if environment.quiet else ProgressBar())
+    result = run_training(config, environment, None if environment.quiet else ProgressBar())
     chosen = "validation" if result.best_chosen_on == "val" else "test"
     print(
         f"test accuracy {result.test_accuracy:.2%}; best.pt {result.best_test_accuracy:.2%}, "

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from sparsesam.lab.experiment.training import Sums
 
 FILE = "calibration.json"
 ROUNDS = 5
-WARM_UP_STEPS = 3
 #: Length of a round of one variant: steps, fewer after so many seconds.
 ROUND_STEPS, ROUND_SECONDS = 20, 0.15
 
@@ -104,35 +104,38 @@ def calibrate(jobs: Sequence[Job], environment: RunEnvironment, folder: Path) ->
 
 
 def _measure(jobs: Sequence[Job], environment: RunEnvironment) -> dict[str, VariantTime]:
-    variants = {key(job.config): replace(job, config=replace(job.config, seed=0)) for job in reversed(jobs)}
-    loaded: dict[tuple[str, int | None], Splits | FolderSplits] = {}
+    @cache
+    def splits_of(dataset: str, image_size: int | None) -> Splits | FolderSplits:
+        return load_splits(TrainConfig(dataset=dataset, image_size=image_size), environment)
+
+    variants: dict[str, Job] = {}
+    for job in jobs:
+        variants.setdefault(key(job.config), job)
     steppers: dict[str, list[_Stepper]] = {}
-    for name, job in reversed(variants.items()):
-        source = (job.config.dataset, job.config.image_size)
+    for name, job in variants.items():
+        config = replace(job.config, seed=0)
+        # Before `ascent_start` a variant takes plain steps.
+        phases = [config, replace(config, optimizer=config.base)] if config.canonical.ascent_start else [config]
         try:
-            if source not in loaded:
-                loaded[source] = load_splits(job.config, environment)
-            steppers[name] = [_Stepper(one, loaded[source], environment) for one in _phases(job.config)]
+            splits = splits_of(config.dataset, config.image_size)
+            steppers[name] = [_Stepper(one, splits, environment) for one in phases]
         except (ImportError, TypeError, ValueError) as error:
             raise type(error)(f"{job.label}: {error}") from error
     for _ in range(1 + ROUNDS):
-        for phases in steppers.values():
-            for stepper in phases:
-                stepper.turn()
-    finite = {name: phases for name, phases in steppers.items() if not any(one.diverged for one in phases)}
-    return {name: _time_of(variants[name], *phases) for name, phases in finite.items()}
-
-
-def _phases(config: TrainConfig) -> list[TrainConfig]:
-    """The config; and what it does before ``ascent_start``, plain steps."""
-    return [config, replace(config, optimizer=config.base)] if config.canonical.ascent_start else [config]
+        for name in list(steppers):
+            try:
+                for stepper in steppers[name]:
+                    stepper.take_turn()
+            except DivergedError:  # as its run will report
+                del steppers[name]
+    return {name: _time_of(variants[name], *phases) for name, phases in steppers.items()}
 
 
 class _Stepper:
     """A variant that takes its steps when it is its turn."""
 
     def __init__(self, config: TrainConfig, splits: Splits | FolderSplits, environment: RunEnvironment) -> None:
-        # After the first one, masks are made in `_make_mask` alone.
+        # After the first one, masks are made where `take_turn` asks for them.
         endless = replace(config, epochs=10**6, max_steps=None, ascent_start=0.0, mask_epochs=10**6, mask_steps=None)
         self.training = make_training(endless, splits, make_fabric(endless, environment), environment)
         if self.training.fabric.device.type == "cpu" and torch.get_num_threads() == 1:
@@ -140,38 +143,29 @@ class _Stepper:
         self.every = 1 if config.is_plain else config.ascent_every
         self.rounds: list[float] = []
         self.masks: list[float] = []
-        self.diverged = False
 
-    def turn(self) -> None:
-        """A round; or nothing for a variant whose loss is not finite, as its run will report."""
-        if self.diverged:
-            return
-        try:
-            if not self.rounds:
-                self._take(WARM_UP_STEPS)
-            seconds, steps = self._take(ROUND_STEPS, ROUND_SECONDS)
-            self.rounds.append(seconds / steps)
-            if getattr(self.training.optimizer, "mask", None) is not None:
-                self.training.optimizer.refresh_mask()  # type: ignore[attr-defined]
-                seconds, steps = self._take(1)
-                self.masks.append(max(0.0, seconds - steps * self.rounds[-1]))
-        except DivergedError:
-            self.diverged = True
+    def take_turn(self) -> None:
+        """A round of steps, then the steps that a new mask is made in."""
+        seconds, steps = self._take(ROUND_STEPS, ROUND_SECONDS)
+        self.rounds.append(seconds / steps)
+        if getattr(self.training.optimizer, "mask", None) is not None:
+            self.training.optimizer.refresh_mask()  # type: ignore[attr-defined]
+            seconds, steps = self._take(1)
+            self.masks.append(max(0.0, seconds - steps * self.rounds[-1]))
 
     def _take(self, count: int, limit: float = math.inf) -> tuple[float, int]:
         """The seconds of ``count`` times ``every`` steps, fewer after ``limit`` seconds, and the number of steps."""
-        training = self.training
-        first, start = training.steps_taken, training.clock()
+        training, first = self.training, self.training.steps_taken
+        training.sums = Sums()
 
         def done() -> bool:
             taken = training.steps_taken - first
-            is_enough = taken >= count * self.every or training.clock() - start >= limit
+            is_enough = taken >= count * self.every or training.sums.seconds >= limit
             return taken > 0 and taken % self.every == 0 and is_enough
 
         while not done():
             training.advance(done)  # it reads the loss at the end, which waits for a GPU
-        training.sums = Sums()
-        return training.clock() - start, training.steps_taken - first
+        return training.sums.seconds, training.steps_taken - first
 
 
 def _time_of(job: Job, one: _Stepper, plain: _Stepper | None = None) -> VariantTime:

@@ -20,7 +20,7 @@ from sparsesam.lab.experiment.training import Training
 
 
 class RunObserver:
-    """Follows a run; this one shows nothing."""
+    """Follows a run."""
 
     def begin(self, training: Training, where: Path) -> None:
         """Training starts, or is resumed, in the directory ``where``."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -27,10 +26,10 @@ from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.errors import CheckpointError, DivergedError, Interrupted
 from sparsesam.lab.experiment.observers import Curves, RunObserver
 from sparsesam.lab.experiment.provenance import provenance
-from sparsesam.lab.experiment.result import EpochRecord, RunResult, best_of, read_epochs, run_result
+from sparsesam.lab.experiment.result import EpochRecord, RunResult, best_of, complete_epoch, read_epochs, run_result
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
-from sparsesam.lab.experiment.training import Sums, Training
+from sparsesam.lab.experiment.training import Training
 
 #: By default masks are recorded if those of the whole run take no more than this.
 SMALL_BYTES = 16 * 2**20
@@ -58,16 +57,20 @@ def run_training(
     with torch.random.fork_rng(), torch_threads(environment.threads):
         if main:
             directory.check(config, resume=environment.resume)
-        shows_progress = main and type(observer) is not RunObserver and sys.stdout.isatty()
-        splits = load_splits(config, environment, progress=shows_progress)
+        splits = load_splits(config, environment, progress=main and not environment.quiet and sys.stdout.isatty())
         fabric.launch()
         training = make_training(config, splits, fabric, environment)
         with directory.locked() if main else nullcontext():
             if environment.resume:  # a checkpoint that cannot be read leaves the run as it is
                 _restore(training, directory)
-            extended = directory.begin(config, resume=environment.resume) if main else None
+            recorder = Recorder(training, directory, environment) if main else None
             try:
-                return _Run(environment, training, directory, observers).train(extended, stop)
+                _train(training, directory, environment, [recorder, *observers] if recorder else [], stop)
+                result = fabric.broadcast(run_result(training, recorder.epochs) if recorder else None)
+                assert result is not None
+                if recorder:
+                    recorder.finish(result)
+                return result
             except Exception as error:
                 if main and not isinstance(error, Interrupted | CheckpointError):
                     directory.write_failure(error)
@@ -124,122 +127,92 @@ def _restore(training: Training, directory: RunDirectory) -> None:
         directory.rewind(training.steps_taken if is_begun else -1)
 
 
-class _Run:
-    """The training of one run, and what is recorded of it; only rank 0 writes."""
+def _train(
+    training: Training,
+    directory: RunDirectory,
+    environment: RunEnvironment,
+    observers: Sequence[RunObserver],
+    stop: Callable[[], bool],
+) -> None:
+    def on_step() -> None:
+        for observer in observers:
+            observer.step(training)
 
-    def __init__(
-        self, environment: RunEnvironment, training: Training, directory: RunDirectory, observers: list[RunObserver]
-    ) -> None:
-        self.environment, self.training, self.directory, self.observers = environment, training, directory, observers
-        self.config, self.main = training.config, training.fabric.global_rank == 0
-        small = masks_are_small(self.config, training.num_parameters, training.batches.steps)
-        self.records_masks = self.main and (small if environment.record_masks is None else environment.record_masks)
-        self.epochs = read_epochs(directory.records) if self.main else []
+    for observer in observers:
+        observer.begin(training, directory.path)
+    complete = False
+    with stop_on_signal() as signalled:
+        try:
+            while not training.finished:
+                if training.advance(lambda: signalled() or stop(), on_step):
+                    record = complete_epoch(training)
+                    for observer in observers:
+                        observer.epoch(record)
+                if training.stop_requested and not training.finished:
+                    raise Interrupted(
+                        f"stopped after {plural(training.steps_taken, 'step')} and saved; "
+                        f"continue with: {environment.resume_command(directory.path)}"
+                    )
+            complete = True
+        except DivergedError as error:
+            last = directory.last
+            kept = f"the last good state is in {last}" if last.exists() else "no epoch was complete"
+            raise DivergedError(f"{error}; {kept}") from None
+        finally:
+            for observer in observers:
+                observer.end(complete=complete)
+
+
+class Recorder(RunObserver):
+    """Writes the settings, records, masks, checkpoints and result of a run; on rank 0 alone."""
+
+    def __init__(self, training: Training, directory: RunDirectory, environment: RunEnvironment) -> None:
+        self.training, self.directory, config = training, directory, training.config
+        self.checkpoint_steps = environment.checkpoint_steps
+        small = masks_are_small(config, training.num_parameters, training.batches.steps)
+        self.records_masks = small if environment.record_masks is None else environment.record_masks
         self.saved_at, self.masks = training.steps_taken, training.cost.masks
-
-    def train(self, extended: int | None, stop: Callable[[], bool]) -> RunResult:
-        """``extended`` is the number of epochs that the run had before, if this extends it."""
-        training, directory = self.training, self.directory
-        origin = {
-            "config": asdict(self.config),
-            "hash": self.config.content_hash,
-            "name": self.environment.name,
+        extended = directory.begin(config, resume=environment.resume)
+        self.epochs = read_epochs(directory.records)
+        self.origin = {
+            "config": asdict(config),
+            "hash": config.content_hash,
+            "name": environment.name,
             "provenance": provenance(),
         }
-        if self.main:
-            kind = "extend" if extended is not None else "resume" if training.steps_taken else "run"
-            before = {} if extended is None else {"epochs_before": extended}
-            directory.append({"kind": kind, "step": training.steps_taken, **before, **origin})
-        for observer in self.observers:
-            observer.begin(training, directory.path)
-        complete = False
-        with stop_on_signal() as signalled:
-            try:
-                while not training.finished:
-                    if training.advance(lambda: signalled() or stop(), self._on_step):
-                        self._complete_epoch()
-                    elif self.main:
-                        self._save()
-                    if training.stop_requested and not training.finished:
-                        raise Interrupted(
-                            f"stopped after {plural(training.steps_taken, 'step')} and saved; "
-                            f"continue with: {self.environment.resume_command(directory.path)}"
-                        )
-                complete = True
-            except DivergedError as error:
-                last = directory.last
-                kept = f"the last good state is in {last}" if last.exists() else "no epoch was complete"
-                raise DivergedError(f"{error}; {kept}") from None
-            finally:
-                for observer in self.observers:
-                    observer.end(complete=complete)
-        result = training.fabric.broadcast(run_result(training, self.epochs) if self.main else None)
-        assert result is not None
-        if self.main:
-            directory.append({"kind": "result", "step": training.steps_taken, **asdict(result)})
-            directory.finish({"result": asdict(result), **origin})
-        return result
+        kind = "extend" if extended is not None else "resume" if training.steps_taken else "run"
+        before = {} if extended is None else {"epochs_before": extended}
+        directory.append({"kind": kind, "step": training.steps_taken, **before, **self.origin})
 
-    def _on_step(self) -> None:
-        """Call the observers, write a new mask, save a checkpoint that is due."""
-        training = self.training
-        for observer in self.observers:
-            observer.step(training)
+    def step(self, training: Training) -> None:
         # Before the checkpoint: a resumed run removes the masks that come after it, and makes them again.
         if self.records_masks and training.cost.masks > self.masks:
             self.directory.write_masks(training.steps_taken - 1, training.optimizer.masks)  # type: ignore[attr-defined]
             self.masks = training.cost.masks
-        every = self.environment.checkpoint_steps
-        if self.main and every is not None and training.synced and training.steps_taken - self.saved_at >= every:
+        every, taken = self.checkpoint_steps, training.steps_taken - self.saved_at
+        is_due = every is not None and training.synced and taken >= every
+        if not training.epoch_ended and (is_due or training.stop_requested):
             self._save()
-            self.saved_at = training.steps_taken
 
-    def _complete_epoch(self) -> None:
-        """Evaluate, record and save; the checkpoint comes last, so that a run killed before it repeats this epoch."""
-        record = self._epoch_record()
-        if not self.main:
-            return
-        training = self.training
+    def epoch(self, record: EpochRecord) -> None:
+        """The checkpoint comes last, so that a run killed before it repeats this epoch."""
         self.epochs.append(record)
         if best_of(self.epochs) is record:
-            tested = training.module if training.ema is None else training.ema.module
+            tested = self.training.module if self.training.ema is None else self.training.ema.module
             figures = {name: getattr(record, name) for name in ("epoch", "val_accuracy", "test_accuracy")}
-            content = {"config": asdict(self.config), "model": tested.state_dict(), **figures}
+            content = {"config": self.origin["config"], "model": tested.state_dict(), **figures}
             checkpoint.save(self.directory.best, content)
         self.directory.append({"kind": "epoch", **asdict(record)})
         self._save()
-        for observer in self.observers:
-            observer.epoch(record)
-
-    def _epoch_record(self) -> EpochRecord:
-        training = self.training
-        sums, training.sums = training.sums, Sums()
-        val_loss, val_accuracy = training.evaluate("val") if self.config.val_size else (None, None)
-        test_loss, test_accuracy = training.evaluate("test")
-        return EpochRecord(
-            epoch=math.ceil(training.steps_taken / training.batches.steps),
-            epochs=self.config.epochs,
-            step=training.steps_taken,
-            train_loss=sums.loss / sums.images,
-            train_accuracy=sums.correct / sums.images,
-            val_loss=val_loss,
-            val_accuracy=val_accuracy,
-            test_loss=test_loss,
-            test_accuracy=test_accuracy,
-            lr=training.optimizer.param_groups[0]["lr"],
-            rho=training.rho,
-            sparsity=training.sparsity,
-            forward_backwards=training.cost.forward_backwards,
-            seconds=sums.seconds,
-            images_per_second=sums.images / sums.seconds,
-            skipped_ascents=getattr(training.optimizer, "skipped_ascents", 0),
-            mask_seconds=sums.mask_seconds,
-            step_seconds=sums.step_seconds,
-        )
 
     def _save(self) -> None:
-        content = {"config": asdict(self.config), "training": self.training.state_dict()}
+        content = {"config": self.origin["config"], "training": self.training.state_dict()}
         checkpoint.save(self.directory.last, content)
+        self.saved_at = self.training.steps_taken
+
+    def finish(self, result: RunResult) -> None:
+        self.directory.append({"kind": "result", "step": result.steps, **asdict(result)})
+        self.directory.finish({"result": asdict(result), **self.origin})
 
 
 def masks_are_small(config: TrainConfig, weights: int, steps_per_epoch: int) -> bool:

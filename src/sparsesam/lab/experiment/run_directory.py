@@ -40,6 +40,7 @@ class RunDirectory:
         self.best = path / "best.pt"
         self.result = path / "result.json"
         self.failure = path / "failure.json"
+        self.running = path / "running.json"
         self.masks = path / "masks"
         self.analyses = path / "analyses"
 
@@ -55,20 +56,20 @@ class RunDirectory:
     def locked(self) -> Iterator[None]:
         """Refuse a second run here. The lock ends with the process, even if it is killed."""
         self.path.mkdir(parents=True, exist_ok=True)
-        holder, lock = self.path / "running.json", FileLock(self.path / "running.lock")
+        lock = FileLock(self.path / "running.lock")
         try:
             lock.acquire(timeout=0)
         except Timeout:
             process = "another process"
-            with suppress(OSError, ValueError, KeyError):
-                found = json.loads(holder.read_text())
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                found = read_json(self.running)
                 process = f"process {found['pid']} on {found['host']}"
             raise RunError(f"{self.path} is in use by {process}; choose another --out, or wait") from None
         try:
-            holder.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+            self.running.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
             yield
         finally:
-            holder.unlink(missing_ok=True)
+            self.running.unlink(missing_ok=True)
             lock.release()
 
     def check(self, config: TrainConfig, *, resume: bool) -> None:
@@ -161,6 +162,14 @@ def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.writelines(line + "\n" for line in lines)
+
+
+def read_json(path: Path) -> Any:
+    """The content of a file, None if there is none."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ Each run has a directory named by the hash of the settings it uses, so that iden
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import time
 import warnings
@@ -23,9 +22,9 @@ from filelock import FileLock, Timeout
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from sparsesam.integrations.extras import required_by
-from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, from_mapping, names_of, unused
+from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, from_mapping, unused
 from sparsesam.lab.experiment.errors import Interrupted, RunError
-from sparsesam.lab.experiment.run_directory import RunDirectory
+from sparsesam.lab.experiment.run_directory import RunDirectory, read_json, read_records
 from sparsesam.lab.names import check_names, suggestion
 
 #: How many machines a run on a Ray cluster may lose.
@@ -52,6 +51,8 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Job:
+    """A run of a sweep, and what its directory says of it."""
+
     label: str
     config: TrainConfig
     directory: Path
@@ -61,20 +62,27 @@ class Job:
         return RunDirectory(self.directory).result.exists()
 
     @property
+    def is_running(self) -> bool:
+        return RunDirectory(self.directory).running.exists()
+
+    @property
     def failure(self) -> str | None:
         """The error of the last attempt."""
-        try:
-            return str(json.loads((self.directory / "failure.json").read_text())["error"])
-        except FileNotFoundError:
-            return None
+        content = read_json(RunDirectory(self.directory).failure)
+        return None if content is None else str(content["error"])
 
     @property
     def result(self) -> dict[str, Any] | None:
+        content = read_json(RunDirectory(self.directory).result)
+        return None if content is None else content["result"]
+
+    @property
+    def epochs_done(self) -> int:
         try:
-            result: dict[str, Any] = json.loads(RunDirectory(self.directory).result.read_text())["result"]
-        except FileNotFoundError:
-            return None
-        return result
+            records = read_records(RunDirectory(self.directory).records)
+        except (OSError, ValueError):  # not begun, or being written
+            return 0
+        return sum(record["kind"] == "epoch" for record in records)
 
 
 def read_sweep(file: str | Path, *, overrides: Mapping[str, Any], seeds: int | None) -> Sweep:
@@ -107,8 +115,6 @@ def _variants(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
     """Every variant with every combination of the grid's values, labelled by the values that distinguish it."""
     settings, grid = content.get("settings") or {}, content.get("grid") or {}
     variants = content.get("variants") or {"": {}}
-    for source in (settings, *variants.values(), grid, overrides):
-        check_names(source, names_of(TrainConfig))
     for name, values in grid.items():
         if not isinstance(values, list):
             raise ValueError(f"grid must have a list of values for each setting, got {values!r} for {name}")
@@ -143,19 +149,6 @@ def _read(file: str | Path) -> tuple[str, str]:
 # ---- running ---------------------------------------------------------------------------------------------------------
 
 
-Status = Literal["finished", "failed", "interrupted"]
-_Context = tuple[RunEnvironment, int, int | None]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended, and the warnings that it raised."""
-
-    job: Job
-    status: Status
-    warnings: tuple[str, ...] = ()
-
-
 def sweep_jobs(
     jobs: Iterable[Job],
     environment: RunEnvironment,
@@ -164,37 +157,43 @@ def sweep_jobs(
     backend: Literal["loky", "ray"] = "loky",
     retry: bool = False,
     gpus: int = 0,
-    on_end: Callable[[Outcome], None] = lambda outcome: None,
+    on_end: Callable[[Job, Sequence[str]], None] = lambda job, warnings: None,
 ) -> None:
     """Run those that are not finished and, unless ``retry``, have not failed; an interrupted run is resumed.
 
-    ``workers`` runs at a time; ``on_end`` is called here when one ends. Workers stop, with a checkpoint, when this
-    process ends. "ray" sends the runs to the Ray cluster that this process can reach, or to one started here; its
-    machines must share the directory that the runs are in, and the runs of a machine that is lost go on elsewhere.
+    ``workers`` runs at a time; ``on_end`` is called here when one ends, with its warnings. Workers stop, with a
+    checkpoint, when this process ends. "ray" sends the runs to the Ray cluster that this process can reach, or to one
+    started here; its machines must share the directory that the runs are in, and the runs of a machine that is lost go
+    on elsewhere.
     """
     distinct: dict[Path, Job] = {}
     for job in jobs:
         distinct.setdefault(job.directory, job)
     due = [job for job in distinct.values() if not job.is_finished and (retry or job.failure is None)]
     environment = replace(environment, resume=True, quiet=True, threads=environment.threads or 1, logger="none")
-    start, parent = (_on_ray, None) if backend == "ray" else (_here, os.getpid())
-    statuses = set()
-    for outcome in start(due, (environment, gpus, parent), workers):
-        statuses.add(outcome.status)
-        on_end(outcome)
-    if "interrupted" in statuses:
+    if backend == "ray":
+        ended = _on_ray(due, (environment, gpus, None), workers)
+    else:
+        ended = _here(due, (environment, gpus, os.getpid()), workers)
+    for job, texts in ended:
+        on_end(job, texts)
+    if not all(job.is_finished or job.failure for job in due):
         raise KeyboardInterrupt
 
 
-def _run_job(job: Job, environment: RunEnvironment, gpus: int, parent: int | None) -> Outcome:
-    """In a worker process: an error is written to failure.json and does not end the sweep."""
+_Ended = tuple[Job, list[str]]
+_Context = tuple[RunEnvironment, int, int | None]
+
+
+def _run_job(job: Job, environment: RunEnvironment, gpus: int, parent: int | None) -> _Ended:
+    """In a worker process: an error is written to failure.json and does not end the sweep. Returns the warnings."""
     from sparsesam.lab.experiment.run import run_training
 
     def is_orphan() -> bool:
         return parent is not None and parent not in (os.getpid(), os.getppid())
 
     if job.is_finished:  # on a machine that was lost before it could report
-        return Outcome(job, "finished")
+        return job, []
     RunDirectory(job.directory).failure.unlink(missing_ok=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
@@ -202,15 +201,13 @@ def _run_job(job: Job, environment: RunEnvironment, gpus: int, parent: int | Non
             with claimed_gpu(gpus, job.directory.parent) if gpus else nullcontext(environment.devices) as devices:
                 mine = replace(environment, name=job.label, out=job.directory, devices=devices)
                 run_training(job.config, mine, stop=is_orphan)
-            status: Status = "finished"
         except (Interrupted, KeyboardInterrupt):
-            status = "interrupted"
+            pass  # neither a result nor a failure says so
         except Exception as error:
             RunDirectory(job.directory).write_failure(error)
-            status = "failed"
     if is_orphan():
         os._exit(1)  # no process receives the outcome
-    return Outcome(job, status, tuple(dict.fromkeys(str(one.message) for one in caught)))
+    return job, list(dict.fromkeys(str(one.message) for one in caught))
 
 
 @contextmanager
@@ -230,7 +227,7 @@ def claimed_gpu(count: int, folder: Path) -> Iterator[str]:
         time.sleep(1.0)
 
 
-def _here(jobs: Sequence[Job], context: _Context, workers: int) -> Iterator[Outcome]:
+def _here(jobs: Sequence[Job], context: _Context, workers: int) -> Iterator[_Ended]:
     parallel = joblib.Parallel(
         workers, backend="loky", batch_size=1, pre_dispatch=workers, return_as="generator_unordered"
     )
@@ -243,7 +240,7 @@ def _here(jobs: Sequence[Job], context: _Context, workers: int) -> Iterator[Outc
         ) from error
 
 
-def _on_ray(jobs: Sequence[Job], context: _Context, workers: int) -> Iterator[Outcome]:
+def _on_ray(jobs: Sequence[Job], context: _Context, workers: int) -> Iterator[_Ended]:
     """One task per run. Ray starts a task again, on another machine, when its own is lost; the run then resumes."""
     with required_by("--backend ray", "'sparsesam[ray]'"):
         import ray

@@ -97,6 +97,11 @@ class Training:
         return self.steps_taken >= self.total_steps
 
     @property
+    def epoch_ended(self) -> bool:
+        """Whether the last step was that of an epoch, or of the run."""
+        return self.steps_taken % self.batches.steps == 0 or self.finished
+
+    @property
     def sparsity(self) -> float | None:
         return getattr(self.optimizer, "sparsity", None)
 
@@ -125,17 +130,16 @@ class Training:
                 self.sums.step_seconds.append(self._now() - start - sum(self.sums.mask_seconds[masks:]))
             self.steps_taken += 1
             self.sums.images += batch.global_size
-            ended = self.steps_taken % self.batches.steps == 0 or self.finished
-            self.synced = self.steps_taken % sync_every == 0 or ended
+            self.synced = self.steps_taken % sync_every == 0 or self.epoch_ended
             if self.synced:
                 self.stop_requested = self._sync(totals, stop)
                 totals.zero_()
             now = self.clock()
             self.sums.seconds, last = self.sums.seconds + now - last, now
             on_step()
-            if self.stop_requested or ended:
+            if self.stop_requested or self.epoch_ended:
                 break
-        return ended
+        return self.epoch_ended
 
     def _sync(self, totals: Tensor, stop: Callable[[], bool]) -> bool:
         """Add the loss and the right answers of the last steps to ``sums``; whether a rank is asked to stop."""
@@ -263,12 +267,8 @@ class Training:
         """All state; the order of images, augmentation, learning rate and dropout follow from the position."""
         epoch, step = divmod(self.steps_taken, self.batches.steps)
         parts = {name: None if part is None else part.state_dict() for name, part in self._parts().items()}
-        return {
-            "position": {"epoch": epoch, "step": step},
-            "sums": asdict(self.sums),
-            "cost": asdict(self.cost),
-            **parts,
-        }
+        position = {"epoch": epoch, "step": step}
+        return {"position": position, "sums": asdict(self.sums), "cost": asdict(self.cost), **parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps_taken = state["position"]["epoch"] * self.batches.steps + state["position"]["step"]
