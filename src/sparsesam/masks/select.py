@@ -19,6 +19,7 @@ from sparsesam.distributed.shards import Shards
 from sparsesam.masks.checks import NonFiniteScoreError
 
 Tensors = Mapping[str, Tensor]
+Masks = dict[str, Tensor]  # bool
 _DIGIT = 11  # bits
 
 
