@@ -22,8 +22,7 @@ from sparsesam.budget.choice import (
 )
 from sparsesam.budget.costs import LayerCost, LayerCosts, layer_costs
 from sparsesam.masks.checks import check_choice, is_within
-from sparsesam.masks.mask import MaskRule
-from sparsesam.masks.refresh import Refresh, manual
+from sparsesam.masks.mask import MaskRule, Refresh, manual
 from sparsesam.masks.scores import Fisher, GradientEnergy, Score, ScoreContext
 
 LossFn = Callable[..., Tensor]
