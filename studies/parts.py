@@ -17,8 +17,7 @@ from torch.nn.utils import get_total_norm
 
 import sparsesam
 from sparsesam.lab.experiment.training import Training
-from sparsesam.masks.mask import MaskRule
-from sparsesam.masks.refresh import Refresh, every_steps
+from sparsesam.masks.mask import MaskRule, Refresh, every_steps
 from sparsesam.masks.scores import ScoreContext
 
 

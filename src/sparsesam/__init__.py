@@ -4,10 +4,9 @@ from sparsesam.ascent.compile_blocks import compile_blocks
 from sparsesam.budget import BudgetMask, budget_mask
 from sparsesam.masks.fisher import FisherDiagonal, fisher_diagonal
 from sparsesam.masks.fixed import NORMALIZATION, FixedMask, fixed_mask, normalization_layers
-from sparsesam.masks.mask import DynamicMask, Mask, MaskRule, RandomMask
+from sparsesam.masks.mask import DynamicMask, Mask, MaskRule, RandomMask, Refresh, every_epochs, every_steps, manual
 from sparsesam.masks.patterns import NM, NMFilters, Pattern, PerLayer, Structured, Unstructured, as_pattern
 from sparsesam.masks.recipes import dynamic_mask, fisher_mask, random_mask
-from sparsesam.masks.refresh import Refresh, every_epochs, every_steps, manual
 from sparsesam.masks.scores import BatchFisher, Fisher, GradientMagnitude, Inverted, Score, ScoreContext
 from sparsesam.optimizer import SAM, SSAM, ExtrapolatedSAM
 from sparsesam.recommended import recommended

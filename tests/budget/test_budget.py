@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 import sparsesam
 from sparsesam.budget import BudgetMask, budget_mask, measured_cost
+from sparsesam.budget.choice import best_prefixes, best_subset
 from sparsesam.budget.costs import layer_costs
-from sparsesam.budget.knapsack import best_prefixes, best_subset
 from sparsesam.masks.checks import NonFiniteScoreError
 from sparsesam.masks.scores import ScoreContext
 from tests import cases

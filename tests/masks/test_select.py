@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from sparsesam.distributed import Shards
 from sparsesam.masks.patterns import Unstructured
-from sparsesam.masks.select import count_true, random_scores, top_mask
-from sparsesam.masks.threshold import kth_largest, kth_largest_by_digits
+from sparsesam.masks.select import count_true, kth_largest, kth_largest_by_digits, random_scores, top_mask
 from tests.masks import pattern_oracle as oracle
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -90,8 +89,9 @@ def test_hard_distributions(kind):
 def test_the_threshold_is_that_of_a_sort_here_on_devices_and_on_ranks(kind, size):
     values = torch.from_numpy(_hard(kind, size))
     whole, falling = Shards.whole({"a": values}), values.sort(descending=True).values
+    every = {"a": torch.ones(size, dtype=torch.bool)}
     for k in (1, 2, size // 3, size // 2, size - 49, size):
-        assert kth_largest(values, k, whole) == falling[k - 1]
+        assert kth_largest({"a": values}, every, k, whole) == falling[k - 1]
         assert kth_largest_by_digits(values, k, whole) == falling[k - 1]
 
 

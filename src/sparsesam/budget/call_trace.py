@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -132,51 +133,47 @@ class MultiplyAdds(TorchDispatchMode):
         return result
 
 
-def trace(model: nn.Module, inputs: Any, clock: Clock, kind: PassKind, calls: list[Call]) -> None:
-    """Run the model forward and backward once, in its present mode, and leave no gradients behind.
+class Trace(TorchFunctionMode):
+    """One pass, forward and backward, of a model in its present mode; it leaves no gradients behind.
 
     The first pass, of kind "everything", fills ``calls``; all passes add to them what they cost.
     """
-    mode = _Trace(model, clock, kind, calls)
-    inputs = tree_map_only(Tensor, Tensor.detach, inputs)
-    with mode, mode.tracking_modules(model):
-        output = call_model(model, inputs)
-    mode.differentiate(output)
-
-
-class _Trace(TorchFunctionMode):
-    """One pass."""
 
     def __init__(self, model: nn.Module, clock: Clock, kind: PassKind, calls: list[Call]) -> None:
         super().__init__()
-        self.clock, self.kind, self.calls = clock, kind, calls
-        self.names = {id(p): name for name, p in model.named_parameters()}
+        self.model, self.clock, self.kind, self.calls = model, clock, kind, calls
         self._is_first = not calls
         self._count = 0  # calls so far
+        self._names = {id(p): name for name, p in model.named_parameters()}
         self._leaves: dict[int, Tensor] = {}
         self._nodes: dict[int, Any] = {}
         self._last = 0.0
         self._token = object()  # marks tensors as seen by this pass; they may outlive it
         self._filters = _some_filters(model, most=kind == "three quarters")
         self._running: list[ModuleCall] = []
-        self._held = {module: self._names_in(module) for module in model.modules()}
+        self._held = {
+            module: frozenset(self._names[id(p)] for p in module.parameters() if p.requires_grad)
+            for module in model.modules()
+        }
 
-    def _names_in(self, module: nn.Module) -> frozenset[str]:
-        return frozenset(self.names[id(p)] for p in module.parameters() if p.requires_grad)
-
-    @contextmanager
-    def tracking_modules(self, model: nn.Module) -> Iterator[None]:
-        """Within the block, the trace knows which module's forward is running."""
-        hooks = [one.register_forward_pre_hook(self._enter) for one in model.modules()]
-        hooks += [one.register_forward_hook(self._leave, always_call=True) for one in model.modules()]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+    def run(self, inputs: Any) -> None:
+        inputs = tree_map_only(Tensor, Tensor.detach, inputs)
+        entering = register_module_forward_pre_hook(self._enter)
+        with self, entering, register_module_forward_hook(self._leave, always_call=True):
+            output = call_model(self.model, inputs)
+        self._require_same(self._count == len(self.calls))
+        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if not outputs:
+            raise ValueError(
+                "model must return a tensor that depends on its parameters, got none in its output for example_input"
+            )
+        seeds = [torch.full_like(tensor, 1 / max(1, tensor.numel())) for tensor in outputs]  # as of a mean loss
+        self._last = self.clock()
+        torch.autograd.grad(outputs, list(self._leaves.values()), seeds, allow_unused=True)
+        self._nodes.clear()
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
-        self._running.append(ModuleCall(self._held[module]))
+        self._running.append(ModuleCall(self._held.get(module, frozenset())))
 
     def _leave(self, *_: Any) -> None:
         self._running.pop().end = self._count
@@ -184,23 +181,31 @@ class _Trace(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = tensors_in(args, kwargs)
-        used = [t for t in tensors if id(t) in self.names and t.requires_grad]
-        given = [t for t in tensors if id(t) not in self.names]
+        used = {id(t): t for t in tensors if id(t) in self._names and t.requires_grad}
+        given = [t for t in tensors if id(t) not in self._names]
+        weight = args[1] if len(args) > 1 else kwargs.get("weight")
+        groups = args[6] if len(args) > 6 else kwargs.get("groups", 1)
         one = Call(
             function=getattr(func, "__name__", str(func)),
-            parameters=tuple(dict.fromkeys(self.names[id(t)] for t in used)),
+            parameters=tuple(self._names[key] for key in used),
             upstream=frozenset().union(*(self._reached(t) for t in given)),
             leads_back=any(t.requires_grad for t in given),
-            can_slice=self._can_slice(func, args, kwargs),
+            can_slice=func in LAYERS and groups == 1 and id(weight) in self._filters,
             module=self._running[-1],
         )
-        func, args, kwargs = self._replaced(one, func, args, kwargs)
+        if self.kind == "inputs" and one.leads_back:
+            # The weights of the very first layers stay: without them there would be no backward pass at all.
+            args, kwargs = tree_map_only(Tensor, lambda t: t.detach() if id(t) in used else t, (args, kwargs))
+        else:
+            self._leaves |= used
+        if self.kind in ("quarter", "three quarters") and one.can_slice:
+            func = partial(LAYERS[func], self._filters[id(weight)], Switch(on=True))
         versions = [t._version for t in given]
         start = self.clock()
         result = func(*args, **kwargs)
         spent = self.clock() - start
         written = [t for t, version in zip(given, versions, strict=True) if t._version != version]
-        made = [t for t in tensors_in(result, written) if id(t) not in self.names]
+        made = [t for t in tensors_in(result, written) if id(t) not in self._names]
         if made:
             for tensor in made:
                 setattr(tensor, _MARK, (self._token, one.upstream | {self._count}))
@@ -232,26 +237,6 @@ class _Trace(TorchFunctionMode):
         token, reached = getattr(tensor, _MARK, (None, frozenset()))
         return reached if token is self._token else frozenset()
 
-    def _can_slice(self, func: Any, args: Any, kwargs: Any) -> bool:
-        weight = args[1] if len(args) > 1 else kwargs.get("weight")
-        groups = args[6] if len(args) > 6 else kwargs.get("groups", 1)
-        return func in LAYERS and groups == 1 and self._filters.get(id(weight)) is not None
-
-    def _replaced(self, one: Call, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        if self.kind == "inputs" and one.leads_back:
-            # The weights of the very first layers stay: without them there would be no backward pass at all.
-            args, kwargs = tree_map_only(Tensor, self._shield, (args, kwargs))
-        elif self.kind in ("quarter", "three quarters") and one.can_slice:
-            weight = args[1] if len(args) > 1 else kwargs["weight"]
-            func = partial(LAYERS[func], self._filters[id(weight)], Switch(on=True))
-        for tensor in tensors_in(args, kwargs):
-            if id(tensor) in self.names and tensor.requires_grad:
-                self._leaves[id(tensor)] = tensor
-        return func, args, kwargs
-
-    def _shield(self, tensor: Tensor) -> Tensor:
-        return tensor.detach() if id(tensor) in self.names else tensor
-
     def _watch(self, made: list[Tensor], one: Call) -> None:
         """Steps of the backward pass that came with this call are its own."""
         waiting = [tensor.grad_fn for tensor in made]
@@ -264,26 +249,8 @@ class _Trace(TorchFunctionMode):
             waiting += [following for following, _ in node.next_functions]
 
     def _ran(self, one: Call, *_: Any) -> None:
-        now = self.clock()
-        one.backwards[self.kind][-1] += now - self._last
+        one.backwards[self.kind][-1] += self.clock() - self._last
         self._last = self.clock()
-
-    def differentiate(self, output: Any) -> None:
-        self._require_same(self._count == len(self.calls))
-        outputs, seeds = _seeded(output)
-        self._last = self.clock()
-        torch.autograd.grad(outputs, list(self._leaves.values()), seeds, allow_unused=True)
-        self._nodes.clear()
-
-
-def _seeded(output: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors to differentiate, and gradients for them as a mean loss would give."""
-    outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if not outputs:
-        raise ValueError(
-            "model must return a tensor that depends on its parameters, got none in its output for example_input"
-        )
-    return outputs, [torch.full_like(tensor, 1 / max(1, tensor.numel())) for tensor in outputs]
 
 
 def _some_filters(model: nn.Module, *, most: bool) -> dict[int, WeightGradient]:

@@ -28,24 +28,28 @@ from torch import Tensor, nn
 from sparsesam.ascent.perturbation.explicit import Perturbation
 from sparsesam.ascent.perturbation.pieces import Target
 from sparsesam.ascent.rng import RNGState
-from sparsesam.budget.call_trace import PASS_KINDS, Call, Clock, How, stopwatch, trace
-from sparsesam.budget.knapsack import Floats
+from sparsesam.budget.call_trace import PASS_KINDS, Call, Clock, How, Trace, stopwatch
 from sparsesam.distributed import unwrap
 from sparsesam.masks.checks import check_choice, check_count
 from sparsesam.masks.preserve_model_state import preserve_model_state
 
 Flags = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """A layer's calls summed, together with the calls without parameters that follow it (activations, additions)."""
+    """A layer's calls summed, together with the calls without parameters that follow it (activations, additions).
+
+    ``share``: of its weights that is perturbed, in a report.
+    """
 
     layer: str
     parameters: tuple[str, ...]
     forward: float
     input_gradient: float
     weight_gradient: float
+    share: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +59,6 @@ class LayerCosts:
     calls: tuple[Call, ...]
     shapes: Mapping[str, torch.Size]
     moving: float  # per perturbed weight
-    how: How
 
     @cached_property
     def base(self) -> float:
@@ -168,9 +171,9 @@ def layer_costs(
         state = rng.read()
         for kind in PASS_KINDS * passes:
             rng.write(state)
-            trace(model, example_input, clock, kind, calls)
+            Trace(model, clock, kind, calls).run(example_input)
         moving = _moving(model, clock, passes)
-    return LayerCosts(tuple(calls), shapes, moving, how)
+    return LayerCosts(tuple(calls), shapes, moving)
 
 
 def _summed(layer: str, calls: list[Call]) -> LayerCost:

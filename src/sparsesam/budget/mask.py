@@ -1,11 +1,11 @@
-"""The mask rule of a budget, and its constructor."""
+"""The mask rule of a budget, its constructor, and what it perturbs layer by layer."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -20,14 +20,40 @@ from sparsesam.budget.choice import (
     unit_masks,
     unit_sums,
 )
-from sparsesam.budget.costs import LayerCosts, layer_costs
-from sparsesam.budget.report import BudgetReport, report_of
+from sparsesam.budget.costs import LayerCost, LayerCosts, layer_costs
 from sparsesam.masks.checks import check_choice, is_within
-from sparsesam.masks.mask import MaskRule
-from sparsesam.masks.refresh import Refresh, manual
+from sparsesam.masks.mask import MaskRule, Refresh, manual
 from sparsesam.masks.scores import Fisher, GradientEnergy, Score, ScoreContext
 
 LossFn = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class BudgetReport:
+    """What is perturbed within a budget; all costs are in steps of the base optimizer."""
+
+    budget: float
+    predicted: float
+    measured: float | None
+    frontier: str | None
+    share: float
+    rows: tuple[LayerCost, ...]
+
+    def __str__(self) -> str:
+        measured = "" if self.measured is None else f", measured {self.measured:.3f}"
+        width = max(len(row.layer) for row in self.rows)
+        head = f"{'layer':{width}} {'forward':>8} {'dX':>8} {'dW':>8} {'perturbed':>10}"
+        lines = [
+            f"budget {self.budget:.3f}, predicted {self.predicted:.3f}{measured} steps of the base optimizer",
+            f"{self.share:.1%} of the weights are perturbed, the first of them in {self.frontier}",
+            head,
+        ]
+        lines += [
+            f"{row.layer:{width}} {row.forward:8.4f} {row.input_gradient:8.4f} {row.weight_gradient:8.4f} "
+            f"{row.share:10.1%}"
+            for row in self.rows
+        ]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +117,22 @@ class BudgetMask(MaskRule):
         """What these masks mean, usually ``opt.masks``; with the ``measured`` cost, if given."""
         if not masks:
             raise ValueError("masks must not be empty; opt.masks is, before the first step")
-        return report_of(self.budget, self.costs, masks, measured)
+        kept = {name: int(mask.count_nonzero()) for name, mask in masks.items()}
+        rows = tuple(self._row(layer, kept) for layer in self.costs.layers)
+        frontier = next((row.layer for row in rows if row.share > 0), None)
+        share = sum(kept.values()) / max(1, sum(mask.numel() for mask in masks.values()))
+        return BudgetReport(self.budget, self.costs.step(masks), measured, frontier, share, rows)
+
+    def _row(self, layer: LayerCost, kept: Mapping[str, int]) -> LayerCost:
+        """A layer's costs in parts of the base optimizer's step."""
+        size = sum(self.costs.shapes[name].numel() for name in layer.parameters)
+        return replace(
+            layer,
+            forward=layer.forward / self.costs.base,
+            input_gradient=layer.input_gradient / self.costs.base,
+            weight_gradient=layer.weight_gradient / self.costs.base,
+            share=sum(kept.get(name, 0) for name in layer.parameters) / max(1, size),
+        )
 
     def _check_known(self, names: Mapping[str, Tensor]) -> None:
         unknown = [name for name in names if name not in self.costs.shapes]

@@ -3,8 +3,8 @@
     F = 1/N sum_i (grad_w loss(w; x_i, y_i))^2
 
 The definition is the batch-1 loop. The fast way is one forward and one input-gradient backward over the whole batch,
-in which every call that a parameter is an argument of is recorded with the gradient at its result (``recorder``). The
-rule of the called function makes the per-sample gradients of them (``layer_rules``).
+in which every call that a parameter is an argument of is recorded with the gradient at its result. The rule of the
+called function makes the per-sample gradients of them (``layer_rules``).
 
 The fast way is verified on the first two samples. Where it differs from autograd's gradients of one sample after the
 other, or a call has no rule, the model is measured by the loop. The method changes the cost, not the result.
@@ -25,10 +25,9 @@ from sparsesam.distributed.shards import Shards, local_part
 from sparsesam.masks.batches import batch_size, leads_with, slice_batch, to_device
 from sparsesam.masks.checks import NonFiniteScoreError, check_count
 from sparsesam.masks.fisher_problem import LossFn, ModelLoss, Problem, SampleLabels
-from sparsesam.masks.layer_rules import add_squares
+from sparsesam.masks.layer_rules import Recorder, add_squares, function_name
 from sparsesam.masks.memory import SavedBytes, fitting, free_bytes
 from sparsesam.masks.preserve_model_state import preserve_model_state
-from sparsesam.masks.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -194,29 +193,22 @@ class _Measurement:
                 )
                 for i in range(size)
             ]
-        if not all(use.is_unchanged() for uses in recorder.uses.values() for use in uses):
+        if not all(call.is_unchanged() for call in recorder.calls):
             return "a layer's input was changed in place"
+        functions: dict[str, dict[str, None]] = {}  # by parameter, in the order of calls
+        for call in recorder.calls:
+            for name in call.parameters.values():
+                functions.setdefault(name, {})[function_name(call.function)] = None
         if is_trial:
-            functions = {name: dict.fromkeys(use.function for use in uses) for name, uses in recorder.uses.items()}
             self.paths = {name: f"rule: {', '.join(used)}" for name, used in functions.items()}
-        elif not recorder.uses.keys() <= self.paths.keys():
+        elif not functions.keys() <= self.paths.keys():
             return "the first samples did not use every parameter"
-        if recorder.refusal is None:
-            self._backward(torch.stack(losses).sum(), recorder, into)
+        total = torch.stack(losses).sum()
+        if recorder.refusal is None and total.requires_grad:
+            grads = torch.autograd.grad(total, [call.result for call in recorder.calls], allow_unused=True)
+            with torch.no_grad(), torch.autocast(total.device.type, enabled=False):
+                add_squares(recorder.calls, grads, into)
         return recorder.refusal
-
-    def _backward(self, total: Tensor, recorder: Recorder, into: Mapping[str, Tensor]) -> None:
-        """One backward for all samples, and the rule of each parameter."""
-        edges = {use.result: None for uses in recorder.uses.values() for use in uses}
-        if not total.requires_grad:
-            return
-        grads = dict(zip(edges, torch.autograd.grad(total, list(edges), allow_unused=True), strict=True))
-        with torch.no_grad(), torch.autocast(total.device.type, enabled=False):
-            for name in list(recorder.uses):
-                uses = recorder.uses.pop(name)
-                calls = [use.with_gradient(grad) for use in uses if (grad := grads[use.result]) is not None]
-                if calls:
-                    add_squares(calls, into[name])
 
 
 def sharded_fisher(

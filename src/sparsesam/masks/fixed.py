@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsesam.masks.checks import check_like_parameters, nearest
-from sparsesam.masks.mask import MaskRule
-from sparsesam.masks.refresh import Refresh, manual
+from sparsesam.masks.mask import MaskRule, Refresh, manual
 from sparsesam.masks.scores import ScoreContext
 
 
@@ -80,8 +79,16 @@ class FixedMask(MaskRule):
                 raise ValueError(f"masks[{name!r}] must be a bool tensor, got {mask.dtype}; use mask.bool()")
 
     def make(self, context: ScoreContext) -> dict[str, Tensor]:
-        self._check(context)
-        of_types, names = _parameters_of(context.model, self.types), _names(context.model)
+        check_like_parameters("masks", self.masks, context.parameters)
+        names, of_types = _names(context.model), _parameters_of(context.model, self.types)
+        perturbed = {id(parameter) for parameter in context.parameters.values()}
+        known = [name for one in perturbed for name in names[one]]
+        for pattern in self.names:
+            if not _matches(known, pattern):
+                raise ValueError(f"names has {pattern!r}, which matches no parameter; {nearest(pattern, known)}")
+        if self.types and not of_types & perturbed:
+            shown = ", ".join(layer.__name__ for layer in self.types)
+            raise ValueError(f"types has {shown}, but the model has no such layer with parameters to perturb")
         made = {}
         for name, parameter in context.parameters.items():
             if name in self.masks:
@@ -92,18 +99,6 @@ class FixedMask(MaskRule):
                 device = None if parameter.is_meta else parameter.device
                 made[name] = torch.full(context.local[name].shape, whole, dtype=torch.bool, device=device)
         return made
-
-    def _check(self, context: ScoreContext) -> None:
-        check_like_parameters("masks", self.masks, context.parameters)
-        names = _names(context.model)
-        known = [name for parameter in context.parameters.values() for name in names[id(parameter)]]
-        for pattern in self.names:
-            if not _matches(known, pattern):
-                raise ValueError(f"names has {pattern!r}, which matches no parameter; {nearest(pattern, known)}")
-        perturbed = {id(parameter) for parameter in context.parameters.values()}
-        if self.types and not _parameters_of(context.model, self.types) & perturbed:
-            shown = ", ".join(layer.__name__ for layer in self.types)
-            raise ValueError(f"types has {shown}, but the model has no such layer with parameters to perturb")
 
 
 def fixed_mask(

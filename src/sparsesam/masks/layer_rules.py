@@ -1,8 +1,8 @@
-"""Squared per-sample gradients of a parameter from the calls of the torch functions that it is an argument of.
+"""Squared per-sample gradients from the calls of torch functions that parameters are arguments of.
 
-A rule is a function ``rule(call, into)``. The call has the function's arguments by name, the one that holds the samples
-as ``input``, and the gradient g of the summed loss with respect to its result; input and g have the samples in
-dimension 0. The rule gives d loss_b / d parameter for each sample b, and `add_squares` adds, in place,
+A `Recorder` notes these calls in one forward over all samples, and one backward gives the gradient g of the summed loss
+at their results; inputs and g have the samples in dimension 0. A rule gives d loss_b / d parameter of a sample b from a
+call and its g, and `add_squares` adds, in place,
 
     into += sum_b (sum_calls d loss_b / d parameter)^2
 
@@ -11,135 +11,165 @@ so that a parameter used twice adds its two gradients before they are squared, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from sparsesam.masks.batches import leads_with
+
+Place = int | str  # of an argument: its name, or its position in a call of a function whose names do not matter
 
 
-class Call(NamedTuple):
-    """One call of a function, and the gradient of the summed loss at its result (B, ...)."""
+@dataclass(frozen=True)
+class Call:
+    """One call of a torch function that has parameters among its arguments."""
 
-    rule: Rule
-    input: Any
-    arguments: dict[str, Any]
-    grad: Tensor
+    function: Callable[..., Tensor]
+    arguments: dict[Place, Any]
+    parameters: dict[Place, str]  # names of those that are wanted
+    samples: Place | None  # the argument that holds the samples
+    result: GradientEdge
+    version: int
 
-    def part(self, samples: slice) -> Call:
-        return self._replace(input=None if self.input is None else self.input[samples], grad=self.grad[samples])
+    @property
+    def input(self) -> Any:
+        return None if self.samples is None else self.arguments[self.samples]
 
-
-Rule = Callable[[Call, Tensor], Tensor]
-
-# Elements of a temporary. On a CPU it should stay in the cache; on a GPU it should fill the device.
-CPU_ELEMENTS = 2**16
-GPU_ELEMENTS = 2**24
-
-
-def add_squares(calls: Sequence[Call], into: Tensor) -> None:
-    """Add to ``into`` the squared gradients of the parameter that these calls have as an argument."""
-    rules = {call.rule for call in calls}
-    if rules == {embedding_weight}:
-        _add_embedding_squares(calls, into)
-        return
-    if rules == {linear_weight} and len(calls) == 1 and calls[0].grad.dim() == 2:
-        # The square of an outer product is the outer product of the squares: one product for all samples.
-        into += calls[0].grad.to(into.dtype).square().t() @ calls[0].input.to(into.dtype).square()
-        return
-    for samples in _chunks(len(calls[0].grad), max(into.numel(), *(call.grad[0].numel() for call in calls)), into):
-        gradient = reduce(torch.add, [call.rule(call.part(samples), into) for call in calls])
-        if len(gradient) == 1:
-            into.addcmul_(gradient[0], gradient[0])
-        else:
-            into += gradient.square().sum(0)
+    def is_unchanged(self) -> bool:
+        return self.input is None or self.input._version == self.version
 
 
-def _chunks(batch: int, elements_per_sample: int, into: Tensor) -> Iterator[slice]:
-    elements = CPU_ELEMENTS if into.device.type == "cpu" else GPU_ELEMENTS
-    size = max(1, elements // max(1, elements_per_sample))
-    return (slice(start, start + size) for start in range(0, batch, size))
+class Recorder(TorchFunctionMode):
+    """Records the calls of torch functions that the wanted parameters are arguments of, during one forward.
+
+    Parameters require no gradient then, so a result that needs none is made a leaf: nothing upstream of it is
+    differentiated. ``refusal`` says why these calls do not tell the samples' gradients, if they do not.
+    """
+
+    def __init__(self, wanted: Mapping[str, Tensor], size: int) -> None:
+        super().__init__()
+        self.size, self.names = size, {id(parameter): name for name, parameter in wanted.items()}
+        self.calls: list[Call] = []
+        self.refusal: str | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not any(id(leaf) in self.names for leaf in tree_leaves((args, kwargs))) or id(result) in self.names:
+            return result
+        if not any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in tree_leaves(result)):
+            return result  # a shape or a data type
+        name = function_name(func)
+        if func not in RULES or not leads_with(result, self.size):
+            self.refusal = f"{name} does not keep samples apart" if func in RULES else f"{name} has no rule"
+            return result
+        names = ARGUMENTS.get(func, ())
+        arguments = {names[i] if i < len(names) else i: value for i, value in enumerate(args)} | kwargs
+        parameters = {place: self.names[id(value)] for place, value in arguments.items() if id(value) in self.names}
+        tensors = [place for place, value in arguments.items() if isinstance(value, Tensor) and place not in parameters]
+        samples = "input" if names else next(iter(tensors), None)
+        input = None if samples is None else arguments[samples]
+        if samples in parameters or not (input is None or leads_with(input, self.size)) or not _is_plain(arguments):
+            self.refusal = f"{name} has no rule for these arguments"
+            return result
+        # A leaf where nothing upstream needs a gradient; a copy of it, so that operations in place may follow.
+        result = result if result.requires_grad else result.detach().requires_grad_().clone()
+        kept = {place: value.detach() if isinstance(value, Tensor) else value for place, value in arguments.items()}
+        version = 0 if input is None else input._version
+        self.calls.append(Call(func, kept, parameters, samples, get_gradient_edge(result), version))
+        return result
 
 
-# ---- linear and embedding ------------------------------------------------------------------------------------
+def function_name(function: Any) -> str:
+    return getattr(function, "__name__", str(function))
 
 
-def _positions_first(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, ..., d) -> (B, L, d)."""
-    return tensor.reshape(len(tensor), -1, tensor.shape[-1]).to(dtype)
-
-
-def linear_weight(call: Call, into: Tensor) -> Tensor:
-    """dW_b = g_b^T a_b over the positions L of a sample, a (B, L, K), g (B, L, O)."""
-    gradient, input = _positions_first(call.grad, into.dtype), _positions_first(call.input, into.dtype)
-    return torch.bmm(gradient.transpose(1, 2), input)
-
-
-def right_factor(call: Call, into: Tensor) -> Tensor:
-    """dW_b = a_b^T g_b of a @ W, a (B, L, K), g (B, L, O)."""
-    return linear_weight(call, into).transpose(1, 2)
-
-
-def _linear_bias(call: Call, into: Tensor) -> Tensor:
-    return _positions_first(call.grad, into.dtype).sum(1)
-
-
-def embedding_weight(call: Call, into: Tensor) -> Tensor:
-    """dW_b[v] = sum of g_bl over the positions l where sample b holds token v; padding gets none."""
-    rows, gradients = _kept_rows([call], into)
-    return (
-        into.new_zeros(len(call.grad) * len(into), into.shape[1]).index_add_(0, rows, gradients).view(-1, *into.shape)
-    )
-
-
-def _add_embedding_squares(calls: Sequence[Call], into: Tensor) -> None:
-    """The same squared, without the rows of tokens that a sample does not hold."""
-    rows, gradients = _kept_rows(calls, into)
-    found, place = torch.unique(rows, return_inverse=True)
-    sums = into.new_zeros(len(found), into.shape[1]).index_add_(0, place, gradients)
-    into.index_add_(0, found % len(into), sums.square_())
-
-
-def _kept_rows(calls: Sequence[Call], into: Tensor) -> tuple[Tensor, Tensor]:
-    """Of all tokens but padding the row of its sample's weight, b * V + v, and the gradient there."""
-    tokens = torch.cat([call.input.reshape(len(call.input), -1) for call in calls], 1).long()
-    gradients = torch.cat([_positions_first(call.grad, into.dtype) for call in calls], 1)
-    padding = calls[0].arguments.get("padding_idx")
-    keep = torch.ones_like(tokens, dtype=torch.bool) if padding is None else tokens != padding % len(into)
-    rows = torch.arange(len(tokens), device=tokens.device).unsqueeze(1) * len(into) + tokens
-    return rows[keep], gradients[keep]
-
-
-def _is_plain_embedding(arguments: dict[str, Any]) -> bool:
+def _is_plain(arguments: dict[Place, Any]) -> bool:
+    """Whether an embedding's gradient is a dense sum over its tokens; any other function's is."""
     return not any(arguments.get(option) for option in ("max_norm", "scale_grad_by_freq", "sparse"))
 
 
-# ---- convolution ---------------------------------------------------------------------------------------------
+def add_squares(calls: Sequence[Call], gradients: Sequence[Tensor | None], into: Mapping[str, Tensor]) -> None:
+    """Add the squared gradients of all samples; ``gradients`` (B, ...) are those at the calls' results."""
+    pairs = [(call, grad.detach()) for call, grad in zip(calls, gradients, strict=True) if grad is not None]
+    uses = Counter(name for call, _ in pairs for name in call.parameters.values())
+    shared = []
+    for call, grad in pairs:
+        if any(uses[name] > 1 for name in call.parameters.values()):
+            shared.append((call, grad))
+        elif call.function is F.embedding:
+            _add_embedding_squares(call, grad, into[call.parameters["weight"]])
+        elif call.function is F.linear and grad.dim() == 2:
+            _add_linear_squares(call, grad, into)
+        else:
+            _add_sample_squares([(call, grad)], into)
+    _add_sample_squares(shared, into)
 
 
-def convolution_weight(call: Call, into: Tensor) -> Tensor:
-    """dW_b = sum over positions of g_b x (the input's patch there), by torch's own kernel, one sample at a time.
+def _add_sample_squares(pairs: Sequence[tuple[Call, Tensor]], into: Mapping[str, Tensor]) -> None:
+    """Of calls that may share parameters, sample by sample."""
+    for sample in range(len(pairs[0][1]) if pairs else 0):
+        found: dict[str, Tensor] = {}
+        for call, grad in pairs:
+            dtype = into[next(iter(call.parameters.values()))].dtype
+            one = None if call.input is None else _as(dtype, call.input[sample : sample + 1])
+            gradients = RULES[call.function](call, one, grad[sample : sample + 1].to(dtype), sample)
+            for place, name in call.parameters.items():
+                found[name] = found[name] + gradients[place] if name in found else gradients[place]
+        for name, gradient in found.items():
+            into[name].addcmul_(gradient, gradient)
+
+
+def _as(dtype: torch.dtype, value: Any) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+# ---- rules: the gradients of a call's parameters from one sample's input and gradient ----------------------------
+
+
+def linear(call: Call, input: Tensor, grad: Tensor, sample: int) -> dict[Place, Tensor]:
+    """dW = g^T a and db = sum of g over the positions of a sample, a (1, ..., K), g (1, ..., O)."""
+    positions = grad.reshape(-1, grad.shape[-1])
+    weight = positions.t() @ input.reshape(-1, input.shape[-1]) if "weight" in call.parameters else positions
+    return {"weight": weight, "bias": positions.sum(0)}
+
+
+def _add_linear_squares(call: Call, grad: Tensor, into: Mapping[str, Tensor]) -> None:
+    """Of one position per sample: the square of an outer product is the outer product of the squares."""
+    for place, name in call.parameters.items():
+        total = into[name]
+        squares = grad.to(total.dtype).square().t()
+        total += squares @ call.input.to(total.dtype).square() if place == "weight" else squares.sum(1)
+
+
+def convolution(call: Call, input: Tensor, grad: Tensor, sample: int) -> dict[Place, Tensor]:
+    """dW = sum over positions of g x (the input's patch there), by torch's own kernel.
 
     Unfolded patches and a matrix product are up to 1.6 times faster where there are few positions and up to twice
     slower elsewhere; choosing between the two made the Fisher information of ResNet-18 4 % faster.
     """
-    dimensions = into.dim() - 2
-    options = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1} | call.arguments
+    gradients: dict[Place, Tensor] = {"bias": grad.flatten(2).sum((0, 2))}
+    if "weight" not in call.parameters:
+        return gradients
+    weight, dimensions = call.arguments["weight"].to(grad.dtype), grad.dim() - 2
+    options: dict[Place, Any] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, **call.arguments}
     stride, padding, dilation = (_each(options[key], dimensions) for key in ("stride", "padding", "dilation"))
-    input, weight = call.input.to(into.dtype), call.arguments["weight"].to(into.dtype)
     if options["padding"] == "same":  # more at the end where it is uneven
-        total = [d * (k - 1) for d, k in zip(dilation, into.shape[2:], strict=True)]
+        total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
         input = F.pad(input, [side for t in reversed(total) for side in (t // 2, t - t // 2)])
-    gradients = [
-        torch.ops.aten.convolution_backward(
-            grad, one, weight, None,
-            stride, padding, dilation, False, [0] * dimensions, options["groups"], [False, True, False],
-        )[1]
-        for one, grad in zip(input.split(1), call.grad.to(into.dtype).split(1), strict=True)
-    ]  # fmt: skip
-    return gradients[0].unsqueeze(0) if len(gradients) == 1 else torch.stack(gradients)
+    gradients["weight"] = torch.ops.aten.convolution_backward(
+        grad, input, weight, None,
+        stride, padding, dilation, False, [0] * dimensions, options["groups"], [False, True, False],
+    )[1]  # fmt: skip
+    return gradients
 
 
 def _each(option: int | str | Sequence[int], dimensions: int) -> list[int]:
@@ -149,103 +179,49 @@ def _each(option: int | str | Sequence[int], dimensions: int) -> list[int]:
     return [option] * dimensions if isinstance(option, int) else list(option)
 
 
-def _convolution_bias(call: Call, into: Tensor) -> Tensor:
-    return call.grad.flatten(2).sum(2, dtype=into.dtype)
+def _add_embedding_squares(call: Call, grad: Tensor, into: Tensor) -> None:
+    """dW_b[v] = sum of g_bl over the positions l where sample b holds token v; padding gets none."""
+    tokens = call.input.reshape(len(grad), -1).long()
+    rows = torch.arange(len(tokens), device=tokens.device).unsqueeze(1) * len(into) + tokens
+    padding = call.arguments.get("padding_idx")
+    keep = torch.ones_like(tokens, dtype=torch.bool) if padding is None else tokens != padding % len(into)
+    found, place = torch.unique(rows[keep], return_inverse=True)
+    gradients = grad.reshape(*tokens.shape, -1).to(into.dtype)[keep]
+    sums = into.new_zeros(len(found), into.shape[1]).index_add_(0, place, gradients)
+    into.index_add_(0, found % len(into), sums.square_())
 
 
-# ---- normalization, addition, multiplication, expansion --------------------------------------------------------
+def by_autograd(call: Call, input: Any, grad: Tensor, sample: int) -> dict[Place, Tensor]:
+    """The function is called again with one sample alone, and differentiated."""
+    arguments = {place: input if place == call.samples else value for place, value in call.arguments.items()}
+    arguments = {place: _as(grad.dtype, value) for place, value in arguments.items()}
+    leaves = {place: arguments[place].detach().requires_grad_() for place in call.parameters}
+    arguments |= leaves
+    positional = [value for place, value in arguments.items() if isinstance(place, int)]
+    named = {place: value for place, value in arguments.items() if isinstance(place, str)}
+    with torch.enable_grad():
+        result = call.function(*positional, **named)
+        result = result[sample : sample + 1] if call.samples is None else result
+    found = torch.autograd.grad(result, list(leaves.values()), grad)
+    return dict(zip(leaves, found, strict=True))
 
 
-def _scale_of(function: Callable[..., Tensor]) -> Rule:
-    """Of y = scale * normalized + shift; the function itself gives what is normalized, without scale and shift."""
+# ---- which rule a function has -------------------------------------------------------------------------------
 
-    def scale(call: Call, into: Tensor) -> Tensor:
-        arguments = {
-            key: value.to(into.dtype) if isinstance(value, Tensor) else value
-            for key, value in call.arguments.items()
-            if key not in ("input", "weight", "bias")
-        }
-        normalized = function(call.input.to(into.dtype), **arguments)
-        return _to_scale(normalized * call.grad.to(into.dtype), call.arguments)
-
-    return scale
-
-
-def _shift(call: Call, into: Tensor) -> Tensor:
-    return _to_scale(call.grad.to(into.dtype), call.arguments)
-
-
-def _to_scale(product: Tensor, arguments: dict[str, Any]) -> Tensor:
-    """Sum over every dimension but the samples' and the scale's: the last ones, or the channels'."""
-    last = len(arguments.get("normalized_shape", ()))
-    kept = range(product.dim() - last, product.dim()) if last else (1,)
-    summed = [d for d in range(1, product.dim()) if d not in kept]
-    return product.sum(summed) if summed else product
-
-
-def broadcast(call: Call, into: Tensor) -> Tensor:
-    """Each sample has its own copy of the parameter."""
-    return _to_parameter(call.grad.to(into.dtype), into)
-
-
-def multiplied(call: Call, into: Tensor) -> Tensor:
-    return _to_parameter(call.grad.to(into.dtype) * call.input.to(into.dtype), into)
-
-
-def _to_parameter(product: Tensor, into: Tensor) -> Tensor:
-    """Sum over the dimensions in which the parameter was repeated within a sample."""
-    added = product.dim() - 1 - into.dim()
-    shape = (*[1] * added, *into.shape) if added >= 0 else into.shape[1:]
-    return product.sum_to_size(len(product), *shape).view(len(product), *into.shape)
-
-
-# ---- which rule a parameter has ------------------------------------------------------------------------------
-
-
-class FunctionRules(NamedTuple):
-    """The names of a function's arguments in order, the rules of those that may be parameters, and when they hold."""
-
-    arguments: tuple[str, ...]
-    rules: dict[str, Rule]
-    accepts: Callable[[dict[str, Any]], bool] = lambda arguments: True
-
-
-def _normalization(function: Callable[..., Tensor], *arguments: str) -> FunctionRules:
-    return FunctionRules(arguments, {"weight": _scale_of(function), "bias": _shift})
-
-
-_CONVOLUTION = FunctionRules(
-    ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
-    {"weight": convolution_weight, "bias": _convolution_bias},
+_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
+#: The names of positional arguments, where a rule looks at them.
+ARGUMENTS: dict[Any, tuple[str, ...]] = {
+    F.linear: ("input", "weight", "bias"),
+    F.embedding: ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"),
+    **dict.fromkeys(_CONVOLUTIONS, ("input", "weight", "bias", "stride", "padding", "dilation", "groups")),
+}
+Rule = Callable[[Call, Any, Tensor, int], dict[Place, Tensor]]
+_AGAIN = (
+    *(F.embedding, F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm, F.rms_norm),
+    *(Tensor.expand, Tensor.add, torch.add, Tensor.mul, torch.mul, Tensor.matmul, Tensor.__matmul__, torch.matmul),
 )
-_STATISTICS = ("input", "running_mean", "running_var", "weight", "bias")
-_ADDITION = FunctionRules(
-    ("input", "other"), {"input": broadcast, "other": broadcast}, lambda arguments: "alpha" not in arguments
-)
-_MULTIPLICATION = FunctionRules(("input", "other"), {"input": multiplied, "other": multiplied})
-_PRODUCT = FunctionRules(("input", "other"), {"other": right_factor}, lambda arguments: arguments["other"].dim() == 2)
-
-FUNCTIONS: dict[Any, FunctionRules] = {
-    F.linear: FunctionRules(("input", "weight", "bias"), {"weight": linear_weight, "bias": _linear_bias}),
-    F.embedding: FunctionRules(
-        ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"),
-        {"weight": embedding_weight},
-        _is_plain_embedding,
-    ),
-    F.conv1d: _CONVOLUTION,
-    F.conv2d: _CONVOLUTION,
-    F.conv3d: _CONVOLUTION,
-    F.batch_norm: _normalization(F.batch_norm, *_STATISTICS, "training", "momentum", "eps"),
-    F.instance_norm: _normalization(F.instance_norm, *_STATISTICS, "use_input_stats", "momentum", "eps"),
-    F.group_norm: _normalization(F.group_norm, "input", "num_groups", "weight", "bias", "eps"),
-    F.layer_norm: _normalization(F.layer_norm, "input", "normalized_shape", "weight", "bias", "eps"),
-    F.rms_norm: _normalization(F.rms_norm, "input", "normalized_shape", "weight", "eps"),
-    Tensor.expand: FunctionRules(("input",), {"input": broadcast}),
-    Tensor.add: _ADDITION,
-    torch.add: _ADDITION,
-    Tensor.mul: _MULTIPLICATION,
-    torch.mul: _MULTIPLICATION,
-    Tensor.matmul: _PRODUCT,
-    Tensor.__matmul__: _PRODUCT,
-    torch.matmul: _PRODUCT,
+RULES: dict[Any, Rule] = {
+    F.linear: linear,
+    **dict.fromkeys(_CONVOLUTIONS, convolution),
+    **dict.fromkeys(_AGAIN, by_autograd),
 }

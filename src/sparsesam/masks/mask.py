@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -12,10 +11,45 @@ import torch
 from torch import Tensor
 
 from sparsesam.masks.checks import check_count, is_within
-from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.patterns import Pattern, Unstructured
-from sparsesam.masks.refresh import Refresh, manual
 from sparsesam.masks.scores import GradientMagnitude, Score, ScoreContext
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """A mask is made before the first ascent and then every ``every`` steps; ``None``: never again by itself."""
+
+    every: int | None
+
+    def __post_init__(self) -> None:
+        if self.every is not None:
+            check_count("every", self.every, "use manual() for no refreshes")
+
+    def due(self, step: int, last: int) -> bool:
+        """Whether the ascent of step 0, 1, 2, … begins with a new mask, the last having been made at ``last``."""
+        return self.every is not None and step // self.every > last // self.every
+
+
+def every_steps(steps: int) -> Refresh:
+    """A new mask every ``steps`` optimizer steps."""
+    return Refresh(steps)
+
+
+def every_epochs(epochs: int, *, steps_per_epoch: int) -> Refresh:
+    """A new mask every ``epochs`` epochs, the paper's T_m.
+
+    Args:
+        epochs: the epochs between two masks.
+        steps_per_epoch: the optimizer steps of an epoch, usually ``len(loader)``.
+    """
+    check_count("epochs", epochs, "use every_steps(k) for a part of an epoch")
+    check_count("steps_per_epoch", steps_per_epoch, "it is usually len(loader)")
+    return Refresh(epochs * steps_per_epoch)
+
+
+def manual() -> Refresh:
+    """One mask for the whole training, unless ``opt.refresh_mask()`` asks for another."""
+    return Refresh(None)
 
 
 class MaskRule(ABC):
@@ -62,6 +96,16 @@ class _PatternRule(MaskRule):
     def knows_shards(self) -> bool:
         return self.pattern.knows_shards
 
+    def make(self, context: ScoreContext) -> dict[str, Tensor]:
+        if self.sparsity in (0, 1) and self.pattern.implied_sparsity is None:  # no score could change the outcome
+            is_kept = self.sparsity == 0
+            return {name: torch.full_like(p, is_kept, dtype=torch.bool) for name, p in context.local.items()}
+        return self._make(context)
+
+    @abstractmethod
+    def _make(self, context: ScoreContext) -> dict[str, Tensor]:
+        """What `make` says, of a sparsity between 0 and 1."""
+
 
 @dataclass(frozen=True, eq=False)
 class Mask(_PatternRule):
@@ -94,9 +138,8 @@ class Mask(_PatternRule):
     def needs_gradient(self) -> bool:
         return self.score.needs_gradient
 
-    def make(self, context: ScoreContext) -> dict[str, Tensor]:
-        trivial = _without_scores(context.local, self.sparsity, self.pattern)
-        return trivial or self.pattern.select(context.scores(self.score), self.sparsity, shards=context.shards)
+    def _make(self, context: ScoreContext) -> dict[str, Tensor]:
+        return self.pattern.select(context.scores(self.score), self.sparsity, shards=context.shards)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +151,7 @@ class RandomMask(_PatternRule):
     refresh: Refresh = field(default_factory=manual)
     seed: int = 0
 
-    def make(self, context: ScoreContext) -> dict[str, Tensor]:
+    def _make(self, context: ScoreContext) -> dict[str, Tensor]:
         return self.pattern.draw(context.local, context.generator, self.sparsity, shards=context.shards)
 
 
@@ -152,34 +195,19 @@ class DynamicMask(_PatternRule):
             return self.drop_ratio
         return self.drop_ratio / 2 * (1 + math.cos(math.pi * min(1.0, step / self.total_steps)))
 
-    def make(self, context: ScoreContext) -> dict[str, Tensor]:
-        trivial = _without_scores(context.local, self.sparsity, self.pattern)
-        if trivial:
-            return trivial
+    def _make(self, context: ScoreContext) -> dict[str, Tensor]:
         if context.previous is None:
             return self.pattern.draw(context.local, context.generator, self.sparsity, shards=context.shards)
+        packed = context.previous
+        masks = {  # zeros for a parameter added since
+            name: packed[name].unpack(p.device) if name in packed else torch.zeros_like(p, dtype=torch.bool)
+            for name, p in context.local.items()
+        }
         return self.pattern.drop_and_grow(
-            _unpacked(context.previous, context.local),
+            masks,
             context.generator if self.drop is None else context.scores(self.drop),
             context.generator if self.growth is None else context.scores(self.growth),
             sparsity=self.sparsity,
             ratio=self.ratio(context.step),
             shards=context.shards,
         )
-
-
-def _without_scores(
-    parameters: Mapping[str, Tensor], sparsity: float | None, pattern: Pattern
-) -> dict[str, Tensor] | None:
-    """All ones or all zeros, where no score could change the outcome."""
-    if sparsity not in (0, 1) or pattern.implied_sparsity is not None:
-        return None
-    return {name: torch.full_like(p, sparsity == 0, dtype=torch.bool) for name, p in parameters.items()}
-
-
-def _unpacked(masks: Mapping[str, PackedMask], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The previous masks of the current parameters; zeros for a parameter added since."""
-    return {
-        name: masks[name].unpack(parameter.device) if name in masks else torch.zeros_like(parameter, dtype=torch.bool)
-        for name, parameter in parameters.items()
-    }

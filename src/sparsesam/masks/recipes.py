@@ -8,9 +8,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from sparsesam.masks.checks import check_choice
-from sparsesam.masks.mask import DynamicMask, Mask, RandomMask
+from sparsesam.masks.mask import DynamicMask, Mask, RandomMask, Refresh, manual
 from sparsesam.masks.patterns import Pattern, as_pattern
-from sparsesam.masks.refresh import Refresh, manual
 from sparsesam.masks.scores import BatchFisher, Fisher, GradientMagnitude, Inverted, Score
 
 _DROPS: dict[str, Score | None] = {

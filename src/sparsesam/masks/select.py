@@ -1,24 +1,26 @@
 """Exact top-k over many tensors, which this process holds whole or, with ``shards``, a part of.
 
-The k-th largest score t of all tensors is found first (`threshold`). Everything above t is chosen, and of the entries
+The k-th largest score t of all tensors is found first (`kth_largest`). Everything above t is chosen, and of the entries
 equal to t those that come first in the whole tensors, so that ranks choose what one process would.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from sparsesam.distributed.shards import Shards
 from sparsesam.masks.checks import NonFiniteScoreError
-from sparsesam.masks.threshold import kth_largest
 
 Tensors = Mapping[str, Tensor]
+Masks = dict[str, Tensor]  # bool
+_DIGIT = 11  # bits
 
 
 def top_mask(
@@ -51,21 +53,24 @@ def top_mask(
         if masks is not None:
             check_alike(scores, masks, label=label)
     check_scores(scores, shards)
-    count = _remaining(count, first, shards)
-    if not scores:
-        return {}
+    if count < 0:
+        raise ValueError(f"count must be at least 0, got {count}; 0 chooses nothing")
     wide = any(score.dtype == torch.float64 for score in scores.values())
-    values = _joined(scores, scores).to(torch.float64 if wide else torch.float32)
-    allowed = values > -math.inf
-    if among is not None:
-        allowed &= _joined(among, scores)
-    if first is not None:
-        allowed &= ~_joined(first, scores)
-    sizes = [score.numel() for score in scores.values()]
-    chosen = _largest(values, allowed, count, sizes, shards.only(*scores))
-    if first is not None:
-        chosen |= _joined(first, scores)
-    return {name: mask.view(scores[name].shape) for name, mask in zip(scores, chosen.split(sizes), strict=True)}
+    values = {name: _flat(score).to(torch.float64 if wide else torch.float32) for name, score in scores.items()}
+    allowed = {name: value > -math.inf for name, value in values.items()}
+    for name, mask in allowed.items():
+        if among is not None:
+            mask &= _flat(among[name])
+        if first is not None:
+            mask &= ~_flat(first[name])
+    certain = 0 if first is None else count_true(first, shards)
+    if certain > count:
+        raise ValueError(f"first marks {certain} entries but count is {count}; raise count or clear some of first")
+    chosen = _largest(values, allowed, count - certain, shards)
+    for name, mask in chosen.items():
+        if first is not None:
+            mask |= _flat(first[name])
+    return {name: mask.view(scores[name].shape) for name, mask in chosen.items()}
 
 
 def random_scores(like: Tensors, *, generator: torch.Generator, shards: Shards | None = None) -> dict[str, Tensor]:
@@ -111,50 +116,85 @@ def check_scores(scores: Tensors, shards: Shards) -> None:
         )
 
 
-def _remaining(count: int, first: Tensors | None, shards: Shards) -> int:
-    if count < 0:
-        raise ValueError(f"count must be at least 0, got {count}; 0 chooses nothing")
-    certain = 0 if first is None else count_true(first, shards)
-    if certain > count:
-        raise ValueError(f"first marks {certain} entries but count is {count}; raise count or clear some of first")
-    return count - certain
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1)
 
 
-def _joined(tensors: Tensors, names: Iterable[str]) -> Tensor:
-    return torch.cat([tensors[name].detach().reshape(-1) for name in names])
-
-
-def _largest(values: Tensor, allowed: Tensor, count: int, sizes: list[int], shards: Shards) -> Tensor:
-    """Marks the ``count`` largest of the allowed entries, or all of them; the tensors are joined in shards' order."""
-    parts = list(shards.parts.values())
-    own = torch.cat(
-        [mask.new_full(mask.shape, part.counts) for part, mask in zip(parts, allowed.split(sizes), strict=True)]
-    )
-
-    def total(mask: Tensor) -> int:
-        return shards.sum_of(int((mask & own).count_nonzero()))[0]
-
-    if total(allowed) <= count:
+def _largest(values: Tensors, allowed: dict[str, Tensor], count: int, shards: Shards) -> dict[str, Tensor]:
+    """Marks the ``count`` largest of the allowed entries of flat tensors, or all of them; may return ``allowed``."""
+    if count_true(allowed, shards) <= count:
         return allowed
     if count == 0:
-        return torch.zeros_like(allowed)
-    threshold = kth_largest(_entries(values, allowed & own), count, shards)
-    chosen = (values >= threshold) & allowed
-    surplus = total(chosen) - count
+        return {name: torch.zeros_like(mask) for name, mask in allowed.items()}
+    threshold = kth_largest(values, allowed, count, shards)
+    chosen = {name: (value >= threshold).logical_and_(allowed[name]) for name, value in values.items()}
+    surplus = count_true(chosen, shards) - count
     if surplus:
-        tied = (values == threshold) & allowed
-        offsets = itertools.accumulate((part.shape.numel() for part in parts), initial=0)
-        positions = torch.cat(
-            [
-                offset + part.positions(mask.nonzero().squeeze(1))
-                for offset, part, mask in zip(offsets, parts, tied.split(sizes), strict=False)
-            ]
-        )
-        chosen[tied] = positions < kth_largest(positions[own[tied]], surplus, shards)
+        tied = {name: ((values[name] == threshold) & mask).nonzero().squeeze(1) for name, mask in chosen.items()}
+        positions, offset = {}, 0
+        for name, places in tied.items():
+            positions[name] = offset + shards.parts[name].positions(places)
+            offset += shards.parts[name].shape.numel()
+        every = {name: torch.ones_like(places, dtype=torch.bool) for name, places in tied.items()}
+        first_left_out = kth_largest(positions, every, surplus, shards)
+        for name, mask in chosen.items():
+            mask[tied[name]] = positions[name] < first_left_out
     return chosen
 
 
-def _entries(values: Tensor, chosen: Tensor) -> Tensor:
-    if values.device.type == "cpu":  # several times faster than values[chosen], of torch or of numpy
-        return torch.from_numpy(np.compress(chosen.numpy(), values.numpy()))
-    return values[chosen]
+# ---- the k-th largest of many numbers ------------------------------------------------------------------------
+
+
+def kth_largest(vectors: Tensors, allowed: Tensors, k: int, shards: Shards) -> float:
+    """Of the allowed entries of these vectors, on all ranks, of which there are at least k >= 1.
+
+    The entries are float32, float64, or int64 not below zero.
+    """
+    if shards.is_whole and all(vector.device.type == "cpu" for vector in vectors.values()):
+        return _kth_largest_on_cpu([(vector.numpy(), allowed[name].numpy()) for name, vector in vectors.items()], k)
+    counted = [vector[allowed[name] & shards.parts[name].counts] for name, vector in vectors.items()]
+    return kth_largest_by_digits(torch.cat(counted), k, shards)
+
+
+def _kth_largest_on_cpu(pairs: Sequence[tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]], k: int) -> float:
+    """By partition of what is between two quantiles of a sample; of everything, if that does not contain it."""
+    step = max(1, sum(len(vector) for vector, _ in pairs) // 8192)
+    sample = np.sort(np.concatenate([vector[::step][mask[::step]] for vector, mask in pairs]))
+    place = round((1 - k / sum(np.count_nonzero(mask) for _, mask in pairs)) * len(sample))
+    ends = [(sample[max(place - 256, 0)], sample[min(place + 256, len(sample) - 1)])] if len(sample) else []
+    for low, high in (*ends, (-np.inf, np.inf)):
+        above = sum(int(np.count_nonzero((vector > high) & mask)) for vector, mask in pairs)
+        # np.compress is several times faster than vector[mask].
+        between = np.concatenate([np.compress((v >= low) & (v <= high) & mask, v) for v, mask in pairs])
+        if above < k <= above + len(between):
+            break
+    if low == high:
+        return float(low)
+    place = len(between) - (k - above)
+    between.partition(place)
+    return float(between[place])
+
+
+def kth_largest_by_digits(values: Tensor, k: int, shards: Shards) -> float:
+    """From a few histograms of 2048 counts.
+
+    Each round looks at eleven more bits: ranks add up how many of their keys have each value of them, and continue with
+    the value that contains the k-th largest. Rounds and their 16 kB depend on the width of a number alone.
+    """
+    bits = 8 * values.element_size()
+    integers = torch.int32 if bits == 32 else torch.int64
+    # Unsigned integers in the order of the numbers, of which 64 bits are held in an int64; -0.0 + 0 is 0.0.
+    pattern = (values + 0).view(integers).long()
+    keys = torch.where(pattern < 0, ~pattern, pattern + (2**31 if bits == 32 else -(2**63)))
+    key = 0
+    for shift in reversed(range(0, bits, _DIGIT)):
+        digits = (keys >> shift) & (2 ** min(_DIGIT, bits - shift) - 1)
+        counts = shards.sum(torch.bincount(digits, minlength=2**_DIGIT).cpu())
+        from_top = counts.flip(0).cumsum(0)
+        place = int(torch.searchsorted(from_top, k))
+        digit = 2**_DIGIT - 1 - place
+        k -= int(from_top[place] - counts[digit])
+        key |= digit << shift
+        keys = keys[digits == digit]
+    half = 2 ** (bits - 1)
+    return torch.tensor(key - half if key >= half else ~key, dtype=integers).view(values.dtype).item()

@@ -7,10 +7,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from sparsesam.distributed.shards import Shards
-from sparsesam.masks.select import Tensors, check_alike, count_true, random_scores, top_mask
+from sparsesam.masks.select import Masks, Tensors, check_alike, count_true, random_scores, top_mask
 
 # The largest of given scores, or any, drawn uniformly with a generator over the pattern's units.
 Choice = Tensors | torch.Generator
@@ -33,11 +32,9 @@ class Pattern(ABC):
         """The sparsity that the pattern fixes by itself, or None if it has to be given."""
         return None
 
-    def check_sparsity(self, sparsity: float | None) -> None:
-        """Raise ValueError unless it is in [0, 1], and given or implied but not both differently."""
+    def check_sparsity(self, sparsity: float | None) -> float:
+        """The given or implied one; ValueError unless it is in [0, 1] and exactly one is there, or both are equal."""
         implied = self.implied_sparsity
-        if sparsity is None and implied is None:
-            raise ValueError(f"sparsity must be given with {self}, got None; 0.5 perturbs half of the weights")
         if sparsity is not None and not (hasattr(sparsity, "__float__") and 0 <= sparsity <= 1):
             raise ValueError(f"sparsity must be in [0, 1], got {sparsity}; 0 perturbs every weight, 1 none")
         if sparsity is not None and implied is not None and not math.isclose(sparsity, implied, abs_tol=1e-9):
@@ -45,29 +42,24 @@ class Pattern(ABC):
                 f"sparsity must be left out with {self}, which implies {implied:g}, got {sparsity}; change n and m to "
                 "change it"
             )
+        found = sparsity if implied is None else implied
+        if found is None:
+            raise ValueError(f"sparsity must be given with {self}, got None; 0.5 perturbs half of the weights")
+        return found
 
-    def select(
-        self, scores: Tensors, sparsity: float | None = None, *, shards: Shards | None = None
-    ) -> dict[str, Tensor]:
+    def select(self, scores: Tensors, sparsity: float | None = None, *, shards: Shards | None = None) -> Masks:
         """The best allowed mask with at most round((1 - sparsity) * d) ones, d the number of scores.
 
         Ties go to the earlier position; -inf is never chosen. Masks are contiguous bool tensors of the
         scores' shapes, on their device.
         """
-        self.check_sparsity(sparsity)
-        return self._choose(scores, scores, sparsity, shards or Shards.whole(scores))
+        return self._grow(scores, None, scores, self.check_sparsity(sparsity), shards or Shards.whole(scores))
 
     def draw(
-        self,
-        like: Tensors,
-        generator: torch.Generator,
-        sparsity: float | None = None,
-        *,
-        shards: Shards | None = None,
-    ) -> dict[str, Tensor]:
+        self, like: Tensors, generator: torch.Generator, sparsity: float | None = None, *, shards: Shards | None = None
+    ) -> Masks:
         """An allowed mask at random, uniform over the pattern's units, with the budget of `select`."""
-        self.check_sparsity(sparsity)
-        return self._choose(generator, like, sparsity, shards or Shards.whole(like))
+        return self._grow(generator, None, like, self.check_sparsity(sparsity), shards or Shards.whole(like))
 
     def drop_and_grow(
         self,
@@ -78,7 +70,7 @@ class Pattern(ABC):
         sparsity: float | None = None,
         ratio: float,
         shards: Shards | None = None,
-    ) -> dict[str, Tensor]:
+    ) -> Masks:
         """Drop, then grow (Algorithm 2, option II).
 
         N_drop = round(ratio * kept) of the kept weights go, those with the smallest ``keep``; then the mask
@@ -93,27 +85,25 @@ class Pattern(ABC):
             ratio: part of the kept weights to drop, in [0, 1].
             shards: which part of the tensors this rank holds; all of them by default.
         """
-        self.check_sparsity(sparsity)
+        sparsity = self.check_sparsity(sparsity)
         _check_arguments(masks, keep, grow, ratio)
-        return self._drop_and_grow(masks, keep, grow, sparsity, ratio, shards or Shards.whole(masks))
+        shards = shards or Shards.whole(masks)
+        return self._grow(grow, self._drop(keep, masks, sparsity, ratio, shards), masks, sparsity, shards)
 
     @abstractmethod
-    def _choose(self, choice: Choice, like: Tensors, sparsity: float | None, shards: Shards) -> dict[str, Tensor]:
-        """What `select` and `draw` say, of a sparsity that was checked; masks are like ``like``."""
+    def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> Masks:
+        """The best allowed masks, shaped like ``like``, that contain ``first``, which may be changed."""
 
     @abstractmethod
-    def _drop_and_grow(
-        self, masks: Tensors, keep: Choice, grow: Choice, sparsity: float | None, ratio: float, shards: Shards
-    ) -> dict[str, Tensor]:
-        """What `drop_and_grow` says, of arguments that were checked."""
+    def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> Masks:
+        """What is left of the masks without their ``ratio`` of the smallest ``keep``."""
 
 
 def scores_of(choice: Choice, like: Tensors, shards: Shards) -> Tensors:
     return random_scores(like, generator=choice, shards=shards) if isinstance(choice, torch.Generator) else choice
 
 
-def weight_budget(shards: Shards, sparsity: float | None) -> int:
-    assert sparsity is not None, "these patterns imply none"
+def weight_budget(shards: Shards, sparsity: float) -> int:
     return round((1 - sparsity) * shards.total)
 
 
@@ -138,16 +128,12 @@ class Unstructured(Pattern):
 
     knows_shards = True
 
-    def _choose(self, choice: Choice, like: Tensors, sparsity: float | None, shards: Shards) -> dict[str, Tensor]:
-        return top_mask(scores_of(choice, like, shards), weight_budget(shards, sparsity), shards=shards)
+    def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> Masks:
+        return top_mask(scores_of(choice, like, shards), weight_budget(shards, sparsity), first=first, shards=shards)
 
-    def _drop_and_grow(
-        self, masks: Tensors, keep: Choice, grow: Choice, sparsity: float | None, ratio: float, shards: Shards
-    ) -> dict[str, Tensor]:
-        budget = weight_budget(shards, sparsity)
-        left = min(left_after_drop(count_true(masks, shards), ratio), budget)
-        survivors = top_mask(scores_of(keep, masks, shards), left, among=masks, shards=shards)
-        return top_mask(scores_of(grow, masks, shards), budget, first=survivors, shards=shards)
+    def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> Masks:
+        left = min(left_after_drop(count_true(masks, shards), ratio), weight_budget(shards, sparsity))
+        return top_mask(scores_of(keep, masks, shards), left, among=masks, shards=shards)
 
 
 @dataclass(frozen=True)
@@ -169,20 +155,18 @@ class PerLayer(Pattern):
         """That of the inner pattern."""
         return self.inner.implied_sparsity
 
-    def _choose(self, choice: Choice, like: Tensors, sparsity: float | None, shards: Shards) -> dict[str, Tensor]:
-        masks: dict[str, Tensor] = {}
+    def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> Masks:
+        masks: Masks = {}
         for name, tensor in like.items():
-            masks |= self.inner._choose(_only(name, choice), {name: tensor}, sparsity, shards.only(name))
+            own = None if first is None else {name: first[name]}
+            masks |= self.inner._grow(_only(name, choice), own, {name: tensor}, sparsity, shards.only(name))
         return masks
 
-    def _drop_and_grow(
-        self, masks: Tensors, keep: Choice, grow: Choice, sparsity: float | None, ratio: float, shards: Shards
-    ) -> dict[str, Tensor]:
-        result: dict[str, Tensor] = {}
+    def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> Masks:
+        left: Masks = {}
         for name, mask in masks.items():
-            own = _only(name, keep), _only(name, grow)
-            result |= self.inner._drop_and_grow({name: mask}, *own, sparsity, ratio, shards.only(name))
-        return result
+            left |= self.inner._drop(_only(name, keep), {name: mask}, sparsity, ratio, shards.only(name))
+        return left
 
 
 def _only(name: str, choice: Choice) -> Choice:

@@ -18,7 +18,7 @@ from sparsesam.distributed.shards import ShardLayout, Shards
 from sparsesam.masks.checks import check_choice, check_count
 from sparsesam.masks.patterns.base import Choice, Pattern, left_after_drop, scores_of
 from sparsesam.masks.patterns.structured import Units
-from sparsesam.masks.select import Tensors, check_scores, count_true, top_mask
+from sparsesam.masks.select import Masks, Tensors, check_scores, count_true, top_mask
 
 Axis = Literal["output", "input"]
 
@@ -65,35 +65,24 @@ class NM(_NOfM):
         check_choice("remainder", self.remainder, ("dense", "error"))
         check_choice("vectors", self.vectors, ("dense", "none"))
 
-    def _choose(self, choice: Choice, like: Tensors, sparsity: float | None, shards: Shards) -> dict[str, Tensor]:
+    def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> Masks:
         scores = scores_of(choice, like, shards)
         check_scores(scores, shards)
         groups = self._groups(shards)
-        masks = {name: self._outside_groups(score, groups.get(name)) for name, score in scores.items()}
-        inside = {name: group.of(scores[name]) for name, group in groups.items()}
-        self._fill(masks, inside, {name: group.of(masks[name]) for name, group in groups.items()}, groups, shards)
+        masks = dict(first or self._outside_groups({name: one > -math.inf for name, one in scores.items()}, groups))
+        for name, group in groups.items():
+            score, certain = group.of(scores[name].detach()), group.of(masks[name])
+            if group.is_cut:
+                score, certain = shards.gathered(score, group.layout), shards.gathered(certain, group.layout) > 0
+            chosen = choose_in_groups(score, certain, self.n, self.m, self.axis)
+            group.of(masks[name]).copy_(group.layout.of(chosen) if group.is_cut else chosen)
         return masks
 
-    def _drop_and_grow(
-        self, masks: Tensors, keep: Choice, grow: Choice, sparsity: float | None, ratio: float, shards: Shards
-    ) -> dict[str, Tensor]:
-        groups = self._groups(shards)
-        grouped = {name: group.of(masks[name]).contiguous() for name, group in groups.items()}
-        inside = shards.with_parts({name: group.layout for name, group in groups.items()})
-        keep, grow = (
-            choice
-            if isinstance(choice, torch.Generator)
-            else {name: group.of(choice[name]) for name, group in groups.items()}
-            for choice in (keep, grow)
-        )
-        left = left_after_drop(count_true(grouped, inside), ratio)
-        survivors = top_mask(scores_of(keep, grouped, inside), left, among=grouped, shards=inside)
-        growth = scores_of(grow, grouped, inside)
-        check_scores(growth, inside)
-        # What lies outside full groups is fixed by the pattern, so it stays as it is.
-        result = {name: mask.clone(memory_format=torch.contiguous_format) for name, mask in masks.items()}
-        self._fill(result, growth, survivors, groups, shards)
-        return result
+    def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> Masks:
+        outside = self._outside_groups(masks, self._groups(shards))  # fixed by the pattern, so it stays
+        fixed = count_true(outside, shards)
+        left = fixed + left_after_drop(count_true(masks, shards) - fixed, ratio)
+        return top_mask(scores_of(keep, masks, shards), left, among=masks, first=outside, shards=shards)
 
     def _groups(self, shards: Shards) -> dict[str, _Groups]:
         """By name, for the tensors that have groups."""
@@ -115,25 +104,16 @@ class NM(_NOfM):
         cut = shards.sum_of(*(int(counts.remainder(self.m).any()) for counts in held)) if held else []
         return {name: _Groups(layout, is_cut > 0) for (name, layout), is_cut in zip(inside.items(), cut, strict=True)}
 
-    def _outside_groups(self, score: Tensor, group: _Groups | None) -> Tensor:
-        """The mask before its groups are filled: remainders and vectors."""
-        mask = (score.detach() > -math.inf).contiguous()
-        if group is not None:
-            group.of(mask).fill_(False)
-        elif score.dim() < 2 and self.vectors == "none":
-            mask.fill_(False)
-        return mask
-
-    def _fill(
-        self, masks: Tensors, scores: Tensors, first: Tensors, groups: Mapping[str, _Groups], shards: Shards
-    ) -> None:
-        """Choose n in every group of this rank's masks, in place; entries of ``first`` are chosen before others."""
-        for name, group in groups.items():
-            score, certain = scores[name], first[name]
-            if group.is_cut:
-                score, certain = shards.gathered(score, group.layout), shards.gathered(certain, group.layout) > 0
-            chosen = choose_in_groups(score, certain, self.n, self.m, self.axis)
-            group.of(masks[name]).copy_(group.layout.of(chosen) if group.is_cut else chosen)
+    def _outside_groups(self, masks: Tensors, groups: Mapping[str, _Groups]) -> Masks:
+        """Contiguous copies of the masks without what is in groups, and without vectors unless they are dense."""
+        outside = {}
+        for name, mask in masks.items():
+            outside[name] = mask.clone(memory_format=torch.contiguous_format)
+            if name in groups:
+                groups[name].of(outside[name]).fill_(False)
+            elif mask.dim() < 2 and self.vectors == "none":
+                outside[name].fill_(False)
+        return outside
 
 
 @dataclass(frozen=True)
@@ -163,21 +143,16 @@ class NMFilters(_NOfM):
     def __post_init__(self) -> None:
         self._inner()
 
-    def _choose(self, choice: Choice, like: Tensors, sparsity: float | None, shards: Shards) -> dict[str, Tensor]:
+    def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> Masks:
         units = Units("filter", shards)
-        means = units.means(scores_of(choice, like, shards))
-        return _expand(units, self._inner().select(_rows(units, means)), like)
+        scores = _rows(units, units.scores(choice))
+        kept = None if first is None else _rows(units, units.kept(first))
+        return _expand(units, self._inner()._grow(scores, kept, scores, sparsity, Shards.whole(scores)), like)
 
-    def _drop_and_grow(
-        self, masks: Tensors, keep: Choice, grow: Choice, sparsity: float | None, ratio: float, shards: Shards
-    ) -> dict[str, Tensor]:
+    def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> Masks:
         units = Units("filter", shards)
-        scored, growth = (
-            choice if isinstance(choice, torch.Generator) else _rows(units, units.means(choice))
-            for choice in (keep, grow)
-        )
-        kept = _rows(units, units.kept(masks))
-        return _expand(units, self._inner().drop_and_grow(kept, scored, growth, ratio=ratio), masks)
+        scores, kept = _rows(units, units.scores(keep)), _rows(units, units.kept(masks))
+        return _expand(units, self._inner()._drop(scores, kept, sparsity, ratio, Shards.whole(kept)), masks)
 
     def _inner(self) -> NM:
         return NM(self.n, self.m, remainder=self.remainder, vectors=self.vectors)
@@ -189,7 +164,7 @@ def _rows(units: Units, values: Tensors) -> dict[str, Tensor]:
     return {name: value[:, None] if is_matrix[name] else value for name, value in values.items()}
 
 
-def _expand(units: Units, rows: Mapping[str, Tensor], like: Tensors) -> dict[str, Tensor]:
+def _expand(units: Units, rows: Mapping[str, Tensor], like: Tensors) -> Masks:
     return units.expand({name: row.reshape(-1) for name, row in rows.items()}, like)
 
 
@@ -208,32 +183,31 @@ def choose_in_groups(scores: Tensor, first: Tensor, n: int, m: int, axis: Axis) 
     and count towards ``n``; -inf is never chosen.
     """
     chosen = torch.zeros_like(first)
-    if not scores.numel():
-        return chosen
-    kept = _members(first, m, axis)
-    # These rank behind all others and lower the number wanted.
-    members = [
-        one.masked_fill(keep, -math.inf) for one, keep in zip(_members(scores.detach(), m, axis), kept, strict=True)
-    ]
-    needed = n - torch.stack(kept).sum(0).clamp(max=n)
-    for mark, keep, member, rank in zip(_members(chosen, m, axis), kept, members, _ranks(members), strict=True):
-        mark.copy_((rank < needed) & (member > -math.inf) | keep)
+    if scores.numel():
+        kept = _members(first, m, axis)
+        # These rank behind all others and lower the number wanted.
+        members = _members(scores, m, axis).masked_fill(kept, -math.inf)
+        needed = n - kept.sum(0).clamp(max=n)
+        _members(chosen, m, axis).copy_((_ranks(members) < needed) & (members > -math.inf) | kept)
     return chosen
 
 
-def _ranks(members: list[Tensor]) -> list[Tensor]:
+def _ranks(members: Tensor) -> Tensor:
     """rank_i = #{j: s_j > s_i} + #{j < i: s_j = s_i}, from one comparison per pair."""
     size = len(members)
-    dtype = torch.uint8 if size < 256 else torch.int32
-    ranks = [torch.full_like(member, size - 1 - i, dtype=dtype) for i, member in enumerate(members)]
+    ranks = torch.empty_like(members, dtype=torch.uint8 if size < 256 else torch.int32)
+    for i in range(size):
+        ranks[i] = size - 1 - i
     for j in range(1, size):
         for i in range(j):
-            earlier_wins = (members[i] >= members[j]).to(dtype)
+            earlier_wins = (members[i] >= members[j]).to(ranks.dtype)
             ranks[j] += earlier_wins
             ranks[i] -= earlier_wins
     return ranks
 
 
-def _members(matrix: Tensor, m: int, axis: Axis) -> list[Tensor]:
-    """The first members of all groups, the second ones, and so on, as views."""
-    return [matrix[i::m] if axis == "output" else matrix[:, i::m] for i in range(m)]
+def _members(matrix: Tensor, m: int, axis: Axis) -> Tensor:
+    """(m, ...): the first members of all groups, the second ones, and so on, as a view."""
+    dim = 0 if axis == "output" else 1
+    grouped: Tensor = matrix.unflatten(dim, (-1, m))
+    return grouped.movedim(dim + 1, 0)

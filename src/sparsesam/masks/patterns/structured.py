@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from sparsesam.distributed.shards import Shards
 from sparsesam.masks.checks import check_choice
 from sparsesam.masks.patterns.base import Choice, Pattern, left_after_drop, weight_budget
-from sparsesam.masks.select import Tensors, check_alike, check_scores, count_true, random_scores
+from sparsesam.masks.select import Masks, Tensors, check_scores, count_true, random_scores
 
 Unit = Literal["tensor", "filter", "column"]
 
@@ -37,27 +38,16 @@ class Structured(Pattern):
     def __post_init__(self) -> None:
         check_choice("unit", self.unit, get_args(Unit))
 
-    def _choose(self, choice: Choice, like: Tensors, sparsity: float | None, shards: Shards) -> dict[str, Tensor]:
-        units, budget = Units(self.unit, shards), weight_budget(shards, sparsity)
-        return units.expand(fill_greedily(_scores(units, choice), units.sizes, budget), like)
+    def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> Masks:
+        units = Units(self.unit, shards)
+        kept = None if first is None else units.kept(first)
+        budget = weight_budget(shards, sparsity)
+        return units.expand(fill_greedily(units.scores(choice), units.sizes, budget, first=kept), like)
 
-    def _drop_and_grow(
-        self, masks: Tensors, keep: Choice, grow: Choice, sparsity: float | None, ratio: float, shards: Shards
-    ) -> dict[str, Tensor]:
-        units, budget = Units(self.unit, shards), weight_budget(shards, sparsity)
-        kept = units.kept(masks)
-        left = min(left_after_drop(count_true(masks, shards), ratio), budget)
-        survivors = fill_greedily(_scores(units, keep), units.sizes, left, among=kept)
-        free = budget - sum(units.sizes[name] * int(mask.sum()) for name, mask in survivors.items())
-        others = {name: ~mask for name, mask in survivors.items()}
-        grown = fill_greedily(_scores(units, grow), units.sizes, free, among=others)
-        return units.expand({name: survivors[name] | grown[name] for name in masks}, masks)
-
-
-def _scores(units: Units, choice: Choice) -> dict[str, Tensor]:
-    if isinstance(choice, torch.Generator):
-        return random_scores({name: torch.empty(count) for name, count in units.counts.items()}, generator=choice)
-    return units.means(choice)
+    def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> Masks:
+        units = Units(self.unit, shards)
+        left = min(left_after_drop(count_true(masks, shards), ratio), weight_budget(shards, sparsity))
+        return units.expand(fill_greedily(units.scores(keep), units.sizes, left, among=units.kept(masks)), masks)
 
 
 class Units:
@@ -71,24 +61,29 @@ class Units:
 
     def __init__(self, unit: Unit, shards: Shards) -> None:
         self.unit, self.shards = unit, shards
-        self.counts = {name: self._count(part.shape) for name, part in shards.parts.items()}
-        self.sizes = {name: part.shape.numel() // max(1, self.counts[name]) for name, part in shards.parts.items()}
+        shapes = {name: part.shape for name, part in shards.parts.items()}
+        self._axes = {name: _axis_of(unit, len(shape)) for name, shape in shapes.items()}
+        self.counts = {name: 1 if axis is None else shapes[name][axis] for name, axis in self._axes.items()}
+        self.sizes = {name: shape.numel() // max(1, self.counts[name]) for name, shape in shapes.items()}
 
-    def means(self, scores: Tensors) -> dict[str, Tensor]:
-        """Mean score of every unit, in float64: sums of equal float32 scores are exact, so that equal units tie.
+    def scores(self, choice: Choice) -> dict[str, Tensor]:
+        """Of every unit one random number or, in float64, the mean score.
 
-        One entry of -inf makes its unit -inf, also where it meets +inf.
+        Sums of equal float32 scores are exact in float64, so that equal units tie. One entry of -inf makes its unit
+        -inf, also where it meets +inf.
         """
-        check_scores(scores, self.shards)
-        sums = self._gathered({name: self._view(score).double().sum((0, 2)) for name, score in scores.items()})
+        if isinstance(choice, torch.Generator):
+            return random_scores({name: torch.empty(count) for name, count in self.counts.items()}, generator=choice)
+        check_scores(choice, self.shards)
+        sums = self._gathered({name: self._view(name, score).double().sum((0, 2)) for name, score in choice.items()})
         means = {name: total / max(1, self.sizes[name]) for name, total in sums.items()}
         return {name: mean.masked_fill(mean.isnan(), -math.inf) for name, mean in means.items()}
 
-    def kept(self, masks: Tensors) -> dict[str, Tensor]:
+    def kept(self, masks: Tensors) -> Masks:
         """One bool per unit from masks that treat every unit as a whole; ValueError if they do not."""
         found = {}
         for name, mask in masks.items():
-            view = self._view(mask)
+            view = self._view(name, mask)
             some = view.any(2).any(0)
             if not torch.equal(view, some[None, :, None].expand_as(view)):
                 raise ValueError(
@@ -98,38 +93,26 @@ class Units:
             found[name] = some.double()
         return {name: total > 0 for name, total in self._gathered(found).items()}
 
-    def expand(self, kept: Tensors, like: Tensors) -> dict[str, Tensor]:
+    def expand(self, kept: Tensors, like: Tensors) -> Masks:
         """Masks of the shapes of ``like`` in which each entry has the value of its unit."""
         masks = {}
         for name, tensor in like.items():
             masks[name] = torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
             if tensor.numel():
-                self._view(masks[name])[:] = kept[name][self._index(name)].to(tensor.device)[:, None]
+                self._view(name, masks[name])[:] = kept[name][self._index(name)].to(tensor.device)[:, None]
         return masks
 
-    def _count(self, shape: torch.Size) -> int:
-        axis = self._axis(shape)
-        return 1 if axis is None else shape[axis]
-
-    def _axis(self, shape: torch.Size) -> int | None:
-        """The dimension along which units are counted; None for one unit."""
-        if self.unit == "tensor" or len(shape) == 0:
-            return None
-        return 0 if len(shape) == 1 or self.unit == "filter" else 1
-
-    def _view(self, tensor: Tensor) -> Tensor:
+    def _view(self, name: str, tensor: Tensor) -> Tensor:
         """(before, units, after)"""
-        axis, shape = self._axis(tensor.shape), tensor.shape
+        axis, shape = self._axes[name], tensor.shape
         if axis is None:
-            return tensor.detach().reshape(1, 1, tensor.numel())
-        before, after = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
-        return tensor.detach().reshape(before, shape[axis], after)
+            return tensor.detach().reshape(1, 1, -1)
+        return tensor.detach().reshape(math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :]))
 
     def _index(self, name: str) -> Tensor:
         """The units that this rank holds entries of."""
-        part = self.shards.parts[name]
-        axis = self._axis(part.shape)
-        return torch.zeros(1, dtype=torch.int64) if axis is None else part.indices[axis]
+        axis = self._axes[name]
+        return torch.zeros(1, dtype=torch.int64) if axis is None else self.shards.parts[name].indices[axis]
 
     def _gathered(self, parts: Tensors) -> dict[str, Tensor]:
         """Sums over ranks of one float64 number per unit that each rank holds a part of."""
@@ -142,33 +125,48 @@ class Units:
         return dict(zip(vectors, summed.split(list(self.counts.values())), strict=True))
 
 
+def _axis_of(unit: Unit, dimensions: int) -> int | None:
+    """The dimension along which units are counted; None for one unit."""
+    if unit == "tensor" or dimensions == 0:
+        return None
+    return 0 if dimensions == 1 or unit == "filter" else 1
+
+
 def fill_greedily(
-    scores: Tensors, sizes: Mapping[str, int], budget: int, *, among: Tensors | None = None
-) -> dict[str, Tensor]:
+    scores: Tensors,
+    sizes: Mapping[str, int],
+    budget: int,
+    *,
+    among: Tensors | None = None,
+    first: Tensors | None = None,
+) -> Masks:
     """Walk the units by falling score and take each that still fits: sum of sizes <= budget.
 
     Ties go to the earlier unit; -inf is never taken. Afterwards no untaken unit (with a score, and in
-    ``among``) would fit. ``sizes`` is the number of weights in each of a name's units.
+    ``among``) would fit. Units of ``first`` are taken before all others. ``sizes`` is the number of weights in each of
+    a name's units.
 
     Each round takes a whole run of units by one cumulative sum. The unit that ends the run is larger than
     what is left, and so are all of its size: there are at most as many rounds as distinct sizes.
     """
-    if among is not None:
-        check_alike(scores, among, label="among")
+    counts = [len(score) for score in scores.values()]
+    weight = np.repeat([sizes[name] for name in scores], counts)
     values = np.concatenate([np.empty(0), *(score.double().numpy() for score in scores.values())])
-    weight = np.repeat([sizes[name] for name in scores], [len(score) for score in scores.values()])
-    allowed = values > -math.inf
-    if among is not None:
-        allowed &= np.concatenate([np.empty(0, bool), *(mask.numpy() for mask in among.values())])
+    values[~_joined(among, scores, default=True)] = -math.inf
+    taken = _joined(first, scores, default=False)
+    budget -= int(weight[taken].sum())
     # A stable sort of the negated scores keeps equal ones in order of position.
     waiting = np.argsort(-values, kind="stable")
-    waiting = waiting[allowed[waiting]]
-    taken = np.zeros(len(values), dtype=bool)
+    waiting = waiting[(values > -math.inf)[waiting] & ~taken[waiting]]
     while len(waiting := waiting[weight[waiting] <= budget]):
         running = np.cumsum(weight[waiting])
         run = int(np.searchsorted(running, budget, side="right"))
         taken[waiting[:run]] = True
         budget -= int(running[run - 1])
         waiting = waiting[run:]
-    parts = torch.from_numpy(taken).split([len(score) for score in scores.values()])
-    return dict(zip(scores, parts, strict=True))
+    return dict(zip(scores, torch.from_numpy(taken).split(counts), strict=True))
+
+
+def _joined(masks: Tensors | None, scores: Tensors, *, default: bool) -> npt.NDArray[np.bool_]:
+    flags = [np.full(len(one), default) if masks is None else masks[name].numpy() for name, one in scores.items()]
+    return np.concatenate([np.empty(0, dtype=bool), *flags])

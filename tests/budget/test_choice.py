@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparsesam.budget.knapsack import best_prefixes, best_subset
+from sparsesam.budget.choice import best_prefixes, best_subset
 
 
 def test_more_choices_than_are_kept_cost_little():
