@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sparsesam
-from sparsesam.budget import BudgetMask, budget_mask, measured_cost
+from sparsesam.budget import BudgetMask, budget_mask
 from sparsesam.budget.choice import best_prefixes, best_subset
 from sparsesam.budget.costs import layer_costs
 from sparsesam.masks.checks import NonFiniteScoreError
@@ -286,23 +286,12 @@ def test_the_report_tells_what_was_bought():
     with pytest.raises(ValueError, match="before the first step"):
         rule.report(opt.masks)
     train(opt, model, 1)
-    report = rule.report(opt.masks, measured=1.38)
+    report = rule.report(opt.masks)
     assert report.share == pytest.approx(1 - opt.sparsity)
     assert 1 < report.predicted <= 1.4
     assert report.frontier == next(row.layer for row in report.rows if row.share)
     assert sum(row.forward + row.input_gradient + row.weight_gradient for row in report.rows) == pytest.approx(1, 0.01)
     assert "budget 1.400" in str(report)
-    assert "measured 1.380" in str(report)
-
-
-def test_measuring_a_cost_leaves_the_model_alone():
-    model = conv_model().eval()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    rule = budget_mask(model, cases.images()[0], 1.4, how="count")
-    cost = measured_cost(model, F.cross_entropy, cases.images(), rule, rounds=1)
-    assert 0 < cost < math.inf
-    assert cases.same_bits(before.values(), model.state_dict().values())
-    assert not model.training
 
 
 # ---- bad input -----------------------------------------------------------------------------------------------
@@ -323,10 +312,6 @@ def small(budget=1.5, **options):
         (lambda: small(loss_fn=F.cross_entropy), "data must be given with loss_fn"),
         (lambda: small(data=cases.vectors()), "with data, give either loss_fn"),
         (lambda: small(data=[], score=Given({})), "score and data must not both be given"),
-        (
-            lambda: measured_cost(chain(), F.mse_loss, (None, None), small(), rounds=0),
-            "rounds must be a whole number of at least 1",
-        ),
     ],
 )
 def test_bad_input(call, words):

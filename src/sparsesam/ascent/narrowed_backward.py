@@ -37,7 +37,7 @@ SINGLE_USE = (
 
 
 @dataclass
-class _Call:
+class _BackwardCall:
     """A call of backward() that is still to be made."""
 
     function: Any
@@ -61,7 +61,7 @@ class NarrowedBackward:
         self.calls = 0
         self.switch = Switch()  # of the layers that compute a part of their gradient
         self._plan, self._prefix, self._in_closure = plan, prefix, in_closure
-        self._deferred: _Call | None = None
+        self._deferred: _BackwardCall | None = None
         self._context = _backward_context() if in_closure else ()
 
     @property
@@ -103,7 +103,7 @@ class NarrowedBackward:
         leaves = (leaf_of(node) for node in nodes)
         others = [leaf for leaf in leaves if leaf is not None and id(leaf) not in self._plan.names]
         single_use = has_compiled() and any(map(is_for_single_use, nodes))
-        self._deferred = _Call(function, args, kwargs, others, single_use)
+        self._deferred = _BackwardCall(function, args, kwargs, others, single_use)
         if self.is_narrow and self._in_closure and self._plan.is_explicit:
             reason = self._why_not_deferred(losses, nodes)
             if reason is None:
@@ -130,7 +130,7 @@ class NarrowedBackward:
         finally:
             self.switch.on = False
 
-    def _must_keep_graph(self, call: _Call) -> bool:
+    def _must_keep_graph(self, call: _BackwardCall) -> bool:
         """Whether nodes that run must keep what they saved.
 
         The second pass uses the graph of the prefix, which runs now only if gradients are needed of what does not

@@ -3,6 +3,5 @@
 from sparsesam.budget.choice import BudgetUnit
 from sparsesam.budget.costs import LayerCosts, layer_costs
 from sparsesam.budget.mask import BudgetMask, BudgetReport, budget_mask
-from sparsesam.budget.measured import measured_cost
 
-__all__ = ["BudgetMask", "BudgetReport", "BudgetUnit", "LayerCosts", "budget_mask", "layer_costs", "measured_cost"]
+__all__ = ["BudgetMask", "BudgetReport", "BudgetUnit", "LayerCosts", "budget_mask", "layer_costs"]

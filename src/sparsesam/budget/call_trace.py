@@ -46,7 +46,7 @@ class ModuleCall:
 
 
 @dataclass
-class Call:
+class CallCost:
     """One call of a torch function: what it used, what it depends on, and what it cost in each pass."""
 
     function: str
@@ -139,7 +139,7 @@ class Trace(TorchFunctionMode):
     The first pass, of kind "everything", fills ``calls``; all passes add to them what they cost.
     """
 
-    def __init__(self, model: nn.Module, clock: Clock, kind: PassKind, calls: list[Call]) -> None:
+    def __init__(self, model: nn.Module, clock: Clock, kind: PassKind, calls: list[CallCost]) -> None:
         super().__init__()
         self.model, self.clock, self.kind, self.calls = model, clock, kind, calls
         self._is_first = not calls
@@ -185,7 +185,7 @@ class Trace(TorchFunctionMode):
         given = [t for t in tensors if id(t) not in self._names]
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
         groups = args[6] if len(args) > 6 else kwargs.get("groups", 1)
-        one = Call(
+        one = CallCost(
             function=getattr(func, "__name__", str(func)),
             parameters=tuple(self._names[key] for key in used),
             upstream=frozenset().union(*(self._reached(t) for t in given)),
@@ -216,7 +216,7 @@ class Trace(TorchFunctionMode):
             self._watch(made, one)
         return result
 
-    def _noted(self, one: Call) -> Call:
+    def _noted(self, one: CallCost) -> CallCost:
         """The call itself in the first pass, later the same one of the first pass."""
         if self._is_first:
             self.calls.append(one)
@@ -237,7 +237,7 @@ class Trace(TorchFunctionMode):
         token, reached = getattr(tensor, _MARK, (None, frozenset()))
         return reached if token is self._token else frozenset()
 
-    def _watch(self, made: list[Tensor], one: Call) -> None:
+    def _watch(self, made: list[Tensor], one: CallCost) -> None:
         """Steps of the backward pass that came with this call are its own."""
         waiting = [tensor.grad_fn for tensor in made]
         while waiting:
@@ -248,7 +248,7 @@ class Trace(TorchFunctionMode):
             node.register_hook(partial(self._ran, one))
             waiting += [following for following, _ in node.next_functions]
 
-    def _ran(self, one: Call, *_: Any) -> None:
+    def _ran(self, one: CallCost, *_: Any) -> None:
         one.backwards[self.kind][-1] += self.clock() - self._last
         self._last = self.clock()
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from sparsesam.ascent.perturbation.explicit import Perturbation
 from sparsesam.ascent.perturbation.pieces import Target
 from sparsesam.ascent.rng import RNGState
-from sparsesam.budget.call_trace import PASS_KINDS, Call, Clock, How, Trace, stopwatch
+from sparsesam.budget.call_trace import PASS_KINDS, CallCost, Clock, How, Trace, stopwatch
 from sparsesam.distributed import unwrap
 from sparsesam.masks.checks import check_choice, check_count
 from sparsesam.masks.preserve_model_state import preserve_model_state
@@ -56,7 +56,7 @@ class LayerCost:
 class LayerCosts:
     """Costs in execution order, in seconds or, with ``how="count"``, in multiply-adds."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[CallCost, ...]
     shapes: Mapping[str, torch.Size]
     moving: float  # per perturbed weight
 
@@ -78,7 +78,7 @@ class LayerCosts:
     def layers(self) -> tuple[LayerCost, ...]:
         """One entry per layer in the order of first use; their columns sum up to a whole pass."""
         order = [call.layer for call in self.calls if call.parameters]
-        groups: dict[str, list[Call]] = {layer: [] for layer in dict.fromkeys(order)}
+        groups: dict[str, list[CallCost]] = {layer: [] for layer in dict.fromkeys(order)}
         current = order[0]
         for call in self.calls:
             current = call.layer if call.parameters else current
@@ -118,9 +118,9 @@ class LayerCosts:
         return total
 
     @cached_property
-    def _uses(self) -> dict[str, list[tuple[float, Call]]]:
+    def _uses(self) -> dict[str, list[tuple[float, CallCost]]]:
         """The calls of each parameter, and its part of their weight gradients: by its number of weights."""
-        uses: dict[str, list[tuple[float, Call]]] = {name: [] for name in self.shapes}
+        uses: dict[str, list[tuple[float, CallCost]]] = {name: [] for name in self.shapes}
         for call in self.calls:
             total = sum(self.shapes[name].numel() for name in call.parameters)
             for name in call.parameters:
@@ -161,7 +161,7 @@ def layer_costs(
     shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
     if not shapes:
         raise ValueError(f"model must have parameters that require a gradient, got {type(model).__name__} without")
-    calls: list[Call] = []
+    calls: list[CallCost] = []
     device = next(model.parameters()).device
     passes = 1 if how == "count" else 1 + repeats
     with preserve_model_state(model, evaluate=False, freeze=False), stopwatch(how, device) as clock:
@@ -176,7 +176,7 @@ def layer_costs(
     return LayerCosts(tuple(calls), shapes, moving)
 
 
-def _summed(layer: str, calls: list[Call]) -> LayerCost:
+def _summed(layer: str, calls: list[CallCost]) -> LayerCost:
     return LayerCost(
         layer,
         tuple(dict.fromkeys(name for call in calls for name in call.parameters)),

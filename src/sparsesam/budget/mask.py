@@ -34,17 +34,15 @@ class BudgetReport:
 
     budget: float
     predicted: float
-    measured: float | None
     frontier: str | None
     share: float
     rows: tuple[LayerCost, ...]
 
     def __str__(self) -> str:
-        measured = "" if self.measured is None else f", measured {self.measured:.3f}"
         width = max(len(row.layer) for row in self.rows)
         head = f"{'layer':{width}} {'forward':>8} {'dX':>8} {'dW':>8} {'perturbed':>10}"
         lines = [
-            f"budget {self.budget:.3f}, predicted {self.predicted:.3f}{measured} steps of the base optimizer",
+            f"budget {self.budget:.3f}, predicted {self.predicted:.3f} steps of the base optimizer",
             f"{self.share:.1%} of the weights are perturbed, the first of them in {self.frontier}",
             head,
         ]
@@ -113,15 +111,15 @@ class BudgetMask(MaskRule):
         scores = unit_sums(self.score(context), counts)
         return unit_masks(best_units(options, scores, self._allowance), context.parameters, counts)
 
-    def report(self, masks: Mapping[str, Tensor], *, measured: float | None = None) -> BudgetReport:
-        """What these masks mean, usually ``opt.masks``; with the ``measured`` cost, if given."""
+    def report(self, masks: Mapping[str, Tensor]) -> BudgetReport:
+        """What these masks mean, usually ``opt.masks``."""
         if not masks:
             raise ValueError("masks must not be empty; opt.masks is, before the first step")
         kept = {name: int(mask.count_nonzero()) for name, mask in masks.items()}
         rows = tuple(self._row(layer, kept) for layer in self.costs.layers)
         frontier = next((row.layer for row in rows if row.share > 0), None)
         share = sum(kept.values()) / max(1, sum(mask.numel() for mask in masks.values()))
-        return BudgetReport(self.budget, self.costs.step(masks), measured, frontier, share, rows)
+        return BudgetReport(self.budget, self.costs.step(masks), frontier, share, rows)
 
     def _row(self, layer: LayerCost, kept: Mapping[str, int]) -> LayerCost:
         """A layer's costs in parts of the base optimizer's step."""

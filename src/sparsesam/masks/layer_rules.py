@@ -29,7 +29,7 @@ Place = int | str  # of an argument: its name, or its position in a call of a fu
 
 
 @dataclass(frozen=True)
-class Call:
+class RecordedCall:
     """One call of a torch function that has parameters among its arguments."""
 
     function: Callable[..., Tensor]
@@ -57,7 +57,7 @@ class Recorder(TorchFunctionMode):
     def __init__(self, wanted: Mapping[str, Tensor], size: int) -> None:
         super().__init__()
         self.size, self.names = size, {id(parameter): name for name, parameter in wanted.items()}
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCall] = []
         self.refusal: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,7 +84,7 @@ class Recorder(TorchFunctionMode):
         result = result if result.requires_grad else result.detach().requires_grad_().clone()
         kept = {place: value.detach() if isinstance(value, Tensor) else value for place, value in arguments.items()}
         version = 0 if input is None else input._version
-        self.calls.append(Call(func, kept, parameters, samples, get_gradient_edge(result), version))
+        self.calls.append(RecordedCall(func, kept, parameters, samples, get_gradient_edge(result), version))
         return result
 
 
@@ -97,7 +97,7 @@ def _is_plain(arguments: dict[Place, Any]) -> bool:
     return not any(arguments.get(option) for option in ("max_norm", "scale_grad_by_freq", "sparse"))
 
 
-def add_squares(calls: Sequence[Call], gradients: Sequence[Tensor | None], into: Mapping[str, Tensor]) -> None:
+def add_squares(calls: Sequence[RecordedCall], gradients: Sequence[Tensor | None], into: Mapping[str, Tensor]) -> None:
     """Add the squared gradients of all samples; ``gradients`` (B, ...) are those at the calls' results."""
     pairs = [(call, grad.detach()) for call, grad in zip(calls, gradients, strict=True) if grad is not None]
     uses = Counter(name for call, _ in pairs for name in call.parameters.values())
@@ -114,7 +114,7 @@ def add_squares(calls: Sequence[Call], gradients: Sequence[Tensor | None], into:
     _add_sample_squares(shared, into)
 
 
-def _add_sample_squares(pairs: Sequence[tuple[Call, Tensor]], into: Mapping[str, Tensor]) -> None:
+def _add_sample_squares(pairs: Sequence[tuple[RecordedCall, Tensor]], into: Mapping[str, Tensor]) -> None:
     """Of calls that may share parameters, sample by sample."""
     for sample in range(len(pairs[0][1]) if pairs else 0):
         found: dict[str, Tensor] = {}
@@ -135,14 +135,14 @@ def _as(dtype: torch.dtype, value: Any) -> Any:
 # ---- rules: the gradients of a call's parameters from one sample's input and gradient ----------------------------
 
 
-def linear(call: Call, input: Tensor, grad: Tensor, sample: int) -> dict[Place, Tensor]:
+def linear(call: RecordedCall, input: Tensor, grad: Tensor, sample: int) -> dict[Place, Tensor]:
     """dW = g^T a and db = sum of g over the positions of a sample, a (1, ..., K), g (1, ..., O)."""
     positions = grad.reshape(-1, grad.shape[-1])
     weight = positions.t() @ input.reshape(-1, input.shape[-1]) if "weight" in call.parameters else positions
     return {"weight": weight, "bias": positions.sum(0)}
 
 
-def _add_linear_squares(call: Call, grad: Tensor, into: Mapping[str, Tensor]) -> None:
+def _add_linear_squares(call: RecordedCall, grad: Tensor, into: Mapping[str, Tensor]) -> None:
     """Of one position per sample: the square of an outer product is the outer product of the squares."""
     for place, name in call.parameters.items():
         total = into[name]
@@ -150,7 +150,7 @@ def _add_linear_squares(call: Call, grad: Tensor, into: Mapping[str, Tensor]) ->
         total += squares @ call.input.to(total.dtype).square() if place == "weight" else squares.sum(1)
 
 
-def convolution(call: Call, input: Tensor, grad: Tensor, sample: int) -> dict[Place, Tensor]:
+def convolution(call: RecordedCall, input: Tensor, grad: Tensor, sample: int) -> dict[Place, Tensor]:
     """dW = sum over positions of g x (the input's patch there), by torch's own kernel.
 
     Unfolded patches and a matrix product are up to 1.6 times faster where there are few positions and up to twice
@@ -179,7 +179,7 @@ def _each(option: int | str | Sequence[int], dimensions: int) -> list[int]:
     return [option] * dimensions if isinstance(option, int) else list(option)
 
 
-def _add_embedding_squares(call: Call, grad: Tensor, into: Tensor) -> None:
+def _add_embedding_squares(call: RecordedCall, grad: Tensor, into: Tensor) -> None:
     """dW_b[v] = sum of g_bl over the positions l where sample b holds token v; padding gets none."""
     tokens = call.input.reshape(len(grad), -1).long()
     rows = torch.arange(len(tokens), device=tokens.device).unsqueeze(1) * len(into) + tokens
@@ -191,7 +191,7 @@ def _add_embedding_squares(call: Call, grad: Tensor, into: Tensor) -> None:
     into.index_add_(0, found % len(into), sums.square_())
 
 
-def by_autograd(call: Call, input: Any, grad: Tensor, sample: int) -> dict[Place, Tensor]:
+def by_autograd(call: RecordedCall, input: Any, grad: Tensor, sample: int) -> dict[Place, Tensor]:
     """The function is called again with one sample alone, and differentiated."""
     arguments = {place: input if place == call.samples else value for place, value in call.arguments.items()}
     arguments = {place: _as(grad.dtype, value) for place, value in arguments.items()}
@@ -215,7 +215,7 @@ ARGUMENTS: dict[Any, tuple[str, ...]] = {
     F.embedding: ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"),
     **dict.fromkeys(_CONVOLUTIONS, ("input", "weight", "bias", "stride", "padding", "dilation", "groups")),
 }
-Rule = Callable[[Call, Any, Tensor, int], dict[Place, Tensor]]
+Rule = Callable[[RecordedCall, Any, Tensor, int], dict[Place, Tensor]]
 _AGAIN = (
     *(F.embedding, F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm, F.rms_norm),
     *(Tensor.expand, Tensor.add, torch.add, Tensor.mul, torch.mul, Tensor.matmul, Tensor.__matmul__, torch.matmul),
