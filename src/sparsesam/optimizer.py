@@ -204,5 +204,5 @@ class ExtrapolatedSAM(SharpnessAware):
             )
         if mask is not None:
             require_mask_rule(mask)
-        settings = Settings("masked", "extrapolation", schedule, every=every, start=start, engine=False)
+        settings = Settings("masked", "extrapolation", schedule, every=every, start=start)
         super().__init__(base, model, settings, rho=steps_ahead, mask=mask, adaptive=False, eta=0.01)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import sparsesam
 from tests import cases
 from tests.cases import in_two_phases, with_closure
 
@@ -234,6 +235,12 @@ def test_the_report_says_why_the_engine_is_off():
     opt = cases.ssam(model, every_other)
     with_closure(opt, model, *cases.vectors())
     assert "no mask is made of whole filters" in opt.engine_report()["engine"]
+    for opt in (
+        sparsesam.ExtrapolatedSAM(cases.sgd(model), model),
+        sparsesam.SAM(cases.sgd(model), model, ascent="momentum"),
+    ):
+        with_closure(opt, model, *cases.vectors())
+        assert opt.engine_report() == {"engine": "off: a step has only one pass"}
 
 
 def test_accumulation_over_micro_batches():

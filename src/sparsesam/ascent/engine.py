@@ -70,10 +70,10 @@ class _Known:
 class Engine:
     """What is known of one optimizer's model from step to step; what belongs to one step is a `FirstPass`."""
 
-    def __init__(self, model: nn.Module, wrapped: nn.Module, *, enabled: bool) -> None:
+    def __init__(self, model: nn.Module, wrapped: nn.Module, *, off: str | None = None) -> None:
         self.model = model
         self.last: FirstPass | None = None
-        self._off = None if enabled else "switched off (engine=False)"
+        self._off = off  # why nothing is ever left out
         self.why_not: str | None = None  # the last step computed everything
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
         if isinstance(wrapped, DistributedDataParallel):
@@ -231,7 +231,8 @@ class Engine:
 
     def report(self) -> dict[str, str]:
         if self.last is None:
-            return {"engine": f"off: {self.why_not}" if self.why_not else "on: no step taken yet"}
+            reason = self.why_not or self.why_off()
+            return {"engine": "on: no step taken yet" if reason is None else f"off: {reason}"}
         return engine_report(self.last)
 
 

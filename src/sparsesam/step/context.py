@@ -36,7 +36,7 @@ class StepContext:
     ) -> None:
         self.model, self.base, self.settings = model, base, settings
         self.masks, self.counters, self.has_last = saved.masks, saved.counters, saved.has_last
-        self.engine = Engine(model, wrapped, enabled=settings.engine)
+        self.engine = Engine(model, wrapped, off=settings.why_no_engine)
         self.perturbation = Perturbation(remember=settings.off_steps == "reuse")
         self.perturbation.last = saved.last or {}
         self.extrapolation = Extrapolation(saved.back) if settings.ascent == "extrapolation" else None

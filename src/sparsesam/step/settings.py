@@ -88,6 +88,13 @@ class Settings:
     def is_implicit(self) -> bool:
         return self.ascent in ("implicit", "implicit-dense")
 
+    @property
+    def why_no_engine(self) -> str | None:
+        """Why no step can leave anything out; None: it may."""
+        if self.ascent in ONE_PASS:
+            return "a step has only one pass"
+        return None if self.engine else "switched off (engine=False)"
+
     def kind_of(self, step: int, *, has_last: bool) -> StepKind:
         """What step 0, 1, 2, … is; ``has_last``: there is a last perturbation to reuse."""
         if step >= self.start and (step - self.start) % self.every == 0:
