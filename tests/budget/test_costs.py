@@ -258,3 +258,13 @@ class Undecided(nn.Module):
 def test_bad_input(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_counting_does_not_change_a_result():
+    torch.manual_seed(0)
+    layer, x = nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16)
+    layer(x).square().sum().backward()
+    expected, layer.weight.grad = layer.weight.grad, None
+    with MultiplyAdds():
+        layer(x).square().sum().backward()
+    assert torch.equal(layer.weight.grad, expected)

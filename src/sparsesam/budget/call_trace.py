@@ -116,20 +116,27 @@ def stopwatch(how: How, device: torch.device) -> Iterator[Clock]:
 
 
 class MultiplyAdds(TorchDispatchMode):
-    """Counts products and convolutions exactly, everything else as one per entry that it computes."""
+    """Counts multiply-adds of matrix products and convolutions, and one per entry that other functions compute.
+
+    torch's FlopCounterMode also tracks modules by hooks on their tensors, which the engine would see.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.total = 0.0
+        self.products = self.others = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.products + self.others
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
-            self.total += count(*args, **kwargs, out_val=result) / 2
+            self.products += count(*args, **kwargs, out_val=result) / 2
         elif not func.is_view:
-            self.total += sum(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+            self.others += sum(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         return result
 
 

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from sparsesam.lab.experiment.config import TrainConfig
-from sparsesam.lab.experiment.cost import FlopCounter, passes_per_step, plain_pass_flops
+from sparsesam.lab.experiment.cost import passes_per_step, plain_pass_operations
 from tests.lab.experiment.runs import train
 
 
@@ -53,19 +53,9 @@ def test_an_interrupted_run_counts_the_same(tmp_path):
 def test_operations_of_a_linear_layer_are_counted_exactly_and_nothing_changes():
     model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(12), nn.Linear(12, 5))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    # Forward and weight gradient, 2 * 12 * 5 each, and the input gradient for the normalization's weights.
-    assert plain_pass_flops(model, torch.ones(4, 12), torch.zeros(4, dtype=torch.long)) == 3 * 2 * 12 * 5
+    # Forward and weight gradient, 12 * 5 each, and the input gradient for the normalization's weights.
+    assert plain_pass_operations(model, torch.ones(4, 12), torch.zeros(4, dtype=torch.long)) == 3 * 12 * 5
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-
-def test_counting_does_not_change_a_result():
-    torch.manual_seed(0)
-    layer, x = nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16)
-    layer(x).square().sum().backward()
-    expected, layer.weight.grad = layer.weight.grad, None
-    with FlopCounter():
-        layer(x).square().sum().backward()
-    assert torch.equal(layer.weight.grad, expected)
 
 
 @pytest.mark.parametrize(

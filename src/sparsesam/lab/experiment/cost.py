@@ -1,7 +1,7 @@
 """What a run has computed, in units of one forward and backward pass over one batch.
 
-The unit does not depend on the machine or on what else runs there. It is counted in floating-point operations of
-matrix products and convolutions (torch.utils.flop_counter), so that what the engine leaves out of a step counts less.
+The unit does not depend on the machine or on what else runs there. It is counted in multiply-adds of matrix products
+and convolutions, so that what the engine leaves out of a step counts less.
 Steps of one kind cost the same; one step of each kind is counted.
 """
 
@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from sparsesam.ascent.plan import ONE_PASS
+from sparsesam.budget.call_trace import MultiplyAdds
 from sparsesam.lab.experiment.config import TrainConfig
 
 
@@ -30,25 +29,6 @@ def passes_per_step(config: TrainConfig, *, epochs: float | None = None) -> floa
         return 1.0
     ascending = max(0.0, 1 - config.ascent_start / (epochs or config.epochs))
     return 1 + config.ascent_fraction * ascending / config.ascent_every
-
-
-class FlopCounter(TorchDispatchMode):
-    """Within the block, ``flops`` adds up.
-
-    torch's FlopCounterMode also tracks modules by hooks on their tensors, which the engine would see.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        formula = flop_registry.get(func.overloadpacket)
-        if formula is not None:
-            self.flops += int(formula(*args, **kwargs, out_val=result))
-        return result
 
 
 StepName = Literal["ascent", "plain"]
@@ -76,14 +56,14 @@ class StepCost:
         return (steps + self.masks * self.per_mask) / self.batch_size
 
 
-def plain_pass_flops(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Operations of one forward and backward pass of ``model`` for one image; the model itself is left alone.
+def plain_pass_operations(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Multiply-adds of one forward and backward pass of ``model`` for one image; the model itself is left alone.
 
     Raises the model's own error where it does not take such images, before a run has written anything.
     """
     trial = deepcopy(model).train()
     devices = [] if images.device.type == "cpu" else [images.device]
-    with torch.random.fork_rng(devices=devices, device_type=images.device.type), FlopCounter() as counter:
+    with torch.random.fork_rng(devices=devices, device_type=images.device.type), MultiplyAdds() as counter:
         scores = trial(images)
         cross_entropy(scores.float(), labels).backward()
-    return float(counter.flops / len(images))
+    return float(counter.products / len(images))

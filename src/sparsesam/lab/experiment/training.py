@@ -17,9 +17,10 @@ from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import sparsesam
+from sparsesam.budget.call_trace import MultiplyAdds
 from sparsesam.lab.experiment.batches import Batch, Batches
 from sparsesam.lab.experiment.config import TrainConfig
-from sparsesam.lab.experiment.cost import FlopCounter, StepCost, StepName, plain_pass_flops
+from sparsesam.lab.experiment.cost import StepCost, StepName, plain_pass_operations
 from sparsesam.lab.experiment.errors import DivergedError
 from sparsesam.lab.experiment.optimizers import lr_factor, make_optimizer
 from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
@@ -59,7 +60,8 @@ class Training:
         self.synced = False  # whether the loss is known to be finite up to this step
         self.module = model
         first = next(batches.train(0))
-        self.cost = StepCost(plain_pass_flops(model.to(fabric.device), first.images, first.labels), config.batch_size)
+        unit = plain_pass_operations(model.to(fabric.device), first.images, first.labels)
+        self.cost = StepCost(unit, config.batch_size)
         if config.compile:  # operations of compiled code are not seen
             self.cost.per_image = {"ascent": 1 + config.ascent_fraction, "plain": 1.0}
         self.ema: AveragedModel | None = None
@@ -168,10 +170,10 @@ class Training:
 
         def measured(context: ScoreContext) -> dict[str, Tensor]:
             start = self._now()
-            with nullcontext() if self.cost.masks else FlopCounter() as counter:
+            with nullcontext() if self.cost.masks else MultiplyAdds() as counter:
                 masks = make(context)
             if counter is not None:
-                self.cost.per_mask = counter.flops / self.cost.unit
+                self.cost.per_mask = counter.products / self.cost.unit
             self.cost.masks += 1
             self.sums.mask_seconds.append(self._now() - start)
             return masks
@@ -190,14 +192,14 @@ class Training:
         seed_global(derive(self.config.seed, Purpose.STEP, *place), self.fabric.device)
         kind: StepName = "ascent" if getattr(self.optimizer, "needs_first_pass", False) else "plain"
         masks = self.cost.masks
-        with nullcontext() if kind in self.cost.per_image else FlopCounter() as counter:
+        with nullcontext() if kind in self.cost.per_image else MultiplyAdds() as counter:
             figures = self._passes(batch)
         self.cost.images[kind] += batch.global_size
         masks = self.cost.masks - masks
         if counter is not None and (not masks or self.config.mask_steps == 1):
             # Counted where no mask is made if there are such steps: a step that makes one leaves nothing out.
-            flops = counter.flops / self.cost.unit - masks * self.cost.per_mask
-            self.cost.per_image[kind] = flops / len(batch.images)
+            operations = counter.products / self.cost.unit - masks * self.cost.per_mask
+            self.cost.per_image[kind] = operations / len(batch.images)
         if self.scaler is not None:
             self.scaler.update()
         if self.ema is not None:
