@@ -1,10 +1,10 @@
-"""Run the core tests on every combination of Python and torch that can be installed; write docs/versions.md.
+"""Runs the core tests on every combination of Python and torch that can be installed; writes docs/versions.md.
 
     python tools/matrix.py --python 3.10 3.13 --torch 2.6 newest --write docs/versions.md
 
-Every combination gets an environment of its own below --work, made by uv, which shares files between them; it is
-removed after its tests unless --keep is given. Results are kept beside them in results.json: combinations that passed
-at this commit are not run again, and ``--python`` alone only writes the page.
+Every combination gets its own environment below --work, created by uv, which shares files between environments. It is
+removed after its tests unless --keep is given. Results are stored next to them in results.json: combinations that
+passed at this commit are not run again, and ``--python`` without values only writes the page.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def page(rows: list[dict[str, str]], not_run: list[str]) -> str:
             "# Versions",
             "",
             "The core tests (optimizer, masks, ascent, engine, budget, DDP, FSDP2, torch.func, compat) on combinations",
-            "of Python and torch, each in an environment of its own, without a GPU. Tests that need a newer torch, or",
-            "packages that the environment does not have, are skipped.",
+            "of Python and torch, each in its own environment, without a GPU. Tests that need a newer torch, or",
+            "packages that are not installed in the environment, are skipped.",
             "",
             "| Python | torch | tests | time | commit |",
             "|---|---|---|---|---|",
