@@ -117,5 +117,5 @@ class SAM(optimizer.SAM):
                 stacklevel=2,
             )
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="the checkpoint is of a bare base optimizer")
+            warnings.filterwarnings("ignore", message="the checkpoint is from a bare base optimizer")
             super().load_state_dict({"state": {k: one for k, one in state.items() if one}, "param_groups": groups})

@@ -133,7 +133,7 @@ class MaskState:
         """Refuse masks that are not the model's, or that got lost on the way."""
         if (values is None) != (self.rule is None):
             saved, mine = ("SAM", "SSAM") if values is None else ("SSAM", "SAM")
-            raise ValueError(f"state_dict is of {saved}, but this optimizer is {mine}; load it into the same kind")
+            raise ValueError(f"state_dict was saved by {saved}, but this is {mine}; load it into the same kind")
         if values is not None and values["is_made"] and not masks:
             raise ValueError(
                 "state_dict says that masks were made, but holds none; load all of the state that was saved"
