@@ -483,7 +483,7 @@ def test_a_bare_checkpoint_begins_anew():
     for _ in range(8):
         step(optimizer, lambda: model(X).square().sum())
     assert optimizer.param_groups[0]["rho"] < first
-    with pytest.warns(UserWarning, match="start anew"):
+    with pytest.warns(UserWarning, match="masks are reset"):
         optimizer.load_state_dict(sgd(model).state_dict())
     assert (optimizer.steps, optimizer.masks, optimizer.param_groups[0]["rho"]) == (0, {}, 0.3)
 

@@ -1,4 +1,4 @@
-"""The interface of davda54/sam and pytorch-optimizer, for code that is to move over without being rewritten."""
+"""The interface of davda54/sam and pytorch-optimizer, so that existing code need not be rewritten."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparsesam import optimizer
 from sparsesam.step.checkpoint import split_own
 from sparsesam.step.gradients import gradients_of
 
-#: What the two packages keep in their state beside the base optimizer's.
+#: State keys of the two packages in addition to the base optimizer's.
 _THEIR_STATE = ("old_p", "e_w", "old_g")
 
 
@@ -27,13 +27,13 @@ class SAM(optimizer.SAM):
         loss_fn(model(x), y).backward()
         optimizer.second_step(zero_grad=True)
 
-    Results are theirs; ``adaptive=True`` scales biases too and has no eta, as there. ``step(closure)`` needs a gradient
-    at w before it and calls the closure once, as there. Their checkpoints load. Beyond them: give ``model=``, and
-    running statistics of normalization layers move once per step; checkpoints hold the base optimizer's momentum;
-    weights come back bit for bit.
+    Results are the same as in these packages: ``adaptive=True`` also scales biases and has no eta; ``step(closure)``
+    needs a gradient at w and calls the closure once. Checkpoints of these packages load. In addition, weights are
+    restored bit for bit, checkpoints hold the base optimizer's momentum, and with ``model=`` the running statistics of
+    normalization layers are updated once per step.
     """
 
-    _away: AbstractContextManager[None] | None = None  # from first_step to second_step
+    _away: AbstractContextManager[None] | None = None  # the perturbed() block between first_step and second_step
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class SAM(optimizer.SAM):
 
     @torch.no_grad()
     def first_step(self, zero_grad: bool = False) -> None:
-        """Move to w + e along the gradient that is there, and stay until `second_step`."""
+        """Move to w + e along the current gradient, until `second_step`."""
         if self._away is not None:
             raise RuntimeError("first_step() must not be called twice; call second_step() before the next ascent")
         gradients = [(p, p.grad) for group in self.param_groups for p in group["params"]]
@@ -75,7 +75,7 @@ class SAM(optimizer.SAM):
 
     @torch.no_grad()
     def second_step(self, zero_grad: bool = False) -> None:
-        """Go back to w and take the base optimizer's step with the gradient that is there."""
+        """Return to w and take the base optimizer's step with the current gradient."""
         if self._away is None:
             raise RuntimeError("second_step() needs a first_step() before it")
         away, self._away = self._away, None
@@ -85,7 +85,7 @@ class SAM(optimizer.SAM):
             self.zero_grad()
 
     def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> Any:
-        """With the gradient at w: first_step, the closure at w + e, second_step; returns what the closure returns."""
+        """With the gradient at w, run first_step, the closure at w + e, second_step; returns the closure's result."""
         if closure is None:
             raise RuntimeError("step() needs a closure that computes the loss and its gradient; or use the two steps")
         if next(gradients_of(self.base), None) is None:
@@ -99,7 +99,7 @@ class SAM(optimizer.SAM):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of this optimizer, or one of theirs."""
+        """Load a checkpoint of this optimizer, or of one of the two packages."""
         if split_own(state_dict)[1] is not None:
             super().load_state_dict(state_dict)
             return
@@ -117,5 +117,5 @@ class SAM(optimizer.SAM):
                 stacklevel=2,
             )
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="the checkpoint is of a bare base optimizer")
+            warnings.filterwarnings("ignore", message="the checkpoint is from a bare base optimizer")
             super().load_state_dict({"state": {k: one for k, one in state.items() if one}, "param_groups": groups})

@@ -1,4 +1,4 @@
-"""The sharpness-aware gradient as a function of the parameters, for torch.func: no optimizer, nothing changes in place.
+"""The sharpness-aware gradient as a pure function of the parameters, for torch.func.
 
     e = rho * m ⊙ g / ||g||            norm="full", the paper's
     e = rho * m ⊙ g / ||m ⊙ g||        norm="masked"
@@ -26,10 +26,10 @@ def perturbation(
     masks: Mapping[str, Tensor] | None = None,
     norm: Literal["full", "masked"] = "full",
 ) -> dict[str, Tensor]:
-    """The e of the equations above, ``{name: tensor}``; a parameter that ``masks`` does not name is perturbed whole."""
+    """Returns e of the equations above, ``{name: tensor}``; a parameter without a mask is perturbed as a whole."""
     check_choice("norm", norm, ("full", "masked"))
     if not rho >= 0:
-        raise ValueError(f"rho must be at least 0, got {rho}; 0 is the plain gradient, 0.05 a usual start")
+        raise ValueError(f"rho must be at least 0, got {rho}; 0 is the plain gradient, 0.05 is a usual start")
     unknown = set(masks or {}) - set(gradients)
     if unknown:
         raise ValueError(f"masks has {sorted(unknown)[0]!r}, which is no parameter; known are {', '.join(gradients)}")
@@ -47,10 +47,10 @@ def sharpness_aware_grad(
     masks: Mapping[str, Tensor] | None = None,
     norm: Literal["full", "masked"] = "full",
 ) -> Callable[..., tuple[dict[str, Tensor], Tensor]]:
-    """A function with the arguments of ``loss`` that returns the gradient at w + e, and the loss at w.
+    """Returns a function with the arguments of ``loss`` that returns the gradient at w + e and the loss at w.
 
-    The first argument of ``loss`` is a dictionary of parameters; see `torch.func.functional_call`. In place of
-    `torch.func.grad_and_value`; it composes with ``vmap``, ``torch.compile`` and further differentiation.
+    The first argument of ``loss`` is a dictionary of parameters; see `torch.func.functional_call`. It replaces
+    `torch.func.grad_and_value`, and composes with ``vmap``, ``torch.compile`` and further differentiation.
     """
 
     def gradient(params: Params, *args: Any, **kwargs: Any) -> tuple[dict[str, Tensor], Tensor]:

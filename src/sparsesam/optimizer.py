@@ -1,4 +1,4 @@
-"""The optimizers: SAM perturbs every weight, SSAM those that its mask keeps, ExtrapolatedSAM by the last update."""
+"""The optimizers: SAM perturbs every weight, SSAM those in its mask, ExtrapolatedSAM along the last update."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ class SAM(SharpnessAware):
 
     Args:
         base: the optimizer that takes the step. Its parameter groups may hold ``rho``, ``adaptive``, ``eta`` and
-            ``perturb=False`` of their own (as ``sam_rho`` and so on where the base has an option of that name, like
+            ``perturb=False`` of their own (as ``sam_rho`` and so on if the base has an option of that name, like
             Adadelta); a group that is not perturbed does not count in the norm.
         model: the module whose parameters ``base`` holds.
         rho: the length of e. Without a schedule, ``group["rho"]`` may be changed at any time.
         adaptive: ASAM, e = rho * T² g / ||T g|| with T = |w| + eta on weights and 1 on biases; ``"all"``: on biases
             too. It needs a rho about ten times larger.
-        eta: of ASAM.
+        eta: the eta of ASAM.
         ascent: ``"momentum"`` is Momentum-SAM, e = -rho * v / ||v|| with v the base optimizer's momentum (Adam: the
             first moment). A step then takes one pass, at w + e, whose loss is returned and whose normalization
             statistics are kept; it needs a rho about five times larger. ``"momentum-climbing"`` has the opposite
             sign, an ablation that trains worse.
-        rho_schedule: a factor on each group's first rho by step, such as `Cosine`.
+        rho_schedule: a function of the step that returns a factor on each group's initial rho, such as `Cosine`.
         every: ascend in every k-th step.
         off_steps: what the other steps do: ``"skip"``, the base optimizer's step; ``"reuse"``, one pass at w + the
             last e.
         start: the first step that ascends, counted from 0.
-        ascent_fraction: ascend by this part of the batch; ``step(closure, batch=...)`` is then given the batch.
-        ascent_scope: with DistributedDataParallel, ascend by the gradient of all ranks, ``"global"``, or by each rank's
-            own, ``"local"`` (m-sharpness), for which nothing is sent but in steps that make a mask from it.
-        engine: ``False`` computes everything, also what no perturbation needs; the result is the same.
+        ascent_fraction: ascend along the gradient of this part of the batch; needs ``step(closure, batch=...)``.
+        ascent_scope: with DistributedDataParallel, ascend along the gradient averaged over all ranks, ``"global"``, or
+            along each rank's own, ``"local"`` (m-sharpness), which is sent only in steps that make a mask from it.
+        engine: ``False`` also computes what the perturbation does not need; the result is the same.
 
     Examples:
         >>> base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -102,13 +102,13 @@ class SSAM(SharpnessAware):
     Args:
         base: as in `SAM`, and so are the arguments that are not listed.
         model: as in `SAM`.
-        rho: as in `SAM`; with ``norm="full"`` e is shorter, by the share of the gradient that the mask keeps.
-        mask: which weights: `fisher_mask` (SSAM-F), `dynamic_mask` (SSAM-D), `random_mask`, `fixed_mask`,
-            `budget_mask`, or a `Mask` put together from a score, a pattern and a refresh rule.
+        rho: as in `SAM`; with ``norm="full"`` e is shorter, by the factor ||m ⊙ g|| / ||g||.
+        mask: which weights to perturb: `fisher_mask` (SSAM-F), `dynamic_mask` (SSAM-D), `random_mask`,
+            `fixed_mask`, `budget_mask`, or a `Mask` composed of a score, a pattern and a refresh rule.
         norm: ``"full"`` or ``"masked"``.
-        ascent: ``"explicit"`` masks the gradient. ``"implicit"`` also sends the ascent's gradient through the masked
-            weights of linear and convolution layers, dX = dY · (W ⊙ m); ``"implicit-dense"`` does only that and
-            perturbs every weight by the result (the paper's form). ``"momentum"`` is as in `SAM`.
+        ascent: ``"explicit"`` masks the gradient. ``"implicit"`` also computes the ascent's input gradients with the
+            masked weights of linear and convolution layers, dX = dY · (W ⊙ m); ``"implicit-dense"`` does only that and
+            perturbs every weight along the result (the paper's form). ``"momentum"`` is as in `SAM`.
 
     Examples:
         >>> mask = sparsesam.fisher_mask(train_set, loss_fn, sparsity=0.5, samples=16)
@@ -160,9 +160,9 @@ class ExtrapolatedSAM(SharpnessAware):
         w <- base's update of w with the gradient at w + e
 
     There is no norm and no rho, and the base optimizer's state is not used: e shrinks with the learning rate. The first
-    step, and one after a step that a GradScaler skipped, is the base's own. The loss returned is that at w + e, and so
-    are normalization statistics; they are those of w once the learning rate has decayed. The memory is that of SAM, 4
-    bytes for each perturbed weight.
+    step, and a step after one that a GradScaler skipped, is a plain step of the base. The returned loss and the running
+    statistics are those at w + e, which becomes w as the learning rate decays. It needs as much memory as SAM, 4 bytes
+    per perturbed weight.
 
     Related: super-acceleration (Nakerst, Brennan, Haque 2020) looks several steps of SGD's momentum ahead to converge
     faster; extrapolation from the past (Popov 1980; Lin et al. 2020 for large batches) follows the last gradient;
@@ -172,12 +172,12 @@ class ExtrapolatedSAM(SharpnessAware):
     Args:
         base: any optimizer.
         model: the module whose parameters ``base`` holds.
-        steps_ahead: k. For networks with batch normalization 40 to 110 where labels are wrong and 2 to 40 where they
-            are true; 5 to 20 for others, which do not train with much more; about 1 is Nesterov's look-ahead. It is in
-            the parameter groups as ``rho``, where it may differ by group and be changed.
+        steps_ahead: k. For networks with batch normalization 40 to 110 if labels are noisy, 2 to 40 if they are clean;
+            5 to 20 for other networks, which do not train with much more; about 1 is Nesterov's look-ahead. It is
+            stored in the parameter groups as ``rho``, where it may differ by group and be changed.
         mask: as in `SSAM`; only the updates of perturbed weights are kept. A mask that is made from gradients
-            (`dynamic_mask`, `GradientMagnitude`) sees the base optimizer's momentum instead.
-        schedule: a factor on ``steps_ahead`` by step.
+            (`dynamic_mask`, `GradientMagnitude`) uses the base optimizer's momentum instead.
+        schedule: a function of the step that returns a factor on ``steps_ahead``.
         every: as in `SAM`.
         start: as in `SAM`.
 

@@ -1,4 +1,4 @@
-"""Sharpness-awareness in one call, as the study in docs/study.md recommends it."""
+"""Chooses the optimizer that the study in docs/study.md recommends."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def recommended(
     | 2 or more | `SAM`                                  | ``rho``, 0.05         | 0.2                         |
 
     On small networks that would otherwise memorize wrong labels, one pass keeps 70 to 100 % of what SAM gains; where
-    SAM itself gains nothing, so does this. All of it was measured in short trainings on one CPU, nothing on ImageNet:
-    docs/study.md.
+    SAM gains nothing, neither does one pass. All of this was measured in short training runs on one CPU, nothing on
+    ImageNet: see docs/study.md.
 
     Args:
         base: the optimizer that takes the step.
         model: the module whose parameters ``base`` holds.
         cost: what a step may cost, in steps of the base optimizer. Between 1.1 and 2, the step is
             ``opt.step(closure, batch=(x, y))`` with a closure that takes the batch.
-        noisy_labels: whether a good part of the training labels is wrong, so that fitting them does harm. A stronger
-            perturbation prevents it, and is too strong for true labels.
+        noisy_labels: whether many of the training labels are wrong, so that fitting them does harm. A stronger
+            perturbation prevents that, but is too strong for correct labels.
         strength: the one number to tune: try half and twice. If the training loss does not fall, it is too large.
 
     Examples:
@@ -47,7 +47,7 @@ def recommended(
         raise ValueError(f"cost must be at least 1, got {cost}; 1 is a step of the base optimizer, 2 one of SAM")
     check_model(model)
     has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-    # Networks without batch normalization do not bear a longer extrapolation.
+    # Networks without batch normalization do not train with a longer extrapolation.
     usual, for_noisy_labels = (10.0, 60.0 if has_batch_norm else 10.0) if cost < 1.1 else (0.05, 0.2)
     if strength is None:
         strength = for_noisy_labels if noisy_labels else usual

@@ -1,4 +1,4 @@
-"""How rho changes over the steps: each schedule is a factor on a parameter group's first rho."""
+"""Schedules of rho: each returns a factor on a parameter group's initial rho."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sparsesam.masks.checks import check_count, is_within
 
 
 class RhoSchedule(Protocol):
-    """A function of the step 1, 2, 3, … that returns a factor on the first rho."""
+    """A function of the step 1, 2, 3, … that returns a factor on the initial rho."""
 
     def __call__(self, step: int) -> float: ...
 
@@ -28,7 +28,7 @@ class Warmup:
     """rho_t = rho * min(1, t / steps): a linear warm-up.
 
     Args:
-        steps: the optimizer steps that it takes.
+        steps: the number of optimizer steps of the warm-up.
 
     Examples:
         >>> opt = sparsesam.SAM(base, model, rho=0.1, rho_schedule=sparsesam.Warmup(500))
@@ -48,7 +48,7 @@ class Cosine:
     """rho_t falls from rho to final * rho along half a cosine, and stays there.
 
     Args:
-        steps: the optimizer steps that it takes.
+        steps: the number of optimizer steps of the decay.
         final: the share of rho that is left at the end.
     """
 

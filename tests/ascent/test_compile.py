@@ -225,7 +225,7 @@ def test_a_second_call_changes_nothing():
     ("model", "error", "words"),
     [
         (lambda x: x, TypeError, "model must be an nn.Module, got function"),
-        (nn.Linear(2, 2), ValueError, "model must have modules with parameters in it, got Linear"),
+        (nn.Linear(2, 2), ValueError, "model must have submodules with parameters, got Linear"),
         (torch.compile(make()), ValueError, "must not be compiled as a whole, got a compiled Sequential"),
     ],
 )

@@ -206,7 +206,7 @@ def test_a_checkpoint_whose_rho_means_something_else_is_refused(first, steps):
     other = second(cases.sgd(model), model)
     before = other.param_groups[0]["rho"]
     with pytest.raises(
-        ValueError, match=f"state_dict is of .*{first.__name__}.*, but this optimizer is .*{second.__name__}"
+        ValueError, match=f"state_dict was saved by .*{first.__name__}.*, but this optimizer is .*{second.__name__}"
     ):
         other.load_state_dict(opt.state_dict())
     assert other.param_groups[0]["rho"] == before

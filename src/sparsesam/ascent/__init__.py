@@ -1,1 +1,1 @@
-"""How the perturbation is computed, and what need not be computed for it."""
+"""Computes the perturbation, and leaves out what the masks make unnecessary."""

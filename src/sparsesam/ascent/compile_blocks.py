@@ -1,4 +1,4 @@
-"""torch.compile block by block, which leaves the engine parts to leave out and to use again."""
+"""torch.compile block by block, so that the engine can still skip and reuse parts of the model."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 def compile_blocks(model: Model, **options: Any) -> Model:
     """Compiles the repeated blocks of a model in place, with ``block.compile(**options)``, and returns the model.
 
-    A block is a module with parameters and modules of its own, of a class that the model uses more than once, such as
-    a residual block or a transformer layer; of nested ones, the outermost. A model without any has its children
-    compiled, those that have parameters. What is compiled already stays as it is.
+    A block is a module with parameters and submodules, of a class that the model uses more than once, such as a
+    residual block or a transformer layer; of nested blocks, the outermost is compiled. In a model without blocks, the
+    outermost modules with parameters are compiled. Modules that are already compiled are not compiled again.
 
-    It compiles faster than ``torch.compile(model)``, because equal blocks share their code, and it leaves the model's
+    This compiles faster than ``torch.compile(model)``, because equal blocks share their code, and it leaves the model's
     own forward in Python. In a model that is compiled as a whole, the optimizer cannot leave anything out.
 
-    It also switches off torch's donated buffers for this process (``torch._functorch.config.donated_buffer``): with
-    them, a compiled backward overwrites what it saved, and the optimizer could not use a part of the graph again.
+    It also turns off torch's donated buffers for this process (``torch._functorch.config.donated_buffer``): with them,
+    a compiled backward overwrites its saved tensors, and the optimizer could not reuse a part of the graph.
 
     Args:
         model: the model, which must not be compiled as a whole.
-        options: those of ``torch.compile``.
+        options: options of ``torch.compile``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
@@ -47,8 +47,8 @@ def compile_blocks(model: Model, **options: Any) -> Model:
     blocks = [*_outermost(own, lambda module: counts[type(module)] > 1)] or [*_outermost(own, _can_compile)]
     if not blocks:
         raise ValueError(
-            f"model must have modules with parameters in it, got {type(own).__name__} without; a single layer has no "
-            "part that could be left out: compile it with model.compile()"
+            f"model must have submodules with parameters, got {type(own).__name__} without; a single layer has no part "
+            "that could be left out: compile it with model.compile()"
         )
     functorch.donated_buffer = False
     for block in blocks:

@@ -1,11 +1,11 @@
-"""Leaves out what the masks make unnecessary. It may change the cost of a step, never its result.
+"""Leaves out what the masks make unnecessary. This changes the cost of a step, never its result.
 
     first pass     the backward computes only the gradients that the ascent needs       (narrowed_backward.py)
                    linear and convolution layers compute only the kept filters' part    (layers.py)
     second pass    modules that ran before the first perturbed weight are not run again  (prefix.py)
 
-Modes and replaced calls live within the ``with`` blocks of one step. This is the place that decides what is left out,
-and that says why not.
+This module decides what is left out, and reports why if nothing is. Modes and replaced calls are active only within the
+``with`` blocks of one step.
 """
 
 from __future__ import annotations
@@ -42,39 +42,39 @@ from sparsesam.masks.packed import PackedMask
 Masks = Mapping[str, PackedMask | None]
 
 COMPILED = (
-    "the whole model is compiled, which leaves no parts to leave out; compile its blocks instead, with "
+    "the whole model is compiled, so that no part of it can be left out; compile its blocks instead, with "
     "sparsesam.compile_blocks(model) or block.compile()"
 )
 
 
-SHARDED = "parameters are sharded (fully_shard, DTensor), and gathered by hooks in every forward and backward"
+SHARDED = "parameters are sharded (fully_shard, DTensor): hooks gather them in every forward and backward"
 
 
-NOT_KNOWN = "in the first step with DistributedDataParallel it is found out whether the closure looks at gradients"
-LOOKS = "the closure looks at gradients, on some rank, which DistributedDataParallel must have averaged before"
+NOT_KNOWN = "the first step with DistributedDataParallel finds out whether the closure reads gradients"
+LOOKS = "the closure reads gradients, on some rank, and DistributedDataParallel must average them before"
 
 
 @dataclass
 class _Known:
-    """What follows from one state of the model and its masks."""
+    """What follows from the current model, masks and hooks; kept until ``key`` changes."""
 
     key: list[Any]
-    alive: Any  # what the key names by identity
+    alive: Any  # references to what the key names by id
     plan: Plan
     found: Survey
     memory: frozenset[int | None]
     why_off: str | None
-    hooks: str | None  # which of them forbid to leave anything out; they may be there on one rank only
+    hooks: str | None  # which hooks prevent leaving anything out; they may be registered on one rank only
 
 
 class Engine:
-    """What is known of one optimizer's model from step to step; what belongs to one step is a `FirstPass`."""
+    """What is known about one optimizer's model across steps; the state of one step is a `FirstPass`."""
 
     def __init__(self, model: nn.Module, wrapped: nn.Module, *, off: str | None = None) -> None:
         self.model = model
         self.last: FirstPass | None = None
         self._off = off  # why nothing is ever left out
-        self.why_not: str | None = None  # the last step computed everything
+        self.why_not: str | None = None  # why the last step computed everything
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
         if isinstance(wrapped, DistributedDataParallel):
             self._ddp = weakref.ref(wrapped)
@@ -83,7 +83,7 @@ class Engine:
         elif is_compiled(wrapped):
             self._off = self._off or COMPILED
         self._known: _Known | None = None
-        self._closure_looks: bool | None = None  # at gradients, on any rank; None: not known yet
+        self._closure_looks: bool | None = None  # whether it reads gradients, on any rank; None: not known yet
         self._rng = RNGState(model.parameters())
 
     @property
@@ -93,7 +93,7 @@ class Engine:
     # ---- decisions ---------------------------------------------------------------------------------------
 
     def why_off(self) -> str | None:
-        """What about the model keeps the engine from looking at it."""
+        """Returns what switches the engine off before the model is examined; None: nothing."""
         if self._off is not None:
             return self._off
         if is_compiled(self.model):
@@ -105,7 +105,7 @@ class Engine:
         return None
 
     def _look(self, masks: Masks, ascent: Ascent, norm: Norm) -> _Known:
-        """Kept until masks, modules, hooks or what is trainable change."""
+        """Returns what is known, recomputed when masks, modules, hooks or requires_grad flags change."""
         modules = list(self.model.modules())
         key = [ascent, norm, *masks, *map(id, masks.values()), *have_global_hooks()]
         for module in modules:
@@ -132,17 +132,17 @@ class Engine:
     # ---- the two passes ----------------------------------------------------------------------------------
 
     def switched_off(self, reason: str) -> None:
-        """Note for the report why a step computes everything."""
+        """Record for the report why a step computes everything."""
         self.last, self.why_not = None, reason
 
     @contextmanager
     def first_pass(
         self, masks: Masks, ascent: Ascent, norm: Norm, *, in_closure: bool, averages: bool, no_reuse: str | None
     ) -> Iterator[FirstPass | None]:
-        """The block is a first pass in which these parameters take part under these masks.
+        """Run the block as a first pass that perturbs these parameters under these masks.
 
-        ``averages``: gradients are to be those of all ranks. ``no_reuse``: why the second pass cannot use anything
-        again. Yields what the block may leave out, or None where it computes everything.
+        ``averages``: gradients are averaged over all ranks. ``no_reuse``: why the second pass cannot reuse anything.
+        Yields what the block leaves out, or None if it computes everything.
         """
         reason = self.why_off()
         known = self._look(masks, ascent, norm) if reason is None else None
@@ -160,7 +160,7 @@ class Engine:
             prefix.drop(no_reuse)
         why_full = None
         if self.ddp is not None and in_closure and averages and plan.is_partial and plan.is_explicit:
-            # A narrowed backward runs without synchronization.
+            # A narrowed backward runs without synchronizing gradients.
             why_full = {None: NOT_KNOWN, True: LOOKS, False: None}[self._closure_looks]
         is_full = why_full is not None or not plan.is_partial
         if is_full and self.ddp is not None and invalidates_graphs(self.ddp):
@@ -172,7 +172,7 @@ class Engine:
             model_memory=known.memory,
             why_full=why_full,
         )
-        if known.hooks is not None:  # other ranks, which may have none, wait for this one in the same collectives
+        if known.hooks is not None:  # other ranks, which may have none, wait for this rank in the same collectives
             first.backward.disable(known.hooks)
 
         calls: dict[nn.Module, Replacement] = {module: partial(prefix.record, module) for module in found.clean}
@@ -183,7 +183,7 @@ class Engine:
         calls[self.model] = partial(self._call_model, first, calls.get(self.model, _plain_call))
         with replaced_calls(calls) as seen, first.active():
             yield first
-        if not seen and has_compiled():  # none of its modules was called: the model is part of something compiled
+        if not seen and has_compiled():  # no module was called: the model is part of a compiled function
             self._off = COMPILED
         first.finish()
         self.last, self.why_not = first, None
@@ -193,7 +193,7 @@ class Engine:
 
     @contextmanager
     def second_pass(self, first: FirstPass | None) -> Iterator[None]:
-        """The block runs at w + e; what the first pass recorded is used again."""
+        """Run the block, at w + e, reusing outputs that the first pass recorded."""
         if first is None or not first.prefix.is_asked:
             yield
             return
@@ -210,7 +210,7 @@ class Engine:
             self.last.prefix.release()
 
     def _agreement(self, found: Survey) -> dict[nn.Module, Agree]:
-        """How ranks agree about modules that synchronize them."""
+        """Returns, for modules that synchronize ranks, how the ranks agree on reusing their outputs."""
         agree: dict[nn.Module, Agree] = {}
         if is_distributed():
             group = None if self.ddp is None else self.ddp.process_group
@@ -244,7 +244,7 @@ def _call_layer(first: FirstPass, module: nn.Module, weight: int, forward: Any, 
     if weight in first.plan.moved:
         first.prefix.close()
     x = args[0] if args else kwargs["input"]
-    # torch.func.functional_call puts other tensors in the place of weights.
+    # torch.func.functional_call replaces weights by other tensors.
     is_plain = id(module._parameters["weight"]) == weight and is_strided(x) and not is_transformed()
     if not is_plain:
         return forward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The first pass as torch sees it: what its code calls tells what may be left out, and what may be used again."""
+"""Observes the torch functions called in the first pass, to decide what can be left out and what can be reused."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from sparsesam.ascent.prefix import Prefix
 
 
 class FirstPass(TorchFunctionMode):
-    """Active while the first pass runs; afterwards it tells what the pass left out.
+    """Active while the first pass runs; afterwards it records what the pass left out.
 
-    ``averages``: under DistributedDataParallel its gradients are averaged after it, and not by its backward.
+    ``averages``: under DistributedDataParallel, gradients are averaged after the pass and not in its backward.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class FirstPass(TorchFunctionMode):
         self.layers_called: set[int] = set()
         self._in_closure = in_closure
         self._model_memory = model_memory
-        self._grad_was_off = False  # while a perturbed weight may have been used
+        self._grad_was_off = False  # grad mode was off while a perturbed weight may have been used
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # While a part of the forward is traced (torch.cond), torch 2.6 can follow no other question than the first.
+        # While a part of the forward is traced (torch.cond), torch 2.6 cannot trace any check but this one.
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
         self.backward.before_call(func, kwargs)
@@ -64,14 +64,14 @@ class FirstPass(TorchFunctionMode):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within the block this mode is on torch's stack, and never afterwards."""
+        """Within the block, and only there, this mode is on torch's mode stack."""
         try:
             self.__enter__()
             yield
         finally:
             try:
                 self._leave()
-            except BaseException:  # Ctrl-C on the way
+            except BaseException:  # Ctrl-C while leaving
                 self._leave()
                 raise
 
@@ -83,7 +83,7 @@ class FirstPass(TorchFunctionMode):
             self.__exit__(None, None, None)
 
     def paused(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run what must not see this mode: compiled modules, which would be compiled once more for it."""
+        """Run a call without this mode: a compiled module would be recompiled for it."""
         if not self._is_on_top():
             return forward(*args, **kwargs)
         try:
@@ -94,11 +94,11 @@ class FirstPass(TorchFunctionMode):
                 self.__enter__()
 
     def closure_returns(self) -> None:
-        """Run the backward that waited for it."""
+        """Run the deferred backward."""
         self.paused(self.backward.run_deferred)
 
     def finish(self) -> None:
-        """The pass is over."""
+        """End the pass."""
         if self.backward.calls == 0:
             self.prefix.drop("no backward() was seen")
         self.prefix.check_values()
@@ -113,7 +113,7 @@ class FirstPass(TorchFunctionMode):
 
     @staticmethod
     def _is_plain_attribute(func: Any, args: Any) -> bool:
-        """Reading a shape, a device or a flag is no use of a weight; reading a view of it is."""
+        """Whether an attribute is read that is no tensor (a shape, a device, a flag), which does not use the weight."""
         return getattr(func, "__name__", "") == "__get__" and not isinstance(func(*args), Tensor)
 
     def _is_moved(self, tensor: Tensor) -> bool:
@@ -128,12 +128,12 @@ class FirstPass(TorchFunctionMode):
         return self.backward(func, args, kwargs, grad_was_off=self._grad_was_off)
 
     def _on_grad(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """torch.autograd.grad computes what the user asks for, in full."""
+        """Run torch.autograd.grad in full, as the user asked for."""
         self.prefix.drop("gradients are computed in other ways than by one loss.backward()")
         return func(*args, **kwargs)
 
     def _on_memory_access(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Values may now change without torch's knowledge."""
+        """Reuse nothing that may now change without torch's knowledge."""
         prefix, tensor = self.prefix, args[0]
         if isinstance(tensor, Tensor):
             memory = memory_of(tensor)
@@ -144,9 +144,10 @@ class FirstPass(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _on_hook(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The closure may see when hooks are called, and on what; reading ``grad_fn`` is the way to add some.
+        """In a closure, run the full backward at once: hooks show when they are called, and with which gradients.
 
-        torch reads it too, to see whether an output has one: DistributedDataParallel, and in torch 2.6 checkpoint().
+        Reading ``grad_fn`` counts too, because hooks can be added to it. torch itself reads it to see whether an output
+        has one, in DistributedDataParallel and in torch 2.6's checkpoint().
         """
         reader = sys._getframe(2).f_globals.get("__name__")
         by_torch = reader in (DistributedDataParallel.__module__, checkpoint.__name__)
@@ -160,13 +161,13 @@ class FirstPass(TorchFunctionMode):
 
 
 def unwatched(call: Callable[[], Any]) -> Any:
-    """Run what a first pass need not see before its backward."""
+    """Run a call that a first pass need not observe before its backward."""
     mode = torch.overrides._get_current_function_mode()
     return mode.paused(call) if isinstance(mode, FirstPass) and not mode.backward.calls else call()
 
 
 def _does_nothing(hook: Any) -> bool:
-    """Fabric adds a hook to every output, which acts only where its own backward() is required."""
+    """Whether this is the hook that Fabric adds to every output, and which acts only if its backward() is required."""
     return (
         isinstance(hook, partial)
         and hook.func.__module__.endswith("fabric.wrappers")
@@ -175,11 +176,11 @@ def _does_nothing(hook: Any) -> bool:
 
 
 def _attribute(name: str, access: str) -> Any:
-    """The function that torch hands to a mode when an attribute of a tensor is read or written."""
+    """Returns the function that a mode receives when an attribute of a tensor is read or written."""
     return getattr(getattr(Tensor, name), access)
 
 
-#: no use of a weight: its gradient, and switching gradients off
+#: Functions that do not use a weight's values: access to ``grad``, and torch.no_grad().
 _NO_USE = frozenset((_attribute("grad", "__get__"), _attribute("grad", "__set__"), torch._C._set_grad_enabled))
 _MEMORY = (
     *(Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage, Tensor.__dlpack__),

@@ -1,4 +1,4 @@
-"""What torch tells of tensors, and of autograd's graph before it is differentiated."""
+"""Helpers to inspect tensors, and the autograd graph before it is differentiated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def tensors_in(*trees: Any) -> list[Tensor]:
-    """Tensors in tuples, lists and dictionaries, in order."""
+    """Returns the tensors in tuples, lists and dictionaries, in order."""
     found: list[Tensor] = []
     for tree in trees:
         if isinstance(tree, Tensor):
@@ -27,19 +27,19 @@ def tensors_in(*trees: Any) -> list[Tensor]:
 
 
 def is_strided(tensor: Any) -> bool:
-    """Whether it is a tensor of the common kind: not sparse, nested or of a class of its own."""
+    """Whether it is an ordinary dense tensor: not sparse, nested, or of a subclass."""
     return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def memory_of(tensor: Tensor) -> int | None:
-    """The address of its storage; None if it has none of its own (sparse, nested, sharded, empty, meta, vmap)."""
+    """Returns the address of the storage; None if there is none (sparse, nested, sharded, empty, meta, vmap)."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or not is_strided(tensor):
         return None
     return tensor.untyped_storage().data_ptr() or None
 
 
 def nodes_of(roots: Iterable[Any], ends: Container[Any] = ()) -> Iterator[Any]:
-    """All nodes of a graph from these on and up to ``ends``, which are left out."""
+    """Yield all nodes of the graph reachable from ``roots``, up to but without ``ends``."""
     waiting = list(roots)
     seen = set()
     while waiting:
@@ -51,12 +51,12 @@ def nodes_of(roots: Iterable[Any], ends: Container[Any] = ()) -> Iterator[Any]:
 
 
 def leaf_of(node: Any) -> Tensor | None:
-    """The tensor whose gradient a node adds to."""
+    """Returns the leaf tensor whose gradient this node accumulates; None for other nodes."""
     return node.variable if type(node).__name__ == "AccumulateGrad" else None
 
 
 def next_sequence_nr() -> int:
-    """That of the next node of this thread: autograd numbers them as they are made."""
+    """Returns the sequence number of the next autograd node on this thread."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
@@ -71,14 +71,14 @@ def has_compiled() -> bool:
 
 
 def is_for_single_use(node: Any) -> bool:
-    """A compiled backward that writes to what it saved; torch refuses to run it if the graph is to be kept."""
+    """Whether this is a compiled backward that overwrites its saved tensors; torch rejects retain_graph=True for it."""
     function = getattr(node, "_forward_cls", None)
     is_compiled = getattr(function, "compiled_bw", None) is not None
     return is_compiled and bool(getattr(getattr(function, "metadata", None), "bw_donated_idxs", None))
 
 
 def custom_function_name(node: Any) -> str | None:
-    """The name of the user's autograd.Function whose backward a node calls."""
+    """Returns the name of the user's autograd.Function whose backward this node calls; None for other nodes."""
     function = node._forward_cls if isinstance(node, BackwardCFunction) else None  # type: ignore[attr-defined]
     if function is None or function.__module__.split(".")[0] in ("torch", "sparsesam"):
         return None
@@ -90,6 +90,6 @@ def is_reentrant(node: Any) -> bool:
 
 
 def is_transformed() -> bool:
-    """Within torch.func's transformations and forward-mode differentiation."""
+    """Whether a torch.func transform or forward-mode differentiation is active."""
     in_func = torch._C._functorch.peek_interpreter_stack() is not None
     return in_func or torch.autograd.forward_ad._current_level >= 0

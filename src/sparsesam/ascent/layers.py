@@ -1,14 +1,14 @@
-"""Linear and convolution layers whose ascent computes only the gradients that the mask asks for.
+"""Linear and convolution layers that compute only the gradients that the ascent needs under a mask.
 
 For y = W x with kept output rows R (filters), and dY the gradient of y:
 
-    dW[R] = dY[R] · xᵀ                      and nothing for the other rows
+    dW[R] = dY[R] · xᵀ                      zero in the other rows
     dX    = Wᵀ · dY                         explicit
     dX    = W[R]ᵀ · dY[R]                   implicit, whole rows
     dX    = (W ⊙ m)ᵀ · dY                   implicit, any mask
 
-The forward is that of the plain layer, call for call. Slicing channels keeps every product a dense one. While its
-`Switch` is off, a layer's backward is the plain one: only the ascent's own backward may leave anything out.
+The forward makes the same calls as the plain layer. Slicing rows keeps every product dense. While its `Switch` is off,
+a layer runs the plain backward: only the backward of the ascent leaves anything out.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from sparsesam.masks.packed import PackedMask
 
 @dataclass(frozen=True)
 class WeightGradient:
-    """What the ascent needs of one weight tensor."""
+    """Which gradients of one weight tensor the ascent needs."""
 
     mask: PackedMask
-    rows: Tensor | None  # the kept output rows, where the mask is made of whole rows
-    implicit: bool  # dX goes through the masked weights
-    dense: bool  # dW for every entry, whatever the mask
+    rows: Tensor | None  # the kept output rows, if the mask consists of whole rows
+    implicit: bool  # dX is computed with the masked weights
+    dense: bool  # dW is computed for every entry, whatever the mask
 
 
 @dataclass
 class Switch:
-    """On while the ascent's backward runs."""
+    """On while the backward of the ascent runs."""
 
     on: bool = False
 
 
-#: bytes of an input of which the gradients are computed a few samples at a time
+#: bytes of an input above which gradients are computed a few samples at a time
 LARGE = 8 << 20
-#: dtypes in which sums over samples need no wider one
+#: dtypes in which sums over samples need no wider accumulator
 _EXACT = (torch.float32, torch.float64)
 
 
 class _Linear:
-    """y = x Wᵀ + b for a matrix x; of a matrix the result is no view, so that in-place operations may follow."""
+    """y = x Wᵀ + b for a matrix x; the result is not a view, so in-place operations may follow."""
 
     groups = 1
 
@@ -77,7 +77,7 @@ class _Convolution:
 
     def dx(self, dy: Tensor, weight: Tensor, x: Tensor, mask: PackedMask | None = None) -> Tensor:
         weight = weight if mask is None else weight * mask.unpack(weight.device)
-        # oneDNN takes as long for a strided kernel of one pixel as if it were not strided.
+        # oneDNN takes as long for a strided 1x1 kernel as for one without stride.
         picks_pixels = weight[0, 0].numel() == 1 and max(self.stride) > 1 and not any(self.padding)
         if picks_pixels and self.groups == 1 and dy.device.type == "cpu":
             return _scatter_input_gradient(dy, weight.flatten(1), x, self.stride)
@@ -99,7 +99,7 @@ class _Convolution:
         return reduce(torch.add, (self._gradient(1, part, weight, given) for part, given in pairs))
 
     def _has_few_windows(self, weight: Tensor, x: Tensor) -> bool:
-        """Whether dY's windows take no more memory than x, so that plain products with them are the faster way.
+        """Whether dY's windows take no more memory than x, so that matrix products with them are faster.
 
         oneDNN takes as long for one filter as for sixteen.
         """
@@ -109,7 +109,7 @@ class _Convolution:
         return is_large and is_plain and fits and weight[:, 0].numel() <= x.shape[1]
 
     def _windows(self, dy: Tensor, weight: Tensor) -> Tensor:
-        """Of each sample, the outputs that each pixel of the input is in: (N, filters, kernel, size of the input)."""
+        """Returns dY at the outputs that each input pixel contributes to: (N, filters, kernel, size of the input)."""
         rows, columns = weight.shape[2:]
         top, left = rows - 1 - self.padding[0], columns - 1 - self.padding[1]
         padded = F.pad(dy, (left, left, top, top))
@@ -141,7 +141,7 @@ class _Ascent(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         dx = dw = db = None
-        if dy is None:  # nothing comes back through what lies downstream
+        if dy is None:  # no gradient reaches this output
             return None, None, None, None, None, None
         x, weight = (saved.to(dy.dtype) for saved in ctx.saved_tensors)
         layer: _Linear | _Convolution = ctx.layer
@@ -164,10 +164,10 @@ class _Ascent(torch.autograd.Function):
 
 
 def _samples_at_a_time(x: Tensor) -> int:
-    """All of them; on a CPU, where they are `LARGE`, as many as take half of that.
+    """Returns the number of samples per call: all; on a CPU, if x is `LARGE`, as many as take half of that.
 
-    oneDNN copies x, dY and dX into a layout of its own. glibc gives copies of that size back to the system after each
-    call, and the page faults of the next may take as long as the product itself.
+    oneDNN copies x, dY and dX into its own layout. glibc returns buffers of that size to the system after each call,
+    and the page faults of the next call may take as long as the product itself.
     """
     if x.device.type != "cpu" or x.nbytes <= LARGE:
         return max(1, len(x))
@@ -175,7 +175,7 @@ def _samples_at_a_time(x: Tensor) -> int:
 
 
 def _scatter_input_gradient(dy: Tensor, weight: Tensor, x: Tensor, stride: list[int]) -> Tensor:
-    """The input gradient of a kernel of one pixel: one product for the pixels it saw, zeros between them."""
+    """dX of a strided 1x1 kernel: one product for the pixels that it reads, zeros between them."""
     sizes = dy.shape[2:]
     seen = torch.matmul(weight.t(), dy.flatten(2)).reshape(len(dy), weight.shape[1], *sizes)
     dx = torch.zeros_like(x)
@@ -185,7 +185,7 @@ def _scatter_input_gradient(dy: Tensor, weight: Tensor, x: Tensor, stride: list[
 
 
 def _input_gradient_of_windows(windows: Tensor, weight: Tensor, x: Tensor) -> Tensor:
-    """dX = Wᵀ · windows, sample by sample: what belongs to one stays in cache."""
+    """dX = Wᵀ · windows, sample by sample, so that the data of a sample stays in cache."""
     dx, matrix = torch.empty_like(x), weight.flip(2, 3).transpose(0, 1).flatten(1)
     for place, part in zip(dx.flatten(2), windows, strict=True):
         torch.mm(matrix, part.reshape(matrix.shape[1], -1), out=place)
@@ -202,7 +202,7 @@ def _weight_gradient_of_windows(windows: Tensor, weight: Tensor, x: Tensor) -> T
 
 
 class _BlockGradient(torch.autograd.Function):
-    """The same values, through which no gradient comes back in the ascent: dX = dY · (W ⊙ 0)."""
+    """The identity, which passes no gradient back in the ascent: dX = dY · (W ⊙ 0)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, switch: Switch) -> Tensor:
@@ -214,7 +214,7 @@ class _BlockGradient(torch.autograd.Function):
         return None if ctx.switch.on else dy, None
 
 
-# The names of the arguments are torch's: a call may use them.
+# Arguments have torch's names, because calls may pass them by keyword.
 def _linear(want: WeightGradient, switch: Switch, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = input.reshape(-1, input.shape[-1])
     output: Tensor = _Ascent.apply(rows, weight, bias, _Linear(), want, switch)
@@ -253,7 +253,7 @@ def _same_padding(weight: Tensor, dilation: list[int]) -> list[int]:
     return [pad for total in reversed(totals) for pad in (total // 2, total - total // 2)]
 
 
-#: The functions that have an ascent of their own; how to call it with their arguments.
+#: Torch functions with a narrowed backward, and the function that replaces each, called with the same arguments.
 LAYERS: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.linear: _linear,
     **{convolve: partial(_convolution, convolve) for convolve in (torch.conv1d, torch.conv2d, torch.conv3d)},
@@ -268,12 +268,12 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether its forward is that of torch's linear or convolution layer, whatever its own class."""
+    """Whether the module's forward is that of torch's linear or convolution layer; its class may be a subclass."""
     return "forward" not in module.__dict__ and type(module).forward in _FUNCTIONS
 
 
 def layer_forward(module: Any, x: Tensor, want: WeightGradient | None, switch: Switch) -> Tensor:
-    """The layer's output, by way of its ascent; without a ``want``, nothing passes back through it."""
+    """Returns the layer's output with the narrowed backward; without ``want``, no input gradient passes back."""
     forward = type(module).forward
     if want is None:
         return forward(module, _BlockGradient.apply(x, switch) if x.requires_grad else x)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""What a module's output depends on beside its inputs: compared before an output is used again."""
+"""Inputs and state that a module's output depends on; compared before an output is reused."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from sparsesam.ascent.graph import is_strided
 
-#: values that are equal if ``==`` says so, and that nobody changes in place
+#: immutable values that can be compared by ``==``
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.Size, torch.dtype, torch.device, slice, range)
-#: values that hold nothing that could change
+#: values without mutable contents
 _UNCHANGING = frozenset((*_PLAIN, types.BuiltinFunctionType, types.ModuleType, torch.memory_format, torch.layout))
 _MOST_VALUES = 50_000
-#: what every module has, and calls that are replaced for the duration of a pass
+#: attributes that every module has, and calls that the engine replaces during a pass
 _BASE = frozenset((*nn.Module().__dict__, "forward", "_compiled_call_impl"))
 _NORMALIZATION = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
 class Inputs:
-    """The arguments of a call. ``None`` from `of` means that they hold something that cannot be compared."""
+    """The arguments of a call. `of` returns None if they hold something that cannot be compared."""
 
     def __init__(self, leaves: list[Any], structure: TreeSpec | int) -> None:
         self.leaves, self.structure = leaves, structure
@@ -40,7 +40,7 @@ class Inputs:
         leaves: list[Any]
         structure: TreeSpec | int
         if not kwargs and all(isinstance(argument, Tensor) for argument in args):
-            leaves, structure = list(args), len(args)  # torch's way takes longer than a small layer
+            leaves, structure = list(args), len(args)  # tree_flatten takes longer than a small layer
         else:
             leaves, structure = tree_flatten((args, kwargs))
         return cls(leaves, structure) if all(map(_is_comparable, leaves)) else None
@@ -53,12 +53,12 @@ class Inputs:
 
 
 def _has_external_memory(tensor: Tensor) -> bool:
-    """Whether its memory came from elsewhere (numpy, another process), where it may be written to unseen."""
+    """Whether its memory is not torch's (numpy, another process), so that writes to it do not raise its version."""
     return tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
 
 
 def unsupported_leaf(tree: Any) -> str | None:
-    """The type of something in a result that is neither a common tensor nor a plain value."""
+    """Returns the type of a leaf in a result that is neither an ordinary tensor nor a plain value; None: all are."""
     for leaf in [tree] if isinstance(tree, Tensor) else tree_flatten(tree)[0]:
         if not _is_comparable(leaf):
             return type(leaf).__name__
@@ -74,14 +74,14 @@ def _is_comparable(leaf: Any) -> bool:
 
 
 class ModuleState:
-    """All that a module and the modules in it hold: parameters, buffers, flags, attributes and what is in these."""
+    """The contents of a module and its submodules: parameters, buffers, flags, attributes, and what these contain."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self.values, self._versions, self._unsupported = _read(module)
 
     def difference(self) -> str | None:
-        """What has changed since; None: nothing."""
+        """Returns what has changed since construction; None: nothing."""
         if self._unsupported is not None:
             return f"a module holds a {self._unsupported}, whose state cannot be compared"
         values, versions, _ = _read(self._module)
@@ -97,7 +97,7 @@ class ModuleState:
 
 
 def _read(module: nn.Module) -> tuple[list[Any], list[int], str | None]:
-    """All values that a forward may depend on, the versions of the tensors, and the type of what cannot be read."""
+    """Returns the values a forward may depend on, the tensors' versions, and the type of what cannot be read."""
     values: list[Any] = []
     versions: list[int] = []
     holders: list[Any] = [module]
@@ -121,11 +121,11 @@ def _read(module: nn.Module) -> tuple[list[Any], list[int], str | None]:
 
 
 def _contents(holder: Any) -> Sequence[Any] | None:
-    """What an object consists of; None: its state is out of reach."""
+    """Returns the contents of an object; None: they cannot be read."""
     if isinstance(holder, nn.Module):
         own = [value for name, value in holder.__dict__.items() if name not in _BASE]
         buffers = () if _ignores_statistics(holder) else holder._buffers.values()
-        training = getattr(holder, "training", False)  # frozen scripts have no such attribute
+        training = getattr(holder, "training", False)  # frozen ScriptModules lack this attribute
         return [training, *holder._parameters.values(), *buffers, *holder._modules.values(), *own]
     if isinstance(holder, (list, tuple, set, frozenset)):
         return list(holder)
@@ -153,7 +153,7 @@ _EMPTY = types.CellType()
 
 
 def _ignores_statistics(module: nn.Module) -> bool:
-    """In training mode the output of torch's own normalization does not depend on its buffers, which it writes to."""
+    """Whether the output is independent of the buffers it updates, as in torch's normalization in training mode."""
     return module.training and isinstance(module, _NORMALIZATION) and type(module).forward.__module__[:6] == "torch."
 
 

@@ -1,8 +1,8 @@
-"""The backward of a first pass: it computes the gradients that the ascent needs, and no others.
+"""The backward of a first pass, narrowed to the gradients that the ascent needs.
 
 ``loss.backward()`` becomes ``loss.backward(inputs=needed)``: autograd then leaves out all other weight gradients and
-every input gradient before the first perturbed layer. A closure may look at any gradient, so in a closure the call is
-deferred until it returns; should the closure do anything before that could tell, the full backward runs at that moment.
+every input gradient before the first perturbed layer. A closure may read any gradient, so in a closure the call is
+deferred until it returns. If the closure first does anything that could notice, the full backward runs at that moment.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ SINGLE_USE = (
 
 @dataclass
 class _BackwardCall:
-    """A call of backward() that is still to be made."""
+    """A deferred call of backward()."""
 
     function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    other_leaves: list[Tensor]  # not of the model: the user's own
-    is_for_single_use: bool  # torch refuses to keep its graph
+    other_leaves: list[Tensor]  # leaf tensors outside the model
+    is_for_single_use: bool  # torch rejects retain_graph=True
 
 
 class NarrowedBackward:
-    """What becomes of ``backward()`` in one first pass.
+    """Replaces ``backward()`` in one first pass.
 
-    ``in_closure``: the code around it knows nothing of this, and may look at any gradient. ``why_full``: why every
-    gradient is computed; None: they are not, unless something comes in between.
+    ``in_closure``: the surrounding code is a plain closure, which may read any gradient. ``why_full``: why every
+    gradient is computed; None: the backward is narrowed, as long as nothing prevents it.
     """
 
     def __init__(self, plan: Plan, prefix: Prefix, *, in_closure: bool, why_full: str | None) -> None:
         self.why_full = why_full
-        self.is_complete = True  # every gradient is there
-        self.closure_goes_on = False  # after its backward, in a way that may need the gradients
+        self.is_complete = True  # every gradient was computed
+        self.closure_goes_on = False  # calls functions after its backward that may need the gradients
         self.calls = 0
-        self.switch = Switch()  # of the layers that compute a part of their gradient
+        self.switch = Switch()  # for the layers that compute only a part of their gradient
         self._plan, self._prefix, self._in_closure = plan, prefix, in_closure
         self._deferred: _BackwardCall | None = None
         self._context = _backward_context() if in_closure else ()
@@ -69,7 +69,7 @@ class NarrowedBackward:
         return self._plan.is_partial and self.why_full is None
 
     def use_full(self, reason: str) -> None:
-        """Compute every gradient; the second pass may still use the graph again."""
+        """Compute every gradient; the second pass may still reuse the graph."""
         self.why_full = self.why_full or reason
 
     def disable(self, reason: str) -> None:
@@ -78,7 +78,7 @@ class NarrowedBackward:
         self._prefix.drop(reason)
 
     def before_call(self, function: Any, kwargs: Mapping[str, Any]) -> None:
-        """The pass is about to call a function of torch."""
+        """Run a deferred backward before a torch function that may need its gradients."""
         if self.calls and not _is_harmless(function, kwargs):
             self.closure_goes_on = True
             if self._deferred is not None:
@@ -86,7 +86,7 @@ class NarrowedBackward:
                 self.run_deferred()
 
     def __call__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, grad_was_off: bool) -> Any:
-        """``backward()`` is called. ``grad_was_off``: while a perturbed weight may have been used."""
+        """Handle ``backward()``. ``grad_was_off``: a perturbed weight may have been used without grad mode."""
         self.calls += 1
         if any(kwargs.get(key) for key in ("retain_graph", "create_graph", "inputs")) or len(args) > 2:
             self.disable("backward() is called with arguments of its own")
@@ -112,7 +112,7 @@ class NarrowedBackward:
         return self.run_deferred()
 
     def run_deferred(self) -> Any:
-        """Make the call that waits, if one does."""
+        """Run the deferred call, if there is one."""
         call, self._deferred = self._deferred, None
         if call is None:
             return None
@@ -131,34 +131,34 @@ class NarrowedBackward:
             self.switch.on = False
 
     def _must_keep_graph(self, call: _BackwardCall) -> bool:
-        """Whether nodes that run must keep what they saved.
+        """Whether the backward needs retain_graph=True.
 
-        The second pass uses the graph of the prefix, which runs now only if gradients are needed of what does not
-        move: nodes that do not run keep what they saved.
+        The second pass reuses the graph of the prefix. This backward runs through it only if it needs gradients of
+        weights that do not move; nodes that do not run keep their saved tensors anyway.
         """
         prefix_runs = not (self.is_narrow and self._plan.needs_only_moved) or bool(call.other_leaves)
         return prefix_runs and not self._prefix.is_empty
 
     def _why_not_deferred(self, losses: list[Tensor], nodes: list[Any]) -> str | None:
-        """What of a backward pass could be noticed before a closure returns; None: nothing."""
+        """Returns why a closure could notice a deferred backward before it returns; None: it could not."""
         if not all(loss.requires_grad for loss in losses):
-            return "a loss does not require grad"  # torch says so
+            return "a loss does not require grad"  # torch raises an error
         if any(map(has_gradient_hooks, self._plan.needed)):
             return "a gradient hook is registered on a perturbed parameter"
         for node in nodes:
             function = custom_function_name(node)
             if function is not None:
                 return f"the closure may see what the backward of {function} does"
-        # Collective operations write to a loss without torch's knowledge.
+        # Collectives write to a loss in place without raising its version.
         if is_distributed() and any(hasattr(loss.grad_fn, "_saved_result") for loss in losses):
-            return "the loss is a part of its own graph, and ranks may average it"
+            return "the loss is saved in its own graph, and ranks may average it in place"
         if _backward_context() != self._context:
-            return "backward() is called in a context of its own (autocast, anomaly detection)"
+            return "backward() is called in another context than the closure (autocast, anomaly detection)"
         return None
 
 
 def _backward_context() -> tuple[Any, ...]:
-    """What a backward pass depends on beside its graph."""
+    """Returns the global settings that a backward depends on."""
     autocast = (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda", "xpu"))
     cudnn = torch.backends.cudnn
     return (
@@ -181,7 +181,7 @@ _METHODS = (
 _FUNCTIONS = "isnan isfinite isinf is_tensor stack cat argmax topk softmax sum mean max exp sqrt eq"
 _ATTRIBUTES = ("shape", "device", "dtype", "requires_grad", "is_leaf", "ndim", "layout", "is_cuda")
 
-#: functions that neither change a tensor nor depend on a backward pass: what people log a loss and an accuracy with
+#: functions that neither change a tensor nor depend on a backward: those used to log a loss or an accuracy
 _HARMLESS: frozenset[Any] = frozenset(
     (
         *(getattr(Tensor, name) for name in _METHODS.split()),
@@ -193,5 +193,5 @@ _HARMLESS: frozenset[Any] = frozenset(
 
 
 def _is_harmless(function: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call may come before a backward pass that is due."""
+    """Whether a call may run before a deferred backward."""
     return function in _HARMLESS and kwargs.get("out") is None

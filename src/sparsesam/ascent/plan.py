@@ -1,4 +1,4 @@
-"""What the masks let the ascent leave out, parameter by parameter."""
+"""What the ascent can leave out under the current masks, per parameter."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from sparsesam.ascent.layers import WeightGradient
 from sparsesam.masks.packed import PackedMask
 
 Ascent = Literal["explicit", "implicit", "implicit-dense", "momentum", "momentum-climbing", "extrapolation"]
-#: Ascents that need no gradient at w, so that a step is one pass at w + e.
+#: Ascents that need no gradient at w: a step has one pass, at w + e.
 ONE_PASS = ("momentum", "momentum-climbing", "extrapolation")
 Norm = Literal["full", "masked"]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one step's masks mean for each trainable parameter of the model; parameters are told by identity."""
+    """What the masks of one step mean for each trainable parameter of the model; parameters are identified by id()."""
 
     names: Mapping[int, str]
-    #: parameters whose gradient the ascent uses: the first backward computes no other
+    #: parameters whose gradient the ascent uses; the first backward computes no other gradient
     needed: tuple[Tensor, ...]
-    #: parameters that change in the ascent: what was computed before their first use can be used again
+    #: parameters that the ascent moves; what was computed before their first use can be reused
     moved: frozenset[int]
     moved_memory: frozenset[int | None]
-    #: weights whose gradient the layer computes for some filters only, or sends back through the mask
+    #: weights whose layer computes dW for some filters only, or dX through the masked weights
     sliced: Mapping[int, WeightGradient]
-    #: with the implicit form: weights through which no input gradient passes
+    #: with an implicit ascent: weights that are not perturbed, through which no input gradient passes
     blocking: frozenset[int]
 
     @property
     def needs_only_moved(self) -> bool:
-        """Whether every gradient that the ascent uses is of a parameter that it moves: so it is with norm="masked"."""
+        """Whether the ascent uses only gradients of parameters that it moves, as with norm="masked"."""
         return all(id(parameter) in self.moved for parameter in self.needed)
 
     @property
     def is_explicit(self) -> bool:
-        """Whether its gradients are the loss's own, and not what came through masked weights."""
+        """Whether gradients are those of the loss, not computed through masked weights."""
         return not (self.blocking or any(want.implicit for want in self.sliced.values()))
 
     @property
     def is_partial(self) -> bool:
-        """Whether the first backward computes less than every gradient."""
+        """Whether the first backward leaves out any gradient."""
         return len(self.needed) < len(self.names) or bool(self.sliced) or bool(self.blocking)
 
 
 def make_plan(model: nn.Module, masks: Mapping[str, PackedMask | None], ascent: Ascent, norm: Norm) -> Plan:
-    """``masks`` holds the parameters that take part in the ascent, with their masks (None: all of it)."""
+    """Returns the plan; ``masks`` holds the perturbed parameters and their masks (None: the whole parameter)."""
     names: dict[int, str] = {}
     needed: list[Tensor] = []
     moved: dict[int, Tensor] = {}
@@ -75,13 +75,13 @@ def make_plan(model: nn.Module, masks: Mapping[str, PackedMask | None], ascent: 
             if want is not None:
                 sliced[id(parameter)] = want
     moved_memory = frozenset(memory_of(parameter) for parameter in moved.values()) - {None}
-    # A weight in the memory of one that moves, moves too.
+    # A weight that shares memory with a moved weight moves too.
     shared = (id(p) for p in model.parameters() if memory_of(p) in moved_memory)
     return Plan(names, tuple(needed), frozenset(moved) | frozenset(shared), moved_memory, sliced, frozenset(blocking))
 
 
 def weight_gradient(mask: PackedMask, weight: Tensor, ascent: Ascent, norm: Norm) -> WeightGradient | None:
-    """How a layer may compute the gradient of its weight for less; None: not at all."""
+    """Returns how a layer can compute its weight gradient at lower cost; None: it cannot."""
     if mask.is_full or mask.is_empty or weight.dim() < 2:
         return None
     if ascent == "explicit" and (mask.rows is None or norm == "full" or weight.is_complex()):

@@ -1,10 +1,10 @@
-"""The second pass starts where the perturbation does: what ran before it returns its first output, graph included.
+"""Reuses, in the second pass, the outputs of modules that ran before the first perturbed weight, graph included.
 
 In the first pass, each outermost call of a module without perturbed weights is recorded, until a perturbed weight is
-used. In the second pass such a call returns its first output if everything that the output depends on is the same:
-inputs, parameters, buffers, attributes, flags, random numbers. What differs in anything simply runs.
+used. In the second pass such a call returns its recorded output if everything that the output depends on is the same:
+inputs, parameters, buffers, attributes, flags, random numbers. If anything differs, the module runs.
 
-The graph of the output is still there: the first backward did not go into it, or kept it.
+The graph of the output still exists: the first backward did not run through it, or retained it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from sparsesam.ascent.statistics import statistics_of
 from sparsesam.ascent.survey import Survey
 
 Agree = Callable[[bool], bool]
-#: multiplications, at most, of a module that is not worth a check of 50 microseconds
+#: multiplications below which a module is not worth a check of 50 microseconds
 SMALLEST_WORK = 3_000_000
-#: nodes of the graph between two modules that are looked at before it is taken for unknown
+#: nodes of the graph between two modules that are searched before the search gives up
 _LONGEST_WAY = 2000
 
 
@@ -48,7 +48,7 @@ class _Record:
     state: ModuleState
     context: tuple[Any, ...]
     drew: tuple[RNGSnapshot, RNGSnapshot] | None
-    made_between: tuple[int, int]  # numbers of its graph's nodes
+    made_between: tuple[int, int]  # sequence numbers of its graph's nodes
 
     def __post_init__(self) -> None:
         self.tensors = _tensors(self.output)
@@ -58,22 +58,22 @@ class _Record:
 
 
 class Prefix:
-    """The recorded calls of one step, in the order of each module's calls."""
+    """The recorded calls of one step, for each module in call order."""
 
     def __init__(self, found: Survey, plan: Plan, rng: RNGState, agree: Mapping[nn.Module, Agree]) -> None:
-        self.modules = found.clean  # each with all modules in it
-        self._of_torch = found.of_torch  # torch's own, which draw from torch's generators if at all: how many weights
+        self.modules = found.clean  # each with all of its submodules
+        self._of_torch = found.of_torch  # torch's own, which draw only from torch's generators: number of weights
         self.is_open = bool(self.modules)  # no perturbed weight has been used yet
         self.reused: set[str] = set()
         self.why_not: str | None = None
         self._trainable, self._moved, self._rng, self._agree = plan.names, plan.moved, rng, agree
         self._records: dict[int, list[_Record | None]] = {}
-        self.memory: set[int | None] = set()  # of recorded outputs
+        self.memory: set[int | None] = set()  # addresses of recorded outputs
         self._statistics: set[int] = set()
-        self._ends: set[Any] = set()  # nodes of outputs that were used again
+        self._ends: set[Any] = set()  # nodes of reused outputs
         self._inside = False
         self._refusal: str | None = None
-        self._others: tuple[Any, bytes] | None = None  # before the first module that may draw from them
+        self._others: tuple[Any, bytes] | None = None  # states before the first module that may draw from them
 
     # ---- first pass --------------------------------------------------------------------------------------
 
@@ -109,12 +109,12 @@ class Prefix:
         return output
 
     def _is_small(self, module: nn.Module, args: tuple[Any, ...]) -> bool:
-        """Whether running it again takes no longer than checking that it need not be."""
+        """Whether running the module takes no longer than checking whether its output can be reused."""
         weights = self._of_torch.get(module)
         if weights is None or len(args) != 1 or not isinstance(args[0], Tensor):
             return False
         with _unwatched():
-            return args[0].numel() * (weights + 1) < SMALLEST_WORK  # no layer multiplies more often
+            return args[0].numel() * (weights + 1) < SMALLEST_WORK  # an upper bound on multiplications
 
     def _why_not_recorded(self, inputs: Inputs | None, state: ModuleState, output: Any) -> str | None:
         if inputs is None:
@@ -127,9 +127,9 @@ class Prefix:
         return self._refusal or state.difference()
 
     def require_no_side_graphs(self, last: list[Any]) -> None:
-        """Values with gradient must go into and out of a recorded module as inputs and outputs, and in no other way.
+        """Drop the records if gradients enter or leave a recorded module other than by its inputs and outputs.
 
-        Such as a loss of its own that a module puts into a global list. ``last`` are the nodes of the losses.
+        An example is an auxiliary loss that a module puts into a global list. ``last`` are the nodes of the losses.
         """
         records = [record for calls in self._records.values() for record in calls if record is not None]
         if not records:
@@ -145,24 +145,24 @@ class Prefix:
             self.drop("a module passes values with gradient in other ways than by its input and output")
 
     def close(self) -> None:
-        """A perturbed weight is used: from here on nothing is recorded."""
+        """Stop recording, because a perturbed weight is used."""
         if self.is_open and self._others is not None and self._others != other_generators():
             self.drop("random numbers of Python or numpy are drawn")
         self.is_open = False
 
     def refuse_current_call(self, reason: str) -> None:
-        """A module that is being recorded does something that cannot be left out."""
+        """Do not record the current module, because it does something that cannot be left out."""
         if self._inside:
             self._refusal = self._refusal or reason
 
     def require_statistics_unread(self, *arguments: Any) -> None:
-        """A module that is not run again does not move its statistics again, which other code could notice."""
+        """Drop the records if other code reads running statistics, which a reused module does not update again."""
         if self._statistics and not self._inside:
             if any(id(tensor) in self._statistics for tensor in tensors_in(*arguments)):
                 self.drop("normalization statistics are read outside of their layer")
 
     def drop(self, reason: str) -> None:
-        """The graph or the values may no longer be what they were."""
+        """Drop all records, because graphs or values may have changed."""
         self.note(reason)
         self._records, self._statistics, self.is_open = {}, set(), False
 
@@ -176,17 +176,17 @@ class Prefix:
 
     @property
     def is_asked(self) -> bool:
-        """Whether the second pass must come by: something may be used again, or other ranks wait for an answer."""
+        """Whether the second pass must check calls: outputs may be reused, or other ranks wait for an answer."""
         return bool(self._agree) or not self.is_empty
 
     def release(self) -> None:
-        """Free the activations; what is left is for the report."""
+        """Free the activations; keep only what the report needs."""
         self._records, self._ends = {}, set()
 
     # ---- second pass -------------------------------------------------------------------------------------
 
     def check_values(self) -> None:
-        """Between the passes: outputs must be as they were when their module returned."""
+        """Between the passes, drop outputs that have changed since their module returned."""
         self.close()
         if self.is_empty:
             return
@@ -243,36 +243,36 @@ class Prefix:
             return False
         if now.requires_grad != then.requires_grad or not self._leads_only_here(now):
             return False
-        # Outputs used again come here as views: comparing their values would make the host wait for an accelerator.
+        # Reused outputs arrive as views; comparing their values would synchronize with an accelerator.
         return _is_same_memory(now, then) or torch.equal(now, then)
 
     def _leads_only_here(self, tensor: Tensor) -> bool:
-        """Whether its gradient goes only into outputs used again and unperturbed weights of the model."""
+        """Whether its gradient flows only into reused outputs and unperturbed weights of the model."""
         if not tensor.requires_grad:
             return True
-        if tensor.is_leaf:  # of the user's own
+        if tensor.is_leaf:  # a leaf outside the model
             return False
         for count, node in enumerate(nodes_of([tensor.grad_fn], self._ends)):
             leaf = leaf_of(node)
             is_other = leaf is not None and (id(leaf) not in self._trainable or id(leaf) in self._moved)
-            # A function of one's own may have another backward than in the first pass.
+            # A custom autograd.Function may have another backward than in the first pass.
             if is_other or count > _LONGEST_WAY or custom_function_name(node) is not None:
                 return False
         return True
 
 
-#: what is done here is no part of the pass
+#: for calls that are no part of the user's pass
 _unwatched = torch._C.DisableTorchFunction
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    if isinstance(output, Tensor):  # torch's way takes longer than a small layer
+    if isinstance(output, Tensor):  # tree_leaves takes longer than a small layer
         return [output]
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 def _alias(leaf: Any) -> Any:
-    """A tensor of the second pass's own: hooks and attributes of one pass do not meet those of the other."""
+    """Returns a new tensor for the second pass, so that hooks and attributes of the two passes stay separate."""
     return leaf.view_as(leaf) if isinstance(leaf, Tensor) else leaf
 
 
@@ -289,7 +289,7 @@ def _was_touched(tensor: Tensor, version: int) -> bool:
 
 
 def _context() -> tuple[Any, ...]:
-    """What a forward depends on beside module and inputs."""
+    """Returns the global settings that a forward depends on."""
     autocast = [
         torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda", "xpu", "mps")
     ]
@@ -297,7 +297,7 @@ def _context() -> tuple[Any, ...]:
 
 
 def _cannot_record() -> bool:
-    """Inside of a checkpointed region, which runs again in the backward, or of a transformation."""
+    """Whether the call is in a checkpointed region, which runs again in the backward, or in a transform."""
     in_backward = torch._C._current_graph_task_id() != -1
     return in_backward or _saved_tensor_hooks() or is_transformed()
 

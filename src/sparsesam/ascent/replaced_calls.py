@@ -1,4 +1,4 @@
-"""Modules whose calls go another way within a block, and nowhere else."""
+"""Replaces the calls of modules within a ``with`` block."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-#: takes the module's own forward and the arguments of the call
+#: called with the module's own forward and the arguments of the call
 Replacement = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _ReplacedCall:
-    """Stands in a module's ``__dict__`` in place of its forward."""
+    """Replaces forward in a module's ``__dict__``."""
 
     def __init__(
         self, module: nn.Module, forward: Callable[..., Any], replacement: Replacement, seen: set[nn.Module]
@@ -29,16 +29,16 @@ class _ReplacedCall:
         return self.replacement(self.__wrapped__, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the module, made within the block, has its own forward."""
+        """A copy of the module that is made within the block gets the original forward."""
         copied = memo[id(self.module)]
         return types.MethodType(type(copied).forward, copied)
 
 
 @contextmanager
 def replaced_calls(replacements: Mapping[nn.Module, Replacement]) -> Iterator[set[nn.Module]]:
-    """Within the block, calls of these modules go through their replacements; yields those that were called.
+    """Within the block, calls of these modules go through their replacements; yields the modules called so far.
 
-    ``module.compile()`` keeps its compiled call in another place than ``forward``, which Dynamo guards on.
+    For ``module.compile()`` the compiled call is replaced, not ``forward``, which Dynamo guards on.
     """
     undo: list[tuple[dict[str, Any], str, Any]] = []
     seen: set[nn.Module] = set()
@@ -53,7 +53,7 @@ def replaced_calls(replacements: Mapping[nn.Module, Replacement]) -> Iterator[se
     finally:
         try:
             _undo(undo)
-        except BaseException:  # Ctrl-C on the way
+        except BaseException:  # Ctrl-C while restoring
             _undo(undo)
             raise
 
@@ -69,10 +69,10 @@ def _undo(undo: list[tuple[dict[str, Any], str, Any]]) -> None:
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """By ``module.compile()``."""
+    """Whether it is compiled by ``module.compile()``."""
     return module.__dict__.get("_compiled_call_impl") is not None
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """By ``module.compile()``, or what ``torch.compile(module)`` returned."""
+    """Whether it is compiled by ``module.compile()``, or returned by ``torch.compile(module)``."""
     return is_compiled_in_place(module) or "_orig_mod" in module._modules

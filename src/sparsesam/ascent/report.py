@@ -1,4 +1,4 @@
-"""What a step did not have to compute, in words."""
+"""Describes what a step left out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from sparsesam.ascent.plan import Plan
 
 
 def engine_report(first: FirstPass) -> dict[str, str]:
-    """Under "engine" the whole, then one line for each trainable parameter."""
+    """Returns a summary under "engine", then one line for each trainable parameter."""
     reused, full = first.prefix.reused, first.backward.why_full
     state = "on" if full is None else f"on, but the first backward was computed in full: {full}"
     if not reused and first.prefix.why_not is not None:
@@ -43,6 +43,6 @@ def _gradients(first: FirstPass, key: int) -> str:
 
 
 def explicit_after_all(first: FirstPass) -> list[str]:
-    """Weights whose layer did not send its input gradient through the mask, though the ascent is implicit."""
+    """Returns the weights whose input gradient did not go through the mask, although the ascent is implicit."""
     plan: Plan = first.plan
     return [plan.names[key] for key, want in plan.sliced.items() if want.implicit and key not in first.layers_called]

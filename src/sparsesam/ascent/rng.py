@@ -1,4 +1,4 @@
-"""The random streams of the devices a model lives on, so that both passes can draw the same numbers."""
+"""Random generator states of a model's devices, so that both passes can draw the same numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RNGSnapshot = tuple[Tensor, ...]
 
 
 class RNGState:
-    """Reads and sets the global generators that dropout and its kin draw from."""
+    """Reads and sets the states of torch's global generators, from which dropout draws."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         devices = {tensor.device for tensor in tensors}
@@ -31,7 +31,7 @@ class RNGState:
 
 
 def other_generators() -> tuple[Any, bytes]:
-    """The states of Python's and numpy's global generators, from which some models draw layers and masks."""
+    """Returns the states of Python's and numpy's global generators, from which some models draw layers and masks."""
     return random.getstate(), pickle.dumps(np.random.get_state(legacy=False))  # noqa: NPY002
 
 

@@ -1,16 +1,16 @@
-"""The implicit ascent's input gradient through an N:M mask, on GPUs that multiply by such matrices.
+"""The input gradient of the implicit ascent through an N:M mask, on GPUs with semi-structured sparsity.
 
     dX = dY · (W ⊙ m),   W of shape (out, in), two of every four entries along `out` kept (float32: one of every two)
 
-torch packs a matrix along its rows, so (W ⊙ m)ᵀ is packed, anew in each ascent because the weights have moved, and
-F.linear(dY, packed) = dY · packedᵀ is the product. Which of torch's backends takes what:
+torch packs a matrix along its rows, so (W ⊙ m)ᵀ is packed, and F.linear(dY, packed) = dY · packedᵀ is the product.
+Packing is repeated in each ascent, because the weights have changed. What torch's backends support:
 
     cuSPARSELt   float16, bfloat16    2:4    compute capability 8.0 or higher
     CUTLASS      float16, bfloat16    2:4    compute capability 8.x
                  float32, as TF32     1:2    compute capability 8.x, where float32 products may use TF32
 
-A 2:4 mask in float32 must not be packed: CUTLASS would keep one of two and drop the rest silently. A 1:2 mask is also a
-2:4 mask. Not yet run on a GPU: without one, the masked dense product is used.
+A 2:4 mask in float32 must not be packed: CUTLASS would silently keep one of every two entries and drop the rest. A 1:2
+mask is also a 2:4 mask. Not yet run on a GPU; without one, the masked dense product is used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Backend = type[SparseSemiStructuredTensor]
 
 @dataclass(frozen=True)
 class Hardware:
-    """What decides about the backend beside the matrices."""
+    """Properties of the GPU that determine the backend."""
 
     capability: tuple[int, int]
     has_cusparselt: bool
@@ -38,7 +38,7 @@ class Hardware:
 
     @classmethod
     def of(cls, device: torch.device) -> Hardware | None:
-        """None where there is no CUDA device."""
+        """Returns the properties of a CUDA device; None for other devices."""
         if device.type != "cuda":
             return None
         allows_tf32 = torch.get_float32_matmul_precision() != "highest"
@@ -46,7 +46,7 @@ class Hardware:
 
 
 def choose_backend(dy: Tensor, weight: Tensor, mask: PackedMask, hardware: Hardware | None) -> Backend | None:
-    """The backend that can compute the product; None: none can."""
+    """Returns a backend that can compute the product; None: none can."""
     if hardware is None or weight.dim() != 2 or dy.dtype != weight.dtype:
         return None
     by_half = dy.dtype in (torch.float16, torch.bfloat16) and mask.is_n_of_m(2, 4)
@@ -62,7 +62,7 @@ def choose_backend(dy: Tensor, weight: Tensor, mask: PackedMask, hardware: Hardw
 
 
 def _fits(dy: Tensor, weight: Tensor, backend: Backend) -> bool:
-    """Whether the shapes are multiples of what torch asks for; (in, out) is the shape of what is packed."""
+    """Whether the shapes are multiples of what torch requires; the packed matrix has shape (in, out)."""
     sizes = backend._DTYPE_SHAPE_CONSTRAINTS[weight.dtype]
     outputs, inputs = weight.shape
     rows = dy.numel() // dy.shape[-1]
@@ -76,7 +76,7 @@ def to_pack(weight: Tensor, mask: PackedMask) -> Tensor:
 
 
 def input_gradient(dy: Tensor, weight: Tensor, mask: PackedMask) -> Tensor:
-    """dY · (W ⊙ m), dY (…, out) to dX (…, in); sparse where that can be, otherwise masked and dense."""
+    """dY · (W ⊙ m), dY (…, out) to dX (…, in); by a sparse kernel if there is one, otherwise masked and dense."""
     backend = choose_backend(dy, weight, mask, Hardware.of(weight.device))
     if backend is None:
         return dy @ (weight * mask.unpack(weight.device)).conj()

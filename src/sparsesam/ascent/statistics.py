@@ -1,4 +1,4 @@
-"""What a forward writes to: normalization statistics move once per step, what the second pass does is taken back."""
+"""Running statistics are updated once per step; updates by the second pass are undone."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def statistics_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Running statistics of those layers that are in training mode.
+    """Returns the running statistics of layers in training mode.
 
-    A layer is recognised by its buffers' names, so that a user's own normalization is covered too.
+    Layers are recognized by the names of their buffers, so that custom normalization layers are included.
     """
     return [
         buffer
         for module in modules
-        if getattr(module, "training", False)  # frozen scripts have no such attribute
+        if getattr(module, "training", False)  # frozen ScriptModules lack this attribute
         for name, buffer in module._buffers.items()  # as named_buffers() does, which is slow for every step
         if buffer is not None and name in _STATISTICS
     ]
 
 
 def statistics_versions(model: nn.Module) -> list[int]:
-    """Changes whenever a running statistic is written to."""
+    """Returns version counters that change whenever a running statistic is written to."""
     return [buffer._version for buffer in statistics_of(model.modules())]
 
 
 class Snapshot:
-    """Values of tensors, to be put back later."""
+    """Copies of tensors, to be restored later."""
 
     @torch.no_grad()
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        # Of one device and dtype each, so that an accelerator copies them by one launch.
+        # Grouped by device and dtype, so that an accelerator copies each group in one launch.
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for one in tensors:
             groups.setdefault((one.device, one.dtype), []).append(one)

@@ -1,4 +1,4 @@
-"""Which modules of a model a step may treat in a way of its own."""
+"""Finds the modules whose calls the engine may replace."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from sparsesam.ascent.layers import is_layer
 from sparsesam.ascent.plan import Plan
 from sparsesam.ascent.replaced_calls import is_compiled, is_compiled_in_place
 
-#: torch's own; in evaluation mode they take a fast path, unless a mode watches them
+#: torch's attention modules, which in evaluation mode take a fast path unless a torch function mode is active
 _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
 @dataclass
 class Survey:
-    """``clean`` modules hold no perturbed weight; each is listed with all modules in it.
+    """``clean`` modules hold no perturbed weight; each is listed with all of its submodules.
 
-    ``of_torch``: those of them that are made of torch's own modules, and how many weights they have.
-    ``layers`` are linear and convolution layers whose ascent computes less; ``unwatched`` ones must not see a mode.
+    ``of_torch``: the clean modules that consist only of torch's own modules, and their number of weights.
+    ``layers``: linear and convolution layers with a narrowed backward, and the id of their weight.
+    ``unwatched``: modules that must run without a torch function mode.
     """
 
     clean: dict[nn.Module, list[nn.Module]] = field(default_factory=dict)
@@ -30,7 +31,7 @@ class Survey:
 
     @property
     def has_clean_parameters(self) -> bool:
-        """Without, what runs before the first perturbed weight is next to nothing."""
+        """Whether a clean module has parameters; if none has, there is too little to reuse."""
         return any(next(module.parameters(), None) is not None for module in self.clean)
 
 
@@ -41,12 +42,12 @@ def survey(model: nn.Module, plan: Plan) -> Survey:
 
 
 def _visit(module: nn.Module, plan: Plan, found: Survey) -> tuple[bool, list[nn.Module]]:
-    """Whether a module is free of perturbed weights and of hooks inside, and all modules in it."""
+    """Returns whether a module is free of perturbed weights and of hooks inside, and all modules in it."""
     within, free = [module], True
     is_script = isinstance(module, torch.jit.ScriptModule)
     is_closed = is_compiled(module) or is_script
     for child in module.children():
-        if is_closed:  # what is inside is out of reach
+        if is_closed:  # calls of the modules inside cannot be replaced
             below = list(child.modules())
             child_free = not any(id(parameter) in plan.moved for parameter in child.parameters())
         elif child in found.clean:
@@ -99,7 +100,7 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 
 
 def hooks_left_out(model: nn.Module, plan: Plan) -> str | None:
-    """Hooks that the user expects to be called in both passes, and that would not be."""
+    """Returns which hooks would not be called if a pass left something out; None: there are none."""
     backward, forward = have_global_hooks()
     if backward or forward:
         return f"{'backward' if backward else 'forward'} hooks are registered for all modules"

@@ -1,4 +1,4 @@
-"""A budget instead of a sparsity: say what a step may cost, and perturb the most important weights that fit."""
+"""Masks by cost instead of sparsity: given the cost of a step, perturb the most important weights that fit."""
 
 from sparsesam.budget.choice import BudgetUnit
 from sparsesam.budget.costs import LayerCosts, layer_costs

@@ -1,7 +1,7 @@
-"""The cost of each call of a model in one training pass, forward and backward.
+"""Measures the cost of each call of a model in one training pass, forward and backward.
 
-One call is one torch function that the model's own code calls. Nothing is run in isolation, so caches, memory and
-fused kernels are those of a real step.
+A call is a call of a torch function by the model's own code. Nothing is run in isolation, so caches, memory and fused
+kernels are those of a real step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sparsesam.masks.batches import call_model
 from sparsesam.masks.packed import PackedMask
 
 How = Literal["time", "cpu-time", "count"]
-#: which gradients the pass computes: all; of the inputs alone; of the weights only for some of the filters
+#: which gradients the pass computes: all; only input gradients; weight gradients for some of the filters only
 PassKind = Literal["everything", "inputs", "quarter", "three quarters"]
 PASS_KINDS: tuple[PassKind, ...] = get_args(PassKind)
 Clock = Callable[[], float]
@@ -39,21 +39,21 @@ _MARK = "_sparsesam_call"
 
 @dataclass
 class ModuleCall:
-    """The innermost call of a module that a function is called in."""
+    """The innermost module call in which a function is called."""
 
     held: frozenset[str]  # the module's parameters
-    end: int = 0  # the number of functions called before it returned
+    end: int = 0  # the number of functions called before the module returned
 
 
 @dataclass
 class CallCost:
-    """One call of a torch function: what it used, what it depends on, and what it cost in each pass."""
+    """One call of a torch function: its parameters, the calls it depends on, and its cost in each pass."""
 
     function: str
     parameters: tuple[str, ...]
-    upstream: frozenset[int]  # earlier calls that it depends on, directly or through others
-    leads_back: bool  # whether an input needs a gradient
-    can_slice: bool  # whether its weight gradient can be computed for some filters alone
+    upstream: frozenset[int]  # earlier calls that it depends on, directly or indirectly
+    leads_back: bool  # whether an input requires a gradient
+    can_slice: bool  # whether its weight gradient can be computed for some filters only
     module: ModuleCall
     forwards: list[float] = field(default_factory=list)
     backwards: dict[PassKind, list[float]] = field(default_factory=lambda: {kind: [] for kind in PASS_KINDS})
@@ -79,13 +79,13 @@ class CallCost:
 
     @cached_property
     def _some_filters(self) -> tuple[float, float]:
-        """dW of a quarter and of three quarters of the filters, slicing included."""
+        """The cost of dW for a quarter and for three quarters of the filters, including slicing."""
         few, most = (_median(self.backwards[kind]) - self.input_gradient for kind in ("quarter", "three quarters"))
         quarter = max(few, 0.25 * self.weight_gradient)
         return quarter, max(most, 0.75 * self.weight_gradient, quarter)
 
     def weight_gradient_for(self, share: float) -> float:
-        """dW of a share of the filters: on the line through the two that were measured."""
+        """Returns the cost of dW for a share of the filters, by linear interpolation of the two measurements."""
         if not (self.can_slice and 0 < share < 1):
             return float(share > 0) * self.weight_gradient
         quarter, three_quarters = self._some_filters
@@ -94,13 +94,13 @@ class CallCost:
 
 
 def _median(costs: list[float]) -> float:
-    """Of all passes but the first, which warms up; counts take one alone."""
+    """Returns the median without the first pass, a warm-up; of a single pass, its cost."""
     return float(statistics.median(costs[1:] or costs))
 
 
 @contextmanager
 def stopwatch(how: How, device: torch.device) -> Iterator[Clock]:
-    """A clock in seconds, CPU seconds of this process, or multiply-adds."""
+    """Yield a clock in seconds, in CPU seconds of this process, or in multiply-adds."""
     if how == "count":
         with MultiplyAdds() as counter:
             yield lambda: counter.total
@@ -141,9 +141,9 @@ class MultiplyAdds(TorchDispatchMode):
 
 
 class Trace(TorchFunctionMode):
-    """One pass, forward and backward, of a model in its present mode; it leaves no gradients behind.
+    """Runs one pass, forward and backward, of a model in its current mode; it accumulates no gradients.
 
-    The first pass, of kind "everything", fills ``calls``; all passes add to them what they cost.
+    The first pass, of kind "everything", fills ``calls``; every pass adds its costs to them.
     """
 
     def __init__(self, model: nn.Module, clock: Clock, kind: PassKind, calls: list[CallCost]) -> None:
@@ -174,7 +174,7 @@ class Trace(TorchFunctionMode):
             raise ValueError(
                 "model must return a tensor that depends on its parameters, got none in its output for example_input"
             )
-        seeds = [torch.full_like(tensor, 1 / max(1, tensor.numel())) for tensor in outputs]  # as of a mean loss
+        seeds = [torch.full_like(tensor, 1 / max(1, tensor.numel())) for tensor in outputs]  # as for a mean loss
         self._last = self.clock()
         torch.autograd.grad(outputs, list(self._leaves.values()), seeds, allow_unused=True)
         self._nodes.clear()
@@ -201,7 +201,7 @@ class Trace(TorchFunctionMode):
             module=self._running[-1],
         )
         if self.kind == "inputs" and one.leads_back:
-            # The weights of the very first layers stay: without them there would be no backward pass at all.
+            # The weights of the first layers are not detached: without them there would be no backward pass.
             args, kwargs = tree_map_only(Tensor, lambda t: t.detach() if id(t) in used else t, (args, kwargs))
         else:
             self._leaves |= used
@@ -224,7 +224,7 @@ class Trace(TorchFunctionMode):
         return result
 
     def _noted(self, one: CallCost) -> CallCost:
-        """The call itself in the first pass, later the same one of the first pass."""
+        """Returns the recorded call: in the first pass ``one`` itself, later the same call of the first pass."""
         if self._is_first:
             self.calls.append(one)
         self._count += 1
@@ -245,7 +245,7 @@ class Trace(TorchFunctionMode):
         return reached if token is self._token else frozenset()
 
     def _watch(self, made: list[Tensor], one: CallCost) -> None:
-        """Steps of the backward pass that came with this call are its own."""
+        """Attribute the backward nodes that this call created to it."""
         waiting = [tensor.grad_fn for tensor in made]
         while waiting:
             node = waiting.pop()
@@ -261,7 +261,7 @@ class Trace(TorchFunctionMode):
 
 
 def _some_filters(model: nn.Module, *, most: bool) -> dict[int, WeightGradient]:
-    """The weight gradients of every fourth filter of each layer, or of all others, by the identity of the weight."""
+    """Returns, by the id of each weight, the weight gradient of every fourth filter, or with ``most`` of the others."""
     found = {}
     for parameter in model.parameters():
         if parameter.dim() > 1 and parameter.requires_grad:

@@ -1,4 +1,4 @@
-"""The units of the largest score that fit into a budget: every layer is tried as the earliest perturbed one."""
+"""Chooses the units with the largest total score that fit into a budget, trying every layer as the frontier."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from sparsesam.masks.checks import NonFiniteScoreError
 BudgetUnit = Literal["tensor", "filter"]
 Places = npt.NDArray[np.intp]
 
-#: Beyond so many undominated choices, those of nearly equal cost are dropped.
+#: With more undominated choices than this, those of nearly equal cost are dropped.
 _STATES = 1 << 14
 
 
 @dataclass(frozen=True)
 class FrontierOption:
-    """One choice of the earliest perturbed layer: what is always perturbed, its cost, and what can be added."""
+    """A frontier, the earliest perturbed layer: what is always perturbed, its cost, and what can be added."""
 
     free: tuple[str, ...]  # normalization parameters and biases behind the frontier
     fixed: float
-    items: Mapping[str, Floats]  # by weight tensor: what perturbing 0, 1, 2, … of its units adds
+    items: Mapping[str, Floats]  # by weight tensor: the added cost of perturbing 0, 1, 2, … of its units
 
     @property
     def cheapest(self) -> float:
@@ -39,10 +39,11 @@ class FrontierOption:
 
 
 def frontier_options(costs: LayerCosts, shapes: Mapping[str, torch.Size], unit: BudgetUnit) -> Iterator[FrontierOption]:
-    """From the last layer to the first.
+    """Yield an option for each frontier, from the last layer to the first.
 
-    An item is charged what it adds to the frontier's own passes. Two items that make the same calls run again are both
-    charged for them, so a choice never costs more than it is charged, and less only where branches run in parallel.
+    An item is charged the cost that it adds to the passes of the frontier. If two items cause the same calls to run
+    again, both are charged for them, so a choice never costs more than its charge, and less only with parallel
+    branches.
     """
     places = {name: place for name, place in costs.first_use.items() if name in shapes}
     units = {name: _unit_costs(costs, name, unit) for name in places}
@@ -60,18 +61,18 @@ def frontier_options(costs: LayerCosts, shapes: Mapping[str, torch.Size], unit: 
 
 
 def unit_count(costs: LayerCosts, name: str, unit: BudgetUnit) -> int:
-    """The number of filters where they cost less than the whole tensor; else 1, the tensor itself."""
+    """Returns the number of filters if they can be computed separately; otherwise 1, the tensor itself."""
     return costs.shapes[name][0] if unit == "filter" and costs.can_slice(name) else 1
 
 
 def _unit_costs(costs: LayerCosts, name: str, unit: BudgetUnit) -> Floats:
-    """The weight gradient and the moving of 1, 2, … units."""
+    """Returns the cost of the weight gradient and of moving the weights of 1, 2, … units."""
     count = unit_count(costs, name, unit)
     return np.array([costs.perturbing(name, k / count) for k in range(1, count + 1)])
 
 
 def unit_sums(scores: Mapping[str, Tensor], counts: Mapping[str, int]) -> dict[str, Floats]:
-    """The score of each unit: the sum over its weights."""
+    """Returns the score of each unit: the sum over its weights."""
     sums = {}
     for name, score in scores.items():
         total = score.detach().reshape(counts[name], -1).sum(1, dtype=torch.float64).cpu().numpy()
@@ -86,7 +87,7 @@ def unit_sums(scores: Mapping[str, Tensor], counts: Mapping[str, int]) -> dict[s
 def best_units(
     options: Sequence[FrontierOption], scores: Mapping[str, Floats], allowance: float
 ) -> dict[str, list[int]]:
-    """The units to perturb, by parameter, of the frontier with the largest total score."""
+    """Returns the units to perturb, by parameter, for the frontier with the largest total score."""
     best, chosen = -1.0, {}
     for one in options:
         left = allowance - one.fixed
@@ -104,7 +105,7 @@ def best_units(
 
 
 def _taken(costs: Sequence[Floats], values: Sequence[Floats], left: float) -> list[int]:
-    """How many units of each tensor: the best whole tensors or, if their score is larger, filters."""
+    """Returns how many units of each tensor to take: the best whole tensors or, if their score is larger, filters."""
     chosen = best_subset([float(v[-1]) for v in values], [float(c[-1]) for c in costs], left)
     whole = [len(c) - 1 if place in chosen else 0 for place, c in enumerate(costs)]
     if all(len(c) == 2 for c in costs):
@@ -116,7 +117,7 @@ def _taken(costs: Sequence[Floats], values: Sequence[Floats], left: float) -> li
 def unit_masks(
     chosen: Mapping[str, list[int]], parameters: Mapping[str, Tensor], counts: Mapping[str, int]
 ) -> dict[str, Tensor]:
-    """Masks in which the chosen units are True."""
+    """Returns masks in which the chosen units are True."""
     masks = {}
     for name, parameter in parameters.items():
         mask = torch.zeros(parameter.shape, dtype=torch.bool, device=parameter.device)
@@ -125,17 +126,17 @@ def unit_masks(
     return masks
 
 
-# ---- what is worth most among what fits: whole items, or the first few of each of several lists ------------------
+# ---- knapsack: whole items, or the first few entries of each of several lists ------------------------------------
 
 
 def best_subset(values: Sequence[float], costs: Sequence[float], capacity: float) -> list[int]:
-    """The items of greatest total value whose total cost is at most the capacity: the 0/1 knapsack.
+    """Returns the items of largest total value whose total cost is at most the capacity: the 0/1 knapsack.
 
     Grows the list of undominated (cost, value) pairs item by item (Nemhauser and Ullmann, 1969), which is exact;
-    should the list pass 16384 pairs, only the best of each 16384th part of the capacity is kept.
+    if the list exceeds 16384 pairs, only the best pair in each 16384th part of the capacity is kept.
     """
     cost, value = np.zeros(1), np.zeros(1)
-    history: list[Places] = []  # where each pair came from: 2 * the pair before, + 1 with the item
+    history: list[Places] = []  # origin of each pair: 2 * the previous pair, + 1 if the item was added
     for item_value, item_cost in zip(values, costs, strict=True):
         origin = np.concatenate([2 * np.arange(len(cost)), 2 * np.arange(len(cost)) + 1])
         cost, value = np.concatenate([cost, cost + item_cost]), np.concatenate([value, value + item_value])
@@ -152,7 +153,7 @@ def best_subset(values: Sequence[float], costs: Sequence[float], capacity: float
 
 
 def _undominated(cost: Floats, value: Floats, capacity: float) -> Places:
-    """By rising cost, the pairs that fit and are worth more than every cheaper one."""
+    """Returns, by increasing cost, the pairs that fit and have a larger value than every cheaper pair."""
     order: Places = np.lexsort((-value, cost))
     order = order[cost[order] <= capacity]
     best = np.maximum.accumulate(value[order])
@@ -164,11 +165,11 @@ def _undominated(cost: Floats, value: Floats, capacity: float) -> Places:
 
 
 def best_prefixes(values: Sequence[Floats], costs: Sequence[Floats], capacity: float) -> list[int]:
-    """How many of the first entries to take of each list; ``values[l][k]`` and ``costs[l][k]`` are those of k entries.
+    """Returns how many of the first entries of each list to take; ``values[l][k]``, ``costs[l][k]`` are of k entries.
 
-    For a price p per unit of cost, each list is best off with the k that maximizes values[l][k] - p * costs[l][k]:
-    the units of the most score per cost, a list's fixed cost included. The lowest price whose choice fits is
-    optimal for what it spends; what is left over is filled by what gains most.
+    For a price p per unit of cost, the best k of each list maximizes values[l][k] - p * costs[l][k]: the units of
+    largest score per cost, including a list's fixed cost. The choice at the lowest price that fits is optimal for the
+    capacity it uses; the rest of the capacity is filled greedily by the largest gain.
     """
     if not values:
         return []

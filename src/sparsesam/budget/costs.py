@@ -1,11 +1,11 @@
-"""What each layer costs, and what a step costs that perturbs some of them and skips the rest.
+"""The cost of each layer, and of a step that perturbs some of the parameters.
 
-With P the perturbed parameters, a call is used again in the second pass if the module in whose forward it stands
-holds none of P and returns before the first use of any. Beyond the base optimizer's step, a step with the engine and
+With P the perturbed parameters, a call is reused in the second pass if the module in whose forward it is made holds
+none of P and returns before the first use of any. In addition to the base optimizer's step, a step with the engine and
 norm="masked" costs
 
-    sum of F over calls that are not used again        the second forward
-  + sum of dX over calls that depend on a use of P     the ascent's way back to the frontier
+    sum of F over calls that are not reused            the second forward
+  + sum of dX over calls that depend on a use of P     the ascent's backward up to the frontier
   + sum of dW(kept share) over P                       the ascent's weight gradients
   + moving P to w + e and back
 
@@ -39,9 +39,9 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class LayerCost:
-    """A layer's calls summed, together with the calls without parameters that follow it (activations, additions).
+    """The total cost of a layer's calls and of the calls without parameters that follow it (activations, additions).
 
-    ``share``: of its weights that is perturbed, in a report.
+    ``share``: the share of its weights that is perturbed, in a report.
     """
 
     layer: str
@@ -62,12 +62,12 @@ class LayerCosts:
 
     @cached_property
     def base(self) -> float:
-        """One forward and backward pass; with thousands of weights per call, the update is little beside it."""
+        """The cost of one forward and backward pass; with thousands of weights per call, the update costs little."""
         return sum(call.forward + call.input_gradient + call.weight_gradient for call in self.calls)
 
     @cached_property
     def first_use(self) -> dict[str, int]:
-        """The call in which each parameter is first used, in execution order; parameters never used are not there."""
+        """The index of the call in which each parameter is first used; parameters that are never used are left out."""
         places: dict[str, int] = {}
         for index, call in enumerate(self.calls):
             for name in call.parameters:
@@ -76,7 +76,7 @@ class LayerCosts:
 
     @cached_property
     def layers(self) -> tuple[LayerCost, ...]:
-        """One entry per layer in the order of first use; their columns sum up to a whole pass."""
+        """One entry per layer in the order of first use; the entries sum to the cost of a whole pass."""
         order = [call.layer for call in self.calls if call.parameters]
         groups: dict[str, list[CallCost]] = {layer: [] for layer in dict.fromkeys(order)}
         current = order[0]
@@ -91,7 +91,7 @@ class LayerCosts:
         return len(self.shapes[name]) > 1 and bool(uses) and all(call.can_slice for call in uses)
 
     def step(self, masks: Mapping[str, Tensor]) -> float:
-        """The cost of a step that perturbs these entries, in steps of the base optimizer."""
+        """Returns the cost of a step that perturbs these entries, in steps of the base optimizer."""
         kept = {name: mask for name, mask in masks.items() if name in self.first_use and bool(mask.any())}
         extra = self.passing(kept)
         for name, mask in kept.items():
@@ -102,14 +102,14 @@ class LayerCosts:
         return 1 + extra / self.base
 
     def passing(self, names: Iterable[str]) -> float:
-        """The second forward and the ascent's input gradients, when these parameters are perturbed."""
+        """Returns the cost of the second forward and the ascent's input gradients if these parameters are perturbed."""
         reached = np.zeros((2, len(self.calls)), dtype=bool)
         for name in names:
             reached |= self._reached[name]
         return float(self._prices[reached].sum())
 
     def perturbing(self, name: str, share: float, *, sliced: bool = True) -> float:
-        """The ascent's weight gradient for a share of a parameter's filters, and moving them there and back."""
+        """Returns the cost of dW for a share of a parameter's filters, and of moving them to w + e and back."""
         size = self.shapes[name].numel()
         gradient = share if sliced else float(share > 0)
         total = share * size * self.moving
@@ -119,7 +119,7 @@ class LayerCosts:
 
     @cached_property
     def _uses(self) -> dict[str, list[tuple[float, CallCost]]]:
-        """The calls of each parameter, and its part of their weight gradients: by its number of weights."""
+        """The calls that use each parameter, and its share of their weight gradients, by number of weights."""
         uses: dict[str, list[tuple[float, CallCost]]] = {name: [] for name in self.shapes}
         for call in self.calls:
             total = sum(self.shapes[name].numel() for name in call.parameters)
@@ -129,7 +129,7 @@ class LayerCosts:
 
     @cached_property
     def _reached(self) -> dict[str, Flags]:
-        """By parameter, the calls that run again when it is perturbed, and those that depend on a use of it."""
+        """By parameter, the calls that run again if it is perturbed, and the calls that depend on a use of it."""
         found = {}
         for name, place in self.first_use.items():
             uses = {index for index, call in enumerate(self.calls) if name in call.parameters}
@@ -139,21 +139,21 @@ class LayerCosts:
 
     @cached_property
     def _prices(self) -> Floats:
-        """F and dX of each call."""
+        """The costs of F and dX of each call."""
         return np.array([(call.forward, call.input_gradient) for call in self.calls]).T
 
 
 def layer_costs(
     model: nn.Module, example_input: Any, *, how: Literal["time", "cpu-time", "count"] = "time", repeats: int = 5
 ) -> LayerCosts:
-    """Measure (``"time"``, medians of ``repeats`` passes after one to warm up) or count what each call costs.
+    """Measure (``"time"``, medians of ``repeats`` passes after one warm-up pass) or count the cost of each call.
 
-    ``"cpu-time"`` measures what this process computes, with one thread the better clock beside other work;
+    ``"cpu-time"`` measures the CPU time of this process, which with one thread is more reliable beside other work;
     ``"count"`` is the same on every machine.
 
-    ``example_input`` is a batch of the size to be trained with: a tensor, a tuple of arguments or a dictionary of
-    named ones. Passes run in training mode, as a step does; the model, its buffers and the random state are left as
-    found. F and dX + dW are read off a complete pass while it runs, dX off one whose weights take no gradient.
+    ``example_input`` is a batch of the training size: a tensor, a tuple of positional arguments or a dictionary of
+    keyword arguments. Passes run in training mode, as a step does; the model, its buffers and the random state are
+    restored. F and dX + dW are measured during a complete pass, dX in a pass without weight gradients.
     """
     check_choice("how", how, get_args(How))
     check_count("repeats", repeats, "5 give a usable median")
@@ -187,7 +187,7 @@ def _summed(layer: str, calls: list[CallCost]) -> LayerCost:
 
 
 def _moving(model: nn.Module, clock: Clock, repeats: int) -> float:
-    """The cost per weight of the norm, of moving to w + e and of moving back, on the largest tensor."""
+    """Returns the cost per weight of the norm, of moving to w + e and of moving back, on the largest tensor."""
     weight = max((p.detach() for p in model.parameters() if p.requires_grad), key=Tensor.numel).clone()
     target = Target("weight", weight, torch.ones_like(weight), None, rho=1e-3, eta=None)
     perturbation, spent = Perturbation(), []

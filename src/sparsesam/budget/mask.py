@@ -1,4 +1,4 @@
-"""The mask rule of a budget, its constructor, and what it perturbs layer by layer."""
+"""The mask rule for a budget, its constructor, and a report of what it perturbs per layer."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ class BudgetReport:
 
 @dataclass(frozen=True, eq=False)
 class BudgetMask(MaskRule):
-    """The units with the most score among those that a step of the given cost can perturb.
+    """Perturbs the units with the largest total score that a step of the given cost can perturb.
 
         max  sum of scores over P     subject to     cost of a step that perturbs P <= budget
 
-    Every layer is tried as the frontier, the earliest perturbed one. Behind it, normalization parameters and biases
-    are perturbed in any case, being nearly free; the rest of the budget goes to whole weight tensors (exactly the
-    best ones) or to their filters. It needs ``norm="masked"``: with "full" the engine cannot skip anything.
+    Every layer is tried as the frontier, the earliest perturbed layer. From there on, all normalization parameters and
+    biases are perturbed, because they cost almost nothing; the rest of the budget goes to whole weight tensors (an
+    exact optimum) or to their filters. It needs ``norm="masked"``: with "full" the engine can leave out less.
     """
 
     needs_masked_norm: ClassVar[bool] = True
@@ -96,7 +96,7 @@ class BudgetMask(MaskRule):
 
     @property
     def _allowance(self) -> float:
-        """What a step may cost beyond the base optimizer's, in the unit of the costs."""
+        """The cost of a step allowed beyond the base optimizer's, in the unit of the costs."""
         return (self.budget - 1) * self.costs.base
 
     def make(self, context: ScoreContext) -> dict[str, Tensor]:
@@ -112,9 +112,9 @@ class BudgetMask(MaskRule):
         return unit_masks(best_units(options, scores, self._allowance), context.parameters, counts)
 
     def report(self, masks: Mapping[str, Tensor]) -> BudgetReport:
-        """What these masks mean, usually ``opt.masks``."""
+        """Returns what these masks (usually ``opt.masks``) perturb and cost."""
         if not masks:
-            raise ValueError("masks must not be empty; opt.masks is, before the first step")
+            raise ValueError("masks must not be empty; opt.masks is empty before the first step")
         kept = {name: int(mask.count_nonzero()) for name, mask in masks.items()}
         rows = tuple(self._row(layer, kept) for layer in self.costs.layers)
         frontier = next((row.layer for row in rows if row.share > 0), None)
@@ -122,7 +122,7 @@ class BudgetMask(MaskRule):
         return BudgetReport(self.budget, self.costs.step(masks), frontier, share, rows)
 
     def _row(self, layer: LayerCost, kept: Mapping[str, int]) -> LayerCost:
-        """A layer's costs in parts of the base optimizer's step."""
+        """Returns a layer's costs in steps of the base optimizer."""
         size = sum(self.costs.shapes[name].numel() for name in layer.parameters)
         return replace(
             layer,
@@ -164,21 +164,21 @@ def budget_mask(
     seed: int = 0,
     model_loss: Callable[[nn.Module, Any], Tensor] | None = None,
 ) -> BudgetMask:
-    """Perturbs what a step of ``budget`` times the base optimizer's cost can pay for; needs ``norm="masked"``.
+    """Perturbs what fits into a step of ``budget`` times the base optimizer's cost; needs ``norm="masked"``.
 
     Args:
         model: the model that is trained.
         example_input: a batch of inputs as in training, on which the cost of each layer is measured.
         budget: what a step may cost, in steps of the base optimizer; SAM costs about 2.
-        data: what Fisher information is measured on, as in `fisher_mask`. Without it, ``score`` ranks the weights.
+        data: the data on which Fisher information is measured, as in `fisher_mask`. Without it, ``score`` is used.
         loss_fn: as in `fisher_mask`.
         samples: as in `fisher_mask`.
         score: a `Score` in place of Fisher information. Default without ``data``: the squared gradient.
         unit: perturb whole weight tensors, ``"tensor"``, or some of their filters, ``"filter"``.
         how: measure the ``"time"`` or ``"cpu-time"`` of each layer's forward, input gradient and weight gradient, or
-            ``"count"`` their operations, which is reproducible but blind to the machine.
-        refresh: when the mask is made anew. Default: never.
-        seed: of the draw of samples.
+            ``"count"`` their operations, which is reproducible but ignores the machine.
+        refresh: when a new mask is made. Default: never.
+        seed: the seed for drawing samples.
         model_loss: as in `fisher_mask`.
 
     Examples:

@@ -1,4 +1,4 @@
-"""What ranks must agree on: gradients, masks, counters, shards. torch.distributed and nothing of our own."""
+"""Support for torch.distributed: DistributedDataParallel, Join, sharded parameters, and agreement between ranks."""
 
 from sparsesam.distributed.agreement import all_agree, is_distributed
 from sparsesam.distributed.ddp import (

@@ -1,4 +1,4 @@
-"""Whether all ranks have the same: told by hashes, so that a comparison sends eight bytes per rank."""
+"""Checks that all ranks have the same values, by hashes: a comparison sends eight bytes per rank."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def all_agree(flag: bool, device: torch.device, group: dist.ProcessGroup | None 
 
 
 def communication_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Where a tensor must be for the group's collectives."""
+    """Returns the device on which the group's collectives need their tensors."""
     if "nccl" in str(dist.get_backend(group)):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def on_every_rank(make: Callable[[], Result], error: type[Exception], group: dist.ProcessGroup | None) -> Result:
-    """What ``make`` returns; where it raises the error on one rank, all ranks raise it."""
+    """Returns the result of ``make``; if it raises the error on one rank, all ranks raise it."""
     result, caught = None, None
     try:
         result = make()
@@ -44,7 +44,7 @@ def on_every_rank(make: Callable[[], Result], error: type[Exception], group: dis
 
 
 def hash_of(parts: Iterable[Tensor | int | str]) -> int:
-    """64 bits that differ, but for a chance of 2^-64, where any of the parts does."""
+    """Returns a 64-bit hash of the parts; different parts collide with probability 2^-64."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         if isinstance(part, Tensor):
@@ -55,7 +55,7 @@ def hash_of(parts: Iterable[Tensor | int | str]) -> int:
 
 
 def require_same(parts: Iterable[Tensor | int | str], what: str, group: dist.ProcessGroup | None = None) -> None:
-    """Raise RuntimeError on every rank, naming those that differ from the group's first."""
+    """Raise RuntimeError on every rank if the parts differ, naming the ranks that differ from the group's first."""
     first, *others = dist.get_process_group_ranks(group or dist.group.WORLD)
     mine = torch.tensor([hash_of(parts)], dtype=torch.int64, device=communication_device(group))
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]

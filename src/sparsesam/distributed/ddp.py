@@ -1,4 +1,4 @@
-"""DistributedDataParallel: the model inside, and the ascent's gradient, averaged or not."""
+"""Helpers for DistributedDataParallel: unwrapping the model, and synchronizing the ascent gradient."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module inside DistributedDataParallel, DataParallel and torch.compile."""
+    """Returns the user's module inside DistributedDataParallel, DataParallel and torch.compile."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module
@@ -23,31 +23,31 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def running_ddp(model: nn.Module) -> DistributedDataParallel | None:
-    """The DistributedDataParallel whose forward runs now, if it holds the model."""
+    """Returns the DistributedDataParallel whose forward is running, if it contains the model."""
     active = getattr(DistributedDataParallel, "_active_ddp_module", None)
     holds = active is not None and any(module is model for module in active.modules())
     return active if holds else None
 
 
 def is_first_of_static_graph(ddp: DistributedDataParallel) -> bool:
-    """Whether its next backward must run through all of the model, and synchronized, for static_graph=True."""
+    """Whether its next backward records the static graph, and so must be complete and synchronized."""
     return bool(ddp.static_graph) and not getattr(ddp, "_static_graph_delay_allreduce_enqueued", True)
 
 
 def invalidates_graphs(ddp: DistributedDataParallel) -> bool:
-    """Whether its forward counts as a change of buffers, so that a graph which saved them cannot be used any more."""
+    """Whether its forward raises the versions of buffers, so that a graph that saved them can no longer be used."""
     return torch.__version__ < "2.11" and bool(ddp.broadcast_buffers) and any(True for _ in ddp.module.buffers())
 
 
 def unsynchronized(ddp: DistributedDataParallel | None) -> AbstractContextManager[None]:
-    """Within the block gradients stay local."""
+    """Within the block, gradients are not synchronized."""
     return nullcontext() if ddp is None else ddp.no_sync()
 
 
 def average_gradients(ddp: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
-    """The mean of the ranks' gradients, for these parameters alone.
+    """Average the gradients of these parameters over the ranks.
 
-    A parameter that some rank did not use counts as zero there, as it does for ``find_unused_parameters=True``.
+    The gradient of a parameter that a rank did not use counts as zero, as with ``find_unused_parameters=True``.
     """
     group = ddp.process_group
     size = dist.get_world_size(group)

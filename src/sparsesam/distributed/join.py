@@ -3,9 +3,9 @@
     with Join([model, opt]):
         for x, y in loader: ...
 
-DDP answers its own collectives for ranks that are out of batches. Within ``Join`` the optimizer sends nothing else:
-every rank makes its mask by itself, from the same gradient and the same random numbers, and the backward is not
-narrowed. When all ranks are done, all of them take over the optimizer's state of one that was still training.
+Ranks without batches only take part in DDP's own collectives. Within ``Join`` the optimizer therefore runs no others:
+every rank makes its mask locally, from the same gradient and the same random numbers, and the backward is not narrowed.
+When all ranks are done, they all load the optimizer state of a rank that was still training.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from sparsesam.distributed.agreement import communication_device
 
 
 class StateJoinHook(JoinHook):
-    """Gives every rank the optimizer's state of the last rank that was still training."""
+    """Broadcasts the optimizer state of the last rank that was still training."""
 
     def __init__(self, optimizer: Any, group: dist.ProcessGroup) -> None:
         self._optimizer, self._group = optimizer, group
         super().__init__()
 
     def main_hook(self) -> None:
-        if not self._optimizer._is_joining:  # a second time in the same Join, in which the others wait for this rank
+        if not self._optimizer._is_joining:  # the same Join is entered again, and the others wait for this rank
             raise RuntimeError("a Join must not be entered twice; write `with Join([model, opt]):` for every loop")
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -41,14 +41,14 @@ class StateJoinHook(JoinHook):
         dist.all_reduce(source, op=dist.ReduceOp.MAX, group=self._group)
         state: list[Any] = [self._optimizer.state_dict() if rank == int(source) else None]
         dist.broadcast_object_list(state, src=int(source), group=self._group, device=device)
-        self._optimizer.load_state_dict(state[0])  # on the source too: all ranks go on from the same point
+        self._optimizer.load_state_dict(state[0])  # on the source too, so that all ranks continue from the same state
 
 
 class JoinableOptimizer(Joinable):
-    """What ``Join`` asks of an optimizer."""
+    """The methods of an optimizer that ``Join`` needs."""
 
     _names: dict[Tensor, str]
-    _ended_join: object = None  # by what torch has marked DistributedDataParallel in a Join that is over
+    _ended_join: object = None  # the _join_config of DistributedDataParallel in the last finished Join
 
     def join_hook(self, **_: Any) -> JoinHook:
         return StateJoinHook(self, self.join_process_group)
@@ -64,14 +64,14 @@ class JoinableOptimizer(Joinable):
     @property
     @abstractmethod
     def _ddp(self) -> DistributedDataParallel | None:
-        """What the model is wrapped in, as far as known."""
+        """The DistributedDataParallel around the model, if known."""
 
     @property
     def _is_joining(self) -> bool:
         return bool(self._join_config.enable)
 
     def _check_join(self) -> None:
-        """Ranks that stop early must take over counters and masks, or later refreshes would wait for them forever."""
+        """Raise unless Join has model and optimizer: with other counters on some ranks, later refreshes would hang."""
         mark = None if self._ddp is None else self._ddp._join_config
         if mark is not None and mark.enable and mark is not self._ended_join and not self._is_joining:
             raise RuntimeError("Join must have the optimizer too: write `with Join([model, opt]):`")
@@ -79,6 +79,6 @@ class JoinableOptimizer(Joinable):
             raise RuntimeError("Join must have the model first: write `with Join([model, opt]):`")
 
     def _end_join(self) -> None:
-        """torch marks its Joinables when a Join is made, and does not unmark them when it is over."""
+        """Disable the optimizer's join state: torch enables it when a Join is created, but does not disable it."""
         self._ended_join = None if self._ddp is None else self._ddp._join_config
         Joinable.__init__(self)

@@ -1,7 +1,7 @@
-"""Parameters of which each rank holds a part: DTensors of ``fully_shard`` (FSDP2) and of tensor parallelism.
+"""Sharded parameters, of which each rank holds a part: DTensors of ``fully_shard`` (FSDP2) and tensor parallelism.
 
-Everything that a step does to a weight it does to the part that this rank holds, `local_part`, which is an ordinary
-tensor. What concerns all parts (a norm, a number of kept weights) goes through `Shards.sum`.
+A step works on the part of a weight that this rank holds, `local_part`, which is an ordinary tensor. Quantities over
+all parts (a norm, a number of kept weights) are computed with `Shards.sum`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local_part(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """What this rank holds of a DTensor, laid out as ``like`` is; any other tensor is itself."""
+    """Returns this rank's part of a DTensor, with the placements of ``like``; any other tensor unchanged."""
     sharded: Any = tensor
     if not is_sharded(tensor):
         return tensor
@@ -40,7 +40,7 @@ def local_part(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def as_shard_of(parameter: Tensor, part: Tensor) -> Tensor:
-    """A DTensor like the parameter whose part on this rank is ``part``; the part itself of any other parameter."""
+    """Returns a DTensor like the parameter with this rank's ``part``; ``part`` itself if it is not sharded."""
     if not is_sharded(parameter):
         return part
     from torch.distributed.tensor import DTensor
@@ -52,9 +52,9 @@ def as_shard_of(parameter: Tensor, part: Tensor) -> Tensor:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free parameters that FSDP2 gathered, so that the next forward gathers the shards as they are now.
+    """Free parameters that FSDP2 gathered, so that the next forward gathers the current shards.
 
-    It does so by itself after a backward, unless told ``set_reshard_after_backward(False)``.
+    FSDP2 does this itself after a backward, except with ``set_reshard_after_backward(False)``.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for module in model.modules():
@@ -63,7 +63,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def refuse_fsdp1(parameters: Iterable[Tensor]) -> None:
-    """Raise for parameters that FSDP1 flattened: each rank would take the norm of its own shard for the whole."""
+    """Raise for parameters that FSDP1 flattened: each rank would use the norm of its own shard."""
     if any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters):
         raise TypeError(
             "model must not be wrapped in FullyShardedDataParallel (FSDP1): its flat shards look like whole tensors, "
@@ -76,7 +76,7 @@ def refuse_fsdp1(parameters: Iterable[Tensor]) -> None:
 class ShardLayout:
     """Which entries of a tensor of ``shape`` this rank holds: those at every combination of the ``indices``.
 
-    ``counts``: of several ranks that hold the same entries, exactly one counts them.
+    ``counts``: this rank counts its entries; of several ranks that hold the same entries, exactly one does.
     """
 
     shape: torch.Size
@@ -84,7 +84,7 @@ class ShardLayout:
     counts: bool
 
     def of(self, whole: Tensor) -> Tensor:
-        """The part of a whole tensor."""
+        """Returns this rank's part of a whole tensor."""
         for dim, index in enumerate(self.indices):
             if len(index) != self.shape[dim]:
                 whole = whole.index_select(dim, index.to(whole.device))
@@ -95,7 +95,7 @@ class ShardLayout:
         return all(len(index) == size for index, size in zip(self.indices, self.shape, strict=True))
 
     def positions(self, entries: Tensor) -> Tensor:
-        """Where in the flat whole the given entries of the flat part are."""
+        """Map flat indices of this rank's part to flat indices of the whole tensor."""
         if self.is_whole:
             return entries
         places, rest, stride = torch.zeros_like(entries), entries, 1
@@ -105,21 +105,21 @@ class ShardLayout:
         return places
 
     def as_matrix(self) -> ShardLayout:
-        """The same of the matrix (O, everything else)."""
+        """Returns the layout of the tensor reshaped to a matrix (O, everything else)."""
         rest = ShardLayout(self.shape[1:], self.indices[1:], self.counts)
         columns = rest.positions(torch.arange(math.prod(len(index) for index in rest.indices)))
         return ShardLayout(torch.Size([self.shape[0], math.prod(rest.shape)]), (self.indices[0], columns), self.counts)
 
     def first(self, sizes: tuple[int, int]) -> ShardLayout:
-        """The same of the upper left corner of a matrix."""
+        """Returns the layout of the first rows and columns of a matrix."""
         inside = tuple(index[index < size] for index, size in zip(self.indices, sizes, strict=True))
         return ShardLayout(torch.Size(sizes), inside, self.counts)
 
 
 class Shards:
-    """How some parameters are spread over the ranks of a device mesh. Every method must be called on all of them.
+    """The layout of parameters over the ranks of a device mesh. All ranks must call every method together.
 
-    Without a mesh, this process holds all of them, and nothing is sent.
+    Without a mesh, this process holds whole tensors, and nothing is sent.
     """
 
     def __init__(self, parts: Mapping[str, ShardLayout], mesh: DeviceMesh | None) -> None:
@@ -136,12 +136,12 @@ class Shards:
 
     @classmethod
     def whole(cls, tensors: Mapping[str, Tensor]) -> Shards:
-        """For tensors that this process holds all of."""
+        """Returns the layout of tensors that this process holds as a whole."""
         return cls({name: _whole_part(tensor.shape) for name, tensor in tensors.items()}, None)
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor]) -> Shards | None:
-        """None where no parameter is sharded."""
+        """Returns the layout of the parameters; None if none is sharded."""
         sharded: list[Any] = [parameter for parameter in parameters.values() if is_sharded(parameter)]
         if not sharded:
             return None
@@ -152,7 +152,7 @@ class Shards:
         return self.with_parts({name: self.parts[name] for name in names})
 
     def with_parts(self, parts: Mapping[str, ShardLayout]) -> Shards:
-        """Other tensors over the same ranks."""
+        """Returns the layout of other tensors over the same ranks."""
         return Shards(parts, self._mesh)
 
     @property
@@ -161,11 +161,11 @@ class Shards:
         return sum(math.prod(part.shape) for part in self.parts.values())
 
     def counted(self, names: Iterable[str]) -> list[str]:
-        """Those of which this rank counts the entries that it holds."""
+        """Returns the names of the tensors whose entries this rank counts."""
         return [name for name in names if self.parts[name].counts]
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, where the tensor is."""
+        """Returns the sum of the tensor over all ranks, on its device."""
         if self._mesh is None:
             return tensor
         total = tensor.to(self.mesh.device_type, copy=True)
@@ -174,11 +174,11 @@ class Shards:
         return total.to(tensor.device)
 
     def sum_of(self, *numbers: int) -> list[int]:
-        """The sum of each of the numbers over all ranks."""
+        """Returns the sum of each number over all ranks."""
         return [int(number) for number in self.sum(torch.tensor(numbers, dtype=torch.int64)).tolist()]
 
     def gathered(self, part: Tensor, layout: ShardLayout) -> Tensor:
-        """The whole matrix that the ranks' parts make up; float64, on the CPU."""
+        """Returns the whole matrix, gathered from the ranks' parts; float64, on the CPU."""
         whole = torch.zeros(layout.shape, dtype=torch.float64)
         if layout.counts:
             rows, columns = layout.indices
@@ -186,13 +186,13 @@ class Shards:
         return self.sum(whole)
 
     def norm(self, norm: float | Tensor) -> float | Tensor:
-        """The norm of what all ranks count, from the norm of what this rank counts."""
+        """Returns the norm over all ranks, from the norm of the entries that this rank counts."""
         if isinstance(norm, Tensor):
             return self.sum(norm.square()).sqrt()
         return math.sqrt(float(self.sum(torch.tensor(norm, dtype=torch.float64).square())))
 
     def require_same(self, parts: Sequence[Tensor | int], what: str) -> None:
-        """Raise on all ranks, naming those that differ from the first."""
+        """Raise on all ranks if the parts differ, naming the ranks that differ from the first."""
         for dim in range(self.mesh.ndim):
             require_same(parts, what, self.mesh.get_group(dim))
 
@@ -220,7 +220,7 @@ def _part(parameter: Any, mesh: DeviceMesh) -> ShardLayout:
     if held != found:
         raise ValueError(
             f"a parameter of shape {tuple(parameter.shape)} is laid out as {parameter.placements}, which is not "
-            f"known here: this rank holds {held} of it, not {found}; shard it by fully_shard or parallelize_module"
+            f"supported: this rank holds {held} of it, not {found}; shard it by fully_shard or parallelize_module"
         )
     return ShardLayout(parameter.shape, tuple(indices), counts)
 
@@ -237,7 +237,7 @@ def _coordinate(mesh: DeviceMesh) -> list[int]:
 
 
 def _is_first_copy(own: DeviceMesh, mesh: DeviceMesh) -> bool:
-    """Whether this rank is at 0 in those dimensions of the large mesh that a parameter's own does not have."""
+    """Whether this rank is at 0 in the dimensions of the large mesh that a parameter's own mesh lacks."""
     if own.size() == mesh.size():
         return True
     places = torch.isin(mesh.mesh, own.mesh).nonzero()

@@ -1,1 +1,1 @@
-"""Which weights are perturbed: scores, patterns, and the masks made of them."""
+"""Masks of the weights to perturb, made from scores and patterns."""

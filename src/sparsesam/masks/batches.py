@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 def batch_size(batch: Any) -> int:
-    """The first dimension of the first tensor of a batch."""
+    """Returns the number of samples: the size of dimension 0 of the batch's first tensor."""
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return len(leaf)
@@ -19,37 +19,37 @@ def batch_size(batch: Any) -> int:
 
 
 def leads_with(leaf: Any, size: int) -> bool:
-    """Whether this is a tensor with ``size`` samples in dimension 0."""
+    """Whether ``leaf`` is a tensor with ``size`` samples in dimension 0."""
     return isinstance(leaf, Tensor) and not leaf.is_nested and leaf.dim() > 0 and len(leaf) == size
 
 
 def slice_batch(batch: Any, samples: slice, size: int) -> Any:
-    """The samples of every tensor whose first dimension is ``size``; anything else is shared by them all."""
+    """Slice every tensor that has ``size`` entries in dimension 0; anything else is left as it is."""
     return tree_map(lambda leaf: leaf[samples] if leads_with(leaf, size) else leaf, batch)
 
 
 def to_device(batch: Any, device: torch.device | str) -> Any:
-    """The batch detached and moved, ready to be saved for a backward pass."""
+    """Returns the batch detached and moved to the device, so that autograd can save its tensors."""
 
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        # Tensors made in inference mode cannot be saved for a backward.
+        # Tensors created in inference mode cannot be saved for backward.
         return (leaf.clone() if leaf.is_inference() else leaf).detach().to(device)
 
-    # Dictionary-like batches of other libraries are not known to torch's pytrees.
+    # torch's pytrees do not know dictionary-like batches of other libraries.
     return tree_map(move, dict(batch) if isinstance(batch, Mapping) else batch)
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
-    """The model's output for a tensor, a tuple of arguments or a dictionary of named ones."""
+    """Call the model with a tensor, a tuple of positional arguments or a dictionary of keyword arguments."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
 
 def scalar_loss(loss: Any, name: str) -> Tensor:
-    """The loss as a tensor without dimensions; ValueError for anything but one number."""
+    """Returns the loss as a 0-D tensor; raises ValueError unless it is one number."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"{name} must return one number, got {got}; reduce it with mean or sum")

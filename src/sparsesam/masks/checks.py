@@ -1,4 +1,4 @@
-"""Checks that many classes share."""
+"""Argument checks shared by many classes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def check_choice(argument: str, value: object, allowed: Iterable[str]) -> None:
-    """Raise ValueError unless the value is one of those allowed."""
+    """Raise ValueError unless the value is one of the allowed strings."""
     known = tuple(allowed)
     if value not in known:
         raise ValueError(f"{argument} must be one of {', '.join(map(repr, known))}, got {value!r}")
 
 
 def check_count(argument: str, value: object, remedy: str, *, least: int = 1) -> None:
-    """Raise ValueError unless the value is a whole number, Python's or NumPy's, that is large enough."""
+    """Raise ValueError unless the value is an integer (of Python or NumPy) of at least ``least``."""
     if not isinstance(value, Integral) or value < least:
         raise ValueError(f"{argument} must be a whole number of at least {least}, got {value}; {remedy}")
 
@@ -28,7 +28,7 @@ def is_within(value: object, low: float, high: float) -> bool:
 
 
 def check_like_parameters(argument: str, given: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for a tensor whose name is no parameter's, or that has another shape."""
+    """Raise ValueError for a tensor that has no parameter of the same name and shape."""
     for name, tensor in given.items():
         if name not in parameters:
             raise ValueError(f"{argument} has {name!r}, which is no parameter here; {nearest(name, parameters)}")
@@ -44,4 +44,4 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 class NonFiniteScoreError(ValueError):
-    """A score contains NaN or infinity: the optimizer keeps the previous mask and counts the event."""
+    """Raised for scores with NaN or infinity; the optimizer then keeps the previous mask and counts the event."""

@@ -2,12 +2,12 @@
 
     F = 1/N sum_i (grad_w loss(w; x_i, y_i))^2
 
-The definition is the batch-1 loop. The fast way is one forward and one input-gradient backward over the whole batch,
-in which every call that a parameter is an argument of is recorded with the gradient at its result. The rule of the
-called function makes the per-sample gradients of them (``layer_rules``).
+The definition is the batch-1 loop. The fast path runs one forward and one input-gradient backward over the whole batch,
+and records every call that has a parameter as argument, with the gradient at its result. A rule for the called function
+computes the per-sample gradients from these (``layer_rules``).
 
-The fast way is verified on the first two samples. Where it differs from autograd's gradients of one sample after the
-other, or a call has no rule, the model is measured by the loop. The method changes the cost, not the result.
+The fast path is verified on the first two samples. If it differs from autograd's gradients of single samples, or a call
+has no rule, the loop is used. The method changes the cost, not the result.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FisherDiagonal:
     """Mean squared per-sample gradients and, per parameter, the method by which they were computed.
 
     ``values``: float32 (float64 for float64 parameters), zeros for a parameter the loss does not depend on.
-    ``paths``: "rule: conv2d" or "unused"; for all of them "sample by sample: <why>", where a rule does not hold.
+    ``paths``: "rule: conv2d" or "unused"; "sample by sample: <why>" for all parameters if the fast path fails.
     """
 
     values: dict[str, Tensor]
@@ -61,15 +61,15 @@ def fisher_diagonal(
 
     Args:
         model: any module.
-        batches: pairs (inputs, targets), inputs being a tensor, a tuple of positional or a dictionary of keyword
-            arguments of the model; with ``model_loss``, anything that can be sliced.
+        batches: pairs (inputs, targets). Inputs are a tensor, a tuple of positional arguments or a dictionary of
+            keyword arguments of the model. With ``model_loss``, batches are anything that can be sliced.
         loss_fn: ``loss_fn(output, target)``. Sample i's loss is ``loss_fn(model(x[i:i+1]), y[i:i+1])``, so the
             reduction over a batch does not matter.
-        model_loss: ``model_loss(model, batch)`` in place of ``loss_fn``; every sample runs alone.
-        parameters: those to measure, by name. Default: all that require a gradient.
+        model_loss: ``model_loss(model, batch)`` in place of ``loss_fn``; samples run one by one.
+        parameters: the parameters to measure, by name. Default: all that require a gradient.
         labels: ``"data"``, or ``"sampled"`` from softmax(output) over dimension 1 (the true Fisher information).
         sample_labels: ``sample_labels(output, generator)`` in place of that draw.
-        generator: of the draw.
+        generator: the random generator of that draw.
         chunk: how many samples are measured at a time. Default: all of a batch, fewer where free memory is short.
 
     Examples:
@@ -98,7 +98,7 @@ def _wanted_parameters(model: nn.Module, names: Mapping[str, Tensor] | None) -> 
             raise ValueError(f"parameters holds {unknown[0]!r}, which model.named_parameters() does not")
         wanted = {name: available[name] for name in names}
     if not wanted:
-        raise ValueError("there is no parameter to measure; none is named or none requires a gradient")
+        raise ValueError("there is no parameter to measure: none is given, or none requires a gradient")
     return wanted
 
 
@@ -109,10 +109,10 @@ class _Measurement:
         self.model, self.problem, self.wanted, self.chunk = model, problem, wanted, chunk
         self.sums = _zeros(self.wanted)
         self.samples = 0
-        self.sample_bytes = 0  # of activations
-        self.tried = 0  # samples in the batch on which the fast way was compared with the definition
-        self.paths: dict[str, str] = {}  # of the parameters that were compared
-        #: why samples are measured one after the other
+        self.sample_bytes = 0  # bytes of activations per sample
+        self.tried = 0  # size of the batch on which the fast path was compared with the definition
+        self.paths: dict[str, str] = {}  # by parameter that was compared
+        #: why samples are measured one by one; None: they are not
         self.loops_because = "model_loss may do anything" if problem.model_loss is not None else None
 
     def add(self, batch: Any) -> None:
@@ -120,7 +120,7 @@ class _Measurement:
         if self.loops_because is None and self.tried < min(size, 2):
             self.tried = min(size, 2)
             self.loops_because = self._try(slice_batch(batch, slice(0, self.tried), size), self.tried)
-        # Activations stay until their layer's gradient is there, which is as large.
+        # Activations are kept until the gradient of their layer is computed, which is as large.
         free = free_bytes(next(iter(self.wanted.values())).device)
         at_once = self.chunk or fitting(max(1, size), 2 * self.sample_bytes, free)
         for start in range(0, size, at_once):
@@ -142,9 +142,9 @@ class _Measurement:
         return FisherDiagonal(values, {name: self.paths.get(name, "unused") for name in self.wanted}, self.samples)
 
     def _try(self, batch: Any, size: int) -> str | None:
-        """Compare the fast way with autograd's gradients of one or two samples; says why it cannot be taken.
+        """Compare the fast path with autograd on one or two samples; returns why it cannot be used, or None.
 
-        Two samples show whether the model keeps samples apart.
+        Two samples show whether the model treats samples independently.
         """
         if self.problem.is_sampled:
             batch = self.problem.labelled(batch, self.problem.output(self.model, batch))
@@ -170,12 +170,12 @@ class _Measurement:
             _add_squares_of(torch.autograd.grad(loss, list(self.wanted.values()), allow_unused=True), into)
 
     def _differentiate(self, flag: bool) -> None:
-        """Whether parameters require gradients; the model's own flags are put back by preserve_model_state."""
+        """Set requires_grad of the parameters; preserve_model_state restores the model's own flags."""
         for parameter in self.wanted.values():
             parameter.requires_grad_(flag)
 
     def _add_at_once(self, batch: Any, size: int, into: Mapping[str, Tensor], *, is_trial: bool = False) -> str | None:
-        """Add the squares of all samples, unless something speaks against it, which is returned."""
+        """Add the squared gradients of all samples by the fast path; if it cannot be used, return why."""
         self._differentiate(False)
         recorder = Recorder(self.wanted, size)
         with recorder:
@@ -184,7 +184,7 @@ class _Measurement:
             if not all(leads_with(leaf, size) for leaf in flat if isinstance(leaf, Tensor)):
                 return "the output is not laid out by samples"
             used = batch if is_trial else self.problem.labelled(batch, output)
-            # One split has one backward; slices would each fill a gradient of the whole output.
+            # split() has one backward; each slice would allocate a gradient of the whole output.
             parts = [leaf.split(1) if isinstance(leaf, Tensor) else (leaf,) * size for leaf in flat]
             losses = [
                 self.problem.loss(
@@ -214,10 +214,10 @@ class _Measurement:
 def sharded_fisher(
     model: nn.Module, batches: Iterable[Any], problem: Problem, parameters: Mapping[str, Tensor], shards: Shards
 ) -> dict[str, Tensor]:
-    """The part of the diagonal that this rank holds; all ranks run the same sample, whose gradient FSDP2 averages."""
+    """Returns this rank's part of the diagonal; all ranks run the same sample, and FSDP2 averages its gradient."""
     sums, samples = _zeros(parameters), 0
     with ExitStack() as stack:
-        # FSDP2 does not support changing requires_grad after wrapping, and gives gradients to backward() alone.
+        # FSDP2 does not support changing requires_grad after wrapping, and computes gradients in backward() only.
         stack.enter_context(preserve_model_state(model, freeze=False))
         for parameter in model.parameters():
             stack.callback(setattr, parameter, "grad", parameter.grad)
@@ -234,7 +234,7 @@ def sharded_fisher(
 
 
 def _zeros(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Float64 for parameters of double precision, float32 for others."""
+    """Returns zeros: float64 for parameters in double precision, float32 for others."""
     wide = (torch.float64, torch.complex128)
     return {
         name: torch.zeros_like(local_part(p), dtype=torch.float64 if p.dtype in wide else torch.float32)
@@ -251,7 +251,7 @@ def _add_squares_of(gradients: Iterable[Tensor | None], into: Mapping[str, Tenso
 
 
 def _means(sums: Mapping[str, Tensor], samples: int, shards: Shards | None) -> dict[str, Tensor]:
-    """Raises on all ranks that share parameters, if the values of one are not finite."""
+    """Returns the means; raises on all ranks that share parameters if a value on one of them is not finite."""
     if samples == 0:
         raise ValueError("batches is empty; at least one sample is needed")
     values = {name: total / samples for name, total in sums.items()}
@@ -265,7 +265,7 @@ def _means(sums: Mapping[str, Tensor], samples: int, shards: Shards | None) -> d
 
 
 def _different(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Names whose root squares differ by more than rounding errors relative to the largest of all norms."""
+    """Returns the names whose roots differ by more than rounding errors, relative to the largest of all norms."""
     norms = {name: square.sum().sqrt().item() for name, square in expected.items()}
     floor = 1e-3 * max(norms.values())
     return [
@@ -276,7 +276,7 @@ def _different(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> l
 
 
 def _tolerance(tensor: Tensor) -> float:
-    """Far above what another order of summation does, far below what a wrong formula does."""
+    """Far above the effect of another order of summation, far below that of a wrong formula."""
     if torch.is_autocast_enabled(tensor.device.type):
         return 5e-2
     return {torch.float64: 1e-7, torch.float32: 1e-3}[tensor.dtype]

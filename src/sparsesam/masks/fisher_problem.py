@@ -20,7 +20,7 @@ SampleLabels = Callable[[Any, torch.Generator | None], Any]
 
 @dataclass(frozen=True)
 class Problem:
-    """The loss of a batch's samples, with their own labels or those drawn from the model's output."""
+    """Computes the loss of samples, with their own labels or labels drawn from the model's output."""
 
     loss_fn: LossFn | None
     model_loss: ModelLoss | None
@@ -42,12 +42,12 @@ class Problem:
         return self.labels == "sampled"
 
     def inputs(self, batch: Any) -> Any:
-        """The model's inputs, of which the samples are counted."""
+        """Returns the part of a batch by which samples are counted: the model's inputs."""
         return batch if self.model_loss is not None else self._pair(batch)[0]
 
     @torch.no_grad()
     def labelled(self, batch: Any, output: Any) -> Any:
-        """The batch with labels drawn from its output, if they are to be drawn."""
+        """Returns the batch, with labels drawn from its output if ``labels="sampled"``."""
         if not self.is_sampled:
             return batch
         draw = self.sample_labels or sample_categorical
@@ -57,12 +57,12 @@ class Problem:
         return call_model(model, self._pair(batch)[0])
 
     def loss(self, output: Any, batch: Any) -> Tensor:
-        """The loss of one sample, from its output and its batch of one."""
+        """Returns the loss of one sample, from its output and its batch of size 1."""
         assert self.loss_fn is not None
         return scalar_loss(self.loss_fn(output, self._pair(batch)[1]), "loss_fn")
 
     def sample_loss(self, model: nn.Module, sample: Any, *, draw: bool) -> Tensor:
-        """The loss of a batch of one, with its own labels or (``draw``) those that are to be drawn."""
+        """Returns the loss of a batch of size 1; with ``draw``, labels are drawn if ``labels="sampled"``."""
         if self.model_loss is not None:
             return scalar_loss(self.model_loss(model, sample), "model_loss")
         output = self.output(model, sample)
@@ -80,7 +80,7 @@ class Problem:
 
 
 def sample_categorical(output: Any, generator: torch.Generator | None) -> Tensor:
-    """Class labels (N, ...) drawn from softmax(output), output (N, C, ...) holding logits."""
+    """Draw class labels (N, ...) from softmax(output) of logits (N, C, ...)."""
     if not isinstance(output, Tensor) or output.dim() < 2:
         raise ValueError(
             "labels='sampled' draws classes from an output tensor of shape (N, C, ...), got "

@@ -24,7 +24,7 @@ class _ByNameAndParameters(type):
 
 
 class NamedNormalization(nn.Module, metaclass=_ByNameAndParameters):
-    """An `isinstance` check for any module without children, with "norm" in its type's name and 1-D parameters.
+    """An `isinstance` check for any module without children, with "norm" in its class name and only 1-D parameters.
 
     Hugging Face's own layers, such as LlamaRMSNorm or T5LayerNorm, have no common base class.
     """
@@ -43,8 +43,8 @@ NORMALIZATION: tuple[type[nn.Module], ...] = (
 def normalization_layers(model: nn.Module) -> dict[str, str]:
     """Lists the layers with parameters that ``fixed_mask(types=NORMALIZATION)`` perturbs, ``{name: type}``.
 
-    These are torch's normalization layers, and modules without children that have "norm" in the name of their type and
-    1-D parameters only, such as Hugging Face's LlamaRMSNorm or T5LayerNorm.
+    These are torch's normalization layers, and modules without children that have "norm" in their class name and only
+    1-D parameters, such as Hugging Face's LlamaRMSNorm or T5LayerNorm.
 
     Examples:
         >>> sparsesam.normalization_layers(torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.LayerNorm(4)))
@@ -59,7 +59,7 @@ def normalization_layers(model: nn.Module) -> dict[str, str]:
 
 @dataclass(frozen=True, eq=False)
 class FixedMask(MaskRule):
-    """Perturbs the given entries, the parameters whose names match, and those of the given layer types."""
+    """Perturbs the given entries, the parameters whose names match, and the parameters of the given layer types."""
 
     masks: Mapping[str, Tensor] = field(default_factory=dict)
     names: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ class FixedMask(MaskRule):
                 made[name] = context.part_of(name, self.masks[name])
             else:
                 whole = id(parameter) in of_types or any(_matches(names[id(parameter)], one) for one in self.names)
-                # A parameter without values (on the meta device) still has a mask with some.
+                # A parameter on the meta device still has a mask with values.
                 device = None if parameter.is_meta else parameter.device
                 made[name] = torch.full(context.local[name].shape, whole, dtype=torch.bool, device=device)
         return made
@@ -104,7 +104,7 @@ class FixedMask(MaskRule):
 def fixed_mask(
     masks: Mapping[str, Tensor] | str | None = None, *names: str, types: tuple[type[nn.Module], ...] = ()
 ) -> FixedMask:
-    """Perturbs the parameters that you name; the mask never changes.
+    """Perturbs the given parameters; the mask never changes.
 
     Args:
         masks: ``{parameter name: bool tensor}``, or the first of ``names``.
@@ -125,7 +125,7 @@ def fixed_mask(
 
 
 def _names(model: nn.Module) -> dict[int, list[str]]:
-    """All names of each parameter, by identity: a tied one has several."""
+    """Returns all names of each parameter, by id: a tied parameter has several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -1,8 +1,8 @@
-"""Squared per-sample gradients from the calls of torch functions that parameters are arguments of.
+"""Squared per-sample gradients, from the calls of torch functions that have parameters as arguments.
 
-A `Recorder` notes these calls in one forward over all samples, and one backward gives the gradient g of the summed loss
-at their results; inputs and g have the samples in dimension 0. A rule gives d loss_b / d parameter of a sample b from a
-call and its g, and `add_squares` adds, in place,
+A `Recorder` records these calls in one forward over all samples, and one backward computes the gradient g of the summed
+loss at their results; inputs and g have the samples in dimension 0. A rule computes d loss_b / d parameter of a sample
+b from a call and its g, and `add_squares` adds, in place,
 
     into += sum_b (sum_calls d loss_b / d parameter)^2
 
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from sparsesam.masks.batches import leads_with
 
-Place = int | str  # of an argument: its name, or its position in a call of a function whose names do not matter
+Place = int | str  # of an argument: its name, or its position if its rule does not need names
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RecordedCall:
 
     function: Callable[..., Tensor]
     arguments: dict[Place, Any]
-    parameters: dict[Place, str]  # names of those that are wanted
+    parameters: dict[Place, str]  # names of the wanted parameters
     samples: Place | None  # the argument that holds the samples
     result: GradientEdge
     version: int
@@ -48,10 +48,10 @@ class RecordedCall:
 
 
 class Recorder(TorchFunctionMode):
-    """Records the calls of torch functions that the wanted parameters are arguments of, during one forward.
+    """Records, during one forward, the calls of torch functions that have wanted parameters as arguments.
 
-    Parameters require no gradient then, so a result that needs none is made a leaf: nothing upstream of it is
-    differentiated. ``refusal`` says why these calls do not tell the samples' gradients, if they do not.
+    Parameters do not require gradients meanwhile. A result that requires none is made a leaf, so that nothing upstream
+    of it is differentiated. ``refusal``: why per-sample gradients cannot be computed from the calls; None: they can.
     """
 
     def __init__(self, wanted: Mapping[str, Tensor], size: int) -> None:
@@ -80,7 +80,7 @@ class Recorder(TorchFunctionMode):
         if samples in parameters or not (input is None or leads_with(input, self.size)) or not _is_plain(arguments):
             self.refusal = f"{name} has no rule for these arguments"
             return result
-        # A leaf where nothing upstream needs a gradient; a copy of it, so that operations in place may follow.
+        # A leaf if nothing upstream needs a gradient; cloned, so that in-place operations may follow.
         result = result if result.requires_grad else result.detach().requires_grad_().clone()
         kept = {place: value.detach() if isinstance(value, Tensor) else value for place, value in arguments.items()}
         version = 0 if input is None else input._version
@@ -93,12 +93,12 @@ def function_name(function: Any) -> str:
 
 
 def _is_plain(arguments: dict[Place, Any]) -> bool:
-    """Whether an embedding's gradient is a dense sum over its tokens; any other function's is."""
+    """Whether an embedding's gradient is a dense sum over its tokens; always true for other functions."""
     return not any(arguments.get(option) for option in ("max_norm", "scale_grad_by_freq", "sparse"))
 
 
 def add_squares(calls: Sequence[RecordedCall], gradients: Sequence[Tensor | None], into: Mapping[str, Tensor]) -> None:
-    """Add the squared gradients of all samples; ``gradients`` (B, ...) are those at the calls' results."""
+    """Add the squared gradients of all samples; ``gradients`` (B, ...) are the gradients at the calls' results."""
     pairs = [(call, grad.detach()) for call, grad in zip(calls, gradients, strict=True) if grad is not None]
     uses = Counter(name for call, _ in pairs for name in call.parameters.values())
     shared = []
@@ -115,7 +115,7 @@ def add_squares(calls: Sequence[RecordedCall], gradients: Sequence[Tensor | None
 
 
 def _add_sample_squares(pairs: Sequence[tuple[RecordedCall, Tensor]], into: Mapping[str, Tensor]) -> None:
-    """Of calls that may share parameters, sample by sample."""
+    """Add the squares sample by sample, for calls that may share parameters."""
     for sample in range(len(pairs[0][1]) if pairs else 0):
         found: dict[str, Tensor] = {}
         for call, grad in pairs:
@@ -143,7 +143,7 @@ def linear(call: RecordedCall, input: Tensor, grad: Tensor, sample: int) -> dict
 
 
 def _add_linear_squares(call: RecordedCall, grad: Tensor, into: Mapping[str, Tensor]) -> None:
-    """Of one position per sample: the square of an outer product is the outer product of the squares."""
+    """One position per sample: the square of an outer product is the outer product of the squares."""
     for place, name in call.parameters.items():
         total = into[name]
         squares = grad.to(total.dtype).square().t()
@@ -151,10 +151,10 @@ def _add_linear_squares(call: RecordedCall, grad: Tensor, into: Mapping[str, Ten
 
 
 def convolution(call: RecordedCall, input: Tensor, grad: Tensor, sample: int) -> dict[Place, Tensor]:
-    """dW = sum over positions of g x (the input's patch there), by torch's own kernel.
+    """dW = sum over positions of g x (the input's patch there), computed by torch's own kernel.
 
-    Unfolded patches and a matrix product are up to 1.6 times faster where there are few positions and up to twice
-    slower elsewhere; choosing between the two made the Fisher information of ResNet-18 4 % faster.
+    Unfolding and a matrix product are up to 1.6 times faster if there are few positions, and up to twice slower
+    otherwise; choosing between the two made the Fisher information of ResNet-18 4 % faster.
     """
     gradients: dict[Place, Tensor] = {"bias": grad.flatten(2).sum((0, 2))}
     if "weight" not in call.parameters:
@@ -162,7 +162,7 @@ def convolution(call: RecordedCall, input: Tensor, grad: Tensor, sample: int) ->
     weight, dimensions = call.arguments["weight"].to(grad.dtype), grad.dim() - 2
     options: dict[Place, Any] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, **call.arguments}
     stride, padding, dilation = (_each(options[key], dimensions) for key in ("stride", "padding", "dilation"))
-    if options["padding"] == "same":  # more at the end where it is uneven
+    if options["padding"] == "same":  # if uneven, more at the end
         total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
         input = F.pad(input, [side for t in reversed(total) for side in (t // 2, t - t // 2)])
     gradients["weight"] = torch.ops.aten.convolution_backward(
@@ -173,7 +173,7 @@ def convolution(call: RecordedCall, input: Tensor, grad: Tensor, sample: int) ->
 
 
 def _each(option: int | str | Sequence[int], dimensions: int) -> list[int]:
-    """An option of each dimension; "same" and "valid" padding leave none to the kernel."""
+    """Expand an option to all dimensions; with "same" and "valid" the kernel itself pads nothing."""
     if isinstance(option, str):
         return [0] * dimensions
     return [option] * dimensions if isinstance(option, int) else list(option)
@@ -192,7 +192,7 @@ def _add_embedding_squares(call: RecordedCall, grad: Tensor, into: Tensor) -> No
 
 
 def by_autograd(call: RecordedCall, input: Any, grad: Tensor, sample: int) -> dict[Place, Tensor]:
-    """The function is called again with one sample alone, and differentiated."""
+    """Call the function again with a single sample, and differentiate it."""
     arguments = {place: input if place == call.samples else value for place, value in call.arguments.items()}
     arguments = {place: _as(grad.dtype, value) for place, value in arguments.items()}
     leaves = {place: arguments[place].detach().requires_grad_() for place in call.parameters}
@@ -209,7 +209,7 @@ def by_autograd(call: RecordedCall, input: Any, grad: Tensor, sample: int) -> di
 # ---- which rule a function has -------------------------------------------------------------------------------
 
 _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
-#: The names of positional arguments, where a rule looks at them.
+#: Names of positional arguments, for rules that need them.
 ARGUMENTS: dict[Any, tuple[str, ...]] = {
     F.linear: ("input", "weight", "bias"),
     F.embedding: ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"),

@@ -1,4 +1,4 @@
-"""A mask is a score, a pattern and a refresh rule put together."""
+"""Mask rules: a mask is composed of a score, a pattern and a refresh rule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparsesam.masks.scores import GradientMagnitude, Score, ScoreContext
 
 @dataclass(frozen=True)
 class Refresh:
-    """A mask is made before the first ascent and then every ``every`` steps; ``None``: never again by itself."""
+    """When a mask is made: before the first ascent, then every ``every`` steps; ``None``: only on request."""
 
     every: int | None
 
@@ -26,7 +26,7 @@ class Refresh:
             check_count("every", self.every, "use manual() for no refreshes")
 
     def due(self, step: int, last: int) -> bool:
-        """Whether the ascent of step 0, 1, 2, … begins with a new mask, the last having been made at ``last``."""
+        """Whether step 0, 1, 2, … needs a new mask; the last one was made in step ``last``."""
         return self.every is not None and step // self.every > last // self.every
 
 
@@ -48,35 +48,35 @@ def every_epochs(epochs: int, *, steps_per_epoch: int) -> Refresh:
 
 
 def manual() -> Refresh:
-    """One mask for the whole training, unless ``opt.refresh_mask()`` asks for another."""
+    """One mask for the whole training, unless ``opt.refresh_mask()`` is called."""
     return Refresh(None)
 
 
 class MaskRule(ABC):
-    """Says which weights are perturbed: the base class of all masks.
+    """Base class of all mask rules, which decide which weights are perturbed.
 
-    A rule has no state: its random generator, made from ``seed``, and its current masks are in the optimizer and in its
-    checkpoints.
+    A rule has no state: the optimizer and its checkpoints hold the current masks and the random generator, which is
+    seeded with ``seed``.
     """
 
     refresh: Refresh
     seed: int
-    #: whether the mask is to save time, which norm="full" would take back
+    #: whether the purpose is to save time, which norm="full" would prevent
     needs_masked_norm: ClassVar[bool] = False
 
     @property
     def knows_shards(self) -> bool:
-        """Whether `make` gives this rank's part of the masks where a context has shards."""
+        """Whether `make` supports a context with shards, and then returns this rank's part of the masks."""
         return False
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether a refresh looks at the ascent gradient, and so comes after the first pass."""
+        """Whether a refresh needs the ascent gradient, and so runs after the first pass."""
         return False
 
     @abstractmethod
     def make(self, context: ScoreContext) -> dict[str, Tensor]:
-        """Boolean masks, one per parameter of the context."""
+        """Returns a bool mask for each parameter of the context."""
 
 
 class _PatternRule(MaskRule):
@@ -104,7 +104,7 @@ class _PatternRule(MaskRule):
 
     @abstractmethod
     def _make(self, context: ScoreContext) -> dict[str, Tensor]:
-        """What `make` says, of a sparsity between 0 and 1."""
+        """The same as `make`, for a sparsity between 0 and 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,8 +115,8 @@ class Mask(_PatternRule):
         score: a number per weight, such as `Fisher` or `GradientMagnitude`.
         pattern: which weights may be kept together.
         sparsity: the share of weights that is not perturbed; None where the pattern implies it.
-        refresh: when the mask is made anew.
-        seed: of what the score draws at random.
+        refresh: when a new mask is made.
+        seed: the seed of the score's random draws.
 
     Examples:
         >>> score = sparsesam.Fisher(train_set, loss_fn, samples=16)
@@ -163,9 +163,9 @@ class DynamicMask(_PatternRule):
 
         f(t) = drop_ratio / 2 * (1 + cos(pi * t / total_steps))
 
-    of the kept weights, those with the smallest ``drop`` score, and grows as many among all the others, those with the
-    largest ``growth`` score; None means at random. t is counted in steps where the paper counts epochs; without
-    ``total_steps`` the share is constant.
+    of the kept weights, those with the smallest ``drop`` score, and grows as many of all others, those with the largest
+    ``growth`` score; None means at random. t counts steps, in the paper epochs; without ``total_steps`` the share is
+    constant.
     """
 
     drop: Score | None = field(default_factory=GradientMagnitude)
@@ -199,7 +199,7 @@ class DynamicMask(_PatternRule):
         if context.previous is None:
             return self.pattern.draw(context.local, context.generator, self.sparsity, shards=context.shards)
         packed = context.previous
-        masks = {  # zeros for a parameter added since
+        masks = {  # zeros for a parameter added since the last refresh
             name: packed[name].unpack(p.device) if name in packed else torch.zeros_like(p, dtype=torch.bool)
             for name, p in context.local.items()
         }

@@ -1,4 +1,4 @@
-"""How many samples at a time fit into free memory."""
+"""Computes how many samples at a time fit into free memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class SavedBytes:
-    """Counts the bytes that autograd keeps for the backward within ``with saved.counted():``, each storage once."""
+    """Counts the bytes that autograd saves for backward within ``with saved.counted():``, each storage once."""
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         self.total = 0
@@ -27,11 +27,11 @@ class SavedBytes:
             if storage.data_ptr() not in self._seen:
                 self._seen.add(storage.data_ptr())
                 self.total += storage.nbytes()
-        return tensor.detach()  # an output that saved itself would never be freed
+        return tensor.detach()  # an output that is saved with its own graph would never be freed
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that can still be allocated there; None where unknown."""
+    """Returns the memory that can still be allocated on the device; None if unknown."""
     if device.type in ("cuda", "xpu"):
         module: Any = getattr(torch, device.type)
         held_back = module.memory_reserved(device) - module.memory_allocated(device)
@@ -44,7 +44,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def fitting(count: int, bytes_each: int, available: int | None) -> int:
-    """``count`` halved until that many fit into half of what is available; at least 1.
+    """Halve ``count`` until that many fit into half of the available memory; at least 1.
 
     Halving makes the number, and with it the order of summation, depend on free memory as little as possible.
     """

@@ -1,4 +1,4 @@
-"""A mask of one tensor, one bit per weight."""
+"""A mask of one tensor, stored as one bit per weight."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class PackedMask:
-    """A boolean mask in d/8 bytes; nothing if all ones or all zeros.
+    """A bool mask in d/8 bytes; without storage if it is all ones or all zeros.
 
     ``bits`` holds eight weights per byte in row-major order, first weight in the highest bit (numpy's packbits order).
     """
@@ -42,7 +42,7 @@ class PackedMask:
 
     @cached_property
     def rows(self) -> Tensor | None:
-        """The indices along dimension 0 that are kept whole, if none is kept in part; None otherwise."""
+        """The kept indices along dimension 0, if the mask consists of whole rows; None otherwise."""
         if self.bits is None or len(self.shape) < 2:
             return None
         by_row = self.unpack().flatten(1)
@@ -50,7 +50,7 @@ class PackedMask:
         return some.nonzero().squeeze(1) if torch.equal(some, by_row.all(1)) else None
 
     def is_n_of_m(self, n: int, m: int) -> bool:
-        """Whether exactly n of every m consecutive entries along dimension 0 of a matrix are kept; looked at once."""
+        """Whether exactly n of every m consecutive entries along dimension 0 of a matrix are kept; cached."""
         if (n, m) not in self._patterns:
             self._patterns[n, m] = self._looks_like(n, m)
         return self._patterns[n, m]
@@ -67,7 +67,7 @@ class PackedMask:
         return flat.to(device or self.bits.device).reshape(self.shape)
 
     def placed(self, device: torch.device) -> PackedMask:
-        """The same mask on the device. Elsewhere than on a CPU its rows are looked for now, so that no step has to."""
+        """Returns the mask on the device. Except on a CPU, its rows are computed now, so that no step has to."""
         if self.bits is None:
             return self
         placed = PackedMask(self.shape, self.count, self.bits.to(device))
@@ -77,7 +77,7 @@ class PackedMask:
 
 
 def pack_bits(flat: Tensor) -> Tensor:
-    """Eight booleans per byte, the first in the highest bit; the last byte is filled up with zeros."""
+    """Pack eight bools per byte, the first in the highest bit; the last byte is padded with zeros."""
     if flat.device.type == "cpu":
         return torch.from_numpy(np.packbits(flat.numpy()))
     return pack_bits_on_device(flat)
@@ -90,7 +90,7 @@ def pack_bits_on_device(flat: Tensor) -> Tensor:
 
 
 def unpack_bits(bits: Tensor) -> Tensor:
-    """The inverse of `pack_bits`, with its padding."""
+    """The inverse of `pack_bits`; the padding is kept."""
     if bits.device.type == "cpu":
         return torch.from_numpy(np.unpackbits(bits.numpy()).view(np.bool_))
     return unpack_bits_on_device(bits)
@@ -101,6 +101,6 @@ def unpack_bits_on_device(bits: Tensor) -> Tensor:
 
 
 def bit_values(device: torch.device) -> Tensor:
-    """128, 64, …, 1, made on the device."""
+    """Returns 128, 64, …, 1, created on the device."""
     places = torch.arange(7, -1, -1, dtype=torch.uint8, device=device)
     return torch.ones_like(places).bitwise_left_shift_(places)

@@ -1,4 +1,4 @@
-"""Run a model and restore its state afterwards."""
+"""Restores the state of a model after it has run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 @contextmanager
 def preserve_model_state(model: nn.Module, *, evaluate: bool = True, freeze: bool = True) -> Iterator[None]:
-    """Gradients on; modes, flags, buffers and random states are put back on the way out.
+    """Enable gradients in the block; on exit, restore training modes, requires_grad, buffers and random states.
 
-    ``evaluate``: evaluation mode meanwhile. ``freeze``: no parameter requires a gradient meanwhile.
+    ``evaluate``: run in evaluation mode. ``freeze``: no parameter requires a gradient within the block.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -26,7 +26,7 @@ def preserve_model_state(model: nn.Module, *, evaluate: bool = True, freeze: boo
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-            # cuDNN refuses the backward of a recurrent layer in evaluation mode, and a second derivative in any.
+            # cuDNN has no backward of a recurrent layer in evaluation mode, and no second derivative in any mode.
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
             # Compiled graphs do not run the hooks and have no second derivative.
@@ -53,10 +53,10 @@ def _remember_flags(model: nn.Module, stack: ExitStack, *, evaluate: bool, freez
 
 
 def _remember_buffers(model: nn.Module, stack: ExitStack) -> None:
-    """Put all buffers back when the stack is left: the same tensors with the same values.
+    """Restore all buffers when the stack is closed: the same tensors with the same values.
 
-    Values are compared, because versions do not show whether a buffer was written to (batch normalization does not
-    raise them), and a graph that holds an unchanged buffer must stay valid.
+    Values are compared, because version counters do not show all writes (batch normalization does not raise them), and
+    an unchanged buffer must not be written to, so that graphs that saved it stay valid.
     """
     for module in model.modules():
         for name, buffer in module._buffers.items():

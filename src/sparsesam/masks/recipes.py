@@ -40,13 +40,13 @@ def fisher_mask(
             measured on the batch given to ``opt.step(closure, batch=…)``.
         loss_fn: the training loss, ``loss_fn(output, target)``.
         sparsity: the share of weights that is not perturbed, in [0, 1]; not given for n:m patterns, which imply it.
-        samples: how many samples of ``data`` are drawn for each mask.
+        samples: the number of samples drawn from ``data`` for each mask.
         pattern: a `Pattern` or its name, see `as_pattern`.
-        refresh: when the mask is made anew, usually ``every_epochs(1, steps_per_epoch=len(loader))``. Default: never.
+        refresh: when a new mask is made, usually ``every_epochs(1, steps_per_epoch=len(loader))``. Default: never.
         labels: ``"data"``, the empirical Fisher information; ``"sampled"``, labels drawn from the model's output.
         model_loss: ``model_loss(model, batch)`` in place of ``loss_fn``, for models that compute their own loss.
         chunk: how many samples are measured at a time. Default: up to 128, fewer where free memory is short.
-        seed: of the draw of samples.
+        seed: the seed for drawing samples.
 
     Examples:
         >>> mask = sparsesam.fisher_mask(train_set, loss_fn, sparsity=0.5, refresh=sparsesam.every_steps(100))
@@ -78,13 +78,13 @@ def dynamic_mask(
     Args:
         sparsity: the share of weights that is not perturbed, in [0, 1]; not given for n:m patterns, which imply it.
         drop_ratio: the share of the perturbed weights that the first refresh drops.
-        total_steps: the steps of the training, over which the share falls to 0 with a cosine. Default: it stays.
-        drop: which are dropped: ``"flattest"``, those with the smallest gradient; ``"random"`` and ``"sharpest"`` are
-            ablations.
-        growth: which are grown: ``"random"``, or those with the largest ``"gradient"``.
+        total_steps: the steps of the training, over which the share falls to 0 along a cosine. Default: it is constant.
+        drop: which weights are dropped: ``"flattest"``, those with the smallest gradient; ``"random"`` and
+            ``"sharpest"`` are ablations.
+        growth: which weights are grown: ``"random"``, or those with the largest ``"gradient"``.
         pattern: a `Pattern` or its name, see `as_pattern`.
         refresh: when the mask changes, such as ``every_steps(100)``.
-        seed: of the random draws.
+        seed: the seed of the random draws.
 
     Examples:
         >>> mask = sparsesam.dynamic_mask(sparsity=0.5, refresh=sparsesam.every_steps(100))
@@ -116,8 +116,8 @@ def random_mask(
     Args:
         sparsity: the share of weights that is not perturbed, in [0, 1]; not given for n:m patterns, which imply it.
         pattern: a `Pattern` or its name, see `as_pattern`.
-        refresh: when the mask is drawn anew. Default: never.
-        seed: of the draw.
+        refresh: when a new mask is drawn. Default: never.
+        seed: the seed of the draw.
 
     Examples:
         >>> opt = sparsesam.SSAM(base, model, rho=0.1, mask=sparsesam.random_mask(pattern="2:4"))

@@ -1,4 +1,4 @@
-"""Random samples, drawn without replacement with the caller's generator, as collated batches."""
+"""Draws random samples, without replacement and with the caller's generator, as collated batches."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ Fetch = Callable[[list[int]], Any]
 def draw_batches(data: Any, count: int, *, generator: torch.Generator, chunk: int) -> Iterator[Any]:
     """Yield ``count`` random samples of ``data`` as batches of at most ``chunk`` samples.
 
-    ``data`` is a map-style dataset, a data loader, tensors of equal first dimension (a tuple,
-    list or dictionary), or an iterable of ready batches. Only the last cannot be drawn from at random: it
-    is read from its beginning. Batches are pytrees of tensors with the samples in dimension 0.
+    ``data`` is a map-style dataset, a data loader, a tuple, list or dictionary of tensors of equal first dimension, or
+    an iterable of batches. Only the last cannot be sampled at random: it is read from its beginning. Batches are
+    pytrees of tensors with the samples in dimension 0.
     """
     check_count("count", count, "it is the number of samples")
     check_count("chunk", chunk, "it is the size of a batch")
@@ -43,7 +43,7 @@ def draw_batches(data: Any, count: int, *, generator: torch.Generator, chunk: in
 
 
 def _indexed(data: Any) -> tuple[int, Fetch] | None:
-    """The number of samples and a function from indices to a batch, or None for a stream of batches."""
+    """Returns the number of samples and a function from indices to a batch; None for a stream of batches."""
     if _is_tensors(data):
         return _equal_length(data), lambda indices: tree_map(lambda part: part[torch.tensor(indices)], data)
     if isinstance(data, DataLoader):
@@ -65,22 +65,22 @@ def _indexed(data: Any) -> tuple[int, Fetch] | None:
 
 
 def _chosen(loader: DataLoader[Any]) -> list[int] | None:
-    """The indices that the loader's own sampler may draw; None: all of the data set."""
+    """Returns the indices that the loader's own sampler may draw; None: the whole dataset."""
     if type(loader.batch_sampler) is not BatchSampler:
         batches: Iterable[Any] = loader.batch_sampler or ()
         drawn: Iterable[int] = itertools.chain.from_iterable(batches)
     elif isinstance(loader.sampler, SubsetRandomSampler):
         return list(loader.sampler.indices)
     elif isinstance(loader.sampler, (SequentialSampler, RandomSampler, DistributedSampler)):
-        return None  # of a distributed sampler too: the ranks agree on one mask
+        return None  # also for a distributed sampler: all ranks make the same mask
     else:
         drawn = loader.sampler
-    with torch.random.fork_rng(devices=[]):  # a sampler may draw from the generator that training uses
+    with torch.random.fork_rng(devices=[]):  # a sampler may draw from the global generator, which training uses
         return sorted(set(drawn))
 
 
 def _is_tensors(data: Any) -> bool:
-    """A list of tensors, or a tuple or dictionary with nothing but tensors at its leaves."""
+    """Whether this is a list of tensors, or a tuple or dictionary whose leaves are all tensors."""
     if not isinstance(data, (tuple, list, dict)) or not data:
         return False
     leaves = data if isinstance(data, list) else tree_leaves(data)
@@ -88,7 +88,7 @@ def _is_tensors(data: Any) -> bool:
 
 
 def _is_dataset(data: Any) -> bool:
-    """Indexable, and if a list then one of single samples such as (image, 3), not of ready batches."""
+    """Whether this is indexable, and if a list, one of single samples such as (image, 3), not of batches."""
     if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         return False
     leaves = tree_leaves(data[:1]) if isinstance(data, (list, tuple)) else [None]

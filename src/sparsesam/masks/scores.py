@@ -1,4 +1,4 @@
-"""How much each weight matters: a score is a function of the context that gives one number per weight."""
+"""Scores: functions of a context that return one number per weight, which says how much the weight matters."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _LARGEST_CHUNK = 128
 
 @dataclass(frozen=True)
 class ScoreContext:
-    """What a score may look at: the model between the two passes of a step.
+    """The input of a score: the model between the two passes of a step.
 
-    Where ``shards`` are given, ``directions`` and ``previous`` are this rank's parts, and so are scores and masks.
+    With ``shards``, ``directions`` and ``previous`` are this rank's parts, and so are scores and masks.
     """
 
     model: nn.Module
@@ -38,7 +38,7 @@ class ScoreContext:
     previous: Mapping[str, PackedMask] | None = None
     batch: Any = None
     shards: Shards | None = None
-    ranks: dist.ProcessGroup | None = None  # that train on different batches, each with the whole model
+    ranks: dist.ProcessGroup | None = None  # ranks that train on different batches, each with the whole model
 
     @cached_property
     def local(self) -> dict[str, Tensor]:
@@ -49,23 +49,23 @@ class ScoreContext:
         return {name: local_part(values) for name, values in score(self).items()}
 
     def part_of(self, name: str, whole: Tensor) -> Tensor:
-        """The part of a tensor like the parameter that this rank holds."""
+        """Returns this rank's part of a whole tensor that is shaped like the parameter."""
         return whole if self.shards is None else self.shards.parts[name].of(whole)
 
     def gradient(self, name: str) -> Tensor:
-        """The ascent gradient at w (the momentum, where that is the direction); zeros where there is none."""
+        """Returns the ascent gradient at w (or the momentum, if that is the direction); zeros if there is none."""
         direction = self.directions.get(name)
         return torch.zeros_like(self.local[name]) if direction is None else direction
 
 
 class Score(Protocol):
-    """A function that gives one number per weight; ``needs_gradient``: it looks at the ascent gradient."""
+    """A function that returns one number per weight; ``needs_gradient``: it uses the ascent gradient."""
 
     @property
     def needs_gradient(self) -> bool: ...
 
     def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
-        """One number per weight, the larger the more it matters, under the parameters' names."""
+        """Returns ``{parameter name: scores}``, one number per weight; larger means that the weight matters more."""
         ...
 
 
@@ -109,7 +109,7 @@ class BatchFisher:
     def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
         if context.batch is None:
             raise ValueError(
-                "batch must be given where a mask takes its Fisher from the current batch, got None; "
+                "batch must be given for a mask that measures Fisher information on the current batch, got None; "
                 "call opt.step(closure, batch=(x, y)) or opt.perturbed(batch=(x, y))"
             )
         shards = context.shards
@@ -118,7 +118,7 @@ class BatchFisher:
 
 @dataclass(frozen=True)
 class GradientMagnitude:
-    """|g| of the ascent gradient, small where the loss is flat."""
+    """|g| of the ascent gradient, which is small where the loss is flat."""
 
     needs_gradient: ClassVar[bool] = True
 
@@ -128,7 +128,7 @@ class GradientMagnitude:
 
 @dataclass(frozen=True)
 class GradientEnergy:
-    """g² of the ascent gradient: what a weight adds to the squared norm of the perturbation's direction."""
+    """g² of the ascent gradient: the contribution of a weight to the squared norm of the gradient."""
 
     needs_gradient: ClassVar[bool] = True
 
@@ -138,10 +138,10 @@ class GradientEnergy:
 
 @dataclass(frozen=True)
 class Inverted:
-    """Another score in the opposite order, for ablations.
+    """Reverses the order of another score, for ablations.
 
     Args:
-        score: the other score.
+        score: the score to reverse.
     """
 
     score: Score
@@ -155,7 +155,7 @@ class Inverted:
 
 
 def _measured(score: Fisher | BatchFisher, batches: Iterable[Any], context: ScoreContext) -> dict[str, Tensor]:
-    """The Fisher information of the samples of all ranks."""
+    """Returns the Fisher information over the samples of all ranks."""
     if context.shards is not None:
         problem = Problem(score.loss_fn, score.model_loss, score.labels, None, context.generator)
         return sharded_fisher(context.model, batches, problem, context.parameters, context.shards)
@@ -174,7 +174,7 @@ def _measured(score: Fisher | BatchFisher, batches: Iterable[Any], context: Scor
 
     if context.ranks is None:
         return measure().values
-    # Also where all ranks measure the same samples: two devices may round differently, and masks must be equal.
+    # Also if all ranks measure the same samples: devices may round differently, and masks must be equal.
     result = on_every_rank(measure, NonFiniteScoreError, context.ranks)
     samples = torch.tensor(float(result.samples), device=communication_device(context.ranks))
     dist.all_reduce(samples, group=context.ranks)
@@ -186,7 +186,7 @@ def _measured(score: Fisher | BatchFisher, batches: Iterable[Any], context: Scor
 
 
 def _gathered_batches(batch: Any, shards: Shards) -> list[Any]:
-    """The batches of all ranks that train on different data; each of them moves what it gets to its own device."""
+    """Returns the batches of all ranks, on the CPU; each rank later moves them to its own device."""
     batches = [batch]
     for dim in range(shards.mesh.ndim):
         group = shards.mesh.get_group(dim)

@@ -1,7 +1,7 @@
-"""Exact top-k over many tensors, which this process holds whole or, with ``shards``, a part of.
+"""Exact top-k over many tensors; with ``shards``, this process holds only a part of them.
 
-The k-th largest score t of all tensors is found first (`kth_largest`). Everything above t is chosen, and of the entries
-equal to t those that come first in the whole tensors, so that ranks choose what one process would.
+The k-th largest score t of all tensors is found first (`kth_largest`). Everything above t is chosen, then entries equal
+to t in the order of their position in the whole tensors, so that ranks choose the same entries as one process would.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ def top_mask(
 
     m = argmax { sum_i m_i s_i : m in {0,1}^d, sum_i m_i = count }, ties going to the earlier position (order
     of the mapping, then flat index). A score of -inf is never chosen, even if fewer than ``count`` remain;
-    +inf comes first; NaN raises ValueError. The order is that of the numbers themselves, whatever mixture of
-    dtypes holds them.
+    +inf comes first; NaN raises ValueError. Scores of different dtypes are compared by value.
 
     Args:
         scores: name -> floating tensor; all on one device, any shapes.
@@ -74,11 +73,10 @@ def top_mask(
 
 
 def random_scores(like: Tensors, *, generator: torch.Generator, shards: Shards | None = None) -> dict[str, Tensor]:
-    """Independent float32 scores, uniform in [0, 1), shaped and placed as ``like``; drawn on the generator's device.
+    """Draw float32 scores, uniform in [0, 1), with the shapes and devices of ``like``; on the generator's device.
 
-    The largest k of d are a uniformly random set, but for ties: about d / 2^24 entries share the score at which the
-    choice ends, and the earlier of them are chosen. Every rank draws for whole tensors, one at a time, and keeps its
-    part.
+    The largest k of d are a uniformly random set, except for ties: about d / 2^24 entries share the smallest chosen
+    score, and the earlier of them are chosen. Every rank draws whole tensors, one at a time, and keeps its part.
     """
     parts = (shards or Shards.whole(like)).parts
     return {
@@ -88,7 +86,7 @@ def random_scores(like: Tensors, *, generator: torch.Generator, shards: Shards |
 
 
 def count_true(masks: Tensors, shards: Shards | None = None) -> int:
-    """Number of true entries over all masks, of all ranks."""
+    """Returns the number of true entries in all masks, over all ranks."""
     shards = shards or Shards.whole(masks)
     return shards.sum_of(sum(int(masks[name].count_nonzero()) for name in shards.counted(masks)))[0]
 
@@ -104,7 +102,7 @@ def check_alike(expected: Tensors, given: Tensors, *, label: str) -> None:
 
 
 def check_scores(scores: Tensors, shards: Shards) -> None:
-    """Raise ValueError for scores that are not floating point; on all ranks, if any of them has a NaN."""
+    """Raise ValueError for scores that are not floating point, and on all ranks if any rank has a NaN."""
     for name, score in scores.items():
         if not score.is_floating_point():
             raise ValueError(f"scores[{name!r}] must be floating point, got {score.dtype}; convert with .float()")
@@ -121,7 +119,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _largest(values: Tensors, allowed: dict[str, Tensor], count: int, shards: Shards) -> dict[str, Tensor]:
-    """Marks the ``count`` largest of the allowed entries of flat tensors, or all of them; may return ``allowed``."""
+    """Mark the ``count`` largest allowed entries of flat tensors, or all if there are fewer; may return ``allowed``."""
     if count_true(allowed, shards) <= count:
         return allowed
     if count == 0:
@@ -146,9 +144,9 @@ def _largest(values: Tensors, allowed: dict[str, Tensor], count: int, shards: Sh
 
 
 def kth_largest(vectors: Tensors, allowed: Tensors, k: int, shards: Shards) -> float:
-    """Of the allowed entries of these vectors, on all ranks, of which there are at least k >= 1.
+    """Returns the k-th largest of the allowed entries on all ranks, of which there must be at least k >= 1.
 
-    The entries are float32, float64, or int64 not below zero.
+    The entries are float32, float64, or non-negative int64.
     """
     if shards.is_whole and all(vector.device.type == "cpu" for vector in vectors.values()):
         return _kth_largest_on_cpu([(vector.numpy(), allowed[name].numpy()) for name, vector in vectors.items()], k)
@@ -157,7 +155,7 @@ def kth_largest(vectors: Tensors, allowed: Tensors, k: int, shards: Shards) -> f
 
 
 def _kth_largest_on_cpu(pairs: Sequence[tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]], k: int) -> float:
-    """By partition of what is between two quantiles of a sample; of everything, if that does not contain it."""
+    """Partition the entries between two quantiles of a sample; all entries if the k-th largest is not among them."""
     step = max(1, sum(len(vector) for vector, _ in pairs) // 8192)
     sample = np.sort(np.concatenate([vector[::step][mask[::step]] for vector, mask in pairs]))
     place = round((1 - k / sum(np.count_nonzero(mask) for _, mask in pairs)) * len(sample))
@@ -176,14 +174,14 @@ def _kth_largest_on_cpu(pairs: Sequence[tuple[npt.NDArray[Any], npt.NDArray[np.b
 
 
 def kth_largest_by_digits(values: Tensor, k: int, shards: Shards) -> float:
-    """From a few histograms of 2048 counts.
+    """A radix select, with histograms of 2048 counts.
 
-    Each round looks at eleven more bits: ranks add up how many of their keys have each value of them, and continue with
-    the value that contains the k-th largest. Rounds and their 16 kB depend on the width of a number alone.
+    Each round takes eleven more bits of the keys: the ranks sum their histograms of these bits, and continue with the
+    bin that contains the k-th largest. The number of rounds, of 16 kB each, depends only on the width of the dtype.
     """
     bits = 8 * values.element_size()
     integers = torch.int32 if bits == 32 else torch.int64
-    # Unsigned integers in the order of the numbers, of which 64 bits are held in an int64; -0.0 + 0 is 0.0.
+    # Unsigned integers in the order of the numbers, held in an int64; -0.0 + 0 is 0.0.
     pattern = (values + 0).view(integers).long()
     keys = torch.where(pattern < 0, ~pattern, pattern + (2**31 if bits == 32 else -(2**63)))
     key = 0

@@ -1,4 +1,4 @@
-"""The current masks of one optimizer: made when due, saved with its checkpoints."""
+"""The current masks of one optimizer, refreshed when due and saved in its checkpoints."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from sparsesam.masks.scores import ScoreContext
 
 
 class MaskState:
-    """Holds what a mask rule itself does not: its masks, its random generator and when they were last made.
+    """Holds the state of a mask rule: its masks, its random generator and the step of the last refresh.
 
-    Without a rule every weight is perturbed, and there is nothing to make.
+    Without a rule every weight is perturbed, and there are no masks.
     """
 
     def __init__(self, rule: MaskRule | None) -> None:
@@ -32,7 +32,7 @@ class MaskState:
         self.asked = False
         self.last_step = -1
         self.skipped = 0
-        self._kept, self._total = 0, 0  # weights, on all ranks
+        self._kept, self._total = 0, 0  # numbers of weights, on all ranks
 
     @property
     def sparsity(self) -> float | None:
@@ -44,12 +44,12 @@ class MaskState:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the masks leave every weight alone."""
+        """Whether the masks keep no weight."""
         return self.masks is not None and self._kept == 0
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether masks are made from the ascent's gradient."""
+        """Whether masks are computed from the ascent gradient."""
         return self.rule is not None and self.rule.needs_gradient
 
     def due(self, step: int, names: set[str]) -> bool:
@@ -57,13 +57,13 @@ class MaskState:
             return False
         if self.masks is None or self.masks.keys() != names:
             return True
-        if self.last_step == step:  # a step that a GradScaler skipped comes twice
+        if self.last_step == step:  # a step that a GradScaler skipped is repeated
             return False
         return self.asked or self.rule.refresh.due(step, self.last_step)
 
     @torch.no_grad()
     def refresh(self, context: ScoreContext, *, is_joining: bool = False) -> None:
-        """Make the masks anew; all ranks compare them, but for those that are ``is_joining``."""
+        """Make new masks; all ranks compare them, unless ``is_joining``."""
         assert self.rule is not None, "there is nothing to make"
         try:
             masks = self._made(self.rule, context, is_joining)
@@ -73,7 +73,7 @@ class MaskState:
             self.skipped += 1
             self.last_step = context.step
             warnings.warn(
-                f"the mask is kept as it was, and opt.skipped_refreshes counts it: {error}",
+                f"the previous mask is kept (counted in opt.skipped_refreshes): {error}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -83,7 +83,7 @@ class MaskState:
         self.asked = False
 
     def _made(self, rule: MaskRule, context: ScoreContext, is_joining: bool) -> dict[str, PackedMask]:
-        """The masks, which must be the same on every rank: each draws with the same generator from the same scores."""
+        """Returns the masks, which must be equal on all ranks: all use the same generator and the same scores."""
 
         def make() -> dict[str, PackedMask]:
             return {name: PackedMask.pack(mask) for name, mask in rule.make(context).items()}
@@ -110,12 +110,12 @@ class MaskState:
         self._kept, self._total = counts if shards is None else shards.sum_of(*counts)
 
     def state_dict(self, parameters: Mapping[str, Tensor]) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
-        """Plain values, and a mask for each of the parameters: zeros before the first was made."""
+        """Returns plain values, and a mask for each parameter, which is zero before the first refresh."""
         if self.rule is None:
             return None, {}
         values = {
             "is_made": self.masks is not None,
-            # Not a tensor: torch.distributed.checkpoint takes those for shards of the model's size and device.
+            # Not a tensor: torch.distributed.checkpoint would treat it as a shard of the model's size and device.
             "generator": self.generator.get_state().cpu().numpy().tobytes().hex(),
             "asked": self.asked,
             "last_step": self.last_step,
@@ -130,10 +130,10 @@ class MaskState:
         }
 
     def check_state_dict(self, values: Mapping[str, Any] | None, masks: Mapping[str, Tensor], model: nn.Module) -> None:
-        """Refuse masks that are not the model's, or that got lost on the way."""
+        """Raise ValueError for masks that do not fit the model, or that are missing."""
         if (values is None) != (self.rule is None):
             saved, mine = ("SAM", "SSAM") if values is None else ("SSAM", "SAM")
-            raise ValueError(f"state_dict is of {saved}, but this optimizer is {mine}; load it into the same kind")
+            raise ValueError(f"state_dict was saved by {saved}, but this is {mine}; load it into the same kind")
         if values is not None and values["is_made"] and not masks:
             raise ValueError(
                 "state_dict says that masks were made, but holds none; load all of the state that was saved"
@@ -149,7 +149,7 @@ class MaskState:
     def load_state_dict(
         self, values: Mapping[str, Any] | None, masks: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
     ) -> None:
-        """Take over what `check_state_dict` did not refuse; masks and parameters may be shards, on all ranks."""
+        """Load what `check_state_dict` accepted; masks and parameters may be shards, then all ranks must call this."""
         if values is None:
             return
         if values["is_made"]:

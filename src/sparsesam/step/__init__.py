@@ -1,1 +1,1 @@
-"""One step of an optimizer: both passes of a closure or a loop, the base optimizer's update, what is kept between."""
+"""The optimizer step: both passes, the base optimizer's update, and the state kept between steps."""

@@ -1,8 +1,8 @@
-"""What an optimizer keeps from step to step, and where a checkpoint holds it.
+"""The state an optimizer keeps between steps, and how it is stored in checkpoints.
 
-It is in the base optimizer's state dict, so that torch's tools carry it along: plain values in the first parameter
-group, under `OWN`; tensors in the parameters' state, under keys that begin with it. torch.distributed.checkpoint keeps
-nothing else.
+It is stored in the base optimizer's state dict, so that torch's tools save and load it: plain values in the first
+parameter group, under the key `OWN`; tensors in the state of the parameters, under keys with that prefix.
+torch.distributed.checkpoint saves nothing else.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ OWN = "sparsesam"
 
 _VERSION = 3
 
-#: The kinds of tensors that there may be: masks, the last perturbation, the way back from the last update.
+#: Kinds of saved tensors: masks, the last perturbation, the reverse of the last update (w_before - w).
 KINDS = ("mask", "last", "back")
 
-#: By kind and parameter name.
+#: ``{kind: {parameter name: tensor}}``
 OwnTensors = dict[str, dict[str, Tensor]]
 
 
 class SharedState(UserDict[Tensor, Any]):
-    """The base optimizer's state, where each parameter also shows the names of our tensors, as None.
+    """The base optimizer's state, in which each parameter also has the keys of sparsesam's tensors, set to None.
 
-    torch's flattened checkpoints load only what they find here. What is written goes to the base optimizer.
+    torch's flattened checkpoints load only keys that they find here. Writes go to the base optimizer's state.
     """
 
     _places = dict.fromkeys(f"{OWN}_{kind}" for kind in KINDS)
@@ -51,9 +51,9 @@ class SharedState(UserDict[Tensor, Any]):
 def split_own(
     state_dict: Mapping[str, Any], names: Sequence[str] | None = None
 ) -> tuple[dict[str, Any], dict[str, Any] | None, OwnTensors]:
-    """The base optimizer's part of a checkpoint, our values (None: there are none) and our tensors.
+    """Split a checkpoint into the base optimizer's part, sparsesam's values (None: it has none) and its tensors.
 
-    ``names`` of the parameters, in the order of the checkpoint's; without them, those of the optimizer that saved it.
+    ``names`` are the parameter names in the checkpoint's order; default: the names saved in the checkpoint.
     """
     groups = [dict(group) for group in state_dict["param_groups"]]
     own = groups[0].pop(OWN, None) if groups else None
@@ -65,7 +65,7 @@ def split_own(
         for key, value in entries.items():
             if not key.startswith(f"{OWN}_"):
                 state.setdefault(place, {})[key] = value
-            elif place in known and isinstance(value, Tensor):  # a flattened checkpoint has {} for what it lacks
+            elif place in known and isinstance(value, Tensor):  # a flattened checkpoint has {} for a missing tensor
                 tensors.setdefault(key.removeprefix(f"{OWN}_"), {})[known[place]] = value
     return {**state_dict, "state": state, "param_groups": groups}, own, tensors
 
@@ -84,7 +84,7 @@ def with_own(state_dict: dict[str, Any], values: dict[str, Any], tensors: OwnTen
 
 @dataclass
 class Counters:
-    """Shown as attributes of the optimizer. What only a device knows is counted there; `read` waits for it."""
+    """Shown as attributes of the optimizer. Events known only to a device are counted there; `read` synchronizes."""
 
     steps: int = 0
     skipped_ascents: int = 0
@@ -94,12 +94,12 @@ class Counters:
         self._skipped_on_device: dict[torch.device, Tensor] = {}
 
     def skip_where(self, event: Tensor) -> None:
-        """Count an ascent as skipped if the tensor is true, without a synchronization."""
+        """Count an ascent as skipped if the tensor is true, without synchronizing."""
         count = self._skipped_on_device.setdefault(event.device, torch.zeros_like(event, dtype=torch.int64))
         count.add_(event)
 
     def read(self) -> Counters:
-        """These counters, with what devices have counted."""
+        """Add the counts of all devices and return self."""
         self.skipped_ascents += sum(int(count) for count in self._skipped_on_device.values())
         self._skipped_on_device = {}
         return self
@@ -107,21 +107,21 @@ class Counters:
 
 @dataclass
 class SavedState:
-    """``last`` is the last perturbation and ``back`` the way back from the last update, w_before - w: kept entries by
-    parameter name, or None where the optimizer never needs them.
+    """``last`` is the last perturbation, ``back`` the reverse of the last update, w_before - w. Both hold the kept
+    entries by parameter name, or are None if the optimizer never needs them.
     """
 
     masks: MaskState
     counters: Counters = field(default_factory=Counters)
     last: dict[str, Tensor] | None = None
     back: dict[str, Tensor] | None = None
-    #: Whether there is a last perturbation to use again; where it is sharded, this rank's part may be empty.
+    #: Whether there is a last perturbation to reuse; with sharded parameters, this rank's part of it may be empty.
     has_last: bool = False
-    #: Whether it is of the masks' entries only; that of ascent="implicit-dense" is of every weight.
+    #: Whether ``last`` has only the entries that the masks keep; with ascent="implicit-dense" it has every weight.
     last_is_masked: bool = True
 
     def state_dict(self, parameters: Mapping[str, Tensor]) -> tuple[dict[str, Any], OwnTensors]:
-        """Plain values, and tensors like the parameters: the same ones whatever steps were taken."""
+        """Returns plain values, and tensors shaped like the parameters; the keys are the same after any step."""
         mask, masks = self.masks.state_dict(parameters)
         values = {**asdict(self.counters.read()), "version": _VERSION, "mask": mask}
         values |= {"last": self.has_last, "back": bool(self.back), "extrapolates": self.back is not None}
@@ -133,7 +133,7 @@ class SavedState:
         return values, tensors
 
     def loaded(self, values: Mapping[str, Any], tensors: OwnTensors, parameters: Mapping[str, Tensor]) -> SavedState:
-        """The same optimizer's state as `state_dict` gave it and `check_state_dict` did not refuse."""
+        """Returns the state restored from what `state_dict` returned and `check_state_dict` accepted."""
         here = {
             kind: {name: one.to(parameters[name].device) for name, one in by_name.items() if name in parameters}
             for kind, by_name in tensors.items()
@@ -149,7 +149,7 @@ class SavedState:
 
 
 def check_state_dict(values: Mapping[str, Any], tensors: OwnTensors, now: SavedState, model: nn.Module) -> None:
-    """Refuse what does not fit the optimizer's present state, before anything changes."""
+    """Raise ValueError for a checkpoint that does not fit this optimizer, before anything is changed."""
     if values.get("version") != _VERSION:
         raise ValueError(
             f"the checkpoint must be of version {_VERSION}, got {values.get('version')}; "
@@ -159,7 +159,7 @@ def check_state_dict(values: Mapping[str, Any], tensors: OwnTensors, now: SavedS
     if values["extrapolates"] != extrapolates:
         kinds = ["SAM or SSAM", "ExtrapolatedSAM"]
         raise ValueError(
-            f"state_dict is of {kinds[values['extrapolates']]}, but this optimizer is {kinds[extrapolates]}, whose rho "
-            "means something else; load it into the same kind"
+            f"state_dict was saved by {kinds[values['extrapolates']]}, but this optimizer is {kinds[extrapolates]}, "
+            "whose rho has another meaning; load it into an optimizer of the same kind"
         )
     MaskState(now.masks.rule).check_state_dict(values["mask"], tensors.get("mask", {}), model)

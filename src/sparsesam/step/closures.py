@@ -1,4 +1,4 @@
-"""Both passes of a closure."""
+"""Runs a closure once for each pass of a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Pass = Callable[[Any], Any]  # a call of the closure with a batch or a part of i
 def run_closure(step: Step, closure: Closure, batch: Any) -> Any:
     """Call the closure once for each pass of the step.
 
-    Returns the loss at w; at w + e where only that pass sees the whole batch, or there is no other.
+    Returns the loss at w; the loss at w + e if that pass is the only one, or the only one on the whole batch.
     """
     takes_batch = batch is not None and _has_parameter(closure)
 
@@ -55,12 +55,12 @@ def run_closure(step: Step, closure: Closure, batch: Any) -> Any:
         step.context.rng.write(rng)
         there = run(batch)
     step.is_empty = there is None and not _has_gradients(step)
-    # Like the normalization statistics, the loss is of the whole batch.
+    # The loss, like the running statistics, is that of the whole batch.
     return here if fraction == 1 else there
 
 
 def _only_pass(step: Step, run: Pass, batch: Any) -> Any:
-    """The pass at w + e, of a step that needs no other."""
+    """Run the only pass of a one-pass step, at w + e."""
     context = step.context
     may_clear = step.closure_accumulates or context.gradients.are_used(step.params)
     old = None if may_clear else OldGradient([one.parameter for one in step.params])
@@ -81,7 +81,7 @@ def _only_pass(step: Step, run: Pass, batch: Any) -> Any:
 def _first_pass(step: Step, run: Pass, batch: Any) -> Any:
     context, part, statistics = step.context, batch, None
     if context.settings.ascent_fraction < 1:
-        # Normalization statistics are those of the whole batch, which the second pass sees.
+        # The running statistics are updated by the second pass, which sees the whole batch.
         size = batch_size(batch)
         part = slice_batch(batch, slice(0, max(1, math.ceil(context.settings.ascent_fraction * size))), size)
         statistics = Snapshot(statistics_of(context.model.modules()))
@@ -99,22 +99,22 @@ def _first_pass(step: Step, run: Pass, batch: Any) -> Any:
 
 
 def _check_gradients(step: Step, treatment: Treatment, loss: Any) -> None:
-    """Refuse a closure that adds to older gradients, and note one that computes none."""
+    """Raise for a closure that adds to existing gradients; mark the step as empty if the closure computes none."""
     accumulates = step.closure_accumulates
     if treatment is Treatment.ADDED_TO and not accumulates:
         raise RuntimeError(
-            "the closure added to gradients that were there before, but only what the closure computes is computed at "
-            "w + e, not what was accumulated. Clear them in the closure (opt.zero_grad()), or to accumulate: in "
-            "Lightning, callbacks=[sparsesam.integrations.lightning.AccumulatedAscent()]; in a loop of your own, all "
-            "micro-batches in the first pass and again in `with opt.perturbed():`; for the closures of davda54/sam "
-            "and pytorch-optimizer, sparsesam.compat.SAM"
+            "the closure added to gradients that were there before, but at w + e only the closure's own gradients are "
+            "computed, not the accumulated ones. Clear them in the closure (opt.zero_grad()), or to accumulate: in "
+            "Lightning, callbacks=[sparsesam.integrations.lightning.AccumulatedAscent()]; in a loop of your own, run "
+            "all micro-batches in the first pass and again in `with opt.perturbed():`; for the closures of "
+            "davda54/sam and pytorch-optimizer, use sparsesam.compat.SAM"
         )
     untouched = treatment is Treatment.UNTOUCHED and not accumulates
     step.is_empty = untouched or (loss is None and not _has_gradients(step))
 
 
 def run_empty_closure(step: Step, closure: Closure) -> Any:
-    """Call a closure after perturbed(): Lightning's manual optimization adds one that only calls hooks."""
+    """Call a closure that computes nothing: Lightning's manual optimization passes one after perturbed()."""
     old = step.watch_gradients()
     try:
         with torch.enable_grad():
@@ -123,7 +123,7 @@ def run_empty_closure(step: Step, closure: Closure) -> Any:
         old.release()
     if old.treatment() is not Treatment.UNTOUCHED:
         raise RuntimeError(
-            "step(closure) after perturbed(): the gradient at w + e is there already; call step() without a closure, "
+            "step(closure) after perturbed(): the gradient at w + e already exists; call step() without a closure, "
             "or leave both passes to step(closure)"
         )
     return result
@@ -142,7 +142,7 @@ def _detached(leaf: Any) -> Any:
         return leaf.detach()
     if not isinstance(leaf, dict | list):
         return leaf
-    # A subclass, which torch's pytrees take for a leaf unless it is registered.
+    # torch's pytrees treat a dict or list subclass as a leaf unless it is registered.
     copied = copy.copy(leaf)
     for key, value in list(leaf.items() if isinstance(leaf, dict) else enumerate(leaf)):
         copied[key] = _without_graph(value)
@@ -150,7 +150,7 @@ def _detached(leaf: Any) -> Any:
 
 
 def _has_parameter(closure: Closure) -> bool:
-    """Whether it takes the batch; torch.optim's takes nothing."""
+    """Whether the closure takes the batch; a closure for torch.optim takes no argument."""
     return any(
         p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         for p in inspect.signature(closure).parameters.values()

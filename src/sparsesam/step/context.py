@@ -1,4 +1,4 @@
-"""What the steps of one optimizer have in common: model, masks, counters, the engine, the way to w + e and back."""
+"""What all steps of one optimizer share: model, masks, counters, engine, perturbation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sparsesam.step.settings import Settings
 class StepContext:
     """Lives as long as its optimizer; a copy or a loaded checkpoint makes a new one.
 
-    ``wrapped`` is the model as it was given to the optimizer, which may be a DistributedDataParallel around it.
+    ``wrapped`` is the model as given to the optimizer, possibly wrapped in DistributedDataParallel.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class StepContext:
         self.rng = RNGState(model.parameters())
         self.gradients = GradientUse(base)
         self.last_ascent_norm: float | Tensor | None = None
-        self.is_joining = False  # within torch's Join, where ranks answer no collectives but those of DDP
-        #: What the last step extrapolated, and the parameters and masks that this was made from.
+        self.is_joining = False  # within torch's Join, where ranks without inputs only run the collectives of DDP
+        #: The targets that the last step extrapolated, preceded by the parameters and masks they were made from.
         self.tracked: tuple[PerturbedParams | None, Any, list[Target]] = (None, None, [])
         self._statistics: list[int] | None = None
         self.note_statistics()
@@ -52,7 +52,7 @@ class StepContext:
 
     @property
     def saved(self) -> SavedState:
-        """What a new context would go on from."""
+        """The state from which a new context continues."""
         last = self.perturbation.last if self.settings.off_steps == "reuse" else None
         back = None if self.extrapolation is None else self.extrapolation.back
         is_masked = self.settings.ascent != "implicit-dense"
@@ -61,7 +61,7 @@ class StepContext:
     # ---- masks and directions ----------------------------------------------------------------------------
 
     def masks_of(self, params: PerturbedParams) -> dict[str, PackedMask | None]:
-        """Their current masks; None: all of the parameter is perturbed."""
+        """Returns the current mask of each parameter; None: the whole parameter is perturbed."""
         masks = self.masks.masks or {}
         return {one.name: masks.get(one.name) for one in params}
 
@@ -87,14 +87,14 @@ class StepContext:
             is_joining=self.is_joining,
         )
         self.perturbation.index.clear()
-        self.has_last, self.perturbation.last = False, {}  # which was of the old masks
+        self.has_last, self.perturbation.last = False, {}  # it belongs to the old masks
         if self.extrapolation is not None:
             after = self.masks_of(params)
             for one in params:
                 self.extrapolation.change_mask(one.name, local_part(one.parameter), before[one.name], after[one.name])
 
     def directions(self, params: PerturbedParams) -> dict[str, Tensor]:
-        """What the ascent follows, for each parameter that has it: its gradient, or its momentum."""
+        """Returns the ascent direction of each parameter that has one: its gradient or its momentum."""
         found = {}
         for one in params:
             by_momentum = self.settings.ascent in ONE_PASS
@@ -107,7 +107,7 @@ class StepContext:
         return found
 
     def awaits_momentum(self, params: PerturbedParams) -> bool:
-        """Whether a mask that is made from the ascent's direction must wait for the base optimizer's first step."""
+        """Whether a mask computed from the momentum must wait for the base optimizer's first step."""
         if self.settings.ascent not in ONE_PASS or not self.masks.needs_gradient or self.directions(params):
             return False
         require_momentum(self.base, [one.parameter for one in params])
@@ -116,15 +116,15 @@ class StepContext:
     # ---- what happened between steps ---------------------------------------------------------------------
 
     def note_statistics(self, *, known: bool = True) -> None:
-        """The running statistics are those after a step; not ``known``: nobody has looked at them."""
+        """Record the versions of the running statistics after a step; ``known=False``: they are not known."""
         self._statistics = statistics_versions(self.model) if known else None
 
     def statistics_moved(self) -> bool:
-        """Whether a forward has moved the running statistics since the last step, as far as known."""
+        """Whether a forward has updated the running statistics since the last step; False if not known."""
         return self._statistics not in (None, statistics_versions(self.model))
 
     def skip_step(self, why: str) -> None:
-        """Count a step that leaves the weights alone."""
+        """Count a step that does not update the weights."""
         self.counters.skipped_steps += 1
         self.counters.steps += 1
         self.warn_once(why)

@@ -1,7 +1,7 @@
-"""The gradients around a step: those that are there, those of before it, those that are not the optimizer's.
+"""Tracks gradients across steps: missing, left over from an earlier step, or of parameters outside the optimizer.
 
-Trainers that accumulate over micro-batches add to older gradients, which must not be taken for a whole step: the second
-pass would see the last micro-batch alone.
+Trainers that accumulate over micro-batches add to existing gradients. Such a micro-batch must not be taken for a whole
+step: the second pass would see the last micro-batch only.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ def require_gradients(base: Optimizer, which: str) -> None:
 
 
 class Treatment(enum.Enum):
-    CLEARED = enum.auto()  # or there was none
+    CLEARED = enum.auto()  # or there was no gradient
     ADDED_TO = enum.auto()
-    UNTOUCHED = enum.auto()  # nothing was cleared and nothing computed
+    UNTOUCHED = enum.auto()  # neither cleared nor added to
 
 
 class OldGradient:
-    """Watches one small parameter that has a gradient now, until `release`.
+    """Watches the gradient of one small parameter that has one now, until `release`.
 
-    Its gradient is looked at when autograd is about to add to it. Sharded parameters are not watched: their gradients
-    are not written by autograd.
+    A hook checks the gradient just before autograd adds to it. Sharded parameters are not watched, because autograd
+    does not write their gradients.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -59,11 +59,11 @@ class OldGradient:
             if self._watched is not None:
                 with torch.enable_grad():
                     copied: Any = self._watched.expand_as(self._watched)
-                self._accumulator = copied.grad_fn.next_functions[0][0]  # lives as long as somebody holds it
+                self._accumulator = copied.grad_fn.next_functions[0][0]  # freed unless a reference is held
                 self._handle = self._accumulator.register_prehook(self._before_accumulation)
 
     def treatment(self) -> Treatment:
-        """What happened since; of a gradient that was cleared or added to, the first of the two."""
+        """Returns what happened to the gradient first: it was cleared, added to, or left untouched."""
         if self._watched is None:
             return Treatment.CLEARED
         if self._treatment is not None:
@@ -97,15 +97,15 @@ class OldGradient:
 
 
 class GradientUse:
-    """What has become of the gradients of the last step.
+    """Tracks whether the gradients of the last step have been used.
 
-    Those that a step of one pass has used may be cleared before the next. Those of perturbed() wait for a step: a first
-    pass that adds to them instead has left out the step.
+    Gradients that a one-pass step has used may be cleared before the next step. Gradients of perturbed() wait for a
+    step: if a first pass adds to them instead, step() was not called.
     """
 
     def __init__(self, base: Optimizer) -> None:
         self._base = base
-        self._used: tuple[Tensor, int] | None = None  # that of the smallest parameter, and its version
+        self._used: tuple[Tensor, int] | None = None  # gradient of the smallest parameter, and its version
         self._waiting: OldGradient | None = None
 
     def clear(self, set_to_none: bool = True) -> None:
@@ -114,19 +114,19 @@ class GradientUse:
         self.stop_waiting()
 
     def note_used(self, params: PerturbedParams) -> None:
-        """A step has used those that are there now."""
+        """Record that a step has used the current gradients."""
         gradient = None if params.smallest is None else params.smallest.grad
         self._used = None if gradient is None else (gradient, gradient._version)
 
     def are_used(self, params: PerturbedParams) -> bool:
-        """Whether those that are there were used by the last step, and nobody has cleared them since."""
+        """Whether the last step used the current gradients, and they have not changed since."""
         if params.smallest is None or self._used is None:
             return False
         gradient, version = self._used
         return params.smallest.grad is gradient and gradient._version == version
 
     def wait_for_step(self, params: PerturbedParams) -> None:
-        """They are those of perturbed()."""
+        """Record that the current gradients come from perturbed()."""
         self._waiting = OldGradient([one.parameter for one in params])
 
     def stop_waiting(self) -> None:
@@ -135,23 +135,23 @@ class GradientUse:
             self._waiting = None
 
     def require_none_waiting(self) -> None:
-        """Those of the last perturbed() were used by a step, or cleared."""
+        """Raise if a first pass added to gradients of perturbed() that no step has used."""
         waiting = self._waiting
         self.stop_waiting()
         if waiting is not None and waiting.treatment() is Treatment.ADDED_TO:
             raise RuntimeError(
                 "this first pass added to the gradient of the last perturbed(), which no step() has used: with micro-"
                 "batches, run all of them in the first pass and all again in one perturbed() block, then step(); with "
-                "accelerator.accumulate, use sparsesam.integrations.accelerate.AccumulatedPasses. To leave a step out, "
+                "accelerator.accumulate, use sparsesam.integrations.accelerate.AccumulatedPasses. To skip a step, "
                 "call opt.zero_grad()"
             )
 
 
 class OutsideGradients:
-    """Gradients of trainable parameters that the optimizer does not have, as they were before the first pass.
+    """Gradients of trainable parameters outside the optimizer, as they were before the first pass.
 
-    The optimizer clears its own gradients between the passes; of the others, the second pass is the only one that
-    counts.
+    The optimizer clears only its own gradients between the passes; the others are restored, so that they too receive
+    the gradient of the second pass only.
     """
 
     def __init__(self, model: nn.Module, base: Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""Which parameters there are, under which names and with which options, and which take part in an ascent."""
+"""The optimizer's parameters: their names, their group options, and which of them are perturbed."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch.optim import Optimizer
 
 from sparsesam.distributed import Shards
 
-#: Options that each parameter group carries beside the base optimizer's own.
+#: Options of each parameter group in addition to the base optimizer's.
 GROUP_OPTIONS = ("rho", "adaptive", "eta", "perturb")
 
 
 def option_keys(base: Optimizer) -> dict[str, str]:
-    """The key under which a parameter group holds each of `GROUP_OPTIONS`.
+    """Returns the parameter group key of each of `GROUP_OPTIONS`.
 
-    It is the option's name, or ``"sam_"`` and the name where the base optimizer has such an option itself: in a group
-    of Adadelta, ``"rho"`` is Adadelta's and ``"sam_rho"`` is the radius of the perturbation.
+    It is the option's name, with the prefix ``"sam_"`` if the base optimizer has an option of the same name: in a
+    group of Adadelta, ``"rho"`` is Adadelta's and ``"sam_rho"`` is the radius of the perturbation.
     """
     return {option: f"sam_{option}" if option in base.defaults else option for option in GROUP_OPTIONS}
 
 
 def named(model: nn.Module, base: Optimizer) -> dict[Tensor, str]:
-    """The names of the optimizer's parameters; each must be one of the model's."""
+    """Returns the names of the model's parameters; raises unless they include all of the optimizer's."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     optimized = [parameter for group in base.param_groups for parameter in group["params"]]
     unknown = sum(parameter not in names for parameter in optimized)
@@ -44,11 +44,11 @@ def named(model: nn.Module, base: Optimizer) -> dict[Tensor, str]:
 
 
 class PerturbedParam(NamedTuple):
-    """A parameter that takes part in the ascent.
+    """A parameter that is perturbed.
 
-    ``rho`` is a tensor where its group holds one on an accelerator (for CUDA graphs), which the host does not read.
-    ``eta`` is ASAM's where T = |w| + eta applies, None where T = 1. ``maximize``: the base optimizer maximizes the
-    loss, so that the sharpest direction is downhill.
+    ``rho`` is a tensor if its group holds one on an accelerator (for CUDA graphs), which the host does not read.
+    ``eta`` is ASAM's where T = |w| + eta, None where T = 1. ``maximize``: the base optimizer maximizes the loss, so
+    the perturbation goes against the gradient.
     """
 
     name: str
@@ -59,14 +59,14 @@ class PerturbedParam(NamedTuple):
 
 
 class PerturbedParams:
-    """The trainable parameters of the groups that are perturbed; the same object until `is_current` is False.
+    """The trainable parameters of the perturbed groups; valid while `is_current`.
 
-    ``shards`` says how they are spread over ranks; None: every rank has them whole. ``renormalized`` are weights of
-    embeddings with ``max_norm``: a forward scales whole rows of them in place, whatever the mask keeps.
+    ``shards`` is their layout over the ranks; None: every rank holds whole tensors. ``renormalized`` are weights of
+    embeddings with ``max_norm``: a forward rescales their rows in place, whatever the mask keeps.
     """
 
     def __init__(self, model: nn.Module, base: Optimizer, names: Mapping[Tensor, str]) -> None:
-        self._base, self._groups = base, list(base.param_groups)  # held, so that their ids stay theirs
+        self._base, self._groups = base, list(base.param_groups)  # references, so that no id is reused
         self._depends_on = _what_it_depends_on(base)
         self._params = list(_listed(base, names))
         self.shards = Shards.of({one.name: one.parameter for one in self})
@@ -80,7 +80,7 @@ class PerturbedParams:
 
     @property
     def is_current(self) -> bool:
-        """Whether groups, their options and what is trainable are as they were."""
+        """Whether groups, their options and requires_grad flags are unchanged."""
         return _what_it_depends_on(self._base) == self._depends_on
 
     def __iter__(self) -> Iterator[PerturbedParam]:
@@ -90,7 +90,7 @@ class PerturbedParams:
 def _listed(base: Optimizer, names: Mapping[Tensor, str]) -> Iterator[PerturbedParam]:
     for group in base.param_groups:
         rho, adaptive, eta, perturb = (group[key] for key in option_keys(base).values())
-        # torch's optimizers have it in their groups, others (pytorch-optimizer's) as an attribute.
+        # torch's optimizers hold it in their groups, others (pytorch-optimizer) in an attribute.
         maximize = bool(group.get("maximize", getattr(base, "maximize", False)))
         for parameter in group["params"] if perturb else ():
             if parameter.requires_grad:
@@ -100,7 +100,7 @@ def _listed(base: Optimizer, names: Mapping[Tensor, str]) -> Iterator[PerturbedP
 
 
 def _read(option: Any) -> Any:
-    """The number that a tensor on a CPU holds now; anything else is itself."""
+    """Returns the value of a CPU tensor as a number; anything else unchanged."""
     return float(option) if isinstance(option, Tensor) and not is_on_accelerator(option) else option
 
 
@@ -118,24 +118,24 @@ def _what_it_depends_on(base: Optimizer) -> list[Any]:
 
 
 def scale_rho(base: Optimizer, factor: float, defaults: Mapping[str, Any]) -> None:
-    """rho = factor * its first value, in each group."""
+    """Set rho to factor * its initial value, in each group."""
     key = option_keys(base)["rho"]
     for group in base.param_groups:
         now = group.setdefault(key, defaults[key])
         first = group.setdefault(f"initial_{key}", now.clone() if isinstance(now, Tensor) else now)
-        # A captured graph reads the tensor that is there.
+        # In place, because a captured CUDA graph reads this tensor.
         group[key] = now.copy_(first * factor) if isinstance(now, Tensor) else first * factor
 
 
 def check_group(group: Mapping[str, Any], keys: Mapping[str, str]) -> None:
-    """Refuse options that make no sense, naming them as the group does."""
+    """Raise ValueError for invalid options, naming their keys in the group."""
     rho, eta, adaptive = (group[keys[option]] for option in ("rho", "eta", "adaptive"))
     if isinstance(rho, Tensor) and not is_on_accelerator(rho):
         rho = rho.item()
     if not is_on_accelerator(rho) and not (isinstance(rho, int | float) and 0 <= rho < math.inf):
         raise ValueError(
-            f"{keys['rho']} must be a finite number of at least 0, got {rho}; 0 is the base optimizer, 0.05 a usual "
-            "start"
+            f"{keys['rho']} must be a finite number of at least 0, got {rho}; 0 is the base optimizer, 0.05 is a "
+            "usual start"
         )
     if not isinstance(eta, int | float) or not 0 <= eta < math.inf:
         raise ValueError(f"{keys['eta']} must be a finite number of at least 0, got {eta}; ASAM uses 0.01")
@@ -148,7 +148,7 @@ def is_on_accelerator(value: object) -> bool:
 
 
 def check_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse the call of other packages, ``SAM(params, SGD, rho=…, lr=…)``, naming the replacement."""
+    """Raise TypeError for the signature of other packages, ``SAM(params, SGD, rho=…, lr=…)``."""
     takes_class = any(isinstance(one, type) for one in (*args[:2], kwargs.get("base"), kwargs.get("base_optimizer")))
     if takes_class or {"lr", "params", "base_optimizer"} & kwargs.keys():
         raise TypeError(

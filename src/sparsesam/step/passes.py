@@ -1,4 +1,4 @@
-"""One step: what belongs to it, from its first pass to the base optimizer's update."""
+"""One step, from its first pass to the base optimizer's update."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from sparsesam.step.settings import StepKind
 
 
 class Phase(enum.Enum):
-    FIRST = enum.auto()  # the first pass runs
-    BETWEEN = enum.auto()  # its gradients are there
+    FIRST = enum.auto()  # the first pass is running
+    BETWEEN = enum.auto()  # the first pass is done
     PERTURBED = enum.auto()  # weights are at w + e
-    READY = enum.auto()  # weights are back, the gradient is that at w + e
+    READY = enum.auto()  # weights are at w again, gradients are those at w + e
 
 
 class Step:
-    """Made at the beginning of a step and gone at its end.
+    """The state of one step: created at its beginning, dropped at its end.
 
-    ``params`` take part in the ascent, under ``masks`` (None: all of it). ``first`` tells what the first pass left
-    out, the last of its blocks if it has several; None: nothing. ``closure_accumulates`` is the optimizer's.
+    ``params`` are perturbed under ``masks`` (None: the whole parameter). ``first`` records what the first pass left
+    out, or its last block if it has several; None: nothing. ``closure_accumulates`` is the optimizer's attribute.
     """
 
     def __init__(
@@ -48,26 +48,26 @@ class Step:
         self.masks = context.masks_of(params)
         self.phase = Phase.FIRST
         self.first: FirstPass | None = None
-        self.has_every_gradient = True  # no block of the first pass left out a gradient
+        self.has_every_gradient = True  # the first pass has left out no gradient
         self.ascent_failed = False
         self.is_empty = False  # the closure computed no gradient
-        self.repeats = False  # a step of one pass runs again what a trainer ran before it
+        self.repeats = False  # a trainer reruns earlier micro-batches in a one-pass step
 
     @property
     def needs_first_pass(self) -> bool:
-        """Whether it needs a first pass."""
+        """Whether the step needs a gradient at w."""
         return self.context.settings.needs_first_pass(self.kind)
 
     def watch_gradients(self) -> OldGradient:
-        """Watch what happens to gradients that are there now, of weights that the ascent moves."""
+        """Watch the existing gradients of the weights that the ascent moves."""
         return OldGradient([one.parameter for one in self.params if not self._target(one, one.parameter).is_still])
 
     # ---- first pass --------------------------------------------------------------------------------------
 
     def refresh_before_first_pass(self, batch: Any) -> None:
-        """A mask that does not look at the ascent's gradient is made before it, so that the pass can be narrowed.
+        """Refresh a mask that does not need the ascent gradient, so that the first pass can be narrowed to it.
 
-        Where nothing is left to be perturbed, the step is the base optimizer's.
+        If nothing is left to perturb, the step becomes a plain step of the base optimizer.
         """
         context = self.context
         if not self.needs_first_pass:
@@ -82,10 +82,10 @@ class Step:
 
     @contextmanager
     def first_pass(self, *, in_closure: bool) -> Iterator[None]:
-        """The block is the first pass of the step, or a part of it, with whatever the engine may leave out."""
+        """Run the block as the first pass, or a part of it; the engine leaves out what is not needed."""
         settings, engine = self.context.settings, self.context.engine
         ddp = engine.ddp
-        # A mask that is made from the gradient must be made from that of all ranks.
+        # A mask computed from the gradient needs the gradient averaged over all ranks.
         is_local = settings.ascent_scope == "local" and not self.context.refresh_due(self.params)
         reason = self._why_plain()
         if reason is not None:
@@ -95,7 +95,7 @@ class Step:
             return
         no_reuse = None
         if settings.ascent_fraction < 1:
-            no_reuse = "the ascent is on a part of the batch"
+            no_reuse = "the ascent uses only a part of the batch"
         elif self.first is not None:
             no_reuse = "several backward passes: activations of the first are not kept"
         with engine.first_pass(
@@ -119,23 +119,23 @@ class Step:
             average_gradients(ddp, first.plan.needed)
             if in_closure and first.backward.closure_goes_on:
                 self.context.warn_once(
-                    "the closure looked at gradients, which it did not do in the first step: under "
-                    "DistributedDataParallel those of the first pass are this rank's own until the closure returns. "
-                    "If it changes them, use engine=False"
+                    "the closure read gradients, which it did not do in the first step: under "
+                    "DistributedDataParallel the gradients of the first pass are not averaged over the ranks until "
+                    "the closure returns. If the closure changes them, use engine=False"
                 )
 
     def _why_plain(self) -> str | None:
-        """Why this step's first pass must compute everything."""
+        """Returns why the first pass of this step must compute every gradient; None: it need not."""
         if not self.needs_first_pass:
             return "the step has only one pass"
         if self.context.is_joining:
-            return "within Join, ranks that are out of inputs answer only the collectives of a whole backward"
+            return "within Join, ranks without inputs only take part in the collectives of a full backward pass"
         if self.context.refresh_due(self.params):
-            return "the mask is made anew in this step, from its gradients"
+            return "the mask is refreshed from the gradients of this step"
         return None
 
     def require_unchanged(self, params: PerturbedParams) -> None:
-        """Gradients that the first pass left out are not missing now, whatever takes part now."""
+        """Use the current params and masks; raise if they need gradients that the first pass left out."""
         masks = self.context.masks_of(params)
         same = self.masks.keys() == masks.keys() and all(self.masks[name] is mask for name, mask in masks.items())
         if not self.has_every_gradient and (not same or self.context.masks.asked):
@@ -149,7 +149,7 @@ class Step:
 
     @contextmanager
     def perturbed(self, batch: Any, *, statistics_return: bool) -> Iterator[None]:
-        """Within the block the weights are at w + e; on the way out they are back, exceptions included."""
+        """Within the block the weights are at w + e; on exit, exceptions included, they are restored."""
         self.phase = Phase.PERTURBED
         statistics = statistics_of(self.context.model.modules()) if statistics_return else []
         written = Snapshot([*self.params.renormalized, *statistics])
@@ -170,7 +170,7 @@ class Step:
         finally:
             try:
                 self._return(written)
-            except BaseException:  # Ctrl-C on the way
+            except BaseException:  # Ctrl-C while restoring
                 self._return(written)
                 raise
             self.phase = Phase.READY if completed else Phase.BETWEEN
@@ -185,7 +185,7 @@ class Step:
 
     @contextmanager
     def second_pass(self, batch: Any, *, statistics_return: bool) -> Iterator[None]:
-        """The same, where gradients start from zero and what the first pass recorded is used again."""
+        """Like `perturbed`, with gradients cleared and the outputs that the first pass recorded reused."""
         with self.perturbed(batch, statistics_return=statistics_return):
             self.context.gradients.clear()
             with self.context.engine.second_pass(self.first):
@@ -215,11 +215,11 @@ class Step:
         directions = context.directions(self.params)
         targets = [self._target(one, directions[one.name]) for one in self.params if one.name in directions]
         if self._is_still(targets):
-            context.counters.skipped_ascents += not targets  # no gradient came through the unperturbed layers
+            context.counters.skipped_ascents += not targets  # no perturbed weight has a gradient
             return
         norm = context.last_ascent_norm = self._norm(targets)
         context.has_last = context.settings.off_steps == "reuse"
-        if isinstance(norm, Tensor):  # on a device, which follows the same rule without telling the host
+        if isinstance(norm, Tensor):  # on a device: the same rule, without synchronizing
             context.perturbation.apply(targets, norm)
             context.counters.skip_where(~is_usable(norm))
             return
@@ -232,17 +232,17 @@ class Step:
         if self.ascent_failed:
             context.warn_once(
                 f"the ascent gradient's norm is {norm}: this step is taken without perturbation and counted in "
-                "opt.skipped_ascents. Expected now and then with a GradScaler; otherwise lower learning rate or rho."
+                "opt.skipped_ascents. Expected at times with a GradScaler; otherwise lower the learning rate or rho."
             )
 
     def _is_still(self, targets: list[Target]) -> bool:
-        """Whether nothing is to move, on any rank."""
+        """Whether no weight moves, on any rank."""
         if self.params.shards is None:
             return all(target.is_still for target in targets)
         return self.context.masks.is_empty or all(one.rho == 0 for one in self.params)
 
     def _norm(self, targets: list[Target]) -> float | Tensor:
-        """The norm of what the targets follow, over all parts of sharded ones."""
+        """Returns the norm of the targets' directions, over all ranks if they are sharded."""
         context = self.context
         shards = self.params.shards
         if shards is None:
@@ -254,7 +254,7 @@ class Step:
     def _target(self, one: PerturbedParam, direction: Tensor) -> Target:
         ascent = self.context.settings.ascent
         mask = None if ascent == "implicit-dense" else self.masks[one.name]
-        # A momentum is of what the base minimizes, a gradient is of the loss; Momentum-SAM goes against the momentum.
+        # maximize reverses a gradient; a momentum consists of reversed ones already. Momentum-SAM goes against it.
         is_reversed = ascent == "momentum" if ascent in ONE_PASS else one.maximize
         weight = local_part(one.parameter)
         direction = local_part(direction, one.parameter)
@@ -262,7 +262,7 @@ class Step:
 
     @cached_property
     def _tracked(self) -> list[Target]:
-        """Those of the last step, if it had the same parameters, options and masks."""
+        """The targets to extrapolate: those of the last step, if parameters, options and masks are the same."""
         context = self.context
         params, masks, tracked = context.tracked
         is_new = params is not self.params or masks is not context.masks.masks
@@ -273,7 +273,7 @@ class Step:
         return tracked
 
     def _check_implicit(self) -> None:
-        """The first pass did send its gradient through the masks."""
+        """Raise unless the first pass computed its gradients through the masked weights."""
         context, first, ascent = self.context, self.first, self.context.settings.ascent
         if first is None:
             if not context.refresh_due(self.params):
@@ -302,12 +302,12 @@ class Step:
     # ---- update ------------------------------------------------------------------------------------------
 
     def update(self) -> None:
-        """The base optimizer's update, kept where the next step extrapolates it."""
+        """Run the base optimizer's update, and record it if the next step extrapolates it."""
         context = self.context
         require_gradients(context.base, "second")
         context.gradients.stop_waiting()
         if self.ascent_failed and not all(bool(gradient.isfinite().all()) for gradient in gradients_of(context.base)):
-            context.skip_step("both gradients of a step are not finite: the weights are left alone (opt.skipped_steps)")
+            context.skip_step("both gradients of a step are not finite: weights are not updated (opt.skipped_steps)")
             return
         if context.extrapolation is None:
             context.base.step()

@@ -53,9 +53,7 @@ class Settings:
             raise ValueError(f"ascent_fraction must be in (0, 1], got {self.ascent_fraction}; the paper tries 0.25")
         if self.ascent in ONE_PASS and (self.ascent_fraction < 1 or self.off_steps == "reuse"):
             what = f"ascent_fraction={self.ascent_fraction}" if self.ascent_fraction < 1 else 'off_steps="reuse"'
-            raise ValueError(
-                f"{what} has no use with ascent={self.ascent!r}, which takes no pass of its own; leave it out"
-            )
+            raise ValueError(f"{what} has no use with ascent={self.ascent!r}, which has no first pass; leave it out")
         if self.ascent == "implicit" and self.norm == "full":
             raise ValueError(
                 'norm must be "masked" with ascent="implicit", got "full": gradients outside the mask are not computed'
@@ -69,15 +67,15 @@ class Settings:
             )
         if self.ascent_scope == "local" and getattr(model, "static_graph", False):
             raise ValueError(
-                'model must not have static_graph=True with ascent_scope="local": DistributedDataParallel cannot leave '
-                'out the synchronization of its first backward; leave out static_graph, or use ascent_scope="global"'
+                'model must not have static_graph=True with ascent_scope="local": DistributedDataParallel cannot skip '
+                'the synchronization of its first backward; remove static_graph, or use ascent_scope="global"'
             )
 
     def check_mask(self, mask: MaskRule | None) -> None:
         if mask is not None and mask.needs_masked_norm and self.norm == "full":
             raise ValueError(
-                f'norm must be "masked" with {type(mask).__name__}, got "full": the norm of every gradient costs what '
-                "the mask is to save"
+                f'norm must be "masked" with {type(mask).__name__}, got "full": the norm of every gradient costs '
+                "what the mask saves"
             )
 
     @property
@@ -96,12 +94,12 @@ class Settings:
         return None if self.engine else "switched off (engine=False)"
 
     def kind_of(self, step: int, *, has_last: bool) -> StepKind:
-        """What step 0, 1, 2, … is; ``has_last``: there is a last perturbation to reuse."""
+        """Returns the kind of step 0, 1, 2, …; ``has_last``: there is a last perturbation to reuse."""
         if step >= self.start and (step - self.start) % self.every == 0:
             return StepKind.ASCEND
         if step < self.start or self.off_steps == "skip":
             return StepKind.PLAIN
-        return StepKind.REUSE if has_last else StepKind.ASCEND  # after a resume the last perturbation is gone
+        return StepKind.REUSE if has_last else StepKind.ASCEND  # there is none yet, or a mask refresh dropped it
 
     def needs_first_pass(self, kind: StepKind) -> bool:
         """Whether a step of this kind needs a gradient at w."""

@@ -1,4 +1,4 @@
-"""The two-phase step around any other optimizer: ascend to w + e, take the gradient there, step from w."""
+"""The two-pass step around a base optimizer: perturb to w + e, compute the gradient there, update from w."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from sparsesam.step.wrapper import OptimizerWrapper, inside_wrappers
 
 
 class SharpnessAware(OptimizerWrapper):
-    """The two-phase step. `SAM` and `SSAM` are the ones to use; see their docstrings."""
+    """Base class of `SAM`, `SSAM` and `ExtrapolatedSAM`; see their docstrings."""
 
-    #: For trainers whose closure adds to the gradients of earlier micro-batches. In the second pass gradients start
-    #: from zero: their closure must run the earlier micro-batches again there. Any other such closure is refused.
+    #: For trainers whose closure adds to the gradients of earlier micro-batches. Gradients are cleared before the
+    #: second pass, so the closure must rerun the earlier micro-batches there. If False, such a closure raises an error.
     closure_accumulates: bool = False
 
-    _step: Step | None  # the one that is under way
+    _step: Step | None  # the step in progress
 
     def __init__(
         self,
@@ -54,22 +54,22 @@ class SharpnessAware(OptimizerWrapper):
 
     @property
     def steps(self) -> int:
-        """How many steps were taken."""
+        """The number of steps taken."""
         return self._context.counters.steps
 
     @property
     def skipped_ascents(self) -> int:
-        """How many steps were taken without perturbation, their ascent gradient being zero or not finite."""
+        """The number of steps taken without perturbation because the ascent gradient was zero or not finite."""
         return self._context.counters.read().skipped_ascents
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps left the weights alone: both gradients not finite, or a closure that computed none."""
+        """The number of steps without an update: both gradients were not finite, or the closure computed none."""
         return self._context.counters.skipped_steps
 
     @property
     def skipped_refreshes(self) -> int:
-        """How often a mask was kept because its scores were not finite."""
+        """The number of refreshes that kept the old mask because the scores were not finite."""
         return self._context.masks.skipped
 
     @property
@@ -82,17 +82,17 @@ class SharpnessAware(OptimizerWrapper):
 
     @property
     def sparsity(self) -> float | None:
-        """The share of weights that the current masks leave alone; None before a mask's first use."""
+        """The share of weights that the current masks do not perturb; None before a mask's first use."""
         return self._context.masks.sparsity
 
     @property
     def needs_first_pass(self) -> bool:
-        """Whether the coming step needs a gradient at w before ``perturbed()``."""
+        """Whether the next step needs a gradient at w before ``perturbed()``."""
         return self.settings.needs_first_pass(self._kind)
 
     @property
     def is_one_pass(self) -> bool:
-        """Whether the coming step has one pass, at w + e."""
+        """Whether the next step has only one pass, at w + e."""
         return not self.needs_first_pass and self._kind is not StepKind.PLAIN
 
     @property
@@ -102,9 +102,9 @@ class SharpnessAware(OptimizerWrapper):
 
     @property
     def in_second_pass(self) -> bool:
-        """Whether the pass that runs is the second of its step: compute metrics and log where this is False.
+        """Whether the second pass of a step is running: compute metrics and log while this is False.
 
-        A step of one pass has no second pass; its metrics are those at w + e.
+        A one-pass step has no second pass; its metrics are those at w + e.
         """
         step = self._step
         return step is not None and step.phase is Phase.PERTURBED and (step.needs_first_pass or step.repeats)
@@ -127,15 +127,15 @@ class SharpnessAware(OptimizerWrapper):
     ) -> Any:
         """Take one step.
 
-        With a closure (clear, compute, backward, return the loss), both passes run here, with the same random
-        numbers, and the loss at w is returned, or whatever the closure returns; tensors, also those in dictionaries,
-        lists and tuples, without their graph. It is the one at w + e where only that pass sees the whole batch: with
-        ``ascent_fraction`` below 1, and in a step that has no other pass. The closure is called once for each pass.
-        Without one, the two passes must have run already, the second inside ``perturbed()``.
+        The closure clears the gradients, computes the loss, calls ``backward()`` and returns the loss. It is called
+        once for each pass, with the same random numbers. ``step`` returns what the closure returned at w, with all
+        tensors (also those in dictionaries, lists and tuples) detached; at w + e if that pass is the only one, or if
+        ``ascent_fraction`` is below 1. Without a closure, both passes must have run already, the second inside
+        ``perturbed()``.
 
-        ``batch`` is for a mask that takes its Fisher from the current batch, and for ``ascent_fraction``: a closure
-        that has a parameter is called with the batch, or with the ascent's part of it. ``scaler`` is for a closure
-        that scales its loss; call ``scaler.update()`` afterwards, as usual.
+        ``batch`` is for a mask that measures Fisher information on the current batch, and for ``ascent_fraction``: a
+        closure that has a parameter is called with the batch, or with the ascent's part of it. ``scaler`` is for a
+        closure that scales its loss; call ``scaler.update()`` afterwards, as usual.
         """
         if self.is_perturbed:
             raise RuntimeError("step() inside perturbed() would update the weights at w + e; call it after the block")
@@ -178,10 +178,9 @@ class SharpnessAware(OptimizerWrapper):
     def first_pass(self, *, batch: Any = None) -> Iterator[None]:
         """Within the block, ``loss.backward()`` computes only the gradients that the ascent needs.
 
-        For loops with ``perturbed()``: run the forward and the backward of the first pass in this block, and the
-        engine may leave out what the mask makes unnecessary, here and in the second pass. Without it, nothing is
-        left out. Gradients of unperturbed weights are not there afterwards. Micro-batches may share a block or have
-        one each.
+        For loops with ``perturbed()``: run the forward and the backward of the first pass in this block, so that the
+        engine can leave out what the mask makes unnecessary, here and in the second pass. Without the block, nothing is
+        left out. Gradients of unperturbed weights are not computed. Micro-batches may share a block or have one each.
         """
         step = self._step
         if step is not None and step.phase is Phase.BETWEEN and any(p.parameter.grad is not None for p in step.params):
@@ -201,8 +200,8 @@ class SharpnessAware(OptimizerWrapper):
     def perturbed(self, *, batch: Any = None) -> Iterator[None]:
         """Within the block the weights are at w + e and gradients start from zero; run the second pass there.
 
-        On the way out, exceptions included, the weights are back bit for bit and normalization statistics are
-        those of the first pass.
+        On exit, exceptions included, the weights are restored bit for bit, and the running statistics are those after
+        the first pass.
         """
         if self.settings.ascent_fraction < 1:
             raise ValueError(
@@ -232,7 +231,7 @@ class SharpnessAware(OptimizerWrapper):
 
     @inside_wrappers
     def refresh_mask(self, *, now: bool = False, batch: Any = None) -> None:
-        """Make the mask anew in the next ascent, or ``now`` (for SSAM-D, after a backward pass)."""
+        """Refresh the mask in the next ascent, or ``now`` (for SSAM-D: after a backward pass)."""
         masks = self._context.masks
         if masks.rule is None:
             raise RuntimeError("refresh_mask() needs a mask; SAM perturbs every weight")
@@ -243,7 +242,7 @@ class SharpnessAware(OptimizerWrapper):
             self._context.refresh(self._perturbed_params(), batch)
 
     def engine_report(self) -> dict[str, str]:
-        """What the last step did not have to compute, by parameter; under "engine", whether and why (not)."""
+        """Returns what the last step left out, by parameter, and under "engine" whether it was on, or why not."""
         return self._context.engine.report()
 
     def _mode(self, name: str) -> Callable[[], None]:
@@ -270,7 +269,7 @@ class SharpnessAware(OptimizerWrapper):
         return self.settings.kind_of(self.steps, has_last=self._context.has_last)
 
     def _begin(self) -> Step:
-        """List and check once what takes part in the coming step."""
+        """Start a step: set rho, and list and check the parameters to perturb."""
         if self.is_perturbed:
             raise RuntimeError("a step must not begin inside perturbed(): the weights are at w + e")
         self._check_join()

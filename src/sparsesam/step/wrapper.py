@@ -1,4 +1,4 @@
-"""A wrapper that torch takes for an optimizer: groups, state, hooks and checkpoints are the base optimizer's."""
+"""A torch optimizer around a base optimizer, which shares the base's parameter groups, state and checkpoints."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from sparsesam.step.parameters import PerturbedParams, check_base, check_call, c
 from sparsesam.step.settings import Settings
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-#: The options of the last wrapper around a base. One that is made later (a notebook's cell is run again) replaces them,
-#: but not what the user put into a group.
+#: Attribute of the base with the options of its last wrapper. A later wrapper (a notebook cell that is run again)
+#: replaces them, but not options that the user set in a group.
 _WRAPPED_WITH = "_sparsesam_options"
 
 
 def inside_wrappers(method: Method) -> Method:
-    """Act on the optimizer itself when called on the object that Lightning or Fabric hands out in its place.
+    """Make a method act on the optimizer itself when it is called on the wrapper that Lightning or Fabric returns.
 
-    That object inherits from the optimizer's class and holds the optimizer in ``_optimizer``: it reads attributes
-    there, but would keep to itself what is written.
+    That wrapper inherits from the optimizer's class and holds the optimizer in ``_optimizer``: it forwards reads of
+    attributes, but not writes.
     """
 
     @functools.wraps(method)
@@ -43,14 +43,14 @@ def inside_wrappers(method: Method) -> Method:
 
 
 class OptimizerWrapper(Optimizer, JoinableOptimizer):
-    """Around any optimizer, with options of its own in the parameter groups and state of its own in checkpoints.
+    """Wraps any optimizer, with additional options in the parameter groups and additional state in checkpoints.
 
-    ``param_groups`` and ``state`` are the base optimizer's own, so a scheduler may drive either of the two.
+    ``param_groups`` and ``state`` are the base optimizer's own, so a scheduler may be attached to either of the two.
     """
 
     settings: Settings
     _context: StepContext
-    _wrapped: weakref.ref[nn.Module] | None = None  # the model as it was given, maybe a DistributedDataParallel
+    _wrapped: weakref.ref[nn.Module] | None = None  # the model as given, possibly a DistributedDataParallel
     _params: PerturbedParams | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> OptimizerWrapper:  # (typing.Self needs Python 3.11)
@@ -90,12 +90,12 @@ class OptimizerWrapper(Optimizer, JoinableOptimizer):
         self._start(SavedState(MaskState(mask)))
 
     def _init_bases(self, state: dict[str, Any]) -> None:
-        """torch's hooks; the __init__ of an Optimizer would make a second set of parameter groups."""
+        """Set up torch's hooks without Optimizer.__init__, which would create a second set of parameter groups."""
         Optimizer.__setstate__(self, state)
         JoinableOptimizer.__init__(self)
 
     def _start(self, saved: SavedState) -> None:
-        """Everything that belongs to one process: a copy or a loaded checkpoint begins here too."""
+        """Create what is not saved; also called for a copy and for a loaded checkpoint."""
         wrapped = None if self._wrapped is None else self._wrapped()
         self._context = StepContext(self.model, self.base, self.settings, saved, wrapped or self.model)
 
@@ -111,7 +111,7 @@ class OptimizerWrapper(Optimizer, JoinableOptimizer):
 
     @property
     def mask(self) -> MaskRule | None:
-        """The rule that the masks come from."""
+        """The rule that makes the masks; None: every weight is perturbed."""
         return self._context.masks.rule
 
     @property
@@ -137,7 +137,7 @@ class OptimizerWrapper(Optimizer, JoinableOptimizer):
         return self._mode("eval")
 
     def _mode(self, name: str) -> Callable[[], None]:
-        switch: Callable[[], None] = getattr(self.base, name)  # hasattr(opt, "train") is that of the base
+        switch: Callable[[], None] = getattr(self.base, name)  # so that hasattr(opt, "train") is that of the base
         return switch
 
     @inside_wrappers
@@ -151,7 +151,7 @@ class OptimizerWrapper(Optimizer, JoinableOptimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """The base optimizer's checkpoint with our values and tensors in it; safe for ``weights_only=True``."""
+        """Returns the base optimizer's state dict with sparsesam's state added; safe for ``weights_only=True``."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         values, tensors = self._context.saved.state_dict({p.name: p.parameter for p in self._perturbed_params()})
@@ -165,16 +165,16 @@ class OptimizerWrapper(Optimizer, JoinableOptimizer):
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        # By place, as torch.optim does: torch.distributed.checkpoint has put everything in this optimizer's order.
+        # By position, as torch.optim does: torch.distributed.checkpoint has reordered everything for this optimizer.
         plain, own, tensors = split_own(state_dict, self._names_in_order)
         if own is None:
             warnings.warn(
-                "the checkpoint is of a bare base optimizer: its state is loaded, step counters and masks start anew",
+                "the checkpoint is from a bare base optimizer: its state is loaded, step counters and masks are reset",
                 stacklevel=2,
             )
         else:
             check_state_dict(own, tensors, self._context.saved, self.model)
-        # A scheduled rho begins again where it began.
+        # A scheduled rho restarts from its initial value.
         keys = option_keys(self.base).values()
         options = [{key: group.get(f"initial_{key}", group[key]) for key in keys} for group in self.param_groups]
         self.base.load_state_dict(plain)
@@ -199,21 +199,21 @@ class OptimizerWrapper(Optimizer, JoinableOptimizer):
         return [self._names[parameter] for group in self.param_groups for parameter in group["params"]]
 
     def _keep_place(self) -> None:
-        """torch's flattened state dicts load only the keys that they find in the groups."""
+        """Add the key to the groups: torch's flattened state dicts load only the keys that they find there."""
         if self.base.param_groups:
             self.base.param_groups[0].setdefault(OWN, None)
 
     def _only_makes_state(self) -> bool:
-        """Whether a step is the one by which torch.distributed.checkpoint has the base optimizer make its state.
+        """Whether this is the step by which torch.distributed.checkpoint initializes the base optimizer's state.
 
-        It sets every learning rate and every gradient to zero, so that nothing moves.
+        It sets every learning rate and every gradient to zero, so that no weight changes.
         """
         rates = [float(group["lr"]) for group in self.param_groups if "lr" in group]
         still = not self.base.state and bool(rates) and not any(rates)
         return still and all(not bool(local_part(gradient).any()) for gradient in gradients_of(self.base))
 
     def _perturbed_params(self) -> PerturbedParams:
-        """The parameters that take part in an ascent now, their groups completed and checked."""
+        """Returns the parameters to perturb, after completing and checking their groups."""
         if self._params is None or not self._params.is_current:
             for group in self.param_groups:
                 self._complete(group)

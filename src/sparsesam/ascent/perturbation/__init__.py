@@ -1,1 +1,1 @@
-"""Moves weights to w + e and back: e from a gradient, from the base optimizer's momentum, or from its last update."""
+"""Moves weights to w + e and back; e follows a gradient, the base optimizer's momentum or its last update."""

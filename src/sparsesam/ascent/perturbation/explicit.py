@@ -1,9 +1,9 @@
-"""The explicit perturbation: mask the direction, move the weights, bring them back bit for bit.
+"""The explicit perturbation: masks the direction, moves the weights, restores them bit for bit.
 
     e = rho * m ⊙ T² g / ||T g||          norm="full", the paper's (with T = 1)
     e = rho * m ⊙ T² g / ||m ⊙ T g||      norm="masked"
 
-T = 1 for SAM; T = |w| + eta for the adaptive form (ASAM). g is whatever direction the targets hold.
+T = 1 for SAM; T = |w| + eta for the adaptive form (ASAM). g is the direction of the targets.
 
     targets = [Target(name, weight, direction, mask, rho, eta), …]
     perturbation.apply(targets, perturbation.norm(targets, "full"))
@@ -34,7 +34,7 @@ def is_usable(norm: Tensor) -> Tensor:
 
 
 def scaled_direction(direction: Tensor, weight: Tensor, *, eta: float | None, times: int = 1) -> Tensor:
-    """T g, or T² g by ``times=2``."""
+    """T g, or T² g with ``times=2``."""
     if eta is None:
         return direction
     scale = weight.abs().add_(eta)
@@ -51,13 +51,13 @@ def norm_of(direction: Tensor, weight: Tensor, *, eta: float | None) -> Tensor:
 
 
 def usable_or_inf(norm: Tensor) -> Tensor:
-    """The norm, and inf for one that is zero or not a number."""
+    """Returns the norm, or inf if it is zero or NaN."""
     return torch.where(norm > 0, norm, math.inf)
 
 
 def perturbation_of(scaled: Tensor, rho: float | Tensor, norm: Tensor, dtype: torch.dtype) -> Tensor:
-    """e = rho / norm * T² g, and zero by a norm of inf, whatever g is; in place of T² g, unless in half precision."""
-    # A scale of half precision would be off by up to 0.4 %, or overflow.
+    """e = rho / norm * T² g, and zero for a norm of inf, whatever g is; in place, unless in half precision."""
+    # A scale in half precision would be off by up to 0.4 %, or overflow.
     e = (scaled.float() if scaled.dtype in _HALF else scaled).mul_(rho / norm)
     return e.nan_to_num_(0.0).to(dtype)
 
@@ -66,23 +66,23 @@ def perturbation_of(scaled: Tensor, rho: float | Tensor, norm: Tensor, dtype: to
 
 
 class Perturbation:
-    """Adds e to the weights and can take it back exactly, because the old values of moved entries are kept.
+    """Adds e to the weights, and saves the old values of moved entries to restore them exactly.
 
-    With ``remember`` the last e is kept as well, so that later steps can use it again.
+    With ``remember`` the last e is kept as well, so that later steps can reuse it.
     """
 
     def __init__(self, *, remember: bool = False) -> None:
-        self.last: dict[str, Tensor] = {}  # by name: the entries that moved, as a vector
+        self.last: dict[str, Tensor] = {}  # by name: e at the entries that moved, as a vector
         self._remember = remember
         self._moved: list[tuple[Piece, Tensor]] = []
         self._used: set[tuple[str, ...]] = set()  # keys of the index since the last move
-        self.index: Index = {}  # so that a step on an accelerator does not search; to be cleared with the masks
+        self.index: Index = {}  # caches positions on an accelerator; must be cleared when the masks change
 
     @torch.no_grad()
     def norm(self, targets: Sequence[Target], norm: Norm) -> float | Tensor:
         """||T g|| over all targets, or over their kept entries.
 
-        A tensor where all targets are on accelerators, which nobody needs to wait for; else a number.
+        A tensor if all targets are on accelerators, so that the host need not synchronize; otherwise a number.
         """
         parts = []
         for piece, directions in pieces_of(targets, whole=norm == "full"):
@@ -98,7 +98,7 @@ class Perturbation:
 
     @torch.no_grad()
     def apply(self, targets: Sequence[Target], norm: float | Tensor) -> None:
-        """Move w to w + e. ``norm`` comes from `norm`; a number must be positive and finite, with a tensor that is not
+        """Move w to w + e. ``norm`` comes from `norm`; a number must be positive and finite. If a tensor is not,
         nothing moves.
         """
         self.last = {}
@@ -108,12 +108,12 @@ class Perturbation:
 
     @torch.no_grad()
     def apply_last(self, targets: Sequence[Target]) -> None:
-        """Move w to w + the last e, whatever the direction is now."""
+        """Move w to w + the last e; the targets' directions are not used."""
         taken: Counter[str] = Counter()
         for piece, _ in pieces_of([one for one in targets if one.name in self.last and not one.is_still]):
             positions = self._positions(piece)
             here = piece.read(piece.weights, positions)
-            if piece.lengths is None:  # a part of one tensor; the next is that of the next piece
+            if piece.lengths is None:  # a slice of one tensor; the next piece is the next slice
                 (name,) = piece.names
                 e = self.last[name][taken[name] : taken[name] + here.numel()]
                 taken[name] += here.numel()
@@ -145,10 +145,10 @@ class Perturbation:
         return piece.positions(self.index)
 
     def _end_move(self) -> None:
-        """Drop positions that were not used, such as those of other experts, and what autocast has copied."""
+        """Drop positions that were not used, such as those of other experts, and autocast's cached weights."""
         self.index = {names: kept for names, kept in self.index.items() if names in self._used}
         self._used = set()
-        torch.clear_autocast_cache()  # a step inside of autocast would go on with the weights as they were
+        torch.clear_autocast_cache()  # inside autocast, a step would go on with the old weights
 
     def _add(
         self,
@@ -160,12 +160,12 @@ class Perturbation:
         *,
         in_place: bool = False,
     ) -> Tensor:
-        """w += factor * e in the entries that move; returns what they were, which is kept until `undo`.
+        """w += factor * e in the entries that move; returns their old values, which are kept until `undo`.
 
         ``in_place``: e may be overwritten, and the factor is 1.
         """
         saved = here.clone() if piece.is_view else here
-        # Listed before it is moved, so that an interruption half-way is undone too.
+        # Listed before it is moved, so that an interrupted move is undone too.
         self._moved.append((piece, saved))
         if piece.is_view:
             here.add_(e, alpha=factor)
@@ -175,7 +175,7 @@ class Perturbation:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Bring back w, bit for bit; an interruption (Ctrl-C) is raised only after that."""
+        """Restore w, bit for bit; an interruption (Ctrl-C) is raised only after that."""
         try:
             self._put_back()
         except BaseException:

@@ -1,10 +1,10 @@
-"""The base optimizer's last update, extrapolated: a perturbation that costs no pass and knows nothing of the base.
+"""Extrapolates the base optimizer's last update: a perturbation without an extra pass, for any base optimizer.
 
     e = k * m ⊙ (w - w_before)
 
-One buffer for each perturbed tensor, with room for its kept entries only. Between steps it holds w_before - w; while
-the weights are away it holds w, from which they return bit for bit, and from which the next difference is taken, in
-place: the buffer stays where it is, as a captured graph needs it.
+Each perturbed tensor has one buffer for its kept entries. Between steps it holds w_before - w. While the weights are
+perturbed it holds w, from which they are restored bit for bit and the next difference is computed. All writes are in
+place, so that a captured CUDA graph stays valid.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Extrapolation:
     """Moves weights k updates ahead and back; a target's k is its ``rho``, its direction is not used.
 
     The order of calls in a step: ``begin``, ``move`` and ``undo`` (not in a plain step), ``save`` before the base
-    optimizer's update, ``record`` after it. A step that ends early leaves no update behind, and the next one is not
-    perturbed. But for ``undo``, callers have switched autograd off.
+    optimizer's update, ``record`` after it. A step that ends early records no update, and the next step is not
+    perturbed. Except for ``undo``, callers must disable autograd.
     """
 
     def __init__(self, back: dict[str, Tensor] | None = None) -> None:
@@ -33,11 +33,11 @@ class Extrapolation:
         self._moved: list[Target] = []
 
     def begin(self) -> None:
-        """Drop weights that were saved for an update which did not come."""
+        """Drop weights that were saved for an update that did not happen."""
         self._saved = {}
 
     def move(self, targets: Sequence[Target]) -> bool:
-        """Move w to w + k (w - w_before); False where no update is known yet."""
+        """Move w to w + k (w - w_before); returns False if no update is recorded."""
         groups: dict[float, list[Target]] = {}
         for target in targets:
             if target.rho != 0 and target.name in self.back:
@@ -47,7 +47,7 @@ class Extrapolation:
             there = torch._foreach_sub(here, buffers, alpha=k)
             torch._foreach_copy_(buffers, here)
             self._saved.update(zip([target.name for target in group], buffers, strict=True))
-            # Listed before they are moved, so that an interruption half-way is undone too.
+            # Listed before they are moved, so that an interrupted move is undone too.
             self._moved += group
             _write(group, there)
         torch.clear_autocast_cache()
@@ -55,20 +55,20 @@ class Extrapolation:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Bring back w, bit for bit; after an interruption (Ctrl-C) it can be called again."""
+        """Restore w, bit for bit; after an interruption (Ctrl-C) it can be called again."""
         _write(self._moved, [self._saved[target.name] for target in self._moved])
         self._moved = []
         torch.clear_autocast_cache()
 
     def save(self, targets: Sequence[Target]) -> None:
-        """Copy w, where the step has not done so already."""
+        """Save w, unless `move` has already done so."""
         others = [target for target in targets if target.name not in self._saved]
         for target, here in zip(others, _read(others), strict=True):
             old = self.back.pop(target.name, None)
             self._saved[target.name] = here.clone() if old is None or old.shape != here.shape else old.copy_(here)
 
     def record(self, targets: Sequence[Target]) -> None:
-        """The update that the base optimizer has just made; of other weights none is known."""
+        """Record the base optimizer's update of the targets; updates of other weights are dropped."""
         saved = [target for target in targets if target.name in self._saved]
         buffers = [self._saved.pop(target.name) for target in saved]
         if saved:
@@ -77,7 +77,7 @@ class Extrapolation:
 
     @torch.no_grad()
     def change_mask(self, name: str, weight: Tensor, old: PackedMask | None, new: PackedMask | None) -> None:
-        """Keep the updates of entries that both masks keep; of entries that only the new one keeps none is known."""
+        """Keep the recorded updates of entries in both masks; those of entries only in the new mask are zero."""
         back = self.back.pop(name, None)
         if back is None or (new is not None and new.is_empty):
             return
@@ -86,7 +86,7 @@ class Extrapolation:
 
 
 def _read(targets: Sequence[Target]) -> list[Tensor]:
-    """Their kept entries: the weights themselves, whole rows, or vectors."""
+    """Returns their kept entries: the weights themselves, whole rows, or vectors."""
     return [kept_entries(target.weight, target.mask) for target in targets]
 
 

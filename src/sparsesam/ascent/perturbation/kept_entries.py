@@ -1,4 +1,4 @@
-"""Entries of a weight that a mask keeps: the weight itself, whole rows of it, or a vector in row-major order."""
+"""The entries of a weight that a mask keeps: the weight itself, whole rows, or a vector in row-major order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Masks = Mapping[str, PackedMask]
 
 
 def kept_entries(weight: Tensor, mask: PackedMask | None) -> Tensor:
-    """The weight itself where all of it is kept, whole rows if the mask is made of them, otherwise a vector."""
+    """Returns the weight itself if all of it is kept, whole rows if the mask consists of rows, otherwise a vector."""
     if mask is None or mask.bits is None:
         return weight
     if mask.rows is not None:
@@ -24,7 +24,7 @@ def kept_entries(weight: Tensor, mask: PackedMask | None) -> Tensor:
 
 
 def put_entries(weight: Tensor, mask: PackedMask | None, entries: Tensor) -> Tensor:
-    """Write what `kept_entries` gave, or a vector of it, to its place."""
+    """Write the result of `kept_entries`, or the same as a vector, back to the weight."""
     if mask is None or mask.bits is None:
         return weight.copy_(entries.view(weight.shape))
     if mask.rows is not None:
@@ -34,7 +34,7 @@ def put_entries(weight: Tensor, mask: PackedMask | None, entries: Tensor) -> Ten
 
 
 def positions_of(bits: Tensor, count: int = 0) -> Tensor:
-    """Where the bits of masks are set; a device is told that they are ``count``, so that the host need not wait."""
+    """Returns the positions of set bits; their number ``count`` saves a synchronization with a device."""
     if bits.device.type == "cpu":  # ten times faster than torch.nonzero
         return torch.from_numpy(np.flatnonzero(np.unpackbits(bits.numpy()).view(np.bool_)))
     kept = unpack_bits(bits)
@@ -44,7 +44,7 @@ def positions_of(bits: Tensor, count: int = 0) -> Tensor:
 
 
 def positions_by_sums(kept: Tensor, count: int) -> Tensor:
-    """The same where torch has no nonzero_static: every one has its place, all zeros share the first."""
+    """Replaces nonzero_static where torch lacks it; all zeros are written to a first place, which is dropped."""
     places = kept.cumsum(0).masked_fill_(~kept, 0)
     found = places.new_empty(count + 1)
     return found.scatter_(0, places, torch.arange(len(kept), device=kept.device))[1:]
@@ -53,9 +53,9 @@ def positions_by_sums(kept: Tensor, count: int) -> Tensor:
 def dense_entries(
     kept: Mapping[str, Tensor], masks: Masks | None, parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """As checkpoints hold them: one tensor like each parameter, zero where no entry is kept.
+    """Returns kept entries as checkpoints store them: tensors shaped like the parameters, zero outside the masks.
 
-    Those of parameters that are not among these, because they are frozen now, are left out.
+    Entries of parameters that are not in ``parameters``, because they are frozen now, are left out.
     """
     dense = {name: torch.zeros_like(parameter, requires_grad=False) for name, parameter in parameters.items()}
     for name in kept.keys() & dense.keys():
@@ -64,7 +64,7 @@ def dense_entries(
 
 
 def kept_in(dense: Mapping[str, Tensor], masks: Masks | None, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The kept entries of each such tensor, or of the part of it that this rank holds."""
+    """The inverse of `dense_entries`: returns the kept entries of each tensor, or of this rank's part of it."""
     kept = {}
     for name, one in dense.items():
         mask = None if masks is None else masks.get(name)

@@ -1,7 +1,7 @@
-"""What a perturbation moves, in pieces: entries of weights that are read, moved and put back together.
+"""Splits the perturbed weights into pieces: entries that are read, moved and restored together.
 
-On a CPU a piece is a slice of one tensor that stays in cache. On other devices it is many tensors of one dtype, rho and
-eta, joined into one vector, so that the number of launches does not grow with the number of tensors.
+On a CPU a piece is a slice of one tensor that fits in cache. On other devices it is many tensors of one dtype, rho and
+eta, joined into one vector, so that the number of kernel launches does not grow with the number of tensors.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor
 from sparsesam.ascent.perturbation.kept_entries import positions_of
 from sparsesam.masks.packed import PackedMask
 
-#: Devices whose values the host may read, and whose tensors move one by one.
+#: Devices whose values the host can read without waiting, and whose tensors are moved one by one.
 HOSTS = ("cpu",)
-#: Entries of a slice there, a multiple of 8.
+#: Entries of a slice on these devices, a multiple of 8.
 SLICE = 1 << 16
-#: Entries that are joined on other devices: beside what is saved, a few such vectors are needed.
+#: Entries joined into one vector on other devices; besides the saved values, a few such vectors are allocated.
 GROUP = 1 << 23
 
 
 @dataclass(slots=True)
 class Target:
-    """One weight tensor about to be perturbed along a direction g, usually its gradient.
+    """A weight tensor and the direction g along which it is perturbed, usually its gradient.
 
     ``mask=None`` perturbs all of it, ``eta=None`` means T = 1. A negative ``rho`` goes against the direction. ``rho``
     may be a tensor on the weight's device, which is then not read by the host.
@@ -55,16 +55,16 @@ class Target:
         return self.weight.device.type in HOSTS
 
 
-#: by the names of weights: the bits of their masks, and the positions that these keep
+#: ``{names of weights: (bits of their masks, kept positions)}``
 Index = dict[tuple[str, ...], tuple[list[Tensor], Tensor]]
 
 
 @dataclass(slots=True)
 class Piece:
-    """Weights that move together: all of them, the entries whose ``bits`` are set, or some ``rows`` of a single one.
+    """Weights that move together: all entries, the entries whose ``bits`` are set, or some ``rows`` of one weight.
 
-    ``lengths``: how many entries of each move, where the weights are joined into one vector. A piece that is not joined
-    is one tensor, a vector if there are bits. Entries are in row-major order.
+    ``lengths``: how many entries of each weight move, if the weights are joined into one vector. A piece that is not
+    joined is one tensor, and a vector if there are bits. Entries are in row-major order.
     """
 
     names: list[str]
@@ -77,11 +77,11 @@ class Piece:
 
     @property
     def is_view(self) -> bool:
-        """Whether `read` gives the tensor itself and not a copy of what moves."""
+        """Whether `read` returns the tensor itself, not a copy."""
         return self.lengths is None and self.bits is None and self.rows is None
 
     def positions(self, index: Index) -> Tensor | None:
-        """Which entries or rows move, None for all; those of a device are kept in ``index``, if they are few."""
+        """Returns the entries or rows that move, None for all; ``index`` caches them on devices, if they are few."""
         if self.bits is None:
             return self.rows
         if self.lengths is None:
@@ -90,25 +90,25 @@ class Piece:
         if found is None or not all(map(operator.is_, bits, self.bits)):
             count, size = sum(self.lengths), sum(one.numel() for one in self.weights)
             found = positions_of(torch.cat(self.bits), count)
-            # With the saved entries and the mask not more than SAM, and no position that four bytes cannot hold.
+            # Only if positions, saved entries and mask take no more memory than SAM, and positions fit in four bytes.
             if 4 * count + 4 * count + size / 8 <= 4 * size and size < 1 << 30:
                 found = found.int()
                 index[tuple(self.names)] = self.bits, found
         return found
 
     def read(self, tensors: list[Tensor], positions: Tensor | None) -> Tensor:
-        """What moves, of tensors like the weights."""
+        """Returns the entries that move, from tensors shaped like the weights."""
         whole = self._as_one(tensors)
         return whole if positions is None else whole.index_select(0, positions)
 
     def write(self, values: Tensor, positions: Tensor | None) -> None:
-        """Put what was read to its place in the weights."""
+        """Write values, laid out as `read` returns them, back to the weights."""
         if positions is not None:
             whole = self._as_one(self.weights)
             if positions.dtype == torch.int32:
                 values = whole.index_put_((positions,), values)
             else:
-                put = whole.scatter_ if whole.dim() == 1 else whole.index_copy_  # the first is three times faster
+                put = whole.scatter_ if whole.dim() == 1 else whole.index_copy_  # scatter_ is three times faster
                 values = put(0, positions, values)
         first = self.weights[0]
         if len(self.weights) > 1:
@@ -117,7 +117,7 @@ class Piece:
             first.copy_(values.view(first.shape))
 
     def by_name(self, values: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What was read, as a vector for each weight."""
+        """Split values that `read` returned into a vector for each weight."""
         vector = values.reshape(-1)
         return zip(self.names, [vector] if self.lengths is None else vector.split(self.lengths), strict=True)
 
@@ -125,22 +125,22 @@ class Piece:
         if self.lengths is None:
             return tensors[0]
         vectors = [one.reshape(-1) for one in tensors]
-        if self.bits is not None and len(vectors) == 1:  # as large as an embedding: not copied
+        if self.bits is not None and len(vectors) == 1:  # may be as large as an embedding, so it is not copied
             return vectors[0]
-        if self.bits is not None:  # of which each weight has whole bytes
+        if self.bits is not None:  # bits of each weight start at a new byte
             filling = vectors[0].new_empty(8)
             vectors = [part for one in vectors for part in (one, filling[: -len(one) % 8])]
         return torch.cat(vectors)
 
     def _parted(self, vector: Tensor) -> list[Tensor]:
-        """Views of such a vector in the weights' shapes."""
+        """Returns views of a joined vector in the weights' shapes."""
         sizes = [one.numel() + (0 if self.bits is None else -one.numel() % 8) for one in self.weights]
         parts = zip(vector.split(sizes), self.weights, strict=True)
         return [part[: one.numel()].view(one.shape) for part, one in parts]
 
 
 def pieces_of(targets: Sequence[Target], *, whole: bool = False) -> Iterator[tuple[Piece, list[Tensor]]]:
-    """What moves, with its directions; everything with ``whole``, whatever the masks are."""
+    """Yield the pieces of the kept entries, with their directions; of all entries with ``whole``."""
     groups: dict[tuple[Any, ...], list[Target]] = {}
     filled: Counter[tuple[Any, ...]] = Counter()
     number: Counter[tuple[Any, ...]] = Counter()
@@ -162,7 +162,7 @@ def pieces_of(targets: Sequence[Target], *, whole: bool = False) -> Iterator[tup
 
 
 def _slices(target: Target, mask: PackedMask | None) -> Iterator[tuple[Piece, list[Tensor]]]:
-    """Parts of one tensor that stay in a CPU's cache; all of it where it is dense, rows, or not in row-major order."""
+    """Yield slices of one tensor that fit in cache; the whole tensor if it is dense, rows, or not contiguous."""
     names, weight, direction, rho, eta = [target.name], target.weight.detach(), target.direction, target.rho, target.eta
     if mask is None or mask.bits is None or mask.rows is not None:
         yield Piece(names, [weight], rho, eta, rows=None if mask is None else mask.rows), [direction]

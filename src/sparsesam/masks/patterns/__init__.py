@@ -1,7 +1,7 @@
-"""Which sets of weights may be perturbed together.
+"""Patterns: which sets of weights may be perturbed together.
 
-A pattern turns scores into a mask (SSAM-F) and drops and grows a part of a mask (SSAM-D). It sees
-names, shapes and scores, never data or modules.
+A pattern turns scores into a mask (SSAM-F), and drops and grows a part of a mask (SSAM-D). It uses only names, shapes
+and scores, not data or modules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["NM", "NMFilters", "Pattern", "PerLayer", "Structured", "Unstructured
 
 
 def as_pattern(value: Pattern | str) -> Pattern:
-    """A pattern from its name.
+    """Returns the pattern of a given name.
 
     Names are "unstructured", "tensor", "filter", "column", and "2:4", "2:4 input", "2:4 filters" for any n:m.
     """

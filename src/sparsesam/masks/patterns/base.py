@@ -1,4 +1,4 @@
-"""The interface of patterns, and the two simplest: any weights, and another pattern in every tensor by itself."""
+"""The base class of patterns, and the two simplest ones: `Unstructured` and `PerLayer`."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ import torch
 from sparsesam.distributed.shards import Shards
 from sparsesam.masks.select import Masks, Tensors, check_alike, count_true, random_scores, top_mask
 
-# The largest of given scores, or any, drawn uniformly with a generator over the pattern's units.
+# Scores, whose largest are chosen, or a generator, which draws uniformly over the pattern's units.
 Choice = Tensors | torch.Generator
 
 
 class Pattern(ABC):
     """A family of allowed masks.
 
-    With ``shards``, tensors are the parts of them that this rank holds, and all ranks call together; masks are then the
-    parts of what one process would choose.
+    With ``shards``, tensors are the parts that this rank holds, and all ranks must call together; masks are then the
+    parts of the masks that one process would choose.
     """
 
     @property
     def knows_shards(self) -> bool:
-        """Whether it can be given shards."""
+        """Whether the pattern supports shards."""
         return False
 
     @property
     def implied_sparsity(self) -> float | None:
-        """The sparsity that the pattern fixes by itself, or None if it has to be given."""
+        """The sparsity that the pattern implies, or None if it must be given."""
         return None
 
     def check_sparsity(self, sparsity: float | None) -> float:
-        """The given or implied one; ValueError unless it is in [0, 1] and exactly one is there, or both are equal."""
+        """Returns the given or implied sparsity; raises ValueError if it is missing, contradictory or not in [0, 1]."""
         implied = self.implied_sparsity
         if sparsity is not None and not (hasattr(sparsity, "__float__") and 0 <= sparsity <= 1):
             raise ValueError(f"sparsity must be in [0, 1], got {sparsity}; 0 perturbs every weight, 1 none")
@@ -48,7 +48,7 @@ class Pattern(ABC):
         return found
 
     def select(self, scores: Tensors, sparsity: float | None = None, *, shards: Shards | None = None) -> Masks:
-        """The best allowed mask with at most round((1 - sparsity) * d) ones, d the number of scores.
+        """Returns the best allowed mask with at most round((1 - sparsity) * d) ones, d the number of scores.
 
         Ties go to the earlier position; -inf is never chosen. Masks are contiguous bool tensors of the
         scores' shapes, on their device.
@@ -58,7 +58,7 @@ class Pattern(ABC):
     def draw(
         self, like: Tensors, generator: torch.Generator, sparsity: float | None = None, *, shards: Shards | None = None
     ) -> Masks:
-        """An allowed mask at random, uniform over the pattern's units, with the budget of `select`."""
+        """Draw an allowed mask at random, uniformly over the pattern's units, with the budget of `select`."""
         return self._grow(generator, None, like, self.check_sparsity(sparsity), shards or Shards.whole(like))
 
     def drop_and_grow(
@@ -73,16 +73,16 @@ class Pattern(ABC):
     ) -> Masks:
         """Drop, then grow (Algorithm 2, option II).
 
-        N_drop = round(ratio * kept) of the kept weights go, those with the smallest ``keep``; then the mask
-        grows back to its budget among all weights that are not kept now, the just dropped included.
+        N_drop = round(ratio * kept) of the kept weights are dropped, those with the smallest ``keep``; then the mask
+        grows back to its budget among all weights that are not kept, including those just dropped.
 
         Args:
-            masks: what is kept, as `select` or `drop_and_grow` returned it.
+            masks: the kept weights, as returned by `select` or `drop_and_grow`.
             keep: scores of the kept weights; the paper's is |gradient|. A generator drops at random.
-            grow: scores of which the largest grow, or a generator: then growth is uniformly random over the
-                pattern's units (entries, filters, ...).
+            grow: scores, of which the largest grow; a generator grows uniformly at random over the pattern's units
+                (entries, filters, ...).
             sparsity: as in `select`. The budget is computed from it each time, so it never drifts.
-            ratio: part of the kept weights to drop, in [0, 1].
+            ratio: the share of the kept weights to drop, in [0, 1].
             shards: which part of the tensors this rank holds; all of them by default.
         """
         sparsity = self.check_sparsity(sparsity)
@@ -92,11 +92,11 @@ class Pattern(ABC):
 
     @abstractmethod
     def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> Masks:
-        """The best allowed masks, shaped like ``like``, that contain ``first``, which may be changed."""
+        """Returns the best allowed masks, shaped like ``like``, that contain ``first``; may modify ``first``."""
 
     @abstractmethod
     def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> Masks:
-        """What is left of the masks without their ``ratio`` of the smallest ``keep``."""
+        """Returns the masks without the share ``ratio`` of kept weights with the smallest ``keep``."""
 
 
 def scores_of(choice: Choice, like: Tensors, shards: Shards) -> Tensors:
@@ -138,7 +138,7 @@ class Unstructured(Pattern):
 
 @dataclass(frozen=True)
 class PerLayer(Pattern):
-    """``inner`` applied to every tensor alone, each with its own budget round((1 - sparsity) * its size)."""
+    """Applies ``inner`` to each tensor separately, with its own budget round((1 - sparsity) * its size)."""
 
     inner: Pattern
 
@@ -152,7 +152,7 @@ class PerLayer(Pattern):
 
     @property
     def implied_sparsity(self) -> float | None:
-        """That of the inner pattern."""
+        """The implied sparsity of the inner pattern."""
         return self.inner.implied_sparsity
 
     def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> Masks:

@@ -1,7 +1,7 @@
-"""N of every M consecutive weights, or filters.
+"""Patterns that keep N of every M consecutive weights, or filters.
 
-Of sharded tensors, the edge of a shard may cut a group: FSDP2 cuts along dimension 0, along which the groups of
-axis="output" run. The scores of such a tensor are gathered on all ranks; all others are chosen where they are.
+The edge of a shard may cut a group: FSDP2 shards dimension 0, along which the groups of axis="output" run. The scores
+of such a tensor are gathered on all ranks; in all other tensors, each rank chooses locally.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class NM(_NOfM):
         remainder: a last group with fewer than m entries is kept whole, ``"dense"``, or refused, ``"error"``.
         vectors: tensors with fewer than two dimensions are kept whole, ``"dense"``, or not perturbed, ``"none"``.
 
-    `drop_and_grow` drops N_drop = round(ratio * kept) of the entries that are kept in full groups, over all
-    tensors together, and refills every group to n.
+    `drop_and_grow` drops N_drop = round(ratio * kept) of the kept entries in full groups, over all tensors together,
+    and refills every group to n.
     """
 
     axis: Axis = "output"
@@ -79,13 +79,13 @@ class NM(_NOfM):
         return masks
 
     def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> Masks:
-        outside = self._outside_groups(masks, self._groups(shards))  # fixed by the pattern, so it stays
+        outside = self._outside_groups(masks, self._groups(shards))  # fixed by the pattern, never dropped
         fixed = count_true(outside, shards)
         left = fixed + left_after_drop(count_true(masks, shards) - fixed, ratio)
         return top_mask(scores_of(keep, masks, shards), left, among=masks, first=outside, shards=shards)
 
     def _groups(self, shards: Shards) -> dict[str, _Groups]:
-        """By name, for the tensors that have groups."""
+        """Returns the groups of the tensors that have any, by name."""
         axis = 0 if self.axis == "output" else 1
         inside: dict[str, ShardLayout] = {}
         for name, part in shards.parts.items():
@@ -105,7 +105,7 @@ class NM(_NOfM):
         return {name: _Groups(layout, is_cut > 0) for (name, layout), is_cut in zip(inside.items(), cut, strict=True)}
 
     def _outside_groups(self, masks: Tensors, groups: Mapping[str, _Groups]) -> Masks:
-        """Contiguous copies of the masks without what is in groups, and without vectors unless they are dense."""
+        """Returns contiguous copies of the masks, cleared in groups, and in vectors unless these are dense."""
         outside = {}
         for name, mask in masks.items():
             outside[name] = mask.clone(memory_format=torch.contiguous_format)
@@ -118,23 +118,23 @@ class NM(_NOfM):
 
 @dataclass(frozen=True)
 class _Groups:
-    """The part of a matrix that divides into groups: what this rank holds of it, and whether shards cut a group."""
+    """The part of a matrix that divides into groups: this rank's layout of it, and whether shards cut a group."""
 
     layout: ShardLayout
     is_cut: bool
 
     def of(self, tensor: Tensor) -> Tensor:
-        """What this rank has of the groups, as a matrix: a view."""
+        """Returns a matrix view of the entries in groups that this rank holds."""
         rows, columns = self.layout.indices
         return as_matrix(tensor)[: len(rows), : len(columns)]
 
 
 @dataclass(frozen=True)
 class NMFilters(_NOfM):
-    """``n`` of every ``m`` consecutive filters, by mean score: whole rows, which dense kernels can skip.
+    """Keeps ``n`` of every ``m`` consecutive filters, by mean score: whole rows, which dense kernels can skip.
 
-    This is `NM` along the output axis of the matrix of filter scores (O, 1), which every rank has whole; its
-    drop_and_grow drops round(ratio * kept) filters of those in full groups.
+    This is `NM` along the output axis of the matrix of filter scores (O, 1), which every rank holds as a whole.
+    `drop_and_grow` drops round(ratio * kept) of the kept filters in full groups.
     """
 
     remainder: Literal["dense", "error"] = "dense"
@@ -159,7 +159,7 @@ class NMFilters(_NOfM):
 
 
 def _rows(units: Units, values: Tensors) -> dict[str, Tensor]:
-    """(O,) -> (O, 1) for the tensors that are matrices, so that a filter is a row with one entry."""
+    """(O,) -> (O, 1) for tensors with two or more dimensions, so that a filter is a row with one entry."""
     is_matrix = {name: len(part.shape) >= 2 for name, part in units.shards.parts.items()}
     return {name: value[:, None] if is_matrix[name] else value for name, value in values.items()}
 
@@ -177,15 +177,15 @@ def as_matrix(tensor: Tensor) -> Tensor:
 
 
 def choose_in_groups(scores: Tensor, first: Tensor, n: int, m: int, axis: Axis) -> Tensor:
-    """Marks the ``n`` largest of every ``m`` consecutive scores, ties by position.
+    """Mark the ``n`` largest of every ``m`` consecutive scores; ties go to the earlier position.
 
-    Both are matrices (O, K) that divide into groups along ``axis``. Entries of ``first`` are chosen before the others
-    and count towards ``n``; -inf is never chosen.
+    ``scores`` and ``first`` are matrices (O, K) that divide into groups along ``axis``. Entries of ``first`` are chosen
+    before the others and count towards ``n``; -inf is never chosen.
     """
     chosen = torch.zeros_like(first)
     if scores.numel():
         kept = _members(first, m, axis)
-        # These rank behind all others and lower the number wanted.
+        # Kept entries rank last, and lower the number still needed.
         members = _members(scores, m, axis).masked_fill(kept, -math.inf)
         needed = n - kept.sum(0).clamp(max=n)
         _members(chosen, m, axis).copy_((_ranks(members) < needed) & (members > -math.inf) | kept)
@@ -207,7 +207,7 @@ def _ranks(members: Tensor) -> Tensor:
 
 
 def _members(matrix: Tensor, m: int, axis: Axis) -> Tensor:
-    """(m, ...): the first members of all groups, the second ones, and so on, as a view."""
+    """Returns a view (m, ...): the first members of all groups, the second members, and so on."""
     dim = 0 if axis == "output" else 1
     grouped: Tensor = matrix.unflatten(dim, (-1, m))
     return grouped.movedim(dim + 1, 0)

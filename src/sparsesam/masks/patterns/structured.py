@@ -1,4 +1,4 @@
-"""Whole tensors, filters or columns: groups of weights that are kept or dropped together."""
+"""Patterns of whole tensors, filters or columns: units of weights that are kept or dropped together."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Unit = Literal["tensor", "filter", "column"]
 
 @dataclass(frozen=True)
 class Structured(Pattern):
-    """Whole units: ``"tensor"``, ``"filter"`` (index along dim 0) or ``"column"`` (index along dim 1).
+    """Keeps whole units: ``"tensor"``, ``"filter"`` (index along dim 0) or ``"column"`` (index along dim 1).
 
-    A unit's score is the mean of its weights' scores. Units are taken by falling score while they fit into
+    A unit's score is the mean of its weights' scores. Units are taken by decreasing score if they fit into
     round((1 - sparsity) * d) weights, so the number kept is at most the budget and no further unit would fit.
     Each entry of a 1-D tensor is its own filter and column; a 0-D tensor is one unit.
 
-    `drop_and_grow` keeps, of the kept units, what fits into kept - N_drop weights by ``keep``: at least
-    N_drop weights are dropped. Random growth draws once per unit.
+    `drop_and_grow` keeps, of the kept units, those with the largest ``keep`` that fit into kept - N_drop weights: at
+    least N_drop weights are dropped. Random growth draws once per unit.
     """
 
     unit: Unit = "filter"
@@ -51,12 +51,12 @@ class Structured(Pattern):
 
 
 class Units:
-    """The units of tensors, which this process may hold a part of, as CPU vectors that every rank has whole.
+    """The units of tensors, which may be sharded, as CPU vectors that every rank holds as a whole.
 
-    For a tensor of shape (O, C, ...) a filter is an index along O and a column one along C. Every entry of a 1-D tensor
-    is a filter and a column of its own; a 0-D tensor is one unit. Of each unit, one number is sent.
+    For a tensor of shape (O, C, ...) a filter is an index along O, a column an index along C. Every entry of a 1-D
+    tensor is its own filter and column; a 0-D tensor is one unit. Ranks exchange one number per unit.
 
-    ``counts``: number of a tensor's units. ``sizes``: number of weights in each of them.
+    ``counts``: the number of units of each tensor. ``sizes``: the number of weights in each of its units.
     """
 
     def __init__(self, unit: Unit, shards: Shards) -> None:
@@ -67,10 +67,10 @@ class Units:
         self.sizes = {name: shape.numel() // max(1, self.counts[name]) for name, shape in shapes.items()}
 
     def scores(self, choice: Choice) -> dict[str, Tensor]:
-        """Of every unit one random number or, in float64, the mean score.
+        """Returns for each unit a random number or, in float64, the mean score.
 
-        Sums of equal float32 scores are exact in float64, so that equal units tie. One entry of -inf makes its unit
-        -inf, also where it meets +inf.
+        Sums of equal float32 scores are exact in float64, so that equal units tie. An entry of -inf makes its unit
+        -inf, even if the unit also holds +inf.
         """
         if isinstance(choice, torch.Generator):
             return random_scores({name: torch.empty(count) for name, count in self.counts.items()}, generator=choice)
@@ -80,7 +80,7 @@ class Units:
         return {name: mean.masked_fill(mean.isnan(), -math.inf) for name, mean in means.items()}
 
     def kept(self, masks: Tensors) -> Masks:
-        """One bool per unit from masks that treat every unit as a whole; ValueError if they do not."""
+        """Returns one bool per unit; raises ValueError if a mask keeps only a part of a unit."""
         found = {}
         for name, mask in masks.items():
             view = self._view(name, mask)
@@ -94,7 +94,7 @@ class Units:
         return {name: total > 0 for name, total in self._gathered(found).items()}
 
     def expand(self, kept: Tensors, like: Tensors) -> Masks:
-        """Masks of the shapes of ``like`` in which each entry has the value of its unit."""
+        """Returns masks shaped like ``like``, in which each entry has the value of its unit."""
         masks = {}
         for name, tensor in like.items():
             masks[name] = torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
@@ -103,19 +103,19 @@ class Units:
         return masks
 
     def _view(self, name: str, tensor: Tensor) -> Tensor:
-        """(before, units, after)"""
+        """Reshape to (before, units, after)."""
         axis, shape = self._axes[name], tensor.shape
         if axis is None:
             return tensor.detach().reshape(1, 1, -1)
         return tensor.detach().reshape(math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :]))
 
     def _index(self, name: str) -> Tensor:
-        """The units that this rank holds entries of."""
+        """Returns the indices of the units of which this rank holds entries."""
         axis = self._axes[name]
         return torch.zeros(1, dtype=torch.int64) if axis is None else self.shards.parts[name].indices[axis]
 
     def _gathered(self, parts: Tensors) -> dict[str, Tensor]:
-        """Sums over ranks of one float64 number per unit that each rank holds a part of."""
+        """Sum one float64 number per unit over all ranks."""
         vectors = {name: torch.zeros(count, dtype=torch.float64) for name, count in self.counts.items()}
         for name in self.shards.counted(parts):
             vectors[name][self._index(name)] = parts[name].cpu()
@@ -126,7 +126,7 @@ class Units:
 
 
 def _axis_of(unit: Unit, dimensions: int) -> int | None:
-    """The dimension along which units are counted; None for one unit."""
+    """Returns the dimension along which units are counted; None: the tensor is one unit."""
     if unit == "tensor" or dimensions == 0:
         return None
     return 0 if dimensions == 1 or unit == "filter" else 1
@@ -140,14 +140,14 @@ def fill_greedily(
     among: Tensors | None = None,
     first: Tensors | None = None,
 ) -> Masks:
-    """Walk the units by falling score and take each that still fits: sum of sizes <= budget.
+    """Take units by decreasing score, each if it still fits: sum of sizes <= budget.
 
-    Ties go to the earlier unit; -inf is never taken. Afterwards no untaken unit (with a score, and in
+    Ties go to the earlier unit; -inf is never taken. Afterwards no other unit (with a score above -inf, and in
     ``among``) would fit. Units of ``first`` are taken before all others. ``sizes`` is the number of weights in each of
-    a name's units.
+    a tensor's units.
 
-    Each round takes a whole run of units by one cumulative sum. The unit that ends the run is larger than
-    what is left, and so are all of its size: there are at most as many rounds as distinct sizes.
+    Each round takes a run of units by one cumulative sum. The unit that ends the run is larger than the remaining
+    budget, and so are all units of its size: there are at most as many rounds as distinct sizes.
     """
     counts = [len(score) for score in scores.values()]
     weight = np.repeat([sizes[name] for name in scores], counts)
