@@ -153,13 +153,13 @@ class SharpnessAware(OptimizerWrapper):
             )
         step = self._begin()
         self._context.note_statistics(known=False)
-        with self._discarded_on_error():
+        try:
             loss = run_closure(step, closure, batch)
-        if scaler is not None and not step.is_empty:
-            scaler.step(self)  # calls step() without a closure, or not at all after an overflow
+            if scaler is not None and not step.is_empty:
+                scaler.step(self)  # calls step() without a closure, or not at all after an overflow
+                return loss
+        finally:
             self._end_step()
-            return loss
-        self._end_step()
         if step.is_empty:
             self._context.skip_step("the closure computed no gradient: no step is taken (opt.skipped_steps)")
         else:
