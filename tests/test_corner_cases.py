@@ -363,6 +363,35 @@ def test_gradients_outside_the_optimizer_are_those_of_the_second_pass():
         torch.testing.assert_close(model.a.weight.grad, seen[0] + 1, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("clears", ["before the block", "in the block", "never"])
+def test_gradients_outside_the_optimizer_are_those_of_the_second_pass_in_two_phases(clears):
+    """Whether the engine leaves them out in the first pass or, as with a backward hook, does not."""
+    ends = []
+    for hooked in (False, True):
+        model = seeded(TwoParts)
+        optimizer = sparsesam.SSAM(
+            torch.optim.SGD(model.b.parameters(), 0.1), model, rho=0.5, mask=sparsesam.fixed_mask("b.*"), norm="masked"
+        )
+        if hooked:
+            model.b.register_full_backward_hook(lambda *_: None)
+        other = torch.optim.SGD(model.a.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            if clears == "before the block":
+                other.zero_grad()
+            with optimizer.first_pass():
+                if clears == "in the block":
+                    other.zero_grad(set_to_none=False)
+                model(X).square().sum().backward()
+            with optimizer.perturbed():
+                model(X).square().sum().backward()
+            optimizer.step()
+            other.step()
+        assert optimizer.engine_report()["engine"].startswith("off" if hooked else "on")
+        ends.append(weights(model))
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
+
+
 def test_a_mask_that_changes_between_the_phases_is_refused():
     model = seeded(TwoParts)
     optimizer = ssam(model, sparsesam.random_mask(sparsity=0.5, pattern="filter"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -59,6 +60,20 @@ def test_grad_scaler_with_a_closure():
         scaler.update()
         other.step(cases.closure_for(twin, other, x, y))
     torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-4, atol=1e-6)
+
+
+def test_what_a_scaler_raises_does_not_outlive_its_step():
+    model = cases.convnet()
+    opt = half_masked(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    closure = cases.closure_for(model, opt, *cases.images(), backward=lambda loss: scaler.scale(loss).backward())
+    with mock.patch.object(opt.base, "step", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        opt.step(closure, scaler=scaler)
+    with mock.patch.object(scaler, "step", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        opt.step(closure, scaler=scaler)
+    scaler.update(2.0**10)
+    opt.step(closure, scaler=scaler)
+    assert opt.steps == 1
 
 
 def test_a_step_that_the_scaler_skips_leaves_weights_and_count_alone():

@@ -202,6 +202,33 @@ def test_a_few_filters_of_a_large_input_need_no_convolution(kernel, padding, exp
     assert calls.names.count("convolution_backward") == by_sample
 
 
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (3, 2), (1, 2)])
+def test_other_gradients_through_some_filters_of_a_large_input_are_the_plain_ones(kernel, stride, monkeypatch):
+    """Differentiated once more, as for a penalty, and in batches, as for a Jacobian."""
+    monkeypatch.setattr(layers, "LARGE", 0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(20, 4, kernel, stride), nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)).double()
+    x = torch.randn(5, 20, 6, 7, dtype=torch.float64, requires_grad=True)
+    model(x)
+    masks = {name: torch.ones_like(p, dtype=torch.bool) for name, p in model.named_parameters()}
+    masks["0.weight"][[0, 2, 3]] = False
+    opt = cases.ssam(model, masks)
+    opt.refresh_mask(now=True)
+    inputs = (x, *model.parameters())
+
+    def gradients():
+        y = model(x)
+        once = torch.autograd.grad(y.square().sum(), inputs, create_graph=True)
+        twice = torch.autograd.grad(sum(one.square().sum() for one in once), inputs, retain_graph=True)
+        of_each = torch.stack([torch.full_like(y, factor) for factor in range(3)])
+        return *once, *twice, *torch.autograd.grad(y, inputs, of_each, is_grads_batched=True)
+
+    expected = gradients()
+    with opt.first_pass():
+        found = gradients()
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+
+
 def test_a_full_mask_makes_the_implicit_form_explicit():
     results = []
     for ascent in ("explicit", "implicit"):

@@ -63,6 +63,11 @@ class _Linear:
     def dw(self, dy: Tensor, weight: Tensor, x: Tensor) -> Tensor:
         return dy.t() @ x.conj()
 
+    def plain(self, dy: Tensor, weight: Tensor, x: Tensor, wanted: list[bool]) -> tuple[Tensor | None, ...]:
+        """Those of dX, dW and db that are wanted, which may be differentiated themselves."""
+        ways = (lambda: self.dx(dy, weight, x), lambda: self.dw(dy, weight, x), lambda: dy.sum(0))
+        return tuple(way() if want else None for way, want in zip(ways, wanted, strict=True))
+
 
 @dataclass
 class _Convolution:
@@ -116,10 +121,14 @@ class _Convolution:
         return padded.unfold(2, rows, 1).unfold(3, columns, 1).permute(0, 1, 4, 5, 2, 3)
 
     def _gradient(self, place: int, dy: Tensor, weight: Tensor, x: Tensor) -> Tensor:
-        zeros, groups, wanted = [0] * len(self.stride), self.groups, [place == 0, place == 1, False]
+        return self.plain(dy, weight, x, [place == 0, place == 1, False])[place]  # type: ignore[return-value]
+
+    def plain(self, dy: Tensor, weight: Tensor, x: Tensor, wanted: list[bool]) -> tuple[Tensor | None, ...]:
+        """Those of dX, dW and db that are wanted, which may be differentiated themselves."""
+        zeros, biases = [0] * len(self.stride), [len(weight)] if wanted[2] else None
         return torch.ops.aten.convolution_backward(  # type: ignore[no-any-return]
-            dy, x, weight, None, self.stride, self.padding, self.dilation, False, zeros, groups, wanted
-        )[place]
+            dy, x, weight, biases, self.stride, self.padding, self.dilation, False, zeros, self.groups, wanted
+        )
 
 
 class _Ascent(torch.autograd.Function):
@@ -145,16 +154,18 @@ class _Ascent(torch.autograd.Function):
             return None, None, None, None, None, None
         x, weight = (saved.to(dy.dtype) for saved in ctx.saved_tensors)
         layer: _Linear | _Convolution = ctx.layer
-        want: WeightGradient | None = ctx.want if ctx.switch.on else None
+        want: WeightGradient = ctx.want
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
+        if not ctx.switch.on:
+            return *layer.plain(dy, weight, x, [need_x, need_w, need_b]), None, None, None
         # Filters of a grouped convolution see different inputs.
-        rows = want.rows if want is not None and layer.groups == 1 else None
+        rows = want.rows if layer.groups == 1 else None
         kept = (dy, weight) if rows is None else (dy.index_select(1, rows), weight.index_select(0, rows))
-        if need_w and want is not None and rows is not None and not want.dense:
+        if need_w and rows is not None and not want.dense:
             dw = torch.zeros_like(weight).index_copy_(0, rows, layer.dw(*kept, x))
         elif need_w:
             dw = layer.dw(dy, weight, x)
-        if need_x and want is not None and want.implicit:
+        if need_x and want.implicit:
             dx = layer.dx(*kept, x, want.mask if rows is None else None)
         elif need_x:
             dx = layer.dx(dy, weight, x)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -57,9 +58,7 @@ class OldGradient:
             self._versions = self._gradient_versions()
             self._gradient = None if self._watched is None else self._watched.grad
             if self._watched is not None:
-                with torch.enable_grad():
-                    copied: Any = self._watched.expand_as(self._watched)
-                self._accumulator = copied.grad_fn.next_functions[0][0]  # freed unless a reference is held
+                self._accumulator = _accumulator_of(self._watched)
                 self._handle = self._accumulator.register_prehook(self._before_accumulation)
 
     def treatment(self) -> Treatment:
@@ -155,10 +154,50 @@ class OutsideGradients:
     """
 
     def __init__(self, model: nn.Module, base: Optimizer) -> None:
-        own = {id(parameter) for group in base.param_groups for parameter in group["params"]}
-        others = [one for one in model.parameters() if one.requires_grad and id(one) not in own]
-        self._before = [(one, None if one.grad is None else one.grad.clone()) for one in others]
+        self._before = [(one, _copied_gradient(one)) for one in _parameters_outside(model, base)]
 
     def restore(self) -> None:
         for parameter, gradient in self._before:
             parameter.grad = gradient
+
+
+@contextmanager
+def outside_gradients_return(model: nn.Module, base: Optimizer) -> Iterator[None]:
+    """The same for a block of the user's own, which may clear gradients: they are as they were before it added to them.
+
+    Otherwise a loop with a second optimizer would get other gradients where the engine does not leave them out.
+    """
+    before: dict[Tensor, Tensor | None] = {}
+
+    def note(parameter: Tensor, _: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            before.setdefault(parameter, _copied_gradient(parameter))
+
+    outside = [one for one in _parameters_outside(model, base) if not is_sharded(one)]
+    accumulators = [_accumulator_of(one) for one in outside]
+    handles = []
+    try:
+        for one, accumulator in zip(outside, accumulators, strict=True):
+            handles.append(accumulator.register_prehook(partial(note, one)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter, gradient in before.items():
+            parameter.grad = gradient
+
+
+def _parameters_outside(model: nn.Module, base: Optimizer) -> list[Tensor]:
+    own = {id(parameter) for group in base.param_groups for parameter in group["params"]}
+    return [one for one in model.parameters() if one.requires_grad and id(one) not in own]
+
+
+def _copied_gradient(parameter: Tensor) -> Tensor | None:
+    return None if parameter.grad is None else parameter.grad.clone()
+
+
+def _accumulator_of(parameter: Tensor) -> Any:
+    """The node that adds to its gradient; it lives as long as somebody holds it."""
+    with torch.enable_grad():
+        copied: Any = parameter.expand_as(parameter)
+    return copied.grad_fn.next_functions[0][0]

@@ -16,6 +16,7 @@ from sparsesam.distributed import as_shard_of
 from sparsesam.masks.mask import MaskRule
 from sparsesam.step.checkpoint import SavedState
 from sparsesam.step.closures import run_closure, run_empty_closure
+from sparsesam.step.gradients import outside_gradients_return
 from sparsesam.step.parameters import check_model, scale_rho
 from sparsesam.step.passes import Phase, Step
 from sparsesam.step.settings import Settings, StepKind
@@ -152,13 +153,13 @@ class SharpnessAware(OptimizerWrapper):
             )
         step = self._begin()
         self._context.note_statistics(known=False)
-        with self._discarded_on_error():
+        try:
             loss = run_closure(step, closure, batch)
-        if scaler is not None and not step.is_empty:
-            scaler.step(self)  # calls step() without a closure, or not at all after an overflow
+            if scaler is not None and not step.is_empty:
+                scaler.step(self)  # calls step() without a closure, or not at all after an overflow
+                return loss
+        finally:
             self._end_step()
-            return loss
-        self._end_step()
         if step.is_empty:
             self._context.skip_step("the closure computed no gradient: no step is taken (opt.skipped_steps)")
         else:
@@ -180,7 +181,8 @@ class SharpnessAware(OptimizerWrapper):
 
         For loops with ``perturbed()``: run the forward and the backward of the first pass in this block, so that the
         engine can leave out what the mask makes unnecessary, here and in the second pass. Without the block, nothing is
-        left out. Gradients of unperturbed weights are not computed. Micro-batches may share a block or have one each.
+        left out. Gradients of unperturbed weights are not computed, those of parameters outside the optimizer are
+        restored. Micro-batches may share a block or have one each.
         """
         step = self._step
         if step is not None and step.phase is Phase.BETWEEN and any(p.parameter.grad is not None for p in step.params):
@@ -191,7 +193,7 @@ class SharpnessAware(OptimizerWrapper):
         with self._discarded_on_error():
             if step.first is None:
                 step.refresh_before_first_pass(batch)
-            with step.first_pass(in_closure=False):
+            with outside_gradients_return(self.model, self.base), step.first_pass(in_closure=False):
                 yield
         step.phase = Phase.BETWEEN
 
