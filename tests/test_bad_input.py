@@ -253,7 +253,7 @@ def test_fixed_masks_that_do_not_fit():
         run_with(sparsesam.fixed_mask({"4.weigth": torch.ones(3, 5, dtype=torch.bool)}))
     with pytest.raises(ValueError, match=r"shape \(3, 5\), got \(2,\)"):
         run_with(sparsesam.fixed_mask({"4.weight": torch.ones(2, dtype=torch.bool)}))
-    with pytest.raises(ValueError, match="matches no parameter"):
+    with pytest.raises(ValueError, match="matches no parameter to perturb"):
         run_with(sparsesam.fixed_mask("layer9.*"))
     with pytest.raises(ValueError, match="no such layer"):
         run_with(sparsesam.fixed_mask(types=sparsesam.NORMALIZATION))

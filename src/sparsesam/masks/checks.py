@@ -27,11 +27,13 @@ def is_within(value: object, low: float, high: float) -> bool:
     return isinstance(value, Real) and low <= float(value) <= high
 
 
-def check_like_parameters(argument: str, given: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+def check_like_parameters(
+    argument: str, given: Mapping[str, Tensor], parameters: Mapping[str, Tensor], what: str = "parameter here"
+) -> None:
     """Raise ValueError for a tensor that has no parameter of the same name and shape."""
     for name, tensor in given.items():
         if name not in parameters:
-            raise ValueError(f"{argument} has {name!r}, which is no parameter here; {nearest(name, parameters)}")
+            raise ValueError(f"{argument} has {name!r}, which is no {what}; {nearest(name, parameters)}")
         if tensor.shape != parameters[name].shape:
             raise ValueError(
                 f"{argument}[{name!r}] must have the parameter's shape {tuple(parameters[name].shape)}, "

@@ -13,6 +13,9 @@ from sparsesam.masks.checks import check_like_parameters, nearest
 from sparsesam.masks.mask import MaskRule, Refresh, manual
 from sparsesam.masks.scores import ScoreContext
 
+#: Parameters that a mask can be made for.
+_PERTURBED = "parameter to perturb (trainable, in a group of the optimizer without perturb=False)"
+
 
 class _ByNameAndParameters(type):
     def __instancecheck__(cls, module: object) -> bool:
@@ -79,13 +82,13 @@ class FixedMask(MaskRule):
                 raise ValueError(f"masks[{name!r}] must be a bool tensor, got {mask.dtype}; use mask.bool()")
 
     def make(self, context: ScoreContext) -> dict[str, Tensor]:
-        check_like_parameters("masks", self.masks, context.parameters)
+        check_like_parameters("masks", self.masks, context.parameters, _PERTURBED)
         names, of_types = _names(context.model), _parameters_of(context.model, self.types)
         perturbed = {id(parameter) for parameter in context.parameters.values()}
         known = [name for one in perturbed for name in names[one]]
         for pattern in self.names:
             if not _matches(known, pattern):
-                raise ValueError(f"names has {pattern!r}, which matches no parameter; {nearest(pattern, known)}")
+                raise ValueError(f"names has {pattern!r}, which matches no {_PERTURBED}; {nearest(pattern, known)}")
         if self.types and not of_types & perturbed:
             shown = ", ".join(layer.__name__ for layer in self.types)
             raise ValueError(f"types has {shown}, but the model has no such layer with parameters to perturb")
