@@ -109,7 +109,7 @@ class FirstPass(TorchFunctionMode):
         if any(map(self._is_moved, tensors_in(args, kwargs))):
             self.prefix.close()
         elif kwargs.get("generator") is not None:
-            self.prefix.refuse_current_call("it draws from a random generator of its own")
+            self.prefix.refuse_current_call("it draws from its own random generator")
 
     @staticmethod
     def _is_plain_attribute(func: Any, args: Any) -> bool:
@@ -129,7 +129,7 @@ class FirstPass(TorchFunctionMode):
 
     def _on_grad(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run torch.autograd.grad in full, as the user asked for."""
-        self.prefix.drop("gradients are computed in other ways than by one loss.backward()")
+        self.prefix.drop("gradients are computed by torch.autograd.grad, not only by one loss.backward()")
         return func(*args, **kwargs)
 
     def _on_memory_access(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -154,9 +154,9 @@ class FirstPass(TorchFunctionMode):
         if by_torch or (len(args) > 1 and _does_nothing(args[1])):
             return func(*args, **kwargs)
         if not args[0].is_leaf:
-            self.prefix.drop("a hook is added to a value, or its graph is looked at (grad_fn)")
+            self.prefix.drop("a hook is added to a value, or its graph is read (grad_fn)")
         if self._in_closure and self.plan.is_explicit:
-            self.backward.use_full("a closure adds hooks, or looks at the graph (grad_fn)")
+            self.backward.use_full("a closure adds hooks, or reads the graph (grad_fn)")
         return func(*args, **kwargs)
 
 

@@ -90,7 +90,7 @@ class ModuleState:
         if not all(map(operator.is_, values, self.values)):
             for now, then in zip(values, self.values, strict=True):
                 if now is not then and not _are_equal(now, then):
-                    return f"an attribute of a module changes in the forward, from one {type(then).__name__} to another"
+                    return f"an attribute of a module, of type {type(then).__name__}, changes in the forward"
         if versions != self._versions:
             return "a parameter, buffer or other tensor of a module is written to in the forward"
         return None

@@ -82,14 +82,14 @@ class NarrowedBackward:
         if self.calls and not _is_harmless(function, kwargs):
             self.closure_goes_on = True
             if self._deferred is not None:
-                self.use_full("the closure goes on after backward() in a way that may need its gradients")
+                self.use_full("after backward(), the closure calls functions that may need the gradients")
                 self.run_deferred()
 
     def __call__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, grad_was_off: bool) -> Any:
         """Handle ``backward()``. ``grad_was_off``: a perturbed weight may have been used without grad mode."""
         self.calls += 1
         if any(kwargs.get(key) for key in ("retain_graph", "create_graph", "inputs")) or len(args) > 2:
-            self.disable("backward() is called with arguments of its own")
+            self.disable("backward() is called with retain_graph, create_graph or inputs")
         elif self.calls == 2:
             self._prefix.drop("several backward passes: activations of the first are not kept")
         if self.calls > 1 and self._in_closure:

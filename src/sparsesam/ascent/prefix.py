@@ -224,14 +224,14 @@ class Prefix:
     def _difference(self, record: _Record, args: Any, kwargs: Any) -> str | None:
         inputs = Inputs.of(args, kwargs)
         if inputs is None or inputs.structure != record.inputs.structure or _context() != record.context:
-            return "it is called in another way"
+            return "the structure of its arguments, grad mode or autocast differs"
         if record.drew is not None and not same_state(self._rng.read(), record.drew[0]):
-            return "it draws other random numbers"
+            return "it draws different random numbers"
         reason = record.state.difference()
         if reason is not None:
             return reason
         if not record.inputs.are_unchanged or not all(map(self._same, inputs.leaves, record.inputs.leaves)):
-            return "its input is another"
+            return "its input differs"
         return None
 
     def _same(self, now: Any, then: Any) -> bool:
