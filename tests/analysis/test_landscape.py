@@ -224,7 +224,7 @@ def test_state_file_of_something_else_is_refused_and_kept(tmp_path):
         loss_landscape(objective_of(mlp()), points=3, seed=1, state_file=file)
     assert file.read_bytes() == content
     file.write_bytes(content[:40])
-    with pytest.raises(ValueError, match="not the state of a landscape"):
+    with pytest.raises(ValueError, match="not a landscape state file"):
         loss_landscape(objective_of(mlp()), points=3, state_file=file)
 
 

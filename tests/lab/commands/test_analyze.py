@@ -323,7 +323,7 @@ def test_bad_values_are_told_before_anything_is_measured(runs, capsys):
     assert "plot must end in .png" in refused(capsys, "gradients", runs / "sgd", "--plot", "a.gif")[1]
     assert "samples must be at least 1, or null, got 0" in refused(capsys, "gradients", runs / "sgd", "--samples", 0)[1]
     assert (
-        "parameters chooses none of the model's 2 floating-point parameters"
+        "parameters selects none of the model's 2 floating-point parameters"
         in refused(capsys, "hessian", runs / "sgd", "--layers", "encoder.*")[1]
     )
     assert "split must be train" in refused(capsys, "bound", runs / "sgd", "--split", "test")[1]
