@@ -115,7 +115,7 @@ def test_frozen_parameters_stand_still():
     model[0].weight.requires_grad_(False)
     assert "0.weight" not in random_directions(model, 1)[0]
     model.requires_grad_(False)
-    with pytest.raises(ValueError, match="chooses none"):
+    with pytest.raises(ValueError, match="selects none"):
         loss_landscape(objective_of(model), points=3)
     assert loss_landscape(objective_of(model), points=3, parameters="*").weights_moved == 103
 

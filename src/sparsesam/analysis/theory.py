@@ -34,8 +34,8 @@ class GeneralizationBound(ComplexityTerms):
         confidence_term = 4 log(n / delta)
         remainder       = 8 log(6n + 3k), the paper's O(1) as its proof has it
 
-    ``vacuous``: the bound is at least ``threshold``, which a uniform prediction reaches: 1 for a loss within [0, 1],
-    log C for the cross-entropy of C classes.
+    ``vacuous``: the bound is at least ``threshold``, so a uniform prediction does as well. ``threshold`` is 1 for a
+    loss within [0, 1] and log C for the cross-entropy of C classes.
     """
 
     bound: float

@@ -315,7 +315,7 @@ def test_landscapes_of_different_models_are_not_put_together(runs, tmp_path, cap
     train(tmp_path, model=f"{NETWORKS}:normalized", max_steps=1)
     code, line = refused(capsys, "landscape", runs / "sgd", tmp_path)
     assert code == 2
-    assert "runs must be of one model" in line
+    assert "runs must have the same model" in line
     assert "--between needs two runs, got 1" in refused(capsys, "landscape", tmp_path, "--between")[1]
 
 
