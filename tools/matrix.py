@@ -2,9 +2,9 @@
 
     python tools/matrix.py --python 3.10 3.13 --torch 2.6 newest --write docs/versions.md
 
-Every combination gets an environment of its own below --work, made by uv, which shares files between them; it is
-removed after its tests unless --keep is given. Results are kept beside them in results.json: combinations that passed
-at this commit are not run again, and ``--python`` alone only writes the page.
+Every combination gets its own environment below --work, created by uv, which shares files between them; it is removed
+after its tests unless --keep is given. Results are kept beside them in results.json: combinations that passed at this
+commit are not run again, and ``--python`` alone only writes the page.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TESTS = [
     f"tests/{folder}test_*.py"
     for folder in ("", "step/", "masks/", "ascent/", "ascent/perturbation/", "budget/", "distributed/")
 ]
-#: What the core tests need; those that compare with other packages skip themselves where these are missing.
+#: Requirements of the core tests; tests that compare with other packages are skipped if these are missing.
 TOOLS = ["pytest", "pytest-xdist", "hypothesis", "pyyaml", "pytorch-optimizer", "schedulefree"]
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 UV = [sys.executable, "-m", "uv"]
@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--torch", nargs="*", default=[declared_minimum(), "newest"])
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "matrix")
     parser.add_argument("--tests", nargs="+", default=TESTS, help="paths or patterns, from the root of the repository")
-    parser.add_argument("--write", type=Path, help="the page for the results")
+    parser.add_argument("--write", type=Path, help="page to write the results to")
     parser.add_argument("--keep", action="store_true", help="keep the environments")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)

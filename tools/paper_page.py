@@ -1,4 +1,4 @@
-"""docs/paper.md: what of the paper is where, and where we depart from it.
+"""Writes docs/paper.md: where each part of the paper is implemented, and where we depart from it.
 
 python -m tools.paper_page > docs/paper.md
 """
@@ -28,25 +28,25 @@ and figure is a command, at two scales.
     sparsesam paper run label-noise                     # laptop scale: minutes on the digits
     sparsesam paper run label-noise --scale full --dry-run   # does it run? what will it cost?
     sparsesam paper run label-noise --scale full --gpus 8 --data-dir DATA
-    sparsesam paper run hessian --plot hessian.png      # a figure: trains, analyses and draws
+    sparsesam paper run hessian --plot hessian.png      # a figure: trains, analyzes and draws
 
-- **Laptop scale**: small networks and wrong labels in place of large networks and hard data, all settings ours.
+- **Laptop scale**: small networks and wrong labels instead of large networks and hard data; all settings are ours.
   Compare its rows with each other, not with the paper's values.
-- **Full scale**: the hyper-parameters of the paper's text, and choices of ours where it gives none; `paper show`
-  marks every setting with its origin. It needs GPUs and has not been run; dry runs of it are part of the tests.
+- **Full scale**: the hyperparameters of the paper's text, and our choices where it gives none; `paper show` gives the
+  source of every setting. It needs GPUs and has not been run; its dry runs are part of the tests.
 
-A name is a label of the paper (`tab:corruption`, `nm_vit`), another usual name (`landscape`) or a number (`figure
-7`). The result is a table of ours beside the paper's: the mean over `--seeds` and its 95 % interval, followed by what
-was overridden, what the laptop scale changes, the machine, and which differences are not significant. `--set
-NAME=VALUE` changes a setting of all runs; one that rows or columns vary is refused. Times come from short runs of
-their own, which run alone. `python -m benchmarks.vit_timing` has the ViT timing at the size that the machine allows.
+A name is a label of the paper (`tab:corruption`, `nm_vit`), an alias (`landscape`) or a number (`figure 7`). The result
+is a table of our numbers beside the paper's: the mean over `--seeds` and its 95 % interval, followed by the overridden
+settings, the changes at laptop scale, the machine, and which differences are not significant. `--set NAME=VALUE`
+changes a setting of all runs, but not one that rows or columns vary. Times are measured in separate short runs, one at
+a time. `python -m benchmarks.vit_timing` runs the ViT timing at a size that the machine allows.
 
-A dry run builds the model and the optimizer of every run and takes two steps on made-up images where memory allows:
-with the run's own batch on a GPU, with two images on a CPU. It prints the estimated cost: steps, forward-backwards,
-GPU hours at a stated throughput (`--tflops`), GPU memory.
+A dry run builds the model and the optimizer of every run and takes two steps on random images if memory allows: with
+the run's own batch size on a GPU, with two images on a CPU. It prints the estimated cost: steps, forward-backward
+passes, GPU hours at a given speed (`--tflops`), GPU memory.
 
 The figures (`grad-diff`, `corruption-images`, `train-curve`, `sparsity-acc`, `landscape`, `hessian`, `speedup`) share
-their networks, keep each analysis in `RUN/analyses`, and are drawn to `--plot` or into the directory of the runs."""
+their networks, keep each analysis in `RUN/analyses`, and are drawn to `--plot` or to the directory of the runs."""
 _OPEN = """
 ## What the text leaves open
 
@@ -54,12 +54,12 @@ _OPEN = """
 _SETTINGS = """
 ## Every setting
 
-Of the full scale. *From the paper* names the place in its text; *from the authors' published settings* is what they
-have published besides; *ours* has a reason. Runs that measure a time are short ones of their own.
+At full scale. *From the paper* names the place in its text; *from the authors' published settings* refers to their
+other publications; *ours* gives the reason. Times are measured in separate short runs.
 
 """
 _CHOICES = """
-## Choices that are no settings
+## Choices that are not settings
 
 """
 _ITEMS = """
@@ -71,7 +71,7 @@ The proofs in the supplement are not code; their constants and rates are checked
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     everything = sorted(
         (one.at("full") for one in recipes().values()),
         key=lambda one: (one.place.startswith("Figure"), _number(one.place)),
@@ -111,11 +111,11 @@ def _items(everything: Sequence[Recipe]) -> list[tuple[str, ...]]:
 
 
 def _grouped(everything: Sequence[Recipe], *, settings: bool) -> Iterable[tuple[str, ...]]:
-    """A row for each choice with one value and one origin, and the recipes that have it."""
+    """Yield a row for each choice with one value and one source, and the recipes that have it."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for one in everything:
         for choice in settings_of(one) if settings else other_choices(one):
-            if choice.mark == UNMENTIONED:  # one row for all of them, which new settings do not change
+            if choice.mark == UNMENTIONED:  # these share one row, so that new settings do not change the page
                 continue
             found.setdefault((choice.name, ", ".join(choice.values), choice.mark), []).append(one.place)
     order = {name: place for place, name in enumerate(dict.fromkeys(name for name, _, _ in found))}
@@ -125,7 +125,7 @@ def _grouped(everything: Sequence[Recipe], *, settings: bool) -> Iterable[tuple[
 
 
 def _places(places: Sequence[str]) -> str:
-    """Table 1, Table 2, Table 3, Figure 5 as "tables 1 to 3, figure 5"."""
+    """Shorten Table 1, Table 2, Table 3, Figure 5 to "tables 1 to 3; figure 5"."""
     parts = []
     for kind in ("Table", "Figure"):
         numbers = sorted(_number(place) for place in places if place.startswith(kind))
@@ -135,7 +135,7 @@ def _places(places: Sequence[str]) -> str:
 
 
 def _runs(numbers: Sequence[int]) -> list[str]:
-    """Three or more in a row are a range."""
+    """Join three or more consecutive numbers to a range."""
     shown = []
     for _, group in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         span = [str(number) for _, number in group]

@@ -235,7 +235,7 @@ def test_an_interrupted_landscape_goes_on(runs, monkeypatch, capsys):
 
     monkeypatch.setattr(module, "loss_landscape", stopping(10))
     assert analyze(*words) == 130
-    assert "the same command continues" in capsys.readouterr().err
+    assert "run the same command to continue" in capsys.readouterr().err
     monkeypatch.setattr(module, "loss_landscape", stopping(None))
     assert analyze(*words) == 0
     assert evaluated == list(range(1, 37))

@@ -117,7 +117,7 @@ def _line_figures(name: str, measured: Sequence[Measured[Landscape]]) -> list[Fi
     title, caption, axis = "Loss along a line", _SAME_NUMBERS, "distance along the direction"
     if name == "landscape-between":
         title, caption = "Loss between two runs", "On the straight line from one run’s weights (0) to another’s (1)."
-        axis = "position between the first run (0) and the second (1)"
+        axis = "position from first run (0) to second (1)"
     series = [
         one.series(one.result.x, one.result.loss, name=f"{one.label} to {one.other}" if one.other else "")
         for one in measured
