@@ -72,7 +72,7 @@ class Case:
         return 1 - (1.0 if sparsity is None else sparsity)
 
     def peak_bytes(self, *, refresh: bool = False) -> int:
-        """Returns the peak of live bytes of a step, beyond model and batch; with ``refresh``, with a mask update."""
+        """Returns the peak of live bytes of a step, beyond model and batch; with ``refresh``, with a mask refresh."""
         with LiveBytes([*self.model.parameters(), *self.model.buffers(), *self.batch]) as live:
             self()  # creates the momentum and the first mask
             if refresh and self.optimizer.mask is not None:

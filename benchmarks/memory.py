@@ -3,7 +3,7 @@
 python -m benchmarks.memory [--threads 2]
 
 Measured on a perceptron with one sample, where every temporary of the optimizer shows, and on ResNet-18 with eight,
-where activations hide some. A step with a mask update is reported separately.
+where activations hide some. A step with a mask refresh is reported separately.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cost of a step in SGD steps: ResNet-18 on CIFAR shapes, without mask updates.
+"""Cost of a step in SGD steps: ResNet-18 on CIFAR shapes, without mask refreshes.
 
 python -m benchmarks.steps [--batch 64] [--rounds 11] [--warmup 2] [--threads 2]
 """

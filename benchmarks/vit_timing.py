@@ -7,7 +7,7 @@ The paper uses scale 1, image 32 and batch 16 with Adam on an A100: 403 million 
 (weights, gradients, two moments, saved weights), and all cases are in memory at once; --only selects fewer.
 
 Sparse tensor cores skip half of the multiplications of the input gradient in an implicit 2:4 ascent, in 16 bits; on
-other devices the masked product is dense and costs as much as the unmasked one. Mask updates are not counted.
+other devices the masked product is dense and costs as much as the unmasked one. Mask refreshes are not counted.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from sparsesam.step.checkpoint import split_own
 class EvalSettings:
     """The weights of a run to measure, and the images to measure them on."""
 
-    checkpoint: Literal["last", "best"] = option("last", "the run's last weights, or those with the best test accuracy")
+    checkpoint: Literal["last", "best"] = option("last", "last.pt, or best.pt: best validation (or test) accuracy")
     split: Split = option("train", "images to measure on, without augmentation")
     samples: PositiveInt | None = option(512, "number of images, the same for every run; null: all")
     seed: int = option(0, "seed of the choice of images and of random numbers in the analysis")

@@ -74,7 +74,7 @@ def _settings(data: ReportData) -> Table:
     varied = differing_settings(configs)
     shared = {name: getattr(configs[0], name) for name in _ALWAYS} | changed_settings(configs[0]) if configs else {}
     rows = [cells(name, _text(one)) for name, one in shared.items() if name not in varied]
-    caption = "Settings shared by all runs; most at their defaults are left out."
+    caption = "Settings shared by all runs; most defaults are left out."
     return Table("settings", caption, ["setting", "value"], rows)
 
 
