@@ -1,1 +1,1 @@
-"""Measurements of cost and memory; run with ``python -m benchmarks.<name>``."""
+"""Benchmarks of time and memory; run with ``python -m benchmarks.<name>``."""

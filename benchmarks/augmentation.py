@@ -1,10 +1,10 @@
-"""What augmentation costs: CIFAR batches as tensors, against one image after the other with Pillow, on one core.
+"""Cost of augmentation: CIFAR batches as tensors, against single images with Pillow, on one core.
 
 python -m benchmarks.augmentation [--batch 128] [--rounds 31] [--warmup 3] [--threads 1]
 
-Both crop (padding 4), flip, turn into a normalized float tensor and cut out 16x16 with probability 0.5. The
-images are random numbers: no step's cost depends on what they show. A training step of a small network is timed
-before them, since augmentation must not be what limits training.
+Both crop (padding 4), flip, convert to a normalized float tensor and cut out 16x16 with probability 0.5. The images are
+random numbers, as the cost does not depend on the content. A training step of a small network is timed first, for
+comparison: augmentation must not limit training.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LIGHT_MODEL = "resnet10-small"
 
 def main() -> None:
     options = begin(arguments(__doc__, batch=128, rounds=31, warmup=3, threads=1))
-    # First, so that the memory allocator is in the state that it has in training.
+    # First, so that the memory allocator is in the same state as in training.
     torch.manual_seed(0)
     step = Case(build_model(LIGHT_MODEL), cifar_batch(options.batch))
     alone = medians({f"SGD step of {LIGHT_MODEL}": step}, 3, options.clock)

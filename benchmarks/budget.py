@@ -1,9 +1,9 @@
-"""Whether a budget is kept: predicted and measured cost of a step, in SGD steps, ResNet-18 on CIFAR shapes.
+"""Checks cost budgets: predicted and measured cost of a step, in SGD steps, ResNet-18 on CIFAR shapes.
 
 python -m benchmarks.budget [--batch 64] [--rounds 9] [--warmup 2] [--threads 2] [--budgets 1.1 1.25 1.5] [--cpu-time]
 
-All masks are made first; then every case takes one step per round, by turns. The budget of 1.25 must be measured
-within 5 % of what was asked.
+All masks are computed first; then the cases take one step each per round, in turn. The measured cost for the budget of
+1.25 must be within 5 % of it.
 """
 
 from __future__ import annotations

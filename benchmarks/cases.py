@@ -1,4 +1,4 @@
-"""A step of an optimizer on a model of its own: what the benchmarks of steps have in common."""
+"""A step of an optimizer on its own copy of a model; shared by the benchmarks of steps."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from sparsesam.step.settings import Settings
 
 SGD: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3}
 Batch = tuple[Tensor, Tensor]
-#: The optimizer around a base optimizer and its model.
+#: Wraps a base optimizer and its model.
 Wrap = Callable[[Any, nn.Module], Any]
 
 
 class Case:
-    """A copy of a model, prepared (compiled, moved), and an optimizer around it; calling it takes a step.
+    """A copy of a model, prepared (compiled, moved), and its optimizer; calling it takes a step.
 
-    ``precision`` is that of the forward, by autocast.
+    ``precision`` is the autocast dtype of the forward pass.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Case:
         settings = getattr(self.optimizer, "settings", None)
         if isinstance(settings, Settings) and settings.ascent_fraction < 1:
             return self.optimizer.step(self.backward, batch=self.batch)
-        if hasattr(self.optimizer, "first_step"):  # pytorch-optimizer wants the first gradient before the step
+        if hasattr(self.optimizer, "first_step"):  # pytorch-optimizer needs the first gradient before the step
             self.closure()
         return self.optimizer.step(self.closure)
 
@@ -65,16 +65,16 @@ class Case:
 
     @property
     def perturbed(self) -> float:
-        """The share of the weights."""
+        """Returns the share of perturbed weights."""
         if hasattr(self.optimizer, "first_step"):
             return 1.0
         sparsity = getattr(self.optimizer, "sparsity", 1.0)
         return 1 - (1.0 if sparsity is None else sparsity)
 
     def peak_bytes(self, *, refresh: bool = False) -> int:
-        """Live bytes at the peak of a step, beyond model and batch; with ``refresh``, of one that makes a new mask."""
+        """Returns the peak of live bytes of a step, beyond model and batch; with ``refresh``, with a mask refresh."""
         with LiveBytes([*self.model.parameters(), *self.model.buffers(), *self.batch]) as live:
-            self()  # makes the momentum and the first mask
+            self()  # creates the momentum and the first mask
             if refresh and self.optimizer.mask is not None:
                 self.optimizer.refresh_mask()
             live.restart()

@@ -1,4 +1,4 @@
-"""Draw what `benchmarks.engine --json` measured: step cost against the share of weights perturbed, and peak memory.
+"""Draws the results of `benchmarks.engine --json`: step cost against the share of perturbed weights, and peak memory.
 
 python -m benchmarks.chart FILE.json -o docs/step-cost.svg
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from sparsesam.lab.display import Axis, Figure, assign_styles, write_plot
 
-#: The cases of each family, and the optimizer whose colour it has.
+#: The cases of each family, and the optimizer whose color it has.
 FAMILIES = {
     "engine, last layers": (
         ("last block + classifier", "last stage + classifier", "last two stages + classifier"),

@@ -1,4 +1,4 @@
-"""What reaches the dispatcher: operations that a GPU would launch, counted without one, and the peak of live bytes."""
+"""Counts at the dispatcher: operations that a GPU would launch, without needing one, and the peak of live bytes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-#: Allocations and questions about a tensor launch nothing.
+#: Allocations and metadata queries launch nothing.
 _NO_LAUNCH = (
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
     *("is_same_size", "_local_scalar_dense"),
 )
-#: What makes the host wait for the device, or asks for a size that only the device knows.
+#: Operations that make the host wait for the device, or whose output size only the device knows.
 _SYNCS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "unique2", "equal")
 
 
 class LaunchCounter(TorchDispatchMode):
-    """Counts dispatched operations by name, without views and allocations; ``syncs`` those that wait for the device.
+    """Counts dispatched operations by name, without views and allocations; ``syncs`` counts those that synchronize.
 
-    A ``_foreach`` operation counts once: an accelerator handles about a hundred tensors in each of its launches.
+    A ``_foreach`` operation counts once: an accelerator handles about a hundred tensors per launch.
     """
 
     def __init__(self) -> None:
@@ -49,23 +49,23 @@ class LiveBytes(TorchDispatchMode):
     """Within the block, ``now`` is the bytes of all storages seen and not yet freed, ``peak`` their maximum: exact, and
     the same on every machine.
 
-    Storages of ``known`` tensors (the model, the batch) are not counted. What a kernel allocates and frees by
-    itself, below the dispatcher, is not seen.
+    Storages of ``known`` tensors (the model, the batch) are not counted, nor is memory that a kernel allocates and
+    frees internally, below the dispatcher.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()
         self.now = 0
         self.peak = 0
-        # A storage keeps its Python object, hence its id, for as long as any tensor uses it.
+        # A storage keeps its Python object, and so its id, as long as any tensor uses it.
         self._seen = {id(tensor.untyped_storage()) for tensor in known}
 
     def restart(self) -> None:
-        """Forget the peak so far; what is alive stays counted."""
+        """Reset the peak to the bytes alive now."""
         self.peak = self.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation; count the storages it made, and those it was given that no operation made."""
+        """Run the operation; count the storages it created and those of its arguments not seen before."""
         result = func(*args, **(kwargs or {}))
         for leaf in tree_iter((result, args, kwargs)):
             if isinstance(leaf, Tensor):

@@ -1,9 +1,9 @@
-"""What a step costs where the engine can leave something out: x an SGD step, one interleaved run.
+"""Cost of a step when the engine can skip computations, relative to an SGD step, in one interleaved run.
 
 python -m benchmarks.engine [--model resnet18] [--batch 64] [--rounds 7] [--threads 2] [--only WORDS] [--json FILE]
 
 Masks are fixed before the timing; every case has its own copy of one model. ``--only ,LookSAM`` adds
-pytorch-optimizer's LookSAM, ``--only ,forward`` a forward alone, ``--json`` is what ``benchmarks/chart.py`` draws.
+pytorch-optimizer's LookSAM, ``--only ,forward`` a forward pass alone; ``benchmarks/chart.py`` draws the JSON file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sparsesam.lab.models import build_model
 
 
 def filters_of_every_layer(model: nn.Module, share: float) -> sparsesam.MaskRule:
-    """The given share of the filters of every layer, and every bias and normalization parameter."""
+    """Returns a mask of the given share of the filters of every layer, and all biases and normalization parameters."""
     generator = torch.Generator().manual_seed(0)
     masks = {}
     for name, parameter in model.named_parameters():
@@ -56,16 +56,16 @@ class LookSAMCase(Case):
 
 
 class ForwardCase(Case):
-    """A forward alone: what no mask of filters leaves out."""
+    """A forward pass alone, which no mask of filters can skip."""
 
     def __call__(self) -> None:
         self.loss(self.batch)
 
 
-#: Batch and image size of each model, for a step of a few seconds on two cores.
+#: Batch and image size of each model, so that a step takes a few seconds on two cores.
 SHAPES = {"resnet18": (64, 32), "wrn-28-10": (8, 32), "vit-s-16": (8, 224)}
 
-#: What the last block, the last stage and the last two stages are called in each model.
+#: Names of the last block, the last stage and the last two stages in each model.
 TAILS = {
     "resnet18": (("layer4.1.*", "fc.*"), ("layer4.*", "fc.*"), ("layer[34].*", "fc.*")),
     "wrn-28-10": (
@@ -105,9 +105,9 @@ def main() -> None:
     parser = arguments(__doc__, rounds=7, warmup=2, threads=2)
     parser.add_argument("--model", default="resnet18", choices=list(TAILS))
     parser.add_argument("--batch", type=int, help="images in a step; default 64 for ResNet-18, 8 for the others")
-    parser.add_argument("--only", default="", help="only cases whose name holds one of these words (and SGD)")
-    parser.add_argument("--json", type=Path, help="write the table there as well")
-    parser.add_argument("--memory", action="store_true", help="also the peak of live bytes of a step")
+    parser.add_argument("--only", default="", help="only cases whose name contains one of these words (and SGD)")
+    parser.add_argument("--json", type=Path, help="also write the table to this file")
+    parser.add_argument("--memory", action="store_true", help="also measure the peak of live bytes of a step")
     options = begin(parser)
     torch.manual_seed(0)
     count, side = SHAPES[options.model]

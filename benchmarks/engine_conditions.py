@@ -1,4 +1,4 @@
-"""The engine where people train: two ranks under DistributedDataParallel, compiled blocks, and a tiny model.
+"""The engine in common training setups: two ranks with DistributedDataParallel, compiled blocks, and a tiny model.
 
 python -m benchmarks.engine_conditions ddp       [--rounds 7] [--batch 32] [--wall]
 python -m benchmarks.engine_conditions compiled  [--rounds 7] [--batch 64] [--wall]
@@ -33,7 +33,7 @@ Clock = Callable[[], float]
 
 
 def cases(model: nn.Module, batch: Batch, prepare: Callable[[nn.Module], nn.Module]) -> dict[str, Case]:
-    """SGD, SAM and the last stage, each on a copy of the model that is prepared in the same way."""
+    """Returns SGD, SAM and the last stage, each on a copy of the model prepared in the same way."""
     stage = sparsesam.fixed_mask(*TAILS["resnet18"][1])
     wraps = {
         "SGD": None,

@@ -1,10 +1,10 @@
-"""Cost of the Fisher information of ResNet-18 relative to other ways of getting it.
+"""Cost of the Fisher information of ResNet-18 relative to other methods.
 
     python -m benchmarks.fisher [--samples 128] [--rounds 5] [--threads 2] [--quick]
 
-Rounds are interleaved so that a busy machine disturbs every contender alike; medians are compared.
-Targets: at most 1.5 x one plain forward-backward of the same images, at least 2.5 x faster than the
-batch-1 loop, no slower than BackPACK and Opacus.
+Rounds are interleaved so that other load affects all methods equally; medians are compared. Targets: at most 1.5 x one
+plain forward-backward pass over the same images, at least 2.5 x faster than the batch-1 loop, no slower than BackPACK
+and Opacus.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Squares = dict[str, Tensor]
 
 
 def plain(model: nn.Module, x: Tensor, y: Tensor) -> Squares:
-    """One training forward-backward: the yardstick, not a Fisher information."""
+    """One training forward-backward pass: the reference, not a Fisher information."""
     model.train()
     model.zero_grad()
     F.cross_entropy(model(x), y).backward()
@@ -35,7 +35,7 @@ def plain(model: nn.Module, x: Tensor, y: Tensor) -> Squares:
 
 
 def input_gradients(model: nn.Module, x: Tensor, y: Tensor) -> Squares:
-    """One forward and one backward to the images: what any way needs before the first weight gradient."""
+    """One forward and one backward pass to the images, which any method needs before the first weight gradient."""
     model.eval()
     for p in model.parameters():
         p.requires_grad_(False)
@@ -62,7 +62,7 @@ def batch_one_loop(model: nn.Module, x: Tensor, y: Tensor) -> Squares:
 
 
 def textbook_loop(model: nn.Module, x: Tensor, y: Tensor) -> Squares:
-    """The loop as it is usually written: a backward per sample, and new tensors for every square."""
+    """The loop as usually written: one backward pass per sample, and new tensors for every square."""
     model.eval()
     squares = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for i in range(len(x)):
@@ -75,7 +75,7 @@ def textbook_loop(model: nn.Module, x: Tensor, y: Tensor) -> Squares:
 
 
 class ModularBlock(nn.Module):
-    """A residual block with its activations as modules, which BackPACK's converter asks for."""
+    """A residual block with its activations as modules, as BackPACK's converter requires."""
 
     def __init__(self, block: Any) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class ModularBlock(nn.Module):
 
 
 def backpack_way(source: nn.Module) -> Callable[[Tensor, Tensor], Squares]:
-    """SumGradSquared of a copy, as a graph made by BackPACK's own converter."""
+    """SumGradSquared on a copy, converted by BackPACK's own converter."""
     from backpack import backpack, extend  # type: ignore[import-untyped]
     from backpack.extensions import SumGradSquared  # type: ignore[import-untyped]
 
@@ -117,7 +117,7 @@ def backpack_way(source: nn.Module) -> Callable[[Tensor, Tensor], Squares]:
 def opacus_way(source: nn.Module) -> Callable[[Tensor, Tensor], Squares]:
     """Per-sample gradients of a copy by GradSampleModule, squared and averaged.
 
-    Opacus refuses batch normalization; its parameters are left out, so it does less than the others.
+    Opacus does not support batch normalization; its parameters are left out, so Opacus does less than the others.
     """
     from opacus import GradSampleModule  # type: ignore[import-untyped]
 
@@ -157,7 +157,7 @@ def main() -> None:
     x, y = torch.randn(options.samples, 3, 32, 32), torch.randint(10, (options.samples,))
     model = resnet18(num_classes=10)
     for _ in range(3):
-        plain(model, x, y)  # moves the running statistics away from their start
+        plain(model, x, y)  # moves the running statistics away from their initial values
 
     trained = _copy(model)
     contenders: dict[str, Callable[[], Squares]] = {

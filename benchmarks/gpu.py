@@ -1,10 +1,10 @@
-"""A step on the device at hand: time, launches, syncs and memory of SGD, SAM and masks, as a table to paste.
+"""A step on the current device: time, launches, syncs and memory of SGD, SAM and masks, as a Markdown table.
 
 python -m benchmarks.gpu [--device cuda] [--model resnet18 | vit] [--precision bf16] [--batch 128] [--rounds 20]
 
-Launches and syncs are those of a step beyond its passes and the base optimizer's update: operations that reach the
-device, counted as they are dispatched. On CUDA the last column counts what `torch.cuda.set_sync_debug_mode` warns of in
-a whole step; it must be 0.
+Launches and waits exclude the passes of a step and the base optimizer's update: they count dispatched operations that
+reach the device. On CUDA the last column counts the warnings of `torch.cuda.set_sync_debug_mode` in a whole step; it
+must be 0.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What all rows of a table have in common."""
+    """The settings shared by all rows of a table."""
 
     device: torch.device
     model: Callable[[], nn.Module]
@@ -64,10 +64,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def table(setting: Setting, rounds: int) -> str:
-    """Markdown, a row for each method."""
+    """Returns a Markdown table with a row for each method."""
     cases = {name: make_case(setting, wrap) for name, wrap in methods().items()}
     for case in cases.values():
-        case()  # makes momentum and masks
+        case()  # creates momentum and masks
     timed = interleaved(cases, "SGD", rounds=rounds, warmup=3, clock=_clock(setting.device))
     lines = ["| | ms | x SGD | launches | waits | MB | CUDA syncs |", "|---|---|---|---|---|---|---|"]
     for ratio in ratios(timed):
@@ -105,10 +105,10 @@ def make_case(setting: Setting, wrap: Wrap | None) -> Case:
 
 
 def beyond_passes(case: Case) -> tuple[int, int]:
-    """Launches and waits of a step, without two passes (one for the base optimizer) and the base's update."""
+    """Returns launches and waits of a step, without its two passes (base optimizer: one) and the base's update."""
     counts = []
     for run in (case, case.closure, case.base.step):
-        with mock.patch.object(pieces, "HOSTS", ()), LaunchCounter() as counter:  # on a CPU, as on a device
+        with mock.patch.object(pieces, "HOSTS", ()), LaunchCounter() as counter:  # treat a CPU like an accelerator
             run()
         counts.append((counter.count, counter.syncs.total()))
     passes = 1 if case.optimizer is case.base else 2
@@ -117,7 +117,7 @@ def beyond_passes(case: Case) -> tuple[int, int]:
 
 
 def sparse_product(setting: Setting) -> str:
-    """Which of torch's backends would take the model's largest linear layer; "dense" if none."""
+    """Returns torch's sparse backend for the model's largest linear layer; "dense" if there is none."""
     layers = [m.weight.detach() for m in setting.model().modules() if isinstance(m, nn.Linear)]
     weight = max(layers, key=Tensor.numel).to(setting.device, setting.precision or torch.float32)
     n, m = (1, 2) if weight.dtype == torch.float32 else (2, 4)

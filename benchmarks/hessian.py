@@ -2,11 +2,11 @@
 
     python -m benchmarks.hessian [--threads 2] [--resnet18]
 
-The same trained model and the same samples for everyone, and products counted, which no busy machine disturbs. The
-reference is a dense eigendecomposition (small network) or Lanczos carried on to 1e-6. eigsh and power iteration run at
-their usual settings for a tolerance of 1e-3: that is the target, no more products than either. For the small network
-the cheapest of many settings that happens to reach 1e-3 is shown too; it is known only afterwards, and the same
-settings miss eigenvalues of other matrices.
+All methods use the same trained model and samples; products are counted, which do not depend on the machine's load. The
+reference is a dense eigendecomposition (small network) or Lanczos to 1e-6. eigsh and power iteration run at their usual
+settings for a tolerance of 1e-3; the target is no more products than either. For the small network the cheapest of many
+settings that happens to reach 1e-3 is shown too; it is known only afterwards, and the same settings miss eigenvalues of
+other matrices.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SEEDS = range(3)
 
 @dataclass(frozen=True)
 class Try:
-    """Products and relative error of one contender at one setting, the worst of the seeds for each."""
+    """Products and relative error of one method at one setting, each the worst over the seeds."""
 
     products: int
     error: float
@@ -166,7 +166,7 @@ def report(name: str, model: nn.Module, x: Tensor, y: Tensor, reference: Array, 
 
 def main() -> None:
     parser = arguments(__doc__, threads=2)
-    parser.add_argument("--resnet18", action="store_true", help="also ResNet-18 on CIFAR shapes, several minutes")
+    parser.add_argument("--resnet18", action="store_true", help="also ResNet-18 on CIFAR shapes; takes several minutes")
     options = begin(parser)
     warnings.filterwarnings("ignore")
     print(

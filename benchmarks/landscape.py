@@ -1,10 +1,10 @@
-"""Points per second of a ResNet-18 landscape relative to bare forward passes of the same batches.
+"""Points per second of a ResNet-18 landscape relative to plain forward passes over the same batches.
 
     python -m benchmarks.landscape [--threads 2] [--points 5] [--images 128]
 
-After every point one bare evaluation runs, so that both meet the same machine. The start of a landscape (the check
-that the loss is deterministic, the loss at the centre) is given apart: it is the same for 25 points and for 2500.
-Target: at least 0.9.
+A plain evaluation runs after every point, so that other load affects both equally. The startup of a landscape (the
+check that the loss is deterministic, the loss at the center) is reported separately: it is the same for 25 points and
+for 2500. Target: at least 0.9.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
         result = loss_landscape(
             objective, points=options.points, progress=between, state_file=Path(folder) / "state.npz"
         )
-    # From the end of one bare evaluation to the end of the next point.
+    # From the end of one plain evaluation to the end of the next point.
     points = [stamps[i + 1] - stamps[i] for i in range(1, len(stamps) - 1, 2)]
     shares = sorted(f / p for f, p in zip(forward, points, strict=False))
     low, median, high = statistics.quantiles(shares, n=4)

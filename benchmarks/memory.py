@@ -2,8 +2,8 @@
 
 python -m benchmarks.memory [--threads 2]
 
-A perceptron with one sample, where every temporary of the optimizer shows, and ResNet-18 with eight, where
-activations hide some. A step that also makes a new mask is given apart.
+Measured on a perceptron with one sample, where every temporary of the optimizer shows, and on ResNet-18 with eight,
+where activations hide some. A step with a mask refresh is reported separately.
 """
 
 from __future__ import annotations

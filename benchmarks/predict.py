@@ -2,14 +2,14 @@
 
 python -m benchmarks.predict [--parameters 25.6e6] [--pass-ms 100] [--link-gbs 25] …
 
-A step is its passes, the part of the gradients' all-reduce that the backward does not hide, the move to w + e and back,
-and the base optimizer's update:
+The time of a step is the sum of its passes, the part of the gradient all-reduce that the backward does not hide, the
+move to w + e and back, and the base optimizer's update:
 
     all-reduce   2 (n - 1) / n · bytes / slowest link + 2 · log2(nodes) · latency
     exposed      max(all-reduce - backward, all-reduce of the last bucket)
     move         max(launches · host time per launch, bytes moved / memory bandwidth)
 
-It leaves out stragglers, input pipelines, contention on the network and what a smaller batch per GPU would change.
+It ignores stragglers, input pipelines, network contention and the effect of a smaller batch per GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Method:
-    """``passes`` in those of SGD, ``sent`` in copies of the gradient, ``moved`` in bytes per weight."""
+    """``passes`` in units of SGD's, ``sent`` in copies of the gradient per pass, ``moved`` in bytes per weight."""
 
     passes: float
     sent: tuple[float, ...]
@@ -67,7 +67,7 @@ METHODS = {
 
 
 def all_reduce_ms(share: float, gpus: int, given: Assumptions) -> float:
-    """Of a share of the gradients."""
+    """Returns the time to all-reduce a share of the gradients."""
     if gpus == 1 or share == 0:
         return 0.0
     sent = 2 * (gpus - 1) / gpus * share * given.parameters * _BYTES
@@ -77,7 +77,7 @@ def all_reduce_ms(share: float, gpus: int, given: Assumptions) -> float:
 
 
 def exposed_ms(share: float, gpus: int, backward_ms: float, given: Assumptions) -> float:
-    """What of the all-reduce is left when the backward has ended."""
+    """Returns the time of the all-reduce that remains after the backward has ended."""
     whole = all_reduce_ms(share, gpus, given)
     last_bucket = min(share, _BUCKET / (given.parameters * _BYTES))
     return max(whole - backward_ms, all_reduce_ms(last_bucket, gpus, given))
@@ -89,7 +89,7 @@ def move_ms(method: Method, given: Assumptions) -> float:
 
 
 def step_ms(method: Method, gpus: int, given: Assumptions) -> float:
-    """Of one method, with the update: gradient, weight and momentum read, weight and momentum written."""
+    """Returns the time of a step. The update reads gradient, weight and momentum and writes weight and momentum."""
     update = 1e3 * 5 * _BYTES * given.parameters / (given.memory_gbs * 1e9)
     backward = given.backward_share * given.pass_ms * method.passes / len(method.sent)
     sent = sum(exposed_ms(share, gpus, backward, given) for share in method.sent)
@@ -97,7 +97,7 @@ def step_ms(method: Method, gpus: int, given: Assumptions) -> float:
 
 
 def table(given: Assumptions) -> str:
-    """Milliseconds of a step, and how many times SGD's on as many GPUs."""
+    """Returns a table of milliseconds per step, and the ratio to SGD on as many GPUs."""
     lines = ["| GPUs | " + " | ".join(METHODS) + " |", "|---" * (1 + len(METHODS)) + "|"]
     for gpus in GPUS:
         base = step_ms(METHODS["SGD"], gpus, given)

@@ -1,8 +1,8 @@
-"""How long the report of many runs takes, from nothing to the page: synthetic records of a grid of runs.
+"""Time of a report of many runs, on synthetic records of a grid of runs.
 
 python -m benchmarks.report [--runs 100] [--epochs 100]
 
-The command is run in a process of its own, so that starting it counts.
+The command runs in its own process, so the time includes its startup.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def write_runs(folder: Path, *, runs: int, epochs: int) -> None:
-    """Records as real runs leave them: every optimizer and sparsity, several seeds, in as many tasks as it takes."""
+    """Write records like those of real runs: every optimizer and sparsity, several seeds, as many tasks as needed."""
     draw = random.Random(0)
     for number in range(runs):
         settings = _SETTINGS[number // _SEEDS % len(_SETTINGS)]

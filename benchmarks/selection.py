@@ -1,6 +1,6 @@
-"""Time the selection of masks: python -m benchmarks.selection [--rounds 7] [--largest 200]
+"""Time of mask selection: python -m benchmarks.selection [--rounds 7] [--largest 200]
 
-Contenders of one table are interleaved, and the median over the rounds is shown. Scores have the tensor
+The methods of one table are interleaved, and the median over the rounds is shown. Scores have the tensor
 shapes of ResNet-18 (CIFAR stem, 11.17 M weights), repeated for the larger sizes, up to ``--largest`` million weights.
 """
 
@@ -34,7 +34,7 @@ def squared_gaussians(generator: torch.Generator, *, copies: int = 1, zeros: flo
 
 
 def topk_of_concatenation(scores: Mapping[str, Tensor], count: int, *, ordered: bool = True) -> Scores:
-    """What one writes first: concatenate, torch.topk, scatter, split."""
+    """The naive implementation: concatenate, torch.topk, scatter, split."""
     flat = torch.cat([score.reshape(-1) for score in scores.values()])
     mask = torch.zeros(len(flat), dtype=torch.bool)
     mask[flat.topk(count, sorted=ordered).indices] = True

@@ -1,4 +1,4 @@
-"""What a step costs, in SGD steps: ResNet-18 on CIFAR shapes, refreshes not counted.
+"""Cost of a step in SGD steps: ResNet-18 on CIFAR shapes, without mask refreshes.
 
 python -m benchmarks.steps [--batch 64] [--rounds 11] [--warmup 2] [--threads 2]
 """
@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def cases(batch: int) -> dict[str, Case]:
-    """A step of each optimizer, each with its own copy of one model; masks are made once and then kept."""
+    """Returns a step of each optimizer, each with its own copy of one model; masks are computed once and kept."""
     torch.manual_seed(0)
     model, data = resnet18(), cifar_batch(batch)
     never = sparsesam.manual()

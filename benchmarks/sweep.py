@@ -1,9 +1,9 @@
-"""How well a sweep uses the cores: equal runs on several, against the time of one run alone times runs per core.
+"""How well a sweep uses the cores: the time of equal runs on several cores, against runs per core times one run alone.
 
 python -m benchmarks.sweep [--runs 8] [--cores 2] [--seconds 60]
 
-The workers' start (they import torch) counts as part of the sweep, and not of the run alone. The second ratio takes
-the runs as they were within the sweep: on a machine with other work, it still tells how long workers were without one.
+The workers' startup (importing torch) counts for the sweep but not for the run alone. The second ratio uses the times
+of the runs within the sweep: on a machine with other load, it still shows how long workers were idle.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _lasted(directory: RunDirectory) -> float:
-    """From the first file a run writes to its last."""
+    """Returns the time from the first file that a run writes to its last."""
     return directory.result.stat().st_mtime - directory.config.stat().st_mtime
 
 

@@ -1,10 +1,10 @@
-"""What the training loop of ``sparsesam train`` costs beside a bare loop: SGD, the same model, images and batches.
+"""Overhead of the training loop of ``sparsesam train`` over a minimal loop: SGD, the same model, images and batches.
 
 python -m benchmarks.throughput [--rounds 15] [--warmup 2] [--threads 2] [--cpu-time]
 
-A round is a few steps of each. The bare loop takes normalized images from memory and does nothing else; ours draws
-the order, normalizes, counts loss and accuracy, looks for a loss that is not finite and for Ctrl-C, and in the last
-case also augments.
+A round is a few steps of each. The minimal loop reads normalized images from memory and does nothing else; ours draws
+the order, normalizes, computes loss and accuracy, checks for a non-finite loss and Ctrl-C, and in the last case also
+augments.
 """
 
 from __future__ import annotations

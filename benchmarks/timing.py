@@ -1,4 +1,4 @@
-"""Interleaved timing: what else the machine does meets all cases alike; ratios are taken between neighbours."""
+"""Interleaved timing, so that other load affects all cases equally; ratios are taken between adjacent measurements."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class Ratio:
-    """One case against the reference: seconds, and the quartiles of the ratios round by round."""
+    """One case against the reference: median seconds, and the quartiles of the ratios over the rounds."""
 
     name: str
     seconds: float
@@ -61,12 +61,11 @@ def interleaved(
     warmup: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[Timed]]:
-    """Each case in each round, beside the reference.
+    """Time each case in each round, next to the reference.
 
-    A round runs every case once, and the reference before and after each: a machine that grows slower and faster
-    over seconds meets both alike. The case that begins moves on by one each round. ``warmup`` rounds are run and
-    forgotten. ``time.process_time`` as the clock, with one thread, counts only what this process computes: the one
-    to use beside other work.
+    A round runs every case once, and the reference before and after each, so that changes of the machine's speed over
+    seconds affect both equally. The first case rotates from round to round. ``warmup`` rounds are discarded. With one
+    thread, ``time.process_time`` as the clock counts only this process's CPU time: use it on a machine with other load.
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}; ten or more give a usable median")
@@ -96,14 +95,14 @@ def interleaved(
 
 
 def compare(cases: Mapping[str, Callable[[], object]], reference: str, options: argparse.Namespace) -> list[Ratio]:
-    """Each case against the reference, with the rounds, warm-up and clock that were asked for."""
+    """Compare each case with the reference, using the rounds, warm-up and clock of the options."""
     return ratios(interleaved(cases, reference, rounds=options.rounds, warmup=options.warmup, clock=options.clock))
 
 
 def medians(
     cases: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, float]:
-    """Seconds of each case, by turns, where there is no reference; a tenth as many rounds go before, to warm up."""
+    """Returns the median seconds of each case, run in turn without a reference; a tenth as many rounds warm up."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     warmup = math.ceil(rounds / 10)
     for _ in range(warmup + rounds):
@@ -115,7 +114,7 @@ def medians(
 
 
 def ratios(timed: Mapping[str, Sequence[Timed]]) -> list[Ratio]:
-    """Each case's time divided by the reference's around it."""
+    """Returns each case's time divided by that of the adjacent reference runs."""
     table = []
     for name, times in timed.items():
         each = sorted(one.seconds / one.reference for one in times)
@@ -125,7 +124,7 @@ def ratios(timed: Mapping[str, Sequence[Timed]]) -> list[Ratio]:
 
 
 def format_ratios(table: Sequence[Ratio], reference: str) -> str:
-    """The table as text, one line per case."""
+    """Format the table as text, one line per case."""
     width = max(len(row.name) for row in table)
     lines = [f"{'':{width}}  median ms  x {reference} (quartiles of the rounds)"]
     lines += [
@@ -136,7 +135,7 @@ def format_ratios(table: Sequence[Ratio], reference: str) -> str:
 
 
 def print_provenance() -> None:
-    """Versions, machine, threads, command and commit, one line each."""
+    """Print versions, machine, threads, command and commit, one line each."""
     for key, value in provenance().items():
         print(f"{key:10} {value}")
     print()

@@ -1,14 +1,13 @@
-"""The paper's timing of N:M masks: one step of a ViT of a single, very wide block, on whatever device is there.
+"""The paper's timing of N:M masks: one step of a ViT with a single, very wide block, on the current device.
 
 python -m benchmarks.vit_timing [--scale 0.125] [--image 16] [--batch 4] [--precision bf16] [--rounds 5]
                                 [--only 'implicit 2:4']
 
-The paper's own are scale 1, image 32 and batch 16 with Adam on an A100: 403 million weights, so that each case holds
-8 GB (weights, gradients, two moments, saved weights), and all cases are held at once; --only takes fewer.
+The paper uses scale 1, image 32 and batch 16 with Adam on an A100: 403 million weights, so that each case takes 8 GB
+(weights, gradients, two moments, saved weights), and all cases are in memory at once; --only selects fewer.
 
-Sparse tensor cores leave out half of the multiplications of an implicit 2:4 ascent's input gradient, where there are
-any and in 16 bits; elsewhere the masked product is dense and costs what the dense one does. Refreshes of the masks are
-not counted.
+Sparse tensor cores skip half of the multiplications of the input gradient in an implicit 2:4 ascent, in 16 bits; on
+other devices the masked product is dense and costs as much as the unmasked one. Mask refreshes are not counted.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     parser = arguments(__doc__, image=16, batch=4, rounds=5, warmup=1, threads=2)
-    parser.add_argument("--scale", type=float, default=0.125, help=f"of the width {WIDTH}")
+    parser.add_argument("--scale", type=float, default=0.125, help=f"fraction of the paper's width {WIDTH}")
     parser.add_argument("--precision", choices=tuple(PRECISIONS), default="fp32")
-    parser.add_argument("--only", default="", help="cases whose name contains this, beside SAM")
+    parser.add_argument("--only", default="", help="only cases whose name contains this, and SAM")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = begin(parser)
     device, width = torch.device(options.device), round(WIDTH * options.scale)
@@ -75,7 +74,7 @@ def case(name: str, width: int, side: int, batch: int, device: torch.device, pre
 
 
 class TimedCase(Case):
-    """Its step returns the loss, and so waits for the device."""
+    """A case whose step returns the loss, and so waits for the device."""
 
     def __call__(self) -> float:
         return float(super().__call__().detach())
@@ -84,7 +83,7 @@ class TimedCase(Case):
 def _wrap(
     base: torch.optim.Optimizer, model: nn.Module, *, data: Batch, pattern: str = "", **options: Any
 ) -> torch.optim.Optimizer:
-    """SAM, or SSAM with a mask that is made once, in the first step."""
+    """Returns SAM, or SSAM with a mask computed once, in the first step."""
     if not pattern:
         return sparsesam.SAM(base, model, rho=0.2)
     never = sparsesam.manual()

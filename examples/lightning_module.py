@@ -1,4 +1,4 @@
-"""Lightning: metrics counted once, at w; accumulation over two batches; rho, sparsity and norms in the logger."""
+"""Lightning: metrics logged once per step, at w; accumulation over two batches; logging of rho, sparsity and norms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A transformer with LoRA adapters, sharpness-aware, in Hugging Face's Trainer. Nothing is downloaded."""
+"""Sharpness-aware training of LoRA adapters with Hugging Face's Trainer. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparsesam.integrations.hugging_face import SharpnessAwareTrainer
 
 
 def counting(count: int) -> list[dict[str, torch.Tensor]]:
-    """Sequences that count in steps of 1 to 5: what comes next?"""
+    """Returns sequences that count in steps of 1 to 5; the task is to predict the next number."""
     generator = torch.Generator().manual_seed(0)
     start, step = torch.randint(0, 50, (count, 1), generator=generator), torch.randint(1, 6, (count, 1))
     tokens = (start + step * torch.arange(12)) % 50

@@ -1,4 +1,4 @@
-"""Two processes with DistributedDataParallel: one perturbation for all, from the gradient of the whole batch."""
+"""Two processes with DistributedDataParallel: all use the same perturbation, from the gradient of the whole batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def train(rank: int, port: int, epochs: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     distributed.init_process_group("gloo", rank=rank, world_size=RANKS)
     torch.set_num_threads(1)
-    torch.manual_seed(0)  # the same batches on every rank, of which each takes its part
+    torch.manual_seed(0)  # the same batches on every rank; each takes its part
     pixels, digits = load_digits(return_X_y=True)
     x, y = torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(digits)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)))

@@ -1,4 +1,4 @@
-"""Which module of Python does a docstring come from? A bag of words with AdamW, SSAM-D and SAM in one pass."""
+"""Classify docstrings by the Python module they come from: a bag of words with AdamW, SSAM-D and one-pass SAM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import sparsesam
 
 MODULES = ("os", "math", "random", "statistics", "asyncio", "logging", "decimal", "argparse")
-WORDS = 4096  # words are hashed into so many rows
+WORDS = 4096  # words are hashed into this many rows
 
 
 def sentences() -> tuple[list[list[int]], list[int]]:

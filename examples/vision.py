@@ -1,7 +1,7 @@
-"""Noisy digits with a small CNN: SGD, SAM, the mask that a cost of 1.25 x SGD allows, and one pass per step.
+"""Noisy digits with a small CNN: SGD, SAM, SSAM with a mask for a cost budget of 1.25 x SGD, and one pass per step.
 
-The cost is that of the layers. Fisher information in the first step, and Python's part of steps as short as these
-(12 ms), come on top.
+The budget covers the cost of the layers. The Fisher information in the first step, and Python overhead in steps as
+short as these (12 ms), are extra.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
     torch.set_num_threads(1)
     x, y, x_test, y_test = data(noise=0.4)
 
-    def cheap(base, model):  # perturbs what a step of 1.25 x SGD's cost can perturb
+    def cheap(base, model):  # perturbs as much as a step at 1.25 x the cost of SGD allows
         samples = list(zip(x[:128], y[:128], strict=True))
         mask = sparsesam.budget_mask(model, x[:64], budget=1.25, data=samples, loss_fn=F.cross_entropy)
         return sparsesam.SSAM(base, model, rho=0.2, mask=mask, norm="masked")
@@ -53,7 +53,7 @@ def main() -> None:
         "SGD": lambda base, model: base,
         "SAM": lambda base, model: sparsesam.SAM(base, model, rho=0.2),
         "SSAM, 1.25 x SGD": cheap,
-        # 60 updates ahead is the default with batch normalization; a training as short as this one wants fewer.
+        # 60 updates ahead is the default with batch normalization; a run as short as this one needs fewer.
         "one pass": lambda base, model: sparsesam.recommended(base, model, strength=20),
     }
     for name, make in methods.items():

@@ -1,8 +1,8 @@
-"""What a step of each method costs: ``python -m studies.calibrate``, on a machine that does nothing else.
+"""Cost of a step of each method: ``python -m studies.calibrate``, on an otherwise idle machine.
 
-The methods of a task take turns of a few steps each, and a method's cost is the CPU time of its turns divided by that
-of SGD's: the lower quartile of each, because whatever else the machine does only adds. Masks are timed apart and shared
-out over the steps between two of them.
+The methods of a task take a few steps each in turn. A method's cost is the CPU time of its turns divided by SGD's; the
+lower quartile of each is used, because other load only adds time. Mask updates are timed separately and spread over the
+steps between them.
 Writes records/cost.jsonl.
 """
 
@@ -20,18 +20,18 @@ from sparsesam.lab.experiment.provenance import provenance
 from studies.plan import HERE, Record, Task, read_task, task_names
 from studies.run import append, prepare, read
 
-#: Runs of twice the epochs have SGD's steps.
+#: Runs with twice the epochs have the same steps as SGD.
 _SGD, _TWICE = "SGD", "SGD, 2 x epochs"
 
 
 class Stopwatch:
-    """A method's training, a few steps at a time."""
+    """Times a method's training, a few steps at a time."""
 
     def __init__(self, task: Task, method: str, records: list[Record], data_dir: Path | None) -> None:
         name, values = task.axis(method)
         best = task.best(method, records)
         job = task.job(method, "tune", {name: values[0] if best is None else best, "seed": 0})
-        self.share = 1 - task.methods[method].get("start", 0.0)  # of the training that is perturbed
+        self.share = 1 - task.methods[method].get("start", 0.0)  # share of the training that is perturbed
         perturbed = {key: value for key, value in job.settings.items() if key != "ascent_start"}
         self.training = prepare(replace(job, settings=perturbed), data_dir)
         config, batches = self.training.config, self.training.batches
@@ -39,7 +39,7 @@ class Stopwatch:
         self.steps: list[float] = []
 
     def run(self, steps: int) -> None:
-        """CPU seconds per step, masks left out."""
+        """Take steps and record the CPU seconds per step, without mask updates."""
         masks = sum(self.training.sums.mask_seconds)
         start, target = time.process_time(), self.training.steps_taken + steps
         while self.training.steps_taken < target:
@@ -49,13 +49,13 @@ class Stopwatch:
 
     @property
     def mask_seconds(self) -> float:
-        """Per step."""
+        """Seconds of mask updates per step."""
         made = self.training.sums.mask_seconds
         return median(made[1:] or made) / self.period if made and self.period else 0.0
 
 
 def measure(task: Task, records: list[Record], data_dir: Path | None, *, rounds: int, steps: int) -> dict[str, float]:
-    """Times SGD, by method."""
+    """Returns the cost of each method relative to SGD."""
     names = [name for name in task.names if name != _TWICE and task.best(name, records) is not None]
     watches = {name: Stopwatch(task, name, records, data_dir) for name in [_SGD, *(n for n in names if n != _SGD)]}
     for watch in watches.values():
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--records", type=Path, default=HERE / "records")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=10, help="of a turn; a multiple of every method's period")
+    parser.add_argument("--steps", type=int, default=10, help="steps per turn; a multiple of every method's period")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name in options.tasks:

@@ -1,7 +1,7 @@
 """The studies' data sets, each as a function for ``sparsesam train --dataset studies.data:NAME``.
 
-Training images are the same in ``NAME_validation``, which strengths are tuned on, and ``NAME_test``, which is looked at
-once. The test images of one are never in the other.
+``NAME_validation``, used to tune strengths, and ``NAME_test``, evaluated once, have the same training images. Their
+test images are disjoint.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch.nn.functional import avg_pool2d
 
 from sparsesam.lab.data import Labelled, Splits, load_dataset
 
-#: Where Debian's package dataset-fashion-mnist puts its files.
+#: Directory of Debian's package dataset-fashion-mnist.
 _FASHION = Path("/usr/share/datasets/fashion-mnist")
 
 
 def _digits(data_dir: Path | None, *, final: bool) -> Splits:
-    """1000 for training; of the other 797, the first 297 for validation and 500 for the test."""
+    """Returns 1000 digits for training; of the other 797, the first 297 for validation or 500 for the test."""
     whole = load_dataset("digits")
     assert isinstance(whole, Splits)
     order = _order(len(whole.test.labels))
@@ -44,7 +44,7 @@ cifar_validation, cifar_test = partial(_cifar, final=False), partial(_cifar, fin
 
 
 def _subset(whole: Splits, *, train: int, validation: int, final: bool) -> Splits:
-    """The first ``train`` of a fixed order of the training images, and the next ``validation``, or the test images."""
+    """Returns the first ``train`` training images in a fixed order, and the next ``validation`` or the test images."""
     order = _order(len(whole.train.labels))
     chosen, held_out = order[:train], order[train : train + validation]
     test = whole.test if final else Labelled(*(tensor[held_out] for tensor in whole.train))
@@ -53,7 +53,7 @@ def _subset(whole: Splits, *, train: int, validation: int, final: bool) -> Split
 
 @cache
 def _half_size(name: str, data_dir: Path | None) -> Splits:
-    """Means of 2x2 pixels: a quarter of the work per image, so that a study has enough seeds."""
+    """Returns means of 2x2 pixels: a quarter of the work per image, so that a study has enough seeds."""
     whole = load_dataset(name, data_dir)
     assert isinstance(whole, Splits)
     return replace(

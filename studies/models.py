@@ -1,4 +1,4 @@
-"""Networks for questions that the package's own do not answer."""
+"""Additional networks for the studies."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sparsesam.lab.models import build_model
 
 
 def small_cnn_groupnorm(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
-    """`small-cnn` with group in place of batch normalization: nothing mixes samples, nothing has running statistics."""
+    """`small-cnn` with group instead of batch normalization: no mixing of samples, no running statistics."""
     return _replaced(build_model("small-cnn", num_classes, in_channels, image_size), partial(nn.GroupNorm, 8))
 
 
 def small_cnn_plain(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
-    """`small-cnn` without normalization: the length of a weight matters, not only its direction."""
+    """`small-cnn` without normalization: the norm of a weight matters, not only its direction."""
     return _replaced(build_model("small-cnn", num_classes, in_channels, image_size), nn.Identity)
 
 

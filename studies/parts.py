@@ -1,6 +1,6 @@
-"""Methods that the package has no name for, put together from its public parts; `methods.yaml` refers to them.
+"""Methods that are not in the package, built from its public parts; `methods.yaml` refers to them.
 
-Each takes a `Training` and changes how its optimizer steps, before the first step.
+Each function takes a `Training` before its first step and changes how its optimizer steps.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from sparsesam.masks.scores import ScoreContext
 
 
 def hardest_first(training: Training) -> None:
-    """K-SAM (Ni et al. 2022), its ascent: ``ascent_fraction`` takes the first samples, which are those of largest loss.
+    """The ascent of K-SAM (Ni et al. 2022): sorts samples by loss, so that ``ascent_fraction`` takes the largest.
 
-    A forward of the whole batch finds them, with frozen normalization statistics. The descent is on the whole batch.
+    A forward pass over the whole batch finds them, with frozen normalization statistics. The descent is on the whole
+    batch.
     """
     step: Any = training.optimizer.step
     model = training.module
@@ -41,16 +42,16 @@ def hardest_first(training: Training) -> None:
 
 
 def look_sam(training: Training, alpha: float = 0.7) -> None:
-    """LookSAM (Liu et al. 2022): SAM in every k-th step, and in between one pass at w, with
+    """LookSAM (Liu et al. 2022): SAM every k-th step, and in between one pass at w, with
 
         g + alpha * ||g|| / ||v|| * v,    v = s - (s·g / ||g||²) g
 
-    where v is the part of SAM's gradient s, in the last of its steps, that was orthogonal to the gradient g at w.
+    where v is the component of SAM's gradient s, in the last SAM step, orthogonal to the gradient g at w.
     """
     opt = training.optimizer
     assert isinstance(opt, sparsesam.SAM)
     sam_step: Any = opt.step
-    here: list[Tensor] = []  # g, between the passes of a step of SAM's
+    here: list[Tensor] = []  # g, between the passes of a SAM step
     orthogonal: list[Tensor] = []
 
     def gradients() -> list[Tensor]:
@@ -85,10 +86,10 @@ def look_sam(training: Training, alpha: float = 0.7) -> None:
 
 @dataclass(frozen=True, eq=False)
 class DrawnLayers(MaskRule):
-    """In each step ``share`` of the layers, drawn without replacement with chances proportional to ||g||, or equal.
+    """Draws ``share`` of the layers in each step, without replacement, with weights ||g|| or equal weights.
 
-    The largest of log ||g|| + Gumbel noise are such a draw. g is the gradient that is there before the first pass, the
-    last step's, so that the pass can be narrowed; without one, all layers are as likely.
+    The largest of log ||g|| + Gumbel noise are such a sample. g is the gradient of the last step, so that the first
+    pass can skip work; without a gradient, all layers are equally likely.
     """
 
     share: float
@@ -114,9 +115,9 @@ class DrawnLayers(MaskRule):
 
 
 def draw_layers(training: Training, *, by_norm: bool = True, descends: bool = False) -> None:
-    """Like SL-SAM (2026): half of the layers are drawn in each step, by the norm of the last gradient.
+    """Like SL-SAM (2026): draws half of the layers in each step, by the norm of the last gradient.
 
-    With ``descends``, the update leaves out the other layers as well.
+    With ``descends``, the update skips the other layers as well.
     """
     opt = training.optimizer
     assert isinstance(opt, sparsesam.SSAM)
@@ -132,7 +133,7 @@ def draw_layers(training: Training, *, by_norm: bool = True, descends: bool = Fa
                 parameter.grad = None
 
     def put_back(*_: Any) -> None:
-        """The next draw looks at them."""
+        """Restore the gradients, which the next draw uses."""
         for parameter, gradient in away:
             parameter.grad = gradient
         away.clear()
@@ -144,7 +145,7 @@ def draw_layers(training: Training, *, by_norm: bool = True, descends: bool = Fa
 
 
 def by_length(training: Training) -> None:
-    """Extrapolation with k = ``steps_ahead`` / (mean length of the updates so far): a length in place of a number."""
+    """Extrapolation with k = ``steps_ahead`` / (mean length of the updates so far): a length instead of a number."""
     opt = training.optimizer
     assert isinstance(opt, sparsesam.ExtrapolatedSAM)
     assert training.config.steps_ahead is not None

@@ -1,4 +1,4 @@
-"""What a study consists of: its tasks and methods from YAML, and the runs that they ask for."""
+"""The plan of a study: its tasks and methods from YAML, and their runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Job:
     stage: str
     settings: Mapping[str, Any]
     flatness: bool = False
-    part: str | None = None  # of `parts.py`, and the passes of a batch that it adds to each step
+    part: str | None = None  # a name in `parts.py`; `part_passes` are the passes it adds to each step
     part_passes: float = 0.0
 
     @property
@@ -49,7 +49,7 @@ class Task:
         return [*self.core, *self.content.get("then", [])]
 
     def axis(self, method: str) -> tuple[str, list[float]]:
-        """The setting that a method tunes, and its values."""
+        """Returns the setting that a method tunes, and its values."""
         ((name, values),) = self.methods[method]["tune"].items()
         return name, self.content.get("tune", {}).get(method, values)
 
@@ -62,7 +62,7 @@ class Task:
         ]
 
     def finals(self, method: str, records: Iterable[Record]) -> list[Job]:
-        """The runs with the strength that was best on validation images; none before all of the tuning is done."""
+        """Returns the runs with the best strength on validation images; none before all tuning is done."""
         best = self.best(method, records)
         if best is None:
             return []
@@ -70,12 +70,12 @@ class Task:
         return [self.job(method, "final", {name: best, "seed": seed}) for seed in range(self.content["seeds"])]
 
     def best(self, method: str, records: Iterable[Record]) -> float | None:
-        """The value with the highest mean accuracy over the tuning seeds; the first of equals."""
+        """Returns the value with the highest mean accuracy over the tuning seeds; the first of equals."""
         found = self.tuned(method, records)
         return max(found, key=lambda value: found[value]) if found is not None else None
 
     def tuned(self, method: str, records: Iterable[Record]) -> dict[float, float] | None:
-        """Validation accuracy by value; None while a run is missing."""
+        """Returns the validation accuracy by value; None while a run is missing."""
         name, values = self.axis(method)
         mine = [r for r in records if (r["task"], r["method"], r["stage"]) == (self.name, method, "tune")]
         found = {}
@@ -114,7 +114,7 @@ def task_names() -> list[str]:
 
 
 def passes_with_fisher(config: TrainConfig, images: int) -> float:
-    """Forward-backwards of a whole batch per step, those of the Fisher information included."""
+    """Returns forward-backward passes over a batch per step, including those of the Fisher information."""
     fisher = 0.0
     if config.optimizer == "ssam-f" and config.mask_epochs is not None:
         fisher = config.fisher_samples * -(-config.epochs // config.mask_epochs) / (images * config.epochs)

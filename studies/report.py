@@ -1,6 +1,6 @@
-"""From records to tables and a chart: ``python -m studies.report``.
+"""Writes the tables and the chart of the studies: ``python -m studies.report``.
 
-Writes results.md beside this file, and docs/accuracy-cost.svg.
+Reads the records; writes results.md beside this file, and docs/accuracy-cost.svg.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from studies.statistics import Mean, paired, verdict
 ONE_PASS = "extrapolation"
 UNTUNED = "extrapolation, 10 and 60 steps"
 BY_LENGTH = "extrapolation, by length"
-#: (what the paper says, the better, the worse, points within which they count as equal, or the first as not worse)
+#: (claim of the paper, the better, the worse, points within which they count as equal, or the first as not worse)
 ORDERINGS: list[tuple[str, str, str, float | None]] = [
     ("SAM > SGD", "SAM", "SGD", None),
     ("SSAM-F 50 % = SAM, within 1 point", "SSAM-F 50 %", "SAM", 1.0),
@@ -49,7 +49,7 @@ SAME_COST = {
 
 
 class Results:
-    """All records of one data set and setting, over the task files that share it."""
+    """All records of one data set and setting, from all task files that share it."""
 
     def __init__(self, tasks: list[Task], records: list[Record], costs: dict[str, dict[str, float]]) -> None:
         self.tasks, self.records = tasks, records
@@ -60,7 +60,7 @@ class Results:
             self.accuracy[record["method"]][record["settings"]["seed"]] = 100 * record["accuracy"]
 
     def _is_chosen(self, record: Record) -> bool:
-        """Whether a run was tested with the strength that the tuning, as it is now, finds best."""
+        """Whether a run was tested with the strength that is best in the current tuning records."""
         if record["stage"] != "final":
             return False
         task = next(task for task in self.tasks if task.name == record["task"])
@@ -78,7 +78,7 @@ class Results:
         return next(task for task in self.tasks if method in task.names)
 
     def best(self, method: str) -> float | None:
-        """The strength that the tuning finds best; None without a tuning."""
+        """Returns the best strength of the tuning; None without tuning."""
         found = [task.best(method, self.records) for task in self.tasks if method in task.names]
         return found[0] if found else None
 
@@ -95,7 +95,7 @@ class Results:
         return f"{self.cost[method]:.2f}" if method in self.cost else "–"
 
     def methods(self) -> list[str]:
-        """Those with finished runs, the cheapest first."""
+        """Returns the methods with finished runs, the cheapest first."""
         return sorted((m for m in self.accuracy if len(self.accuracy[m]) > 1), key=self.passes)
 
 
@@ -116,7 +116,7 @@ def load_results(folder: Path) -> list[Results]:
 
 
 def share_with_interval(mean: Mean) -> str:
-    """Of a percentage: by its ends where the interval, which knows of no bounds, would go beyond 0 or 100."""
+    """Format a percentage with its interval, shown by its ends if it would extend beyond 0 or 100."""
     low, high = mean.value - mean.interval, mean.value + mean.interval
     if low < 0 or high > 100:
         return f"{mean.value:.1f} ({max(low, 0):.1f} to {min(high, 100):.1f})"
@@ -124,7 +124,7 @@ def share_with_interval(mean: Mean) -> str:
 
 
 def table(headings: str, rows: Iterable[Sequence[object]]) -> list[str]:
-    """Markdown; nothing where there are no rows."""
+    """Returns a Markdown table; empty without rows."""
     lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
     return [f"| {headings} |", "|---" * (1 + headings.count("|")) + "|", *lines] if lines else []
 
@@ -139,7 +139,7 @@ def accuracy_table(results: Results) -> list[str]:
 
 
 def bar_table(every: list[Results]) -> list[str]:
-    """How close the one pass comes to SAM, against SAM's standard error."""
+    """Compares one pass with SAM, against SAM's standard error."""
     rows = []
     for results in every:
         if not {"SGD", "SAM", ONE_PASS} <= set(results.methods()):
@@ -191,7 +191,7 @@ def strength_table(results: Results) -> list[str]:
 
 
 def length_table(every: list[Results]) -> list[str]:
-    """How long the perturbation of the best extrapolation is, beside the best rho of the others."""
+    """The perturbation norm of the best extrapolation, beside the best rho of the other methods."""
     rows = []
     for results in every:
         if not {"SAM", ONE_PASS} <= set(results.methods()):
@@ -210,7 +210,7 @@ def length_table(every: list[Results]) -> list[str]:
 
 
 def one_pass_tasks(folder: Path) -> Iterator[tuple[str, Task, list[Record], dict[float, float]]]:
-    """Title, task, records, and validation accuracy by the number of steps ahead."""
+    """Returns title, task, records, and validation accuracy by the number of steps ahead."""
     for name in task_names():
         task, records = read_task(name), read(folder / f"{name}.jsonl")
         found = task.tuned(ONE_PASS, records) if ONE_PASS in task.names else None
@@ -219,7 +219,7 @@ def one_pass_tasks(folder: Path) -> Iterator[tuple[str, Task, list[Record], dict
 
 
 def ahead_table(folder: Path) -> list[str]:
-    """Validation accuracy by the number of steps ahead, when one thing about a training changes."""
+    """Validation accuracy by the number of steps ahead, with one change of the training at a time."""
     rows = [
         (title, f"{max(steps, key=steps.__getitem__):g}", by_value(steps))
         for title, _, _, steps in one_pass_tasks(folder)
@@ -228,7 +228,7 @@ def ahead_table(folder: Path) -> list[str]:
 
 
 def default_table(folder: Path) -> list[str]:
-    """Validation accuracy of strengths that nobody tuned, against the best number of steps."""
+    """Validation accuracy of untuned strengths, against the best number of steps."""
     rows = []
     for title, task, records, steps in one_pass_tasks(folder):
         untuned, by_length = (task.tuned(method, records) or {} for method in (UNTUNED, BY_LENGTH))
@@ -252,7 +252,7 @@ def flatness_table(results: Results) -> list[str]:
     return table("method | λ₁ | rise of the loss within 0.5 | training loss | n", rows)
 
 
-#: The methods of the chart, and the optimizers whose colours they have.
+#: The methods of the chart, and the optimizers whose colors they have.
 _DRAWN = {
     "SGD": "sgd",
     "SGD, 2 x epochs": "",
@@ -273,7 +273,7 @@ def _frontier(results: Results) -> Series:
 
 
 def draw(every: list[Results], file: Path) -> None:
-    """Accuracy against cost, a panel for each task, two in a row; a line joins what nothing cheaper beats."""
+    """Draw accuracy against cost, a panel for each task, two in a row; a line joins the Pareto-optimal methods."""
     styles = dict(zip(_DRAWN, assign_styles(list(_DRAWN.values())), strict=True))
     panels = {}
     for results in every:

@@ -1,7 +1,7 @@
-"""Run a study's tasks, one run after the other: ``python -m studies.run digits-30 vit-30``.
+"""Runs the tasks of a study, one run at a time: ``python -m studies.run digits-30 vit-30``.
 
-Each run is what ``sparsesam train`` does with the same settings, except that it is tested once, at the end. Results are
-appended to records/TASK.jsonl; what is there already is not run again, so that a study may be stopped at any time.
+Each run is the same as ``sparsesam train`` with its settings, except that it is tested once, at the end. Results are
+appended to records/TASK.jsonl; recorded runs are not run again, so a study may be stopped at any time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sparsesam.lab.experiment.training import Training
 from studies.parts import PARTS
 from studies.plan import HERE, Job, Record, Task, passes_with_fisher, read_task, task_names
 
-#: Radius of the sharpness that is measured on trained networks.
+#: Radius of the sharpness measured on trained networks.
 RADIUS = 0.5
 
 
@@ -35,10 +35,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tasks", nargs="*", default=task_names(), help="default: all")
     parser.add_argument("--records", type=Path, default=HERE / "records")
-    parser.add_argument("--data-dir", type=Path, help="where a data set's files are")
-    parser.add_argument("--core", action="store_true", help="only the methods that every task has")
-    parser.add_argument("--tune", metavar="METHOD", help="only this method, and no final runs")
-    parser.add_argument("--stop", help="begin no run after this time of day, HH:MM (UTC)")
+    parser.add_argument("--data-dir", type=Path, help="directory of the data set's files")
+    parser.add_argument("--core", action="store_true", help="only the task's main methods, not those under `then`")
+    parser.add_argument("--tune", metavar="METHOD", help="tune only this method, without final runs")
+    parser.add_argument("--stop", help="start no run after this time of day, HH:MM (UTC)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name in options.tasks:
@@ -67,7 +67,7 @@ def described(job: Job) -> Record:
 
 
 def jobs_due(task: Task, method: str, records: list[Record]) -> list[Job]:
-    """Those without a record: the tuning, and when it is done, the final runs."""
+    """Returns the runs without a record: the tuning, and when it is done, the final runs."""
     done = [{key: record[key] for key in ("task", "method", "stage", "settings")} for record in records]
     jobs = [*task.tuning(method), *task.finals(method, records)]
     return [job for job in jobs if described(job) not in done]
@@ -83,7 +83,7 @@ def prepare(job: Job, data_dir: Path | None) -> Training:
 
 
 def measure(job: Job, data_dir: Path | None) -> Record:
-    """Train, test once; an accuracy of 0 where the loss was not finite."""
+    """Train and test once; the accuracy is 0 if the loss was not finite."""
     training = prepare(job, data_dir)
     config, batches = training.config, training.batches
     images = len(batches.unaugmented())  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ def measure(job: Job, data_dir: Path | None) -> Record:
 
 
 def extrapolated_length(optimizer: object) -> float | None:
-    """||e|| of the coming step, where it is a number of last updates."""
+    """Returns ||e|| of the next step, for an extrapolation by a number of updates."""
     if not isinstance(optimizer, sparsesam.ExtrapolatedSAM):
         return None
     updates = (optimizer._context.saved.back or {}).values()
@@ -123,7 +123,7 @@ def extrapolated_length(optimizer: object) -> float | None:
 
 
 def flatness(model: torch.nn.Module, batches: Any) -> dict[str, float]:
-    """Largest eigenvalue of the training loss's Hessian, and its largest rise within a ball."""
+    """Returns the largest Hessian eigenvalue of the training loss, and its largest increase within a ball."""
     data = batches.unaugmented()
     pairs = [data[index] for index in range(len(data))]
     images, labels = torch.stack([x for x, _ in pairs]), torch.tensor([int(y) for _, y in pairs])

@@ -27,18 +27,18 @@ class Mean:
         return cls(fmean(values), stdev(values) / math.sqrt(len(values)), width, len(values))
 
     def __str__(self) -> str:
-        """As a difference."""
+        """Format as a difference."""
         return f"{self.value:+.1f} ± {self.interval:.1f}"
 
 
 def paired(better: Mapping[int, float], worse: Mapping[int, float]) -> Mean:
-    """The difference over the seeds that both have: same data, same first weights."""
+    """Returns the difference over common seeds, which share data and initial weights."""
     seeds = sorted(better.keys() & worse.keys())
     return Mean.of([better[seed] - worse[seed] for seed in seeds])
 
 
 def verdict(difference: Mean, *, within: float | None = None, one_sided: bool = False) -> str:
-    """Of "better > worse", or of "better = worse" (``one_sided``: >=) to within so many points."""
+    """Judge "better > worse", or "better = worse" (``one_sided``: >=) to within a margin in points."""
     low, high = difference.value - difference.interval, difference.value + difference.interval
     if math.isnan(low):
         return "undecided"

@@ -1,6 +1,6 @@
-"""Text that ships with Python: which package of the standard library is a line of source code from?
+"""A text data set that comes with Python: from which package of the standard library is a line of source code?
 
-Lines travel as 8x8 "images": 32 tokens of two bytes, so that the command line trains on them like on any data set:
+Lines are encoded as 8x8 "images", 32 tokens of two bytes, so that the command line trains on them like on any data set:
 ``sparsesam train --dataset studies.text:lines_test --model studies.text:distilbert --augment none``.
 """
 
@@ -46,7 +46,7 @@ lines_validation, lines_test = partial(_lines, final=False), partial(_lines, fin
 
 
 def _of_package(name: str) -> Tensor:
-    """Distinct lines of 30 to 100 characters in a fixed random order, as (n, 64) bytes."""
+    """Returns distinct lines of 30 to 100 characters in a fixed random order, as (n, 64) bytes."""
     folder = Path(sysconfig.get_path("stdlib")) / name
     found: dict[str, None] = {}
     for file in sorted(folder.rglob("*.py")):
@@ -58,7 +58,7 @@ def _of_package(name: str) -> Tensor:
 
 
 def _bytes(line: str) -> list[int]:
-    """Words and signs as hashes from 1 on, high byte first; 0 where the line is over."""
+    """Encode words and symbols as hashes starting at 1, high byte first; 0 is padding."""
     words = re.findall(r"[A-Za-z]+|[0-9]+|[^\w\s]", line)[:_TOKENS]
     tokens = [1 + zlib.crc32(word.encode()) % (_VOCABULARY - 1) for word in words]
     return [byte for token in tokens + [0] * (_TOKENS - len(tokens)) for byte in divmod(token, 256)]
@@ -70,7 +70,7 @@ def _labelled(parts: list[Tensor]) -> Labelled:
 
 
 class LineClassifier(nn.Module):
-    """A model of transformers' for sequences, given tokens as images."""
+    """A sequence model of transformers that takes tokens as images."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""The pictures of docs/analyses.md, from the commands that the page shows.
+"""Draws the figures of docs/analyses.md with the commands shown on that page.
 
     python tools/gallery.py                    # a few minutes; writes docs/gallery/NAME.png
 
-Training and measurements are kept in build/gallery and not repeated. A picture is one figure of what ``--plot`` draws.
+Runs and measurements are kept in build/gallery and not repeated. Each image is one of the figures of ``--plot``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def commands() -> list[list[str]]:
-    """The words after `sparsesam` of the page's commands that train and analyze."""
+    """Returns the arguments of the `sparsesam` commands on the page that train and analyze."""
     text = PAGE.read_text().replace("\\\n", " ")
     return [shlex.split(line) for line in re.findall(r"^    sparsesam ((?:train|analyze) .*)$", text, re.MULTILINE)]
 

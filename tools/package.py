@@ -1,6 +1,6 @@
-"""Build wheel and sdist in dist/, install each alone in a fresh environment, and try it there.
+"""Build wheel and sdist in dist/, install each alone in a fresh environment, and test it there.
 
-torch and NumPy are taken from the environment that runs this; nothing else of it is needed by the smoke test.
+torch and NumPy come from the environment that runs this script; the smoke test needs nothing else from it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ for make in (
     assert losses[-1] < losses[0], losses
 print("sparsesam", sparsesam.__version__, "works with torch", torch.__version__)
 """
-#: Tests that read files beside the package: an sdist must carry them.
+#: Tests that read files outside the package, which an sdist must include.
 FROM_SDIST = ["tests/docs/test_code_blocks.py", "tests/test_foundation.py", "tests/test_compat.py"]
 
 
@@ -64,7 +64,7 @@ def newest(folder: Path, pattern: str) -> Path:
 
 
 def make_environment(path: Path) -> str:
-    """A fresh environment that sees the packages of this one after its own."""
+    """Create a fresh environment that also sees the packages of the current one, with lower priority."""
     venv.create(path, with_pip=True)
     (site,) = path.glob("lib/python*/site-packages")
     (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")

@@ -1,4 +1,4 @@
-"""Links of the site to files of the repository: they must exist, and lead to the repository's page."""
+"""Checks that files of the repository linked from the site exist, and points the links to the repository."""
 
 from __future__ import annotations
 

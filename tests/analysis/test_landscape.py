@@ -115,7 +115,7 @@ def test_frozen_parameters_stand_still():
     model[0].weight.requires_grad_(False)
     assert "0.weight" not in random_directions(model, 1)[0]
     model.requires_grad_(False)
-    with pytest.raises(ValueError, match="chooses none"):
+    with pytest.raises(ValueError, match="selects none"):
         loss_landscape(objective_of(model), points=3)
     assert loss_landscape(objective_of(model), points=3, parameters="*").weights_moved == 103
 
@@ -224,7 +224,7 @@ def test_state_file_of_something_else_is_refused_and_kept(tmp_path):
         loss_landscape(objective_of(mlp()), points=3, seed=1, state_file=file)
     assert file.read_bytes() == content
     file.write_bytes(content[:40])
-    with pytest.raises(ValueError, match="not the state of a landscape"):
+    with pytest.raises(ValueError, match="not a landscape state file"):
         loss_landscape(objective_of(mlp()), points=3, state_file=file)
 
 

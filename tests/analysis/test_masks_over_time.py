@@ -40,7 +40,7 @@ def test_snapshots_that_do_not_belong_together_are_named():
         masks_over_time([])
     with pytest.raises(ValueError, match="no masks"):
         masks_over_time([(0, {})])
-    with pytest.raises(ValueError, match="other names or shapes"):
+    with pytest.raises(ValueError, match="different names or shapes"):
         masks_over_time([(0, {"a": mask("1")}), (1, {"b": mask("1")})])
     with pytest.raises(ValueError, match="order"):
         masks_over_time([(3, {"a": mask("1")}), (1, {"a": mask("1")})])

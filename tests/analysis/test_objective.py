@@ -132,7 +132,7 @@ def test_parameters_are_the_trained_ones_or_those_named():
     assert "0.weight" not in select_parameters(model)
     assert list(select_parameters(model, ["0.*"])) == ["0.weight", "0.bias"]
     assert list(select_parameters(model, lambda name: name.endswith("4.bias"))) == ["4.bias"]
-    with pytest.raises(ValueError, match="chooses none"):
+    with pytest.raises(ValueError, match="selects none"):
         select_parameters(model, "conv*")
 
 

@@ -1,7 +1,7 @@
 """Analyses of a trained model: gradient differences, loss landscapes, Hessian spectra, masks, bounds.
 
 Every analysis takes an `Objective`: a model, its loss and a fixed list of batches. Results are dataclasses with
-``to_dict()`` for JSON and ``from_dict()`` to read it again.
+``to_dict()`` for JSON and ``from_dict()`` to read it back.
 
     objective = Objective(model, [(x, y)], F.cross_entropy)
     loss_landscape(objective, points=25, state_file="landscape.npz")

@@ -61,7 +61,7 @@ def nonconvex_logistic(*, samples: int = 200, size: int = 20, weight: float = 0.
 
 @dataclass(frozen=True)
 class Assumption(AnalysisResult):
-    """One condition of the theorem, with both sides."""
+    """One condition of the theorem, with both sides of its inequality."""
 
     text: str
     left: float
@@ -81,12 +81,12 @@ class Smoothness(AnalysisResult):
 @dataclass(frozen=True)
 class Convergence(AnalysisResult):
     """``measured`` and ``deviation``: mean and standard deviation over the runs of 1/T sum_{t<=T} ||∇f(w_t)||², at
-    ``T``. ``bound`` is the theorem's right-hand side as printed, ``bound_harmonic`` with sum 1/t for log T.
+    ``T``. ``bound`` is the theorem's right-hand side as printed, ``bound_harmonic`` has sum 1/t in place of log T.
 
     ``assumed`` are the constants in the bound, ``observed`` the largest values along the runs. ``constant`` and
     ``log_constant`` are the factors of 1 / sqrt(T) and log T / sqrt(T) at the last T: C_1 and C_2 for SAM, C_3 and
-    C_4 for SSAM. ``slope`` is that of log measured against log T over the second half of the points; O(log T / sqrt T)
-    has about -0.5.
+    C_4 for SSAM. ``slope`` is the slope of log measured against log T over the second half of the points; it is about
+    -0.5 for O(log T / sqrt T).
     """
 
     method: str
@@ -135,15 +135,15 @@ def measure_convergence(
 
     The stochastic gradient is ∇f(w) + xi with xi drawn in each step, Gaussian with E||xi||² = sigma², and the
     same in both passes of a step: the gradient of f(w) + <xi, w>, as smooth as f. The problem is `nonconvex_logistic`
-    by default, eta_0 is 1 / L and rho_0 the largest that the theorem allows. SSAM perturbs a fixed random half
+    by default, eta_0 is 1 / L and rho_0 the largest value that the theorem allows. SSAM perturbs a fixed random half
     (``sparsity``) of the weights.
 
-    E||xi||² is a sample's mean, and may be five standard errors above sigma². That eta_0 is at most 1 / L is a
-    condition of the lemmas, which the theorems in the main text leave out.
+    The measured E||xi||² is a sample mean and may be up to five standard errors above sigma². The condition
+    eta_0 <= 1 / L is from the lemmas; the theorems in the main text omit it.
     """
     check_choice("method", method, ("SAM", "SSAM"))
-    check_count("steps", steps, "the bound is one over many of them", least=2)
-    check_count("runs", runs, "the expectation is their mean")
+    check_count("steps", steps, "the bound is on a mean over steps", least=2)
+    check_count("runs", runs, "the expectation is estimated by their mean")
     if sigma < 0:
         raise ValueError(f"sigma must be at least 0, got {sigma}; 0 is the exact gradient")
     problem = problem or nonconvex_logistic()
@@ -192,7 +192,7 @@ def measure_convergence(
 def _run(
     problem: SmoothProblem, steps: int, eta_0: float, rho_0: float, sigma: float, sparsity: float, seed: int
 ) -> tuple[list[float], list[float], float, float]:
-    """||∇f(w_t)||² for t = 1..T and f(w_t) for t = 1..T+1, the largest curvature and the mean noise."""
+    """Returns ||∇f(w_t)||² for t = 1..T, f(w_t) for t = 1..T+1, the largest curvature and the mean noise."""
     w = nn.Parameter(problem.start.clone())
     generator = torch.Generator().manual_seed(seed)
     base = torch.optim.SGD([w], lr=eta_0)
@@ -200,7 +200,7 @@ def _run(
     optimizer = SSAM(base, nn.ParameterList([w]), rho_0, mask=mask, rho_schedule=InverseSqrt())
     schedule = torch.optim.lr_scheduler.LambdaLR(base, lambda step: 1 / math.sqrt(step + 1))
     squared, losses, noises, curvatures = [], [], [], []
-    passes: list[float] = []  # squared gradient norms of one step's passes, at w_t and w_t + e
+    passes: list[float] = []  # squared gradient norms of the passes of one step, at w_t and w_t + e
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -220,7 +220,7 @@ def _run(
         passes.clear()
         losses.append(float(optimizer.step(closure)))
         squared.append(passes[0])
-        if step in looks:  # densely: these problems are small
+        if step in looks:  # the full Hessian: these problems are small
             curvatures.append(float(torch.linalg.matrix_norm(hessian(problem.f)(before), 2)))
         schedule.step()
     return squared, [*losses, float(problem.f(w.detach()))], max(curvatures), float(np.mean(noises))
@@ -255,5 +255,5 @@ def _notes(one: Convergence) -> list[str]:
     if np.any(one.measured > one.bound_harmonic):
         holds = "the measured mean is still above the bound somewhere"
     notes.append(f"{one.method}: with sum 1/t in place of log T {holds}")
-    notes.append("the expectation is a mean over few runs; the bound's shape, not its size, is what a run can confirm")
+    notes.append("the expectation is a mean over few runs; runs can confirm the bound's shape, not its size")
     return notes

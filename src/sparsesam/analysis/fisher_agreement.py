@@ -1,4 +1,4 @@
-"""The agreement of Fisher information with the Hessian's diagonal."""
+"""Agreement of the Fisher information with the diagonal of the Hessian."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _SPARSITIES = (0.5, 0.8, 0.9, 0.95)
 class FisherAgreement(AnalysisResult):
     """Fisher diagonal F against Hessian diagonal h over all weights.
 
-    ``pearson`` and ``spearman`` correlate F with h; ``*_magnitude`` with |h|, which is what flatness means where
-    h is negative (``negative_share``). ``kept_in_common[s]``: the share of the weights kept by Fisher at sparsity
-    s that |h| would keep too; 1 - s of them would be by chance. ``scatter``: up to 2000 pairs (F, h).
+    ``pearson`` and ``spearman`` correlate F with h; ``*_magnitude`` with |h|, which measures flatness where h is
+    negative (``negative_share``). ``kept_in_common[s]``: the share of the weights kept by Fisher at sparsity s that
+    |h| would keep too; 1 - s is expected by chance. ``scatter``: up to 2000 pairs (F, h).
     """
 
     pearson: float
@@ -51,16 +51,16 @@ def fisher_vs_hessian(
     parameters: ParameterFilter = None,
     seed: int = 0,
 ) -> FisherAgreement:
-    """Correlate the Fisher diagonal (one gradient per sample, as SSAM-F measures it) with the Hessian's.
+    """Correlate the Fisher diagonal (from per-sample gradients, as in SSAM-F) with the Hessian diagonal.
 
-    The Hessian's is estimated with ``probes`` random sign vectors, whose noise lowers the correlation. By default it
-    is exact, at one product per weight, up to ``exact_up_to`` weights, and estimated with 100 beyond.
+    The Hessian diagonal is estimated with ``probes`` random sign vectors, whose noise lowers the correlation. By
+    default it is exact (one product per weight) up to ``exact_up_to`` weights, and uses 100 probes beyond.
     """
     hessian = HessianOperator(objective, parameters=parameters)
     if probes is None and hessian.size > exact_up_to:
         probes = 100
     if objective.statistics != "frozen":
-        raise ValueError(f"statistics must be 'frozen' as in the Fisher's measurement, got {objective.statistics!r}")
+        raise ValueError(f"statistics must be 'frozen', as for the Fisher diagonal, got {objective.statistics!r}")
     fisher = fisher_diagonal(
         objective.model,
         objective.batches,
@@ -75,7 +75,7 @@ def fisher_vs_hessian(
     chosen = np.random.default_rng(seed).permutation(len(f))[:2000]
     notes = list(hessian.notes)
     if min(f.std(), h.std()) == 0:
-        notes.append("one of the two is constant: their correlation is not defined")
+        notes.append("Fisher or Hessian diagonal is constant: the correlation is not defined")
     return FisherAgreement(
         pearson=_pearson(f, h),
         spearman=_pearson(_ranks(f), _ranks(h)),
@@ -100,7 +100,7 @@ def _pearson(a: Array, b: Array) -> float:
 
 
 def _ranks(values: Array) -> Array:
-    """Ranks from 0, equal values sharing their mean rank."""
+    """Returns ranks from 0; equal values share their mean rank."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     return np.asarray((last - (counts + 1) / 2)[inverse], dtype=np.float64)

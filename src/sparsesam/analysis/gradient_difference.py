@@ -35,12 +35,12 @@ _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 @dataclass(frozen=True)
 class Differences(AnalysisResult):
-    """One group of weights.
+    """The distribution of r over one group of weights.
 
     Of ``weights`` entries, ``both_zero`` have g_SAM = g_SGD = 0 and no r; ``from_zero`` have g_SGD = 0 only and
     r = +inf; ``equal`` have g_SAM = g_SGD ≠ 0 and r = -inf; ``not_finite`` have a gradient that is NaN or
-    infinite. The rest is in ``histogram``, or ``below`` or ``above`` its range. ``share_below_zero`` counts
-    r < 0, -inf included, among all entries with an r. ``quantiles`` are of the finite r.
+    infinite. The rest is in ``histogram``, or ``below`` or ``above`` its range. ``share_below_zero`` is the share of
+    r < 0, -inf included, among all entries with an r. ``quantiles`` are those of the finite r.
     """
 
     weights: int
@@ -81,8 +81,8 @@ def gradient_difference(
 ) -> GradientDifference:
     """Compare the objective's gradient at w with that at w + rho * g / ||g||, SAM's ascent of every weight.
 
-    Both are gradients of all the objective's batches together. Close to a minimum of that loss g_SGD vanishes and
-    r is large for most weights; what training sees is the r of one batch of the training's size.
+    Both are gradients over all batches of the objective. Close to a minimum of that loss g_SGD vanishes and r is
+    large for most weights; to measure r as it occurs in training, use one batch of the training batch size.
     """
     if not rho > 0:
         raise ValueError(f"rho must be positive, got {rho}; with 0 the two gradients are the same")
@@ -108,7 +108,7 @@ def compare_gradients(
     masks: Mapping[str, Tensor] | None = None,
     logarithm: Logarithm = "10",
 ) -> GradientDifference:
-    """The same for two given gradients by parameter name, for example those of one training step."""
+    """Compare two given gradients by parameter name, for example those of one training step."""
     check_choice("logarithm", logarithm, get_args(Logarithm))
     if plain.keys() != perturbed.keys() or any(plain[name].shape != perturbed[name].shape for name in plain):
         raise ValueError("the two gradients must have the same names and shapes")

@@ -1,4 +1,4 @@
-"""Eigenvalues, trace, spectral density and diagonal of a loss's Hessian, from products with vectors only."""
+"""Eigenvalues, trace, spectral density and diagonal of the Hessian, from Hessian-vector products only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sparsesam.masks.checks import check_count
 
 @dataclass(frozen=True, kw_only=True)
 class HessianMeasurement(AnalysisResult):
-    """Of ``size`` weights in ``parameters``, from ``products`` of the Hessian with vectors."""
+    """Covers ``size`` weights in ``parameters``; took ``products`` Hessian-vector products."""
 
     products: int
     size: int
@@ -32,7 +32,7 @@ class HessianMeasurement(AnalysisResult):
 
 @dataclass(frozen=True, kw_only=True)
 class HessianSpectrum(HessianMeasurement):
-    """Largest eigenvalues first. ``error_bounds`` are estimates of |computed - true|, by the residuals.
+    """Eigenvalues in the order of ``which``. ``error_bounds`` estimate |computed - true| from the residuals.
 
     ``ratio`` is lambda_1 / lambda_5, the paper's measure; None when fewer than five were requested.
     ``vectors`` are unit eigenvectors as directions, and are not part of `to_dict`.
@@ -58,11 +58,11 @@ def hessian_eigenvalues(
     keep_graph: bool = False,
     seed: int = 0,
 ) -> HessianSpectrum:
-    """The ``count`` eigenvalues that are "largest", "smallest" or largest in "magnitude", to relative ``tolerance``.
+    """Compute the ``count`` "largest", "smallest" or largest-"magnitude" eigenvalues to relative ``tolerance``.
 
     Lanczos with full reorthogonalization from one random vector, with thick restarts only when ``max_basis``
-    vectors are stored, until every residual is below 0.3 * tolerance * |eigenvalue|. Of a multiple eigenvalue one copy
-    is found, as in any Krylov method with one start vector, and of several very close ones possibly too few.
+    vectors are stored, until every residual is below 0.3 * tolerance * |eigenvalue|. As in any Krylov method with one
+    start vector, only one copy of a multiple eigenvalue is found, and some of several very close ones may be missed.
     """
     hessian = HessianOperator(objective, parameters=parameters, keep_graph=keep_graph)
     if not 1 <= count <= hessian.size:
@@ -95,7 +95,7 @@ def hessian_eigenvalues(
 
 @dataclass(frozen=True, kw_only=True)
 class HessianTrace(HessianMeasurement):
-    """trace = mean over probes of z'Hz; ``standard_error`` is that of this mean."""
+    """trace = mean over probes of z'Hz; ``standard_error`` is the standard error of this mean."""
 
     trace: float
     standard_error: float
@@ -113,8 +113,8 @@ def hessian_trace(
 ) -> HessianTrace:
     """Hutchinson's estimate: E[z'Hz] = trace H for random signs z.
 
-    It stops before ``probes`` when the standard error is at most ``tolerance`` times the estimate (from ten
-    probes on: an early agreement of two or three is chance).
+    Stops before ``probes`` when the standard error is at most ``tolerance`` times the estimate, but not before ten
+    probes: the first two or three may agree by chance.
     """
     check_count("probes", probes, "fewer have no error estimate", least=2)
     hessian = HessianOperator(objective, parameters=parameters, keep_graph=keep_graph)
@@ -131,7 +131,7 @@ def hessian_trace(
 
 
 def _measured(hessian: HessianOperator) -> dict[str, Any]:
-    """The fields that all results have."""
+    """Returns the fields shared by all results."""
     return {
         "products": hessian.products,
         "size": hessian.size,
@@ -150,7 +150,7 @@ class SpectralDensity(HessianMeasurement):
     """The share of eigenvalues per unit length: ``density`` over ``grid``, integrating to 1.
 
     ``nodes`` and ``shares`` are the quadrature itself, one row per probe (rows may differ in length): the share
-    of eigenvalues near a node. The density is the nodes under Gaussians of standard deviation ``width``.
+    of eigenvalues near a node. The density smooths the nodes with Gaussians of standard deviation ``width``.
     """
 
     grid: Array
@@ -203,7 +203,7 @@ def spectral_density(
 
 
 def hessian_diagonal(hessian: HessianOperator, *, probes: int | None = None, seed: int = 0) -> Array:
-    """The diagonal: exactly, by one product per weight, or as the mean of z ⊙ Hz over ``probes`` random signs."""
+    """Returns the diagonal: exact, with one product per weight, or the mean of z ⊙ Hz over ``probes`` random signs."""
     if probes is not None:
         check_count("probes", probes, "None is the exact diagonal")
     total = torch.zeros(hessian.size, dtype=torch.float64, device=hessian.device)

@@ -1,4 +1,4 @@
-"""Products of the Hessian of a loss with vectors.
+"""Hessian-vector products.
 
 The matrix is never formed. A product is one double backward over the objective's batches,
 
@@ -20,11 +20,11 @@ _KINKED = "Relu Threshold MaxPool Hardtanh Abs Hardswish Hardsigmoid Clamp L1Los
 
 
 class HessianOperator:
-    """The Hessian of an objective with respect to some of its model's parameters, as products with vectors.
+    """The Hessian of an objective with respect to some of its model's parameters, as a linear operator.
 
-    ``products`` counts them. Parameters that the loss does not depend on have rows and columns of zeros; frozen
-    ones are left out unless a filter names them. ``keep_graph=True`` keeps every batch's first backward for the
-    next product: about half the cost for several times the memory.
+    ``products`` counts the Hessian-vector products. Parameters that the loss does not depend on have rows and columns
+    of zeros; frozen ones are left out unless a filter names them. ``keep_graph=True`` keeps the graph of every batch's
+    first backward for the next product: about half the cost for several times the memory.
 
         with hessian.measuring():
             hv = hessian @ v
@@ -44,7 +44,7 @@ class HessianOperator:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Put the model into the mode of measurement; products are possible only inside."""
+        """Prepare the model for measuring; products are possible only inside this context."""
         with self.objective.measuring(self.tensors):
             if not self.notes:
                 self.notes = self._find_notes()
@@ -54,7 +54,7 @@ class HessianOperator:
                 self._graphs.clear()
 
     def __matmul__(self, vector: Tensor) -> Tensor:
-        """H v for a flat vector; the result has the products' own dtype."""
+        """Returns H v for a flat vector, in the operator's own dtype."""
         if vector.shape != (self.size,):
             raise ValueError(f"a vector must have shape ({self.size},), got {tuple(vector.shape)}")
         parts = self.split(vector.detach())
@@ -70,16 +70,16 @@ class HessianOperator:
         return total
 
     def split(self, vector: Tensor) -> list[Tensor]:
-        """A flat vector as tensors of the parameters' shapes and dtypes."""
+        """Split a flat vector into tensors of the parameters' shapes and dtypes."""
         parts = vector.split([tensor.numel() for tensor in self.tensors])
         return [part.view(tensor.shape).to(tensor) for part, tensor in zip(parts, self.tensors, strict=True)]
 
     def named(self, vector: Tensor) -> dict[str, Tensor]:
-        """A flat vector as a direction, {name: tensor}."""
+        """Returns a flat vector as a direction, {name: tensor}."""
         return dict(zip(self.parameters, self.split(vector), strict=True))
 
     def random_normal(self, generator: torch.Generator) -> Tensor:
-        """Drawn on the CPU, so that every device gets the same; also in `random_signs`."""
+        """Draws on the CPU, so that every device gets the same numbers; so does `random_signs`."""
         return torch.randn(self.size, generator=generator, dtype=torch.float64).to(self.device)
 
     def random_signs(self, generator: torch.Generator) -> Tensor:
@@ -103,7 +103,7 @@ class HessianOperator:
         return torch.cat([part.to_dense().reshape(-1).to(self.dtype) for part in product])
 
     def _find_notes(self) -> list[str]:
-        """Notes on parameters that the loss does not depend on, and on operations that are not smooth."""
+        """Returns notes on parameters that the loss does not depend on and on non-smooth operations."""
         nodes = _graph(self.objective.batch_loss(0))
         used = {id(getattr(node, "variable", None)) for node in nodes}
         unused = [name for name, tensor in self.parameters.items() if id(tensor) not in used]
@@ -119,7 +119,7 @@ class HessianOperator:
 
 
 def _graph(loss: Tensor) -> set[Any]:
-    """The nodes of the loss's backward graph: operations, and one for each tensor with a gradient."""
+    """Returns the nodes of the loss's autograd graph: operations, and one for each leaf that requires a gradient."""
     found: set[Any] = set()
     waiting = [loss.grad_fn]
     while waiting:

@@ -1,4 +1,4 @@
-"""Lanczos' method for a symmetric operator given by its products, with full reorthogonalization.
+"""The Lanczos method for a symmetric operator given by matrix-vector products, with full reorthogonalization.
 
 Why not SciPy's eigsh: it needs 21 products for five eigenvalues to 1e-3 where this needs 13 to 17 (python -m
 benchmarks.hessian), runs on the CPU only, and would be a dependency of the core.
@@ -42,12 +42,12 @@ def top_eigenpairs(
     max_products: int = 1000,
     max_basis: int = 64,
 ) -> Eigenpairs:
-    """The requested end of the spectrum by thick-restart Lanczos (Wu and Simon 2000).
+    """Compute the requested end of the spectrum by thick-restart Lanczos (Wu and Simon 2000).
 
-    A Ritz value theta with residual r is wrong by at most r, and by about r² / gap where the gap to the other
-    Ritz values is larger than r. The latter could stop sooner, but then one Ritz value may still represent two
-    close eigenvalues; it stops when r is at most 0.3 * tolerance * |theta| for all requested ones, which on random
-    spectra missed an eigenvalue about as rarely as ARPACK at the same tolerance, with fewer products. Values
+    The error of a Ritz value theta with residual r is at most r, and about r² / gap where the gap to the other Ritz
+    values is larger than r. The second bound would stop sooner, but one Ritz value may then still represent two close
+    eigenvalues. The iteration stops when r is at most 0.3 * tolerance * |theta| for all requested values; on random
+    spectra this missed an eigenvalue about as rarely as ARPACK at the same tolerance, with fewer products. Values
     below a millionth of the largest count as zero.
     """
     check_choice("which", which, get_args(Which))
@@ -64,7 +64,7 @@ def top_eigenpairs(
         converged = len(wanted) == count and bool(close.all())
         if converged or products >= max_products:
             break
-        if space.is_invariant:  # with fewer eigenvalues than requested: continue in its complement
+        if space.is_invariant:  # it has too few eigenvalues: continue in its orthogonal complement
             space.append_random()
         elif len(ritz) == most:
             kept = order[: min(count + (most - count) // 2, most - 1)]
@@ -74,7 +74,7 @@ def top_eigenpairs(
 
 
 def _errors(ritz: Array, residuals: Array) -> Array:
-    """min(r, r² / gap), the gap being the distance to the nearest other Ritz value less its residual."""
+    """Returns min(r, r² / gap); the gap is the distance to the nearest other Ritz value minus its residual."""
     distances = np.abs(ritz[:, None] - ritz) - residuals
     np.fill_diagonal(distances, np.inf if len(ritz) > 1 else 0)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -83,7 +83,7 @@ def _errors(ritz: Array, residuals: Array) -> Array:
 
 
 def lanczos(product: Product, start: Tensor, steps: int) -> Array:
-    """The tridiagonal Lanczos matrix, (m, m) with m = steps, or smaller if the Krylov space is exhausted."""
+    """Returns the tridiagonal Lanczos matrix, (m, m) with m = steps, or less if the Krylov space is exhausted."""
     space = KrylovSpace(product, start)
     lengths: list[float] = []
     while len(lengths) < steps and not space.is_invariant:
@@ -95,8 +95,8 @@ def lanczos(product: Product, start: Tensor, steps: int) -> Array:
 class KrylovSpace:
     """An orthonormal basis of span{v, Hv, H²v, …}, and ``projected``, the operator H in that basis.
 
-    ``remainder`` is the length of what the last product has outside of the space: 0 once the space is invariant.
-    Sums and coefficients are float64; the basis is kept in the products' own dtype, as exact as the products are.
+    ``remainder`` is the norm of the last product's component outside the space: 0 once the space is invariant.
+    Sums and coefficients are float64; the basis is stored in the dtype of the products.
     """
 
     def __init__(self, product: Product, start: Tensor) -> None:
@@ -115,7 +115,7 @@ class KrylovSpace:
         return self.remainder == 0
 
     def extend(self) -> None:
-        """Apply the operator to the last vector, and append what is new of the product."""
+        """Apply the operator to the last basis vector and append the orthogonal component of the product."""
         product = self._product(self._basis[-1])
         self._dtype, image = product.dtype, product.double()
         coefficients = self._orthogonalize(image)
@@ -128,21 +128,21 @@ class KrylovSpace:
             self._append(image)
 
     def append_random(self) -> None:
-        """Append a random direction outside of the space."""
+        """Append a random direction orthogonal to the space."""
         first = self._basis[0]
         vector = torch.randn(len(first), generator=self._generator, dtype=torch.float64).to(first.device)
         self._orthogonalize(vector)
         self._append(vector)
 
     def combine(self, mixing: Array) -> Tensor:
-        """The combination of the first vectors, in float64 sums."""
+        """Returns the linear combination of the first len(mixing) basis vectors, summed in float64."""
         total = torch.zeros_like(self._basis[0], dtype=torch.float64)
         for weight, vector in zip(mixing.tolist(), self._basis[: len(mixing)], strict=True):
             total.add_(vector, alpha=weight)
         return total
 
     def restart(self, ritz: Array, mixing: Array) -> None:
-        """Keep only the Ritz vectors given as columns, and the last vector."""
+        """Keep only the Ritz vectors given as columns of ``mixing``, and the last basis vector."""
         self._basis = [*(self.combine(column).to(self._dtype) for column in mixing.T), self._basis[-1]]
         self.projected = np.diag(ritz)
 
@@ -150,7 +150,7 @@ class KrylovSpace:
         self._basis.append((vector / torch.linalg.vector_norm(vector)).to(self._dtype))
 
     def _orthogonalize(self, vector: Tensor) -> Array:
-        """In place, against all vectors; returns the coefficients."""
+        """Orthogonalize in place against all basis vectors; returns the coefficients."""
         total = np.zeros(len(self._basis))
         for _ in range(2):  # the first pass leaves rounding errors; twice is enough
             coefficients = torch.stack([one.double() @ vector for one in self._basis]).tolist()

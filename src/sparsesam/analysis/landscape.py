@@ -1,4 +1,4 @@
-"""Loss landscapes: the loss around a model along directions, and on the line between two checkpoints."""
+"""Loss landscapes: the loss along directions from a model's weights, and on the line between two checkpoints."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Progress = Callable[[int, int], None]
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _ONE_DIMENSIONAL_NOTES = {
     "ignore": "biases and normalization parameters do not move",
-    "normalize": "biases and normalization parameters move too, each entry by its own size",
+    "normalize": "biases and normalization parameters move too, each entry scaled by its own magnitude",
 }
 _INTERPOLATED = "running statistics are interpolated; statistics='recomputed' recomputes them at each point"
 
@@ -48,7 +48,7 @@ class Landscape(AnalysisResult):
     """loss[j, i] = f(w + x[i] * d_x + y[j] * d_y); a line has an empty ``y`` and loss[i].
 
     ``lengths`` are the norms of the directions: x * lengths[0] is a distance in weight space. ``seed`` is None
-    where the directions were given. Points whose loss is not finite are kept as such and counted.
+    if the directions were given. Losses that are not finite are kept and counted in ``not_finite``.
     """
 
     kind: str
@@ -78,12 +78,12 @@ def loss_landscape(
     save_every: float = 10.0,
     progress: Progress | None = None,
 ) -> Landscape:
-    """The loss on ``points`` (by ``points``) points over ``span`` along filter-normalized random directions.
+    """Evaluate the loss on ``points`` (by ``points``) points over ``span`` along filter-normalized random directions.
 
-    ``directions`` replaces the random ones, for example by ``HessianSpectrum.vectors``; they are used as they
-    are, so unit vectors make x and y distances. ``state_file``, written every ``save_every``
-    seconds, makes it resumable; ``progress(done, total)`` is called after every point. The weights are restored bit
-    for bit, also after an exception.
+    ``directions`` replaces the random ones, for example by ``HessianSpectrum.vectors``. They are not rescaled: with
+    unit vectors, x and y are distances. ``state_file``, written every ``save_every`` seconds, makes the evaluation
+    resumable; ``progress(done, total)`` is called after every point. The weights are restored bit for bit, also after
+    an exception.
     """
     if dimensions not in (1, 2):
         raise ValueError(f"dimensions must be 1 or 2, got {dimensions}")
@@ -91,7 +91,7 @@ def loss_landscape(
     options: dict[str, Any] = {"state_file": state_file, "save_every": save_every, "progress": progress}
     if directions is not None:
         if len(directions) < dimensions:
-            raise ValueError(f"directions must hold {dimensions} for {dimensions} dimensions, got {len(directions)}")
+            raise ValueError(f"directions must hold {dimensions} for dimensions={dimensions}, got {len(directions)}")
         chosen = _check_directions(directions[:dimensions], objective.model)
         return _evaluate(objective, chosen, axes, "given directions", [], **options)
     chosen = random_directions(
@@ -111,11 +111,11 @@ def loss_between(
     state_file: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Landscape:
-    """The loss on the line from one state dict (x = 0) to another (x = 1) of the same model.
+    """Evaluate the loss on the line from one state dict (x = 0) to another (x = 1) of the same model.
 
     With frozen statistics, running statistics are interpolated like the weights, which raises the loss between
-    networks with batch normalization; ``Objective(statistics="recomputed")`` avoids this. Buffers
-    of whole numbers are the first checkpoint's.
+    networks with batch normalization; ``Objective(statistics="recomputed")`` avoids this. Integer buffers are those
+    of the first checkpoint.
     """
     axis, model = _axis(points, span), objective.model
     for label, state in (("first", first), ("second", second)):
@@ -144,11 +144,11 @@ def random_directions(
 
         d_i <- d_i / ||d_i|| * ||w_i||
 
-    Biases and normalization parameters stand still, as in the authors' own pictures;
-    ``one_dimensional="normalize"`` moves them too, each entry being a filter of its own.
+    Biases and normalization parameters do not move, as in the authors' own figures;
+    ``one_dimensional="normalize"`` moves them too, treating each entry as a filter.
 
-    The Gaussian numbers depend on the seed and the shapes alone, so checkpoints of one model get the same
-    directions, each scaled to its own weights. They are drawn on the CPU, the same for every device.
+    The Gaussian numbers depend only on the seed and the shapes, so checkpoints of one model get the same
+    directions, each scaled to its own weights. They are drawn on the CPU and are the same for every device.
     """
     check_choice("one_dimensional", one_dimensional, ("ignore", "normalize"))
     model = unwrap(model)
@@ -158,7 +158,7 @@ def random_directions(
     for _ in range(count):
         direction: Direction = {}
         for name, parameter in chosen.items():
-            # Drawn even where it is not used: the choice of parameters must not change the others' numbers.
+            # Drawn even if unused: ignoring a parameter must not change the numbers of the others.
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             layer = model.get_submodule(name.rpartition(".")[0])
             if one_dimensional == "ignore" and (parameter.dim() < 2 or isinstance(layer, NORMALIZATION)):
@@ -172,7 +172,7 @@ def random_directions(
 
 
 def filter_normalized(direction: Tensor, weight: Tensor, *, axis: int = 0) -> Tensor:
-    """The direction with each slice along ``axis`` scaled to the norm of the weight's; entries if 1-D."""
+    """Scale each slice of the direction along ``axis`` to the norm of the weight's slice (1-D: each entry)."""
     others = [dimension for dimension in range(weight.dim()) if dimension != axis] if weight.dim() > 1 else []
     if not others:
         return direction.sign() * weight.abs()
@@ -183,7 +183,7 @@ def filter_normalized(direction: Tensor, weight: Tensor, *, axis: int = 0) -> Te
 
 
 def _check_directions(directions: Sequence[Mapping[str, Tensor]], model: nn.Module) -> list[Direction]:
-    """The directions on the parameters' devices and in their dtypes; ValueError for what does not fit."""
+    """Returns the directions on the parameters' devices and in their dtypes; ValueError for wrong names or shapes."""
     known = dict(model.named_parameters())
     for number, direction in enumerate(directions):
         check_like_parameters(f"directions[{number}]", direction, known)
@@ -193,7 +193,7 @@ def _check_directions(directions: Sequence[Mapping[str, Tensor]], model: nn.Modu
 
 
 def _axis(points: int, span: tuple[float, float]) -> Array:
-    check_count("points", points, "the paper's pictures have 50 by 50", least=2)
+    check_count("points", points, "the paper's figures have 50 by 50", least=2)
     if not (math.isfinite(span[0]) and math.isfinite(span[1]) and span[0] < span[1]):
         raise ValueError(f"span must be (low, high) with low < high, got {span}")
     return np.linspace(*span, points)
@@ -215,7 +215,7 @@ def _evaluate(
     save_every: float = 10.0,
     seed: int | None = None,
 ) -> Landscape:
-    """The loss at every point of the grid: rows for the second axis, if there is one, columns for the first."""
+    """Evaluate the loss at every point of the grid: columns are the first axis, rows the second, if there is one."""
     tensors = {k: v for k, v in _named_tensors(objective.model).items() if any(k in one for one in directions)}
     along = [[direction.get(name) for name in tensors] for direction in reversed(directions)]
     points = list(itertools.product(*(axis.tolist() for axis in reversed(axes))))
@@ -256,7 +256,7 @@ def _evaluate(
 
 @dataclass(frozen=True)
 class _StateFile:
-    """The losses of the points that are done, which are evaluated in order."""
+    """The losses of the points evaluated so far, in order."""
 
     path: Path
     fingerprint: str
@@ -269,12 +269,12 @@ class _StateFile:
                 fingerprint, losses = str(saved["fingerprint"]), saved["loss"].tolist()
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise ValueError(
-                f"state_file {self.path} is not the state of a landscape ({error}); remove it or choose another name"
+                f"state_file {self.path} is not a landscape state file ({error}); remove it or choose another name"
             ) from error
         if fingerprint != self.fingerprint:
             raise ValueError(
-                f"state_file {self.path} belongs to another landscape (other weights, directions, grid, batches or "
-                "options); remove it to start again, or choose another name"
+                f"state_file {self.path} belongs to another landscape (different weights, directions, grid, batches "
+                "or options); remove it to start again, or choose another name"
             )
         return list(losses)
 
@@ -287,10 +287,10 @@ class _StateFile:
 
 
 def _fingerprint(objective: Objective, directions: Sequence[Direction], axes: Sequence[Array]) -> str:
-    """Of everything the losses depend on, except the code of model and loss."""
+    """Returns a hash of everything the losses depend on, except the code of model and loss."""
     digest = hashlib.blake2b(repr((objective.summary(), objective.weights)).encode(), digest_size=16)
     grid = [[axis.tolist() for axis in axes], [list(direction.items()) for direction in directions]]
-    # Tensors that do not move matter too: another checkpoint has other ones.
+    # Includes the tensors that do not move: they differ between checkpoints.
     for leaf in tree_leaves([grid, list(_named_tensors(objective.model).values()), objective.batches]):
         if isinstance(leaf, Tensor):
             digest.update(repr((leaf.dtype, tuple(leaf.shape))).encode())

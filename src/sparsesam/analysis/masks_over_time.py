@@ -1,4 +1,4 @@
-"""Masks over a training run."""
+"""How masks change over a training run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class MaskHistory(AnalysisResult):
     """Snapshots of masks, S of them over L layers (parameters).
 
     ``density``: (S,) and per layer (S,), the share of ones. ``overlap``: (S - 1,), the Jaccard index
-    |A ∩ B| / |A ∪ B| of a snapshot with the one before, NaN where both are empty; ``overlap_by_chance`` is what
-    masks drawn at random with these layer densities would have. ``ever``: the share of weights perturbed in at
-    least one snapshot; ``always``: in all of them.
+    |A ∩ B| / |A ∪ B| of a snapshot with the previous one, NaN where both are empty; ``overlap_by_chance`` is the
+    overlap of random masks with these layer densities. ``ever``: the share of weights perturbed in at least one
+    snapshot; ``always``: in all of them.
     """
 
     steps: list[int]
@@ -37,11 +37,11 @@ class MaskHistory(AnalysisResult):
 def masks_over_time(snapshots: Iterable[tuple[int, Mapping[str, Tensor]]]) -> MaskHistory:
     """Summarize (step, {name: bool tensor}) pairs, such as (opt.steps, opt.masks) after each refresh.
 
-    Snapshots are read one after the other; two are in memory at a time.
+    Snapshots are read one at a time; at most two are in memory.
     """
     shapes: dict[str, torch.Size] = {}
     steps: list[int] = []
-    ones, both, either = [], [], []  # counts, a row for each snapshot or pair of neighbours, a column for each layer
+    ones, both, either = [], [], []  # counts: a row per snapshot or pair of consecutive ones, a column per layer
     previous = ever = always = torch.zeros(0, dtype=torch.bool)  # all layers as one vector
     for step, masks in snapshots:
         shapes = shapes or {name: mask.shape for name, mask in masks.items()}
@@ -49,7 +49,7 @@ def masks_over_time(snapshots: Iterable[tuple[int, Mapping[str, Tensor]]]) -> Ma
         if not steps:
             ever = always = mask
         elif step < steps[-1]:
-            raise ValueError(f"snapshots must be in the order of their steps, got {step} after {steps[-1]}")
+            raise ValueError(f"snapshots must be ordered by step, got {step} after {steps[-1]}")
         else:
             ever, always = ever | mask, always & mask
             both.append(_count(mask & previous, shapes))
@@ -82,9 +82,9 @@ def masks_over_time(snapshots: Iterable[tuple[int, Mapping[str, Tensor]]]) -> Ma
 
 def _flat(step: int, masks: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> Tensor:
     if not sum(shape.numel() for shape in shapes.values()):
-        raise ValueError("the first snapshot holds no masks: opt.masks is empty before the mask's first use")
+        raise ValueError("the first snapshot holds no masks: opt.masks is empty until the mask is first used")
     if {name: mask.shape for name, mask in masks.items()} != shapes:
-        raise ValueError(f"the snapshot of step {step} has other names or shapes than the first")
+        raise ValueError(f"the snapshot of step {step} has different names or shapes than the first")
     if any(mask.dtype != torch.bool for mask in masks.values()):
         raise ValueError(f"the masks of step {step} must be bool tensors; use mask.bool()")
     return torch.cat([masks[name].detach().reshape(-1).cpu() for name in shapes])
@@ -96,6 +96,6 @@ def _count(mask: Tensor, shapes: Mapping[str, torch.Size]) -> Array:
 
 
 def _ratio(part: Array, whole: Array) -> Array:
-    """NaN where the whole is 0."""
+    """Returns part / whole, NaN where the whole is 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.asarray(np.where(whole > 0, part / whole, np.nan))

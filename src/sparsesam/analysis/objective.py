@@ -1,4 +1,4 @@
-"""What every analysis measures: a model, its loss, and a fixed list of batches."""
+"""The objective that every analysis measures: a model, its loss, and a fixed list of batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ParameterFilter = Callable[[str], bool] | Iterable[str] | str | None
 
 @dataclass(frozen=True)
 class ObjectiveSummary(AnalysisResult):
-    """What a result was measured on, as part of it."""
+    """The data and options a result was measured with; part of the result."""
 
     batches: int
     samples: int
@@ -41,17 +41,17 @@ class Objective:
 
         f(w) = sum_b n_b * loss(w; batch_b) / sum_b n_b
 
-    Give ``loss_fn(output, target)`` for batches (inputs, targets), inputs being a tensor, a tuple of positional or
+    Give ``loss_fn(output, target)`` for batches (inputs, targets), where inputs are a tensor, a tuple of positional or
     a dictionary of keyword arguments; or ``model_loss(model, batch)`` for batches of any structure. n_b is the
-    number of samples of a batch, which makes f the mean over all samples where the loss is a batch's mean.
+    number of samples of a batch, so f is the mean over all samples if the loss is a batch mean.
 
     The model is measured in evaluation mode, and everything is restored afterwards: modes, weights, buffers, gradients,
-    random states. ``statistics`` says where normalization layers take theirs from: "frozen" are the running ones;
-    "recomputed" are averaged over the batches at each point, at twice the cost; "batch" are each batch's own, as in
+    RNG states. ``statistics`` selects the statistics of normalization layers: "frozen" uses the running statistics;
+    "recomputed" averages them over the batches at each point, at twice the cost; "batch" uses each batch's own, as in
     training.
 
-    A loss that differs between two evaluations is refused. ``allow_random=True`` accepts it and gives every
-    evaluation the same random numbers: what is measured then is one draw of it.
+    A loss that differs between two evaluations is rejected. ``allow_random=True`` accepts it and uses the same random
+    numbers in every evaluation, so it measures a single draw of the loss.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Objective:
         self._device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
     def summary(self) -> ObjectiveSummary:
-        """What a result was measured on."""
+        """Returns the data and options that results are measured with."""
         return ObjectiveSummary(
             batches=len(self.batches),
             samples=self.samples,
@@ -88,19 +88,19 @@ class Objective:
         )
 
     def batch_loss(self, index: int) -> Tensor:
-        """The loss of one batch, differentiable; call inside `measuring`."""
+        """Returns the differentiable loss of one batch; call inside `measuring`."""
         if self.allow_random:
             torch.manual_seed(index)  # each batch has its own draw, the same at every evaluation
         return self.problem.sample_loss(self.model, to_device(self.batches[index], self._device), draw=False)
 
     @torch.no_grad()
     def loss(self) -> float:
-        """The loss f at the current weights; call inside `measuring`. May be infinite or NaN."""
+        """Returns the loss f at the current weights, possibly infinite or NaN; call inside `measuring`."""
         self.recompute_statistics()
         return sum(weight * float(self.batch_loss(index)) for index, weight in enumerate(self.weights))
 
     def gradient(self, parameters: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
-        """The loss f and its gradient in the parameters' dtype, zeros where it does not depend on them."""
+        """Returns the loss f and its gradient in the parameters' dtype, zeros for parameters it does not depend on."""
         self.recompute_statistics()
         total, sums = 0.0, [torch.zeros_like(p) for p in parameters]
         for index, weight in enumerate(self.weights):
@@ -132,7 +132,7 @@ class Objective:
 
     @contextmanager
     def measuring(self, parameters: Iterable[Tensor] = ()) -> Iterator[None]:
-        """Put the model into the mode of measurement, with gradients for ``parameters`` only; restore it on exit."""
+        """Prepare the model for measuring, with gradients for ``parameters`` only; restore it on exit."""
         with ExitStack() as stack:
             # Fused attention has no second derivative, and rounds differently without gradients.
             stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
@@ -153,23 +153,23 @@ class Objective:
             first, again = float(self.batch_loss(0)), float(self.batch_loss(0))
         if not math.isfinite(first):
             raise ValueError(
-                f"the loss of the first batch is {first}; it must be finite at the model's own weights: "
+                f"the loss of the first batch is {first}; it must be finite at the model's current weights: "
                 "check the checkpoint, the inputs and their normalization"
             )
-        # Reductions on a GPU may differ in the last digits; dropout differs in the first ones.
+        # GPU reductions may differ in the last digits; dropout differs in the first ones.
         if not (self.allow_random or math.isclose(first, again, rel_tol=1e-5, abs_tol=1e-8)):
             raise ValueError(
                 f"the loss is not deterministic: two evaluations of the first batch gave {first:.6g} and {again:.6g}; "
-                "switch dropout and other noise off (functional dropout needs training=self.training), "
-                "or pass allow_random=True (--allow-random) to measure one draw of it"
+                "disable dropout and other noise (functional dropout needs training=self.training), "
+                "or pass allow_random=True (--allow-random) to measure one random draw"
             )
 
 
 def select_parameters(model: nn.Module, parameters: ParameterFilter = None) -> dict[str, nn.Parameter]:
-    """The floating-point parameters to analyze, by name.
+    """Returns the floating-point parameters to analyze, by name.
 
-    None takes those that are trained (``requires_grad``); name patterns such as "layer4.*,fc.*", or a function of the
-    name, choose among all, frozen ones included.
+    None selects the trained ones (``requires_grad``); name patterns such as "layer4.*,fc.*", or a function of the
+    name, select among all, frozen ones included.
     """
     every = {name: p for name, p in unwrap(model).named_parameters() if p.is_floating_point()}
     if parameters is None:
@@ -181,14 +181,14 @@ def select_parameters(model: nn.Module, parameters: ParameterFilter = None) -> d
         chosen = {name: p for name, p in every.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
     if not chosen:
         raise ValueError(
-            f"parameters chooses none of the model's {len(every)} floating-point parameters (None chooses those with "
-            f"requires_grad); names are such as {', '.join(list(every)[:3]) or '(none)'}"
+            f"parameters selects none of the model's {len(every)} floating-point parameters (None selects those with "
+            f"requires_grad); examples of names: {', '.join(list(every)[:3]) or '(none)'}"
         )
     return chosen
 
 
 def check_masks(masks: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One bool mask for each parameter, on its device; a parameter without one is outside the mask."""
+    """Returns one bool mask for each parameter, on its device: all False for parameters without a mask."""
     check_like_parameters("masks", masks, parameters)
     for name, mask in masks.items():
         if mask.dtype != torch.bool:
@@ -210,22 +210,22 @@ def check_state(model: nn.Module, state: Mapping[str, Any], name: str = "state d
     ]
     problems = [
         f"{what} {', '.join(found[:3])}" + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-        for what, found in (("lacks", missing), ("has unknown", unknown), ("has other shapes,", shapes))
+        for what, found in (("lacks", missing), ("has unknown", unknown), ("has different shapes,", shapes))
         if found
     ]
     if problems:
         raise ValueError(
             f"{name} does not fit {type(model).__name__}: it {'; it '.join(problems)}; "
-            "give the model's own state_dict(), without an optimizer's or a wrapper's prefix"
+            "give the model's own state_dict(), without the prefix of an optimizer or a wrapper"
         )
 
 
 @contextmanager
 def moving(tensors: Sequence[Tensor]) -> Iterator[Callable[..., None]]:
-    """Yield ``move((direction, distance), ...)``, which sets the tensors to their own values + distance * direction.
+    """Yield ``move((direction, distance), ...)``, which sets the tensors to original values + distance * direction.
 
-    A direction has a tensor, or None, for each. On exit the tensors are restored bit for bit, also after exceptions; an
-    interruption (Ctrl-C) is raised only after that.
+    A direction has a tensor or None for each of them. On exit the tensors are restored bit for bit, also after
+    exceptions; KeyboardInterrupt (Ctrl-C) is raised only after that.
     """
     own = [tensor.detach().clone() for tensor in tensors]
 
@@ -242,13 +242,13 @@ def moving(tensors: Sequence[Tensor]) -> Iterator[Callable[..., None]]:
     finally:
         try:
             move()
-        except BaseException:  # Ctrl-C on the way
+        except BaseException:  # Ctrl-C during the restore
             move()
             raise
 
 
 def norm(tensors: Iterable[Tensor]) -> float:
-    """The Euclidean norm of all tensors together, in float64."""
+    """Returns the Euclidean norm of all tensors together, in float64."""
     return math.sqrt(sum(float(tensor.detach().double().square().sum()) for tensor in tensors))
 
 

@@ -1,4 +1,4 @@
-"""Results of analyses: dataclasses that can be written as JSON and read again with their types."""
+"""Results of analyses: dataclasses that can be written as JSON and read back with their types."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Self = TypeVar("Self", bound="AnalysisResult")
 
 
 class AnalysisResult:
-    """Base of the result dataclasses. In JSON, which has neither NaN nor infinity, both become null."""
+    """Base class of the result dataclasses. NaN and infinity become null, as JSON has neither."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as numbers, strings, lists and dictionaries, and ``"analysis"``, the class's name."""
+        """Returns the fields as numbers, strings, lists and dictionaries, and the class name as ``"analysis"``."""
         shown = {name: _plain(getattr(self, name)) for name in _stored_fields(type(self))}
         return {"analysis": type(self).__name__, **shown}
 
     @classmethod
     def from_dict(cls: type[Self], content: Mapping[str, Any]) -> Self:
-        """What `to_dict` wrote, with its types; null numbers become NaN. ValueError names the field that is wrong."""
+        """Returns the result that `to_dict` wrote; null numbers become NaN. ValueError names the invalid field."""
         if not isinstance(content, Mapping):
             raise ValueError(f"{cls.__name__} must be an object, got {type(content).__name__}")
         values = {}
@@ -38,20 +38,20 @@ class AnalysisResult:
         return cls(**values)
 
     def remarks(self) -> list[str]:
-        """Every note of this result and of those within it, once, in order."""
+        """Returns the notes of this result and of nested results, in order and without duplicates."""
         values = [getattr(self, name) for name in _stored_fields(type(self))]
         inner = [note for value in values if isinstance(value, AnalysisResult) for note in value.remarks()]
         return list(dict.fromkeys([*getattr(self, "notes", []), *inner]))
 
 
 def _stored_fields(kind: type[Any]) -> dict[str, Any]:
-    """Names and types of the fields that are part of the JSON."""
+    """Returns names and types of the fields that are part of the JSON."""
     hints = typing.get_type_hints(kind)
     return {one.name: hints[one.name] for one in dataclasses.fields(kind) if one.metadata.get("stored", True)}
 
 
 def _plain(value: Any) -> Any:
-    """The same value made of what JSON knows."""
+    """Convert a value to JSON types."""
     if isinstance(value, AnalysisResult):
         return value.to_dict()
     if isinstance(value, (np.ndarray, np.generic, Tensor)):
@@ -63,7 +63,7 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-#: What JSON has for a type that is written in another one, and what a message calls it.
+#: The JSON types that represent a Python type, and their name in messages.
 _IN_JSON: dict[Any, tuple[Any, str]] = {
     float: ((int, float), "a number"),
     np.ndarray: (list, "a list of numbers"),

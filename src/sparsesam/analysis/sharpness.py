@@ -1,4 +1,4 @@
-"""Sharpness as SAM means it: how far the loss rises within a ball of radius rho around the weights."""
+"""Sharpness as SAM defines it: the largest increase of the loss within a ball of radius rho around the weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sparsesam.masks.checks import check_count
 class Sharpness(AnalysisResult):
     """``increase`` = max_{||e|| <= rho} f(w + m ⊙ e) - f(w), as found by gradient ascent: a lower bound.
 
-    ``one_step`` is the increase by SAM's own single step. ``path`` holds the best loss after each evaluation.
+    ``one_step`` is the increase after SAM's own single step. ``path`` holds the highest loss after each evaluation.
     """
 
     rho: float
@@ -51,13 +51,13 @@ def sharpness(
     parameters: ParameterFilter = None,
     seed: int = 0,
 ) -> Sharpness:
-    """Projected gradient ascent of ``steps`` gradients, begun with SAM's step and kept at its best point:
+    """Projected gradient ascent with ``steps`` gradients; starts with SAM's step and continues from its best point:
 
         e <- P(e + a * m ⊙ g(w + e) / ||m ⊙ g(w + e)||),    P the projection onto ||e|| <= rho
 
-    a is rho at first and is halved whenever the loss did not rise. At a critical point the first step is random, by
-    ``seed``. With ``masks`` only their weights move, over the whole radius (``norm="masked"``); SSAM's paper
-    form takes the shorter step rho * ||m ⊙ g|| / ||g||, which the ball contains.
+    a is rho at first and is halved whenever the loss did not rise. At a critical point the first step is random,
+    drawn from ``seed``. With ``masks`` only their weights move, over the whole radius (``norm="masked"``); the paper's
+    form of SSAM takes the shorter step rho * ||m ⊙ g|| / ||g||, which is inside the ball.
     """
     if not 0 < rho < math.inf:
         raise ValueError(f"rho must be positive and finite, got {rho}")
@@ -67,7 +67,7 @@ def sharpness(
     kept = None if masks is None else list(check_masks(masks, chosen).values())
     perturbed = sum(t.numel() for t in tensors) if kept is None else sum(int(mask.sum()) for mask in kept)
     if perturbed == 0:
-        raise ValueError("masks keep no weight, so nothing can be perturbed; at least one is needed")
+        raise ValueError("masks keep no weight, so nothing can be perturbed; at least one weight is needed")
 
     def direction_of(vector: list[Tensor]) -> list[Tensor] | None:
         if kept is not None:
@@ -94,7 +94,7 @@ def sharpness(
                 e, highest, direction = trial, value, direction_of(gradient)
             else:
                 stride /= 2
-    notes = ["found by gradient ascent: a lower bound of the true maximum"]
+    notes = ["found by gradient ascent: a lower bound on the true maximum"]
     path = list(itertools.accumulate((loss, *filter(math.isfinite, values)), max))
     max_loss = path[-1]
     if not math.isfinite(values[-1]):

@@ -1,4 +1,4 @@
-"""The generalization bound of theorem 3, evaluated for a trained model with every term shown."""
+"""The generalization bound of theorem 3, evaluated term by term for a trained model."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class GeneralizationBound(ComplexityTerms):
         confidence_term = 4 log(n / delta)
         remainder       = 8 log(6n + 3k), the paper's O(1) as its proof has it
 
-    ``vacuous``: a uniform prediction does as well, because the bound is at least ``threshold``, 1 for a loss within
-    [0, 1] or log C for the cross-entropy of C classes.
+    ``vacuous``: the bound is at least ``threshold``, so a uniform prediction does as well. ``threshold`` is 1 for a
+    loss within [0, 1] and log C for the cross-entropy of C classes.
     """
 
     bound: float
@@ -53,22 +53,22 @@ class GeneralizationBound(ComplexityTerms):
     notes: list[str]
 
 
-#: What holds of every bound of this kind.
+#: Notes that apply to every such bound.
 CAVEATS = (
     "the theorem assumes a loss within [0, 1]; for cross-entropy, which is not bounded, the bound is a heuristic",
-    "the maximum is found by gradient ascent and may be too small, and the bound with it",
+    "the maximum is found by gradient ascent and may be too small, which makes the bound too small",
     "the theorem assumes that Gaussian noise on the masked weights does not lower the test loss; this is not checked",
 )
 
 
 def complexity_terms(*, squared_norm: float, k: int, n: int, delta: float, rho: float) -> ComplexityTerms:
-    """The terms of theorem 3 for k weights of squared norm ||w||² and n samples."""
-    check_count("n", n, "it is the number of training samples", least=2)
-    check_count("k", k, "it is the number of weights")
+    """Compute the terms of theorem 3 for k weights of squared norm ||w||² and n samples."""
+    check_count("n", n, "n is the number of training samples", least=2)
+    check_count("k", k, "k is the number of weights")
     if not 0 < delta < 1:
         raise ValueError(f"delta must be in (0, 1), got {delta}; the bound holds with probability 1 - delta")
     if not rho > 0:
-        raise ValueError(f"rho must be positive, got {rho}; the theorem has no meaning at 0")
+        raise ValueError(f"rho must be positive, got {rho}; the bound is not defined at 0")
     dimension = k * math.log1p(squared_norm / rho**2 * (1 + math.sqrt(math.log(n) / k)) ** 2)
     confidence = 4 * math.log(n / delta)
     remainder = 8 * math.log(6 * n + 3 * k)
@@ -89,11 +89,11 @@ def generalization_bound(
 ) -> GeneralizationBound:
     """Evaluate theorem 3 at the model's weights.
 
-    ``n`` is the size of the training set; by default the objective's samples are taken for it. ``classes`` gives
+    ``n`` is the size of the training set, by default the number of samples of the objective. ``classes`` gives
     log C to compare the cross-entropy with; without it the loss is assumed to be in [0, 1].
     """
     if classes is not None:
-        check_count("classes", classes, "one class leaves nothing to predict", least=2)
+        check_count("classes", classes, "with one class there is nothing to predict", least=2)
     chosen = select_parameters(objective.model, parameters)
     n = objective.samples if n is None else n
     squared_norm = norm(chosen.values()) ** 2
@@ -109,15 +109,15 @@ def generalization_bound(
     notes = [f"{verdict} {threshold:.4g} ({guess})"]
     if vacuous and not terms.complexity < threshold:
         notes.append(
-            f"the complexity term alone is {terms.complexity:.4g}: with {k} weights and {n} samples no training loss, "
-            "not even 0, would make the bound informative"
+            f"the complexity term alone is {terms.complexity:.4g}: with {k} weights and {n} samples the bound is "
+            "vacuous even at a training loss of 0"
         )
-    # exp(4n / k) overflows for small models with much data, where the case never occurs.
+    # exp(4n / k) overflows for small models with much data, where this case never occurs.
     if 4 * n / k < 700 and squared_norm > rho**2 * math.expm1(4 * n / k):
         notes.append("||w||² > rho² (exp(4n/k) - 1): the case that the proof excludes because the bound exceeds 1")
     notes += CAVEATS
     if objective.samples < n:
-        notes.append(f"the training loss is that of {objective.samples} of the {n} samples")
+        notes.append(f"the training loss is measured on {objective.samples} of the {n} samples")
     return GeneralizationBound(
         **dataclasses.asdict(terms),
         bound=bound,

@@ -1,1 +1,1 @@
-"""The optimizers inside other people's trainers. Each module needs the package it is named after."""
+"""Support for third-party trainers. Each module needs the package it is named after."""

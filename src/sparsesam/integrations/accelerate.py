@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class AccumulatedPasses:
-    """Both passes over the micro-batches of a step, in a loop with ``accelerator.accumulate``.
+    """Runs both passes over the micro-batches of a step, in a loop with ``accelerator.accumulate``.
 
         passes = AccumulatedPasses(accelerator, model, opt)
         for x, y in loader:
@@ -26,9 +26,9 @@ class AccumulatedPasses:
                 prepared.step()
                 prepared.zero_grad()
 
-    ``model`` and ``prepared`` are what ``accelerator.prepare`` returned, ``opt`` is the optimizer itself. In the last
-    micro-batch of a step all of them run again at w + e, with the random numbers of the first time, so what the
-    functions refer to must not change in between.
+    ``model`` and ``prepared`` are returned by ``accelerator.prepare``; ``opt`` is the optimizer itself. At the last
+    micro-batch of a step, all micro-batches run again at w + e with the random numbers of the first pass, so the
+    variables that the functions use must not change in between.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: SharpnessAware) -> None:
@@ -37,7 +37,7 @@ class AccumulatedPasses:
         self._micro_batches: list[tuple[Callable[[], Tensor], RNGSnapshot]] = []
 
     def __call__(self, compute_loss: Callable[[], Tensor]) -> Tensor:
-        """Run one micro-batch; returns its loss at w (at w + e in steps that have only that pass)."""
+        """Run one micro-batch and return its loss at w, or at w + e in steps without a first pass."""
 
         def forward_backward() -> Tensor:
             loss = compute_loss()
@@ -48,7 +48,7 @@ class AccumulatedPasses:
         return here if here is not None else there[-1] if there else torch.zeros(())
 
     def run(self, forward_backward: Callable[[], Tensor]) -> tuple[Tensor | None, list[Tensor]]:
-        """The loss of this micro-batch at w, if there is such a pass; those of all at w + e, if it is the last."""
+        """Return the loss of this micro-batch at w (None without a first pass) and, at the last one, all at w + e."""
         self._micro_batches.append((forward_backward, self._rng.read()))
         here, there = None, []
         needs_first_pass = self._optimizer.needs_first_pass

@@ -1,4 +1,4 @@
-"""Packages that are installed by extras."""
+"""Imports of optional packages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def required_by(purpose: str, packages: str) -> Iterator[None]:
-    """For imports of optional packages in the block: the error says what needs them and how to install them."""
+    """Make a failed import in the block say what needs the package and how to install it."""
     try:
         yield
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: it runs one backward pass and calls ``optimizer.step()``; here it runs two."""
+"""Hugging Face's Trainer, extended from one forward-backward pass per step to two."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ with required_by("sparsesam.integrations.hugging_face", '"sparsesam[huggingface]
 
 
 class SharpnessAwareTrainer(Trainer):
-    """A Trainer for ``SAM`` and ``SSAM``; to add it to another trainer, ``class Mine(SharpnessAwareTrainer, Other)``.
+    """A Trainer for ``SAM`` and ``SSAM``; combine it with another one as ``class Mine(SharpnessAwareTrainer, Other)``.
 
-    Once the gradient of all micro-batches of a step is there, they run again at w + e, with the random numbers of
-    the first time. Logged losses are those at w, gradient norms those at w + e; rho, sparsity and counters are logged
-    with them.
+    After the gradients of all micro-batches of a step are accumulated, the micro-batches run again at w + e with the
+    random numbers of the first pass. Losses are logged at w, gradient norms at w + e; rho, sparsity and counters are
+    logged too.
     """
 
     _passes: AccumulatedPasses | None = None
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Called at the beginning of a step."""
+        """Called at the start of each step."""
         self._passes = None
         return super().get_batch_samples(*args, **kwargs)
 
@@ -39,7 +39,7 @@ class SharpnessAwareTrainer(Trainer):
         return here if here is not None else sum(there, torch.zeros((), device=self.args.device))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Adds `step_metrics` to whatever is logged during training, for every reporter."""
+        """Add `step_metrics` to the training logs, for every reporter."""
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         if "loss" in logs and isinstance(optimizer, SharpnessAware):
             logs = {**logs, **step_metrics(optimizer)}

@@ -1,4 +1,4 @@
-"""Lightning's Trainer calls ``optimizer.step(closure)`` and needs nothing from here, except for
+"""Lightning's Trainer calls ``optimizer.step(closure)``, so plain training works without this module. It is needed for
 
 - ``accumulate_grad_batches``: the callback `AccumulatedAscent`;
 - ``precision="16-mixed"``: the plugin `SharpnessAwareMixedPrecision`;
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningModule, Trainer
     from pytorch_lightning.plugins import MixedPrecision
 else:
-    # Both may be installed, and their classes are not each other's: the one that is imported already is in use.
+    # Both packages may be installed, with separate classes; prefer the one that is already imported.
     _names = ("lightning.pytorch", "pytorch_lightning")
     try:
         _lightning = import_module(next((name for name in _names if name in sys.modules), _names[0]))
@@ -40,25 +40,25 @@ else:
 
 
 class AccumulatedAscent(Callback):
-    """The second pass of ``Trainer(accumulate_grad_batches=n)`` sees all n batches, as the first does.
+    """Runs the second pass of ``Trainer(accumulate_grad_batches=n)`` over all n batches, like the first.
 
-    Lightning hands the optimizer a closure of the last batch only; the gradients of those before it are already
-    there. That is enough for the ascent, but the gradient at w + e would be that of one batch, divided by n. So in
-    the second pass the other batches run again, with the random numbers they had before. Without this callback such
-    a closure is refused.
+    Lightning's closure runs the last batch only; the gradients of the earlier batches are already accumulated. That
+    is enough for the ascent, but the gradient at w + e would be that of one batch, divided by n. This callback
+    reruns the other batches in the second pass, with their original random numbers. Without it, the optimizer
+    rejects such a closure.
 
-    In a step of one pass at w + e, the gradients of the batches before the last at w would be of no use: only their
-    forward runs at w, for what ``training_step`` logs, and leaves normalization statistics as they are.
+    In steps with a single pass at w + e, gradients at w are not needed: batches before the last run only their
+    forward at w, for what ``training_step`` logs, and normalization statistics are left unchanged.
     """
 
     def __init__(self) -> None:
         self._batches: list[tuple[tuple[Any, ...], RNGSnapshot]] = []
         self._outside: OutsideGradients | None = None
-        self._statistics: Snapshot | None = None  # during a batch that runs forward only
+        self._statistics: Snapshot | None = None  # set during a forward-only batch
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         optimizer = _sharpness_aware(trainer)
-        # The averaging of weights (SWA) ends with an epoch without backward passes.
+        # Stochastic weight averaging (SWA) ends with an epoch without backward passes.
         optimizer.closure_accumulates = not trainer.fit_loop._skip_backward
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._batches, self._outside = [], OutsideGradients(pl_module, optimizer.base)
@@ -84,12 +84,12 @@ class AccumulatedAscent(Callback):
             self._start_second_pass()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Called after each pass over the last batch, and before clipping."""
+        """Called after each pass over the last batch, before clipping."""
         if isinstance(optimizer, SharpnessAware) and optimizer.is_perturbed:
             self.run_others_again(trainer, pl_module, optimizer)
 
     def run_others_again(self, trainer: Trainer, pl_module: LightningModule, optimizer: SharpnessAware) -> None:
-        """The batches of this step before the last, at w + e; they run once."""
+        """Run the batches of this step before the last at w + e; further calls in this step do nothing."""
         self._start_second_pass()
         if optimizer._step is not None:
             optimizer._step.repeats = True
@@ -109,17 +109,17 @@ class AccumulatedAscent(Callback):
         rng.write(now)
 
     def _start_second_pass(self) -> None:
-        """Trainable parameters outside of the optimizer keep the gradients of the second pass alone."""
+        """Discard first-pass gradients of parameters outside the optimizer; those of the second pass remain."""
         if self._outside is not None:
             self._outside.restore()
             self._outside = None
 
 
 class SharpnessAwareMixedPrecision(MixedPrecision):
-    """fp16 with a GradScaler, ``Trainer(plugins=[SharpnessAwareMixedPrecision("16-mixed", "cuda")])``.
+    """fp16 with a GradScaler: ``Trainer(plugins=[SharpnessAwareMixedPrecision("16-mixed", "cuda")])``.
 
-    Lightning's own plugin runs the closure once and calls ``step()`` without it. Here both passes run, and the gradient
-    at w + e is unscaled, clipped and stepped with. The ascent does not depend on the scale of its gradient.
+    Lightning's own plugin runs the closure once and calls ``step()`` without it. This plugin runs both passes, then
+    unscales, clips and applies the gradient at w + e. The ascent does not depend on the scale of its gradient.
     """
 
     def optimizer_step(  # type: ignore[override]
@@ -138,7 +138,7 @@ class SharpnessAwareMixedPrecision(MixedPrecision):
             return result
 
         def unscale_clip_step(optimizer: SharpnessAware) -> None:
-            """Called with the gradient at w + e, unless the step is left out."""
+            """Called with the gradient at w + e, unless the step is skipped."""
             scaler.unscale_(optimizer)
             self._after_closure(model, optimizer)
             scaler.step(optimizer)
@@ -149,16 +149,16 @@ class SharpnessAwareMixedPrecision(MixedPrecision):
 
 
 class SharpnessAwareMonitor(Callback):
-    """Logs `step_metrics`, and the norm of the gradient at w + e before clipping, to the loggers of the Trainer.
+    """Logs `step_metrics` and the norm of the gradient at w + e, before clipping, to the Trainer's loggers.
 
-    The norm is measured in the steps that ``log_every_n_steps`` logs.
+    The norm is computed only in steps logged by ``log_every_n_steps``.
     """
 
     def __init__(self) -> None:
         self._gradient_norm: float | None = None
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Called after each pass, or once a step by `SharpnessAwareMixedPrecision`."""
+        """Called after each pass, or once per step by `SharpnessAwareMixedPrecision`."""
         opt = _sharpness_aware(trainer)
         is_last = opt.is_perturbed or not opt.needs_first_pass
         is_last = is_last or isinstance(trainer.precision_plugin, SharpnessAwareMixedPrecision)

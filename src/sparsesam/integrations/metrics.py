@@ -1,4 +1,4 @@
-"""Numbers about the last step, for any logger: ``wandb.log(step_metrics(opt))``."""
+"""Metrics of the last step, for any logger: ``wandb.log(step_metrics(opt))``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from sparsesam.step.sharpness_aware import SharpnessAware
 
 
 def step_metrics(optimizer: SharpnessAware) -> dict[str, float]:
-    """Radius, sparsity, gradient norm of the last ascent, and counters; what is not known yet is left out.
+    """Returns radius, sparsity, gradient norm of the last ascent, and counters; omits values not known yet.
 
-    ``sam/rho`` is that of the first parameter group, others follow as ``sam/rho/1``, … With a GradScaler,
-    ``sam/ascent_norm`` is that of the scaled loss.
+    ``sam/rho`` is the radius of the first parameter group; further groups are ``sam/rho/1``, … With a GradScaler,
+    ``sam/ascent_norm`` is the gradient norm of the scaled loss.
     """
     found: dict[str, float | None] = {
         "sam/sparsity": optimizer.sparsity,
@@ -29,7 +29,7 @@ def step_metrics(optimizer: SharpnessAware) -> dict[str, float]:
 
 @torch.no_grad()
 def gradient_norm(optimizer: SharpnessAware) -> float:
-    """The norm of the gradients that are there now: after ``perturbed()``, those at w + e."""
+    """Returns the norm of the current gradients: after ``perturbed()``, those at w + e."""
     dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients_of(optimizer.base)]
     if not dense:
         return 0.0

@@ -12,7 +12,7 @@ _NEEDS = "pip install 'sparsesam[experiment]'"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0 done, 1 stopped, 2 bad usage, 130 interrupted."""
+    """Run a subcommand and return the exit code: 0 done, 1 stopped by an error, 2 bad usage, 130 interrupted."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     command, rest = given[0] if given else "", given[1:]
     if command in ("", "-h", "--help"):
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from sparsesam.lab.experiment.errors import Interrupted, RunError
         from sparsesam.lab.names import nearest
     except ImportError as error:
-        if command == "doctor":  # it says what is missing
+        if command == "doctor":  # it works without these packages and reports what is missing
             find(command).run()
             return 0
         return _say(f"the command line needs {error.name}: {_NEEDS}", 2)
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             module.check(rest)
         try:
             options = parser.parse_args(rest)
-        except SystemExit as error:  # the parser has printed its help, or what is wrong
+        except SystemExit as error:  # the parser has already printed its help or an error
             return int(error.code or 0)
         module.run(options)
         return 0
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _usage() -> str:
     width = max(map(len, COMMANDS))
     lines = "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
-    start, end = "Sparse sharpness-aware training.", "COMMAND --help lists its options."
+    start, end = "Sparse sharpness-aware training.", "`sparsesam COMMAND --help` lists the options of a command."
     return f"usage: sparsesam COMMAND …\n\n{start}\n\n{lines}\n\n{end}"
 
 

@@ -1,4 +1,4 @@
-"""Names: suggestions for misspelt ones, and the user's own functions, ``module:function``."""
+"""Suggestions for misspelled names, and lookup of the user's own functions, ``module:function``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 def nearest(name: str, known: Iterable[str], *, otherwise: str = "--help lists all") -> str:
-    """A sentence with the names that were probably meant, or ``otherwise`` if none is similar.
+    """Returns "did you mean …?" with the most similar names, or ``otherwise`` if none is similar.
 
-    Similar are names with few different letters (``optimiser``), those that begin alike (``clip-grad`` and
-    ``clip-grad-norm``), and initials (``learning-rate`` and ``lr``).
+    Names are similar if few letters differ (``optimiser``), if one is a prefix of the other (``clip-grad`` and
+    ``clip-grad-norm``), or if one is the initials of the other (``learning-rate`` and ``lr``).
     """
     scores = {one: _similarity(name.lower().replace("_", "-"), one.lower().replace("_", "-")) for one in known}
     best = max(scores.values(), default=0.0)
@@ -33,20 +33,20 @@ def _similarity(name: str, known: str) -> float:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """To be appended to a message: the names that were probably meant, or nothing."""
+    """Returns text to append to a message: the most similar names, or nothing."""
     meant = nearest(name, known, otherwise="")
     return meant and f"; {meant}"
 
 
 def check_names(given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse a setting that does not exist."""
+    """Raise ValueError for a setting that does not exist."""
     for name in given:
         if name not in known:
             raise ValueError(f"unknown option {name!r}; {nearest(name, known)}")
 
 
 def look_up(setting: str, name: str, known: Mapping[str, T], *, others: str) -> T:
-    """``known[name]``, in any case, with hyphens or underscores; ``others`` are further values that are understood."""
+    """Returns ``known[name]``, ignoring case and hyphen versus underscore; ``others`` names further accepted values."""
     key = name.lower().replace("_", "-")
     if key not in known:
         values = f"{', '.join(known)}, {others} or a module:function"
@@ -55,13 +55,13 @@ def look_up(setting: str, name: str, known: Mapping[str, T], *, others: str) -> 
 
 
 def accepted(function: Callable[..., Any], options: Mapping[str, T]) -> dict[str, T]:
-    """The options that the function has parameters for."""
+    """Returns the options that the function has parameters for."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in options.items() if name in parameters}
 
 
 def find_function(setting: str, name: str) -> Callable[..., Any]:
-    """The function that ``name``, the value of ``setting`` ("model" or "dataset"), stands for."""
+    """Import the function ``name``, "module:function", which is the value of ``setting`` ("model" or "dataset")."""
     try:
         function = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -75,7 +75,7 @@ def find_function(setting: str, name: str) -> Callable[..., Any]:
 
 
 def call_function(setting: str, name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """The function's result; what it raises becomes a ValueError of one line, with the original as its cause."""
+    """Call the function; its exceptions become a one-line ValueError with the original as cause."""
     try:
         return function(*args, **options)
     except Exception as error:

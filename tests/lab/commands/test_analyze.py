@@ -235,7 +235,7 @@ def test_an_interrupted_landscape_goes_on(runs, monkeypatch, capsys):
 
     monkeypatch.setattr(module, "loss_landscape", stopping(10))
     assert analyze(*words) == 130
-    assert "the same command continues" in capsys.readouterr().err
+    assert "run the same command to continue" in capsys.readouterr().err
     monkeypatch.setattr(module, "loss_landscape", stopping(None))
     assert analyze(*words) == 0
     assert evaluated == list(range(1, 37))
@@ -315,7 +315,7 @@ def test_landscapes_of_different_models_are_not_put_together(runs, tmp_path, cap
     train(tmp_path, model=f"{NETWORKS}:normalized", max_steps=1)
     code, line = refused(capsys, "landscape", runs / "sgd", tmp_path)
     assert code == 2
-    assert "runs must be of one model" in line
+    assert "runs must have the same model" in line
     assert "--between needs two runs, got 1" in refused(capsys, "landscape", tmp_path, "--between")[1]
 
 
@@ -323,7 +323,7 @@ def test_bad_values_are_told_before_anything_is_measured(runs, capsys):
     assert "plot must end in .png" in refused(capsys, "gradients", runs / "sgd", "--plot", "a.gif")[1]
     assert "samples must be at least 1, or null, got 0" in refused(capsys, "gradients", runs / "sgd", "--samples", 0)[1]
     assert (
-        "parameters chooses none of the model's 2 floating-point parameters"
+        "parameters selects none of the model's 2 floating-point parameters"
         in refused(capsys, "hessian", runs / "sgd", "--layers", "encoder.*")[1]
     )
     assert "split must be train" in refused(capsys, "bound", runs / "sgd", "--split", "test")[1]

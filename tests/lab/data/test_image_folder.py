@@ -125,7 +125,7 @@ def test_an_empty_class_is_named(root):
 
 def test_without_test_images_says_so(root):
     (root / "val").rename(root / "elsewhere")
-    with pytest.raises(DataError, match="expected train and val"):
+    with pytest.raises(DataError, match="expected subfolders train and val"):
         load_dataset("imagenet", root)
 
 

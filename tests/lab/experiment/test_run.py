@@ -120,7 +120,7 @@ def test_a_loss_that_is_not_finite_stops_with_the_last_good_state_and_a_hint(tmp
     config = RunDirectory(tmp_path / "later").config
     config.write_text(config.read_text().replace("\nlr: 0.05\n", "\nlr: 1.0e+30\n"))
     before = (tmp_path / "later" / "last.pt").read_bytes()
-    with pytest.raises(DivergedError, match=r"the last good state is in .*last\.pt"):
+    with pytest.raises(DivergedError, match=r"the last good checkpoint is .*last\.pt"):
         train(tmp_path / "later", resume=True, lr=1e30)
     assert (tmp_path / "later" / "last.pt").read_bytes() == before
 

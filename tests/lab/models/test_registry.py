@@ -73,7 +73,7 @@ def test_a_function_that_is_not_there_is_said(name):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("without_classes", "must take num_classes, .*it takes width"),
+        ("without_classes", "must accept num_classes, .*it accepts width"),
         ("failing", "raised RuntimeError: no memory in two lines$"),
         ("no_model", r"must return a torch\.nn\.Module, got int"),
         ("SMALL", "must be a function, got list"),

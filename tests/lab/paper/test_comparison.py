@@ -31,13 +31,13 @@ def test_what_was_overridden_and_what_the_laptop_changes_is_said(tmp_path):
 def test_rows_that_the_seeds_cannot_tell_apart_are_named(tmp_path):
     (sentence,) = [one for one in compared(tmp_path, SEEDS | APART | ALIKE).sentences() if one.startswith("digits")]
     assert sentence == (
-        "digits: SAM is best, but its difference to SSAM-F random mask is not significant with these seeds."
+        "digits: SAM is best, but does not differ significantly from SSAM-F random mask with these seeds."
     )
 
 
 def test_rows_that_are_all_apart_are_said_to_be(tmp_path):
     (sentence,) = [one for one in compared(tmp_path, SEEDS | APART).sentences() if one.startswith("digits")]
-    assert sentence == "digits: SAM is best; the difference to every other row is significant."
+    assert sentence == "digits: SAM is best; it differs significantly from every other row."
 
 
 def test_one_seed_tells_nothing_apart(tmp_path):
@@ -49,7 +49,7 @@ def test_one_seed_tells_nothing_apart(tmp_path):
 def test_times_say_how_they_were_measured(tmp_path):
     values = {("sam", 0): 3.0, ("ssam-f", 0): 1.5}
     told = compared(tmp_path, values, "nm_vit", "warm_seconds_per_step")
-    assert any(one.startswith("Times are of short runs of their own") for one in told.sentences())
+    assert any(one.startswith("Times are measured in separate short runs") for one in told.sentences())
     assert list(told.table().columns[2].cells) == ["×1.00", "×2.00", "×2.00"]
     assert list(told.table().columns[4].cells) == ["×1", "×1.2", "×1.2"]
 

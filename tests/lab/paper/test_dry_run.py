@@ -91,8 +91,8 @@ def test_the_cost_of_all_seeds_is_shown():
 def test_the_command_tells_cost_and_throughput(capsys):
     assert main(["paper", "run", "speedup", "--scale", "full", "--dry-run"]) == 0
     printed = capsys.readouterr().out
-    assert "built, no steps: two steps are" in printed
-    assert "Hours at 24.5 TFLOP/s, what table 10 of the paper implies" in printed
+    assert "built, no steps: two steps take" in printed
+    assert "Hours are at 24.5 TFLOP/s, the speed of the A100 that table 10 of the paper implies" in printed
     assert main(["paper", "run", "speedup", "--dry-run", "--tflops", "0"]) == 2
 
 

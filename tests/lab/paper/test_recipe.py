@@ -178,7 +178,7 @@ def test_an_unknown_name_suggests_the_nearest():
         ("rho-imagenet", "rho", "must not change rho: .* differ in it"),
         ("resnet_cifar", "model", "differ in it"),
         ("label-noise", "optimizer", "differ in it"),
-        ("mask-strategy", "seed", "--seeds says how many"),
+        ("mask-strategy", "seed", "use --seeds for the number"),
     ],
 )
 def test_what_rows_or_columns_vary_cannot_be_set(label, name, words):
@@ -197,7 +197,7 @@ def test_figures_that_need_the_same_networks_share_them():
     ("label", "name", "value"), [("rho-imagenet", "optimizer", "sgd"), ("ablation-update-mask", "mask_steps", 2)]
 )
 def test_a_setting_that_makes_rows_the_same_run_is_refused(label, name, value):
-    with pytest.raises(ValueError, match="one run in several"):
+    with pytest.raises(ValueError, match="several cells would show the same run"):
         recipe(label).at("laptop", {name: value}).check_overrides()
 
 

@@ -23,7 +23,7 @@ def test_a_failed_run_says_why(tmp_path):
 def test_an_unfinished_run_says_how_far_it_came_and_how_to_go_on(tmp_path):
     run = RunRecord(write_run(tmp_path / "a", epochs=2, planned=5, finished=False))
     assert run.status == "unfinished"
-    assert run.reason == f"stopped after epoch 2 of 5; sparsesam train --resume --out {tmp_path / 'a'} continues it"
+    assert run.reason == f"stopped after epoch 2 of 5; continue with: sparsesam train --resume --out {tmp_path / 'a'}"
     (tmp_path / "a" / "running.json").write_text('{"pid": 7, "host": "here"}')
     assert "process 7 on here is running it, or was killed" in RunRecord(tmp_path / "a").reason
 
@@ -72,7 +72,7 @@ def test_settings_of_another_version_are_a_problem(tmp_path):
     (path / "config.yaml").write_text("optimizer: sam\ntemperature: 3\n")
     run = RunRecord(path)
     assert (run.status, run.config) == ("finished", None)
-    assert "not those of this version of sparsesam: unknown option 'temperature'" in run.problems[0]
+    assert "not valid in this version of sparsesam: unknown option 'temperature'" in run.problems[0]
 
 
 def test_a_pipe_in_place_of_the_records_is_not_waited_for(tmp_path):
@@ -121,7 +121,7 @@ def test_links_in_circles_end(tmp_path):
 
 
 def test_places_without_runs_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="has no runs; a run's directory has a config"):
+    with pytest.raises(ValueError, match="has no runs; a run's directory contains a config"):
         find_runs([tmp_path])
     with pytest.raises(ValueError, match=r"RUNS must be directories, got .*nowhere"):
         find_runs([tmp_path / "nowhere"])

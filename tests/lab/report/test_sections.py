@@ -99,7 +99,7 @@ def test_duplicates_are_counted_once_and_listed(tmp_path):
         write_run(tmp_path / name, optimizer="sam")
     _, found = sections(tmp_path)
     assert texts(blocks(found[DIGITS])["accuracy"])[0][-1] == "1"
-    assert "1 run with the settings and the seed of another: counted once." in found[DIGITS].parts[0].notes
+    assert "1 run with the same settings and seed as another: counted once." in found[DIGITS].parts[0].notes
     assert [row[2] for row in texts(blocks(found["runs"])["runs"])] == ["SAM", "SAM, not counted twice"]
 
 

@@ -14,11 +14,11 @@ COMMANDS = {
     "sweep": "train a grid of settings times seeds, on all cores",
     "eval": "evaluate the weights of a run",
     "export": "write the weights of a run as a state_dict or safetensors",
-    "paper": "repeat a table or figure of the paper, beside its own numbers",
+    "paper": "reproduce a table or figure of the paper and compare the numbers",
     "data": "draw training images as the network sees them",
     "analyze": "measure trained runs: landscape, Hessian, gradients, masks, bounds",
-    "report": "one page about runs: tables, charts, analyses",
-    "doctor": "versions, devices, and which fast paths are on",
+    "report": "write one HTML page about runs: tables, charts, analyses",
+    "doctor": "show versions, devices, and which fast paths are on",
 }
 
 

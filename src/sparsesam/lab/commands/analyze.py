@@ -34,11 +34,11 @@ def add_arguments(parser: Parser) -> None:
         add_options(command, analysis, flags=True)
         if analysis.uses_checkpoint:
             add_options(command, EvalSettings, flags=True)
-        command.add_argument("--plot", type=Path | None, default=None, help="draw it to FILE.png, .svg or .pdf")
+        command.add_argument("--plot", type=Path | None, default=None, help="also plot it to FILE.png, .svg or .pdf")
 
 
 def check(arguments: list[str]) -> None:
-    """argparse would answer an unknown analysis with a list of all."""
+    """Suggest similar names for an unknown analysis; argparse would list all of them."""
     if arguments and not arguments[0].startswith("-") and arguments[0] not in ANALYSES:
         raise ValueError(f"unknown analysis {arguments[0]!r}; {nearest(arguments[0], ANALYSES)}")
 
@@ -50,7 +50,7 @@ def run(options: Namespace) -> None:
     analysis, subjects, notes = analysis.prepare([analysis.load_subject(path, on) for path in options.paths])
     optimizers = [getattr(getattr(subject, "config", None), "optimizer", "") for subject in subjects]
     measured = []
-    for subject, style in zip(subjects, assign_styles(optimizers), strict=True):  # each is written before the next
+    for subject, style in zip(subjects, assign_styles(optimizers), strict=True):  # each result is saved at once
         with _progress_bar(f"{analysis.name} of {subject.path}") as progress:
             result = analysis.measure_and_write(subject, progress)
         measured.append(Measured(str(subject.path), result, style, analysis.origin(subject).other or ""))
@@ -67,7 +67,7 @@ def run(options: Namespace) -> None:
 
 @contextmanager
 def _progress_bar(title: str) -> Iterator[OnProgress]:
-    """On a terminal; nothing elsewhere."""
+    """Shows a progress bar if stderr is a terminal."""
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

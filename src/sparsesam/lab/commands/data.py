@@ -21,7 +21,7 @@ def add_arguments(parser: Parser) -> None:
     parser.usage = "%(prog)s show [--out FILE.png] [--images 24] [--OPTION VALUE …]"
     parser.add_argument("action", type=Literal["show"], help="draw the contact sheet")
     parser.add_argument("--out", type=Path, default=Path("data.png"), help="FILE.png, .svg or .pdf")
-    parser.add_argument("--images", type=int, default=24, help="how many")
+    parser.add_argument("--images", type=int, default=24, help="number of images")
     add_settings(parser, leave_out=("out", "resume", "batch_size"))
 
 
@@ -32,7 +32,7 @@ def run(options: Namespace) -> None:
     splits = load_splits(config, environment)
     batches = Batches(config, splits, torch.device("cpu"))
     batch = next(batches.train(epoch=0))
-    labels = batch.labels if batch.labels.dim() == 1 else batch.labels.argmax(1)  # probabilities with mixup
+    labels = batch.labels if batch.labels.dim() == 1 else batch.labels.argmax(1)  # mixup gives probabilities
     titles = [splits.classes[label] for label in labels.tolist()]
     images = list(denormalize(batch.images, splits.mean, splits.std))
     write_images(images, titles, options.out, columns=math.ceil(math.sqrt(1.5 * len(images))))

@@ -1,4 +1,4 @@
-"""``sparsesam doctor``: what is installed, what torch sees, which fast paths are on and why not."""
+"""``sparsesam doctor``: installed versions, devices, and which fast paths are on or why not."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from sparsesam.masks.fisher import fisher_diagonal
 if TYPE_CHECKING:
     from sparsesam.lab.commands.parser import Namespace, Parser
 
-HELP = "Say which versions are installed, which devices there are, and which fast paths are on or why not."
+HELP = "Show installed versions, available devices, and which fast paths are on or why not."
 
-#: Distributions that parts of sparsesam use, and what for.
+#: Optional packages and what they are used for.
 _OPTIONAL = {
     "pytorch-lightning": "Lightning",
     "transformers": "Hugging Face's Trainer",
@@ -60,7 +60,7 @@ def devices() -> dict[str, str]:
         capability = ".".join(map(str, torch.cuda.get_device_capability(number)))
         found[f"cuda:{number}"] = f"{torch.cuda.get_device_name(number)}, compute capability {capability}"
     if not torch.cuda.is_available():
-        found["cuda"] = "none: torch was built without CUDA" if torch.version.cuda is None else "none was found"
+        found["cuda"] = "none: torch was built without CUDA" if torch.version.cuda is None else "none found"
     found["mps"] = "available" if torch.backends.mps.is_available() else "none"
     found["processes"] = "torch.distributed is not available"
     if (distributed := torch.distributed).is_available():
@@ -80,7 +80,7 @@ def fast_paths() -> dict[str, str]:
 
 
 def _engine() -> str:
-    """Take one step of a small model whose last layer alone is perturbed, and ask."""
+    """Take one step of a small model with only the last layer perturbed, and return the engine's report."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     base = torch.optim.SGD(model.parameters(), lr=0.1)
     opt = sparsesam.SSAM(base, model, rho=0.1, mask=sparsesam.fixed_mask("2.*"), norm="masked")

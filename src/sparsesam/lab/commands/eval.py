@@ -19,13 +19,15 @@ WEIGHTS = "best, last, or a file of weights (default: best)"
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="directory of a run")
     parser.add_argument("--weights", type=str, default="best", help=WEIGHTS)
-    parser.add_argument("--split", type=Literal["test", "val"], default="test", help="images (default: test)")
-    parser.add_argument("--data-dir", type=Path | None, default=None, help="where the data set's files are")
+    parser.add_argument(
+        "--split", type=Literal["test", "val"], default="test", help="images to evaluate on (default: test)"
+    )
+    parser.add_argument("--data-dir", type=Path | None, default=None, help="directory of the data set's files")
     parser.add_argument("--accelerator", type=str, default="auto", help="cpu, cuda, mps or auto")
 
 
 def load_trained(options: Namespace, **more: Any) -> TrainedRun:
-    """The run in ``options.run`` with the weights that are asked for."""
+    """Load the run in ``options.run`` with the requested weights."""
     if options.weights in ("best", "last"):
         return load_run(options.run, checkpoint=options.weights, **more)
     return load_run(options.run, weights=Path(options.weights), **more)

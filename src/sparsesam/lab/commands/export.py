@@ -1,4 +1,4 @@
-"""``sparsesam export``: the weights of a run for other programs."""
+"""``sparsesam export``: write the weights of a run for other programs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(options: Namespace) -> None:
     if out.suffix == ".safetensors":
         with required_by(str(out), "safetensors"):
             from safetensors.torch import save_file
-        # Tensors that share memory are refused by safetensors.
+        # safetensors rejects tensors that share memory.
         separate = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
         save_file(separate, out, metadata={"model": trained.config.model, "dataset": trained.config.dataset})
     else:

@@ -22,22 +22,22 @@ from sparsesam.lab.paper.figures import draw
 from sparsesam.lab.paper.recipe import Scale, recipe, recipes
 
 HELP = (
-    "Repeat a table or figure of the paper. `list` names them, `show NAME` tells what it runs and where each setting "
-    "comes from, `run NAME` trains it, prints ours beside theirs, and draws the figures. NAME is a label of the paper "
-    "(fig:hessian), another name (landscape) or a number (table 4)."
+    "Reproduce a table or figure of the paper. `list` lists them, `show NAME` shows the runs and the source of each "
+    "setting, `run NAME` trains them, prints our numbers beside the paper's and draws the figures. NAME is a label of "
+    "the paper (fig:hessian), another name (landscape) or a number (table 4)."
 )
 
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("action", type=Literal["list", "show", "run"], help="what to do")
-    parser.add_argument("name", type=str | None, nargs="?", default=None, help="of a table or figure")
+    parser.add_argument("name", type=str | None, nargs="?", default=None, help="name of a table or figure")
     parser.add_argument(
         "--scale", type=Literal["laptop", "full"], default="laptop", help="minutes on digits, or the paper's own runs"
     )
     parser.add_argument("--seeds", type=PositiveInt | None, default=None, help="runs per setting; default 3, figures 1")
-    parser.add_argument("--plot", type=Path | None, default=None, help="of a figure, FILE.png, .svg or .pdf")
-    parser.add_argument("--dry-run", action="store_true", help="build every run, take two steps, and tell the cost")
-    text = "operations a second for the dry run's GPU hours"
+    parser.add_argument("--plot", type=Path | None, default=None, help="for figures: FILE.png, .svg or .pdf to draw to")
+    parser.add_argument("--dry-run", action="store_true", help="build every run, take two steps, estimate the cost")
+    text = "GPU speed in TFLOP/s for the dry run's GPU hours"
     parser.add_argument("--tflops", type=PositiveFloat, default=round(PAPER_TFLOPS, 1), help=text)
     add_execution(parser)
 
@@ -47,7 +47,7 @@ def run(options: Namespace) -> None:
         Console(highlight=False).print(_list())
         return
     if options.name is None:
-        raise ValueError(f"`paper {options.action}` needs a table or figure; `sparsesam paper list` names them")
+        raise ValueError(f"`paper {options.action}` needs a table or figure; `sparsesam paper list` lists them")
     chosen = recipe(options.name).at(options.scale, overrides(options.set))
     chosen.check_overrides()
     out, seeds = options.out or chosen.directory, options.seeds or (3 if chosen.has_numbers else 1)
@@ -67,7 +67,7 @@ def _run(runs: RecipeRuns, options: Namespace, out: Path) -> None:
         check_plot(file)
     elif options.plot is not None:
         raise ValueError(
-            f"--plot must be left out: {chosen.label} is a table; `sparsesam paper list` names the figures"
+            f"--plot must be left out: {chosen.label} is a table; `sparsesam paper list` lists the figures"
         )
     if jobs:
         timed = chosen.timed()
@@ -79,7 +79,7 @@ def _run(runs: RecipeRuns, options: Namespace, out: Path) -> None:
     if file is not None:
         for sentence in draw(runs, file):
             _say(f"- {sentence}")
-        _say(f"picture: {file}")
+        _say(f"figure: {file}")
 
 
 def _dry_run(runs: RecipeRuns, seeds: int, tflops: float) -> None:
@@ -89,11 +89,11 @@ def _dry_run(runs: RecipeRuns, seeds: int, tflops: float) -> None:
         _say(f"{label}: {done}")
         found.append(one)
     Console(highlight=False).print(cost_table(runs.recipe, found, seeds=seeds, tflops=tflops))
-    source = ", what table 10 of the paper implies of its A100 (ResNet-18 with SAM, 13.60 s an epoch)"
+    source = ", the speed of the A100 that table 10 of the paper implies (ResNet-18 with SAM, 13.60 s per epoch)"
     _say(
-        f"- Hours at {tflops:g} TFLOP/s{source if tflops == round(PAPER_TFLOPS, 1) else ''}; --tflops states another. "
-        "All numbers are estimates: a backward counts as two forwards, a Fisher information as one forward-backward of "
-        "its samples."
+        f"- Hours are at {tflops:g} TFLOP/s{source if tflops == round(PAPER_TFLOPS, 1) else ''}; change it with "
+        "--tflops. All numbers are estimates: a backward pass counts as two forward passes, a Fisher information as "
+        "one forward-backward pass over its samples."
     )
 
 
@@ -102,7 +102,7 @@ def _say(text: str) -> None:
 
 
 def _list() -> Table:
-    drawn = Table(box=SIMPLE_HEAD, pad_edge=False, caption="runs: for each seed, at laptop and at full scale")
+    drawn = Table(box=SIMPLE_HEAD, pad_edge=False, caption="runs: per seed, at laptop and at full scale")
     drawn.add_column("", no_wrap=True)
     drawn.add_column("name", no_wrap=True)
     drawn.add_column("")
@@ -114,7 +114,7 @@ def _list() -> Table:
 
 
 def _show(runs: RecipeRuns) -> None:
-    """Every setting and choice with where it comes from, then the paper's numbers with what we have."""
+    """Print every setting and choice with its source, then the paper's numbers beside the finished runs'."""
     chosen, console = runs.recipe, Console(highlight=False)
     console.print(f"{chosen.place}: {chosen.title} ({chosen.label}, {chosen.scale} scale)", markup=False)
     for note in chosen.remarks:

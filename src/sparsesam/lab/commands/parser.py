@@ -1,6 +1,6 @@
-"""The command line's parser: argparse, with options made from dataclasses and checked as their YAML keys are.
+"""The argument parser of the command line: argparse with options generated from dataclasses.
 
-Values are converted and refused by `sparsesam.lab.experiment.setting_types`, wherever they come from.
+Values from the command line and from YAML are converted and checked by `sparsesam.lab.experiment.setting_types`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Namespace", "Parser", "add_options", "add_settings", "settings_from"
 
 
 class Parser(ArgumentParser):
-    """argparse with any type hint as ``type``, errors of one line, and the nearest names for unknown options."""
+    """argparse with any type hint as ``type``, one-line errors, and suggestions for unknown options."""
 
     def __init__(self, prog: str, description: str, **options: Any) -> None:
         self.known: list[str] = []  # options, for suggestions
@@ -45,7 +45,7 @@ class Parser(ArgumentParser):
         return target.add_argument(*names, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Nothing may be unknown, also to the parser of a subcommand."""
+        """Reject unknown arguments, also in the parser of a subcommand."""
         found, unknown = super().parse_known_args(args, namespace)
         names = [one.lstrip("-").partition("=")[0] for one in unknown if one.startswith("-")]
         if names:
@@ -59,20 +59,20 @@ class Parser(ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
     def _convert(self, flag: str, hint: Any, text: str) -> Any:
-        """The text of a value as the type of its setting."""
+        """Convert the text of a value to the type of its setting."""
         value = text
         with suppress(yaml.YAMLError):
             value = yaml.safe_load(text)
         try:
             return convert(flag, value, hint)
         except ValueError as error:
-            with suppress(ValueError):  # what is no YAML of that type may be meant as text
+            with suppress(ValueError):  # a value that YAML reads as another type may be meant as text
                 return convert(flag, text, hint)
             self.error(str(error))
 
 
 def add_settings(parser: Parser, *, leave_out: Sequence[str] = ()) -> None:
-    """An option for every field of a run, in groups, and ``--config`` for a file of them."""
+    """Add an option for every setting of a run, in groups, and ``--config`` for a file of settings."""
     text = "YAML file with any of these options"
     parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help=text)
     add_options(parser, TrainConfig, leave_out=leave_out)
@@ -80,9 +80,9 @@ def add_settings(parser: Parser, *, leave_out: Sequence[str] = ()) -> None:
 
 
 def add_options(parser: Parser, kind: Any, *, leave_out: Sequence[str] = (), flags: bool = False) -> None:
-    """An option for every field with a help text; those that are not given are not in the result.
+    """Add an option for every field with a help text; options that are not given are absent from the result.
 
-    ``flags``: a field that is False by default takes no value, so that what follows it is another argument.
+    ``flags``: options that are False by default take no value, so the next word is another argument.
     """
     group, types = parser.add_argument_group(), typing.get_type_hints(kind)
     for one in dataclasses.fields(kind):
@@ -98,7 +98,7 @@ def add_options(parser: Parser, kind: Any, *, leave_out: Sequence[str] = (), fla
 
 
 def settings_from(options: Namespace) -> tuple[TrainConfig, RunEnvironment]:
-    """The settings of the config files, later ones winning, and of the options, which win over files."""
+    """Combine settings: later config files override earlier ones, and options override config files."""
     known = (*names_of(TrainConfig), *names_of(RunEnvironment))
     given: dict[str, Any] = {}
     for file in options.config:

@@ -8,17 +8,19 @@ from sparsesam.lab.commands.parser import Namespace, Parser
 from sparsesam.lab.report import write_report
 
 HELP = (
-    "Write one self-contained page about runs: accuracies, costs, curves, and the results of `sparsesam analyze`. "
-    "RUNS are their directories, or directories above them. Only records are read, never a checkpoint."
+    "Write one self-contained HTML page about runs: accuracies, costs, curves, and the results of `sparsesam analyze`. "
+    "RUNS are directories of runs, or parent directories. Only records are read, never a checkpoint."
 )
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("runs", type=str, nargs="+", help="directories of runs, or above them")
-    parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), help="the page")
+    parser.add_argument("runs", type=str, nargs="+", help="directories of runs, or parent directories")
+    parser.add_argument(
+        "-o", "--out", type=Path, default=Path("report.html"), help="HTML file to write (default: report.html)"
+    )
     parser.add_argument("--title", type=str, default="sparsesam report", help="title of the page")
     parser.add_argument("--bounds", action="store_true", help="show generalization bounds even if they are vacuous")
-    text = "directory for each figure as SVG and PDF, its data as CSV"
+    text = "also write each figure as SVG and PDF, and its data as CSV, to this directory"
     parser.add_argument("--figures", type=Path | None, default=None, help=text)
 
 

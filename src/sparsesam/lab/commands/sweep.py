@@ -1,4 +1,4 @@
-"""``sparsesam sweep``: a grid of runs, and how far it has come."""
+"""``sparsesam sweep``: train a grid of runs and show its progress."""
 
 from __future__ import annotations
 
@@ -28,29 +28,31 @@ from sparsesam.lab.experiment.setting_types import NonNegativeInt, PositiveInt
 from sparsesam.lab.experiment.sweep import Job, read_sweep, sweep_jobs
 
 HELP = (
-    "Train every combination of settings in a YAML file, times seeds. Finished runs are not run again; an interrupted "
-    "sweep continues with the same command. `sparsesam sweep demo` comes with the package and takes two minutes."
+    "Train every combination of settings in a YAML file, for every seed. Finished runs are not run again; the same "
+    "command continues an interrupted sweep. `sparsesam sweep demo` is included and takes two minutes."
 )
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("file", type=str, help="YAML with settings, variants, grid and seeds; or demo")
+    parser.add_argument("file", type=str, help="YAML file with settings, variants, grid and seeds; or demo")
     add_execution(parser)
-    parser.add_argument("--seeds", type=PositiveInt | None, default=None, help="number of seeds instead of the file's")
-    parser.add_argument("--no-calibration", action="store_true", help="do not measure the variants' times first")
+    parser.add_argument("--seeds", type=PositiveInt | None, default=None, help="number of seeds; overrides the file's")
+    parser.add_argument("--no-calibration", action="store_true", help="do not measure step times before the sweep")
 
 
 def add_execution(parser: Parser) -> None:
-    """Options for running many runs, wherever they come from."""
+    """Add the options shared by commands that run many runs."""
     parser.add_argument("--out", type=Path | None, default=None, help="directory of the runs; default runs/NAME")
-    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings of all runs")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="override settings of all runs")
     parser.add_argument(
-        "--jobs", type=PositiveInt | None, default=None, help="runs at a time; default one per core or GPU"
+        "--jobs", type=PositiveInt | None, default=None, help="number of parallel runs; default one per core or GPU"
     )
-    parser.add_argument("--gpus", type=NonNegativeInt, default=0, help="GPUs of this machine to spread the runs over")
-    parser.add_argument("--backend", type=Literal["loky", "ray"], default="loky", help="processes, or a Ray cluster")
+    parser.add_argument("--gpus", type=NonNegativeInt, default=0, help="number of GPUs of this machine to use")
+    parser.add_argument(
+        "--backend", type=Literal["loky", "ray"], default="loky", help="local processes or a Ray cluster"
+    )
     parser.add_argument("--retry", action="store_true", help="run failed runs again")
-    parser.add_argument("--data-dir", type=Path | None, default=None, help="where the data set's files are")
+    parser.add_argument("--data-dir", type=Path | None, default=None, help="directory of the data set's files")
 
 
 def run(options: Namespace) -> None:
@@ -71,9 +73,9 @@ def execute(
     timed: Sequence[Job] = (),
     calibration: SweepCalibration | None = None,
 ) -> None:
-    """Run what is not finished, with a table that ``draw`` makes from the runs' directories.
+    """Run the unfinished jobs and show the table that ``draw`` makes from the runs' directories.
 
-    The ``timed`` among the jobs come last, one at a time, and record the time of each step.
+    ``timed`` jobs run last, one at a time, and record the time of each step.
     """
     workers = options.jobs or options.gpus or joblib.cpu_count()
     environment, progress = _environment(options), SweepProgress(jobs, draw, workers, calibration)
@@ -84,7 +86,7 @@ def execute(
             start(timed, replace(environment, record_times=True), workers=1)
     except KeyboardInterrupt:
         done = sum(job.is_finished for job in jobs)
-        raise Interrupted(f"{done} of {plural(len(jobs), 'run')} finished; the same command continues") from None
+        raise Interrupted(f"{done} of {plural(len(jobs), 'run')} finished; run the same command to continue") from None
 
 
 def _environment(options: Namespace) -> RunEnvironment:
@@ -92,7 +94,7 @@ def _environment(options: Namespace) -> RunEnvironment:
 
 
 def _calibration(jobs: Sequence[Job], environment: RunEnvironment, out: Path) -> SweepCalibration:
-    """The one that is there, or a new one; measuring also checks every variant before anything is trained."""
+    """Read the existing calibration or measure a new one, which also checks every variant before training starts."""
     known = read_calibration(out)
     if known is not None and known.fits([job.config for job in jobs]):
         return known
@@ -106,11 +108,11 @@ def report_failures(jobs: Sequence[Job]) -> None:
     for directory, failure in failed.items():
         print(f"failed: {directory}: {failure}")
     if failed:
-        raise RunError(f"{len(failed)} of {plural(len(jobs), 'run')} failed; --retry runs what failed again")
+        raise RunError(f"{len(failed)} of {plural(len(jobs), 'run')} failed; --retry runs them again")
 
 
 def overrides(given: Sequence[str]) -> dict[str, Any]:
-    """``epochs=3`` as ``{"epochs": 3}``."""
+    """Parse ``epochs=3`` to ``{"epochs": 3}``."""
     values = {}
     for one in given:
         name, found, value = one.partition("=")
@@ -121,9 +123,9 @@ def overrides(given: Sequence[str]) -> dict[str, Any]:
 
 
 class SweepProgress:
-    """What is shown of a sweep while it runs: in a terminal the table that ``draw`` makes, in a log a line per run.
+    """Shows the progress of a sweep: the table that ``draw`` makes in a terminal, one line per run in a log.
 
-    Both say when all will be done: by the calibration at first, then by how fast the runs have been.
+    Both include the remaining time, estimated from the calibration at first, then from the speed of the runs so far.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class SweepProgress:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Within the block the table is drawn once a second, or in a log once at the end."""
+        """Draw the table once a second while the block runs; in a log, once at the end."""
         if self.console.is_terminal:
             with Live(get_renderable=self._view, console=self.console, refresh_per_second=1, redirect_stderr=False):
                 yield
@@ -151,7 +153,7 @@ class SweepProgress:
                 self._print(line)
 
     def ended(self, job: Job, warnings: Sequence[str]) -> None:
-        """A run has ended: a line in a log, and its warnings are collected."""
+        """Called when a run ends: collect its warnings and, in a log, print a line."""
         self.warnings.update(warnings)
         if self.console.is_terminal:
             return
@@ -181,7 +183,7 @@ class SweepProgress:
         return f"{len(self.jobs) - unfinished} of {plural(len(self.jobs), 'run')} finished{remaining}"
 
     def _work_left(self) -> float:
-        """In seconds of the calibration, or in epochs without one."""
+        """Returns the remaining work in seconds of the calibration, or in epochs without one."""
         work = 0.0
         for job in self.jobs:
             if job.failure is None and not job.is_finished:
@@ -191,9 +193,9 @@ class SweepProgress:
 
 
 def sweep_table(title: str, jobs: Sequence[Job], calibration: SweepCalibration | None = None) -> Table:
-    """A row for each variant: the means over its finished seeds, and the cost relative to the first variant's.
+    """Returns a table with a row per variant: means over its finished seeds, and cost relative to the first variant.
 
-    Costs are times that were measured together, or forward and backward passes where there is no calibration.
+    Costs are the times of the calibration, or forward-backward passes without one.
     """
     variants: dict[str, list[Job]] = {}
     for job in jobs:

@@ -1,4 +1,4 @@
-"""``sparsesam train``: one run."""
+"""``sparsesam train``: train one model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparsesam.lab.experiment.observers import ProgressBar
 from sparsesam.lab.experiment.run import run_training
 from sparsesam.lab.experiment.run_directory import RunDirectory
 
-HELP = "Train one model. Everything has a default: `sparsesam train` alone takes half a minute on a laptop."
+HELP = "Train one model. All options have defaults: `sparsesam train` alone takes half a minute on a laptop."
 
 
 def add_arguments(parser: Parser) -> None:
@@ -21,7 +21,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> None:
-    if getattr(options, "resume", False):  # with the settings of the run, which need not be repeated
+    if getattr(options, "resume", False):  # read the settings of the run, so they need not be repeated
         if not hasattr(options, "out"):
             raise ValueError("--resume needs --out, the directory of the run to continue")
         options.config = [RunDirectory.existing(options.out).config, *options.config]
@@ -37,9 +37,9 @@ def run(options: Namespace) -> None:
 
 
 def under_torchrun(environment: RunEnvironment, variables: Mapping[str, str] = os.environ) -> RunEnvironment:
-    """One process per device, as torchrun has started them; after it has lost one, from the last checkpoint.
+    """Use the processes that torchrun started, one per device, and resume after torchrun restarted them.
 
-    Without torchrun, the environment as it is.
+    Returns the environment unchanged without torchrun.
     """
     if "TORCHELASTIC_RUN_ID" not in variables:
         return environment

@@ -1,6 +1,6 @@
-"""Random crop, flip, cutout, mixup and normalization of whole batches, on the device where the images are.
+"""Random crop, flip, cutout, mixup and normalization of whole batches, on the images' device.
 
-Every function takes the draws it needs as tensors, one entry per image; `Augment` makes the draws.
+Every function takes its random draws as tensors, one entry per image; `Augment` makes the draws.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from sparsesam.lab.data.splits import FolderSplits, Splits
 
 @dataclass(frozen=True)
 class Augment:
-    """Pad and crop, flip, RandAugment, normalize, cut out; what is 0 or False is left out.
+    """Pad and crop, flip, RandAugment, normalize, cut out; operations set to 0 or False are skipped.
 
-    ``images`` are (n, c, h, w), uint8 in 0..255 or floating in [0, 1]; the result is float32, or the images' own
-    floating type. Half of the images are mirrored, and half are cut: a square is filled with 0 after normalization,
-    the data set's mean colour. Its centre is any pixel, so that it may reach over the border, as in DeVries & Taylor
-    (2017).
+    ``images`` are (n, c, h, w), uint8 in 0..255 or floating point in [0, 1]; the result is float32, or the images' own
+    floating-point dtype. Half of the images are mirrored, and half are cut: a square is filled with 0 after
+    normalization, the data set's mean color. Its center is any pixel, so it may extend beyond the border, as in
+    DeVries & Taylor (2017).
     """
 
     mean: tuple[float, ...]
@@ -41,7 +41,7 @@ class Augment:
             raise ValueError(f"padding and cutout must be 0 (none) or pixels, got {self.padding} and {self.cutout}")
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """What the network sees of a training batch; draws come from ``generator``, on whichever device it is."""
+        """Augment a training batch; draws come from ``generator``, which may be on any device."""
         count, _, height, width = images.shape
 
         def draw(low: int, high: int) -> Tensor:
@@ -66,16 +66,16 @@ class Augment:
         return seen
 
     def plain(self, images: Tensor) -> Tensor:
-        """Normalization only: what the network sees of a test batch."""
+        """Normalize a test batch without augmentation."""
         return normalize(images, self.mean, self.std)
 
 
 def standard_augmentation(splits: Splits | FolderSplits, *, cutout: bool = True) -> Augment:
-    """The paper's for 32x32 images: pad-4 crop, flip, cutout 16 with probability 0.5, normalization.
+    """Returns the paper's augmentation; for 32x32 images: pad-4 crop, flip, cutout 16 with probability 0.5.
 
-    Padding is an eighth and cutout half of the image's side. Images below 28 pixels are not cut, for it would hide
-    the object; data sets that are not ``mirrored`` are not flipped; images from folders come cropped and flipped.
-    The paper's experiments with noisy labels and corrupted images go without cutout.
+    Padding is an eighth and cutout half of the image's side. Images below 28 pixels are not cut, which would hide the
+    object; data sets that are not ``mirrored`` are not flipped; images from folders are already cropped and flipped.
+    The paper's experiments with noisy labels and corrupted images do not use cutout.
     """
     if isinstance(splits, FolderSplits):
         return Augment(splits.mean, splits.std)
@@ -92,8 +92,8 @@ def standard_augmentation(splits: Splits | FolderSplits, *, cutout: bool = True)
 def crop_and_flip(images: Tensor, tops: Tensor, lefts: Tensor, flips: Tensor | None, *, padding: int) -> Tensor:
     """Pad with zeros, take the (h, w) window at (top, left) of each padded image, mirror those with flip True.
 
-    A row of a window is w neighbours in memory, so that one `index_select` copies whole rows, in a quarter of the time
-    of indexing with tops and lefts. The mirror image of the window at ``left`` is the window at 2 padding - left of the
+    A row of a window is contiguous in memory, so one `index_select` copies whole rows, in a quarter of the time of
+    indexing with tops and lefts. The mirror image of the window at ``left`` is the window at 2 padding - left of the
     mirrored image, which is in memory too.
     """
     count, channels, height, width = images.shape
@@ -126,13 +126,13 @@ def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
 
 
 def denormalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """The uint8 images whose normalization this is, to look at."""
+    """Undo `normalize` and return uint8 images for display."""
     scale, shift = (torch.tensor(values, device=images.device).view(-1, 1, 1) for values in (std, mean))
     return ((images.float() * scale + shift) * 255).round().clamp(0, 255).to(torch.uint8)
 
 
 def cut_out_(images: Tensor, tops: Tensor, lefts: Tensor, chosen: Tensor, *, size: int) -> Tensor:
-    """Zero, in place, rows top..top+size and columns left..left+size of the chosen images, where they are inside."""
+    """Zero rows top..top+size and columns left..left+size of the chosen images in place, clipped to the image."""
 
     def inside(starts: Tensor, length: int) -> Tensor:
         distance = torch.arange(length, device=starts.device) - starts[:, None]

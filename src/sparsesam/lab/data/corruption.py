@@ -1,4 +1,4 @@
-"""Wrong labels, and the paper's four corruptions of images; their strengths, which it does not give, are ours."""
+"""Wrong labels, and the paper's four image corruptions; the paper does not give their strengths, so these are ours."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 4096
-"""Images that are corrupted at a time, to keep the floating-point copy small."""
+"""Images corrupted at a time, to keep the floating-point copy small."""
 
 
 def gaussian_noise(images: Tensor, generator: torch.Generator) -> Tensor:
@@ -19,21 +19,21 @@ def gaussian_noise(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def resolution(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Down to half of the side, each pixel the mean of 2x2, and up again bilinearly."""
+    """Downsample to half the side by 2x2 means, and upsample again bilinearly."""
     height, width = images.shape[-2:]
     small = (max(1, height // 2), max(1, width // 2))
     return F.interpolate(F.adaptive_avg_pool2d(images, small), size=(height, width), mode="bilinear")
 
 
 def fog(images: Tensor, generator: torch.Generator) -> Tensor:
-    """(1 - t) x + t A: light A = 0.9 scattered by a haze of thickness t, a plasma fractal from 0.3 to 0.85."""
+    """(1 - t) x + t A: light A = 0.9 and haze of thickness t, a plasma fractal from 0.3 to 0.85."""
     haze = plasma(len(images), images.shape[-2], images.shape[-1], generator).to(images.device)
     thickness = 0.3 + (0.85 - 0.3) * haze[:, None]
     return images + thickness * (0.9 - images)
 
 
 def occlusion(images: Tensor, generator: torch.Generator) -> Tensor:
-    """A black rectangle of half the height and half the width in the centre: a quarter of the image."""
+    """A black rectangle of half the height and half the width in the center: a quarter of the image."""
     height, width = images.shape[-2:]
     top, left = height // 4, width // 4
     covered = images.clone()
@@ -47,13 +47,13 @@ CORRUPTIONS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
     "fog": fog,
     "occlusion": occlusion,
 }
-"""By name, on floating images in [0, 1]; results are clamped to that range."""
+"""Corruptions by name, for floating-point images in [0, 1]; results are clamped to that range."""
 
 
 def corrupt(images: Tensor, rate: float, kind: str, generator: torch.Generator) -> Tensor:
-    """A copy of (n, c, h, w) uint8 images in which round(rate * n) are corrupted.
+    """Returns a copy of (n, c, h, w) uint8 images in which round(rate * n) are corrupted, chosen uniformly.
 
-    Which ones is uniform. ``kind`` is a name in `CORRUPTIONS`, or "mixed": equally many of each, to within one.
+    ``kind`` is a name in `CORRUPTIONS`, or "mixed": equally many of each, to within one.
     """
     if not 0 <= rate <= 1:
         raise ValueError(f"rate must be in [0, 1], got {rate}; 0 leaves every image, 1 corrupts all")
@@ -67,7 +67,7 @@ def corrupt(images: Tensor, rate: float, kind: str, generator: torch.Generator) 
         raise ValueError(f"kind must be one of {', '.join(names)} or mixed, got {kind!r}")
     count = round(rate * len(images))
     chosen = torch.randperm(len(images), generator=generator, device=generator.device)[:count].to(images.device)
-    kinds = torch.full((len(images),), -1, device=images.device)  # places in CORRUPTIONS; -1: as it is
+    kinds = torch.full((len(images),), -1, device=images.device)  # indices of CORRUPTIONS; -1: unchanged
     kinds[chosen] = torch.arange(count, device=images.device) % len(names) if kind == "mixed" else names.index(kind)
     corrupted = images.clone()
     for place, function in enumerate(CORRUPTIONS.values()):
@@ -78,7 +78,7 @@ def corrupt(images: Tensor, rate: float, kind: str, generator: torch.Generator) 
 
 
 def plasma(count: int, height: int, width: int, generator: torch.Generator) -> Tensor:
-    """(count, height, width) smooth random fields, each from 0 to 1: octaves of ever finer and weaker random grids."""
+    """Returns (count, height, width) smooth random fields in [0, 1]: sums of random grids of increasing resolution."""
     field = torch.zeros(count, 1, height, width, device=generator.device)
     cells, weight = 2, 1.0
     while cells < max(height, width):
@@ -90,10 +90,9 @@ def plasma(count: int, height: int, width: int, generator: torch.Generator) -> T
 
 
 def flip_labels(labels: Tensor, *, fraction: float, num_classes: int, generator: torch.Generator) -> Tensor:
-    """Label noise: a copy of (n,) integer labels in which round(fraction * n) became a different class.
+    """Label noise: returns a copy of (n,) integer labels with round(fraction * n) changed to a different class.
 
-    Which labels change, and to which of the other classes, is uniform: symmetric noise, in which a changed label
-    is always wrong.
+    The labels and their new classes are drawn uniformly: symmetric noise, in which a changed label is always wrong.
     """
     if not 0 <= fraction <= 1:
         raise ValueError(f"fraction must be in [0, 1], got {fraction}; 0 keeps every label, 1 changes all")

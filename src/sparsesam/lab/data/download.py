@@ -1,4 +1,4 @@
-"""Published files in the user's cache: downloaded with pooch, verified and unpacked."""
+"""Downloads published files to the user's cache with pooch, verifies and unpacks them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparsesam.lab.data.splits import DataError
 
 @dataclass(frozen=True)
 class Remote:
-    """A published file: its address, and the MD5 sum that its publisher gives. MD5 finds damage, not malice."""
+    """A published file: its URL and its publisher's MD5 sum, which detects damage, not manipulation."""
 
     url: str
     md5: str
@@ -28,11 +28,11 @@ class Remote:
 
 
 class DownloadError(DataError):
-    """A file could not be downloaded; the message has the address and the reason."""
+    """A file could not be downloaded; the message has the URL and the reason."""
 
 
 def cache_dir() -> Path:
-    """$SPARSESAM_CACHE, else the platform's cache directory for sparsesam; it need not exist yet."""
+    """Returns $SPARSESAM_CACHE or the platform's cache directory for sparsesam; it need not exist yet."""
     if chosen := os.environ.get("SPARSESAM_CACHE"):
         return Path(chosen).expanduser()
     from platformdirs import user_cache_path
@@ -41,10 +41,10 @@ def cache_dir() -> Path:
 
 
 def fetch(remote: Remote, folder: Path, *, download: bool = True, progress: bool = False, attempts: int = 3) -> Path:
-    """The path of ``remote`` in ``folder``, downloaded unless it is there with the right checksum.
+    """Returns the path of ``remote`` in ``folder``; downloads it unless it exists with the right checksum.
 
     The file gets its name only when it is complete and its checksum is right; an interrupted download continues where
-    it stopped. Without ``download`` a file with another checksum is refused.
+    it stopped. Without ``download`` a file with another checksum raises DataError.
     """
     with required_by("a download", "'sparsesam[data]'"):
         import pooch
@@ -56,7 +56,7 @@ def fetch(remote: Remote, folder: Path, *, download: bool = True, progress: bool
         if (found := pooch.file_hash(str(path), alg="md5")) != remote.md5:
             raise DataError(
                 f"{path}: expected {remote.name} with MD5 {remote.md5}, found {found} ({path.stat().st_size:,} bytes); "
-                f"the file is damaged or another one: download it again from {remote.url}"
+                f"the file is damaged or a different one: download it again from {remote.url}"
             )
         return path
     pooch.get_logger().setLevel(logging.WARNING)
@@ -75,16 +75,16 @@ def fetch(remote: Remote, folder: Path, *, download: bool = True, progress: bool
 
 
 def _resume(url: str, output_file: str, pooch: object, *, part: Path, progress: bool) -> None:
-    """A downloader for pooch, which has none that continues: what was received stays in ``part``."""
+    """A resuming downloader for pooch, which has none; received bytes are kept in ``part``."""
     import requests
     from tqdm import tqdm
 
     received = part.stat().st_size if part.exists() else 0
-    # Compressed transfers have no byte positions to continue at.
+    # Compressed transfers have no byte positions to resume from.
     headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={received}-"} if received else {})}
     with requests.get(url, headers=headers, stream=True, timeout=30) as response:
         if response.status_code == requests.codes.requested_range_not_satisfiable:
-            part.unlink()  # not a beginning of this file
+            part.unlink()  # not the start of this file
         response.raise_for_status()
         if response.status_code != requests.codes.partial_content:
             received = 0
@@ -98,7 +98,7 @@ def _resume(url: str, output_file: str, pooch: object, *, part: Path, progress: 
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpack the folder of that name; it appears complete or not at all. Members outside of it are not written."""
+    """Unpack the folder of that name atomically. Members outside of it are not written."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as place:
         with tarfile.open(archive) as tar:

@@ -1,4 +1,4 @@
-"""The files of CIFAR (binary records and pickles) and Fashion-MNIST (idx), checked while they are read."""
+"""Reads and checks the files of CIFAR (binary records and pickles) and Fashion-MNIST (idx)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PIXELS = 3 * 32 * 32
 
 
 def read_cifar_binary(paths: Sequence[Path], images: int, *, label_bytes: int) -> Labelled:
-    """Records of label bytes, the last of which is the label, then the red, green and blue planes, row by row."""
+    """Read records of label bytes, the last of which is the label, then red, green and blue planes, row by row."""
     records, length = images // len(paths), label_bytes + PIXELS
     contents = [np.fromfile(path, dtype=np.uint8) for path in paths]
     for path, content in zip(paths, contents, strict=True):
@@ -36,7 +36,7 @@ def read_cifar_binary(paths: Sequence[Path], images: int, *, label_bytes: int) -
 
 
 def read_cifar_python(paths: Sequence[Path], images: int, *, label_key: str) -> Labelled:
-    """Pickled dictionaries with the pixels as (records, 3072) bytes under "data" and a list of labels."""
+    """Read pickled dictionaries with the pixels as (records, 3072) bytes under "data" and a list of labels."""
     records = images // len(paths)
     pixels, labels = [], []
     for path in paths:
@@ -56,13 +56,13 @@ def _array(path: Path, content: Mapping[str, Any], key: str, dtype: type, shape:
 
 
 def read_fashion_mnist(paths: Sequence[Path], images: int) -> Labelled:
-    """An idx file of (images, 28, 28) pixels and one of labels; how many there are is in the files."""
+    """Read an idx file of (images, 28, 28) pixels and one of labels; the files contain the number of images."""
     pixels, labels = paths
     return Labelled(read_idx(pixels, 3)[:, None], read_idx(labels, 1).long())
 
 
 def read_idx(path: Path, dimensions: int) -> Tensor:
-    """The uint8 tensor, with that many dimensions, in a file of the idx format, or in that file compressed, NAME.gz.
+    """Read a uint8 tensor with the given number of dimensions from an idx file, plain or compressed (NAME.gz).
 
     Layout, big-endian: 0x0000, the type of an entry (0x08, unsigned byte), the number of dimensions; each
     dimension as 4 bytes; the entries.
@@ -90,13 +90,13 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
 
 
 def read_pickle(path: Path) -> dict[str, Any]:
-    """The pickled dictionary of arrays and lists, as Python 2 wrote it."""
+    """Read a pickled dictionary of arrays and lists, as written by Python 2."""
     try:
         content = _Unpickler(io.BytesIO(path.read_bytes()), encoding="latin1").load()
-    # A damaged stream can fail in any opcode, with whatever error that raises.
+    # A damaged stream can fail in any opcode, with any error.
     except Exception as error:
         raise DataError(
-            f"{path}: expected a pickle of nothing but arrays, lists and dictionaries, found one that cannot be read: "
+            f"{path}: expected a pickle of arrays, lists and dictionaries only, found one that cannot be read: "
             f"{error or type(error).__name__}"
         ) from error
     if not isinstance(content, dict):
@@ -105,7 +105,7 @@ def read_pickle(path: Path) -> dict[str, Any]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Executes nothing but the construction of numpy arrays."""
+    """Allows only the construction of numpy arrays."""
 
     _reconstruct = np.empty(0).__reduce__()[0]
     _allowed: ClassVar[dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Image data sets of the Hugging Face hub, read with the ``datasets`` package into memory."""
+"""Loads image data sets of the Hugging Face hub into memory with the ``datasets`` package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparsesam.lab.data.splits import DataError, Labelled, Splits
 def load_hugging_face(
     name: str, data_dir: Path | None = None, download: bool = True, image_size: int | None = None
 ) -> Splits:
-    """The splits "train" and "test" (or "validation") of a data set with an image column and a class-label column.
+    """Load the splits "train" and "test" (or "validation") of a data set with an image and a class-label column.
 
     ``data_dir`` is a directory written by ``DatasetDict.save_to_disk``; otherwise the data set comes from the hub or
     its cache. ``image_size`` resizes the images, which must otherwise all have the same size.

@@ -1,5 +1,5 @@
-"""Data sets of image files, decoded with Pillow when they are needed: ImageNet-1K, Tiny ImageNet, or any folder with a
-subfolder for each class.
+"""Data sets of image files, decoded on demand with Pillow: ImageNet-1K, Tiny ImageNet, or any folder with a subfolder
+for each class.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff")
-#: The side in pixels unless asked otherwise, and where the images come from.
+#: The default side in pixels, and where to get the images.
 SOURCES = {
     "imagenet": (224, "ImageNet-1K is available on request from https://www.image-net.org and cannot be downloaded"),
     "tiny-imagenet": (64, "unpack http://cs231n.stanford.edu/tiny-imagenet-200.zip and pass that folder"),
-    "folder": (224, "any images will do, at least one per class in each of the two"),
+    "folder": (224, "use any images, at least one per class in both train and val"),
 }
 View = Callable[["Image", torch.Generator], "Image"]
 """Crops and resizes an image; random choices come from the generator."""
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
-    """Pairs of a (3, size, size) uint8 image and its label. Of an animated file the first frame is used.
+    """Pairs of a (3, size, size) uint8 image and its label. For an animated file the first frame is used.
 
-    The view of image i in epoch e is drawn from a generator seeded with (seed, e, i): how many workers decode,
-    and in which order, changes nothing. `set_epoch` reaches workers that are already running.
+    The view of image i in epoch e is drawn from a generator seeded with (seed, e, i), so it does not depend on the
+    number of workers or their order. `set_epoch` also affects workers that are already running.
     """
 
     def __init__(self, paths: list[str], labels: list[int], view: View) -> None:
@@ -54,15 +54,15 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return torch.from_numpy(np.array(seen)).permute(2, 0, 1).contiguous(), self.labels[index]
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw other views; call it before the epoch's iteration begins."""
+        """Select the views of an epoch; call it before iterating over the epoch."""
         self._epoch.fill_(epoch)
 
 
 def load_image_folder(name: str, data_dir: Path | None, image_size: int | None = None) -> FolderSplits:
-    """Training images by `random_resized_crop`, test images by `center_crop`; both uint8, not normalized.
+    """Load training images with `random_resized_crop`, test images with `center_crop`; both uint8, not normalized.
 
-    The training images are in ``data_dir/train/CLASS``; the test images in ``val/CLASS`` or ``test/CLASS``, or, as
-    Tiny ImageNet is published, in ``val/images`` with their classes in ``val/val_annotations.txt``.
+    The training images are in ``data_dir/train/CLASS``; the test images in ``val/CLASS`` or ``test/CLASS``, or, as in
+    Tiny ImageNet, in ``val/images`` with their classes in ``val/val_annotations.txt``.
     """
     default_size, source = SOURCES[name]
     if data_dir is None:
@@ -74,7 +74,7 @@ def load_image_folder(name: str, data_dir: Path | None, image_size: int | None =
     classes = _class_names(data_dir / "train")
     test = next((data_dir / part for part in ("val", "test") if (data_dir / part).is_dir()), None)
     if test is None:
-        raise DataError(f"{data_dir}: expected train and val (or test) in it, found no val and no test")
+        raise DataError(f"{data_dir}: expected subfolders train and val (or test), found no val and no test")
     trained, annotations = _by_class(data_dir / "train", classes), test / "val_annotations.txt"
     tested = _annotated(annotations, classes) if annotations.is_file() else _by_class(test, classes)
     size = image_size or default_size
@@ -90,7 +90,7 @@ def load_image_folder(name: str, data_dir: Path | None, image_size: int | None =
 
 
 def _class_names(root: Path) -> tuple[str, ...]:
-    """The names of the subfolders, sorted: a class's label is its place among them."""
+    """Returns the sorted names of the subfolders; the label of a class is its index."""
     names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir()) if root.is_dir() else []
     if not names:
         raise DataError(f"{root}: expected a folder with one subfolder of images per class, found none")
@@ -98,7 +98,7 @@ def _class_names(root: Path) -> tuple[str, ...]:
 
 
 def _by_class(root: Path, classes: tuple[str, ...]) -> tuple[list[str], list[int]]:
-    """The files in ROOT/CLASS, or ROOT/CLASS/images, and their labels."""
+    """Returns the files in ROOT/CLASS, or ROOT/CLASS/images, and their labels."""
     if (found := _class_names(root)) != classes:
         missing, unknown = sorted(set(classes) - set(found)), sorted(set(found) - set(classes))
         raise DataError(
@@ -122,7 +122,7 @@ def _by_class(root: Path, classes: tuple[str, ...]) -> tuple[list[str], list[int
 
 
 def _annotated(annotations: Path, classes: tuple[str, ...]) -> tuple[list[str], list[int]]:
-    """Files and labels from lines of a file's name, its class and a box, separated by tabs."""
+    """Read files and labels from lines of file name, class and box, separated by tabs."""
     paths, labels = [], []
     for number, line in enumerate(annotations.read_text().splitlines(), start=1):
         name, kind, *_ = [*line.split("\t"), ""]
@@ -146,7 +146,7 @@ def _decode(path: str) -> Image:
 
 
 def random_resized_crop(image: Image, generator: torch.Generator, *, size: int) -> Image:
-    """A `random_box`, resized to a square; half are mirrored."""
+    """Crop to a `random_box`, resize to a square, and mirror with probability 0.5."""
     from PIL.Image import Resampling, Transpose
 
     seen = image.resize((size, size), Resampling.BILINEAR, box=random_box(image.size, generator))
@@ -155,10 +155,10 @@ def random_resized_crop(image: Image, generator: torch.Generator, *, size: int) 
 
 
 def random_box(extent: tuple[int, int], generator: torch.Generator) -> tuple[int, int, int, int]:
-    """Left, top, right and bottom of 8 to 100 % of an image of that width and height, of aspect 3/4 to 4/3.
+    """Returns left, top, right and bottom of a box with 8 to 100 % of the image's area and an aspect of 3/4 to 4/3.
 
-    The area is uniform, the aspect log-uniform. Ten boxes are tried; if none fits in the image, the largest central one
-    of an allowed aspect is taken.
+    The area is uniform, the aspect log-uniform. Ten boxes are tried; if none fits in the image, the largest central box
+    with an allowed aspect is used.
     """
     width, height = extent
     low, high = 3 / 4, 4 / 3
@@ -176,7 +176,7 @@ def random_box(extent: tuple[int, int], generator: torch.Generator) -> tuple[int
 
 
 def center_crop(image: Image, generator: torch.Generator, *, size: int) -> Image:
-    """The central square, after the shorter side was resized to 256 / 224 of its side."""
+    """Resize the shorter side to 256 / 224 of ``size``, and crop the central square."""
     from PIL.Image import Resampling
 
     shorter = round(size * 256 / 224)

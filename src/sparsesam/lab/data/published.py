@@ -1,4 +1,4 @@
-"""CIFAR-10, CIFAR-100 (Krizhevsky 2009) and Fashion-MNIST (Xiao et al. 2017) from the files that were published."""
+"""CIFAR-10, CIFAR-100 (Krizhevsky 2009) and Fashion-MNIST (Xiao et al. 2017) from their published files."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from sparsesam.lab.data.splits import DataError, DatasetInfo, Labelled, MissingD
 
 @dataclass(frozen=True)
 class Layout:
-    """One way the files are published: ``remotes`` are the files themselves, or an archive of the first folder.
+    """One format of the published files: ``remotes`` are the files themselves, or an archive of the first folder.
 
-    ``folders`` are where the files may be, below a directory. ``read`` makes Labelled of one split's files and its
+    ``folders`` are the subfolders that may contain the files. ``read`` returns Labelled from one split's files and its
     number of images.
     """
 
@@ -29,14 +29,14 @@ class Layout:
     read: Callable[[Sequence[Path], int], Labelled]
 
     def missing(self, folder: Path) -> list[str]:
-        """The files that the folder does not have, as they are or compressed."""
+        """Returns the files missing in the folder, plain and compressed."""
         names = (*self.train, *self.test)
         return [name for name in names if not any((folder / f"{name}{end}").is_file() for end in ("", ".gz"))]
 
 
 @dataclass(frozen=True)
 class Published(DatasetInfo):
-    """The first layout is the one that is downloaded."""
+    """A published data set; the first layout is the one to download."""
 
     layouts: tuple[Layout, ...]
     train_size: int = 50_000
@@ -46,7 +46,7 @@ class Published(DatasetInfo):
 def load_published(
     source: Published, data_dir: Path | None = None, download: bool = True, progress: bool = False
 ) -> Splits:
-    """From any layout in ``data_dir`` or its usual subfolders, else from the cache, else from an archive or the net."""
+    """Load from any layout in ``data_dir`` or its usual subfolders, else the cache, else an archive or a download."""
     cache = cache_dir() / source.name
     found = (data_dir and _find(source, data_dir)) or _find(source, cache, complete=True)
     layout, folder = found or _obtain(source, cache, data_dir, download, progress)
@@ -64,7 +64,7 @@ def load_published(
 
 
 def _find(source: Published, root: Path, *, complete: bool = False) -> tuple[Layout, Path] | None:
-    """The first layout and folder with one of the layout's files, or with all of them."""
+    """Returns the first layout and folder with any of the layout's files or, with ``complete``, all of them."""
     for layout in source.layouts:
         allowed = 0 if complete else len(layout.train) + len(layout.test) - 1
         for folder in (root / name for name in layout.folders):
@@ -76,10 +76,10 @@ def _find(source: Published, root: Path, *, complete: bool = False) -> tuple[Lay
 def _obtain(
     source: Published, cache: Path, data_dir: Path | None, download: bool, progress: bool
 ) -> tuple[Layout, Path]:
-    """Fill the cache: from the user's archive if there is one, otherwise with what is downloaded."""
+    """Fill the cache from the user's archive if there is one, otherwise from a download."""
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / "lock"):
-        if ready := _find(source, cache, complete=True):  # by another process, while this one waited
+        if ready := _find(source, cache, complete=True):  # another process was faster
             return ready
         given = [layout for layout in source.layouts if data_dir and (data_dir / layout.remotes[0].name).is_file()]
         layout = (given or source.layouts)[0]
@@ -105,7 +105,7 @@ def _obtain(
 def _cifar(
     name: str, train: list[str], test: str, *, binary: tuple[str, str, int], python: tuple[str, str, str]
 ) -> tuple[Layout, Layout]:
-    """``binary`` and ``python``: MD5 of the archive, folder in it, and how many label bytes or which key there are."""
+    """``binary`` and ``python``: MD5 of the archive, its folder, and the number of label bytes or the label key."""
 
     def layout(form: str, md5: str, folder: str, suffix: str, read: Callable[..., Labelled]) -> Layout:
         archive = Remote(f"https://www.cs.toronto.edu/~kriz/{name}-{form}.tar.gz", md5)

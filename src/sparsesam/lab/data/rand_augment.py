@@ -1,7 +1,7 @@
-"""RandAugment (Cubuk et al. 2020) on batches of uint8 tensors, on the device where the images are.
+"""RandAugment (Cubuk et al. 2020) on batches of uint8 tensors, on the images' device.
 
-For every image, ``count`` operations are drawn uniformly from the paper's fourteen and applied one after the other
-with one magnitude in [0, 10]. The operations follow Pillow's, except that rotated, sheared and translated images are
+For every image, ``count`` operations are drawn uniformly from the paper's fourteen and applied in sequence with one
+magnitude in [0, 10]. The operations follow Pillow's, except that rotated, sheared and translated images are
 interpolated bilinearly and padded with black.
 """
 
@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: Of floating images in 0..255, a strength in [0, 1] and a sign per image.
+#: Takes floating-point images in 0..255, a strength in [0, 1] and a sign per image.
 Operation = Callable[[Tensor, float, Tensor], Tensor]
 
 
 def rand_augment(images: Tensor, generator: torch.Generator, *, count: int, magnitude: float) -> Tensor:
-    """(n, c, h, w) uint8 images, each after ``count`` random operations."""
+    """Apply ``count`` random operations to each of (n, c, h, w) uint8 images."""
 
     def draw(number: int) -> Tensor:
         return torch.rand(number, generator=generator, device=generator.device).to(images.device)
@@ -38,13 +38,13 @@ def rand_augment(images: Tensor, generator: torch.Generator, *, count: int, magn
 
 
 def _auto_contrast(images: Tensor, strength: float, signs: Tensor) -> Tensor:
-    """Stretch each channel to 0..255; a channel of one value stays."""
+    """Stretch each channel to 0..255; a constant channel is unchanged."""
     low, high = images.amin((2, 3), keepdim=True), images.amax((2, 3), keepdim=True)
     return torch.where(high > low, (images - low) * 255 / (high - low).clamp_min(1), images)
 
 
 def _equalize(images: Tensor, strength: float, signs: Tensor) -> Tensor:
-    """Each channel's values replaced by 255 times their cumulative frequency, as Pillow's ImageOps.equalize does."""
+    """Replace each channel's values by 255 times their cumulative frequency, like Pillow's ImageOps.equalize."""
     values = images.long().flatten(2).flatten(0, 1)
     empty = torch.zeros(len(values), 256, device=images.device)
     histogram = empty.scatter_add_(1, values, torch.ones_like(values, dtype=empty.dtype))
@@ -55,18 +55,18 @@ def _equalize(images: Tensor, strength: float, signs: Tensor) -> Tensor:
 
 
 def _posterize(images: Tensor, strength: float, signs: Tensor) -> Tensor:
-    """Keep 8 to 4 of the bits of each value."""
+    """Keep 8 to 4 bits of each value."""
     size = float(2 ** round(4 * strength))
     return (images / size).floor() * size
 
 
 def _solarize(images: Tensor, strength: float, signs: Tensor) -> Tensor:
-    """Invert values from a threshold on, 255 at strength 0."""
+    """Invert values at or above a threshold, 255 at strength 0."""
     return torch.where(images >= 255 * (1 - strength), 255 - images, images)
 
 
 def _away_from(reference: Callable[[Tensor], Tensor]) -> Operation:
-    """other + factor (images - other), with a factor of 1 ± 0.9 strength; ``reference`` makes the other images."""
+    """other + factor (images - other), with a factor of 1 ± 0.9 strength and other = ``reference(images)``."""
 
     def operation(images: Tensor, strength: float, signs: Tensor) -> Tensor:
         other = reference(images)
@@ -76,7 +76,7 @@ def _away_from(reference: Callable[[Tensor], Tensor]) -> Operation:
 
 
 def _smooth(images: Tensor) -> Tensor:
-    """Pillow's 3x3 smoothing; the border stays."""
+    """Pillow's 3x3 smoothing; the border is unchanged."""
     kernel = torch.tensor([[1.0, 1.0, 1.0], [1.0, 5.0, 1.0], [1.0, 1.0, 1.0]], device=images.device) / 13
     smooth = images.clone()
     if min(images.shape[2:]) > 2:
@@ -101,7 +101,7 @@ def _moved(largest: float, matrix: Callable[[Tensor], Sequence[float | Tensor]])
 
 
 def _gray(images: Tensor) -> Tensor:
-    """Luminance (ITU-R 601) of colour images, (n, 1, h, w); images of one channel are gray already."""
+    """Luminance (ITU-R 601) of color images, (n, 1, h, w); one-channel images are gray already."""
     if images.shape[1] != 3:
         return images.mean(1, keepdim=True)
     weights = torch.tensor([0.299, 0.587, 0.114], device=images.device).view(1, 3, 1, 1)

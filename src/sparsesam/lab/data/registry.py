@@ -1,4 +1,4 @@
-"""Data sets by name: the digits of scikit-learn, files, the Hugging Face hub, or any importable function."""
+"""Data sets by name: scikit-learn's digits, files, the Hugging Face hub, or any importable function."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def load_dataset(
     *,
     image_size: int | None = None,
 ) -> Splits | FolderSplits:
-    """The data set called ``name``, from ``data_dir`` if its files are there, else from the cache or the net.
+    """Load the data set ``name``, from ``data_dir`` if its files are there, else from the cache or a download.
 
-    ``name`` is one of `DATASETS`, ``hf/NAME`` for an image data set of the Hugging Face hub, or ``module:function``
-    of anything importable; the function is called with the directory (a Path or None) and returns `Splits` or
-    `FolderSplits`. ``progress`` draws a bar of a download; ``image_size`` is the side in pixels for data sets that are
-    read from folders or the hub.
+    ``name`` is one of `DATASETS`, ``hf/NAME`` for an image data set of the Hugging Face hub, or an importable
+    ``module:function``, which is called with the directory (a Path or None) and returns `Splits` or `FolderSplits`.
+    ``progress`` shows a progress bar during downloads; ``image_size`` is the side in pixels for data sets from folders
+    or the hub.
     """
     place = Path(data_dir).expanduser() if data_dir is not None else None
     if place is not None and not place.is_dir():
@@ -45,12 +45,12 @@ def load_dataset(
     options = {"data_dir": place, "download": download, "progress": progress, "image_size": image_size}
     taken = accepted(loader, options)
     if image_size is not None and "image_size" not in taken:
-        raise ValueError(f"image_size must be null for {name}, got {image_size}: its images have a size of their own")
+        raise ValueError(f"image_size must be null for {name}, got {image_size}: its images have a fixed size")
     return loader(**taken)
 
 
 def load_digits() -> Splits:
-    """Scikit-learn's 8x8 handwritten digits: 1000 to train, 797 to test, stratified; 0..16 scaled to 0..255."""
+    """Load scikit-learn's 8x8 handwritten digits: 1000 to train, 797 to test, stratified; 0..16 scaled to 0..255."""
     with required_by("the data set digits", "'sparsesam[data]'"):
         from sklearn import datasets
         from sklearn.model_selection import train_test_split

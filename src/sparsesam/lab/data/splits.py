@@ -1,4 +1,4 @@
-"""A loaded data set: training and test images with labels, the names of the classes, mean and std per channel."""
+"""A loaded data set: training and test images with labels, class names, and mean and std per channel."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class DataError(ValueError):
-    """A file is not what was expected; the message names the file, what was expected and what was found."""
+    """A file has unexpected content; the message names the file, what was expected and what was found."""
 
 
 class MissingData(DataError):
-    """Files were not found and cannot be downloaded; the message says which to put where, and their checksums."""
+    """Files were not found and cannot be downloaded; the message lists files, checksums and where to put them."""
 
 
 class Labelled(NamedTuple):
@@ -29,8 +29,8 @@ class Labelled(NamedTuple):
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """``mean`` and ``std`` are per channel, of pixels scaled to [0, 1]. ``mirrored`` says that the mirror image of an
-    image is of the same class, so that training may flip it; a mirrored digit is no digit.
+    """``mean`` and ``std`` are per channel, of pixels scaled to [0, 1]. ``mirrored`` says that a mirrored image has the
+    same class, so that training may flip it; a mirrored digit is not a digit.
     """
 
     _: KW_ONLY
@@ -58,7 +58,7 @@ class Splits(DatasetInfo):
 
     def __post_init__(self) -> None:
         for part in ("train", "test"):
-            labelled = Labelled(*getattr(self, part))  # a plain pair will do
+            labelled = Labelled(*getattr(self, part))  # accepts a plain pair
             object.__setattr__(self, part, labelled)
             self._check(f"{self.name}: {part}", *labelled)
         if missing := sorted(set(range(self.num_classes)) - set(self.train.labels.unique().tolist())):
@@ -94,7 +94,7 @@ class Splits(DatasetInfo):
 
 @dataclass(frozen=True)
 class FolderSplits(DatasetInfo):
-    """A data set too large for memory: map-style data sets that decode in a DataLoader's workers."""
+    """A data set too large for memory: map-style datasets, decoded in a DataLoader's workers."""
 
     train: ImageFolder
     test: ImageFolder

@@ -1,6 +1,7 @@
-"""Tables and figures as data, and what draws them: the analyses describe, the page and the files draw.
+"""Tables and figures as data, and functions that draw them.
 
-A `Figure` says what is shown. The report's page draws it with plotly, `write_figures` and `write_plot` with matplotlib.
+A `Figure` describes what is shown. The report's page draws it with plotly, `write_figures` and `write_plot` with
+matplotlib.
 """
 
 from sparsesam.lab.display.drawing import check_plot, write_figures, write_images, write_plot

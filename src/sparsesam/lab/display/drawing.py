@@ -1,4 +1,4 @@
-"""Figures as files, drawn by matplotlib: PNG, SVG and PDF, and their numbers as CSV."""
+"""Writes figures to files with matplotlib: PNG, SVG and PDF, and their data as CSV."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from sparsesam.lab.display.figure import COLORS, PALETTE_SIZE, Figure, Series
 
 FORMATS = (".png", ".svg", ".pdf")
 
-#: A matplotlib object. It is imported only when something is drawn.
+#: A matplotlib object; matplotlib is imported only when something is drawn.
 Canvas = Any
 
 _MARKERS = "oDs^vPX*ph"
 _DASHES = ("-", "--", "-.", (0, (5, 1)), (0, (3, 1, 1, 1, 1, 1)))
-_WIDTH, _HEIGHT = 5.2, 3.6  # inches, of one panel without its legend
+_WIDTH, _HEIGHT = 5.2, 3.6  # of one panel without its legend, in inches
 _STYLE = {
-    "svg.hashsalt": "sparsesam",  # the same figure gives the same file
+    "svg.hashsalt": "sparsesam",  # makes files reproducible
     "font.size": 9,
     "axes.grid": True,
     "axes.axisbelow": True,
@@ -42,12 +42,12 @@ def check_plot(file: Path) -> None:
 
 
 def write_plot(figures: Sequence[Figure], file: Path) -> None:
-    """One picture with a row for each figure that has content, its panels side by side."""
+    """Write one image with a row for each figure that has content, its panels side by side."""
     draw([figure for figure in figures if figure.has_content], file)
 
 
 def write_figures(figures: Sequence[Figure], folder: Path) -> None:
-    """For each figure NAME.csv, NAME.svg and NAME.pdf; where it has several panels, NAME-PANEL.svg and .pdf."""
+    """Write NAME.csv, NAME.svg and NAME.pdf for each figure; with several panels, NAME-PANEL.svg and .pdf."""
     folder.mkdir(parents=True, exist_ok=True)
     for figure in figures:
         (folder / f"{figure.name}.csv").write_text(figure.to_csv(), encoding="utf-8", errors="replace", newline="")
@@ -59,7 +59,7 @@ def write_figures(figures: Sequence[Figure], folder: Path) -> None:
 
 
 def write_images(images: Sequence[Tensor], titles: Sequence[str], file: Path, *, columns: int) -> None:
-    """Images, (c, h, w) uint8 with c being 1 or 3, row by row, with titles above the first of them."""
+    """Draw (c, h, w) uint8 images with 1 or 3 channels row by row; titles are above the first len(titles) images."""
     rows = -(-len(images) // columns)
     with _new_drawing(1.5 * columns, 1.6 * rows, file) as drawing:
         grid = list(drawing.subplots(rows, columns, squeeze=False).flat)
@@ -72,7 +72,7 @@ def write_images(images: Sequence[Tensor], titles: Sequence[str], file: Path, *,
 
 
 def draw(figures: Sequence[Figure], *files: Path) -> Canvas:
-    """A matplotlib figure with a row for each figure, saved to the files."""
+    """Draw a matplotlib figure with a row for each figure and save it to the files."""
     heights = [_height(figure) for figure in figures] or [_HEIGHT]
     width = _WIDTH * max((len(figure.panels) for figure in figures), default=1)
     with _new_drawing(width, sum(heights), *files) as drawing:
@@ -86,13 +86,13 @@ def draw(figures: Sequence[Figure], *files: Path) -> Canvas:
 
 def _import_matplotlib() -> Any:
     with required_by("a drawing", "'sparsesam[report]'"):
-        import matplotlib.figure  # without pyplot, so that no window is ever opened
+        import matplotlib.figure  # not pyplot, which may open windows
     return matplotlib
 
 
 @contextmanager
 def _new_drawing(width: float, height: float, *files: Path) -> Iterator[Canvas]:
-    """A matplotlib figure, saved to the files after the block."""
+    """Yield a matplotlib figure and save it to the files after the block."""
     matplotlib = _import_matplotlib()
     with matplotlib.rc_context(_STYLE):
         drawing = matplotlib.figure.Figure(figsize=(width, height), layout="constrained")
@@ -108,7 +108,7 @@ def _height(figure: Figure) -> float:
 
 
 def _legend_columns(panel: Sequence[Series]) -> int:
-    """About 84 characters fit below a panel; a swatch and gaps take the room of 10."""
+    """About 84 characters fit below a panel; a legend's symbol and gaps take the space of 10."""
     return max(1, 84 // (10 + max((len(series.name) for series in panel), default=0)))
 
 
@@ -135,7 +135,7 @@ def _draw_panel(canvas: Canvas, figure: Figure, title: str, panel: Sequence[Seri
 
 
 def _draw_curves(axes: Canvas, figure: Figure, panel: Sequence[Series]) -> None:
-    """Lines with bands, or points with error bars; what is faint is always a line."""
+    """Draw lines with bands, or points with error bars; faint series are always lines."""
     places = [series.x[0] for series in panel if len(series.x) == 1]
     for series in panel:
         color, y = COLORS[series.color][0], _floats(series.y)
@@ -152,7 +152,7 @@ def _draw_curves(axes: Canvas, figure: Figure, panel: Sequence[Series]) -> None:
         axes.errorbar(series.x, y, yerr=bars, fmt=look, markersize=size, color=color, capsize=2, label=label)
         if series.mark:
             axes.plot(series.x, series.y, "o", markersize=13, markerfacecolor="none", markeredgecolor=color)
-            # Towards the middle, so that the word stays within the axes.
+            # Toward the middle, so that the label stays within the axes.
             gap, side = (10, "left") if 2 * series.x[0] <= min(places) + max(places) else (-10, "right")
             offset = {"xytext": (gap, 0), "textcoords": "offset points"}
             axes.annotate(_literal(series.mark), (series.x[0], series.y[0]), ha=side, va="center", **offset)
@@ -178,7 +178,7 @@ def _draw_grid(axes: Canvas, figure: Figure, series: Series) -> None:
         x, y = np.meshgrid(series.x, series.y)
         axes.plot_surface(x, y, z.filled(np.nan), vmin=low, vmax=high, cmap="viridis", rcount=60, ccount=60)
         axes.set(zlim=(low, high), zlabel=title)
-        axes.set_box_aspect(None, zoom=0.85)  # the labels are within the picture
+        axes.set_box_aspect(None, zoom=0.85)  # keeps the labels inside the image
         axes.locator_params(nbins=5)
         axes.tick_params(labelsize="small", pad=0)
         return
@@ -195,7 +195,7 @@ def _draw_grid(axes: Canvas, figure: Figure, series: Series) -> None:
 
 
 def _name_ticks(change: Callable[..., Any], values: Sequence[Any], **style: Any) -> None:
-    """At most 40 names, evenly chosen."""
+    """Label at most 40 ticks, evenly spaced."""
     places = range(0, len(values), -(-len(values) // 40))
     change(places, [_literal(str(values[place])) for place in places], fontsize="x-small", **style)
 
@@ -205,5 +205,5 @@ def _floats(values: Sequence[Any]) -> npt.NDArray[np.float64]:
 
 
 def _literal(text: str) -> str:
-    """Matplotlib takes what stands between two dollar signs for mathematics."""
+    """Escape dollar signs, which start math text in matplotlib."""
     return text.replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""A figure as data: what is shown, apart from how. The page draws it with plotly, files are drawn by matplotlib."""
+"""Figures as data, independent of how they are drawn: with plotly on the page, with matplotlib to files."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from sparsesam.lab.display.numbers import Number, numbers
 Bar = tuple[float, float]
 FigureKind = Literal["lines", "points", "bars", "heatmap", "surface", "contour"]
 
-#: For light and for dark pages, each with a contrast of at least 3 : 1 to its background; distinct also for readers
-#: with a colour vision deficiency.
+#: Colors for light and dark pages, with a contrast of at least 3 : 1 to the background; distinguishable with a color
+#: vision deficiency.
 COLORS = {
     "grey": ("#6b7280", "#a3acba"),
     "blue": ("#0072b2", "#4aa8e0"),
@@ -32,10 +32,10 @@ COLORS = {
     "brown": ("#7a4a2b", "#d0a07a"),
     "ink": ("#374151", "#d1d5db"),
 }
-#: "ink" is for references, such as a bound or chance.
+#: "ink" is for reference lines, such as a bound or chance.
 _PALETTE = [name for name in COLORS if name != "ink"]
 PALETTE_SIZE = len(_PALETTE)
-#: What optimizers are called, in the order of the report, and their own colours.
+#: Names and colors of the optimizers, in the order of the report.
 OPTIMIZERS = {
     "sgd": ("SGD", "grey"),
     "adam": ("Adam", "gold"),
@@ -53,7 +53,7 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Axis:
-    """``whole``: only whole numbers have a meaning, such as epochs."""
+    """``whole``: values are whole numbers, such as epochs."""
 
     title: str
     log: bool = False
@@ -65,7 +65,7 @@ class Series:
     """``color`` and ``number`` are those of its `SeriesStyle`.
 
     ``bars`` are the low and high end of an error bar, or band, at each point. ``z`` has a row for each y. A ``faint``
-    series is a reference: thin and dotted. A point with a ``mark`` has a ring and that word beside it.
+    series is a thin dotted reference. A point with a ``mark`` has a ring and that label.
     """
 
     name: str
@@ -95,16 +95,16 @@ class SeriesStyle(NamedTuple):
     def series(
         self, name: str, x: Iterable[Any], y: Iterable[Any], z: Iterable[Iterable[Any]] | None = None, **options: Any
     ) -> Series:
-        """Values of ``y``, or of ``z`` with a row for each y, that are not finite become None."""
+        """Build a series; non-finite values of ``y``, or of ``z`` if given, become None."""
         rows = None if z is None else [numbers(_as_list(row)) for row in z]
         y = numbers(_as_list(y)) if rows is None else _as_list(y)
         return Series(name, self.color, _as_list(x), y, self.number, z=rows, **options)
 
 
 def assign_styles(optimizers: Sequence[str]) -> list[SeriesStyle]:
-    """A style for each series, whose number is its place.
+    """Returns a style for each series; its number is its index.
 
-    An optimizer's first series has the optimizer's own colour, the same in every figure. When all colours are used,
+    An optimizer's first series has the optimizer's own color, the same in every figure. When all colors are used,
     lines of the next `PALETTE_SIZE` numbers have another dash.
     """
     own = {optimizers.index(name): color for name, (_, color) in OPTIMIZERS.items() if name in optimizers}
@@ -118,7 +118,7 @@ def assign_styles(optimizers: Sequence[str]) -> list[SeriesStyle]:
 
 @dataclass(frozen=True)
 class Figure:
-    """The page shows one of the ``panels`` at a time; most figures have one, with an empty name."""
+    """The page shows one of the ``panels`` at a time; most figures have a single panel with an empty name."""
 
     name: str
     title: str
@@ -132,17 +132,17 @@ class Figure:
 
     @property
     def series(self) -> list[Series]:
-        """Of all panels."""
+        """The series of all panels."""
         return [one for panel in self.panels.values() for one in panel]
 
     @property
     def has_content(self) -> bool:
-        """Whether there is more to see than single points, which a table shows better."""
+        """Whether there is more than single points, which a table shows better."""
         counts = [one.known_points for one in self.series if not one.faint]
         return (max(counts, default=0) if self.kind == "lines" else sum(counts)) > 1
 
     def to_csv(self) -> str:
-        """The numbers, one point per row, under a heading."""
+        """Returns the data as CSV with a header, one point per row."""
         several = len(self.panels) > 1
         with_bars = any(series.bars is not None for series in self.series)
         titles = [axis.title for axis in (self.x, self.y, self.z) if axis is not None]
@@ -165,7 +165,7 @@ class Figure:
 def error_bars(
     values: Iterable[Number], errors: Iterable[Number], *, lowest: float = -math.inf, highest: float = math.inf
 ) -> list[Bar | None]:
-    """value ± error, within the bounds of what a value can be; None where one of them is not known."""
+    """Returns value ± error, clipped to the range of possible values; None where either is not known."""
     return [
         None if value is None or error is None else (max(lowest, value - error), min(highest, value + error))
         for value, error in zip(values, errors, strict=True)
@@ -173,5 +173,5 @@ def error_bars(
 
 
 def _as_list(values: Iterable[Any]) -> list[Any]:
-    """With Python's own numbers."""
+    """Convert to a list, NumPy arrays to Python numbers."""
     return list(values.tolist() if isinstance(values, np.ndarray) else values)

@@ -1,4 +1,4 @@
-"""Numbers from whatever a file may hold, and numbers as people write them: 849 ± 140, 0.5, 97.8 ± 0.4 %."""
+"""Reads numbers from untrusted values and formats them for readers: 849 ± 140, 0.5, 97.8 ± 0.4 %."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ MISSING = "–"
 
 
 def number(value: Any) -> Number:
-    """A finite float; None for anything else, NaN and infinity included, which JSON and axes cannot show."""
+    """Returns a finite float; None for anything else, including NaN and infinity, which JSON and axes cannot show."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
         return float(value) if math.isfinite(value) else None
-    except OverflowError:  # a whole number beyond all floats
+    except OverflowError:  # an integer too large for a float
         return None
 
 
@@ -25,7 +25,7 @@ def numbers(values: Iterable[Any]) -> list[Number]:
 
 
 def significant(value: Number, digits: int = 3) -> str:
-    """``digits`` significant digits without trailing zeros; whole numbers whole, with thousands separated."""
+    """Format with ``digits`` significant digits, no trailing zeros; whole numbers in full with thousands separators."""
     if (value := number(value)) is None:
         return MISSING
     if value.is_integer() and abs(value) < 1e15:
@@ -38,7 +38,7 @@ def significant(value: Number, digits: int = 3) -> str:
 
 
 def plus_minus(value: Number, error: Number) -> str:
-    """The error with two significant digits, the value with as many decimals: 849 ± 140, 0.123 ± 0.045."""
+    """Format the error with two significant digits, the value with as many decimals: 849 ± 140, 0.123 ± 0.045."""
     if (value := number(value)) is None:
         return MISSING
     if not (error := number(error)):
@@ -50,7 +50,7 @@ def plus_minus(value: Number, error: Number) -> str:
 
 
 def percent(share: Number, deviation: Number = None) -> str:
-    """A share in percent, with its standard deviation if there is one; one decimal, two between 99 and 100 %."""
+    """Format a share in percent, with its standard deviation if given; one decimal, two between 99 and 100 %."""
     if (share := number(share)) is None:
         return MISSING
     decimals = 2 if 0.99 <= share < 1 or (deviation is not None and 0 < deviation < 0.0005) else 1
@@ -59,7 +59,7 @@ def percent(share: Number, deviation: Number = None) -> str:
 
 
 def ratio(value: Number) -> str:
-    """Two decimals, as in "1.98 x SGD"."""
+    """Format with two decimals, as in "1.98 x SGD"."""
     return MISSING if (value := number(value)) is None else f"{value:.2f}"
 
 

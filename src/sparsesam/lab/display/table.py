@@ -1,4 +1,4 @@
-"""A table as data."""
+"""Tables as data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cell:
-    """``order`` is what its column is sorted by, the text itself if None. ``status`` gives it a colour."""
+    """``order`` is the sort key in its column, the text itself if None. ``status`` sets its color."""
 
     text: str
     order: float | None = None
@@ -36,7 +36,7 @@ class Table:
 
     @property
     def number_columns(self) -> list[str]:
-        """Those that are sorted by numbers; all others hold text."""
+        """The columns that are sorted by numbers; all others hold text."""
         columns = zip(self.columns, *self.rows, strict=True)
         return [name for name, *cells in columns if any(cell.order is not None for cell in cells)]
 
@@ -46,19 +46,19 @@ def cells(*texts: str | Cell) -> list[Cell]:
 
 
 def number_cell(value: Number, show: Callable[[Number], str] = significant) -> Cell:
-    """A cell that sorts by its number, the missing ones last."""
+    """Returns a cell that sorts by its number; missing numbers come last."""
     return Cell(show(value), order=value)
 
 
 def table_of_rows(name: str, caption: str, rows: Mapping[str, Mapping[str, Cell]]) -> Table:
-    """A row for each label."""
+    """Returns a table with a row for each label."""
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
     filled = [[Cell(label), *(row.get(column, Cell("–")) for column in columns)] for label, row in rows.items()]
     return Table(name, caption, ["run", *columns], filled)
 
 
 def to_rich(table: Table, title: str, *, caption: str | None = None, transposed: bool = False) -> RichTable:
-    """The table for a terminal; ``transposed`` has a column for each row."""
+    """Convert the table for a terminal; ``transposed`` shows rows as columns."""
     from rich.table import Table as RichTable
 
     lines = [["", *table.columns[1:]], *([cell.text for cell in row] for row in table.rows)]
@@ -72,6 +72,6 @@ def to_rich(table: Table, title: str, *, caption: str | None = None, transposed:
 
 
 def finished_of(finished: int, total: int, failed: int) -> str:
-    """How many of the runs of a variant are finished: 3, or 2 of 3, 1 failed."""
+    """Format how many runs of a variant are finished: "3", or "2 of 3, 1 failed"."""
     done = str(finished) if finished == total else f"{finished} of {total}"
     return f"{done}, {failed} failed" if failed else done

@@ -1,4 +1,4 @@
-"""Training runs, sweeps of them, and the records they leave."""
+"""Training runs, sweeps, and their records."""
 
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.run_directory import append_records, read_masks, read_records

@@ -1,4 +1,4 @@
-"""Batches of a run; their order and augmentation depend only on the seed, the epoch and the step."""
+"""Batches of a run. Their order and augmentation depend only on the seed, the epoch and the step."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _EVALUATION_BATCH = 500
 
 
 def load_splits(config: TrainConfig, environment: RunEnvironment, *, progress: bool = False) -> Splits | FolderSplits:
-    """The data set of a run."""
+    """Load the data set of a run."""
     return load_dataset(
         config.dataset, environment.data_dir, environment.download, progress, image_size=config.image_size
     )
 
 
 class Batch(NamedTuple):
-    """The part of a step's images that this rank computes on, normalized; ``global_size`` counts those of all ranks.
+    """Normalized images of one step on this rank; ``global_size`` is the number of images on all ranks.
 
     ``labels`` are (n,) classes, or (n, classes) probabilities with mixup.
     """
@@ -42,8 +42,9 @@ class Batch(NamedTuple):
 class Batches:
     """The images of one run, in batches.
 
-    A data set in memory is put on the training device; every rank augments the whole batch and keeps its part, so that
-    all draw what one process would. Image files are decoded by ``workers`` processes, and each rank decodes its own.
+    An in-memory data set is moved to the training device; every rank augments the whole batch and keeps its part, so
+    the images are the same as with one process. Image files are decoded by ``workers`` processes; each rank decodes
+    its own part.
     """
 
     def __init__(
@@ -66,16 +67,16 @@ class Batches:
 
     @property
     def steps(self) -> int:
-        """Steps per epoch. A last batch of fewer images than there are processes is left out."""
+        """Steps per epoch. A last batch with fewer images than processes is left out."""
         whole, rest = divmod(self.count, self.config.batch_size)
         return max(1, whole + (rest >= self.world))
 
     def share(self, whole: Tensor) -> Tensor:
-        """The part of this rank; those of the others are as large, to within one."""
+        """Returns this rank's part; the sizes of the parts differ by at most one."""
         return whole.tensor_split(self.world)[self.rank]
 
     def train(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
-        """An epoch's batches from ``first_step`` on."""
+        """Yield the batches of an epoch from ``first_step`` on."""
         images, order = self.sets["train"], generator(self.config.seed, Purpose.ORDER, epoch)
         shuffled = torch.randperm(self.count, generator=order).split(self.config.batch_size)
         batches = parts = list(shuffled[first_step : self.steps])
@@ -94,18 +95,18 @@ class Batches:
             yield Batch(pixels, labels, len(batch))
 
     def evaluation(self, split: Literal["val", "test"]) -> Iterator[Batch]:
-        """The validation or test images, or this rank's share of them."""
+        """Yield this rank's share of the validation or test images."""
         count = len(self.sets[split])
         parts = [part for part in self.share(torch.arange(count)).split(_EVALUATION_BATCH) if len(part)]
         for pixels, labels in self._load(self.sets[split], parts):
             yield Batch(self.augment.plain(pixels), labels, count)
 
     def unaugmented(self, split: Split = "train") -> Dataset[tuple[Tensor, Tensor]]:
-        """Single images, normalized only."""
+        """Returns a dataset of single images, normalized but not augmented."""
         return _Normalized(self.sets[split], self.augment, self.device)
 
     def _load(self, images: Any, batches: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The images at these places, and their labels, on the training device."""
+        """Yield the images at these indices and their labels, on the training device."""
         if self.in_memory:
             yield from (images[places.to(self.device)] for places in batches)
             return
@@ -116,7 +117,7 @@ class Batches:
         try:
             for pixels, labels in loader:
                 yield pixels.to(self.device, non_blocking=on_gpu), labels.to(self.device, non_blocking=on_gpu)
-        except DataError as error:  # of a worker, with its traceback as text around the message
+        except DataError as error:  # from a worker: the message contains its traceback as text
             raise DataError(str(error).rpartition("DataError: ")[2].strip()) from None
 
 
@@ -141,7 +142,7 @@ def _augmentation(config: TrainConfig, splits: Splits | FolderSplits) -> Augment
 
 
 def _in_memory(config: TrainConfig, splits: Splits, device: torch.device) -> dict[Split, Any]:
-    """The images of each split that the run uses; those to train on with the config's noise and corruption."""
+    """Returns the images of each split that the run uses; training images have the config's noise and corruption."""
     chosen, held_out = _choose(len(splits.train.labels), config)
     tested = subset(len(splits.test.labels), config.test_size)
     images, labels = (part[chosen] for part in splits.train)
@@ -159,7 +160,7 @@ def _in_memory(config: TrainConfig, splits: Splits, device: torch.device) -> dic
 
 
 def _in_files(config: TrainConfig, splits: FolderSplits) -> dict[Split, Any]:
-    """As `_in_memory`; validation images are seen as test images are."""
+    """Like `_in_memory`; validation images are cropped and resized like test images."""
     if config.corruption_rate:
         raise ValueError(f"corruption_rate must be 0 for images from folders, got {config.corruption_rate}")
     train, val = copy(splits.train), copy(splits.train)
@@ -179,7 +180,7 @@ def _in_files(config: TrainConfig, splits: FolderSplits) -> dict[Split, Any]:
 
 
 def _choose(count: int, config: TrainConfig) -> tuple[Tensor, Tensor]:
-    """Which of ``count`` training images are trained on, and which are held out for validation."""
+    """Returns the indices of ``count`` training images to train on, and those held out for validation."""
     if config.val_size is None:
         return subset(count, config.train_size), torch.arange(0)
     if config.val_size >= count:
@@ -195,7 +196,7 @@ def _noisy(config: TrainConfig, labels: Tensor, num_classes: int) -> Tensor:
 
 
 def subset(count: int, size: int | None) -> Tensor:
-    """``size`` places of ``count``, the same for every seed of a run."""
+    """Returns ``size`` of ``count`` indices, the same for every seed of a run."""
     if size is None or size >= count:
         return torch.arange(count)
     return torch.randperm(count, generator=generator(0, Purpose.SUBSET))[:size].sort().values

@@ -1,7 +1,8 @@
-"""Times of the variants of a sweep that can be compared: measured together, in turns, on one machine.
+"""Comparable times for the variants of a sweep: measured together, in turns, on one machine.
 
-Runs of a sweep happen at different moments and beside each other, so that their own times say little about each other.
-Before them, every variant takes a few warm steps in turn, several times; ``calibration.json`` beside the runs has them.
+Runs of a sweep take place at different times and in parallel, so their own times cannot be compared. Before the sweep,
+every variant takes a few steps in turn, for several rounds; the times are written to ``calibration.json`` beside the
+runs.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from sparsesam.lab.experiment.training import Sums
 
 FILE = "calibration.json"
 ROUNDS = 5
-#: Length of a round of one variant: steps, fewer after so many seconds.
+#: The round of one variant ends after this many steps or seconds.
 ROUND_STEPS, ROUND_SECONDS = 20, 0.15
 
 
 @dataclass(frozen=True)
 class VariantTime:
-    """``seconds_per_step`` has a number for each round, without masks; ``seconds_per_epoch`` is the median of a whole
-    epoch, its masks and the epochs before ``ascent_start`` included.
+    """``seconds_per_step`` has one value per round, without mask updates; ``seconds_per_epoch`` is from the medians,
+    including mask updates and averaged with the epochs before ``ascent_start``.
     """
 
     label: str
@@ -62,19 +63,19 @@ class SweepCalibration:
         return None if measured is None else measured.seconds_per_epoch
 
     def fits(self, configs: Sequence[TrainConfig]) -> bool:
-        """Whether it has all of these, measured on a machine like this one."""
+        """Whether it contains all configs, measured on the same kind of machine with the same versions."""
         here = provenance()
         same = all(self.origin.get(name) == here[name] for name in ("cpu", "machine", "torch", "sparsesam"))
         return same and all(key(config) in self.variants for config in configs)
 
 
 def key(config: TrainConfig) -> str:
-    """The same for all seeds of a variant."""
+    """Returns a key that is the same for all seeds of a variant."""
     return replace(config, seed=0).content_hash
 
 
 def read_calibration(folder: Path) -> SweepCalibration | None:
-    """The calibration beside the runs in ``folder``; None where there is none, ValueError if it cannot be read."""
+    """Read the calibration beside the runs in ``folder``; None if there is none, ValueError if it cannot be read."""
     try:
         content = json.loads((folder / FILE).read_text())
         variants = {name: VariantTime(**one) for name, one in content["variants"].items()}
@@ -86,7 +87,7 @@ def read_calibration(folder: Path) -> SweepCalibration | None:
 
 
 def calibrate(jobs: Sequence[Job], environment: RunEnvironment, folder: Path) -> SweepCalibration:
-    """Measure every variant of the jobs and write ``calibration.json``. Raises what a variant's settings raise."""
+    """Measure every variant of the jobs and write ``calibration.json``; invalid settings of a variant raise here."""
     threads = environment.threads or 1
     with torch.random.fork_rng(), torch_threads(threads):
         found = SweepCalibration(_measure(jobs, environment), provenance())
@@ -126,26 +127,26 @@ def _measure(jobs: Sequence[Job], environment: RunEnvironment) -> dict[str, Vari
             try:
                 for stepper in steppers[name]:
                     stepper.take_turn()
-            except DivergedError:  # as its run will report
+            except DivergedError:  # its run will report it
                 del steppers[name]
     return {name: _time_of(variants[name], *phases) for name, phases in steppers.items()}
 
 
 class _Stepper:
-    """A variant that takes its steps when it is its turn."""
+    """Takes the steps of one variant, a round at a time."""
 
     def __init__(self, config: TrainConfig, splits: Splits | FolderSplits, environment: RunEnvironment) -> None:
-        # After the first one, masks are made where `take_turn` asks for them.
+        # No mask updates after the first, except where `take_turn` requests them.
         endless = replace(config, epochs=10**6, max_steps=None, ascent_start=0.0, mask_epochs=10**6, mask_steps=None)
         self.training = make_training(endless, splits, make_fabric(endless, environment), environment)
         if self.training.fabric.device.type == "cpu" and torch.get_num_threads() == 1:
-            self.training.clock = time.process_time  # so that other processes do not count
+            self.training.clock = time.process_time  # excludes time taken by other processes
         self.every = 1 if config.is_plain else config.ascent_every
         self.rounds: list[float] = []
         self.masks: list[float] = []
 
     def take_turn(self) -> None:
-        """A round of steps, then the steps that a new mask is made in."""
+        """Take a round of steps, then the steps with a mask update."""
         seconds, steps = self._take(ROUND_STEPS, ROUND_SECONDS)
         self.rounds.append(seconds / steps)
         if getattr(self.training.optimizer, "mask", None) is not None:
@@ -154,7 +155,7 @@ class _Stepper:
             self.masks.append(max(0.0, seconds - steps * self.rounds[-1]))
 
     def _take(self, count: int, limit: float = math.inf) -> tuple[float, int]:
-        """The seconds of ``count`` times ``every`` steps, fewer after ``limit`` seconds, and the number of steps."""
+        """Take ``count`` times ``every`` steps, fewer after ``limit`` seconds; returns seconds and number of steps."""
         training, first = self.training, self.training.steps_taken
         training.sums = Sums()
 
@@ -164,12 +165,12 @@ class _Stepper:
             return taken > 0 and taken % self.every == 0 and is_enough
 
         while not done():
-            training.advance(done)  # it reads the loss at the end, which waits for a GPU
+            training.advance(done)  # reads the loss at the end, which synchronizes with a GPU
         return training.sums.seconds, training.steps_taken - first
 
 
 def _time_of(job: Job, one: _Stepper, plain: _Stepper | None = None) -> VariantTime:
-    config, steps, rounds = job.config, one.training.batches.steps, one.rounds[1:]  # the first is still cold
+    config, steps, rounds = job.config, one.training.batches.steps, one.rounds[1:]  # the first is a warm-up
     per_mask = statistics.median(one.masks[1:]) if one.masks else None
     whole = steps * statistics.median(rounds) + (per_mask or 0.0) * steps / config.steps_between_masks(steps)
     if plain is not None:

@@ -1,5 +1,5 @@
-"""Checkpoints: replaced atomically, checked when they are read, and loaded without executing code from the file; and
-weights from other files, a plain state_dict or safetensors.
+"""Checkpoints, written atomically, verified on load, and read without executing code from the file. Also reads weights
+from a plain state_dict or safetensors.
 
 torch.save writes a zip archive with a CRC-32 of every record; torch.load does not check it, `load` does.
 """
@@ -22,18 +22,18 @@ FORMAT = "sparsesam run"
 VERSION = 3
 
 _REMEDY = (
-    "delete it and run the command again with --resume to train from the beginning, or begin a new run from the "
-    "weights of another file with --init-from"
+    "delete it and run the command again with --resume to train from the beginning, or start a new run from other "
+    "weights with --init-from"
 )
 _REMEDY_OF_BEST = "use last.pt, the weights of the last epoch, instead"
-#: Under which key training scripts keep the weights, beside other things.
+#: Keys under which training scripts store the weights.
 _KEYS = ("state_dict", "model", "model_state_dict")
-#: What wrappers put before every name.
+#: Prefixes that wrappers add to every name.
 _PREFIXES = ("module.", "_orig_mod.")
 
 
 def save(path: Path, content: dict[str, Any]) -> None:
-    """Replace ``path`` atomically: if writing fails or the process dies, the old file stays."""
+    """Replace ``path`` atomically: if writing fails or the process dies, the old file remains."""
     part = path.with_suffix(".part")
     try:
         with part.open("wb") as file:
@@ -51,7 +51,7 @@ def save(path: Path, content: dict[str, Any]) -> None:
 
 
 def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The content of a checkpoint of ours; damaged files and others are refused."""
+    """Load a checkpoint of `sparsesam train`; raises CheckpointError for damaged and other files."""
     if not path.exists():
         raise CheckpointError(f"{path} does not exist: the run stopped before its first checkpoint; start it again")
     try:
@@ -63,7 +63,7 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged or truncated ({error}); {remedy}") from error
     content = load_tensors(path, device)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CheckpointError(f"{path} must be a checkpoint of `sparsesam train`, but is another file; check the path")
+        raise CheckpointError(f"{path} must be a checkpoint of `sparsesam train`, but is not; check the path")
     if content.get("version") != VERSION:
         raise CheckpointError(
             f"{path} must be of version {VERSION}, got {content.get('version')}; "
@@ -73,12 +73,12 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def load_tensors(path: Path, device: torch.device | str = "cpu") -> Any:
-    """The content of any file of torch.save; nothing that is in the file is run."""
+    """Load any file of torch.save without executing code from it."""
     try:
         return torch.load(path, map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} is refused: it contains more than tensors and plain values, and loading it could run code; "
+            f"{path} is rejected: it contains more than tensors and plain values, and loading it could run code; "
             "save the state_dict only: torch.save(model.state_dict(), PATH)"
         ) from error
     except (RuntimeError, EOFError, ValueError) as error:
@@ -86,9 +86,9 @@ def load_tensors(path: Path, device: torch.device | str = "cpu") -> Any:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The state_dict in a file; nothing that is in the file is run.
+    """Read the state_dict in a file without executing code from it.
 
-    A run's directory stands for its ``best.pt``, or its ``last.pt`` where that is all there is.
+    For a run's directory, reads ``best.pt``, or ``last.pt`` if there is no ``best.pt``.
     """
     if path.is_dir():
         found = [path / name for name in ("best.pt", "last.pt") if (path / name).exists()]
@@ -113,7 +113,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def weights_of(content: dict[str, Any]) -> dict[str, Tensor]:
-    """The weights in a checkpoint of ours as they are tested: the moving average, where the run has one."""
+    """Returns the weights that are evaluated: the moving average if the run has one."""
     if "training" not in content:
         return dict(content["model"])
     training = content["training"]
@@ -124,9 +124,9 @@ def weights_of(content: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def initialize(model: nn.Module, path: Path) -> list[str]:
-    """Load weights into ``model``; the names of the classifier's tensors, if those keep their random values.
+    """Load weights into ``model``; returns the names of the classifier's tensors that keep their random values.
 
-    Only the last layer, the classifier, may be missing or of another shape; all others must be in the file.
+    Only the last layer, the classifier, may be missing or have another shape; all others must be in the file.
     """
     weights, own = read_weights(path), model.state_dict()
     fitting = {name for name in own if name in weights and weights[name].shape == own[name].shape}
@@ -137,9 +137,9 @@ def initialize(model: nn.Module, path: Path) -> list[str]:
     if wrong:
         unknown = [name for name in weights if name not in own]
         raise CheckpointError(
-            f"{path} does not fit the model: {len(wrong)} of its tensors are missing or of another shape, for example "
+            f"{path} does not fit the model: {len(wrong)} of its tensors are missing or have another shape, such as "
             f"{', '.join(wrong[:3])}; the file has {', '.join(unknown[:3]) or 'no others'}; "
-            "init_from must be of the same architecture, but for the classifier"
+            "init_from must have the same architecture, except for the classifier"
         )
     model.load_state_dict({name: weights[name] for name in fitting}, strict=False)
     return kept

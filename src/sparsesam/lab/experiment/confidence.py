@@ -1,4 +1,4 @@
-"""Confidence intervals of the mean over seeds, and whether two settings differ."""
+"""Confidence intervals of the mean over seeds, and tests whether two settings differ."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 
 def half_width(values: Sequence[float]) -> float | None:
-    """Half the width of the 95 % interval of the mean, t_{n-1} s / √n; None for fewer than two values."""
+    """Returns half the width of the 95 % interval of the mean, t_{n-1} s / √n; None for fewer than two values."""
     if len(values) < 2:
         return None
     from scipy.special import stdtrit
@@ -19,7 +19,7 @@ def half_width(values: Sequence[float]) -> float | None:
 def confidence_interval(
     values: Sequence[float], *, lowest: float = -math.inf, highest: float = math.inf
 ) -> tuple[float, float] | None:
-    """The 95 % interval of the mean, within the bounds of what a value can be (0 and 1 for an accuracy)."""
+    """Returns the 95 % interval of the mean, clipped to the range of possible values (0 to 1 for an accuracy)."""
     width = half_width(values)
     if width is None:
         return None
@@ -28,9 +28,9 @@ def confidence_interval(
 
 
 def differ(first: Mapping[int, float], second: Mapping[int, float]) -> bool | None:
-    """Whether the 95 % interval of the mean difference excludes 0, over the seeds of both; None for fewer than two.
+    """Whether the 95 % interval of the mean difference over common seeds excludes 0; None for fewer than two.
 
-    Runs of one seed share their initial weights, batches and noise, so differences are taken seed by seed.
+    Runs with the same seed share initial weights, batches and noise, so differences are taken seed by seed.
     """
     differences = [first[seed] - second[seed] for seed in first if seed in second]
     width = half_width(differences)

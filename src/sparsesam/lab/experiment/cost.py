@@ -1,8 +1,7 @@
-"""What a run has computed, in units of one forward and backward pass over one batch.
+"""The compute cost of a run, in units of one forward-backward pass over one batch.
 
-The unit does not depend on the machine or on what else runs there. It is counted in multiply-adds of matrix products
-and convolutions, so that what the engine leaves out of a step counts less.
-Steps of one kind cost the same; one step of each kind is counted.
+The unit does not depend on the machine or its load. Multiply-adds of matrix products and convolutions are counted, so
+steps in which the engine skips work cost less. Steps of one kind cost the same; one step of each kind is counted.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from sparsesam.lab.experiment.config import TrainConfig
 
 
 def passes_per_step(config: TrainConfig, *, epochs: float | None = None) -> float:
-    """Forward-backwards of a batch that an average step takes by its settings, without masks: 1 for SGD, 2 for SAM.
+    """Returns forward-backward passes per average step by the settings, without masks: 1 for SGD, 2 for SAM.
 
-    ``epochs`` is the length of the training if it is not the config's.
+    ``epochs`` overrides the number of epochs of the config.
     """
     if config.is_plain or config.optimizer == "auto" or config.ascent in ONE_PASS:
         return 1.0
@@ -38,8 +37,8 @@ StepName = Literal["ascent", "plain"]
 class StepCost:
     """Cost of the steps so far, by kind: with a first pass at w ("ascent") or without one ("plain").
 
-    ``images`` counts the training images that each kind of step has seen, ``per_image`` its cost for one image in
-    units of ``unit``, the operations of a forward and backward pass for one image; ``per_mask`` that of one mask.
+    ``images`` counts the training images of each kind of step, ``per_image`` is its cost per image and ``per_mask``
+    the cost of one mask, both in units of ``unit``, the operations of a forward-backward pass for one image.
     """
 
     unit: float
@@ -51,15 +50,15 @@ class StepCost:
 
     @property
     def forward_backwards(self) -> float:
-        """Forward and backward passes over a batch, masks included."""
+        """Forward-backward passes over a batch, masks included."""
         steps: float = sum(images * self.per_image.get(kind, 1.0) for kind, images in self.images.items())
         return (steps + self.masks * self.per_mask) / self.batch_size
 
 
 def plain_pass_operations(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Multiply-adds of one forward and backward pass of ``model`` for one image; the model itself is left alone.
+    """Returns the multiply-adds of one forward-backward pass of ``model`` per image; the model is not changed.
 
-    Raises the model's own error where it does not take such images, before a run has written anything.
+    If the model does not accept such images, its own error is raised here, before a run has written anything.
     """
     trial = deepcopy(model).train()
     devices = [] if images.device.type == "cpu" else [images.device]

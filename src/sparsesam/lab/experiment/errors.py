@@ -1,10 +1,10 @@
-"""Errors that stop a run; their messages say what to do."""
+"""Errors that stop a run."""
 
 from __future__ import annotations
 
 
 class RunError(RuntimeError):
-    """A run cannot begin or continue; the message says why and what to do."""
+    """A run cannot start or continue; the message says why and what to do."""
 
 
 class DivergedError(RunError):

@@ -1,4 +1,4 @@
-"""What follows a run: a progress bar in a terminal, lines in a log, and curves through Lightning's loggers."""
+"""Observers of a run: a progress bar in a terminal, lines in a log, and curves in Lightning's loggers."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from sparsesam.lab.experiment.training import Training
 
 
 class RunObserver:
-    """Follows a run."""
+    """Callbacks during a run."""
 
     def begin(self, training: Training, where: Path) -> None:
-        """Training starts, or is resumed, in the directory ``where``."""
+        """Called when training starts or resumes in the directory ``where``."""
 
     def step(self, training: Training) -> None:
-        """A step was taken."""
+        """Called after every step."""
 
     def epoch(self, record: EpochRecord) -> None:
-        """An epoch is complete and evaluated."""
+        """Called after every epoch and its evaluation."""
 
     def end(self, *, complete: bool) -> None:
-        """The last call, whether or not the run is complete."""
+        """Called last, whether or not the run is complete."""
 
 
 class ProgressBar(RunObserver):
-    """Epoch, loss, accuracy, images per second, mask density, rho and time remaining; a line stays for each epoch.
+    """Shows epoch, loss, accuracy, images per second, mask density, rho and remaining time, and a line per epoch.
 
-    Where the output is no terminal, such as a log, there are only the lines, with the time remaining.
+    If the output is not a terminal, prints only the lines, with the remaining time.
     """
 
     def __init__(self) -> None:
         self.console = Console(highlight=False, markup=False)
         columns = (
             TextColumn("{task.description}"),
-            TimeRemainingColumn(table_column=Column(min_width=7)),  # a narrow terminal cuts what comes last
+            TimeRemainingColumn(table_column=Column(min_width=7)),  # a narrow terminal cuts the last columns
             TextColumn("remaining", table_column=Column(min_width=9)),
             BarColumn(bar_width=10),
             TextColumn("{task.fields[latest]}"),
@@ -96,7 +96,7 @@ def _perturbed(one: Training | EpochRecord) -> str:
 
 
 def duration(seconds: float) -> str:
-    """45 s, 12 min, 3 h 20 min."""
+    """Format a duration: 45 s, 12 min, 3 h 20 min."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -104,7 +104,7 @@ def duration(seconds: float) -> str:
 
 
 class Curves(RunObserver):
-    """Curves of TensorBoard, Weights & Biases or MLflow; an ImportError at once if it is not installed."""
+    """Logs curves to TensorBoard, Weights & Biases or MLflow; ImportError at construction if it is not installed."""
 
     def __init__(self, kind: str, name: str | None) -> None:
         self.kind, self.name = kind, name

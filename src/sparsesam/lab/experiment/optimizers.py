@@ -1,4 +1,4 @@
-"""The optimizer of a config, with its mask and its schedules."""
+"""Builds the optimizer of a config, with its mask and schedules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sparsesam.lab.experiment.seeds import Purpose, derive
 
 
 def make_optimizer(config: TrainConfig, model: nn.Module, *, fisher_data: Any, steps_per_epoch: int) -> Optimizer:
-    """The config's optimizer for ``model``; ``fisher_data`` is what the Fisher information is measured on."""
+    """Build the config's optimizer for ``model``; ``fisher_data`` is the data set for the Fisher information."""
     base = _base(config, model)
     if config.is_plain:
         return base
@@ -44,15 +44,15 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, fisher_data: Any, s
     if mask is not None:
         return sparsesam.SSAM(base, model, mask=mask, norm=config.norm, **common)
     if config.ascent.startswith("implicit"):
-        raise ValueError(f"ascent must not be {config.ascent!r} for {config.optimizer}: it acts through a mask")
+        raise ValueError(f"ascent must not be {config.ascent!r} for {config.optimizer}: it needs a mask")
     return sparsesam.SAM(base, model, **common)
 
 
 def lr_factor(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
-    """The learning rate of ``step`` in units of the config's.
+    """Returns the factor of the config's learning rate in ``step``.
 
-    (t + 1) / warm-up during the warm-up, then (1 + cos(pi t / T)) / 2 over the T steps after it, gamma to the number
-    of milestones passed, or 1.
+    (t + 1) / warm-up during the warm-up, then (1 + cos(pi t / T)) / 2 over the T steps after it, gamma to the power of
+    the number of milestones passed, or 1.
     """
     warmup = round(config.warmup_epochs * steps_per_epoch)
     if step < warmup:
@@ -77,7 +77,7 @@ def _base(config: TrainConfig, model: nn.Module) -> Optimizer:
     if (largest := config.clip_grad_norm) is not None:
 
         def clip(*_: Any) -> None:
-            """It sees the gradient at w + e, averaged over ranks and unscaled."""
+            """Runs on the gradient at w + e, averaged over ranks and unscaled."""
             torch.nn.utils.clip_grad_norm_(parameters, largest)
 
         base.register_step_pre_hook(clip)

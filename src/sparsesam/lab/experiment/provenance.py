@@ -15,7 +15,7 @@ import sparsesam
 
 
 def provenance() -> dict[str, str | int | None]:
-    """What another reader needs to repeat a measurement."""
+    """Returns what is needed to repeat a measurement."""
     return {
         "command": _command(),
         "commit": _commit(),
@@ -37,14 +37,14 @@ def _command() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout this file belongs to, marked when files differ from it; None outside git."""
+    """Returns the commit of this file's checkout, with "+changes" if files differ from it; None outside git."""
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str:
         return subprocess.check_output(["git", *arguments], cwd=here, text=True, stderr=subprocess.DEVNULL).strip()
 
     try:
-        # An installed copy may be inside another project's checkout: only a tracked file is in ours.
+        # An installed copy may be inside another project's checkout, where this file is not tracked.
         git("ls-files", "--error-unmatch", Path(__file__).name)
         return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
     except (OSError, subprocess.CalledProcessError):

@@ -1,4 +1,4 @@
-"""What is known of a run: a record of each epoch, and the result when it is finished."""
+"""The outcome of a run: a record of each epoch, and the result of a finished run."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Literal
 from sparsesam.lab.experiment.run_directory import read_records
 from sparsesam.lab.experiment.training import Sums, Training
 
-#: Steps that warm times leave out: caches, allocators and autotuners warm up in those.
+#: Steps excluded from warm times, in which caches, allocators and autotuners warm up.
 WARM_UP = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Measured:
-    """What the record of an epoch and the result of a run have in common. Accuracies are fractions.
+    """Fields shared by the record of an epoch and the result of a run. Accuracies are fractions.
 
-    ``forward_backwards`` is the cost of the run so far in forward and backward passes over a batch
+    ``forward_backwards`` is the cost of the run so far in forward-backward passes over a batch
     (`sparsesam.lab.experiment.cost`).
     """
 
@@ -35,9 +35,9 @@ class _Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRecord(_Measured):
-    """A line of ``records.jsonl``. ``step`` and ``forward_backwards`` are of the run so far, all else of the epoch.
+    """A line of ``records.jsonl``. ``step`` and ``forward_backwards`` cover the run so far, all else the epoch.
 
-    ``mask_seconds`` has the time of each mask, ``step_seconds`` that of each step, of runs with ``record_times``.
+    ``mask_seconds`` has the time of each mask update, ``step_seconds`` that of each step (with ``record_times``).
     """
 
     epoch: int
@@ -54,7 +54,7 @@ class EpochRecord(_Measured):
 
 
 def complete_epoch(training: Training) -> EpochRecord:
-    """Evaluate the epoch that has ended and begin the sums of the next."""
+    """Evaluate the epoch that has ended and reset the sums for the next."""
     sums, training.sums = training.sums, Sums()
     val_loss, val_accuracy = training.evaluate("val") if training.config.val_size else (None, None)
     test_loss, test_accuracy = training.evaluate("test")
@@ -81,23 +81,23 @@ def complete_epoch(training: Training) -> EpochRecord:
 
 
 def best_of(epochs: Sequence[EpochRecord]) -> EpochRecord:
-    """The first with the highest accuracy on validation images, or on test images where the run has no others."""
+    """Returns the first epoch with the highest validation accuracy, or test accuracy without validation images."""
     return max(epochs, key=lambda one: one.test_accuracy if one.val_accuracy is None else one.val_accuracy)
 
 
 def read_epochs(path: Path) -> list[EpochRecord]:
-    """The records of kind "epoch" in a run's ``records.jsonl``."""
+    """Read the records of kind "epoch" in a run's ``records.jsonl``."""
     return [EpochRecord(**record) for record in read_records(path) if record.pop("kind") == "epoch"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult(_Measured):
-    """Losses and accuracies are those of the last epoch; times are of training steps only, mask making included.
+    """Losses and accuracies are those of the last epoch; times are those of training steps, including mask updates.
 
-    ``best_test_accuracy`` is that of ``best.pt``, the epoch with the best accuracy on ``best_chosen_on``: the
-    validation images, or the test images where the run has no validation images.
-    ``seconds_per_mask`` leaves the first mask out where there are more. The warm times, of runs with ``record_times``,
-    are medians over the steps after the first few, without the masks they make.
+    ``best_test_accuracy`` is the test accuracy of ``best.pt``, the epoch with the best accuracy on
+    ``best_chosen_on``: the validation images, or the test images if the run has no validation images.
+    ``seconds_per_mask`` excludes the first mask if there are more. The warm times (with ``record_times``) are medians
+    over the steps after the first few, without mask updates.
     """
 
     best_test_accuracy: float
@@ -114,7 +114,7 @@ class RunResult(_Measured):
 
 
 def run_result(training: Training, epochs: Sequence[EpochRecord]) -> RunResult:
-    """From the records of all epochs."""
+    """Build the result from the records of all epochs."""
     last, best, steps_per_epoch = epochs[-1], best_of(epochs), training.batches.steps
     warm = _warm_median([seconds for record in epochs for seconds in record.step_seconds], WARM_UP)
     return RunResult(
@@ -134,5 +134,5 @@ def run_result(training: Training, epochs: Sequence[EpochRecord]) -> RunResult:
 
 
 def _warm_median(seconds: list[float], cold: int) -> float | None:
-    """Without the first ``cold`` ones where there are more; None of none."""
+    """Returns the median without the first ``cold`` values, or of all if there are no more; None for no values."""
     return statistics.median(seconds[cold:] or seconds) if seconds else None

@@ -1,4 +1,4 @@
-"""One run, from its config to its result, in a directory of its own."""
+"""One run in its own directory, from config to result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
 from sparsesam.lab.experiment.training import Training
 
-#: By default masks are recorded if those of the whole run take no more than this.
+#: By default masks are recorded if all masks of the run take at most this many bytes.
 SMALL_BYTES = 16 * 2**20
 
 
@@ -42,11 +42,11 @@ def run_training(
     *,
     stop: Callable[[], bool] = lambda: False,
 ) -> RunResult:
-    """Train as ``config`` says; with ``environment.resume``, from the last checkpoint in the run's directory.
+    """Train with ``config``; with ``environment.resume``, from the last checkpoint in the run's directory.
 
-    Everything is checked and built before anything is written: a config that is refused leaves no directory.
-    ``stop`` is asked after every step, like a signal, whether to stop there. Raises `Interrupted` then,
-    `DivergedError` for a loss that is not finite, and `CheckpointError`: each leaves the last good checkpoint.
+    Everything is checked and built before anything is written: an invalid config leaves no directory behind.
+    ``stop`` is called after every step; if it returns True the run stops, as on a signal, with `Interrupted`. Also
+    raises `DivergedError` if the loss is not finite, and `CheckpointError`. All of them keep the last good checkpoint.
     """
     fabric = make_fabric(config, environment)
     directory = RunDirectory(environment.directory(config))
@@ -61,7 +61,7 @@ def run_training(
         fabric.launch()
         training = make_training(config, splits, fabric, environment)
         with directory.locked() if main else nullcontext():
-            if environment.resume:  # a checkpoint that cannot be read leaves the run as it is
+            if environment.resume:  # first, so that an unreadable checkpoint leaves the run unchanged
                 _restore(training, directory)
             recorder = Recorder(training, directory, environment) if main else None
             try:
@@ -78,7 +78,7 @@ def run_training(
 
 
 def make_fabric(config: TrainConfig, environment: RunEnvironment) -> Fabric:
-    """Devices, processes and precision."""
+    """Set up devices, processes and precision."""
     options: dict[str, Any] = {
         "accelerator": environment.accelerator,
         "devices": environment.devices,
@@ -86,7 +86,7 @@ def make_fabric(config: TrainConfig, environment: RunEnvironment) -> Fabric:
     }
     try:
         fabric = Fabric(**options)
-    except Exception as error:  # Lightning raises many kinds for what this machine does not have
+    except Exception as error:  # Lightning raises many types of errors for unavailable hardware
         asked = ", ".join(f"{name} {value}" for name, value in options.items())
         raise ValueError(f"{asked} is not available on this machine: {error}") from error
     if config.precision == "fp32":
@@ -99,9 +99,9 @@ def make_fabric(config: TrainConfig, environment: RunEnvironment) -> Fabric:
 def make_training(
     config: TrainConfig, splits: Splits | FolderSplits, fabric: Fabric, environment: RunEnvironment
 ) -> Training:
-    """The run at its first step: batches, model and optimizer."""
+    """Build batches, model and optimizer of a run at its first step."""
     if fabric.world_size > 1 and config.ascent != "explicit" and not config.is_plain:
-        raise ValueError(f"ascent must be explicit on several devices, got {config.ascent}; train on one")
+        raise ValueError(f"ascent must be explicit on several devices, got {config.ascent}; use one device")
     workers = min(4, joblib.cpu_count()) if environment.workers is None else environment.workers
     batches = Batches(config, splits, fabric.device, rank=fabric.global_rank, world=fabric.world_size, workers=workers)
     seed_global(derive(config.seed, Purpose.WEIGHTS), fabric.device)
@@ -115,7 +115,7 @@ def make_training(
 
 
 def _restore(training: Training, directory: RunDirectory) -> None:
-    """Load the last checkpoint; without one, the run starts from the beginning."""
+    """Load the last checkpoint; without one, start from the beginning."""
     is_begun = directory.last.exists()
     if is_begun:
         content = checkpoint.load(directory.last, training.fabric.device)
@@ -156,7 +156,7 @@ def _train(
             complete = True
         except DivergedError as error:
             last = directory.last
-            kept = f"the last good state is in {last}" if last.exists() else "no epoch was complete"
+            kept = f"the last good checkpoint is {last}" if last.exists() else "no epoch was completed"
             raise DivergedError(f"{error}; {kept}") from None
         finally:
             for observer in observers:
@@ -164,7 +164,7 @@ def _train(
 
 
 class Recorder(RunObserver):
-    """Writes the settings, records, masks, checkpoints and result of a run; on rank 0 alone."""
+    """Writes the settings, records, masks, checkpoints and result of a run; used on rank 0 only."""
 
     def __init__(self, training: Training, directory: RunDirectory, environment: RunEnvironment) -> None:
         self.training, self.directory, config = training, directory, training.config
@@ -185,7 +185,7 @@ class Recorder(RunObserver):
         directory.append({"kind": kind, "step": training.steps_taken, **before, **self.origin})
 
     def step(self, training: Training) -> None:
-        # Before the checkpoint: a resumed run removes the masks that come after it, and makes them again.
+        # Before the checkpoint: a resumed run removes and recomputes the masks made after it.
         if self.records_masks and training.cost.masks > self.masks:
             self.directory.write_masks(training.steps_taken - 1, training.optimizer.masks)  # type: ignore[attr-defined]
             self.masks = training.cost.masks
@@ -195,7 +195,7 @@ class Recorder(RunObserver):
             self._save()
 
     def epoch(self, record: EpochRecord) -> None:
-        """The checkpoint comes last, so that a run killed before it repeats this epoch."""
+        """The checkpoint is written last, so that a run killed before repeats this epoch."""
         self.epochs.append(record)
         if best_of(self.epochs) is record:
             tested = self.training.module if self.training.ema is None else self.training.ema.module
@@ -216,7 +216,7 @@ class Recorder(RunObserver):
 
 
 def masks_are_small(config: TrainConfig, weights: int, steps_per_epoch: int) -> bool:
-    """Whether all masks of a run of ``weights`` weights are small enough to be written by default."""
+    """Whether all masks of a run with ``weights`` weights are small enough to be recorded by default."""
     masks = config.total_steps(steps_per_epoch) // config.steps_between_masks(steps_per_epoch) + 1
     return masks * weights / 8 <= SMALL_BYTES
 
@@ -234,9 +234,9 @@ def torch_threads(count: int | None) -> Iterator[None]:
 
 @contextmanager
 def stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """A function that says whether Ctrl-C or a scheduler's SIGTERM came within the block, to stop after that step.
+    """Yield a function that returns whether Ctrl-C or a scheduler's SIGTERM was received, to stop after the step.
 
-    A second one raises KeyboardInterrupt.
+    A second signal raises KeyboardInterrupt.
     """
     numbers: list[int] = []
 
@@ -245,7 +245,7 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         numbers.append(number)
 
-    is_main = threading.current_thread() is threading.main_thread()  # only there are signals received
+    is_main = threading.current_thread() is threading.main_thread()  # only the main thread may set signal handlers
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)} if is_main else {}
     try:
         yield lambda: bool(numbers)

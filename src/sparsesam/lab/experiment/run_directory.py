@@ -1,9 +1,9 @@
-"""A run's directory: its settings, records, checkpoints and result. It belongs to one process at a time.
+"""A run's directory: its settings, records, checkpoints and result. Only one process at a time uses it.
 
 config.yaml   every setting            last.pt   everything needed to resume
 records.jsonl one line per epoch       best.pt   the weights with the best validation (or test) accuracy
-result.json   only of a finished run   masks/    each mask, written when it is made
-analyses/     results of `sparsesam analyze`        failure.json  only of a run that failed
+result.json   of a finished run only   masks/    each mask, written when it is computed
+analyses/     results of `sparsesam analyze`        failure.json  of a failed run only
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class RunDirectory:
 
     @classmethod
     def existing(cls, path: Path) -> RunDirectory:
-        """The directory of a run that has begun."""
+        """Returns the directory of an existing run."""
         directory = cls(path)
         if not directory.config.exists():
-            raise ValueError(f"{path} has no run: there is no config.yaml; pass one that `sparsesam train` wrote")
+            raise ValueError(f"{path} has no run: there is no config.yaml; pass a directory of `sparsesam train`")
         return directory
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Refuse a second run here. The lock ends with the process, even if it is killed."""
+        """Lock the directory against a second run. The lock ends with the process, even if it is killed."""
         self.path.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.path / "running.lock")
         try:
@@ -73,7 +73,7 @@ class RunDirectory:
             lock.release()
 
     def check(self, config: TrainConfig, *, resume: bool) -> None:
-        """Refuse a run that may not begin here; nothing is written."""
+        """Raise ValueError if the run may not start here; writes nothing."""
         existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not existing.is_dir():
             raise ValueError(f"{self.path} cannot be created: {existing} is not a directory; choose another --out")
@@ -83,7 +83,7 @@ class RunDirectory:
             if not same or config.epochs < saved.epochs:
                 raise ValueError(
                     f"{self.path} was started with other settings ({differences(saved, config)}); "
-                    "leave them out to continue it (only --epochs may grow), or choose another --out for a new run"
+                    "omit them to continue it (only a larger --epochs is allowed), or choose another --out"
                 )
             if self.result.exists() and config.epochs == saved.epochs:
                 raise ValueError(
@@ -96,7 +96,7 @@ class RunDirectory:
             raise ValueError(f"{self.path} has an unfinished run; continue it with --resume, or choose another --out")
 
     def begin(self, config: TrainConfig, *, resume: bool) -> int | None:
-        """Write the settings; the number of epochs that the run had before, if this run extends it."""
+        """Write the settings; returns the previous number of epochs if this run extends an earlier one."""
         self.check(config, resume=resume)
         self.failure.unlink(missing_ok=True)
         before = None
@@ -112,7 +112,7 @@ class RunDirectory:
         return before
 
     def rewind(self, step: int) -> None:
-        """Remove what comes after ``step`` steps, where the last checkpoint is: a resumed run makes it again."""
+        """Remove records and masks after ``step``, the step of the last checkpoint; a resumed run writes them again."""
         kept = []
         for line in self.records.read_text().splitlines() if self.records.exists() else []:
             with suppress(json.JSONDecodeError):  # a killed run may leave an incomplete last line
@@ -124,7 +124,7 @@ class RunDirectory:
             file.unlink()
 
     def write_failure(self, error: Exception) -> None:
-        """Why the run ended without a result; call it where the error is handled."""
+        """Write the error that ended the run; call it in the exception handler."""
         self.path.mkdir(parents=True, exist_ok=True)
         content = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         write_atomically(self.failure, json.dumps({**content, "provenance": provenance()}, indent=1))
@@ -149,7 +149,7 @@ class RunDirectory:
         part.replace(part.with_suffix(".npz"))
 
     def mask_files(self) -> list[tuple[int, Path]]:
-        """The recorded masks as (step, file), in the order of their steps."""
+        """Returns the recorded masks as (step, file), ordered by step."""
         return sorted((int(file.stem), file) for file in self.masks.glob("*.npz") if file.stem.isdigit())
 
     def finish(self, result: Mapping[str, Any]) -> None:
@@ -157,7 +157,7 @@ class RunDirectory:
 
 
 def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Append each record as one line of JSON, making the directories above ``path``."""
+    """Append each record as one line of JSON; creates the parent directories of ``path``."""
     lines = [json.dumps(dict(record), sort_keys=True, allow_nan=False) for record in records]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
@@ -165,7 +165,7 @@ def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a file, None if there is none."""
+    """Read a JSON file; None if it does not exist."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
@@ -173,12 +173,12 @@ def read_json(path: Path) -> Any:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Every record of ``path``, in the order written."""
+    """Read every record of ``path``, in the order written."""
     return [json.loads(line) for line in path.read_text().splitlines() if line]
 
 
 def read_masks(run: Path | str) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """The masks of the run in a directory, (step, {parameter name: bool tensor}), read one at a time."""
+    """Yield the masks of a run's directory, (step, {parameter name: bool tensor}), one at a time."""
     for step, file in RunDirectory(Path(run)).mask_files():
         yield step, read_mask_file(file)
 
@@ -194,7 +194,7 @@ def read_mask_file(file: Path) -> dict[str, Tensor]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file atomically; what cannot be written as UTF-8, such as the name of a directory, becomes "?"."""
+    """Replace a file atomically; characters not encodable as UTF-8, as in a directory name, become "?"."""
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8", errors="replace")
     part.replace(path)

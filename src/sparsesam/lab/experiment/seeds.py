@@ -1,7 +1,7 @@
-"""Random numbers as a function of the seed and the position of a run, so that resuming needs no generator state.
+"""Random numbers as a function of the seed and the position in a run, so that resuming needs no generator state.
 
-Nothing in a run draws from a generator that outlives a step, except the mask's own, which is saved with the
-optimizer. So every rank, and a run resumed within an epoch, draws what one uninterrupted process does.
+No generator of a run outlives a step, except the mask's own, which is saved with the optimizer. So every rank, and a
+run resumed within an epoch, draws the same numbers as one uninterrupted process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 class Purpose(IntEnum):
-    """Purposes of random numbers; each has a stream of its own."""
+    """Purposes of random numbers; each has its own stream."""
 
     WEIGHTS = 0
     ORDER = 1
@@ -28,7 +28,7 @@ class Purpose(IntEnum):
 
 
 def derive(seed: int, purpose: Purpose, *place: int) -> int:
-    """A seed for one purpose at one position, such as an epoch and a step."""
+    """Derive a seed for one purpose at one position, such as an epoch and a step."""
     words = " ".join(map(str, (seed, int(purpose), *place)))
     return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "big") >> 1
 
@@ -40,8 +40,8 @@ def generator(seed: int, purpose: Purpose, *place: int) -> torch.Generator:
 def seed_global(seed: int, device: torch.device) -> None:
     """Seed the global generators of the CPU and of ``device``.
 
-    torch.manual_seed also queues a call, with a formatted stack, for every accelerator that is not in use yet: a
-    millisecond, and memory that is never freed.
+    torch.manual_seed also queues a call with a formatted stack trace for every accelerator not yet initialized, which
+    takes a millisecond and memory that is never freed.
     """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Settings as fields of dataclasses: their help texts and types; values from YAML and the command line are checked."""
+"""Settings as dataclass fields with help texts and types, which values from YAML and the command line must match."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparsesam.lab.names import suggestion
 
 
 class Range(NamedTuple):
-    """Which numbers a setting takes."""
+    """The range of numbers that a setting accepts."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -32,7 +32,7 @@ FractionAbove0 = Annotated[float, Range("in (0, 1]", lambda value: 0 < value <= 
 
 
 def option(default: Any, text: str, *, group: str | None = None) -> Any:
-    """A field with its help text. ``group`` is the heading in ``--help`` for this field and those after it."""
+    """Returns a dataclass field with a help text. ``group`` starts a new heading in ``--help`` at this field."""
     return field(default=default, metadata={"help": text, "group": group})
 
 
@@ -42,15 +42,15 @@ def _types_of(kind: Any) -> dict[str, Any]:
 
 
 def check_settings(settings: Any) -> None:
-    """For a frozen dataclass's ``__post_init__``: every field takes its type, or is refused."""
+    """Convert every field of a frozen dataclass to its type or raise ValueError; call it in ``__post_init__``."""
     for name, hint in _types_of(settings.__class__).items():
         object.__setattr__(settings, name, convert(name, getattr(settings, name), hint))
 
 
 def convert(name: str, value: Any, hint: Any) -> Any:
-    """``value`` converted to the type ``hint``, or a ValueError.
+    """Convert ``value`` to the type ``hint`` or raise ValueError.
 
-    1 becomes 1.0, and "1e-3", which YAML reads as text, 0.001, so that equal settings have equal hashes.
+    For a float, 1 becomes 1.0 and "1e-3", which YAML reads as text, 0.001, so that equal settings have equal hashes.
     """
     kinds = alternatives(hint)
     for one in kinds:
@@ -67,7 +67,7 @@ def convert(name: str, value: Any, hint: Any) -> Any:
 
 
 def _as(value: Any, kind: Any) -> Any:
-    """``value`` as ``kind``, or a TypeError."""
+    """Returns ``value`` as ``kind`` or raises TypeError."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal and value in arguments and not isinstance(value, bool):
         return value
@@ -86,12 +86,12 @@ def _as(value: Any, kind: Any) -> Any:
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
-    """The types of a union, or the one type."""
+    """Returns the member types of a union, or the type itself."""
     return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
 
 
 def choices(hint: Any) -> list[Any]:
-    """The values of the Literals in a type."""
+    """Returns the values of the Literals in a type."""
     literals = [one for one in alternatives(hint) if typing.get_origin(one) is Literal]
     return [value for one in literals for value in typing.get_args(one)]
 

@@ -1,6 +1,6 @@
-"""A sweep: named variants, times a grid over any settings, times seeds, run on one machine or a Ray cluster.
+"""A sweep: named variants × a grid over any settings × seeds, run on one machine or a Ray cluster.
 
-Each run has a directory named by the hash of the settings it uses, so that identical runs are trained once.
+Each run has a directory named by the hash of the settings it uses, so identical runs are trained once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.run_directory import RunDirectory, read_json, read_records
 from sparsesam.lab.names import check_names, suggestion
 
-#: How many machines a run on a Ray cluster may lose.
+#: How often a run on a Ray cluster may lose its machine.
 LOST_MACHINES = 3
 
 _KEYS = ("title", "settings", "variants", "grid", "seeds")
@@ -35,14 +35,14 @@ _KEYS = ("title", "settings", "variants", "grid", "seeds")
 
 @dataclass(frozen=True)
 class Sweep:
-    """Variants by label, each a config whose seed is replaced by every one of ``seeds``."""
+    """Variants by label; each config is run with every seed of ``seeds``."""
 
     title: str
     variants: Mapping[str, TrainConfig]
     seeds: Sequence[int]
 
     def jobs(self, out: Path) -> list[Job]:
-        """Every run, seed by seed, so that an interrupted sweep has complete comparisons."""
+        """Returns all runs ordered by seed, so that an interrupted sweep has complete comparisons."""
         configs = [
             (label, replace(config, seed=seed)) for seed in self.seeds for label, config in self.variants.items()
         ]
@@ -51,7 +51,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Job:
-    """A run of a sweep, and what its directory says of it."""
+    """A run of a sweep and its state, read from its directory."""
 
     label: str
     config: TrainConfig
@@ -67,7 +67,7 @@ class Job:
 
     @property
     def failure(self) -> str | None:
-        """The error of the last attempt."""
+        """The error of the last attempt, if it failed."""
         content = read_json(RunDirectory(self.directory).failure)
         return None if content is None else str(content["error"])
 
@@ -80,13 +80,13 @@ class Job:
     def epochs_done(self) -> int:
         try:
             records = read_records(RunDirectory(self.directory).records)
-        except (OSError, ValueError):  # not begun, or being written
+        except (OSError, ValueError):  # not started, or being written
             return 0
         return sum(record["kind"] == "epoch" for record in records)
 
 
 def read_sweep(file: str | Path, *, overrides: Mapping[str, Any], seeds: int | None) -> Sweep:
-    """The sweep in a YAML file, or the one of that name that comes with sparsesam.
+    """Read a sweep from a YAML file, or the one of that name included in sparsesam.
 
         title: SGD and SAM on digits
         settings: {dataset: digits, epochs: 10}         # of all runs
@@ -94,7 +94,7 @@ def read_sweep(file: str | Path, *, overrides: Mapping[str, Any], seeds: int | N
         grid: {rho: [0.1, 0.2], batch_size: [32, 64]}   # every combination
         seeds: 3                                        # 0, 1, 2; or a list
 
-    ``overrides`` win over everything in the file; ``seeds`` over its seeds.
+    ``overrides`` override all settings in the file; ``seeds`` overrides its seeds.
     """
     text, name = _read(file)
     try:
@@ -112,7 +112,7 @@ def read_sweep(file: str | Path, *, overrides: Mapping[str, Any], seeds: int | N
 
 
 def _variants(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, TrainConfig]:
-    """Every variant with every combination of the grid's values, labelled by the values that distinguish it."""
+    """Returns every variant with every combination of the grid's values, labeled by the values that distinguish it."""
     settings, grid = content.get("settings") or {}, content.get("grid") or {}
     variants = content.get("variants") or {"": {}}
     for name, values in grid.items():
@@ -125,7 +125,7 @@ def _variants(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
             config = from_mapping(TrainConfig, {**settings, **dict(point), **own, **overrides})
             without = {*unused(config), *own, *overrides}
             words = [label, *(f"{name} {value}" for name, value in point if name not in without)]
-            # Points that differ only in settings which the variant does not use (rho of SGD) are one.
+            # Points that differ only in settings that the variant does not use (rho of SGD) are the same run.
             configs.setdefault(" ".join(word for word in words if word) or "run", config)
     return configs
 
@@ -141,7 +141,7 @@ def _read(file: str | Path) -> tuple[str, str]:
     folder = path.parent if path.parent.is_dir() else Path()
     here = sorted(str(one) for suffix in ("*.yaml", "*.yml") for one in folder.glob(suffix))
     raise ValueError(
-        f"{file} does not exist: pass a YAML file or a sweep that comes with sparsesam ({', '.join(packaged)})"
+        f"{file} does not exist: pass a YAML file or a sweep included in sparsesam ({', '.join(packaged)})"
         f"{suggestion(str(file), [*here, *packaged])}"
     )
 
@@ -159,12 +159,12 @@ def sweep_jobs(
     gpus: int = 0,
     on_end: Callable[[Job, Sequence[str]], None] = lambda job, warnings: None,
 ) -> None:
-    """Run those that are not finished and, unless ``retry``, have not failed; an interrupted run is resumed.
+    """Run the jobs that are not finished and, unless ``retry``, have not failed; interrupted runs are resumed.
 
-    ``workers`` runs at a time; ``on_end`` is called here when one ends, with its warnings. Workers stop, with a
-    checkpoint, when this process ends. "ray" sends the runs to the Ray cluster that this process can reach, or to one
-    started here; its machines must share the directory that the runs are in, and the runs of a machine that is lost go
-    on elsewhere.
+    ``workers`` jobs run in parallel; ``on_end`` is called in this process when one ends, with its warnings. Workers
+    save a checkpoint and stop when this process ends. "ray" sends the runs to the Ray cluster that this process can
+    reach, or to one started here; its machines must share the directory of the runs, and the runs of a lost machine
+    continue on another.
     """
     distinct: dict[Path, Job] = {}
     for job in jobs:
@@ -186,13 +186,13 @@ _Context = tuple[RunEnvironment, int, int | None]
 
 
 def _run_job(job: Job, environment: RunEnvironment, gpus: int, parent: int | None) -> _Ended:
-    """In a worker process: an error is written to failure.json and does not end the sweep. Returns the warnings."""
+    """Run a job in a worker process; errors go to failure.json and do not end the sweep. Returns the warnings."""
     from sparsesam.lab.experiment.run import run_training
 
     def is_orphan() -> bool:
         return parent is not None and parent not in (os.getpid(), os.getppid())
 
-    if job.is_finished:  # on a machine that was lost before it could report
+    if job.is_finished:  # by a machine that was lost before it could report
         return job, []
     RunDirectory(job.directory).failure.unlink(missing_ok=True)
     with warnings.catch_warnings(record=True) as caught:
@@ -202,17 +202,17 @@ def _run_job(job: Job, environment: RunEnvironment, gpus: int, parent: int | Non
                 mine = replace(environment, name=job.label, out=job.directory, devices=devices)
                 run_training(job.config, mine, stop=is_orphan)
         except (Interrupted, KeyboardInterrupt):
-            pass  # neither a result nor a failure says so
+            pass  # recognized by having neither a result nor a failure
         except Exception as error:
             RunDirectory(job.directory).write_failure(error)
     if is_orphan():
-        os._exit(1)  # no process receives the outcome
+        os._exit(1)  # no process is left to receive the result
     return job, list(dict.fromkeys(str(one.message) for one in caught))
 
 
 @contextmanager
 def claimed_gpu(count: int, folder: Path) -> Iterator[str]:
-    """The number of a GPU that no other run of the sweep uses; the claim ends with the process."""
+    """Yield a GPU that no other run of the sweep uses, as a ``devices`` string; the lock ends with the process."""
     folder.mkdir(parents=True, exist_ok=True)
     while True:
         for number in range(count):
@@ -235,13 +235,13 @@ def _here(jobs: Sequence[Job], context: _Context, workers: int) -> Iterator[_End
         yield from parallel(joblib.delayed(_run_job)(job, *context) for job in jobs)
     except TerminatedWorkerError as error:
         raise RunError(
-            "a worker process was killed, perhaps because memory ran out; run the same command again to continue, "
-            "with fewer --jobs to need less memory"
+            "a worker process was killed, perhaps out of memory; run the same command again to continue, "
+            "with fewer --jobs to use less memory"
         ) from error
 
 
 def _on_ray(jobs: Sequence[Job], context: _Context, workers: int) -> Iterator[_Ended]:
-    """One task per run. Ray starts a task again, on another machine, when its own is lost; the run then resumes."""
+    """Run one task per job. If a machine is lost, Ray restarts its tasks on another, where the runs resume."""
     with required_by("--backend ray", "'sparsesam[ray]'"):
         import ray
     if not ray.is_initialized():

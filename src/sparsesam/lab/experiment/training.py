@@ -26,7 +26,7 @@ from sparsesam.lab.experiment.optimizers import lr_factor, make_optimizer
 from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
 from sparsesam.masks.scores import ScoreContext
 
-#: Reading the loss synchronizes with a GPU, and all ranks must do it together: only every `SYNC_EVERY` steps there.
+#: Reading the loss synchronizes with the GPU and all ranks, so there it is read only every `SYNC_EVERY` steps.
 SYNC_EVERY = 20
 
 
@@ -45,8 +45,8 @@ class Sums:
 class Training:
     """Model, optimizer and state of one run. `advance` takes steps until the epoch ends or ``stop`` returns True.
 
-    ``record_times`` keeps the seconds of every step, without the mask it makes and the images it waits for; on a GPU
-    each step is then synchronized.
+    ``record_times`` records the seconds of every step, excluding mask updates and waiting for images; on a GPU it
+    synchronizes each step.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class Training:
             average = get_ema_multi_avg_fn(config.ema)
             self.ema = AveragedModel(model, multi_avg_fn=average, use_buffers=True).to(fabric.device)
         compiled: nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
-        # Only the module goes through Fabric: its optimizer wrapper would hand our closure to a GradScaler,
-        # which refuses closures. `_step` does what that wrapper does.
+        # Fabric sets up the module only: its optimizer wrapper would pass our closure to a GradScaler, which rejects
+        # closures. `_step` does the wrapper's work.
         self.model = fabric.setup_module(compiled)
-        # Alone and in float32 its wrapper has nothing to do, but takes a fiftieth of a small network's step.
+        # With one process and float32 Fabric's wrapper does nothing but cost 2 % of a small network's step.
         self._forward = compiled if fabric.world_size == 1 and config.precision == "fp32" else self.model
         self.optimizer = make_optimizer(
             config, compiled, fisher_data=batches.unaugmented(), steps_per_epoch=batches.steps
@@ -100,7 +100,7 @@ class Training:
 
     @property
     def epoch_ended(self) -> bool:
-        """Whether the last step was that of an epoch, or of the run."""
+        """Whether the last step completed an epoch or the run."""
         return self.steps_taken % self.batches.steps == 0 or self.finished
 
     @property
@@ -117,9 +117,9 @@ class Training:
     def advance(self, stop: Callable[[], bool], on_step: Callable[[], None] = lambda: None) -> bool:
         """Train to the end of the epoch, or until all ranks know that one of them was asked to stop.
 
-        Returns whether the epoch is complete. ``sums`` then hold its loss and accuracy over all ranks, of the first
-        pass of each step that sees the whole batch; ``seconds`` is the time of the steps, augmentation and mask
-        updates included.
+        Returns whether the epoch is complete. ``sums`` then holds its loss and accuracy over all ranks, from the first
+        pass of each step over the whole batch; ``seconds`` is the time of the steps, including augmentation and mask
+        updates.
         """
         self.model.train()
         self.stop_requested = False
@@ -144,7 +144,7 @@ class Training:
         return self.epoch_ended
 
     def _sync(self, totals: Tensor, stop: Callable[[], bool]) -> bool:
-        """Add the loss and the right answers of the last steps to ``sums``; whether a rank is asked to stop."""
+        """Add loss and correct predictions of the last steps to ``sums``; returns whether any rank must stop."""
         asked: float = stop()
         loss, correct = totals.tolist()
         if self.fabric.world_size > 1:
@@ -155,7 +155,7 @@ class Training:
             precision = "" if self.config.precision == "fp32" else ", or train with precision fp32"
             raise DivergedError(
                 f"the loss is {loss} by step {self.steps_taken}; lower lr ({self.config.lr}){rho}, "
-                f"warm up longer (warmup_epochs {self.config.warmup_epochs}){precision}"
+                f"use a longer warm-up (warmup_epochs {self.config.warmup_epochs}){precision}"
             )
         return bool(asked)
 
@@ -165,7 +165,7 @@ class Training:
         return self.clock()
 
     def _measure_masks(self, rule: sparsesam.MaskRule) -> None:
-        """Replace the rule's ``make`` by one that also counts; the optimizer keeps the rule itself, not a wrapper."""
+        """Patch the rule's ``make`` to measure cost and time; the optimizer keeps the rule itself, not a wrapper."""
         make = rule.make
 
         def measured(context: ScoreContext) -> dict[str, Tensor]:
@@ -181,9 +181,9 @@ class Training:
         object.__setattr__(rule, "make", measured)  # rules are frozen
 
     def _step(self, batch: Batch) -> Tensor:
-        """One step; returns this rank's sum of losses and number of right answers over the whole batch.
+        """Take one step; returns this rank's sum of losses and number of correct predictions over the whole batch.
 
-        They are those at w, but with ``ascent_fraction`` below 1 those at w + e, where alone the whole batch is seen.
+        They are at w; with ``ascent_fraction`` below 1 they are at w + e, the only pass over the whole batch.
         """
         factor = lr_factor(self.config, self.steps_taken, self.batches.steps)
         for group, rate in zip(self.optimizer.param_groups, self._rate, strict=True):
@@ -197,7 +197,7 @@ class Training:
         self.cost.images[kind] += batch.global_size
         masks = self.cost.masks - masks
         if counter is not None and (not masks or self.config.mask_steps == 1):
-            # Counted where no mask is made if there are such steps: a step that makes one leaves nothing out.
+            # Count a step without a mask update if there is one: in steps with an update the engine skips nothing.
             operations = counter.products / self.cost.unit - masks * self.cost.per_mask
             self.cost.per_image[kind] = operations / len(batch.images)
         if self.scaler is not None:
@@ -208,7 +208,7 @@ class Training:
 
     def _passes(self, batch: Batch) -> Tensor:
         figures: list[Tensor] = []
-        # Ranks' gradients are averaged as if their parts were equal; the scale corrects for parts that are not.
+        # DDP averages gradients with equal weight per rank; the scale corrects for parts of unequal size.
         scale = len(batch.labels) * self.fabric.world_size / batch.global_size
 
         def closure(part: tuple[Tensor, Tensor]) -> Tensor:
@@ -230,7 +230,7 @@ class Training:
         return torch.stack(figures)
 
     def _accumulated(self, images: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Add the gradient of the mean loss, in as many parts as asked for; the loss, and the right answers."""
+        """Accumulate the gradient of the mean loss over micro-batches; returns the loss and the correct predictions."""
         count = min(self.config.accumulate, len(images))
         parts = list(zip(images.tensor_split(count), labels.tensor_split(count), strict=True))
         losses, correct = [], []
@@ -248,8 +248,8 @@ class Training:
     # ---- evaluation --------------------------------------------------------------------------------------
 
     def evaluate(self, split: Literal["val", "test"]) -> tuple[float, float]:
-        """Mean loss and accuracy on the validation or test images, over all ranks."""
-        if self.fabric.world_size > 1:  # normalization statistics are each rank's own after a step; rank 0's count
+        """Returns mean loss and accuracy on the validation or test images, over all ranks."""
+        if self.fabric.world_size > 1:  # normalization statistics differ between ranks after a step; use rank 0's
             for buffer in self.module.buffers():
                 torch.distributed.broadcast(buffer, 0)
         # Not the wrapped model: its forward would wait for ranks that have fewer batches.
@@ -258,7 +258,7 @@ class Training:
         return loss / images, correct / images
 
     def _summed(self, values: Tensor) -> list[float]:
-        """Over all ranks."""
+        """Returns the sums over all ranks."""
         if self.fabric.world_size > 1:
             values = self.fabric.all_reduce(values, reduce_op="sum")  # type: ignore[assignment]
         return values.tolist()
@@ -266,7 +266,7 @@ class Training:
     # ---- checkpoints -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All state; the order of images, augmentation, learning rate and dropout follow from the position."""
+        """Returns all state; image order, augmentation, learning rate and dropout follow from the position."""
         epoch, step = divmod(self.steps_taken, self.batches.steps)
         parts = {name: None if part is None else part.state_dict() for name, part in self._parts().items()}
         position = {"epoch": epoch, "step": step}
@@ -285,7 +285,7 @@ class Training:
 
 @torch.no_grad()
 def loss_and_accuracy(model: nn.Module, batches: Iterable[Batch], fabric: Fabric) -> Tensor:
-    """Sum of losses, right answers and images, over this rank's batches."""
+    """Returns the sum of losses, correct predictions and number of images over this rank's batches."""
     model.eval()
     totals = torch.zeros(3, device=fabric.device)
     for batch in batches:

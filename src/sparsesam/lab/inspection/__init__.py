@@ -1,8 +1,7 @@
-"""Analyses of trained runs: from a run's directory to the result in ``RUN/analyses/NAME.json``, and to its figures.
+"""Analyses of trained runs: measure a run, write the result to ``RUN/analyses/NAME.json``, and draw its figures.
 
-An analysis is one class, and a line in `ANALYSES`. Its fields are the options of ``sparsesam
-analyze``; it measures a typed result, summarizes it for a table, and describes its figures, which ``--plot``, the
-report's page and the report's files draw.
+An analysis is one class and a line in `ANALYSES`. Its fields are the options of ``sparsesam analyze``; it measures a
+typed result, summarizes it for a table, and describes its figures, which ``--plot`` and the report draw.
 
     run = load_run("runs/a", samples=256)  # run.model, run.objective, run.masks, run.config
 """

@@ -1,4 +1,4 @@
-"""The base of all analyses: one class each, from options and measurement to the table and figures of the result."""
+"""The base class of analyses: options, measurement, and the table and figures of the result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ResultT = TypeVar("ResultT", bound=AnalysisResult)
 
 @dataclass(frozen=True)
 class Measured(Generic[ResultT]):
-    """A result with the label and style of its run. ``other`` labels the second run of a line between two."""
+    """A result with the label and style of its run. ``other`` is the label of the second run with ``--between``."""
 
     label: str
     result: ResultT
@@ -33,15 +33,15 @@ class Measured(Generic[ResultT]):
     other: str = ""
 
     def series(self, x: Iterable[Any], y: Iterable[Any], *, name: str = "", **options: Any) -> Series:
-        """In the style of its run, under its label unless another ``name`` is given."""
+        """Returns a series in the style of the run, labeled ``name`` or by the run."""
         return self.style.series(name or self.label, x, y, **options)
 
 
 @dataclass(frozen=True)
 class Analysis(ABC, Generic[ResultT]):
-    """A dataclass whose fields are the options of ``sparsesam analyze``, with the type of its result in brackets.
+    """A dataclass whose fields are the options of ``sparsesam analyze``, generic in the type of its result.
 
-    ``files`` are the names that its results may have in ``RUN/analyses``. With ``uses_checkpoint``, the fields of
+    ``files`` are the possible names of its results in ``RUN/analyses``. With ``uses_checkpoint``, the fields of
     `EvalSettings` are options too.
     """
 
@@ -65,23 +65,23 @@ class Analysis(ABC, Generic[ResultT]):
     # ---- measuring
 
     def load_subject(self, path: Path, on: EvalSettings) -> Any:
-        """What is measured: by default, the run in a directory."""
+        """Returns what is measured: by default, the run in a directory."""
         return TrainedRun(path, on)
 
     def prepare(self, subjects: Sequence[Any]) -> tuple[Analysis[Any], Sequence[Any], Sequence[str]]:
-        """The analysis with what its runs must share, what to measure, and why something was left out.
+        """Returns the analysis with options shared by all runs, the subjects to measure, and notes on those left out.
 
-        By default the runs share the first one's rho, unless one was given.
+        By default all runs use the first one's rho, unless one was given.
         """
         shared = {"rho": subjects[0].config.rho} if getattr(self, "rho", 0.0) is None else {}
         return dataclasses.replace(self, **shared), subjects, ()
 
     @abstractmethod
     def measure(self, subject: Any, progress: Progress) -> ResultT:
-        """The result for one subject; ``progress(done, total)`` is called in between."""
+        """Measure one subject; ``progress(done, total)`` is called in between."""
 
     def measure_and_write(self, subject: Any, progress: Progress = lambda done, total: None) -> ResultT:
-        """Measure, and write the result with its provenance to ``analyses/NAME.json`` (docs/analyze.md)."""
+        """Measure and write the result with its provenance to ``analyses/NAME.json`` (docs/analyze.md)."""
         start = time.perf_counter()
         result = self.measure(subject, progress)
         seconds, machine = time.perf_counter() - start, provenance()
@@ -94,14 +94,14 @@ class Analysis(ABC, Generic[ResultT]):
         return result
 
     def origin(self, subject: Any) -> Origin:
-        """Which checkpoint and which images the result was measured on."""
+        """Returns the checkpoint and the images that the result was measured on."""
         return subject.origin() if self.uses_checkpoint else Origin(seed=getattr(self, "seed", None))
 
     # ---- showing
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> ResultT:
-        """A result from its file; ValueError if it has another shape."""
+        """Build a result from the content of its file; ValueError if the format is wrong."""
         (result_type,) = typing.get_args(cls.__orig_bases__[0])  # type: ignore[attr-defined]
         result: ResultT = result_type.from_dict(content)
         return result
@@ -109,7 +109,7 @@ class Analysis(ABC, Generic[ResultT]):
     @classmethod
     @abstractmethod
     def summary(cls, result: ResultT) -> Summary:
-        """The few values of a result that the table shows."""
+        """Returns the values of a result for the table."""
 
     @classmethod
     def table(cls, name: str, measured: Sequence[Measured[ResultT]]) -> Table:
@@ -124,11 +124,11 @@ class Analysis(ABC, Generic[ResultT]):
     @classmethod
     @abstractmethod
     def figures(cls, name: str, measured: Sequence[Measured[ResultT]]) -> list[Figure]:
-        """All runs together; ``name`` is that of the results' files."""
+        """Returns figures of all runs together; ``name`` is the name of the results' files."""
 
     @classmethod
     def notes(cls, measured: Sequence[Measured[ResultT]]) -> list[str]:
-        """What a reader must know, each note once, with the runs that it is about unless it is about all."""
+        """Returns each note once, with the runs it applies to unless it applies to all."""
         labels: dict[str, dict[str, None]] = {}
         for one in measured:
             for note in one.result.remarks():

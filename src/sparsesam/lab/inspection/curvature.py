@@ -1,4 +1,4 @@
-"""The Hessian's eigenvalues, trace and spectral density, and how Fisher information agrees with its diagonal."""
+"""The Hessian's eigenvalues, trace and spectral density, and the agreement of Fisher information with its diagonal."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, ResultT, Summary
 from sparsesam.lab.inspection.trained_run import TrainedRun
 
-#: Below this share of its peak, the density shows only the Gaussians that smooth it.
+#: Below this share of its peak, the density shows only the tails of the smoothing Gaussians.
 _FLOOR = 1e-6
 
 
 @dataclass(frozen=True)
 class LayerAnalysis(Analysis[ResultT]):
-    """Of all parameters, or of some; the result is then in ``NAME-layers.json``, beside that of all."""
+    """An analysis of all parameters or, with ``layers``, of some; the latter's result is ``NAME-layers.json``."""
 
     layers: str | None = option(None, "only parameters whose names match a pattern, such as 'layer4.*,fc.*'")
 
@@ -55,10 +55,10 @@ class HessianAnalysis(LayerAnalysis[HessianResult]):
 
     count: int = option(5, "number of eigenvalues; the ratio lambda_1 / lambda_5 needs five")
     tolerance: float = option(1e-3, "relative error of the eigenvalues")
-    trace_probes: int = option(100, "random vectors for the trace; it stops earlier once the error is below 1 %")
+    trace_probes: int = option(100, "most random vectors for the trace; stops early at a standard error of 1 %")
     density_probes: int = option(4, "random vectors for the density")
-    density_steps: int = option(80, "Lanczos steps from each of them")
-    keep_graph: bool = option(False, "half the time for several times the memory")
+    density_steps: int = option(80, "Lanczos steps per random vector of the density")
+    keep_graph: bool = option(False, "keep the graphs of the batches: half the time, several times the memory")
 
     def measure(self, subject: TrainedRun, progress: Progress) -> HessianResult:
         common: dict[str, Any] = {"parameters": self.layers, "keep_graph": self.keep_graph, "seed": subject.on.seed}
@@ -88,11 +88,11 @@ class HessianAnalysis(LayerAnalysis[HessianResult]):
     def figures(cls, name: str, measured: Sequence[Measured[HessianResult]]) -> list[Figure]:
         where = _some_layers(name)
         eigenvalue, share = Axis("eigenvalue"), Axis("share of eigenvalues per unit", log=True)
-        title, caption = f"Largest eigenvalues{where}", "Bars are estimates of their error."
+        title, caption = f"Largest eigenvalues{where}", "Bars are estimated errors."
         panels = {"": [_eigenvalues(one) for one in measured]}
         rank = Axis("rank", whole=True)
         largest = Figure(f"{name}-eigenvalues", title, caption, rank, eigenvalue, panels, kind="points")
-        caption = "By stochastic Lanczos quadrature; the further right it reaches, the sharper the minimum."
+        caption = "Stochastic Lanczos quadrature; the further right the density extends, the sharper the minimum."
         panels = {"": [_density(one) for one in measured]}
         return [largest, Figure(f"{name}-density", f"Spectral density{where}", caption, eigenvalue, share, panels)]
 

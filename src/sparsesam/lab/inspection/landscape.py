@@ -1,4 +1,4 @@
-"""The loss around a run, or between two."""
+"""The loss around the weights of a run, or between two runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, Summary
 from sparsesam.lab.inspection.trained_run import Origin, TrainedRun
 
-#: If the largest loss is this many times the median, its logarithm is drawn: the rest would be flat.
+#: The logarithm is drawn if the largest loss is this many times the median: the rest would look flat.
 _WIDE_RANGE = 100
 _SAME_NUMBERS = "The same random numbers for all runs, scaled to each run’s own filters."
 
@@ -27,11 +27,11 @@ _SAME_NUMBERS = "The same random numbers for all runs, scaled to each run’s ow
 class LandscapeAnalysis(Analysis[Landscape]):
     help = "the loss around the weights, or on the line between two runs"
     title = "Loss landscapes"
-    caption = "The loss at the run’s weights, and the smallest and largest on the grid."
+    caption = "The loss at the run’s weights, and the smallest and largest loss on the grid."
     files = ("landscape-2d", "landscape-eigenvectors", "landscape-1d", "landscape-between")
 
     dimensions: Literal[1, 2] = option(2, "a line or a square")
-    points: int | None = option(None, "in each dimension; default 50, or 51 with --between")
+    points: int | None = option(None, "points per dimension; default 50, or 51 with --between")
     span: tuple[float, float] | None = option(None, "first and last point; default [-1,1], or [0,1] with --between")
     along: Literal["random", "eigenvectors"] = option(
         "random", "filter-normalized random directions, or the Hessian's leading eigenvectors (unit length)"
@@ -39,7 +39,7 @@ class LandscapeAnalysis(Analysis[Landscape]):
     one_dimensional: Literal["ignore", "normalize"] = option(
         "ignore", "whether random directions move biases and normalization parameters"
     )
-    between: bool = option(False, "from the first run to the second instead; running statistics are interpolated too")
+    between: bool = option(False, "line from the first run to the second; interpolates running statistics too")
     other: TrainedRun | None = None
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class LandscapeAnalysis(Analysis[Landscape]):
         different = sorted({run.config.model for run in subjects})
         if len(different) > 1:
             raise ValueError(
-                f"runs must be of one model to have the same directions, got {', '.join(different)}; "
+                f"runs must have the same model to share directions, got {', '.join(different)}; "
                 "analyze them separately"
             )
         if not self.between:
@@ -69,7 +69,7 @@ class LandscapeAnalysis(Analysis[Landscape]):
         try:
             result = self._landscape(subject, progress, state)
         except KeyboardInterrupt:
-            raise Interrupted(f"the points so far are in {state}; the same command continues") from None
+            raise Interrupted(f"the points so far are in {state}; run the same command to continue") from None
         state.unlink(missing_ok=True)
         return result
 
@@ -117,7 +117,7 @@ def _line_figures(name: str, measured: Sequence[Measured[Landscape]]) -> list[Fi
     title, caption, axis = "Loss along a line", _SAME_NUMBERS, "distance along the direction"
     if name == "landscape-between":
         title, caption = "Loss between two runs", "On the straight line from one run’s weights (0) to another’s (1)."
-        axis = "share of the way from the first run to the second"
+        axis = "position from first run (0) to second (1)"
     series = [
         one.series(one.result.x, one.result.loss, name=f"{one.label} to {one.other}" if one.other else "")
         for one in measured
@@ -126,7 +126,7 @@ def _line_figures(name: str, measured: Sequence[Measured[Landscape]]) -> list[Fi
 
 
 def _surface_figures(name: str, measured: Sequence[Measured[Landscape]]) -> list[Figure]:
-    """Surface, contours and a cut: all runs on one scale, so that flat and sharp can be compared by eye."""
+    """Returns surface, contours and a cut, with all runs on one scale so that they can be compared."""
     losses = np.sort([loss for one in measured for loss in one.result.loss.ravel() if np.isfinite(loss)])
     if not len(losses):
         return []
@@ -139,9 +139,9 @@ def _surface_figures(name: str, measured: Sequence[Measured[Landscape]]) -> list
     series = [_surface(one, log) for one in measured]
     shown: dict[str, Any] = {"x": x, "y": y, "z": z, "panels": {one.name: [one] for one in series}, "range_z": range_z}
     scale = f"Along {words}; all runs on one scale."
-    turn = f"{scale} On the page, drag to turn it, or use the arrow keys."
+    turn = f"{scale} On the page, drag to rotate it, or use the arrow keys."
     middle = f"{scale} The run’s weights are in the middle."
-    cut = "The row of each surface that is nearest to the run’s weights: the wider, the flatter."
+    cut = "The row of each surface nearest to the run’s weights: the wider, the flatter."
     cuts = {"": [_cut(one) for one in series]}
     return [
         Figure(f"{name}-surface", f"Surface{end}", turn, kind="surface", **shown),

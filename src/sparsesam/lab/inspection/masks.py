@@ -1,4 +1,4 @@
-"""The masks that a run recorded, over its training."""
+"""How the recorded masks of a run change during training."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from sparsesam.lab.inspection.trained_run import TrainedRun
 
 @dataclass(frozen=True)
 class MaskAnalysis(Analysis[MaskHistory]):
-    help = "density per layer, overlap of each mask with the one before, and which weights are ever perturbed"
+    help = "density per layer, overlap of each mask with the previous one, and weights ever perturbed"
     title = "Masks over time"
-    caption = "Shares of all weights. The overlap is the mean Jaccard index of a mask with the one before."
+    caption = "Shares of all weights. The overlap is the mean Jaccard index of a mask with the previous one."
     files = ("masks",)
     uses_checkpoint = False
 
     def prepare(self, subjects: Sequence[TrainedRun]) -> tuple[MaskAnalysis, Sequence[TrainedRun], Sequence[str]]:
-        """Runs without masks are left out, unless there are no others."""
+        """Leave out runs without masks; ValueError if no run has masks."""
         reasons = [_why_no_masks(run) for run in subjects]
         if all(reasons):
             raise ValueError("; ".join(reasons))
@@ -46,11 +46,11 @@ class MaskAnalysis(Analysis[MaskHistory]):
 
     @classmethod
     def figures(cls, name: str, measured: Sequence[Measured[MaskHistory]]) -> list[Figure]:
-        caption = "The share of each parameter’s weights that is perturbed, for each mask."
+        caption = "The share of perturbed weights of each parameter, for each mask."
         x, y, z = Axis("step"), Axis("parameter"), Axis("density")
         panels = {one.label: [_density(one)] for one in measured}
         density = Figure("mask-density", "Density per layer", caption, x, y, panels, "heatmap", z, (0.0, 1.0))
-        caption = "Jaccard index of each mask with the one before; dotted: random masks of the same densities."
+        caption = "Jaccard index of each mask with the previous one; dotted: random masks of the same densities."
         panels = {"": [series for one in measured for series in _overlap(one)]}
         return [density, Figure("mask-overlap", "Overlap", caption, Axis("step", whole=True), Axis("overlap"), panels)]
 
@@ -65,7 +65,7 @@ def _why_no_masks(run: TrainedRun) -> str:
 
 def _density(one: Measured[MaskHistory]) -> Series:
     layers = one.result.density_by_layer
-    # Steps are category names: masks are made at uneven distances, and each is drawn equally wide.
+    # Steps are category names: masks are unevenly spaced, and each is drawn equally wide.
     return one.series([str(step) for step in one.result.steps], layers, z=layers.values())
 
 

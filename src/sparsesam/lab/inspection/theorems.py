@@ -1,4 +1,4 @@
-"""The paper's theorems: 3's bound for a trained run, and 1 and 2 compared with measured runs of a smooth problem."""
+"""The paper's theorems: the bound of theorem 3 for a trained run, and theorems 1 and 2 against measured runs."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class BoundResult(AnalysisResult):
 
 @dataclass(frozen=True)
 class BoundAnalysis(Analysis[BoundResult]):
-    help = "the bound of theorem 3 with every term, over every weight and over those of the mask"
+    help = "the bound of theorem 3 term by term, for all weights and for those of the mask"
     title = "Generalization bound"
-    caption = "Test loss ≤ largest loss within rho + complexity. It is vacuous if not below the loss of a guess."
+    caption = "Test loss ≤ largest loss within rho + complexity. Vacuous if not below the loss of a uniform prediction."
     files = ("bound",)
 
     rho: float | None = option(None, "radius; default the first run's")
     delta: float = option(0.05, "the bound holds with probability 1 - delta")
-    steps: int = option(20, "gradients of the ascent that finds the largest loss")
+    steps: int = option(20, "gradient ascent steps to find the largest loss")
 
     def measure(self, subject: TrainedRun, progress: Progress) -> BoundResult:
         if subject.on.split != "train":
@@ -67,7 +67,7 @@ class BoundAnalysis(Analysis[BoundResult]):
             "bound": every.bound,
             "= largest loss within rho": every.max_loss,
             "+ complexity": every.complexity,
-            "loss of a guess": every.threshold,
+            "loss of a uniform prediction": every.threshold,
             "informative": Cell("no, vacuous", status="failed") if every.vacuous else Cell("yes", status="finished"),
             "bound, mask only": None if masked is None else masked.bound,
             "dimension term": every.dimension_term,
@@ -89,19 +89,19 @@ class BoundAnalysis(Analysis[BoundResult]):
 
     @classmethod
     def notes(cls, measured: Sequence[Measured[BoundResult]]) -> list[str]:
-        """Of every bound; notes on a run's own numbers are in its file."""
+        """Returns the notes that apply to every bound; those on a run's own numbers are in its file."""
         return list(CAVEATS)
 
     @classmethod
     def all_vacuous(cls, measured: Sequence[Measured[BoundResult]]) -> str:
-        """One sentence instead of the section where no bound is informative, else empty."""
+        """Returns one sentence to replace the section if all bounds are vacuous, else an empty string."""
         bounds = [bound for one in measured for bound in one.result.bounds]
         if not bounds or not all(bound.vacuous for bound in bounds):
             return ""
         least = min(bounds, key=lambda bound: bound.bound)
         return (
             f"Generalization bound (theorem 3): vacuous for every run; the smallest is {significant(least.bound)}, "
-            f"while a guess has a loss of {significant(least.threshold)}."
+            f"while a uniform prediction has a loss of {significant(least.threshold)}."
         )
 
 
@@ -131,15 +131,15 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
     argument = ("DIR", "directory for the result")
 
     steps: int = option(1000, "steps of each run")
-    repeats: int = option(4, "runs that the expectation is averaged over")
+    repeats: int = option(4, "number of runs to average over")
     sigma: float = option(0.5, "standard deviation of the gradient noise")
     sparsity: float = option(0.5, "share of weights that SSAM does not perturb")
-    eta_0: float | None = option(None, "first learning rate; default 1 / L")
-    rho_0: float | None = option(None, "first rho; default the largest that the theorem allows")
+    eta_0: float | None = option(None, "initial learning rate; default 1 / L")
+    rho_0: float | None = option(None, "initial rho; default the largest that the theorem allows")
     seed: int = option(0, "seed of the problem, the noise and the mask")
 
     def load_subject(self, path: Path, on: EvalSettings) -> RunDirectory:
-        """Where the result goes: it belongs to no run."""
+        """Returns the directory for the result, which needs no run."""
         return RunDirectory(path)
 
     def measure(self, subject: RunDirectory, progress: Progress) -> ConvergenceResult:

@@ -1,4 +1,4 @@
-"""A trained run to measure: its model, its loss over a fixed sample of its images, its masks."""
+"""A trained run to measure: its model, its loss over a fixed sample of images, and its masks."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from sparsesam.step.checkpoint import split_own
 
 @dataclass(frozen=True)
 class EvalSettings:
-    """Which weights of a run are measured, and on which of its images."""
+    """The weights of a run to measure, and the images to measure them on."""
 
-    checkpoint: Literal["last", "best"] = option("last", "the run's last weights, or those with the best test accuracy")
-    split: Split = option("train", "the images to measure on, without augmentation")
+    checkpoint: Literal["last", "best"] = option("last", "last.pt, or best.pt: best validation (or test) accuracy")
+    split: Split = option("train", "images to measure on, without augmentation")
     samples: PositiveInt | None = option(512, "number of images, the same for every run; null: all")
-    seed: int = option(0, "seed of the sample and of random numbers in the analysis")
+    seed: int = option(0, "seed of the choice of images and of random numbers in the analysis")
     batch_size: PositiveInt = option(256, "images per batch")
     statistics: Statistics = option(
-        "frozen", "of normalization layers: the running ones, recomputed at each point, or each batch's own"
+        "frozen", "statistics of normalization layers: running, recomputed at each point, or each batch's own"
     )
-    allow_random: bool = option(False, "measure one draw of a loss that is not deterministic")
-    data_dir: Path | None = option(None, "directory of the data set; default the user's cache, else a download")
+    allow_random: bool = option(False, "allow a loss that is not deterministic and measure one random draw of it")
+    data_dir: Path | None = option(None, "directory of the data set's files; default the user's cache")
     download: bool = option(True, "download a data set that is not available")
     device: str = option("auto", "cpu, cuda, mps or auto")
 
@@ -49,10 +49,10 @@ class EvalSettings:
 
 @dataclass(frozen=True)
 class Origin(AnalysisResult):
-    """The checkpoint and the images that a result was measured on; None for what does not apply.
+    """The checkpoint and the images that a result was measured on; None for fields that do not apply.
 
-    ``step`` counts the training steps before the checkpoint, ``mask_step`` is the step in which its mask was made.
-    ``other`` is the directory of the second run of a line between two.
+    ``step`` counts the training steps before the checkpoint, ``mask_step`` is the step that computed its mask.
+    ``other`` is the directory of the second run with ``--between``.
     """
 
     checkpoint: str | None = None
@@ -69,21 +69,21 @@ class Origin(AnalysisResult):
 
 
 def load_run(path: Path | str, *, weights: Path | None = None, **options: Any) -> TrainedRun:
-    """The run in a directory, or its model with the ``weights`` of a file; ``options`` are fields of `EvalSettings`.
+    """Load the run in a directory, optionally with ``weights`` from a file; ``options`` are fields of `EvalSettings`.
 
         run = load_run("runs/a", samples=256)
         hessian_eigenvalues(run.objective).ratio
 
-    ``run.masks`` are those in use at the checkpoint.
+    ``run.masks`` are the masks in use at the checkpoint.
     """
     return TrainedRun(Path(path), EvalSettings(**options), weights)
 
 
 class TrainedRun:
-    """``config`` at once; ``model``, ``objective``, ``masks`` and what they need are read when first used.
+    """``config`` is read at once; ``model``, ``objective``, ``masks`` and what they need when first used.
 
-    ``masks`` are those in use at the checkpoint, None for a run that has none. ``step`` counts the training steps
-    before the checkpoint, ``mask_step`` is the one that the masks were made in.
+    ``masks`` are the masks in use at the checkpoint, None for a run without masks. ``step`` counts the training steps
+    before the checkpoint, ``mask_step`` is the step that computed the masks.
     """
 
     def __init__(self, path: Path, on: EvalSettings, weights: Path | None = None) -> None:
@@ -103,15 +103,15 @@ class TrainedRun:
             check_state(model, weights, str(self.file))
         except ValueError as error:
             raise CheckpointError(
-                f"{error}; config.yaml says model {self.config.model}: did it, the data set or the model's code change "
-                "after the training?"
+                f"{error}; the model in config.yaml is {self.config.model}: did it, the data set or the model's code "
+                "change after training?"
             ) from None
         model.load_state_dict(weights)
         return model.to(make_fabric(self.config, self.environment).device)
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:
-        """The state dict of the model as it was tested: the moving average, where the run has one."""
+        """The state dict that is evaluated: the moving average if the run has one."""
         is_own = self.file in (self.directory.best, self.directory.last)
         return checkpoint.weights_of(self._content) if is_own else checkpoint.read_weights(self.file)
 
@@ -183,7 +183,7 @@ class TrainedRun:
         return self.config.label_smoothing if self.on.split == "train" else 0.0
 
     def origin(self) -> Origin:
-        """What the numbers were measured on."""
+        """Returns what results are measured on."""
         return Origin(
             checkpoint=self.on.checkpoint,
             step=self.step,

@@ -1,4 +1,4 @@
-"""What changes within rho of the weights: SAM's gradient against SGD's, and the largest loss."""
+"""Measurements within rho of the weights: SAM's gradient against SGD's, and the largest loss."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _GROUPS = {"every": "every weight", "inside": "inside the mask", "outside": "out
 
 @dataclass(frozen=True)
 class GradientAnalysis(Analysis[GradientDifference]):
-    help = "the difference of SAM's gradient from SGD's for each weight, inside and outside the mask"
+    help = "difference between SAM's and SGD's gradient for each weight, inside and outside the mask"
     title = "Gradient difference"
-    caption = "The share of weights with r < 0, among those that have an r."
+    caption = "The share of weights with r < 0, among those with a defined r."
     files = ("gradients",)
 
-    rho: float | None = option(None, "length of SAM's ascent; default the first run's")
+    rho: float | None = option(None, "norm of SAM's perturbation; default the first run's")
     logarithm: Literal["10", "e"] = option("10", "base of the logarithm in r")
 
     def measure(self, subject: TrainedRun, progress: Progress) -> GradientDifference:
@@ -44,8 +44,8 @@ class GradientAnalysis(Analysis[GradientDifference]):
     def figures(cls, name: str, measured: Sequence[Measured[GradientDifference]]) -> list[Figure]:
         logarithm = " or ".join(sorted({one.result.logarithm for one in measured}))
         caption = (
-            f"r = {logarithm} |(g_SAM − g_SGD) / g_SGD| of each weight. Left of 0, SAM’s gradient differs by less than "
-            "the gradient itself: the perturbation matters little there."
+            f"r = {logarithm} |(g_SAM − g_SGD) / g_SGD| of each weight. Left of 0, the difference is smaller than the "
+            "gradient itself: the perturbation matters little there."
         )
         panels = {title: panel for group, title in _GROUPS.items() if (panel := _histograms(measured, group))}
         x, y = Axis("r"), Axis("share of weights per bin")
@@ -70,7 +70,7 @@ def _histograms(measured: Sequence[Measured[GradientDifference]], group: str) ->
 def every_and_masked(
     run: TrainedRun, progress: Progress, measure: Callable[..., MeasureT]
 ) -> tuple[MeasureT, MeasureT | None]:
-    """``measure()``, of every weight, and ``measure(masks=masks)``, None for a run whose masks keep no weight."""
+    """Returns ``measure()`` for every weight and ``measure(masks=masks)``, None if the masks keep no weight."""
     masks = run.masks or {}
     every = measure()
     progress(1, 2)
@@ -89,13 +89,13 @@ class SharpnessResult(AnalysisResult):
 
 @dataclass(frozen=True)
 class SharpnessAnalysis(Analysis[SharpnessResult]):
-    help = "the largest increase of the loss within rho, over every weight and over those of the mask"
+    help = "the largest increase of the loss within rho, for all weights and for those of the mask"
     title = "Sharpness"
-    caption = "The largest increase of the loss that gradient ascent found within rho: a lower bound of the true one."
+    caption = "The largest increase of the loss that gradient ascent found within rho: a lower bound on the maximum."
     files = ("sharpness",)
 
     rho: float | None = option(None, "radius; default the first run's")
-    steps: int = option(20, "gradients of the ascent")
+    steps: int = option(20, "gradient ascent steps")
 
     def measure(self, subject: TrainedRun, progress: Progress) -> SharpnessResult:
         measure = partial(sharpness, subject.objective, seed=subject.on.seed, **self.options)
@@ -115,8 +115,8 @@ class SharpnessAnalysis(Analysis[SharpnessResult]):
         masked = [_path(one, one.result.masked) for one in measured if one.result.masked is not None]
         if masked:
             panels["the mask’s weights"] = masked
-        caption = "The largest increase of the loss after each gradient of the ascent."
-        x, y = Axis("gradients", whole=True), Axis("increase of the loss")
+        caption = "The largest increase of the loss after each gradient ascent step."
+        x, y = Axis("gradient ascent steps", whole=True), Axis("increase of the loss")
         return [Figure("sharpness-path", "Gradient ascent", caption, x, y, panels)]
 
 

@@ -1,4 +1,4 @@
-"""Networks, by name."""
+"""Models by name."""
 
 from sparsesam.lab.models.registry import MODELS, build_model
 from sparsesam.lab.models.resnet import resnet18, wide_resnet

@@ -1,4 +1,4 @@
-"""Models by name: ours, those of timm, or any importable function."""
+"""Models by name: ours, timm's, or any importable function."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sparsesam.lab.models.vit import vit, vit_tiny_small
 from sparsesam.lab.names import accepted, call_function, find_function, look_up, nearest
 
 _VGG11 = ((64,), (128,), (256, 256), (512, 512), (512, 512))
-#: The SSAM paper's, of one very wide block, whose N:M products it times: 1x1 patches, one head, mlp ratio 1. The paper
-#: follows the original design, which has a class token and a projection; its text does not exclude the others.
+#: The SSAM paper's model for timing N:M products, one very wide block: 1x1 patches, one head, mlp ratio 1. The paper
+#: follows the original design, with a class token and a projection; its text does not exclude the other variants.
 _ONE_BLOCK = partial(vit, patch_size=1, dim=8192, depth=1, heads=1, mlp_ratio=1.0)
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -41,10 +41,10 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 
 
 def build_model(name: str, num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Module:
-    """The model called ``name`` for (batch, in_channels, image_size, image_size) images.
+    """Build the model ``name`` for (batch, in_channels, image_size, image_size) images.
 
-    ``name`` is one of `MODELS`, ``timm/NAME``, or ``module:function`` of anything importable, which is given those of
-    ``num_classes``, ``in_channels`` and ``image_size`` that it takes; ``num_classes`` it must take.
+    ``name`` is one of `MODELS`, ``timm/NAME``, or an importable ``module:function``, which must accept ``num_classes``
+    and may accept ``in_channels`` and ``image_size``.
     """
     choices = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
     for argument, value in choices.items():
@@ -59,7 +59,7 @@ def build_model(name: str, num_classes: int = 10, in_channels: int = 3, image_si
 
 
 def _from_timm(name: str, num_classes: int, in_channels: int, image_size: int) -> nn.Module:
-    """A model of timm, without its trained weights; ``img_size`` is given to those that take it (transformers)."""
+    """Build a timm model without pretrained weights; ``img_size`` is passed if the model accepts it (transformers)."""
     with required_by(f"timm/{name}", "timm"):
         import timm
     if not timm.is_model(name):
@@ -68,7 +68,7 @@ def _from_timm(name: str, num_classes: int, in_channels: int, image_size: int) -
     options = {"num_classes": num_classes, "in_chans": in_channels}
     try:
         model: nn.Module = timm.create_model(name, img_size=image_size, **options)
-    except TypeError:  # networks that take images of any size
+    except TypeError:  # models for images of any size have no img_size
         model = timm.create_model(name, **options)
     return model
 
@@ -79,7 +79,7 @@ def _from_user(name: str, choices: dict[str, int]) -> nn.Module:
     if "num_classes" not in taken:
         if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
             raise ValueError(
-                f"model {name} must take num_classes, the number of its outputs; it takes {', '.join(parameters)}"
+                f"model {name} must accept num_classes, the number of its outputs; it accepts {', '.join(parameters)}"
             )
         taken["num_classes"] = choices["num_classes"]
     model = call_function("model", name, function, **taken)

@@ -1,6 +1,6 @@
-"""ResNets (He et al. 2016) and wide ones (Zagoruyko & Komodakis 2016), whose blocks normalize before they convolve.
+"""ResNets (He et al. 2016) and wide ResNets (Zagoruyko & Komodakis 2016), which have pre-activation blocks.
 
-On small images with the SSAM paper's 3x3 stem and no max-pool, else as published.
+For small images they have the SSAM paper's 3x3 stem and no max-pool, otherwise the published stem.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from functools import partial
 from torch import Tensor, nn
 
 SMALL_SIDE = 64
-"""Up to this many pixels an image is small: CIFAR (32), Tiny ImageNet (64), digits (8)."""
+"""The largest side of small images: CIFAR (32), Tiny ImageNet (64), digits (8)."""
 
 
 def he_initialized(layers: dict[str, nn.Module]) -> nn.Sequential:
-    """The layers in a row, convolutions drawn from N(0, 2 / fan_out) with zero bias; others keep torch's start."""
+    """Returns the layers in sequence, convolutions drawn from N(0, 2 / fan_out) with zero bias; others as in torch."""
     model = nn.Sequential(OrderedDict(layers))
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -31,7 +31,7 @@ def _convolution(in_channels: int, out_channels: int, size: int, stride: int = 1
 
 
 def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:
-    """A 1x1 convolution with normalization where the shape changes, the identity elsewhere."""
+    """Returns a 1x1 convolution with normalization if the shape changes, else the identity."""
     if stride == 1 and in_channels == out_channels:
         return nn.Identity()
     return nn.Sequential(_convolution(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels))
@@ -60,7 +60,7 @@ class BasicBlock(nn.Module):
 class Bottleneck(nn.Module):
     """1x1 down to ``width``, 3x3, 1x1 up to four times the width, added to the shortcut.
 
-    The stride is the 3x3 convolution's, not the first 1x1's as in the paper: the usual departure (ResNet v1.5).
+    The stride is in the 3x3 convolution, not in the first 1x1 as in the paper: the usual departure (ResNet v1.5).
     """
 
     expansion = 4
@@ -86,7 +86,7 @@ class Bottleneck(nn.Module):
 class PreActivationBlock(nn.Module):
     """shortcut + conv(relu(bn(conv(relu(bn(x)))))), both convolutions 3x3.
 
-    Where the shape changes the shortcut is a 1x1 convolution of relu(bn(x)); elsewhere it is x itself.
+    The shortcut is a 1x1 convolution of relu(bn(x)) if the shape changes, else x itself.
     """
 
     expansion = 1
@@ -148,7 +148,7 @@ def wide_resnet(
 ) -> nn.Sequential:
     """WRN-depth-widening: three stages of (depth - 4) / 6 blocks, 16, 32 and 64 times ``widening`` channels."""
     if depth < 10 or (depth - 4) % 6:
-        raise ValueError(f"depth must be 6 n + 4 with n at least 1, as 10, 16, 22, 28, got {depth}")
+        raise ValueError(f"depth must be 6 n + 4 with n at least 1, such as 10, 16, 22, 28, got {depth}")
     depths = [(depth - 4) // 6] * 3
     return resnet(PreActivationBlock, depths, num_classes, in_channels, image_size, width=16 * widening, stem=16)
 

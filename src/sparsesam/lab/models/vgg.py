@@ -1,4 +1,4 @@
-"""VGG with batch normalization (Simonyan & Zisserman 2015; Ioffe & Szegedy 2015), and a small network."""
+"""VGG with batch normalization (Simonyan & Zisserman 2015; Ioffe & Szegedy 2015), and a small CNN."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def vgg(
     *,
     head: Literal["linear", "4096"] | None = None,
 ) -> nn.Sequential:
-    """Stages of 3x3 convolutions with the given channels, each stage closed by a 2x2 max-pool.
+    """Stages of 3x3 convolutions with the given channels, each followed by a 2x2 max-pool.
 
-    The published ``head`` is "4096": two hidden layers of that many with dropout, over 7x7 positions of large images
-    and one of small ones. For CIFAR "linear" is as usual: the mean over positions and one linear layer. The default
-    is "4096" for large images, "linear" for small ones. A pool is left out once the side is a single pixel.
+    The published ``head`` is "4096": two hidden layers of that width with dropout, over 7x7 positions of large images
+    and one of small ones. "linear" is usual for CIFAR: the mean over positions and one linear layer. The default is
+    "4096" for large images, "linear" for small ones. Pools are left out once the side is a single pixel.
     """
     is_small, features, side = image_size <= SMALL_SIDE, nn.Sequential(), image_size
     for stage in stages:
@@ -50,7 +50,7 @@ def vgg(
 
 
 def small_cnn(num_classes: int = 10, in_channels: int = 1) -> nn.Sequential:
-    """Three 3x3 convolutions (32, 32, 64 channels) for small images such as 8x8 digits; it trains in seconds."""
+    """Three 3x3 convolutions (32, 32, 64 channels) for small images such as 8x8 digits; trains in seconds."""
     return nn.Sequential(
         *_convolution(in_channels, 32, bias=False),
         *_convolution(32, 32, bias=False),

@@ -1,4 +1,4 @@
-"""Vision transformers (Dosovitskiy et al. 2021). Every matrix belongs to a plain Linear or Conv2d."""
+"""Vision transformers (Dosovitskiy et al. 2021). Every weight matrix is in a plain Linear or Conv2d."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PatchEmbedding(nn.Module):
 
 
 class ClassToken(nn.Module):
-    """Puts a learned token before the others: (batch, patches, dim) to (batch, 1 + patches, dim)."""
+    """Prepends a learned token: (batch, patches, dim) to (batch, 1 + patches, dim)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class ClassToken(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Adds a learned vector to each place of (batch, tokens, dim)."""
+    """Adds a learned vector to each position of (batch, tokens, dim)."""
 
     def __init__(self, tokens: int, dim: int, std: float) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class TransformerBlock(nn.Module):
 
 
 class TokenPool(nn.Module):
-    """(batch, tokens, dim) to (batch, dim): what the class token has become, or the mean over the tokens."""
+    """(batch, tokens, dim) to (batch, dim): the class token or the mean over the tokens."""
 
     def __init__(self, kind: Literal["class", "mean"]) -> None:
         super().__init__()
@@ -109,13 +109,13 @@ def vit(
     pool: Literal["class", "mean"] = "class",
     projects: bool = True,
 ) -> nn.Sequential:
-    """Patches, class token, positions, ``depth`` blocks, a last normalization and a linear head on the class token.
+    """Patches, class token, positions, ``depth`` blocks, a final normalization and a linear head on the class token.
 
-    ``pool="mean"`` puts the head on the mean over the patches instead, and there is no class token. ``projects``
-    False leaves out the linear layer after the attention.
+    ``pool="mean"`` puts the head on the mean over the patches instead, without a class token. ``projects=False``
+    leaves out the linear layer after the attention.
 
-    Weights start as in the paper's code (Xavier; 1 / √fan-in for the patches), but for the head, which there starts
-    at zero: the first gradients, and so the first Fisher scores, of all other weights would be zero too.
+    Weights are initialized as in the paper's code (Xavier; 1 / √fan-in for the patches), except for the head: with
+    zeros as in that code, the first gradients and Fisher scores of all other weights would be zero.
     """
     if image_size % patch_size:
         raise ValueError(f"image_size must be a multiple of the patch size {patch_size}, got {image_size}")
@@ -144,9 +144,9 @@ def vit(
 
 
 def vit_tiny_small(num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Sequential:
-    """Four blocks of 96 dimensions, patches of about an eighth of the side, but two pixels: for a laptop's CPU.
+    """Four blocks of 96 dimensions, patches of about an eighth of the side, at least two pixels: for a laptop's CPU.
 
-    Positions start as large as patches, not at 0.02: otherwise hundreds of steps pass before positions matter.
+    Position embeddings start as large as patches, not at 0.02: otherwise they take hundreds of steps to matter.
     """
     sizes = [size for size in range(min(2, image_size), image_size + 1) if image_size % size == 0]
     patch = min(sizes, key=lambda size: abs(size - image_size / 8))

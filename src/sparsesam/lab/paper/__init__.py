@@ -1,1 +1,1 @@
-"""The paper's tables and figures: recipes, where each setting comes from, dry runs, comparisons and drawings."""
+"""The paper's tables and figures: recipes, the source of each setting, dry runs, comparisons and figures."""

@@ -1,4 +1,4 @@
-"""Where each setting of a recipe comes from: the paper's text, its authors' published settings, or us."""
+"""The source of each setting of a recipe: the paper's text, its authors' published settings, or our choice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ORIGINS = {
 }
 
 
-#: Of settings that have their default.
+#: The mark of settings at their default.
 UNMENTIONED = _ORIGINS["ours"].format("the text does not mention it")
 
 
@@ -35,7 +35,7 @@ class Choice:
 
 
 def settings_of(recipe: Recipe) -> list[Choice]:
-    """Every setting that means something for a run of the recipe, once for each mark it has."""
+    """Returns every setting that the runs of the recipe use, once for each mark it has."""
     found: dict[str, dict[str, list[str]]] = {name: {} for name in DEFAULTS if name != "seed"}
     for row, column in recipe.cells:
         config = recipe.config(row, column)
@@ -49,7 +49,7 @@ def settings_of(recipe: Recipe) -> list[Choice]:
 
 
 def other_choices(recipe: Recipe) -> list[Choice]:
-    """The decisions behind a recipe that are no settings; one that trains nothing has those that name it."""
+    """Returns the decisions behind a recipe that are not settings; without runs, those that name the recipe."""
     configs = [recipe.config(row, column) for row, column in recipe.cells]
     return [
         Choice(one["name"], (one["what"],), _ORIGINS[one["from"]].format(one["say"]))
@@ -74,7 +74,7 @@ def _mark(name: str, recipe: Recipe, config: TrainConfig) -> str:
 
 
 def _fits(wanted: Mapping[str, Any], recipe: Recipe, config: TrainConfig) -> bool:
-    """Whether each name in ``wanted`` has a value like one of its patterns; what is under "not" must not fit."""
+    """Whether each name in ``wanted`` has a value that matches one of its patterns; "not" negates what is under it."""
     for name, patterns in wanted.items():
         if name == "not":
             fits = not _fits(patterns, recipe, config)

@@ -1,4 +1,4 @@
-"""The runs of a recipe: ours beside the paper's in the terminal, what ran, and which differences are significant."""
+"""Compares the runs of a recipe with the paper: a table for the terminal, what ran, and significant differences."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from sparsesam.lab.paper.recipe import Column, Finished, MeanOverSeeds, Recipe, 
 
 @dataclass(frozen=True)
 class RecipeRuns:
-    """The runs of a recipe, and where their data are."""
+    """The runs of a recipe and the directory of their data."""
 
     recipe: Recipe
     jobs: Sequence[Job]
     data_dir: Path | None = None
 
     def of(self, row: str, column: Column) -> list[Job]:
-        """The runs of a cell, seed by seed."""
+        """Returns the runs of a cell, one per seed."""
         wanted = replace(self.recipe.config(row, column), seed=0)
         return [job for job in self.jobs if replace(job.config, seed=0) == wanted]
 
     def numbers(self) -> dict[tuple[str, str], MeanOverSeeds]:
-        """Ours by row and column."""
+        """Returns our numbers by row and column."""
         return self.recipe.numbers(self._finished())
 
     def _finished(self) -> Finished:
         return finished_results((job.config, job.result) for job in self.jobs)
 
     def table(self) -> Table:
-        """For the terminal."""
+        """Returns the comparison for the terminal."""
         recipe, done = self.recipe, sum(job.is_finished for job in self.jobs)
         compared = recipe.comparison(self._finished())
         caption = f"{done} of {plural(len(self.jobs), 'run')}"
         return to_rich(compared, f"{recipe.place}: {recipe.title}", caption=caption)
 
     def sentences(self) -> Iterator[str]:
-        """What the table does not show: what ran, where, and what cannot be concluded from it."""
+        """Yield what the table does not show: what ran, on which machine, and which differences are significant."""
         recipe, configs = self.recipe, [job.config for job in self.jobs]
         trained = ", ".join(dict.fromkeys(f"{one.model} on {one.dataset}" for one in configs))
         yield f"Ours: {trained}; {recipe.scale} scale."
@@ -56,13 +56,12 @@ class RecipeRuns:
             if noise:
                 shares = " or ".join(f"{100 * share:g} %" for share in noise)
                 yield f"{shares} of the training labels are wrong; the test labels are clean."
-            yield "Another network and other data than the paper's: compare rows, not values."
+            yield "Network and data are not the paper's: compare rows, not values."
         yield from recipe.remarks
         if any(column.is_timed for column in recipe.columns):
             yield (
-                "Times are of short runs of their own, with no other run of this table beside them: medians over the "
-                "steps after the first five, without the masks they make and the loading of images; of masks, medians "
-                "without the first."
+                "Times are measured in separate short runs, one at a time: medians over the steps after the first "
+                "five, without mask updates and loading of images; for mask updates, medians without the first."
             )
         cells = self.numbers()
         seeds = sorted({len(cell.values) for cell in cells.values()})
@@ -80,7 +79,7 @@ class RecipeRuns:
 
 
 def _best_of(column: Column, found: Mapping[str, MeanOverSeeds]) -> str:
-    """The best row of a column, and those without a significant difference to it."""
+    """Describe the best row of a column, and the rows not significantly different from it."""
     order = sorted(found, key=lambda row: found[row].mean, reverse=not column.is_timed)
     best, others = order[0], order[1:]
     apart = {row: differ(found[best].values, found[row].values) for row in others}
@@ -90,10 +89,10 @@ def _best_of(column: Column, found: Mapping[str, MeanOverSeeds]) -> str:
     what = "fastest" if column.is_timed else "best"
     start = f"{column.label}: {best} is {what}"
     if not alike:
-        return f"{start}; the difference to every other row is significant."
+        return f"{start}; it differs significantly from every other row."
     if len(alike) == len(others):
-        return f"{start}, but no difference to another row is significant with these seeds."
-    return f"{start}, but its difference to {' and '.join(alike)} is not significant with these seeds."
+        return f"{start}, but does not differ significantly from any other row with these seeds."
+    return f"{start}, but does not differ significantly from {' and '.join(alike)} with these seeds."
 
 
 def _machine(job: Job) -> str:

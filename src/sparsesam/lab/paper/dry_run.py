@@ -1,4 +1,4 @@
-"""Dry runs of a recipe: what its runs will cost, and two steps of each, on random images, to see that they run."""
+"""Dry runs of a recipe: estimates the cost of its runs, and takes two steps of each on random images to check them."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from sparsesam.lab.models import build_model
 from sparsesam.lab.paper.recipe import Recipe
 
 STEPS = 2
-#: Images a step on a CPU, where the ascent uses all of them; a quarter must be one at least.
+#: Images per step on a CPU if the ascent uses the whole batch; smaller ascent fractions need at least one image.
 CPU_BATCH = 2
-#: A CPU does some 50 GFLOP a second on a core: more than this is minutes.
+#: A CPU core does some 50 GFLOP per second: more than this takes minutes.
 CPU_FLOPS = 2e12
-#: Operations per second that the paper's table 10 implies of its A100: ResNet-18, 50,000 images an epoch, two
-#: forward-backwards each of three times the forward's 1.11 GFLOP, in 13.60 s.
+#: The speed of the paper's A100 implied by its table 10: ResNet-18, 50,000 images per epoch, two forward-backward
+#: passes of three times the forward's 1.11 GFLOP each, in 13.60 s.
 PAPER_TFLOPS = 50_000 * 2 * 3 * 1.1108 / 13.60 / 1e3
 
 
 class Shape(NamedTuple):
-    """Of a data set: what a model must be built for, and how many images an epoch has."""
+    """Shape of a data set: the arguments of a model, and the number of images per epoch."""
 
     classes: int
     channels: int
@@ -62,7 +62,7 @@ def shape_of(config: TrainConfig) -> Shape:
 
 @dataclass(frozen=True)
 class RunCost:
-    """Of one run, or the sum of many: ``memory`` is then the largest. ``passes`` are forward-backwards of a batch."""
+    """Cost of one run, or the sum over several, with the largest ``memory``. ``passes`` are forward-backward passes."""
 
     runs: int
     steps: int
@@ -75,7 +75,7 @@ class RunCost:
 
 
 def cost(config: TrainConfig) -> RunCost:
-    """An estimate: a backward takes twice its forward, a step's arithmetic outside of the model nothing."""
+    """Estimate the cost of a run: a backward pass costs two forward passes, the optimizer's arithmetic nothing."""
     shape, model = shape_of(config), measured_model(config.model, shape_of(config))
     per_epoch = math.ceil(min(config.train_size or shape.train, shape.train) / config.batch_size)
     steps = config.total_steps(per_epoch)
@@ -93,7 +93,7 @@ def total(costs: Iterable[RunCost]) -> RunCost:
 
 
 class MeasuredModel(NamedTuple):
-    """Per image: operations of a forward, and bytes that a float32 forward keeps for its backward."""
+    """Per image: operations of a forward pass, and bytes that a float32 forward saves for the backward."""
 
     parameters: int
     forward_flops: float
@@ -102,11 +102,11 @@ class MeasuredModel(NamedTuple):
 
 @cache
 def measured_model(name: str, shape: Shape) -> MeasuredModel:
-    """Without memory or arithmetic, on the meta device."""
+    """Measure a model on the meta device, without memory or arithmetic."""
     with torch.device("meta"):
         model = build_model(name, *shape[:3])
         images = torch.empty(2, shape.channels, shape.side, shape.side)
-    saved: dict[int, torch.UntypedStorage] = {}  # which keeps them, so that none takes the place of another
+    saved: dict[int, torch.UntypedStorage] = {}  # holds the storages alive, so that addresses are not reused
 
     def keep(tensor: Tensor) -> Tensor:
         saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
@@ -122,11 +122,11 @@ def measured_model(name: str, shape: Shape) -> MeasuredModel:
 
 
 def _memory(config: TrainConfig, model: MeasuredModel) -> float:
-    """The larger of a step's bytes and of a Fisher measurement's.
+    """Returns the bytes of a step or of a Fisher measurement, whichever is larger.
 
-    Both hold weights, gradients and the base optimizer's state. A step adds the weights that come back after the
+    Both hold weights, gradients and the base optimizer's state. A step adds the saved weights to restore after the
     ascent, a mask, and the batch's activations, half as large in 16 bits but with 16-bit copies of the weights. The
-    Fisher information adds sums and scores, and in float32 its batch's activations with their gradients.
+    Fisher information adds sums and scores, and its batch's float32 activations with their gradients.
     """
     is_adam = (config.optimizer if config.is_plain else config.base) != "sgd"
     held = model.parameters * (4 + 4 + (8 if is_adam else 4))
@@ -143,7 +143,7 @@ def _memory(config: TrainConfig, model: MeasuredModel) -> float:
 
 @dataclass(frozen=True)
 class DryRun:
-    """``steps`` taken, and why not more."""
+    """``steps`` is the number of steps taken; ``reason`` says why none were taken."""
 
     config: TrainConfig
     cost: RunCost
@@ -152,7 +152,7 @@ class DryRun:
 
 
 def dry_run(recipe: Recipe) -> Iterator[tuple[str, DryRun]]:
-    """Every run of a recipe with one seed, by label."""
+    """Dry-run every run of a recipe with one seed; yields (label, result)."""
     for label, config in recipe.sweep([0]).variants.items():
         try:
             found = dry_run_config(config)
@@ -162,9 +162,9 @@ def dry_run(recipe: Recipe) -> Iterator[tuple[str, DryRun]]:
 
 
 def dry_run_config(config: TrainConfig) -> DryRun:
-    """Build the run's model and optimizer, and take two steps where memory and time allow.
+    """Build the run's model and optimizer, and take two steps if memory and time allow.
 
-    Errors are those that the run itself would end with. A GPU gets the run's own batch size, a CPU a few images.
+    Errors are those of the run itself. A GPU uses the run's batch size, a CPU a few images.
     """
     fabric, estimate = make_fabric(config, RunEnvironment()), cost(config)
     reason = _why_not(config, estimate, fabric.device)
@@ -177,14 +177,14 @@ def dry_run_config(config: TrainConfig) -> DryRun:
         short = replace(config, batch_size=batch, fisher_samples=2, fisher_batch=2)
     short = replace(short, train_size=STEPS * short.batch_size, test_size=1, max_steps=None)
     if not config.is_plain:
-        short = replace(short, mask_steps=1)  # so that a mask is made, and refreshed
+        short = replace(short, mask_steps=1)  # so that a mask is computed and updated
     training = make_training(short, _random_splits(short), fabric, RunEnvironment())
     training.advance(lambda: False, lambda: None)
     return DryRun(config, estimate, training.steps_taken)
 
 
 def build_on_meta(config: TrainConfig) -> None:
-    """Model and optimizer without memory."""
+    """Build model and optimizer without memory."""
     shape = shape_of(config)
     with torch.device("meta"):
         model = build_model(config.model, *shape[:3])
@@ -192,7 +192,7 @@ def build_on_meta(config: TrainConfig) -> None:
 
 
 def _random_splits(config: TrainConfig) -> Splits:
-    """Images of the data set's shape; all are views of one random image, whatever their number."""
+    """Returns images of the data set's shape, all views of one random image."""
     classes, channels, side, _ = shape_of(config)
     image = torch.zeros(1, channels, side, side, dtype=torch.uint8).random_(generator=torch.Generator().manual_seed(0))
     count = max(classes, config.train_size or 0)
@@ -202,7 +202,7 @@ def _random_splits(config: TrainConfig) -> Splits:
 
 
 def _why_not(config: TrainConfig, estimate: RunCost, device: torch.device) -> str:
-    """Why this machine should not take the steps."""
+    """Returns why this machine should not take the steps; empty if it should."""
     free: float | None
     if device.type == "cuda":
         free, needed = torch.cuda.mem_get_info(device)[0], estimate.memory
@@ -210,15 +210,15 @@ def _why_not(config: TrainConfig, estimate: RunCost, device: torch.device) -> st
         model = measured_model(config.model, shape_of(config))
         flops = STEPS * 6 * CPU_BATCH * model.forward_flops
         if flops > CPU_FLOPS:
-            return f"two steps are {flops / 1e12:.0f} TFLOP, too many for a CPU"
+            return f"two steps take {flops / 1e12:.0f} TFLOP, too much for a CPU"
         free, needed = _free_memory(), 36.0 * model.parameters + 2 * CPU_BATCH * model.saved_bytes
     if free is not None and needed > free:
-        return f"two steps need about {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} are free"
+        return f"two steps need about {needed / 2**30:.0f} GiB, but {free / 2**30:.0f} are free"
     return ""
 
 
 def _free_memory() -> float | None:
-    """Bytes available without swapping; None where the system does not report it."""
+    """Returns the bytes available without swapping; None if the system does not report them."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -227,8 +227,8 @@ def _free_memory() -> float | None:
 
 
 def cost_table(recipe: Recipe, runs: Sequence[DryRun], *, seeds: int, tflops: float) -> Table:
-    """Each kind of run with its cost, and the sum over the seeds."""
-    drawn = Table(title=f"{recipe.place}, estimated", caption="passes are forward-backwards of a batch")
+    """Returns a table with the cost of each kind of run and the total over all seeds."""
+    drawn = Table(title=f"{recipe.place}, estimated", caption="passes: forward-backward passes over a batch")
     drawn.add_column("one seed", overflow="fold", min_width=16)
     for heading in ("runs", "steps", "passes", "PFLOP", "GPU\nhours", "GPU\nmemory"):
         drawn.add_column(heading, justify="right", no_wrap=True)

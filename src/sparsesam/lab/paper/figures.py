@@ -1,4 +1,4 @@
-"""From a recipe's trained runs to its figure: a panel for each network, a line for each optimizer."""
+"""Draws the figure of a recipe from its trained runs: a panel for each network, a line for each optimizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CORRUPTED = ("resolution", "occlusion", "gaussian-noise", "fog")
 
 
 def draw(trained: RecipeRuns, file: Path) -> list[str]:
-    """Measure what the figure shows, draw it to ``file``, and return its numbers in words."""
+    """Measure what the figure shows, draw it to ``file``, and return sentences with its numbers."""
     assert trained.recipe.figure is not None
     if trained.recipe.figure == "corruption":
         write_images(_corrupted(trained), ("image", *CORRUPTED), file, columns=1 + len(CORRUPTED))
@@ -40,7 +40,7 @@ def draw(trained: RecipeRuns, file: Path) -> list[str]:
 
 
 def _gradients(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
-    """r of SAM's and SGD's gradient of one batch as training sees it: of its size, normalized by itself."""
+    """r of SAM's and SGD's gradient on one batch as in training: of its size, with batch statistics."""
 
     def measure(job: Job) -> Any:
         size = job.config.batch_size
@@ -55,7 +55,7 @@ def _gradients(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
         for label, measured in found.items()
         for one in measured
     ]
-    sentences.append("r is that of one training batch, at the end of the training, with a logarithm to base 10.")
+    sentences.append("r is measured on one training batch at the end of training, with a logarithm to base 10.")
     return [replace(next(iter(drawn.values())), panels=panels)], sentences
 
 
@@ -77,11 +77,11 @@ def _curves(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
             for column in trained.recipe.columns
         }
         figures.append(Figure(name, title, "", Axis("epoch", whole=True), Axis(title.lower() + unit), panels))
-    return figures, ["Lines are means over the seeds, shades reach from the lowest to the highest."]
+    return figures, ["Lines are means over the seeds, shades extend from the lowest to the highest."]
 
 
 def _sparsity(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
-    """Accuracy over sparsity, SAM as a line across; at full scale the paper's own numbers dotted."""
+    """Accuracy against sparsity, with SAM as a horizontal line; at full scale also the paper's numbers, dotted."""
     recipe, is_full = trained.recipe, trained.recipe.scale == "full"
     cells = trained.numbers()
     places = {column.label: place for place, column in enumerate(recipe.columns)}
@@ -109,7 +109,7 @@ def _sparsity(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
 
 
 def _landscape(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
-    """The training loss on points x points places of [-1, 1]² along filter-normalized random directions."""
+    """The training loss on a grid of points x points over [-1, 1]² along filter-normalized random directions."""
     found = _measured_on_samples(trained, partial(LandscapeAnalysis, points=50))
     sentences = [
         f"{one.label}: loss {one.result.center_loss:.4g} in the middle, "
@@ -132,7 +132,7 @@ def _hessian(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
 
 
 def _speedup(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
-    """Running time over training iterations."""
+    """Running time against training iterations."""
     (column,), lines = trained.recipe.columns, []
     for row, style in _styles(trained).items():
         runs = _epochs(trained, row, column)
@@ -140,7 +140,7 @@ def _speedup(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
         seconds = np.mean([np.cumsum([0.0, *one]) for one in steps], axis=0)
         lines.append(style.series(row, range(len(seconds)), seconds))
     x, y = Axis("training iteration", whole=True), Axis("running time (s)")
-    sentences = ["The time of the steps themselves, without loading images and making masks."]
+    sentences = ["The time of the steps themselves, without loading images and mask updates."]
     return [Figure("speedup", "Running time", "", x, y, {"": lines})], sentences
 
 
@@ -155,7 +155,7 @@ FIGURES: dict[str, Callable[[RecipeRuns], tuple[list[Figure], list[str]]]] = {
 
 
 def _corrupted(trained: RecipeRuns) -> list[torch.Tensor]:
-    """Four images as they are, and after each corruption; for each data set that the recipe names."""
+    """Returns four original images and each corruption of them, for each data set of the recipe."""
     found: list[torch.Tensor] = []
     for name in sorted({column.settings["dataset"] for column in trained.recipe.columns}):
         splits = load_dataset(name, trained.data_dir)
@@ -167,30 +167,30 @@ def _corrupted(trained: RecipeRuns) -> list[torch.Tensor]:
 
 
 def _epochs(trained: RecipeRuns, row: str, column: Column) -> list[list[EpochRecord]]:
-    """The records of a cell, seed by seed."""
+    """Read the records of a cell, one list per seed."""
     return [read_epochs(RunDirectory(job.directory).records) for job in trained.of(row, column)]
 
 
 def _styles(trained: RecipeRuns) -> dict[str, SeriesStyle]:
-    """For each row."""
+    """Returns a style for each row."""
     rows, column = trained.recipe.row_labels, trained.recipe.columns[0]
     return dict(zip(rows, assign_styles([trained.recipe.config(row, column).optimizer for row in rows]), strict=True))
 
 
 def _measured(trained: RecipeRuns, column: Column, measure: Callable[[Job], Any]) -> list[Measured[Any]]:
-    """Of the first seed's run of each row: the paper's figures have one network."""
+    """Measure the first seed's run of each row: the paper's figures show one network."""
     return [Measured(row, measure(trained.of(row, column)[0]), style) for row, style in _styles(trained).items()]
 
 
 def _measured_on_samples(trained: RecipeRuns, make: Callable[..., Analysis[Any]]) -> list[Measured[Any]]:
-    """On 2048 training images, unless the recipe says another number."""
+    """Measure on 2048 training images, unless the recipe has another number."""
     options, (column,) = trained.recipe.analysis, trained.recipe.columns
     on, analysis = {"samples": options.pop("samples", 2048), "data_dir": trained.data_dir}, make(**options)
     return _measured(trained, column, lambda job: _kept(load_run(job.directory, **on), analysis))
 
 
 def _kept(run: TrainedRun, analysis: Analysis[Any]) -> Any:
-    """The result in ``RUN/analyses``, if it is of these weights, images and options; else measured and written."""
+    """Read the result in ``RUN/analyses`` if weights, images and options are the same; else measure and write it."""
     wanted = {**analysis.origin(run).to_dict(), "options": analysis.options}
     file = run.path / "analyses" / f"{analysis.name}.json"
     if file.exists():

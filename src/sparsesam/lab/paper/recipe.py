@@ -1,4 +1,4 @@
-"""The paper's tables and figures as recipes: their runs at two scales, and the paper's own numbers beside ours."""
+"""The paper's tables and figures as recipes: their runs at two scales, and the paper's numbers beside ours."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from sparsesam.lab.names import nearest
 Scale = Literal["laptop", "full"]
 #: Results by canonical config with seed 0, and by seed.
 Finished = dict[TrainConfig, dict[int, Mapping[str, Any]]]
-#: Measures of time: of short runs that nothing else disturbs, warm, and of steps without the masks they make.
+#: Measures of time, from short separate runs, after warm-up; step times exclude mask updates.
 TIMES = ("warm_seconds_per_step", "warm_seconds_per_epoch", "seconds_per_mask")
 
 
 @dataclass(frozen=True)
 class Column:
-    """``measure`` of a run's result; with ``relative_to``, that row's measure divided by it."""
+    """Shows ``measure`` of a run's result; with ``relative_to``, that row's measure divided by it."""
 
     label: str
     measure: str
@@ -42,7 +42,7 @@ class Column:
         return self.measure in TIMES
 
     def show_paper(self, number: float | None) -> str:
-        """The paper's number as it prints it."""
+        """Format a number as the paper prints it."""
         if number is None:
             return "–"
         return f"{number:.2f}" if self.relative_to is None else f"×{number:g}"
@@ -50,7 +50,7 @@ class Column:
 
 @dataclass(frozen=True)
 class MeanOverSeeds:
-    """Our number in a column of a table: at least one seed's value."""
+    """Our number in a cell of a table, from at least one seed."""
 
     values: Mapping[int, float]
     column: Column
@@ -76,7 +76,7 @@ class MeanOverSeeds:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A table or figure of the paper at one scale, with the settings that --set changed; recipes.yaml has the rest."""
+    """A table or figure of the paper at one scale, with the overrides of --set; recipes.yaml describes the fields."""
 
     label: str
     place: str
@@ -96,7 +96,7 @@ class Recipe:
 
     @property
     def names(self) -> list[str]:
-        """Its label, aliases and number in the paper, such as "Table 4"."""
+        """The label, aliases and number in the paper, such as "Table 4"."""
         return [self.label, *self.aliases, self.place]
 
     @property
@@ -111,7 +111,7 @@ class Recipe:
 
     @property
     def directory(self) -> Path:
-        """Where its runs are, unless --out says otherwise; figures share their networks."""
+        """The default directory of its runs; figures share their networks."""
         is_shared = self.figure is not None and not self.has_numbers
         return Path("runs") / "paper" / ("figures" if is_shared else self.label) / self.scale
 
@@ -139,7 +139,7 @@ class Recipe:
 
     @property
     def cells(self) -> list[tuple[str, Column]]:
-        """Every row and column that is there; the paper has no numbers for some."""
+        """All pairs of row and column, without those the paper has no numbers for."""
         everywhere = itertools.product(self.row_labels, self.columns)
         return [(row, column) for row, column in everywhere if column.label not in self.rows[row].get("without", [])]
 
@@ -151,10 +151,10 @@ class Recipe:
         return from_mapping(TrainConfig, {**values, **self.overrides})
 
     def check_overrides(self) -> None:
-        """ValueError where one run would be printed in several cells, for example because rows vary a setting."""
+        """Raise ValueError if one run would appear in several cells, for example because rows vary a setting."""
         if "seed" in self.overrides:
-            raise ValueError("--set must not change seed; --seeds says how many there are")
-        for timed in (False, True):  # runs for times are apart
+            raise ValueError("--set must not change seed; use --seeds for the number of seeds")
+        for timed in (False, True):  # times are measured in separate runs
             cells = [cell for cell in self.cells if cell[1].is_timed is timed]
             planned = [self.at(self.scale).config(*cell) for cell in cells]
             varied = [name for name in self.overrides if len({getattr(config, name) for config in planned}) > 1]
@@ -162,12 +162,12 @@ class Recipe:
             if varied or len({self.config(*cell).content_hash for cell in cells}) < runs:
                 raise ValueError(
                     f"--set must not change {', '.join(varied or self.overrides)}: the runs of {self.label} differ in "
-                    "it, or in a setting that it makes meaningless, and would be one run in several cells; `sparsesam "
-                    "train` makes a run of your own"
+                    "it, or in a setting that it disables, so several cells would show the same run; use `sparsesam "
+                    "train` for single runs"
                 )
 
     def sweep(self, seeds: Sequence[int]) -> Sweep:
-        """All runs; columns that only measure something else of the same runs add none."""
+        """Returns all runs; columns with another measure of the same runs add none."""
         variants: dict[str, TrainConfig] = {}
         for row, column in self.cells:
             config = self.config(row, column)
@@ -176,11 +176,11 @@ class Recipe:
         return Sweep(f"{self.title} ({self.scale})", variants, seeds)
 
     def timed(self) -> set[TrainConfig]:
-        """The runs whose time is measured, with seed 0."""
+        """Returns the runs whose time is measured, with seed 0."""
         return {self.config(row, column) for row, column in self.cells if column.is_timed}
 
     def numbers(self, finished: Finished) -> dict[tuple[str, str], MeanOverSeeds]:
-        """Ours by row and column, as far as runs are finished."""
+        """Returns our numbers by row and column, for finished runs."""
         found = {}
         for row, column in self.cells:
             values = self._values(row, column, finished)
@@ -197,7 +197,7 @@ class Recipe:
         return {seed: value for seed, value in found.items() if value is not None}
 
     def comparison(self, finished: Finished, caption: str = "") -> Table:
-        """Ours, the mean over the seeds with its 95 % interval, and beside it the paper's."""
+        """Returns a table of our means over the seeds with 95 % intervals, beside the paper's numbers."""
         columns, theirs = self.columns, self.at("full").columns if self.has_numbers else []
         numbers, lines = self.numbers(finished), []
         for row in self.row_labels:
@@ -212,7 +212,7 @@ class Recipe:
 
 
 def finished_results(runs: Iterable[tuple[TrainConfig, Mapping[str, Any] | None]]) -> Finished:
-    """Of runs, each a config and its result, those that have one."""
+    """Collect the results of finished runs from pairs of config and result."""
     found: Finished = {}
     for config, result in runs:
         if result:
@@ -227,7 +227,7 @@ def recipes() -> dict[str, Recipe]:
 
 
 def recipe(name: str) -> Recipe:
-    """By its label in the paper, also with LaTeX's prefix, by another name, or by its number: "figure 7"."""
+    """Find a recipe by its LaTeX label in the paper, with or without prefix, an alias, or its number: "figure 7"."""
     as_written = {one: found for found in recipes().values() for one in found.names}
     plain = {_plain(one): found for one, found in as_written.items() if ":" not in one}
     found = as_written.get(name) or plain.get(_plain(name))
@@ -238,6 +238,6 @@ def recipe(name: str) -> Recipe:
 
 
 def _plain(name: str) -> str:
-    """Letters and digits: "Figure 7", "fig. 7" and "fig7" are one name, and "fig:hessian" is "hessian"."""
+    """Reduce to letters and digits: "Figure 7", "fig. 7" and "fig7" are one name, and "fig:hessian" is "hessian"."""
     plain = re.sub(r"[^a-z0-9]", "", name.lower().replace("figure", "fig").replace("table", "tab"))
     return re.sub(r"^(fig|tab)(?=[a-z])", "", plain)

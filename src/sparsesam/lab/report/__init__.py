@@ -1,7 +1,7 @@
-"""From the records of runs to one page that needs no network, and to figures for a paper.
+"""Writes one offline HTML page about runs, and figures for a paper.
 
-Reads what runs and analyses wrote down (config.yaml, records.jsonl, result.json, failure.json, analyses/*.json), never
-a checkpoint.
+Reads the records of runs and analyses (config.yaml, records.jsonl, result.json, failure.json, analyses/*.json), never a
+checkpoint.
 
     write_report(["runs/demo"], "report.html", figures="figures")
 """

@@ -1,4 +1,4 @@
-"""What a report is made from: all runs, the tasks they belong to, what each variant costs, and which one to choose."""
+"""The data of a report: all runs, their tasks, the cost of each variant, and the recommended variant."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from sparsesam.lab.report.variants import Variant, group_variants, task_label, u
 
 
 class ReportData:
-    """``directories`` without settings, which are in no task, may have analyses. ``calibrations`` are the times that
-    sweeps measured. ``problems`` are (directory, what could not be read), and grow while sections are built.
+    """``directories`` also has those with analyses only, which belong to no task. ``calibrations`` are the times that
+    sweeps measured. ``problems`` are (directory, message) pairs for unreadable files; sections add to them.
     """
 
     def __init__(self, places: Iterable[str | os.PathLike[str]]) -> None:
@@ -39,7 +39,7 @@ class ReportData:
         self.tasks = self._tasks()
 
     def _tasks(self) -> list[Task]:
-        """Every run whose settings are known, by task and variant."""
+        """Group every run with known settings by task and variant."""
         found: dict[str, dict[TrainConfig, list[RunRecord]]] = {}
         for run in self.runs:
             if run.config is not None:
@@ -61,7 +61,7 @@ class ReportData:
 
 @dataclass(frozen=True)
 class Task:
-    """Variants whose accuracies can be compared; ``name`` is for links and file names."""
+    """Variants whose accuracies can be compared; ``name`` is used in links and file names."""
 
     name: str
     label: str
@@ -77,7 +77,7 @@ class Task:
 
     @cached_property
     def cost(self) -> VariantCosts:
-        """Times only if all finished variants were measured together; otherwise forward-backward passes."""
+        """Times if one calibration measured all finished variants; otherwise forward-backward passes."""
         finished = [variant for variant in self.variants if variant.finished]
         plain = next((variant for variant in finished if variant.config.is_plain), None)
         name = OPTIMIZERS[plain.config.optimizer][0] if plain is not None else "a plain step"
@@ -86,10 +86,10 @@ class Task:
                 seconds = {variant: calibration.seconds_per_epoch(variant.config) for variant in self.variants}
                 cpu = calibration.origin.get("cpu")
                 where = f" on {cpu}." if cpu else "."
-                explanation = "Cost is time, masks included: all variants were measured together, in turns" + where
+                explanation = "Cost is time, including masks: all variants were measured together, in turns" + where
                 return VariantCosts("time", name, explanation, _relative(seconds, plain))
         explanation = (
-            "Cost is counted in forward and backward passes, masks included, not time: these runs were not measured "
+            "Cost is counted in forward-backward passes, including masks, not in time: these runs were not measured "
             "together."
         )
         counted = {variant: variant.by_seed("forward_backwards_per_step").values() for variant in self.variants}
@@ -98,10 +98,10 @@ class Task:
 
     @property
     def recommendation(self) -> Recommendation | None:
-        """None for fewer than two variants with an accuracy and a cost.
+        """The cheapest variant whose accuracy does not differ significantly from the highest mean.
 
-        Of all variants whose accuracy does not differ significantly from the highest mean, the cheapest; of equally
-        cheap ones, the most accurate. A difference is significant if its 95 % interval, seed by seed, excludes 0.
+        Of equally cheap ones, the most accurate. A difference is significant if its 95 % interval, seed by seed,
+        excludes 0. None for fewer than two variants with an accuracy and a cost.
         """
         costs = self.cost.values
         known = [variant for variant in self.variants if variant.accuracy is not None and costs[variant] is not None]
@@ -119,7 +119,7 @@ class Task:
 
 @dataclass(frozen=True)
 class VariantCosts:
-    """``values`` by variant, in units of ``reference``; ``explanation`` says how they were obtained."""
+    """``values`` by variant, in units of ``reference``; ``explanation`` says how they were measured."""
 
     measure: Literal["time", "passes"]
     reference: str
@@ -145,7 +145,7 @@ class Recommendation:
 
 
 def _relative(costs: Mapping[Variant, Number], plain: Variant | None) -> dict[Variant, Number]:
-    """The costs of an epoch or a step as those of whole runs, in units of the plain variant's."""
+    """Convert costs per epoch or step to costs of whole runs, in units of the plain variant's."""
     if plain is None:
         return dict(costs)
     whole = {variant: cost and cost * variant.config.epochs for variant, cost in costs.items()}
@@ -154,6 +154,6 @@ def _relative(costs: Mapping[Variant, Number], plain: Variant | None) -> dict[Va
 
 
 def _is_not_different(first: Variant, second: Variant) -> bool:
-    """False for fewer than three seeds in common, which say too little; then only equal means are equal."""
+    """Whether the difference is not significant; with fewer than three common seeds, whether the means are equal."""
     ours, theirs = first.by_seed("test_accuracy"), second.by_seed("test_accuracy")
     return not differ(ours, theirs) if len(ours.keys() & theirs.keys()) > 2 else first.accuracy == second.accuracy

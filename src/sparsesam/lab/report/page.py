@@ -1,4 +1,4 @@
-"""The page, one file: sections of parts in the template, and the figures as data that page.js draws."""
+"""Renders the page as one file: sections in the template, and figures as JSON data that page.js draws."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from sparsesam.integrations.extras import required_by
 from sparsesam.lab.display import Figure, Series, Table
 from sparsesam.lab.display.figure import COLORS
 
-#: Points of a curve, and of all curves: the page stays below 10 MB, of which plotly takes 5.
+#: Most points of a curve and of all curves, to keep the page below 10 MB, of which plotly takes 5.
 MOST_POINTS, BUDGET = 300, 150_000
 
 
 @dataclass(frozen=True)
 class Part:
-    """``lead`` is a sentence above everything else, ``notes`` are below the tables."""
+    """``lead`` is a sentence above the blocks, ``notes`` are below them."""
 
     title: str
     blocks: Sequence[Table | Figure] = ()
@@ -32,7 +32,7 @@ class Part:
 
     @property
     def groups(self) -> list[list[Table | Figure]]:
-        """Blocks in order; figures that follow each other are together, to be shown side by side."""
+        """Blocks in order; consecutive figures form a group and are shown side by side."""
         return [list(group) for _, group in itertools.groupby(self.blocks, lambda block: isinstance(block, Figure))]
 
 
@@ -50,7 +50,7 @@ class Section:
 
 
 def render(sections: Sequence[Section], **texts: Any) -> str:
-    """The whole page as HTML; ``texts`` are the other names of page.html."""
+    """Render the whole page as HTML; ``texts`` are the other variables of page.html."""
     environment = Environment(
         loader=PackageLoader("sparsesam.lab.report", "assets"),
         autoescape=True,
@@ -77,7 +77,7 @@ def render(sections: Sequence[Section], **texts: Any) -> str:
 
 
 def _breakable(text: str) -> Markup:
-    """Long paths may break after a slash; nothing breaks within a word, such as a hash."""
+    """Let long paths break after a slash, but not within a word, such as a hash."""
     return Markup(str(escape(text)).replace("/", "/<wbr>"))
 
 
@@ -89,10 +89,10 @@ def _asset(name: str) -> str:
 
 
 def _json(figures: Sequence[Figure]) -> str:
-    """For a script element, which only `<` could end."""
+    """Returns the figures as JSON for a script element, with `<` escaped, which could end the element."""
     drawn, most = [], points_per_curve(figures)
     for place, figure in enumerate(figures):
-        # A surface and its contours are the same numbers, written once.
+        # A surface and its contours share their data, which is written once.
         twin = next((one.name for one in figures[:place] if one.panels is figure.panels), None)
         panels = [
             {"name": name, "series": [downsampled(series, most) for series in panel]}
@@ -100,7 +100,7 @@ def _json(figures: Sequence[Figure]) -> str:
         ]
         drawn.append({**vars(figure), "panels_of": twin, "panels": [] if twin else panels})
     exact = json.dumps(drawn, default=vars, allow_nan=False)
-    rounded = json.loads(exact, parse_float=lambda digits: float(f"{float(digits):.6g}"))  # more than a chart can show
+    rounded = json.loads(exact, parse_float=lambda digits: float(f"{float(digits):.6g}"))  # enough digits for a chart
     return json.dumps(rounded, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -110,7 +110,7 @@ def points_per_curve(figures: Sequence[Figure]) -> int:
 
 
 def downsampled(series: Series, most: int) -> Series:
-    """Every k-th point and the last; surfaces are complete."""
+    """Keep every k-th point and the last; surfaces are not downsampled."""
     if series.z is not None or len(series.x) <= most:
         return series
     stride = -(-len(series.x) // (most - 1))

@@ -1,4 +1,4 @@
-"""Runs in directories: files may be missing, empty or incomplete; what cannot be read is noted as a problem."""
+"""Reads runs from directories. Files may be missing, empty or incomplete; unreadable ones are noted as problems."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from sparsesam.lab.experiment.config import TrainConfig, from_mapping
 from sparsesam.lab.experiment.run_directory import RunDirectory
 
 Status = Literal["finished", "failed", "unfinished", "analyses only"]
-#: Any of these makes a directory that of a run: a run can end before it has all of them.
+#: A directory with any of these is a run's: a run can end before it has all of them.
 SIGNS = {"config.yaml", "records.jsonl", "result.json", "failure.json", "analyses"}
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def find_runs(places: Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """The directories of runs at or below the given ones: in the order given, each once, sorted below one place."""
+    """Find the directories of runs at or below the given ones: in the given order, each once, sorted below each."""
     found: dict[Path, Path] = {}
     for place in map(Path, places):
         if not place.is_dir():
             raise ValueError(
-                f"RUNS must be directories, got {str(place)!r}, which is none; pass a run's directory, or one above it"
+                f"RUNS must be directories, got {str(place)!r}; pass a run's directory or a parent directory"
             )
         below = list(_below(place))
         if not below:
-            raise ValueError(f"{place} has no runs; a run's directory has a config.yaml in it")
+            raise ValueError(f"{place} has no runs; a run's directory contains a config.yaml")
         for one in below:
             found.setdefault(one.resolve(), one)
     return list(found.values())
 
 
 def _below(place: Path) -> Iterator[Path]:
-    for folder, folders, files in os.walk(place):  # links are not followed: they may lead in circles
+    for folder, folders, files in os.walk(place):  # does not follow links, which may be circular
         if not SIGNS.isdisjoint((*files, *folders)):
             yield Path(folder)
             folders.clear()
@@ -46,12 +46,12 @@ def _below(place: Path) -> Iterator[Path]:
 
 
 class RunRecord:
-    """What the files of a run say; ``problems`` are what could not be read.
+    """The content of a run's files; ``problems`` are messages about unreadable ones.
 
     ``epochs`` are the latest record of each epoch, in order; ``analyses`` the files' contents by name. ``config`` has
-    defaults where the result does not depend on a setting, so that identical runs are equal; None if the settings
-    cannot be read. ``name`` is that given by a sweep or --name, else empty. ``result`` is that of a finished run,
-    ``reason`` says why another is not finished.
+    unused settings at their defaults, so that identical runs are equal; None if the settings cannot be read. ``name``
+    is the name given by a sweep or --name, or empty. ``result`` is empty for a run that is not finished; ``reason``
+    then says why.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,11 +78,11 @@ class RunRecord:
         return None if self.config is None else self.config.seed
 
     def measured(self, name: str) -> Number:
-        """A number of the result."""
+        """Returns a number of the result."""
         return number(self.result.get(name))
 
     def curve(self, name: str) -> dict[float, float]:
-        """A number of the records, by epoch."""
+        """Returns a number of the records, by epoch."""
         values = {epoch: number(record.get(name)) for epoch, record in self.epochs.items()}
         return {epoch: value for epoch, value in values.items() if value is not None}
 
@@ -90,7 +90,7 @@ class RunRecord:
         try:
             return from_mapping(TrainConfig, settings).canonical
         except (TypeError, ValueError) as error:
-            self.problems.append(f"its settings are not those of this version of sparsesam: {error}")
+            self.problems.append(f"its settings are not valid in this version of sparsesam: {error}")
             return None
 
     def _status(self, failure: dict[str, Any]) -> tuple[Status, str]:
@@ -107,12 +107,12 @@ class RunRecord:
         if holder:
             where = f"process {holder.get('pid')} on {holder.get('host')}"
             return "unfinished", f"{done}; {where} is running it, or was killed"
-        return "unfinished", f"stopped after {done}; sparsesam train --resume --out {self.path} continues it"
+        return "unfinished", f"stopped after {done}; continue with: sparsesam train --resume --out {self.path}"
 
     def _by_epoch(self, records: list[dict[str, Any]]) -> dict[float, dict[str, Any]]:
         found = {number(record.get("epoch")): record for record in records if record.get("kind") == "epoch"}
         if found.pop(None, None) is not None:
-            self.problems.append("records.jsonl: a record of an epoch without its number, left out")
+            self.problems.append("records.jsonl: left out a record of an epoch without its number")
         return {epoch: found[epoch] for epoch in sorted(epoch for epoch in found if epoch is not None)}
 
     # ---- files
@@ -128,7 +128,7 @@ class RunRecord:
         return found
 
     def _read_mapping(self, path: Path) -> dict[str, Any]:
-        """Names and values of a YAML or JSON file."""
+        """Returns the names and values of a YAML or JSON file."""
         content = self._read(path, partial(yaml.load, Loader=_Loader) if path.suffix == ".yaml" else json.loads)
         if content is not None and not isinstance(content, dict):
             self.problems.append(f"{path.name} must contain names and values, but contains {type(content).__name__}")
@@ -155,7 +155,7 @@ class RunRecord:
         return records
 
     def _read(self, path: Path, parse: Callable[[str], Any]) -> Any:
-        """None if the file is missing or cannot be read. Reading a pipe would never end."""
+        """Returns None if the file is missing, unreadable or not a regular file: reading a pipe would hang."""
         if not path.is_file():
             return None
         try:
@@ -170,6 +170,6 @@ def _last(records: list[dict[str, Any]], kind: str) -> dict[str, Any]:
 
 
 def _mapping(contents: Iterable[dict[str, Any]], key: str) -> dict[str, Any]:
-    """Of the first that has one."""
+    """Returns the mapping ``key`` of the first content that has one."""
     values = [content.get(key) for content in contents]
     return next((value for value in values if value and isinstance(value, dict)), {})

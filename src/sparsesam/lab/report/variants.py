@@ -1,4 +1,4 @@
-"""Variants: runs that differ in nothing but their seed, and what they are called."""
+"""Variants (runs that differ only in their seed) and their labels."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from sparsesam.lab.display.figure import OPTIMIZERS
 from sparsesam.lab.experiment.config import DEFAULTS, TrainConfig
 from sparsesam.lab.report.read_run import RunRecord
 
-#: What is learned, beside data set and model: accuracies are compared only where these agree.
+#: Settings that define a task, besides data set and model: accuracies are compared only if these agree.
 TASK = ("train_size", "test_size", "label_noise", "corruption", "corruption_rate")
 
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """``runs`` have one seed each; ``duplicates`` are further runs of the same settings and seed, which do not count.
+    """``runs`` have distinct seeds; ``duplicates`` are further runs with the same settings and seed, not counted.
 
-    ``config`` has seed 0. ``style`` is that in every figure of its task.
+    ``config`` has seed 0. ``style`` is the same in every figure of the task.
     """
 
     label: str
@@ -46,7 +46,7 @@ class Variant:
         return statistics.fmean(values) if values else None
 
     def deviation(self, measure: str) -> Number:
-        """The sample standard deviation over seeds; None for fewer than two runs."""
+        """Returns the sample standard deviation over seeds; None for fewer than two runs."""
         values = self.by_seed(measure).values()
         return statistics.stdev(values) if len(values) > 1 else None
 
@@ -55,13 +55,13 @@ class Variant:
         return {seed: value for seed, value in known.items() if seed is not None and value is not None}
 
     def label_of(self, run: RunRecord, among: Iterable[RunRecord]) -> str:
-        """The variant's label, with the seed if several of its runs are ``among`` those shown."""
+        """Returns the variant's label, with the seed if several of its runs are ``among`` those shown."""
         others = [one for one in among if one in self.runs and one is not run]
         return f"{self.label}, seed {run.seed}" if others else self.label
 
 
 def group_variants(groups: Mapping[TrainConfig, list[RunRecord]]) -> list[Variant]:
-    """In the order of the report, each with a label and a style of its own; ``groups`` have seed 0."""
+    """Returns the variants in report order, with unique labels and styles; configs of ``groups`` have seed 0."""
     ordered = sorted(groups, key=lambda config: _rank(config, groups[config]))
     labels = unique([_given_name(groups[config]) or _label(config, ordered) for config in ordered], ", ")
     styles = assign_styles([config.optimizer for config in ordered])
@@ -72,19 +72,19 @@ def group_variants(groups: Mapping[TrainConfig, list[RunRecord]]) -> list[Varian
 
 
 def unique(names: Sequence[str], separator: str) -> list[str]:
-    """With a number after names that are there already; two sweeps may give one name."""
+    """Number repeated names; two sweeps may use the same name."""
     counts = [names[:place].count(name) for place, name in enumerate(names)]
     return [f"{name}{separator}{count + 1}" if count else name for name, count in zip(names, counts, strict=True)]
 
 
 def _given_name(runs: Sequence[RunRecord]) -> str:
-    """The name that a sweep or --name gave; empty where there is none, or more than one."""
+    """Returns the name given by a sweep or --name; empty if there is none or more than one."""
     names = {run.name for run in runs} - {""}
     return names.pop() if len(names) == 1 else ""
 
 
 def _label(config: TrainConfig, others: Sequence[TrainConfig]) -> str:
-    """The optimizer with every setting that is not the default and not shared by its other variants."""
+    """Returns the optimizer with every non-default setting that is not shared by its other variants."""
     differing = differing_settings([one for one in others if one.optimizer == config.optimizer])
     words = [setting_name(name, value) for name, value in changed_settings(config).items() if name in differing]
     return ", ".join([OPTIMIZERS[config.optimizer][0], *words])
@@ -97,7 +97,7 @@ def task_label(config: TrainConfig) -> str:
 
 
 def _one_per_seed(members: Sequence[RunRecord]) -> tuple[list[RunRecord], list[RunRecord]]:
-    """Of the runs of a seed a finished one, and the one with the most analyses; and the other runs."""
+    """Returns one run per seed, preferably finished, then with the most analyses; and the other runs."""
     counted: dict[int | None, RunRecord] = {}
     for run in sorted(members, key=lambda run: (run.status != "finished", -len(run.analyses))):
         counted.setdefault(run.seed, run)
@@ -106,19 +106,19 @@ def _one_per_seed(members: Sequence[RunRecord]) -> tuple[list[RunRecord], list[R
 
 
 def _rank(config: TrainConfig, runs: Sequence[RunRecord]) -> tuple[Any, ...]:
-    """Plain steps first, then SAM, then SSAM; defaults before other settings; without a finished run last."""
+    """Order: plain steps, SAM, SSAM; defaults before other settings; variants without a finished run last."""
     changed = [(name, number(value) or 0.0, str(value)) for name, value in changed_settings(config).items()]
     is_unfinished = all(run.status != "finished" for run in runs)
     return is_unfinished, list(OPTIMIZERS).index(config.optimizer), len(changed), changed
 
 
 def differing_settings(configs: Sequence[TrainConfig]) -> list[str]:
-    """The settings that are not the same in all of them."""
+    """Returns the settings that are not the same in all configs."""
     return [name for name in DEFAULTS if name != "seed" and len({getattr(one, name) for one in configs}) > 1]
 
 
 def changed_settings(config: TrainConfig) -> dict[str, Any]:
-    """The settings that are not at their defaults."""
+    """Returns the settings that are not at their defaults."""
     settings = {name: getattr(config, name) for name in DEFAULTS if name != "seed"}
     return {name: value for name, value in settings.items() if value != DEFAULTS[name]}
 
@@ -128,7 +128,7 @@ def setting_name(name: str, value: Any) -> str:
 
 
 def show_setting(value: Any) -> str:
-    """A setting's value in few characters."""
+    """Format a setting's value briefly."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

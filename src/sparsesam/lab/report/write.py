@@ -1,4 +1,4 @@
-"""From the directories of runs to the page: read the records, build the sections, write."""
+"""Reads the records of runs, builds the sections, and writes the page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write_report(
     figures: StrPath | None = None,
     bounds: bool = False,
 ) -> ReportData:
-    """One page about all runs at or below ``runs``, and with ``figures`` each figure as files in that directory.
+    """Write one page about all runs at or below ``runs``; with ``figures``, also each figure to that directory.
 
     ``bounds`` shows generalization bounds even if they are vacuous.
     """
@@ -48,18 +48,18 @@ def write_report(
 
 
 def build_report(runs: Iterable[StrPath], *, bounds: bool = False) -> tuple[ReportData, list[Section]]:
-    """What was read, and the sections made of it.
+    """Returns the data and the sections of a report.
 
-    Results first, failures last, and a section for each task in between; what has no content is left out.
+    Results come first, then a section for each task; failures come last. Empty sections are left out.
     """
     data = ReportData(runs)
     sections = [
         Section("overview", "Overview", overview_parts(data)),
         *(Section(f"task-{task.name}", task.label, _task_parts(data, task, bounds)) for task in data.tasks),
-        Section("paper", "Beside the paper", paper_parts(data)),
+        Section("paper", "Comparison with the paper", paper_parts(data)),
         Section("other-analyses", "Analyses without a run", analysis_parts(data, None, show_bounds=bounds)),
         Section("runs", "Runs", runs_parts(data)),
-        Section("provenance", "Where and how", provenance_parts(data)),
+        Section("provenance", "Machines and settings", provenance_parts(data)),
         Section("unfinished", "Failed and unfinished", unfinished_parts(data)),
     ]
     shown = [replace(section, parts=_with_content(section.parts)) for section in sections]
@@ -71,7 +71,7 @@ def _task_parts(data: ReportData, task: Task, bounds: bool) -> list[Part]:
     parts = [results_part(task), curves_part(task), sparsity_part(task), *analyses]
     if len(data.tasks) == 1:
         return parts
-    # Names are unique on the page, and as files.
+    # Names must be unique on the page and as files.
     return [
         replace(part, blocks=[replace(block, name=f"{task.name}-{block.name}") for block in part.blocks])
         for part in parts
@@ -79,6 +79,6 @@ def _task_parts(data: ReportData, task: Task, bounds: bool) -> list[Part]:
 
 
 def _with_content(parts: Iterable[Part]) -> list[Part]:
-    """Without empty tables, figures of single points, which the tables show better, and empty parts."""
+    """Remove empty tables, figures with single points (the tables show them better), and empty parts."""
     shown = [replace(part, blocks=[block for block in part.blocks if block.has_content]) for part in parts]
     return [part for part in shown if part.blocks or part.lead or part.notes]

@@ -5,7 +5,7 @@
   const GLYPHS = ["●", "◆", "■", "▲", "▼", "✚", "✖", "★", "⬟", "⬢"];
   const DASHES = ["solid", "dash", "dashdot", "longdash", "longdashdot"];
   const STROKES = { solid: "", dash: "5 3", dashdot: "5 2 1 2", longdash: "9 3", longdashdot: "9 2 1 2", dot: "1.5 3" };
-  // So many series differ in colour; the next ones have another dash.
+  // This many series differ in color; the next ones have another dash.
   const COLORS = 11;
   const PRINT_WIDTH = 660;
   const isTouched = matchMedia("(pointer: coarse)").matches;
@@ -16,7 +16,7 @@
     figures.set(figure.name, { ...figure, panel: 0, hidden: new Set(), drawn: false });
   }
 
-  // ---- colours of the style sheet, in the current scheme or in the given one
+  // ---- colors of the style sheet, in the current scheme or the given one
 
   const probe = document.createElement("span");
   probe.hidden = true;
@@ -32,11 +32,11 @@
   }
 
   const fade = (rgb, share) => rgb.replace("rgb(", "rgba(").replace(")", `, ${share})`);
-  // Plotly reads a few HTML tags in text, so that < and & of a name must be written out.
+  // Plotly interprets some HTML tags in text, so < and & in a name must be escaped.
   const literal = (text) => (typeof text === "string" ? text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;") : text);
   const dash = (series) => (series.faint ? "dot" : DASHES[Math.floor(series.number / COLORS) % DASHES.length]);
 
-  // ---- from a figure's data to plotly's
+  // ---- convert a figure's data to plotly's
 
   function lines(series, colors) {
     const color = colors.of(series.color);
@@ -92,7 +92,7 @@
     return [{ ...shared, type: "contour", zmin: low, zmax: high, autocontour: !contours, contours, line: { width: 0.6 } }];
   }
 
-  // The nearest of 1, 2 and 5 times a power of ten from above.
+  // Round up to 1, 2 or 5 times a power of ten.
   function round(size) {
     const power = 10 ** Math.floor(Math.log10(size));
     return power * [1, 2, 5, 10].find((one) => one * power >= size);
@@ -100,10 +100,10 @@
 
   const TRACES = { lines, points, bars, heatmap: grid, surface: grid, contour: grid };
 
-  // On a logarithmic axis of several decades only their powers of ten are named.
+  // A logarithmic axis over several decades labels only powers of ten.
   const decades = (values) => Math.log10(values.reduce((a, b) => Math.max(a, b), 0) / values.reduce((a, b) => Math.min(a, b), Infinity));
 
-  // Whole numbers, such as epochs, have no ticks in between.
+  // Axes of whole numbers, such as epochs, have no ticks in between.
   function wholeStep(values) {
     const known = values.filter((one) => one !== null);
     const span = known.reduce((a, b) => Math.max(a, b), -Infinity) - known.reduce((a, b) => Math.min(a, b), Infinity);
@@ -127,12 +127,12 @@
       font: { color: colors.ink, family: "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', sans-serif", size: 12 },
       margin: { l: 8, r: 12, t: 12, b: 8 }, hoverlabel: { namelength: -1 },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: colors.line, activecolor: colors.soft },
-      // A finger on a chart should scroll the page.
+      // Touching a chart should scroll the page.
       dragmode: isTouched ? false : "zoom",
     };
     if (figure.kind === "surface") {
       const plane = (described) => ({ ...axis(described, colors), automargin: undefined, backgroundcolor: "rgba(0,0,0,0)" });
-      // The colour bar has the title of z, which would be cut beside the surface.
+      // The color bar has the title of z, which would be cut off beside the surface.
       const z = { ...plane(figure.z), title: { text: "" }, range: figure.range_z && figure.range_z[0] < figure.range_z[1] ? figure.range_z : undefined };
       // On a narrow screen the axes' titles need more room.
       const distance = element(figure).clientWidth < 450 ? 1.6 : 1.08;
@@ -153,7 +153,7 @@
     return both;
   }
 
-  // The word beside a marked point, on the side where no other point or bar is.
+  // The label of a marked point, placed where no other point or bar is.
   function marks(figure, colors) {
     const shown = figure.panels[figure.panel].series.filter((series) => !figure.hidden.has(series.name) && series.x.length === 1);
     const marked = shown.find((series) => series.mark);
@@ -165,7 +165,7 @@
     const y = scale(Math.min(...bottoms), Math.max(...tops), plot.clientHeight * 0.7);
     const [width, height, gap] = [100, 18, 17];
     const [left, up] = [x(marked.x[0]), y(marked.y[0])];
-    // Beside the point first, then below and above it, then further below.
+    // Try beside the point first, then below and above it, then further below.
     const sides = [[gap, 0], [8, -12], [8, 12], [8, -28], [8, -48]].flatMap(([side, shift]) => ["left", "right"].map((xanchor) => {
       const from = xanchor === "left" ? left + side : left - side - width;
       const low = up + shift - (shift === 0 ? height / 2 : shift < 0 ? height : 0);
@@ -261,7 +261,7 @@
   }
 
   async function saveSvg(figure) {
-    // On paper: always the light colours, with a legend inside.
+    // For paper: always the light colors, with a legend inside.
     const colors = palette("light");
     const count = figure.panels[figure.panel].series.length;
     const drawing = { ...layout(figure, colors), paper_bgcolor: "#ffffff", showlegend: count > 1, legend: { orientation: "h", y: -0.25 } };
@@ -304,12 +304,12 @@
     };
     const compare = (a, b) => (numeric ? a - b : a.localeCompare(b, undefined, { numeric: true }));
     const rows = [...table.tBodies[0].rows].map((row) => [key(row), row]);
-    // Rows without a number stay last, whichever way.
+    // Rows without a number stay last in either order.
     rows.sort(([a], [b]) => (a === null || b === null ? (a === null) - (b === null) : down ? compare(b, a) : compare(a, b)));
     table.tBodies[0].append(...rows.map(([, row]) => row));
   }
 
-  // ---- what readers can do
+  // ---- event handlers
 
   for (const heading of document.querySelectorAll("thead th")) heading.firstChild.addEventListener("click", () => sort(heading));
 
@@ -338,7 +338,7 @@
   system.addEventListener("change", showTheme);
   showTheme();
 
-  // Figures are drawn when they come near, so that a page of many opens at once; on paper, all.
+  // Figures are drawn when they come into view, so that a page with many opens quickly; for printing, all are drawn.
   const near = new IntersectionObserver((entries) => {
     for (const entry of entries) {
       const figure = figures.get(entry.target.dataset.figure);

@@ -1,4 +1,4 @@
-"""What `sparsesam analyze` measured, by each analysis's own table and figures."""
+"""The results of `sparsesam analyze`, as the table and figures of each analysis."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparsesam.lab.report.page import Part
 
 
 def analysis_parts(data: ReportData, task: Task | None, *, show_bounds: bool) -> list[Part]:
-    """One part for each analysis of the task's runs, or of directories without a run."""
+    """Returns one part for each analysis of the task's runs, or of directories without a run."""
     parts = []
     for analysis in ANALYSES.values():
         found = {name: measured for name in analysis.files if (measured := _measured(data, analysis, name, task))}
@@ -24,7 +24,7 @@ def analysis_parts(data: ReportData, task: Task | None, *, show_bounds: bool) ->
         everything = [one for measured in found.values() for one in measured]
         vacuous = BoundAnalysis.all_vacuous(everything) if analysis is BoundAnalysis else ""
         if vacuous and not show_bounds:
-            parts.append(Part("", notes=[f"{vacuous} The option --bounds of sparsesam report shows the terms."]))
+            parts.append(Part("", notes=[f"{vacuous} `sparsesam report --bounds` shows the terms."]))
             continue
         blocks: list[Table | Figure] = []
         for name, measured in found.items():
@@ -34,7 +34,7 @@ def analysis_parts(data: ReportData, task: Task | None, *, show_bounds: bool) ->
 
 
 def missing_analyses(data: ReportData) -> list[str]:
-    """The analyses that no run has, as commands."""
+    """Returns the commands of the analyses that no run has."""
     present = {name for run in data.directories for name in run.analyses}
     return [
         f"sparsesam analyze {kind} {analysis.argument[0]}"
@@ -44,7 +44,7 @@ def missing_analyses(data: ReportData) -> list[str]:
 
 
 def _measured(data: ReportData, analysis: type[Analysis[Any]], name: str, task: Task | None) -> list[Measured[Any]]:
-    """The results of an analysis in the runs of a task, or in directories without settings.
+    """Read the results of an analysis in the runs of a task, or in directories without settings.
 
     Files in another format are noted as problems.
     """
@@ -69,7 +69,7 @@ def _measured(data: ReportData, analysis: type[Analysis[Any]], name: str, task: 
 
 
 def _label_at(data: ReportData, directory: Path) -> str:
-    """The label of the run in that directory, or the directory's name if it is not in this report."""
+    """Returns the label of the run in that directory, or the directory's name if it is not in this report."""
     for task in data.tasks:
         for run in task.runs:
             if run.path.resolve() == directory.resolve():

@@ -1,4 +1,4 @@
-"""Ours beside the paper's numbers, where the runs are those of one of its tables."""
+"""Our numbers beside the paper's, for runs that belong to one of its tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def paper_parts(data: ReportData) -> list[Part]:
 
 
 def _table(recipe: Recipe, known: Sequence[tuple[RunRecord, TrainConfig]]) -> Table | None:
-    """A table is recognized by the directory that `paper run` writes to, or else by a run for each of its cells."""
+    """Recognize a table by the directory that `paper run` writes to, or else by a run for each of its cells."""
     here = [pair for pair in known if pair[0].path.resolve().parts[-3:-1] == (recipe.label, recipe.scale)]
     finished = finished_results((config, run.result) for run, config in here or known)
     if not here and len(recipe.numbers(finished)) < len(recipe.cells):
@@ -32,7 +32,7 @@ def _table(recipe: Recipe, known: Sequence[tuple[RunRecord, TrainConfig]]) -> Ta
 
 
 def _overrides(recipe: Recipe, configs: list[TrainConfig]) -> dict[str, Any]:
-    """What `paper run --set` changed: settings that the table never varies, and all its runs have in common."""
+    """Returns what `paper run --set` changed: settings that the table does not vary and that all its runs share."""
     if not configs:
         return {}
     cells_ = [recipe.config(row, column).canonical for row, column in recipe.cells]
@@ -48,7 +48,7 @@ def _caption(recipe: Recipe, runs: int) -> str:
     count = f", {plural(runs, 'run')}" if runs else ""
     parts = [f"{recipe.title} ({recipe.label}, {recipe.scale} scale{count}). Brackets: 95 % interval of our mean."]
     if recipe.scale == "laptop":
-        parts.append("Another data set than the paper’s: compare the differences between rows, not the values.")
+        parts.append("The data set is not the paper’s: compare the differences between rows, not the values.")
     if recipe.overrides:
         changed = ", ".join(setting_name(name, one) for name, one in recipe.overrides.items())
         parts.append(f"Ours were run with {changed} instead of the recipe’s.")

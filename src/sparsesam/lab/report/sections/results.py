@@ -1,4 +1,4 @@
-"""The answer of a task: accuracy against cost, with the recommended variant, all numbers, curves, and sparsity."""
+"""The results of a task: accuracy against cost with the recommended variant, all numbers, curves, and sparsity."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from sparsesam.lab.report.data import ReportData, Task, VariantCosts
 from sparsesam.lab.report.page import Part
 from sparsesam.lab.report.variants import Variant, differing_settings
 
-#: Of each epoch, with what they are called.
+#: Measures of each epoch and their names.
 _CURVES = {
     "test_accuracy": "test accuracy",
     "train_loss": "training loss",
     "test_loss": "test loss",
     "train_accuracy": "training accuracy",
 }
-#: If a loss is this many times the median somewhere, the axis is logarithmic: the rest would be flat.
+#: The axis is logarithmic if the largest loss is this many times the median: the rest would look flat.
 _WIDE_RANGE = 100
 
 
 def overview_parts(data: ReportData) -> list[Part]:
-    """With several tasks, the answer of each in one row."""
+    """Returns a table with the best choice of each task, if there are several tasks."""
     if len(data.tasks) < 2:
         return []
     rows = []
@@ -37,7 +37,7 @@ def overview_parts(data: ReportData) -> list[Part]:
             costs = Cell(cost.show(shown), order=cost.values[shown])
             rows.append(cells(task.label, accuracy, shown.label, costs, number_cell(len(known))))
     caption = (
-        "For each task the best choice: the cheapest variant without a significant difference to the best. "
+        "The best choice for each task: the cheapest variant not significantly different from the best. "
         "Mean ± standard deviation over seeds."
     )
     columns = ["task", "test accuracy", "variant", "cost", "variants"]
@@ -51,7 +51,7 @@ def results_part(task: Task) -> Part:
         name="accuracy-against-cost",
         title="Test accuracy against cost",
         caption=f"{cost.explanation} Up and to the left is better. Bars are 95 % confidence intervals of the mean, "
-        "from three seeds on; the ring marks the cheapest variant without a significant difference to the best.",
+        "from three seeds on; the ring marks the cheapest variant not significantly different from the best.",
         kind="points",
         x=Axis(cost.axis),
         y=Axis("test accuracy (%)"),
@@ -62,7 +62,7 @@ def results_part(task: Task) -> Part:
 
 
 def _point(variant: Variant, place: Number, chosen: Variant | None = None) -> list[Series]:
-    """With the 95 % interval of the mean accuracy from three seeds on; none if something is not known."""
+    """Returns the point of a variant, with the 95 % interval from three seeds on; nothing if a value is not known."""
     if place is None or variant.accuracy is None:
         return []
     values = [100 * one for one in variant.by_seed("test_accuracy").values()]
@@ -76,8 +76,8 @@ def _table(task: Task) -> Table:
     columns = ["variant", "test accuracy", cost, "sparsity", "best epoch’s", "train accuracy", "seeds"]
     caption = (
         "Mean ± standard deviation over the finished seeds, in the last epoch. “Best epoch’s” is the mean accuracy of "
-        "best.pt, which is chosen by validation images in runs that have them, in the others by the test images "
-        "themselves, which makes it too high."
+        "best.pt, which is chosen on validation images or, in runs without them, on the test images themselves, which "
+        "makes it too high."
     )
     return Table("accuracy", caption, columns, [_row(variant, task.cost) for variant in task.variants])
 
@@ -102,13 +102,13 @@ def _notes(task: Task) -> list[str]:
         notes.append(f"{plural(few, 'variant')} with fewer than three finished seeds: differences may be chance.")
     duplicates = sum(len(variant.duplicates) for variant in task.variants)
     if duplicates:
-        notes.append(f"{plural(duplicates, 'run')} with the settings and the seed of another: counted once.")
+        notes.append(f"{plural(duplicates, 'run')} with the same settings and seed as another: counted once.")
     names = [name.replace("_", " ") for name in differing_settings([variant.config for variant in task.variants])]
     return [*notes, f"Settings that differ: {', '.join(names)}."] if names else notes
 
 
 def sparsity_part(task: Task) -> Part:
-    """Accuracy against the share of weights left unperturbed; only where at least two sparsities were reached."""
+    """Accuracy against the share of unperturbed weights; empty for fewer than two sparsities."""
     reached = {sparsity for variant in task.variants if (sparsity := variant.mean("sparsity")) is not None}
     if len(reached) < 2:
         return Part("")
@@ -120,7 +120,7 @@ def sparsity_part(task: Task) -> Part:
     figure = Figure(
         name="accuracy-against-sparsity",
         title="Test accuracy against sparsity",
-        caption="The sparsity that the masks reached; 0 is SAM. Dotted: nothing is perturbed. Bars as above.",
+        caption="The actual sparsity of the masks; 0 is SAM. Dotted: no perturbation. Bars as above.",
         kind="points",
         x=Axis("share of weights not perturbed"),
         y=Axis("test accuracy (%)"),
@@ -142,7 +142,7 @@ def curves_part(task: Task) -> Part:
         mean = (
             "Mean over the finished seeds, with ± one standard deviation. " if any(one.bars for one in series) else ""
         )
-        dotted = "Dotted: runs that are not finished." if any(one.faint for one in series) else ""
+        dotted = "Dotted: unfinished runs." if any(one.faint for one in series) else ""
         y = Axis(f"{words} (%)" if is_share else words, log=log)
         x, name = Axis("epoch", whole=True), measure.replace("_", "-")
         figures.append(Figure(name, words.capitalize(), f"{mean}{dotted}".strip(), x, y, {"": series}))
@@ -150,7 +150,7 @@ def curves_part(task: Task) -> Part:
 
 
 def _curves(variant: Variant, measure: str, percent: float | None) -> list[Series]:
-    """The mean of the finished runs, and each run that is not finished."""
+    """Returns the mean of the finished runs, and each unfinished run."""
     factor = percent or 1.0
     curves = {run: {epoch: factor * value for epoch, value in run.curve(measure).items()} for run in variant.runs}
     finished = [curves[run] for run in variant.finished]

@@ -1,4 +1,4 @@
-"""Every run, where and how they ran (machines, versions, commits, settings), and those that are not finished."""
+"""All runs, their machines, versions, commits and settings, and the unfinished ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparsesam.lab.report.read_run import RunRecord
 from sparsesam.lab.report.variants import changed_settings, differing_settings, show_setting
 
 _ORIGIN = ("cpu", "machine", "threads", "python", "torch", "numpy", "sparsesam", "commit")
-#: Settings that are shown whatever their values.
+#: Settings that are always shown.
 _ALWAYS = ("dataset", "model", "base", "lr", "batch_size")
 
 
@@ -23,18 +23,18 @@ def runs_parts(data: ReportData) -> list[Part]:
         names |= dict.fromkeys(variant.duplicates, f"{variant.label}, not counted twice")
     columns = ["directory", "test accuracy", "variant", "seed", "status", "epochs", "training time (s)"]
     root = _common_directory(data)
-    caption = f"All runs below {root}. The accuracy of a run that is not finished is that of its last epoch."
+    caption = f"All runs below {root}. Unfinished runs have the accuracy of their last epoch."
     rows = [_row(run, os.path.relpath(run.path, root), names.get(run, "?")) for run in data.runs]
     return [Part("", [Table("runs", caption, columns, rows)])]
 
 
 def unfinished_parts(data: ReportData) -> list[Part]:
-    """Failures last: their accuracies are in no mean."""
+    """Returns the table of failed and unfinished runs."""
     shown, root = [run for run in data.runs if run.status != "finished"], _common_directory(data)
     rows = [
         cells(os.path.relpath(run.path, root), Cell(run.status, status=run.status), run.reason or "–") for run in shown
     ]
-    caption = f"{len(shown)} of {plural(len(data.runs), 'run')}; their accuracies are in no mean."
+    caption = f"{len(shown)} of {plural(len(data.runs), 'run')}; not included in any mean accuracy."
     return [Part("", [Table("not-finished", caption, ["directory", "status", "reason"], rows)])]
 
 
@@ -65,7 +65,7 @@ def _origins(data: ReportData) -> Table:
     known = [run.provenance for run in data.directories if run.provenance]
     counts = Counter(tuple(_text(provenance.get(name)) for name in _ORIGIN) for provenance in known)
     rows = [cells(*origin, number_cell(count)) for origin, count in counts.items()]
-    caption = "A commit marked +changes had files that differed from it."
+    caption = "+changes: the working tree had uncommitted changes."
     return Table("origins", caption, [*_ORIGIN, "runs"], rows)
 
 
@@ -74,7 +74,7 @@ def _settings(data: ReportData) -> Table:
     varied = differing_settings(configs)
     shared = {name: getattr(configs[0], name) for name in _ALWAYS} | changed_settings(configs[0]) if configs else {}
     rows = [cells(name, _text(one)) for name, one in shared.items() if name not in varied]
-    caption = "Settings that all runs share; those at their defaults are left out."
+    caption = "Settings shared by all runs; most defaults are left out."
     return Table("settings", caption, ["setting", "value"], rows)
 
 
