@@ -22,6 +22,7 @@ BACKEND = "aot_eager"
 @pytest.fixture(autouse=True)
 def _nothing_compiled():
     donated = torch._functorch.config.donated_buffer
+    torch._functorch.config.donated_buffer = True  # torch's default: another test may have called compile_blocks
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield
