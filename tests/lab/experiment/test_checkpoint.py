@@ -146,7 +146,7 @@ def test_files_that_hold_no_weights_are_refused(tmp_path):
     (tmp_path / "text.safetensors").write_text("weights")
     for name, reason in (
         ("list.pt", "must contain a state_dict"),
-        ("text.pt", "refused|cannot be read"),
+        ("text.pt", "rejected|cannot be read"),
         ("text.safetensors", "not a safetensors file"),
     ):
         with pytest.raises(CheckpointError, match=reason):

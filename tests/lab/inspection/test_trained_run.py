@@ -93,7 +93,7 @@ def test_a_checkpoint_that_does_not_fit_is_told_by_file_and_parameter(tmp_path):
     train(tmp_path, model=MODEL)
     config = tmp_path / "config.yaml"
     config.write_text(config.read_text().replace(MODEL, "tests.lab.inspection.networks:linear"))
-    with pytest.raises(CheckpointError, match=r"last\.pt does not fit.*1\.weight.*config\.yaml says model"):
+    with pytest.raises(CheckpointError, match=r"last\.pt does not fit.*1\.weight.*model in config\.yaml is"):
         load_run(tmp_path).model  # noqa: B018
 
 

@@ -40,7 +40,7 @@ def test_each_figure_is_trained_analysed_and_drawn(label, tmp_path, capsys, few_
     assert file.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert NUMBERS.get(label, "") in printed
-    assert f"picture: {file}" in printed
+    assert f"figure: {file}" in printed
 
 
 @pytest.mark.parametrize(("scale", "dotted"), [("laptop", False), ("full", True)])
