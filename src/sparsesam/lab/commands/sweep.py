@@ -42,7 +42,12 @@ def add_arguments(parser: Parser) -> None:
 
 def add_execution(parser: Parser) -> None:
     """Add the options shared by commands that run many runs."""
-    parser.add_argument("--out", type=Path | None, default=None, help="directory of the runs; default runs/NAME")
+    parser.add_argument(
+        "--out",
+        type=Path | None,
+        default=None,
+        help="directory of the runs; default runs/NAME (paper: runs/paper/LABEL/SCALE)",
+    )
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="override settings of all runs")
     parser.add_argument(
         "--jobs", type=PositiveInt | None, default=None, help="number of parallel runs; default one per core or GPU"
