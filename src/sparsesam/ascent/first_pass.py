@@ -49,7 +49,8 @@ class FirstPass(TorchFunctionMode):
         # While a part of the forward is traced (torch.cond), torch 2.6 cannot trace any check but this one.
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        self.backward.before_call(func, kwargs)
+        if self.backward.calls:
+            self.backward.before_call(func, kwargs)
         if func in _NO_USE:
             return func(*args, **kwargs)
         handler = _HANDLERS.get(func)

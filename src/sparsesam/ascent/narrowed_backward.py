@@ -78,8 +78,8 @@ class NarrowedBackward:
         self._prefix.drop(reason)
 
     def before_call(self, function: Any, kwargs: Mapping[str, Any]) -> None:
-        """Run a deferred backward before a torch function that may need its gradients."""
-        if self.calls and not _is_harmless(function, kwargs):
+        """After the first backward: run it, if deferred, before a torch function that may need its gradients."""
+        if not _is_harmless(function, kwargs):
             self.closure_goes_on = True
             if self._deferred is not None:
                 self.use_full("after backward(), the closure calls functions that may need the gradients")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from torch import Tensor, nn
@@ -33,17 +34,17 @@ class Plan:
     #: with an implicit ascent: weights that are not perturbed, through which no input gradient passes
     blocking: frozenset[int]
 
-    @property
+    @cached_property
     def needs_only_moved(self) -> bool:
         """Whether the ascent uses only gradients of parameters that it moves, as with norm="masked"."""
         return all(id(parameter) in self.moved for parameter in self.needed)
 
-    @property
+    @cached_property
     def is_explicit(self) -> bool:
         """Whether gradients are those of the loss, not computed through masked weights."""
         return not (self.blocking or any(want.implicit for want in self.sliced.values()))
 
-    @property
+    @cached_property
     def is_partial(self) -> bool:
         """Whether the first backward leaves out any gradient."""
         return len(self.needed) < len(self.names) or bool(self.sliced) or bool(self.blocking)

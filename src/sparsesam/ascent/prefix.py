@@ -78,10 +78,12 @@ class Prefix:
     # ---- first pass --------------------------------------------------------------------------------------
 
     def record(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not self.is_open or self._inside or _cannot_record():
+        if not self.is_open or self._inside:
             return forward(*args, **kwargs)
         if self._is_small(module, args):
             self._records.setdefault(id(module), []).append(None)
+            return forward(*args, **kwargs)
+        if _cannot_record():
             return forward(*args, **kwargs)
         with _unwatched():
             inputs = Inputs.of(args, kwargs)
