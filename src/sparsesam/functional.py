@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sparsesam.masks.checks import check_choice
+from sparsesam.utils.checks import check_choice
 
 Params = Mapping[str, Tensor]
 

@@ -8,12 +8,12 @@ from typing import Literal, get_args
 from torch import nn
 from torch.optim import Optimizer
 
-from sparsesam.ascent.plan import Norm
-from sparsesam.masks.checks import check_choice
+from sparsesam.ascent.kinds import Norm
 from sparsesam.masks.mask import MaskRule
 from sparsesam.schedules import RhoSchedule
 from sparsesam.step.settings import AscentScope, OffSteps, Settings, require_mask_rule
 from sparsesam.step.sharpness_aware import SharpnessAware
+from sparsesam.utils.checks import check_choice
 
 SAMAscent = Literal["explicit", "momentum", "momentum-climbing"]
 SSAMAscent = Literal["explicit", "implicit", "implicit-dense", "momentum", "momentum-climbing"]

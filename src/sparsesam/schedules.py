@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from sparsesam.masks.checks import check_count, is_within
+from sparsesam.utils.checks import check_count, is_within
 
 
 class RhoSchedule(Protocol):

@@ -18,8 +18,8 @@ import sparsesam
 from sparsesam.budget import BudgetMask, budget_mask
 from sparsesam.budget.choice import best_prefixes, best_subset
 from sparsesam.budget.costs import layer_costs
-from sparsesam.masks.checks import NonFiniteScoreError
 from sparsesam.masks.scores import ScoreContext
+from sparsesam.utils.checks import NonFiniteScoreError
 from tests import cases
 
 

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.func import hessian
 
 from sparsesam.analysis.results import AnalysisResult, Array
-from sparsesam.masks.checks import check_choice, check_count
 from sparsesam.masks.recipes import random_mask
 from sparsesam.optimizer import SSAM
 from sparsesam.schedules import InverseSqrt
+from sparsesam.utils.checks import check_choice, check_count
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from sparsesam.analysis.objective import (
     select_parameters,
 )
 from sparsesam.analysis.results import AnalysisResult, Array
-from sparsesam.masks.checks import check_choice
+from sparsesam.utils.checks import check_choice
 
 Logarithm = Literal["10", "e"]
 

@@ -16,7 +16,7 @@ from sparsesam.analysis.hessian_operator import HessianOperator
 from sparsesam.analysis.lanczos import Which, lanczos, top_eigenpairs
 from sparsesam.analysis.objective import Objective, ObjectiveSummary, ParameterFilter
 from sparsesam.analysis.results import AnalysisResult, Array
-from sparsesam.masks.checks import check_count
+from sparsesam.utils.checks import check_count
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsesam.analysis.results import Array
-from sparsesam.masks.checks import check_choice
+from sparsesam.utils.checks import check_choice
 
 Which = Literal["largest", "smallest", "magnitude"]
 Product = Callable[[Tensor], Tensor]

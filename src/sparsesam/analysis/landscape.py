@@ -29,8 +29,8 @@ from sparsesam.analysis.objective import (
 )
 from sparsesam.analysis.results import AnalysisResult, Array
 from sparsesam.distributed import unwrap
-from sparsesam.masks.checks import check_choice, check_count, check_like_parameters
 from sparsesam.masks.fixed import NORMALIZATION
+from sparsesam.utils.checks import check_choice, check_count, check_like_parameters
 
 Direction = dict[str, Tensor]
 Progress = Callable[[int, int], None]

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsesam.analysis.results import AnalysisResult
-from sparsesam.ascent.rng import RNGState
 from sparsesam.distributed import unwrap
-from sparsesam.masks.batches import batch_size, to_device
-from sparsesam.masks.checks import check_choice, check_like_parameters
 from sparsesam.masks.fisher_problem import Problem
 from sparsesam.masks.fixed import NORMALIZATION
-from sparsesam.masks.preserve_model_state import preserve_model_state
+from sparsesam.utils.batches import batch_size, to_device
+from sparsesam.utils.checks import check_choice, check_like_parameters
+from sparsesam.utils.preserve_model_state import preserve_model_state
 
 Statistics = Literal["frozen", "recomputed", "batch"]
 ParameterFilter = Callable[[str], bool] | Iterable[str] | str | None
@@ -136,8 +135,6 @@ class Objective:
         with ExitStack() as stack:
             # Fused attention has no second derivative, and rounds differently without gradients.
             stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
-            rng = RNGState(self.model.parameters())
-            stack.callback(rng.write, rng.read())
             stack.enter_context(preserve_model_state(self.model))
             if self.statistics == "batch":
                 for module in self.model.modules():

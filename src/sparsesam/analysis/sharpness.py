@@ -20,7 +20,7 @@ from sparsesam.analysis.objective import (
     select_parameters,
 )
 from sparsesam.analysis.results import AnalysisResult
-from sparsesam.masks.checks import check_count
+from sparsesam.utils.checks import check_count
 
 
 @dataclass(frozen=True)

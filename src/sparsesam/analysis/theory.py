@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsesam.analysis.objective import Objective, ObjectiveSummary, ParameterFilter, norm, select_parameters
 from sparsesam.analysis.results import AnalysisResult
 from sparsesam.analysis.sharpness import sharpness
-from sparsesam.masks.checks import check_count
+from sparsesam.utils.checks import check_count
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from sparsesam.ascent.first_pass import FirstPass
 from sparsesam.ascent.graph import has_compiled, is_strided, is_transformed, memory_of
+from sparsesam.ascent.kinds import Ascent, Norm
 from sparsesam.ascent.layers import layer_forward
-from sparsesam.ascent.plan import Ascent, Norm, Plan, make_plan
+from sparsesam.ascent.plan import Plan, make_plan
 from sparsesam.ascent.prefix import Agree, Prefix
 from sparsesam.ascent.replaced_calls import Replacement, is_compiled, replaced_calls
 from sparsesam.ascent.report import engine_report
-from sparsesam.ascent.rng import RNGState
 from sparsesam.ascent.survey import Survey, has_gradient_hooks, have_global_hooks, have_hooks, hooks_left_out, survey
 from sparsesam.distributed import (
     all_agree,
@@ -38,6 +38,7 @@ from sparsesam.distributed import (
     running_ddp,
 )
 from sparsesam.masks.packed import PackedMask
+from sparsesam.utils.rng import RNGState
 
 Masks = Mapping[str, PackedMask | None]
 

@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 from torch import Tensor, nn
 
 from sparsesam.ascent.graph import memory_of
+from sparsesam.ascent.kinds import Ascent, Norm
 from sparsesam.ascent.layers import WeightGradient
 from sparsesam.masks.packed import PackedMask
-
-Ascent = Literal["explicit", "implicit", "implicit-dense", "momentum", "momentum-climbing", "extrapolation"]
-#: Ascents that need no gradient at w: a step has one pass, at w + e.
-ONE_PASS = ("momentum", "momentum-climbing", "extrapolation")
-Norm = Literal["full", "masked"]
 
 
 @dataclass(frozen=True)

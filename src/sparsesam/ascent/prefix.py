@@ -30,9 +30,9 @@ from sparsesam.ascent.graph import (
 )
 from sparsesam.ascent.module_state import Inputs, ModuleState, unsupported_leaf
 from sparsesam.ascent.plan import Plan
-from sparsesam.ascent.rng import RNGSnapshot, RNGState, other_generators, same_state
-from sparsesam.ascent.statistics import statistics_of
 from sparsesam.ascent.survey import Survey
+from sparsesam.utils.rng import RNGSnapshot, RNGState, other_generators, same_state
+from sparsesam.utils.statistics import statistics_of
 
 Agree = Callable[[bool], bool]
 #: multiplications below which a module is not worth a check of 50 microseconds

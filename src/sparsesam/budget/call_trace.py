@@ -25,8 +25,8 @@ from torch.utils.flop_counter import flop_registry
 from sparsesam.ascent.graph import tensors_in
 from sparsesam.ascent.layers import LAYERS, Switch, WeightGradient
 from sparsesam.ascent.plan import weight_gradient
-from sparsesam.masks.batches import call_model
 from sparsesam.masks.packed import PackedMask
+from sparsesam.utils.batches import call_model
 
 How = Literal["time", "cpu-time", "count"]
 #: which gradients the pass computes: all; only input gradients; weight gradients for some of the filters only

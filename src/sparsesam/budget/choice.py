@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsesam.budget.costs import Floats, LayerCosts
-from sparsesam.masks.checks import NonFiniteScoreError
+from sparsesam.utils.checks import NonFiniteScoreError
 
 BudgetUnit = Literal["tensor", "filter"]
 Places = npt.NDArray[np.intp]

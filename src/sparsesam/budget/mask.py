@@ -21,9 +21,9 @@ from sparsesam.budget.choice import (
     unit_sums,
 )
 from sparsesam.budget.costs import LayerCost, LayerCosts, layer_costs
-from sparsesam.masks.checks import check_choice, is_within
 from sparsesam.masks.mask import MaskRule, Refresh, manual
 from sparsesam.masks.scores import Fisher, GradientEnergy, Score, ScoreContext
+from sparsesam.utils.checks import check_choice, is_within
 
 LossFn = Callable[..., Tensor]
 

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from sparsesam.distributed.shards import Shards, local_part
-from sparsesam.masks.batches import batch_size, leads_with, slice_batch, to_device
-from sparsesam.masks.checks import NonFiniteScoreError, check_count
 from sparsesam.masks.fisher_problem import LossFn, ModelLoss, Problem, SampleLabels
 from sparsesam.masks.layer_rules import Recorder, add_squares, function_name
-from sparsesam.masks.memory import SavedBytes, fitting, free_bytes
-from sparsesam.masks.preserve_model_state import preserve_model_state
+from sparsesam.utils.batches import batch_size, leads_with, slice_batch, to_device
+from sparsesam.utils.checks import NonFiniteScoreError, check_count
+from sparsesam.utils.memory import SavedBytes, fitting, free_bytes
+from sparsesam.utils.preserve_model_state import preserve_model_state
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from sparsesam.masks.batches import call_model, scalar_loss
-from sparsesam.masks.checks import check_choice
+from sparsesam.utils.batches import call_model, scalar_loss
+from sparsesam.utils.checks import check_choice
 
 LossFn = Callable[[Any, Any], Tensor]
 ModelLoss = Callable[[nn.Module, Any], Tensor]

@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from sparsesam.masks.checks import check_like_parameters, nearest
 from sparsesam.masks.mask import MaskRule, Refresh, manual
 from sparsesam.masks.scores import ScoreContext
+from sparsesam.utils.checks import check_like_parameters, nearest
 
 #: Parameters that a mask can be made for.
 _PERTURBED = "parameter to perturb (trainable, in a group of the optimizer without perturb=False)"

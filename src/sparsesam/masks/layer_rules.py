@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from sparsesam.masks.batches import leads_with
+from sparsesam.utils.batches import leads_with
 
 Place = int | str  # of an argument: its name, or its position if its rule does not need names
 

@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sparsesam.masks.checks import check_count, is_within
 from sparsesam.masks.patterns import Pattern, Unstructured
 from sparsesam.masks.scores import GradientMagnitude, Score, ScoreContext
+from sparsesam.utils.checks import check_count, is_within
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from sparsesam.masks.checks import check_choice
 from sparsesam.masks.mask import DynamicMask, Mask, RandomMask, Refresh, manual
 from sparsesam.masks.patterns import Pattern, as_pattern
 from sparsesam.masks.scores import BatchFisher, Fisher, GradientMagnitude, Inverted, Score
+from sparsesam.utils.checks import check_choice
 
 _DROPS: dict[str, Score | None] = {
     "flattest": GradientMagnitude(),

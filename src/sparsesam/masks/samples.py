@@ -21,8 +21,8 @@ from torch.utils.data import (
     default_collate,
 )
 
-from sparsesam.masks.batches import batch_size, slice_batch
-from sparsesam.masks.checks import check_count
+from sparsesam.utils.batches import batch_size, slice_batch
+from sparsesam.utils.checks import check_count
 
 Fetch = Callable[[list[int]], Any]
 

@@ -13,12 +13,12 @@ from torch import distributed as dist
 
 from sparsesam.distributed.agreement import communication_device, on_every_rank
 from sparsesam.distributed.shards import Shards, local_part
-from sparsesam.masks.batches import to_device
-from sparsesam.masks.checks import NonFiniteScoreError, check_count
 from sparsesam.masks.fisher import FisherDiagonal, fisher_diagonal, sharded_fisher
 from sparsesam.masks.fisher_problem import Problem
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.samples import draw_batches
+from sparsesam.utils.batches import to_device
+from sparsesam.utils.checks import NonFiniteScoreError, check_count
 
 _LARGEST_CHUNK = 128
 

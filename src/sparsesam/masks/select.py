@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsesam.distributed.shards import Shards
-from sparsesam.masks.checks import NonFiniteScoreError
+from sparsesam.utils.checks import NonFiniteScoreError
 
 Tensors = Mapping[str, Tensor]
 Masks = dict[str, Tensor]  # bool

@@ -13,10 +13,10 @@ from torch import distributed as dist
 
 from sparsesam.distributed.agreement import is_distributed, on_every_rank, require_same
 from sparsesam.distributed.shards import Shards, as_shard_of, local_part
-from sparsesam.masks.checks import NonFiniteScoreError
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.scores import ScoreContext
+from sparsesam.utils.checks import NonFiniteScoreError
 
 
 class MaskState:

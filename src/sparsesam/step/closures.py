@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from sparsesam.ascent.statistics import Snapshot, statistics_of
-from sparsesam.masks.batches import batch_size, slice_batch
 from sparsesam.step.gradients import OldGradient, OutsideGradients, Treatment, gradients_of
 from sparsesam.step.passes import Phase, Step
 from sparsesam.step.settings import StepKind
+from sparsesam.utils.batches import batch_size, slice_batch
+from sparsesam.utils.statistics import Snapshot, statistics_of
 
 Closure = Callable[..., Any]
 Pass = Callable[[Any], Any]  # a call of the closure with a batch or a part of it

@@ -9,13 +9,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsesam.ascent.engine import Engine
+from sparsesam.ascent.kinds import ONE_PASS
 from sparsesam.ascent.perturbation.explicit import Perturbation
 from sparsesam.ascent.perturbation.extrapolation import Extrapolation
 from sparsesam.ascent.perturbation.momentum import momentum_of, require_momentum
 from sparsesam.ascent.perturbation.pieces import Target
-from sparsesam.ascent.plan import ONE_PASS
-from sparsesam.ascent.rng import RNGState
-from sparsesam.ascent.statistics import statistics_versions
 from sparsesam.distributed import local_part
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.scores import ScoreContext
@@ -23,6 +21,8 @@ from sparsesam.step.checkpoint import SavedState
 from sparsesam.step.gradients import GradientUse
 from sparsesam.step.parameters import PerturbedParams
 from sparsesam.step.settings import Settings
+from sparsesam.utils.rng import RNGState
+from sparsesam.utils.statistics import statistics_versions
 
 
 class StepContext:

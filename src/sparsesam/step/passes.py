@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from sparsesam.ascent.first_pass import FirstPass
+from sparsesam.ascent.kinds import ONE_PASS
 from sparsesam.ascent.perturbation.explicit import is_usable
 from sparsesam.ascent.perturbation.pieces import Target
-from sparsesam.ascent.plan import ONE_PASS
 from sparsesam.ascent.report import explicit_after_all
-from sparsesam.ascent.statistics import Snapshot, statistics_of
 from sparsesam.distributed import average_gradients, local_part, reshard, unsynchronized
 from sparsesam.step.context import StepContext
 from sparsesam.step.gradients import OldGradient, gradients_of, require_gradients
 from sparsesam.step.parameters import PerturbedParam, PerturbedParams
 from sparsesam.step.settings import StepKind
+from sparsesam.utils.statistics import Snapshot, statistics_of
 
 
 class Phase(enum.Enum):

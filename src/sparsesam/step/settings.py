@@ -8,10 +8,10 @@ from typing import Literal, get_args
 
 from torch import nn
 
-from sparsesam.ascent.plan import ONE_PASS, Ascent, Norm
-from sparsesam.masks.checks import check_choice, check_count, is_within
+from sparsesam.ascent.kinds import ONE_PASS, Ascent, Norm
 from sparsesam.masks.mask import MaskRule
 from sparsesam.schedules import RhoSchedule
+from sparsesam.utils.checks import check_choice, check_count, is_within
 
 AscentScope = Literal["global", "local"]
 OffSteps = Literal["skip", "reuse"]

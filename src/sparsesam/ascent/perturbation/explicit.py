@@ -20,8 +20,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sparsesam.ascent.kinds import Norm
 from sparsesam.ascent.perturbation.pieces import Index, Piece, Target, pieces_of
-from sparsesam.ascent.plan import Norm
 
 _HALF = (torch.float16, torch.bfloat16)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from sparsesam.ascent.plan import ONE_PASS
+from sparsesam.ascent.kinds import ONE_PASS
 from sparsesam.budget.call_trace import MultiplyAdds
 from sparsesam.lab.experiment.config import TrainConfig
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from sparsesam.distributed.shards import ShardLayout, Shards
-from sparsesam.masks.checks import check_choice, check_count
 from sparsesam.masks.patterns.base import Choice, Pattern, left_after_drop, scores_of
 from sparsesam.masks.patterns.structured import Units
 from sparsesam.masks.select import Masks, Tensors, check_scores, count_true, top_mask
+from sparsesam.utils.checks import check_choice, check_count
 
 Axis = Literal["output", "input"]
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from sparsesam.distributed.shards import Shards
-from sparsesam.masks.checks import check_choice
 from sparsesam.masks.patterns.base import Choice, Pattern, left_after_drop, weight_budget
 from sparsesam.masks.select import Masks, Tensors, check_scores, count_true, random_scores
+from sparsesam.utils.checks import check_choice
 
 Unit = Literal["tensor", "filter", "column"]
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import sparsesam
 from sparsesam.masks import fisher
 from sparsesam.masks.fisher import fisher_diagonal
-from sparsesam.masks.memory import SavedBytes, fitting, free_bytes
+from sparsesam.utils.memory import SavedBytes, fitting, free_bytes
 from tests import cases
 
 

@@ -9,6 +9,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
+from sparsesam.utils.rng import RNGState
+
 
 @contextmanager
 def preserve_model_state(model: nn.Module, *, evaluate: bool = True, freeze: bool = True) -> Iterator[None]:
@@ -19,7 +21,8 @@ def preserve_model_state(model: nn.Module, *, evaluate: bool = True, freeze: boo
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.random.fork_rng(_cuda_devices(model)))
+        rng = RNGState(model.parameters())
+        stack.callback(rng.write, rng.read())
         stack.callback(torch.clear_autocast_cache)
         torch.clear_autocast_cache()
         # torch's fused transformer kernels run only without gradients and hide the layers.
@@ -36,10 +39,6 @@ def preserve_model_state(model: nn.Module, *, evaluate: bool = True, freeze: boo
         _remember_flags(model, stack, evaluate=evaluate, freeze=freeze)
         _remember_buffers(model, stack)
         yield
-
-
-def _cuda_devices(model: nn.Module) -> list[int]:
-    return sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
 
 
 def _remember_flags(model: nn.Module, stack: ExitStack, *, evaluate: bool, freeze: bool) -> None:

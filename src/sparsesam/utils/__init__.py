@@ -1,0 +1,1 @@
+"""Argument checks, batches, random states and the restoring of models, shared by the whole library."""
