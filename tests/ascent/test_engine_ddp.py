@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsesam
-from sparsesam.ascent.engine import LOOKS
+from sparsesam.ascent.engine import READS_GRADIENTS
 from tests import cases
 from tests.cases import in_two_phases, with_closure
 from tests.distributed.processes import run_ranks
@@ -216,7 +216,9 @@ def test_what_comes_before_the_perturbed_layer_is_used_again(ranks, name):
         else:
             assert again == ["body.0", "body.1", "middle.0"]
             looks = name in ("clipped", "one rank looks")
-            assert report["engine"] == (f"on, but the first backward was computed in full: {LOOKS}" if looks else "on")
+            assert report["engine"] == (
+                f"on, but the first backward was computed in full: {READS_GRADIENTS}" if looks else "on"
+            )
         if name not in computed_in_full:
             assert report["body.0.weight"].startswith("not perturbed: no weight gradient")
 

@@ -51,12 +51,12 @@ COMPILED = (
 SHARDED = "parameters are sharded (fully_shard, DTensor): hooks gather them in every forward and backward"
 
 
-NOT_KNOWN = "the first step with DistributedDataParallel finds out whether the closure reads gradients"
-LOOKS = "the closure reads gradients, on some rank, and DistributedDataParallel must average them before"
+NOT_YET_KNOWN = "the first step with DistributedDataParallel finds out whether the closure reads gradients"
+READS_GRADIENTS = "the closure reads gradients, on some rank, and DistributedDataParallel must average them before"
 
 
 @dataclass
-class _Known:
+class _ModelInfo:
     """What follows from the current model, masks and hooks; kept until ``key`` changes."""
 
     key: list[Any]
@@ -83,8 +83,8 @@ class Engine:
             self._off = self._off or "DataParallel copies the model in each forward; use DistributedDataParallel"
         elif is_compiled(wrapped):
             self._off = self._off or COMPILED
-        self._known: _Known | None = None
-        self._closure_looks: bool | None = None  # whether it reads gradients, on any rank; None: not known yet
+        self._info: _ModelInfo | None = None
+        self._closure_reads_gradients: bool | None = None  # on any rank; None: not known yet
         self._rng = RNGState(model.parameters())
 
     @property
@@ -105,8 +105,8 @@ class Engine:
             return "a communication hook of DistributedDataParallel would not see the ascent's gradients"
         return None
 
-    def _look(self, masks: Masks, ascent: Ascent, norm: Norm) -> _Known:
-        """Returns what is known, recomputed when masks, modules, hooks or requires_grad flags change."""
+    def _inspect(self, masks: Masks, ascent: Ascent, norm: Norm) -> _ModelInfo:
+        """Returns what follows from model and masks; recomputed when modules, masks, hooks or requires_grad change."""
         modules = list(self.model.modules())
         key = [ascent, norm, *masks, *map(id, masks.values()), *have_global_hooks()]
         for module in modules:
@@ -114,7 +114,7 @@ class Engine:
             for one in module._parameters.values():
                 if one is not None:
                     key += (id(one), one.requires_grad, has_gradient_hooks(one))
-        if self._known is None or key != self._known.key:
+        if self._info is None or key != self._info.key:
             plan = make_plan(self.model, masks, ascent, norm)
             tensors = [*self.model.parameters(), *self.model.buffers()]
             memory = frozenset(map(memory_of, tensors)) - {None}
@@ -127,8 +127,8 @@ class Engine:
             elif ascent == "explicit" and not plan.is_partial and not found.has_clean_parameters:
                 reason = "every parameter is perturbed, and no mask is made of whole filters"
             hooks = hooks_left_out(self.model, plan)
-            self._known = _Known(key, (modules, tensors, masks), plan, found, memory, reason, hooks)
-        return self._known
+            self._info = _ModelInfo(key, (modules, tensors, masks), plan, found, memory, reason, hooks)
+        return self._info
 
     # ---- the two passes ----------------------------------------------------------------------------------
 
@@ -146,23 +146,23 @@ class Engine:
         Yields what the block leaves out, or None if it computes everything.
         """
         reason = self.why_off()
-        known = self._look(masks, ascent, norm) if reason is None else None
-        if known is not None:
-            reason = known.why_off
-            if not (is_distributed() and known.plan.is_explicit):
-                reason = reason or known.hooks
-        if known is None or reason is not None:
+        info = self._inspect(masks, ascent, norm) if reason is None else None
+        if info is not None:
+            reason = info.why_off
+            if not (is_distributed() and info.plan.is_explicit):
+                reason = reason or info.hooks
+        if info is None or reason is not None:
             self.switched_off(str(reason))
             yield None
             return
-        plan, found = known.plan, known.found
+        plan, found = info.plan, info.found
         prefix = Prefix(found, plan, self._rng, self._agreement(found) if no_reuse is None else {})
         if no_reuse is not None:
             prefix.drop(no_reuse)
         why_full = None
         if self.ddp is not None and in_closure and averages and plan.is_partial and plan.is_explicit:
             # A narrowed backward runs without synchronizing gradients.
-            why_full = {None: NOT_KNOWN, True: LOOKS, False: None}[self._closure_looks]
+            why_full = {None: NOT_YET_KNOWN, True: READS_GRADIENTS, False: None}[self._closure_reads_gradients]
         is_full = why_full is not None or not plan.is_partial
         if is_full and self.ddp is not None and invalidates_graphs(self.ddp):
             prefix.drop("DistributedDataParallel broadcasts buffers between the passes, which needs torch 2.11")
@@ -170,17 +170,17 @@ class Engine:
             plan,
             prefix,
             in_closure=in_closure,
-            model_memory=known.memory,
+            model_memory=info.memory,
             why_full=why_full,
         )
-        if known.hooks is not None:  # other ranks, which may have none, wait for this rank in the same collectives
-            first.backward.disable(known.hooks)
+        if info.hooks is not None:  # other ranks, which may have none, wait for this rank in the same collectives
+            first.backward.disable(info.hooks)
 
         calls: dict[nn.Module, Replacement] = {module: partial(prefix.record, module) for module in found.clean}
         for module, weight in found.layers.items():
             calls[module] = partial(_call_layer, first, module, weight)
-        for module in found.unwatched:
-            calls[module] = _unwatched(first, calls.get(module), module in found.clean)
+        for module in found.without_mode:
+            calls[module] = _pause_mode(first, calls.get(module), module in found.clean)
         calls[self.model] = partial(self._call_model, first, calls.get(self.model, _plain_call))
         with replaced_calls(calls) as seen, first.active():
             yield first
@@ -188,9 +188,9 @@ class Engine:
             self._off = COMPILED
         first.finish()
         self.last, self.why_not = first, None
-        if why_full == NOT_KNOWN and self.ddp is not None:
+        if why_full == NOT_YET_KNOWN and self.ddp is not None:
             device, group = plan.needed[0].device, self.ddp.process_group
-            self._closure_looks = not all_agree(not first.backward.closure_goes_on, device, group)
+            self._closure_reads_gradients = not all_agree(not first.backward.closure_continues, device, group)
 
     @contextmanager
     def second_pass(self, first: FirstPass | None) -> Iterator[None]:
@@ -253,7 +253,7 @@ def _call_layer(first: FirstPass, module: nn.Module, weight: int, forward: Any, 
     return layer_forward(module, x, first.plan.sliced.get(weight), first.backward.switch)
 
 
-def _unwatched(first: FirstPass, replacement: Replacement | None, is_clean: bool) -> Replacement:
+def _pause_mode(first: FirstPass, replacement: Replacement | None, is_clean: bool) -> Replacement:
     def call(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not is_clean:
             first.prefix.close()

@@ -161,7 +161,7 @@ class FirstPass(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def unwatched(call: Callable[[], Any]) -> Any:
+def outside_first_pass(call: Callable[[], Any]) -> Any:
     """Run a call that a first pass need not observe before its backward."""
     mode = torch.overrides._get_current_function_mode()
     return mode.paused(call) if isinstance(mode, FirstPass) and not mode.backward.calls else call()

@@ -57,7 +57,7 @@ class NarrowedBackward:
     def __init__(self, plan: Plan, prefix: Prefix, *, in_closure: bool, why_full: str | None) -> None:
         self.why_full = why_full
         self.is_complete = True  # every gradient was computed
-        self.closure_goes_on = False  # calls functions after its backward that may need the gradients
+        self.closure_continues = False  # calls functions after its backward that may need the gradients
         self.calls = 0
         self.switch = Switch()  # for the layers that compute only a part of their gradient
         self._plan, self._prefix, self._in_closure = plan, prefix, in_closure
@@ -80,7 +80,7 @@ class NarrowedBackward:
     def before_call(self, function: Any, kwargs: Mapping[str, Any]) -> None:
         """After the first backward: run it, if deferred, before a torch function that may need its gradients."""
         if not _is_harmless(function, kwargs):
-            self.closure_goes_on = True
+            self.closure_continues = True
             if self._deferred is not None:
                 self.use_full("after backward(), the closure calls functions that may need the gradients")
                 self.run_deferred()

@@ -85,7 +85,7 @@ class Prefix:
             return forward(*args, **kwargs)
         if _cannot_record():
             return forward(*args, **kwargs)
-        with _unwatched():
+        with torch._C.DisableTorchFunction():
             inputs = Inputs.of(args, kwargs)
             state, context, before = ModuleState(module), _context(), self._rng.read()
             if module not in self._of_torch:
@@ -96,7 +96,7 @@ class Prefix:
             output = forward(*args, **kwargs)
         finally:
             self._inside = False
-        with _unwatched():
+        with torch._C.DisableTorchFunction():
             record: _Record | None = None
             reason = self._why_not_recorded(inputs, state, output)
             if reason is not None:
@@ -115,7 +115,7 @@ class Prefix:
         weights = self._of_torch.get(module)
         if weights is None or len(args) != 1 or not isinstance(args[0], Tensor):
             return False
-        with _unwatched():
+        with torch._C.DisableTorchFunction():
             return args[0].numel() * (weights + 1) < SMALLEST_WORK  # an upper bound on multiplications
 
     def _why_not_recorded(self, inputs: Inputs | None, state: ModuleState, output: Any) -> str | None:
@@ -263,10 +263,6 @@ class Prefix:
         return True
 
 
-#: for calls that are no part of the user's pass
-_unwatched = torch._C.DisableTorchFunction
-
-
 def _tensors(output: Any) -> list[Tensor]:
     if isinstance(output, Tensor):  # tree_leaves takes longer than a small layer
         return [output]
@@ -306,7 +302,7 @@ def _cannot_record() -> bool:
 
 def _saved_tensor_hooks() -> bool:
     try:
-        with torch.autograd.graph.disable_saved_tensors_hooks("sparsesam looks whether there are any"):
+        with torch.autograd.graph.disable_saved_tensors_hooks("sparsesam checks for active hooks"):
             return False
     except RuntimeError:
         return True

@@ -42,7 +42,7 @@ def _gradients(first: FirstPass, key: int) -> str:
     return text
 
 
-def explicit_after_all(first: FirstPass) -> list[str]:
+def layers_left_explicit(first: FirstPass) -> list[str]:
     """Returns the weights whose input gradient did not go through the mask, although the ascent is implicit."""
     plan: Plan = first.plan
     return [plan.names[key] for key, want in plan.sliced.items() if want.implicit and key not in first.layers_called]

@@ -21,13 +21,13 @@ class Survey:
 
     ``of_torch``: the clean modules that consist only of torch's own modules, and their number of weights.
     ``layers``: linear and convolution layers with a narrowed backward, and the id of their weight.
-    ``unwatched``: modules that must run without a torch function mode.
+    ``without_mode``: modules that must run without a torch function mode.
     """
 
     clean: dict[nn.Module, list[nn.Module]] = field(default_factory=dict)
     of_torch: dict[nn.Module, int] = field(default_factory=dict)
     layers: dict[nn.Module, int] = field(default_factory=dict)
-    unwatched: list[nn.Module] = field(default_factory=list)
+    without_mode: list[nn.Module] = field(default_factory=list)
 
     @property
     def has_clean_parameters(self) -> bool:
@@ -59,7 +59,7 @@ def _visit(module: nn.Module, plan: Plan, found: Survey) -> tuple[bool, list[nn.
         within += below
     free = free and not any(id(parameter) in plan.moved for parameter in module.parameters(recurse=False))
     if is_compiled(module) or (isinstance(module, _ATTENTION) and not module.training):
-        found.unwatched.append(module)
+        found.without_mode.append(module)
     has_forward = "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
     is_called = has_forward and not is_script
     if free and is_called and not (is_compiled_in_place(module) and _has_hooks(module)):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsesam.ascent.first_pass import unwatched
+from sparsesam.ascent.first_pass import outside_first_pass
 from sparsesam.distributed import is_sharded
 from sparsesam.step.parameters import PerturbedParams
 
@@ -108,7 +108,7 @@ class GradientUse:
         self._waiting: OldGradient | None = None
 
     def clear(self, set_to_none: bool = True) -> None:
-        unwatched(partial(self._base.zero_grad, set_to_none))
+        outside_first_pass(partial(self._base.zero_grad, set_to_none))
         self._used = None
         self.stop_waiting()
 

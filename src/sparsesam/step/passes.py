@@ -17,7 +17,7 @@ from sparsesam.ascent.first_pass import FirstPass
 from sparsesam.ascent.kinds import ONE_PASS
 from sparsesam.ascent.perturbation.explicit import is_usable
 from sparsesam.ascent.perturbation.pieces import Target
-from sparsesam.ascent.report import explicit_after_all
+from sparsesam.ascent.report import layers_left_explicit
 from sparsesam.distributed import average_gradients, local_part, reshard, unsynchronized
 from sparsesam.step.context import StepContext
 from sparsesam.step.gradients import OldGradient, gradients_of, require_gradients
@@ -117,7 +117,7 @@ class Step:
         self.has_every_gradient &= first is None or first.backward.is_complete
         if averages and first is not None and ddp is not None:
             average_gradients(ddp, first.plan.needed)
-            if in_closure and first.backward.closure_goes_on:
+            if in_closure and first.backward.closure_continues:
                 self.context.warn_once(
                     "the closure read gradients, which it did not do in the first step: under "
                     "DistributedDataParallel the gradients of the first pass are not averaged over the ranks until "
@@ -292,7 +292,7 @@ class Step:
             raise RuntimeError(
                 f"ascent={ascent!r} needs one plain loss.backward() in the first pass: {first.backward.why_full}"
             )
-        explicit = explicit_after_all(first)
+        explicit = layers_left_explicit(first)
         if explicit:
             context.warn_once(
                 f"ascent={ascent!r} acts in calls of linear and convolution layers: the ascent was explicit for "
