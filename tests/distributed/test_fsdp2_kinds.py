@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsesam
-from sparsesam.distributed import Shards
+from sparsesam.distributed.shards import Shards
 from sparsesam.masks.patterns import PerLayer, Structured, Unstructured, as_pattern
 from sparsesam.masks.select import random_scores
 from tests import cases

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsesam.distributed import Shards
+from sparsesam.distributed.shards import Shards
 from sparsesam.masks.patterns import Unstructured
 from sparsesam.masks.select import count_true, kth_largest, kth_largest_by_digits, random_scores, top_mask
 from tests.masks import pattern_oracle as oracle

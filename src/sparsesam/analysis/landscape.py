@@ -28,7 +28,7 @@ from sparsesam.analysis.objective import (
     select_parameters,
 )
 from sparsesam.analysis.results import AnalysisResult, Array
-from sparsesam.distributed import unwrap
+from sparsesam.distributed.ddp import unwrap
 from sparsesam.masks.fixed import NORMALIZATION
 from sparsesam.utils.checks import check_choice, check_count, check_like_parameters
 

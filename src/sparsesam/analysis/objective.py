@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsesam.analysis.results import AnalysisResult
-from sparsesam.distributed import unwrap
+from sparsesam.distributed.ddp import unwrap
 from sparsesam.masks.fisher_problem import Problem
 from sparsesam.masks.fixed import NORMALIZATION
 from sparsesam.utils.batches import batch_size, to_device

@@ -11,7 +11,7 @@ import torch._functorch.config as functorch
 from torch import nn
 
 from sparsesam.ascent.replaced_calls import is_compiled
-from sparsesam.distributed import unwrap
+from sparsesam.distributed.ddp import unwrap
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -21,22 +21,24 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from sparsesam.ascent.first_pass import FirstPass
-from sparsesam.ascent.graph import has_compiled, is_strided, is_transformed, memory_of
+from sparsesam.ascent.graph import has_compiled, is_strided, is_transformed
 from sparsesam.ascent.kinds import Ascent, Norm
 from sparsesam.ascent.layers import layer_forward
 from sparsesam.ascent.plan import Plan, make_plan
 from sparsesam.ascent.prefix import Agree, Prefix
 from sparsesam.ascent.replaced_calls import Replacement, is_compiled, replaced_calls
 from sparsesam.ascent.report import engine_report
-from sparsesam.ascent.survey import Survey, has_gradient_hooks, have_global_hooks, have_hooks, hooks_left_out, survey
-from sparsesam.distributed import (
-    all_agree,
-    invalidates_graphs,
-    is_distributed,
-    is_first_of_static_graph,
-    is_sharded,
-    running_ddp,
+from sparsesam.ascent.survey import (
+    Survey,
+    has_backward_hooks,
+    has_gradient_hooks,
+    have_global_hooks,
+    hooks_left_out,
+    survey,
 )
+from sparsesam.distributed.agreement import all_agree, is_distributed
+from sparsesam.distributed.ddp import invalidates_graphs, is_first_of_static_graph, running_ddp
+from sparsesam.distributed.shards import is_sharded
 from sparsesam.masks.packed import PackedMask
 from sparsesam.utils.rng import RNGState
 
@@ -63,7 +65,6 @@ class _ModelInfo:
     alive: Any  # references to what the key names by id
     plan: Plan
     found: Survey
-    memory: frozenset[int | None]
     why_off: str | None
     hooks: str | None  # which hooks prevent leaving anything out; they may be registered on one rank only
 
@@ -110,14 +111,13 @@ class Engine:
         modules = list(self.model.modules())
         key = [ascent, norm, *masks, *map(id, masks.values()), *have_global_hooks()]
         for module in modules:
-            key += (id(module), is_compiled(module), getattr(module, "training", False), *have_hooks(module))
+            key += (id(module), is_compiled(module), getattr(module, "training", False), has_backward_hooks(module))
             for one in module._parameters.values():
                 if one is not None:
                     key += (id(one), one.requires_grad, has_gradient_hooks(one))
         if self._info is None or key != self._info.key:
             plan = make_plan(self.model, masks, ascent, norm)
             tensors = [*self.model.parameters(), *self.model.buffers()]
-            memory = frozenset(map(memory_of, tensors)) - {None}
             found = survey(self.model, plan)
             reason = None
             if any(map(is_sharded, tensors)):
@@ -127,7 +127,7 @@ class Engine:
             elif ascent == "explicit" and not plan.is_partial and not found.has_clean_parameters:
                 reason = "every parameter is perturbed, and no mask is made of whole filters"
             hooks = hooks_left_out(self.model, plan)
-            self._info = _ModelInfo(key, (modules, tensors, masks), plan, found, memory, reason, hooks)
+            self._info = _ModelInfo(key, (modules, tensors, masks), plan, found, reason, hooks)
         return self._info
 
     # ---- the two passes ----------------------------------------------------------------------------------
@@ -138,14 +138,22 @@ class Engine:
 
     @contextmanager
     def first_pass(
-        self, masks: Masks, ascent: Ascent, norm: Norm, *, in_closure: bool, averages: bool, no_reuse: str | None
+        self,
+        masks: Masks,
+        ascent: Ascent,
+        norm: Norm,
+        *,
+        in_closure: bool,
+        averages: bool,
+        no_reuse: str | None,
+        off: str | None,
     ) -> Iterator[FirstPass | None]:
         """Run the block as a first pass that perturbs these parameters under these masks.
 
-        ``averages``: gradients are averaged over all ranks. ``no_reuse``: why the second pass cannot reuse anything.
-        Yields what the block leaves out, or None if it computes everything.
+        ``averages``: gradients are averaged over all ranks. ``no_reuse``: why the second pass cannot reuse anything,
+        ``off``: why nothing can be left out; None: it can. Yields what the block leaves out; None: nothing.
         """
-        reason = self.why_off()
+        reason = off or self.why_off()
         info = self._inspect(masks, ascent, norm) if reason is None else None
         if info is not None:
             reason = info.why_off
@@ -166,13 +174,7 @@ class Engine:
         is_full = why_full is not None or not plan.is_partial
         if is_full and self.ddp is not None and invalidates_graphs(self.ddp):
             prefix.drop("DistributedDataParallel broadcasts buffers between the passes, which needs torch 2.11")
-        first = FirstPass(
-            plan,
-            prefix,
-            in_closure=in_closure,
-            model_memory=info.memory,
-            why_full=why_full,
-        )
+        first = FirstPass(self.model, plan, prefix, in_closure=in_closure, why_full=why_full)
         if info.hooks is not None:  # other ranks, which may have none, wait for this rank in the same collectives
             first.backward.disable(info.hooks)
 
@@ -250,7 +252,7 @@ def _call_layer(first: FirstPass, module: nn.Module, weight: int, forward: Any, 
     if not is_plain:
         return forward(*args, **kwargs)
     first.layers_called.add(weight)
-    return layer_forward(module, x, first.plan.sliced.get(weight), first.backward.switch)
+    return layer_forward(module, x, first.plan.sliced[weight], first.backward.switch)
 
 
 def _pause_mode(first: FirstPass, replacement: Replacement | None, is_clean: bool) -> Replacement:

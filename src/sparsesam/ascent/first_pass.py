@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
@@ -28,20 +28,19 @@ class FirstPass(TorchFunctionMode):
 
     def __init__(
         self,
+        model: nn.Module,
         plan: Plan,
         prefix: Prefix,
         *,
         in_closure: bool,
-        model_memory: frozenset[int | None],
         why_full: str | None,
     ) -> None:
         super().__init__()
         self.plan, self.prefix = plan, prefix
-        self.backward = NarrowedBackward(plan, prefix, in_closure=in_closure, why_full=why_full)
+        self.backward = NarrowedBackward(model, plan, prefix, in_closure=in_closure, why_full=why_full)
         self.averages = self.backward.is_narrow
         self.layers_called: set[int] = set()
         self._in_closure = in_closure
-        self._model_memory = model_memory
         self._grad_was_off = False  # grad mode was off while a perturbed weight may have been used
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,13 +50,14 @@ class FirstPass(TorchFunctionMode):
             return func(*args, **kwargs)
         if self.backward.calls:
             self.backward.before_call(func, kwargs)
-        if func in _NO_USE:
-            return func(*args, **kwargs)
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(self, func, args, kwargs)
-        self.prefix.require_statistics_unread(args, kwargs)
-        if self.prefix.is_open and not self._is_plain_attribute(func, args):
+        # An attribute is no value of a weight; where it is a view (.T), its use is seen.
+        if func is torch._C._set_grad_enabled or getattr(func, "__name__", "") in ("__get__", "__set__"):
+            return func(*args, **kwargs)
+        self.prefix.require_statistics_unread(func, args, kwargs)
+        if self.prefix.is_open:
             self._watch(args, kwargs)
         if not (torch.is_grad_enabled() or self.prefix.is_open):
             self._grad_was_off = True
@@ -112,11 +112,6 @@ class FirstPass(TorchFunctionMode):
         elif kwargs.get("generator") is not None:
             self.prefix.refuse_current_call("it draws from its own random generator")
 
-    @staticmethod
-    def _is_plain_attribute(func: Any, args: Any) -> bool:
-        """Whether an attribute is read that is no tensor (a shape, a device, a flag), which does not use the weight."""
-        return getattr(func, "__name__", "") == "__get__" and not isinstance(func(*args), Tensor)
-
     def _is_moved(self, tensor: Tensor) -> bool:
         if id(tensor) in self.plan.moved:
             return True
@@ -135,14 +130,10 @@ class FirstPass(TorchFunctionMode):
 
     def _on_memory_access(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Reuse nothing that may now change without torch's knowledge."""
-        prefix, tensor = self.prefix, args[0]
-        if isinstance(tensor, Tensor):
-            memory = memory_of(tensor)
-            if memory is not None and (memory in self._model_memory or memory in prefix.memory):
-                prefix.drop("the memory of a tensor is accessed directly (.data, numpy, data_ptr)")
-            else:
-                prefix.refuse_current_call("it accesses the memory of a tensor directly (.data, numpy, data_ptr)")
-        return func(*args, **kwargs)
+        self.prefix.expose(args[0])
+        result = func(*args, **kwargs)
+        self.prefix.expose(args[0])  # .data may have been assigned
+        return result
 
     def _on_hook(self, func: Any, args: Any, kwargs: Any) -> Any:
         """In a closure, run the full backward at once: hooks show when they are called, and with which gradients.
@@ -181,8 +172,6 @@ def _attribute(name: str, access: str) -> Any:
     return getattr(getattr(Tensor, name), access)
 
 
-#: Functions that do not use a weight's values: access to ``grad``, and torch.no_grad().
-_NO_USE = frozenset((_attribute("grad", "__get__"), _attribute("grad", "__set__"), torch._C._set_grad_enabled))
 _MEMORY = (
     *(Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage, Tensor.__dlpack__),
     *(_attribute("data", "__get__"), _attribute("data", "__set__")),

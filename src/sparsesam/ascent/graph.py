@@ -55,15 +55,6 @@ def leaf_of(node: Any) -> Tensor | None:
     return node.variable if type(node).__name__ == "AccumulateGrad" else None
 
 
-def next_sequence_nr() -> int:
-    """Returns the sequence number of the next autograd node on this thread."""
-    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
-
-
-def sequence_nr(node: Any) -> int:
-    return int(node._sequence_nr())
-
-
 def has_compiled() -> bool:
     """Whether Dynamo has compiled anything in this process."""
     dynamo = sys.modules.get("torch._dynamo")
@@ -85,8 +76,10 @@ def custom_function_name(node: Any) -> str | None:
     return str(function.__name__)
 
 
-def is_reentrant(node: Any) -> bool:
-    return type(node).__name__ == "CheckpointFunctionBackward"
+def autocast_state() -> tuple[Any, ...]:
+    """Returns, for each kind of device, the dtype of autocast; False: it is off."""
+    kinds = ("cpu", "cuda", "xpu", "mps")
+    return tuple(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in kinds)
 
 
 def is_transformed() -> bool:

@@ -31,9 +31,13 @@ class WeightGradient:
     """Which gradients of one weight tensor the ascent needs."""
 
     mask: PackedMask
-    rows: Tensor | None  # the kept output rows, if the mask consists of whole rows
-    implicit: bool  # dX is computed with the masked weights
+    implicit: bool  # dX is computed with the masked weights; with an empty mask, not at all
     dense: bool  # dW is computed for every entry, whatever the mask
+
+    @property
+    def rows(self) -> Tensor | None:
+        """The kept output rows, if the mask consists of whole rows."""
+        return self.mask.rows
 
 
 @dataclass
@@ -161,11 +165,14 @@ class _Ascent(torch.autograd.Function):
         # Filters of a grouped convolution see different inputs.
         rows = want.rows if layer.groups == 1 else None
         kept = (dy, weight) if rows is None else (dy.index_select(1, rows), weight.index_select(0, rows))
+        is_blocked = want.implicit and want.mask.is_empty
         if need_w and rows is not None and not want.dense:
             dw = torch.zeros_like(weight).index_copy_(0, rows, layer.dw(*kept, x))
-        elif need_w:
+        elif need_w and (want.dense or not is_blocked):
             dw = layer.dw(dy, weight, x)
-        if need_x and want.implicit:
+        if is_blocked:
+            dx = None
+        elif need_x and want.implicit:
             dx = layer.dx(*kept, x, want.mask if rows is None else None)
         elif need_x:
             dx = layer.dx(dy, weight, x)
@@ -210,19 +217,6 @@ def _weight_gradient_of_windows(windows: Tensor, weight: Tensor, x: Tensor) -> T
     for given, part in zip(x.flatten(2), windows, strict=True):
         dw.addmm_(part.reshape(len(dw), -1), given.t())
     return dw.view(filters, *kernel, channels).permute(0, 3, 1, 2).flip(2, 3)
-
-
-class _BlockGradient(torch.autograd.Function):
-    """The identity, which passes no gradient back in the ascent: dX = dY · (W ⊙ 0)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, switch: Switch) -> Tensor:
-        ctx.switch = switch
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None]:
-        return None if ctx.switch.on else dy, None
 
 
 # Arguments have torch's names, because calls may pass them by keyword.
@@ -279,15 +273,16 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether the module's forward is that of torch's linear or convolution layer; its class may be a subclass."""
-    return "forward" not in module.__dict__ and type(module).forward in _FUNCTIONS
+    """Whether the module computes what torch's linear or convolution layer does; its class may be a subclass."""
+    cls: Any = type(module)
+    if "forward" in module.__dict__ or cls.forward not in _FUNCTIONS:
+        return False
+    return cls.forward is nn.Linear.forward or cls._conv_forward.__module__ == nn.Conv2d.__module__
 
 
-def layer_forward(module: Any, x: Tensor, want: WeightGradient | None, switch: Switch) -> Tensor:
-    """Returns the layer's output with the narrowed backward; without ``want``, no input gradient passes back."""
+def layer_forward(module: Any, x: Tensor, want: WeightGradient, switch: Switch) -> Tensor:
+    """Returns the layer's output with the narrowed backward."""
     forward = type(module).forward
-    if want is None:
-        return forward(module, _BlockGradient.apply(x, switch) if x.requires_grad else x)  # type: ignore[no-any-return]
     geometry: tuple[Any, ...] = ()
     if forward is not nn.Linear.forward:
         geometry = (module.stride, module.padding, module.dilation, module.groups)

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from sparsesam.ascent.graph import is_strided
+from sparsesam.ascent.replaced_calls import ReplacedCall, is_compiled
 
 #: immutable values that can be compared by ``==``
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.Size, torch.dtype, torch.device, slice, range)
 #: values without mutable contents
-_UNCHANGING = frozenset((*_PLAIN, types.BuiltinFunctionType, types.ModuleType, torch.memory_format, torch.layout))
+_UNCHANGING = frozenset((*_PLAIN, types.ModuleType, torch.memory_format, torch.layout))
 _MOST_VALUES = 50_000
 #: attributes that every module has, and calls that the engine replaces during a pass
 _BASE = frozenset((*nn.Module().__dict__, "forward", "_compiled_call_impl"))
@@ -124,6 +125,8 @@ def _contents(holder: Any) -> Sequence[Any] | None:
     """Returns the contents of an object; None: they cannot be read."""
     if isinstance(holder, nn.Module):
         own = [value for name, value in holder.__dict__.items() if name not in _BASE]
+        forward = None if is_compiled(holder) else holder.__dict__.get("forward")
+        own.append(forward.own if isinstance(forward, ReplacedCall) else forward)
         buffers = () if _ignores_statistics(holder) else holder._buffers.values()
         training = getattr(holder, "training", False)  # frozen ScriptModules lack this attribute
         return [training, *holder._parameters.values(), *buffers, *holder._modules.values(), *own]
@@ -132,14 +135,15 @@ def _contents(holder: Any) -> Sequence[Any] | None:
     if isinstance(holder, dict):
         return [*holder, *holder.values()]
     if isinstance(holder, types.FunctionType):
-        return [cell.cell_contents for cell in holder.__closure__ or () if cell != _EMPTY]
-    if isinstance(holder, types.MethodType):
+        cells = [cell.cell_contents for cell in holder.__closure__ or () if cell != _EMPTY]
+        return [*cells, holder.__defaults__, holder.__kwdefaults__, *vars(holder).values()]
+    if isinstance(holder, (types.MethodType, types.BuiltinFunctionType)):
         return [holder.__self__]
     if isinstance(holder, functools.partial):
         return [holder.func, *holder.args, *holder.keywords.values()]
     if isinstance(holder, (type, enum.Enum)):
         return ()
-    has_only_a_dict = type(holder).__basicsize__ == _PlainObject.__basicsize__
+    has_only_a_dict = hasattr(holder, "__dict__") and type(holder).__basicsize__ == _PlainObject.__basicsize__
     if has_only_a_dict or type(holder) is types.SimpleNamespace:
         return list(vars(holder).values())
     return None

@@ -7,19 +7,19 @@ deferred until it returns. If the closure first does anything that could notice,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from sparsesam.ascent.graph import (
+    autocast_state,
     custom_function_name,
     has_compiled,
     is_for_single_use,
-    is_reentrant,
     leaf_of,
     nodes_of,
     tensors_in,
@@ -28,23 +28,12 @@ from sparsesam.ascent.layers import Switch
 from sparsesam.ascent.plan import Plan
 from sparsesam.ascent.prefix import Prefix
 from sparsesam.ascent.survey import has_gradient_hooks
-from sparsesam.distributed import is_distributed
+from sparsesam.distributed.agreement import is_distributed
 
 SINGLE_USE = (
     "a compiled part of the model frees its graph in backward; compile it with sparsesam.compile_blocks(model), or set "
     "torch._functorch.config.donated_buffer = False before it is compiled"
 )
-
-
-@dataclass
-class _BackwardCall:
-    """A deferred call of backward()."""
-
-    function: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    other_leaves: list[Tensor]  # leaf tensors outside the model
-    is_for_single_use: bool  # torch rejects retain_graph=True
 
 
 class NarrowedBackward:
@@ -54,14 +43,17 @@ class NarrowedBackward:
     gradient is computed; None: the backward is narrowed, as long as nothing prevents it.
     """
 
-    def __init__(self, plan: Plan, prefix: Prefix, *, in_closure: bool, why_full: str | None) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, prefix: Prefix, *, in_closure: bool, why_full: str | None) -> None:
         self.why_full = why_full
         self.is_complete = True  # every gradient was computed
         self.closure_continues = False  # calls functions after its backward that may need the gradients
         self.calls = 0
         self.switch = Switch()  # for the layers that compute only a part of their gradient
-        self._plan, self._prefix, self._in_closure = plan, prefix, in_closure
-        self._deferred: _BackwardCall | None = None
+        self._model, self._plan, self._prefix, self._in_closure = model, plan, prefix, in_closure
+        self._deferred: Callable[..., Any] | None = None
+        self._training: list[tuple[nn.Module, bool]] = []  # modules and their mode at the deferred call
+        self._other_leaves: list[Tensor] = []  # leaf tensors outside the model
+        self._is_for_single_use = False  # torch rejects retain_graph=True
         self._context = _backward_context() if in_closure else ()
 
     @property
@@ -98,45 +90,60 @@ class NarrowedBackward:
         roots = [loss.grad_fn for loss in losses]
         nodes = list(nodes_of(roots))
         self._prefix.require_no_side_graphs(roots)
-        if self.is_narrow and grad_was_off and any(map(is_reentrant, nodes)):
+        is_reentrant = any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes)
+        if self.is_narrow and grad_was_off and is_reentrant:
             self.disable("a reentrant checkpoint cannot be differentiated in part")
         leaves = (leaf_of(node) for node in nodes)
-        others = [leaf for leaf in leaves if leaf is not None and id(leaf) not in self._plan.names]
-        single_use = has_compiled() and any(map(is_for_single_use, nodes))
-        self._deferred = _BackwardCall(function, args, kwargs, others, single_use)
+        self._other_leaves = [leaf for leaf in leaves if leaf is not None and id(leaf) not in self._plan.names]
+        self._is_for_single_use = has_compiled() and any(map(is_for_single_use, nodes))
+        self._deferred = partial(function, *args, **kwargs)
         if self.is_narrow and self._in_closure and self._plan.is_explicit:
             reason = self._why_not_deferred(losses, nodes)
             if reason is None:
+                self._training = [(module, _is_training(module)) for module in self._model.modules()]
                 return None
             self.use_full(reason)
         return self.run_deferred()
 
     def run_deferred(self) -> Any:
-        """Run the deferred call, if there is one."""
+        """Run the deferred call, if there is one, in the training modes of its time: checkpoints run forwards again."""
         call, self._deferred = self._deferred, None
         if call is None:
             return None
-        if call.is_for_single_use and self._must_keep_graph(call):
+        changed = [(module, was) for module, was in self._training if _is_training(module) != was]
+        for module, was in changed:
+            module.training = was
+        try:
+            return self._run(call)
+        finally:
+            self._other_leaves = []
+            for module, was in changed:
+                module.training = not was
+
+    def _run(self, call: Callable[..., Any]) -> Any:
+        if self._is_for_single_use and self._must_keep_graph:
             self.disable(SINGLE_USE)
-        kwargs = call.kwargs
-        if self._must_keep_graph(call):
-            kwargs = {**kwargs, "retain_graph": True}
+        options: dict[str, Any] = {"retain_graph": True} if self._must_keep_graph else {}
+        inputs = [one for one in (*self._plan.needed, *self._other_leaves) if one.requires_grad]
+        if not inputs:
+            self.use_full("no perturbed parameter requires grad any more")
         if not self.is_narrow:
-            return call.function(*call.args, **kwargs)
+            return call(**options)
         self.is_complete = False
         self.switch.on = True
         try:
-            return call.function(*call.args, **{**kwargs, "inputs": [*self._plan.needed, *call.other_leaves]})
+            return call(**options, inputs=inputs)
         finally:
             self.switch.on = False
 
-    def _must_keep_graph(self, call: _BackwardCall) -> bool:
+    @property
+    def _must_keep_graph(self) -> bool:
         """Whether the backward needs retain_graph=True.
 
         The second pass reuses the graph of the prefix. This backward runs through it only if it needs gradients of
         weights that do not move; nodes that do not run keep their saved tensors anyway.
         """
-        prefix_runs = not (self.is_narrow and self._plan.needs_only_moved) or bool(call.other_leaves)
+        prefix_runs = not (self.is_narrow and self._plan.needs_only_moved) or bool(self._other_leaves)
         return prefix_runs and not self._prefix.is_empty
 
     def _why_not_deferred(self, losses: list[Tensor], nodes: list[Any]) -> str | None:
@@ -157,12 +164,15 @@ class NarrowedBackward:
         return None
 
 
+def _is_training(module: nn.Module) -> bool:
+    return bool(getattr(module, "training", False))  # frozen ScriptModules lack this attribute
+
+
 def _backward_context() -> tuple[Any, ...]:
     """Returns the global settings that a backward depends on."""
-    autocast = (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda", "xpu"))
     cudnn = torch.backends.cudnn
     return (
-        *autocast,
+        autocast_state(),
         torch.is_anomaly_enabled(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),

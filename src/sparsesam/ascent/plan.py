@@ -26,8 +26,6 @@ class Plan:
     moved_memory: frozenset[int | None]
     #: weights whose layer computes dW for some filters only, or dX through the masked weights
     sliced: Mapping[int, WeightGradient]
-    #: with an implicit ascent: weights that are not perturbed, through which no input gradient passes
-    blocking: frozenset[int]
 
     @cached_property
     def needs_only_moved(self) -> bool:
@@ -37,12 +35,17 @@ class Plan:
     @cached_property
     def is_explicit(self) -> bool:
         """Whether gradients are those of the loss, not computed through masked weights."""
-        return not (self.blocking or any(want.implicit for want in self.sliced.values()))
+        return not any(want.implicit for want in self.sliced.values())
+
+    @cached_property
+    def implicit(self) -> list[int]:
+        """The perturbed weights whose layer computes dX through the masked weights."""
+        return [key for key, want in self.sliced.items() if want.implicit and not want.mask.is_empty]
 
     @cached_property
     def is_partial(self) -> bool:
         """Whether the first backward leaves out any gradient."""
-        return len(self.needed) < len(self.names) or bool(self.sliced) or bool(self.blocking)
+        return len(self.needed) < len(self.names) or bool(self.sliced)
 
 
 def make_plan(model: nn.Module, masks: Mapping[str, PackedMask | None], ascent: Ascent, norm: Norm) -> Plan:
@@ -51,35 +54,31 @@ def make_plan(model: nn.Module, masks: Mapping[str, PackedMask | None], ascent: 
     needed: list[Tensor] = []
     moved: dict[int, Tensor] = {}
     sliced: dict[int, WeightGradient] = {}
-    blocking: set[int] = set()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         names[id(parameter)] = name
-        mask = masks.get(name)
         takes_part = name in masks
-        is_empty = not takes_part or (mask is not None and mask.is_empty)
-        if ascent != "explicit" and is_empty and parameter.dim() > 1:
-            blocking.add(id(parameter))
-        moves = not is_empty or (takes_part and ascent == "implicit-dense")
-        if moves:
+        mask = masks[name] if takes_part else PackedMask(parameter.shape, 0, None)
+        is_empty = mask is not None and mask.is_empty
+        if not is_empty or (takes_part and ascent == "implicit-dense"):
             moved[id(parameter)] = parameter
-        if moves or (takes_part and norm == "full"):
+        if id(parameter) in moved or (takes_part and norm == "full"):
             needed.append(parameter)
-        if moves and mask is not None and not is_empty:
-            want = weight_gradient(mask, parameter, ascent, norm)
-            if want is not None:
-                sliced[id(parameter)] = want
+        want = None if mask is None else weight_gradient(mask, parameter, ascent, norm)
+        if want is not None:
+            sliced[id(parameter)] = want
     moved_memory = frozenset(memory_of(parameter) for parameter in moved.values()) - {None}
     # A weight that shares memory with a moved weight moves too.
     shared = (id(p) for p in model.parameters() if memory_of(p) in moved_memory)
-    return Plan(names, tuple(needed), frozenset(moved) | frozenset(shared), moved_memory, sliced, frozenset(blocking))
+    return Plan(names, tuple(needed), frozenset(moved) | frozenset(shared), moved_memory, sliced)
 
 
 def weight_gradient(mask: PackedMask, weight: Tensor, ascent: Ascent, norm: Norm) -> WeightGradient | None:
-    """Returns how a layer can compute its weight gradient at lower cost; None: it cannot."""
-    if mask.is_full or mask.is_empty or weight.dim() < 2:
+    """Returns how a layer can compute its gradients at lower cost; None: it cannot."""
+    if mask.is_full or weight.dim() < 2:
         return None
     if ascent == "explicit" and (mask.rows is None or norm == "full" or weight.is_complex()):
         return None
-    return WeightGradient(mask, mask.rows, implicit=ascent != "explicit", dense=ascent == "implicit-dense")
+    dense = ascent == "implicit-dense" or (mask.is_empty and norm == "full")
+    return WeightGradient(mask, implicit=ascent != "explicit", dense=dense)

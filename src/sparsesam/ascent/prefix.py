@@ -16,21 +16,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sparsesam.ascent.graph import (
+    autocast_state,
     custom_function_name,
     is_transformed,
     leaf_of,
     memory_of,
-    next_sequence_nr,
     nodes_of,
-    sequence_nr,
     tensors_in,
 )
 from sparsesam.ascent.module_state import Inputs, ModuleState, unsupported_leaf
 from sparsesam.ascent.plan import Plan
-from sparsesam.ascent.survey import Survey
+from sparsesam.ascent.replaced_calls import is_compiled_in_place
+from sparsesam.ascent.survey import Survey, has_forward_hooks
 from sparsesam.utils.rng import RNGSnapshot, RNGState, other_generators, same_state
 from sparsesam.utils.statistics import statistics_of
 
@@ -41,8 +42,9 @@ SMALLEST_WORK = 3_000_000
 _LONGEST_WAY = 2000
 
 
-@dataclass
+@dataclass(eq=False)
 class _Record:
+    module: nn.Module
     output: Any
     inputs: Inputs
     state: ModuleState
@@ -56,9 +58,18 @@ class _Record:
         self.first_nodes = {leaf.grad_fn for leaf in self.inputs.leaves if isinstance(leaf, Tensor)}
         self.last_nodes = [tensor.grad_fn for tensor in self.tensors]
 
+    def why_changed(self, exposed: set[int | None]) -> str | None:
+        """Returns why the output may not be what the module returned; None: it is. ``exposed`` is memory."""
+        if any(map(_was_touched, self.tensors, self.versions)):
+            return "an output of a module is written to in place, or has a hook"
+        held = tensors_in(self.tensors, self.inputs.leaves, self.state.values) if exposed else ()
+        if any(memory_of(tensor) in exposed for tensor in held):
+            return "the memory of a tensor is accessed directly (.data, numpy, data_ptr)"
+        return None
+
 
 class Prefix:
-    """The recorded calls of one step, for each module in call order."""
+    """The recorded calls of one step, in call order."""
 
     def __init__(self, found: Survey, plan: Plan, rng: RNGState, agree: Mapping[nn.Module, Agree]) -> None:
         self.modules = found.clean  # each with all of its submodules
@@ -67,9 +78,9 @@ class Prefix:
         self.reused: set[str] = set()
         self.why_not: str | None = None
         self._trainable, self._moved, self._rng, self._agree = plan.names, plan.moved, rng, agree
-        self._records: dict[int, list[_Record | None]] = {}
-        self.memory: set[int | None] = set()  # addresses of recorded outputs
-        self._statistics: set[int] = set()
+        self._records: list[_Record] = []
+        self._exposed: set[int | None] = set()  # memory that may change without torch's knowledge
+        self._statistics: set[int] = set()  # running statistics of recorded modules
         self._ends: set[Any] = set()  # nodes of reused outputs
         self._inside = False
         self._refusal: str | None = None
@@ -78,37 +89,39 @@ class Prefix:
     # ---- first pass --------------------------------------------------------------------------------------
 
     def record(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not self.is_open or self._inside:
+        if not self.is_open or self._inside or self._is_small(module, args):
             return forward(*args, **kwargs)
-        if self._is_small(module, args):
-            self._records.setdefault(id(module), []).append(None)
-            return forward(*args, **kwargs)
-        if _cannot_record():
+        if _is_in_other_run() or self._has_hooks_inside(module):
             return forward(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             inputs = Inputs.of(args, kwargs)
             state, context, before = ModuleState(module), _context(), self._rng.read()
             if module not in self._of_torch:
                 self._others = self._others or other_generators()
-            number = next_sequence_nr()
+            # A number of batches, of dimension 0, is read by its layer alone.
+            self._statistics.update(id(one) for one in statistics_of(self.modules[module]) if one.dim() > 0)
+            number = _next_sequence_nr()
         self._inside, self._refusal = True, None
         try:
             output = forward(*args, **kwargs)
         finally:
             self._inside = False
         with torch._C.DisableTorchFunction():
-            record: _Record | None = None
             reason = self._why_not_recorded(inputs, state, output)
             if reason is not None:
                 self.note(f"{type(module).__name__}: {reason}")
             elif self.is_open and inputs is not None:
                 after = self._rng.read()
                 drew = None if same_state(before, after) else (before, after)
-                record = _Record(output, inputs, state, context, drew, (number, next_sequence_nr()))
-                self.memory.update(map(memory_of, record.tensors))
-                self._statistics.update(id(buffer) for buffer in statistics_of(self.modules[module]))
-            self._records.setdefault(id(module), []).append(record)
+                numbers = (number, _next_sequence_nr())
+                self._records.append(_Record(module, output, inputs, state, context, drew, numbers))
         return output
+
+    def _has_hooks_inside(self, module: nn.Module) -> bool:
+        """Whether forward hooks would not be called if the module did not run."""
+        within = self.modules[module]
+        own_run_outside = not is_compiled_in_place(module)
+        return any(map(has_forward_hooks, within[own_run_outside:]))
 
     def _is_small(self, module: nn.Module, args: tuple[Any, ...]) -> bool:
         """Whether running the module takes no longer than checking whether its output can be reused."""
@@ -133,12 +146,12 @@ class Prefix:
 
         An example is an auxiliary loss that a module puts into a global list. ``last`` are the nodes of the losses.
         """
-        records = [record for calls in self._records.values() for record in calls if record is not None]
+        records = self._records
         if not records:
             return
         bounds = sorted(number for record in records for number in record.made_between)
         ends = {node for record in records for node in record.last_nodes}
-        is_closed = not any(bisect_right(bounds, sequence_nr(node)) % 2 for node in nodes_of(last, ends))
+        is_closed = not any(bisect_right(bounds, node._sequence_nr()) % 2 for node in nodes_of(last, ends))
         for record in records:
             known = set(map(id, (*record.state.values, *record.inputs.leaves)))
             leaves = (leaf_of(node) for node in nodes_of(record.last_nodes, record.first_nodes))
@@ -157,16 +170,24 @@ class Prefix:
         if self._inside:
             self._refusal = self._refusal or reason
 
-    def require_statistics_unread(self, *arguments: Any) -> None:
+    def expose(self, tensor: Any) -> None:
+        """Reuse neither what holds a tensor whose memory is accessed directly, nor the current module."""
+        self.refuse_current_call("it accesses the memory of a tensor directly (.data, numpy, data_ptr)")
+        if isinstance(tensor, Tensor):
+            self._exposed.add(memory_of(tensor))
+            self.require_statistics_unread(None, tensor)
+
+    def require_statistics_unread(self, function: Any, *arguments: Any) -> None:
         """Drop the records if other code reads running statistics, which a reused module does not update again."""
-        if self._statistics and not self._inside:
-            if any(id(tensor) in self._statistics for tensor in tensors_in(*arguments)):
+        if self._statistics and not (self._inside and _updates_statistics(function)):
+            read = (one for tensor in tensors_in(*arguments) for one in (tensor, tensor._base))
+            if any(id(one) in self._statistics for one in read):
                 self.drop("normalization statistics are read outside of their layer")
 
     def drop(self, reason: str) -> None:
         """Drop all records, because graphs or values may have changed."""
         self.note(reason)
-        self._records, self._statistics, self.is_open = {}, set(), False
+        self._records, self._statistics, self.is_open = [], set(), False
 
     def note(self, reason: str) -> None:
         if self.modules:
@@ -174,7 +195,7 @@ class Prefix:
 
     @property
     def is_empty(self) -> bool:
-        return not any(record for calls in self._records.values() for record in calls)
+        return not self._records
 
     @property
     def is_asked(self) -> bool:
@@ -183,27 +204,27 @@ class Prefix:
 
     def release(self) -> None:
         """Free the activations; keep only what the report needs."""
-        self._records, self._ends = {}, set()
+        self._records, self._ends = [], set()
 
     # ---- second pass -------------------------------------------------------------------------------------
 
     def check_values(self) -> None:
-        """Between the passes, drop outputs that have changed since their module returned."""
+        """Between the passes, drop outputs that may have changed since their module returned."""
         self.close()
-        if self.is_empty:
-            return
-        for calls in self._records.values():
-            for place, record in enumerate(calls):
-                if record is not None and any(map(_was_touched, record.tensors, record.versions)):
-                    self.note("an output of a module is written to in place, or has a hook")
-                    calls[place] = None
+        exposed = self._exposed - {None}
+        reasons = [record.why_changed(exposed) for record in self._records]
+        for reason in filter(None, reasons):
+            self.note(reason)
+        self._records = [record for record, reason in zip(self._records, reasons, strict=True) if reason is None]
 
     def reuse(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._inside or _cannot_record():
+        if self._inside or _is_in_other_run():
             return forward(*args, **kwargs)
-        calls = self._records.get(id(module), [])
-        record = calls.pop(0) if calls else None
-        reason = "it was not recorded" if record is None else self._difference(record, args, kwargs)
+        record = next((one for one in self._records if one.module is module), None)
+        reason: str | None = "it was not recorded"
+        if record is not None:
+            self._records.remove(record)
+            reason = self._difference(record, args, kwargs)
         agree = self._agree.get(module)
         if agree is not None and not agree(reason is None):
             reason = reason or "another rank computes it"
@@ -234,7 +255,7 @@ class Prefix:
             return reason
         if not record.inputs.are_unchanged or not all(map(self._same, inputs.leaves, record.inputs.leaves)):
             return "its input differs"
-        return None
+        return "a hook is registered inside" if self._has_hooks_inside(record.module) else None
 
     def _same(self, now: Any, then: Any) -> bool:
         if now is then:
@@ -286,15 +307,25 @@ def _was_touched(tensor: Tensor, version: int) -> bool:
     return tensor._version != version or bool(tensor._backward_hooks) or tensor.retains_grad
 
 
+def _updates_statistics(function: Any) -> bool:
+    """Whether a layer in training mode calls this to update its running statistics, not to read them."""
+    if function in (F.batch_norm, F.instance_norm, torch.batch_norm_gather_stats_with_counts):
+        return True
+    name = getattr(function, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")  # in place
+
+
+def _next_sequence_nr() -> int:
+    """Returns the sequence number of the next autograd node on this thread."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
 def _context() -> tuple[Any, ...]:
     """Returns the global settings that a forward depends on."""
-    autocast = [
-        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda", "xpu", "mps")
-    ]
-    return (torch.is_grad_enabled(), *autocast)
+    return torch.is_grad_enabled(), autocast_state()
 
 
-def _cannot_record() -> bool:
+def _is_in_other_run() -> bool:
     """Whether the call is in a checkpointed region, which runs again in the backward, or in a transform."""
     in_backward = torch._C._current_graph_task_id() != -1
     return in_backward or _saved_tensor_hooks() or is_transformed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,13 +15,12 @@ from torch import nn
 Replacement = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
-class _ReplacedCall:
-    """Replaces forward in a module's ``__dict__``."""
+class ReplacedCall:
+    """Replaces forward in a module's ``__dict__``; ``own`` is what was there before, or None."""
 
-    def __init__(
-        self, module: nn.Module, forward: Callable[..., Any], replacement: Replacement, seen: set[nn.Module]
-    ) -> None:
-        self.module, self.__wrapped__, self.replacement, self.seen = module, forward, replacement, seen
+    def __init__(self, module: nn.Module, key: str, replacement: Replacement, seen: set[nn.Module]) -> None:
+        self.module, self.__wrapped__, self.replacement, self.seen = module, getattr(module, key), replacement, seen
+        self.own = module.__dict__.get(key)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -30,6 +30,8 @@ class _ReplacedCall:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the module that is made within the block gets the original forward."""
+        if self.own is not None:
+            return copy.deepcopy(self.own, memo)
         copied = memo[id(self.module)]
         return types.MethodType(type(copied).forward, copied)
 
@@ -40,15 +42,13 @@ def replaced_calls(replacements: Mapping[nn.Module, Replacement]) -> Iterator[se
 
     For ``module.compile()`` the compiled call is replaced, not ``forward``, which Dynamo guards on.
     """
-    undo: list[tuple[dict[str, Any], str, Any]] = []
+    undo: list[tuple[str, ReplacedCall]] = []
     seen: set[nn.Module] = set()
     try:
         for module, replacement in replacements.items():
-            own = module.__dict__
             key = "_compiled_call_impl" if is_compiled_in_place(module) else "forward"
-            forward = getattr(module, key)
-            undo.append((own, key, own.get(key)))
-            own[key] = _ReplacedCall(module, forward, replacement, seen)
+            undo.append((key, ReplacedCall(module, key, replacement, seen)))
+            module.__dict__[key] = undo[-1][1]
         yield seen
     finally:
         try:
@@ -58,13 +58,15 @@ def replaced_calls(replacements: Mapping[nn.Module, Replacement]) -> Iterator[se
             raise
 
 
-def _undo(undo: list[tuple[dict[str, Any], str, Any]]) -> None:
+def _undo(undo: list[tuple[str, ReplacedCall]]) -> None:
     while undo:
-        own, key, before = undo[-1]
-        if before is None:
-            own.pop(key, None)
-        else:
-            own[key] = before
+        key, call = undo[-1]
+        attributes = call.module.__dict__
+        if attributes.get(key) is call:  # not if the user has assigned another one
+            if call.own is None:
+                del attributes[key]
+            else:
+                attributes[key] = call.own
         undo.pop()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from sparsesam.ascent.first_pass import FirstPass
-from sparsesam.ascent.plan import Plan
 
 
 def engine_report(first: FirstPass) -> dict[str, str]:
@@ -27,7 +26,7 @@ def _gradients(first: FirstPass, key: int) -> str:
         text = "full weight gradient in the ascent"
     elif not needed:
         text = "not perturbed: no weight gradient in the ascent"
-    elif want is None:
+    elif want is None or want.mask.is_empty:
         text = "perturbed: full weight gradient in the ascent"
     elif not called:
         text = "full weight gradient: not used by a call of a linear or convolution layer"
@@ -36,13 +35,10 @@ def _gradients(first: FirstPass, key: int) -> str:
     else:
         text = "full weight gradient: the mask is not made of whole filters"
     if want is not None and want.implicit and called:
-        text += "; input gradient through the masked weights"
-    if key in plan.blocking and called:
-        text += "; no input gradient passes"
+        text += "; no input gradient passes" if want.mask.is_empty else "; input gradient through the masked weights"
     return text
 
 
 def layers_left_explicit(first: FirstPass) -> list[str]:
     """Returns the weights whose input gradient did not go through the mask, although the ascent is implicit."""
-    plan: Plan = first.plan
-    return [plan.names[key] for key, want in plan.sliced.items() if want.implicit and key not in first.layers_called]
+    return [first.plan.names[key] for key in first.plan.implicit if key not in first.layers_called]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from sparsesam.ascent.layers import is_layer
 from sparsesam.ascent.plan import Plan
-from sparsesam.ascent.replaced_calls import is_compiled, is_compiled_in_place
+from sparsesam.ascent.replaced_calls import is_compiled
 
 #: torch's attention modules, which in evaluation mode take a fast path unless a torch function mode is active
 _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
@@ -42,7 +42,7 @@ def survey(model: nn.Module, plan: Plan) -> Survey:
 
 
 def _visit(module: nn.Module, plan: Plan, found: Survey) -> tuple[bool, list[nn.Module]]:
-    """Returns whether a module is free of perturbed weights and of hooks inside, and all modules in it."""
+    """Returns whether a module is free of perturbed weights, and all modules in it."""
     within, free = [module], True
     is_script = isinstance(module, torch.jit.ScriptModule)
     is_closed = is_compiled(module) or is_script
@@ -51,10 +51,9 @@ def _visit(module: nn.Module, plan: Plan, found: Survey) -> tuple[bool, list[nn.
             below = list(child.modules())
             child_free = not any(id(parameter) in plan.moved for parameter in child.parameters())
         elif child in found.clean:
-            child_free, below = not _has_hooks(child), found.clean[child]
+            child_free, below = True, found.clean[child]
         else:
             child_free, below = _visit(child, plan, found)
-            child_free = child_free and not _has_hooks(child)
         free = free and child_free
         within += below
     free = free and not any(id(parameter) in plan.moved for parameter in module.parameters(recurse=False))
@@ -62,13 +61,13 @@ def _visit(module: nn.Module, plan: Plan, found: Survey) -> tuple[bool, list[nn.
         found.without_mode.append(module)
     has_forward = "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
     is_called = has_forward and not is_script
-    if free and is_called and not (is_compiled_in_place(module) and _has_hooks(module)):
+    if free and is_called:
         found.clean[module] = list(dict.fromkeys(within))
         if all(map(_is_of_torch, within)):
             found.of_torch[module] = sum(parameter.numel() for parameter in module.parameters())
     if not is_closed and is_layer(module):
         weight = module._parameters.get("weight")
-        if id(weight) in plan.sliced or id(weight) in plan.blocking:
+        if id(weight) in plan.sliced:
             found.layers[module] = id(weight)
     return free, within
 
@@ -77,7 +76,7 @@ def _is_of_torch(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.") and "forward" not in module.__dict__
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_forward_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
@@ -90,9 +89,8 @@ def have_global_hooks() -> tuple[bool, bool]:
     )
 
 
-def have_hooks(module: nn.Module) -> tuple[bool, bool]:
-    """Whether a module has backward and forward hooks."""
-    return bool(module._backward_hooks or module._backward_pre_hooks), _has_hooks(module)
+def has_backward_hooks(module: nn.Module) -> bool:
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
@@ -105,7 +103,7 @@ def hooks_left_out(model: nn.Module, plan: Plan) -> str | None:
     if backward or forward:
         return f"{'backward' if backward else 'forward'} hooks are registered for all modules"
     for module in model.modules():
-        if have_hooks(module)[0]:
+        if has_backward_hooks(module):
             return f"a backward hook is registered on {type(module).__name__}"
     whole = {id(parameter) for parameter in plan.needed} - plan.sliced.keys()
     for name, parameter in model.named_parameters():

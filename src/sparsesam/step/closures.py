@@ -27,11 +27,15 @@ def run_closure(step: Step, closure: Closure, batch: Any) -> Any:
 
     Returns the loss at w; the loss at w + e if that pass is the only one, or the only one on the whole batch.
     """
+    with torch.enable_grad():
+        return _without_graph(_run_passes(step, closure, batch))
+
+
+def _run_passes(step: Step, closure: Closure, batch: Any) -> Any:
     takes_batch = batch is not None and _has_parameter(closure)
 
     def run(part: Any) -> Any:
-        with torch.enable_grad():
-            return _without_graph(closure(part) if takes_batch else closure())
+        return closure(part) if takes_batch else closure()
 
     fraction = step.context.settings.ascent_fraction
     step.refresh_before_first_pass(batch)
@@ -110,7 +114,7 @@ def _check_gradients(step: Step, treatment: Treatment, loss: Any) -> None:
             "davda54/sam and pytorch-optimizer, use sparsesam.compat.SAM"
         )
     untouched = treatment is Treatment.UNTOUCHED and not accumulates
-    step.is_empty = untouched or (loss is None and not _has_gradients(step))
+    step.is_empty = untouched or (loss is None and step.has_every_gradient and not _has_gradients(step))
 
 
 def run_empty_closure(step: Step, closure: Closure) -> Any:
@@ -134,7 +138,7 @@ def _has_gradients(step: Step) -> bool:
 
 
 def _without_graph(result: Any) -> Any:
-    return tree_map(_detached, result)
+    return result.detach() if isinstance(result, Tensor) else tree_map(_detached, result)
 
 
 def _detached(leaf: Any) -> Any:

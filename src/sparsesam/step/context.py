@@ -14,7 +14,7 @@ from sparsesam.ascent.perturbation.explicit import Perturbation
 from sparsesam.ascent.perturbation.extrapolation import Extrapolation
 from sparsesam.ascent.perturbation.momentum import momentum_of, require_momentum
 from sparsesam.ascent.perturbation.pieces import Target
-from sparsesam.distributed import local_part
+from sparsesam.distributed.shards import local_part
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.scores import ScoreContext
 from sparsesam.step.checkpoint import SavedState

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsesam.ascent.first_pass import outside_first_pass
-from sparsesam.distributed import is_sharded
+from sparsesam.distributed.shards import is_sharded
 from sparsesam.step.parameters import PerturbedParams
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsesam.distributed import Shards
+from sparsesam.distributed.shards import Shards
 
 #: Options of each parameter group in addition to the base optimizer's.
 GROUP_OPTIONS = ("rho", "adaptive", "eta", "perturb")

@@ -18,7 +18,8 @@ from sparsesam.ascent.kinds import ONE_PASS
 from sparsesam.ascent.perturbation.explicit import is_usable
 from sparsesam.ascent.perturbation.pieces import Target
 from sparsesam.ascent.report import layers_left_explicit
-from sparsesam.distributed import average_gradients, local_part, reshard, unsynchronized
+from sparsesam.distributed.ddp import average_gradients, unsynchronized
+from sparsesam.distributed.shards import local_part, reshard
 from sparsesam.step.context import StepContext
 from sparsesam.step.gradients import OldGradient, gradients_of, require_gradients
 from sparsesam.step.parameters import PerturbedParam, PerturbedParams
@@ -87,13 +88,7 @@ class Step:
         ddp = engine.ddp
         # A mask computed from the gradient needs the gradient averaged over all ranks.
         is_local = settings.ascent_scope == "local" and not self.context.refresh_due(self.params)
-        reason = self._why_plain()
-        if reason is not None:
-            engine.switched_off(reason)
-            with unsynchronized(ddp if is_local else None):
-                yield
-            return
-        no_reuse = None
+        off, no_reuse = self._why_plain(), None
         if settings.ascent_fraction < 1:
             no_reuse = "the ascent uses only a part of the batch"
         elif self.first is not None:
@@ -105,8 +100,9 @@ class Step:
             in_closure=in_closure,
             averages=not is_local,
             no_reuse=no_reuse,
+            off=off,
         ) as first:
-            if first is None and settings.is_implicit:
+            if first is None and settings.is_implicit and off is None:
                 raise ValueError(f"ascent={settings.ascent!r} needs the engine, which is off: {engine.why_not}")
             averages = first is not None and first.averages and not is_local
             with unsynchronized(ddp if averages or is_local else None):
@@ -215,7 +211,10 @@ class Step:
         directions = context.directions(self.params)
         targets = [self._target(one, directions[one.name]) for one in self.params if one.name in directions]
         if self._is_still(targets):
-            context.counters.skipped_ascents += not targets  # no perturbed weight has a gradient
+            # Some weights are to be moved, and none of them has a gradient.
+            context.counters.skipped_ascents += any(
+                not self._target(one, one.parameter).is_still for one in self.params
+            )
             return
         norm = context.last_ascent_norm = self._norm(targets)
         context.has_last = context.settings.off_steps == "reuse"
@@ -283,7 +282,7 @@ class Step:
                 )
             require_gradients(context.base, "first")
             return
-        if not first.layers_called and first.plan.sliced:
+        if not first.layers_called and first.plan.implicit:
             raise RuntimeError(
                 f"ascent={ascent!r} did not see the first pass: it must call the model itself that was given to "
                 f"the optimizer, {type(context.model).__name__}, and its linear and convolution layers as modules"

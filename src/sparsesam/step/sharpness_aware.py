@@ -12,7 +12,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from sparsesam.ascent.perturbation.momentum import require_momentum_setting
-from sparsesam.distributed import as_shard_of
+from sparsesam.distributed.shards import as_shard_of
 from sparsesam.masks.mask import MaskRule
 from sparsesam.step.checkpoint import SavedState
 from sparsesam.step.closures import run_closure, run_empty_closure

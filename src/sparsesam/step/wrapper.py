@@ -13,7 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from sparsesam.distributed import JoinableOptimizer, local_part, refuse_fsdp1, unwrap
+from sparsesam.distributed.ddp import unwrap
+from sparsesam.distributed.join import JoinableOptimizer
+from sparsesam.distributed.shards import local_part, refuse_fsdp1
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.state import MaskState
 from sparsesam.step.checkpoint import OWN, SavedState, SharedState, check_state_dict, split_own, with_own

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsesam.distributed import local_part
+from sparsesam.distributed.shards import local_part
 from sparsesam.masks.packed import PackedMask, unpack_bits
 
 Masks = Mapping[str, PackedMask]

@@ -1,0 +1,291 @@
+"""Models and closures that do something unusual train the same with the engine and without it."""
+
+from __future__ import annotations
+
+import copy
+import random
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import sparsesam
+from tests import cases
+
+HEAD = sparsesam.fixed_mask("head.*")
+
+
+def loss_of(model, x, y):
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    return loss
+
+
+def train(make_model, mask, body, *, engine):
+    """Three steps on a new model; ``body`` is the closure without zero_grad()."""
+    torch.manual_seed(0)
+    model = make_model().double()
+    rule = mask(model) if isinstance(mask, types.FunctionType) else mask
+    opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=rule, norm="masked", engine=engine)
+    for seed in range(3):
+        x, y = cases.vectors(8, seed=seed)
+
+        def closure(x=x, y=y):
+            opt.zero_grad()
+            return body(model, x, y)
+
+        opt.step(closure)
+    return opt, [*model.state_dict().values(), torch.tensor(opt.skipped_steps), torch.tensor(opt.skipped_ascents)]
+
+
+def compare(make_model, mask=HEAD, body=loss_of):
+    opt, found = train(make_model, mask, body, engine=True)
+    _, wanted = train(make_model, mask, body, engine=False)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+    assert opt.engine_report()["engine"].startswith("on")
+    return opt
+
+
+class Net(nn.Module):
+    def __init__(self, body=None):
+        super().__init__()
+        self.body = nn.Linear(6, 6) if body is None else body
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)))
+
+
+class Holder(nn.Module):
+    """A layer with an attribute, and a function of both and of the layer's output."""
+
+    def __init__(self, held, act=lambda module, h: h):
+        super().__init__()
+        self.layer, self.held, self.act = nn.Linear(6, 6), held, act
+
+    def forward(self, x):
+        return self.act(self, self.layer(x))
+
+
+# ---- what a module holds ---------------------------------------------------------------------------------------
+
+
+class OneSlot:
+    __slots__ = ("value",)
+
+
+@pytest.mark.parametrize("make_held", [lambda: {"a": 1}.keys(), OneSlot, object, lambda: ...])
+def test_attributes_without_a_dictionary(make_held):
+    compare(lambda: Net(Holder(make_held())))
+
+
+@pytest.mark.parametrize(
+    "make_held",
+    [lambda: random.Random(0).random, lambda: [float(number) for number in range(40)].pop],
+    ids=["method of a generator", "method of a list"],
+)
+def test_bound_methods_of_builtin_types(make_held):
+    compare(lambda: Net(Holder(make_held(), lambda module, h: h * (1 + module.held()))))
+
+
+def test_function_with_a_mutable_default():
+    def make_model():
+        def act(module, h, count=[0]):  # noqa: B006
+            count[0] += 1
+            return h * count[0]
+
+        return Net(Holder(None, act))
+
+    compare(make_model)
+
+
+# ---- forward as an attribute of the instance -------------------------------------------------------------------
+
+
+def test_instance_forward_that_counts_its_calls():
+    def make_model():
+        model = Net()
+        plain, count = model.body.forward, [0]
+
+        def forward(x):
+            count[0] += 1
+            return plain(x) * count[0]
+
+        model.body.forward = forward
+        return model
+
+    compare(make_model)
+
+
+def tripled(module, x):
+    return nn.Linear.forward(module, x) * 3
+
+
+def test_copy_made_in_the_closure_keeps_an_instance_forward():
+    def make_model():
+        model = Net()
+        model.body.forward = types.MethodType(tripled, model.body)
+        return model
+
+    def body(model, x, y):
+        loss = F.cross_entropy(model(x) + copy.deepcopy(model)(x).detach(), y)
+        loss.backward()
+        return loss
+
+    compare(make_model, body=body)
+
+
+def test_forward_assigned_in_the_closure_stays():
+    def body(model, x, y):
+        if "forward" not in model.body.__dict__ or not hasattr(model, "is_assigned"):
+            model.is_assigned = True
+            model.body.forward = types.MethodType(tripled, model.body)
+        return loss_of(model, x, y)
+
+    compare(Net, body=body)
+
+
+# ---- normalization statistics ----------------------------------------------------------------------------------
+
+
+class ReadsOwnStatistics(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        return self.norm(self.layer(x)) - self.norm.running_mean
+
+
+class ReadsOtherStatistics(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.held = [norm]
+
+    def forward(self, h):
+        return h - self.held[0].running_mean
+
+
+class TwoParts(Net):
+    def __init__(self):
+        super().__init__(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)))
+        self.shift = ReadsOtherStatistics(self.body[1])
+
+    def forward(self, x):
+        return self.head(self.shift(self.body(x)))
+
+
+@pytest.mark.parametrize("make_model", [lambda: Net(ReadsOwnStatistics()), TwoParts])
+def test_unperturbed_module_reads_running_statistics(make_model):
+    compare(make_model)
+
+
+# ---- what a closure does ---------------------------------------------------------------------------------------
+
+
+def test_forward_hook_registered_in_the_closure():
+    def body(model, x, y):
+        seen = []
+        hook = model.body[0].register_forward_hook(lambda module, args, output: seen.append(output.detach().norm()))
+        loss = F.cross_entropy(model(x), y) * (1 + sum(seen))
+        hook.remove()
+        loss.backward()
+        return loss
+
+    compare(lambda: Net(nn.Sequential(nn.Linear(6, 6), nn.Tanh())), body=body)
+
+
+def test_batch_written_through_data_after_the_backward():
+    def body(model, x, y):
+        loss = loss_of(model, x, y)
+        x.data.mul_(1.5)
+        return loss
+
+    compare(Net, body=body)
+
+
+@pytest.mark.parametrize("is_restored", [True, False])
+def test_perturbed_parameter_is_frozen_in_the_closure(is_restored):
+    def body(model, x, y):
+        model.head.bias.requires_grad_(False)
+        loss = loss_of(model, x, y)
+        model.head.bias.requires_grad_(is_restored)
+        return loss
+
+    compare(Net, body=body)
+
+
+def test_every_perturbed_parameter_is_frozen_in_the_closure():
+    def body(model, x, y):
+        model.head.requires_grad_(False)
+        loss = loss_of(model, x, y)
+        model.head.requires_grad_(True)
+        return loss
+
+    compare(Net, body=body)
+
+
+class SkipsItsHead(Net):
+    def forward(self, x):
+        return torch.tanh(self.body(x))[:, :3]
+
+
+def test_closure_without_a_result_and_an_unused_perturbed_layer():
+    compare(SkipsItsHead, body=lambda model, x, y: loss_of(model, x, y) and None)
+
+
+class Doubles(nn.Module):
+    def forward(self, x):
+        return x * 2 if self.training else x
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, last):
+        super().__init__()
+        self.body, self.middle, self.head = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), last), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(checkpoint(self.middle, torch.tanh(self.body(x)), use_reentrant=False)))
+
+
+@pytest.mark.parametrize("make_last", [lambda: nn.BatchNorm1d(6), Doubles])
+def test_evaluation_mode_after_the_backward_of_a_checkpoint(make_last):
+    def body(model, x, y):
+        model.train()
+        loss = loss_of(model, x, y)
+        model.eval()
+        return loss
+
+    opt = compare(lambda: Checkpointed(make_last()), sparsesam.fixed_mask("middle.*", "head.*"), body)
+    assert not opt.base.param_groups[0]["params"][0].grad.isnan().any()
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------
+
+
+class WeightStandardized(nn.Conv1d):
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, weight - weight.mean((1, 2), keepdim=True), bias)
+
+
+class ConvNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = WeightStandardized(1, 4, 3), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.conv(x[:, None])).flatten(1))
+
+
+def every_second_filter(model):
+    masks = {name: torch.zeros_like(one, dtype=torch.bool) for name, one in model.named_parameters()}
+    for mask in masks.values():
+        mask[::2] = True
+    return sparsesam.fixed_mask(masks)
+
+
+def test_convolution_that_changes_its_weights_first():
+    compare(ConvNet, every_second_filter)
