@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import sparsesam
 from tests import cases
 from tests.distributed import equal_runs
 from tests.distributed.processes import run_ranks
@@ -48,3 +50,35 @@ def test_ranks_take_the_steps_of_one(ranks, kind):
     kept = sum(int(mask.sum()) for mask in ranks[0][kind][1].values())
     total = sum(mask.numel() for mask in ranks[0][kind][1].values())
     assert all(found[kind][2] == 1 - kept / total for found in ranks)
+
+
+def gradient_outside_the_optimizer(rank, clears):
+    """Two phases; the first layer belongs to no optimizer of ours."""
+    found = []
+    for shards in (False, True):
+        model = equal_runs.network()
+        if shards:
+            model = sharded(model, 2)
+        own = [one for layer in list(model)[1:] for one in layer.parameters()]
+        opt = sparsesam.SAM(torch.optim.SGD(own, lr=0.1), model, rho=0.5)
+        x, y = cases.images(16, torch.float64)
+        for _ in range(2):
+            opt.zero_grad()
+            if clears == "before the block":
+                model[0].zero_grad()
+            with opt.first_pass():
+                if clears == "in the block":
+                    model[0].zero_grad()
+                torch.nn.functional.cross_entropy(model(x), y).backward()
+            with opt.perturbed():
+                torch.nn.functional.cross_entropy(model(x), y).backward()
+            opt.step()
+        gradient = model[0].weight.grad
+        found.append(gradient.full_tensor() if shards else gradient)
+    return found
+
+
+@pytest.mark.parametrize("clears", ["before the block", "in the block", "never"])
+def test_gradient_outside_the_optimizer_is_that_of_the_second_pass(clears):
+    for found, wanted in run_ranks(gradient_outside_the_optimizer, 2, clears):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)

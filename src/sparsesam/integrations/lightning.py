@@ -61,6 +61,8 @@ class AccumulatedAscent(Callback):
         # Stochastic weight averaging (SWA) ends with an epoch without backward passes.
         optimizer.closure_accumulates = not trainer.fit_loop._skip_backward
         if batch_idx % trainer.accumulate_grad_batches == 0:
+            if self._outside is not None:  # the last step had no second pass
+                self._outside.release()
             self._batches, self._outside = [], OutsideGradients(pl_module, optimizer.base)
         if optimizer.closure_accumulates:
             takes_index = len(inspect.signature(pl_module.training_step).parameters) > 1
@@ -78,6 +80,8 @@ class AccumulatedAscent(Callback):
 
     def on_exception(self, trainer: Trainer, *_: Any) -> None:
         self.on_train_batch_end(trainer)
+        if self._outside is not None:
+            self._outside.release()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if _sharpness_aware(trainer).is_perturbed:

@@ -89,13 +89,12 @@ def _first_pass(step: Step, run: Pass, batch: Any) -> Any:
         size = batch_size(batch)
         part = slice_batch(batch, slice(0, max(1, math.ceil(context.settings.ascent_fraction * size))), size)
         statistics = Snapshot(statistics_of(context.model.modules()))
-    outside, old = OutsideGradients(context.model, context.base), step.watch_gradients()
+    old = step.watch_gradients()
     try:
-        with step.first_pass(in_closure=True):
+        with OutsideGradients(context.model, context.base), step.first_pass(in_closure=True):
             loss = run(part)
     finally:
         old.release()
-    outside.restore()
     _check_gradients(step, old.treatment(), loss)
     if statistics is not None:
         statistics.restore()

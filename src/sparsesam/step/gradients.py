@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -147,49 +146,43 @@ class GradientUse:
 
 
 class OutsideGradients:
-    """Gradients of trainable parameters outside the optimizer, as they were before the first pass.
+    """Restores gradients of trainable parameters outside the optimizer to what they were before a first pass added.
 
-    The optimizer clears only its own gradients between the passes; the others are restored, so that they too receive
-    the gradient of the second pass only.
+    The optimizer clears only its own gradients between the passes; the others too shall receive the gradient of the
+    second pass only. Hooks copy a gradient when it is first added to, so that the pass may clear it.
     """
 
     def __init__(self, model: nn.Module, base: Optimizer) -> None:
-        self._before = [(one, _copied_gradient(one)) for one in _parameters_outside(model, base)]
+        own = {id(parameter) for group in base.param_groups for parameter in group["params"]}
+        outside = [one for one in model.parameters() if one.requires_grad and id(one) not in own]
+        # fully_shard sets gradients without autograd's accumulators.
+        self._sharded = [(one, one.grad, _copied_gradient(one)) for one in outside if is_sharded(one)]
+        self._before: dict[Tensor, Tensor | None] = {}
+        self._accumulators = [(one, _accumulator_of(one)) for one in outside if not is_sharded(one)]
+        self._hooks = [node.register_prehook(partial(self._note, one)) for one, node in self._accumulators]
+
+    def _note(self, parameter: Tensor, _: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            self._before.setdefault(parameter, _copied_gradient(parameter))
 
     def restore(self) -> None:
-        for parameter, gradient in self._before:
+        for parameter, gradient in self._before.items():
             parameter.grad = gradient
+        for parameter, old, copied in self._sharded:
+            parameter.grad = copied if parameter.grad is old else None  # another one: it was cleared
+        self.release()
 
+    def release(self) -> None:
+        """Remove the hooks and leave the gradients as they are."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._before, self._sharded, self._accumulators = [], {}, [], []
 
-@contextmanager
-def outside_gradients_return(model: nn.Module, base: Optimizer) -> Iterator[None]:
-    """The same for a block of the user's own, which may clear gradients: they are as they were before it added to them.
+    def __enter__(self) -> None:
+        pass
 
-    Otherwise a loop with a second optimizer would get other gradients where the engine does not leave them out.
-    """
-    before: dict[Tensor, Tensor | None] = {}
-
-    def note(parameter: Tensor, _: Any) -> None:
-        with torch._C.DisableTorchFunction():
-            before.setdefault(parameter, _copied_gradient(parameter))
-
-    outside = [one for one in _parameters_outside(model, base) if not is_sharded(one)]
-    accumulators = [_accumulator_of(one) for one in outside]
-    handles = []
-    try:
-        for one, accumulator in zip(outside, accumulators, strict=True):
-            handles.append(accumulator.register_prehook(partial(note, one)))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for parameter, gradient in before.items():
-            parameter.grad = gradient
-
-
-def _parameters_outside(model: nn.Module, base: Optimizer) -> list[Tensor]:
-    own = {id(parameter) for group in base.param_groups for parameter in group["params"]}
-    return [one for one in model.parameters() if one.requires_grad and id(one) not in own]
+    def __exit__(self, *_: object) -> None:
+        self.restore()
 
 
 def _copied_gradient(parameter: Tensor) -> Tensor | None:

@@ -16,7 +16,7 @@ from sparsesam.distributed.shards import as_shard_of
 from sparsesam.masks.mask import MaskRule
 from sparsesam.step.checkpoint import SavedState
 from sparsesam.step.closures import run_closure, run_empty_closure
-from sparsesam.step.gradients import outside_gradients_return
+from sparsesam.step.gradients import OutsideGradients
 from sparsesam.step.parameters import check_model, scale_rho
 from sparsesam.step.passes import Phase, Step
 from sparsesam.step.settings import Settings, StepKind
@@ -193,7 +193,7 @@ class SharpnessAware(OptimizerWrapper):
         with self._discarded_on_error():
             if step.first is None:
                 step.refresh_before_first_pass(batch)
-            with outside_gradients_return(self.model, self.base), step.first_pass(in_closure=False):
+            with OutsideGradients(self.model, self.base), step.first_pass(in_closure=False):
                 yield
         step.phase = Phase.BETWEEN
 
