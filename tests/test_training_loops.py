@@ -404,3 +404,39 @@ def test_two_non_finite_gradients_leave_the_weights_alone():
         opt.step(scaled_closure(model, opt, x, y, [torch.nan, torch.nan]))
     assert cases.same_bits(before, cases.weights_of(model))
     assert opt.skipped_steps == 1
+
+
+def test_batch_for_a_mask_in_two_phases():
+    """A mask that measures the current batch gets it from any of the three methods."""
+    x, y = batch = cases.vectors()
+    ends = []
+    for way in ("step", "first_pass", "perturbed", "refresh_mask"):
+        model = cases.mlp()
+        mask = sparsesam.Mask(sparsesam.BatchFisher(F.cross_entropy), sparsesam.Unstructured(), 0.5)
+        opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=mask)
+        closure = cases.closure_for(model, opt, x, y)
+        if way == "step":
+            opt.step(closure, batch=batch)
+        else:
+            if way == "refresh_mask":
+                opt.refresh_mask(now=True, batch=batch)
+            if way == "perturbed":
+                closure()
+            else:
+                with opt.first_pass(batch=batch):
+                    closure()
+            with opt.perturbed(batch=batch):
+                closure()
+            opt.step()
+        ends.append(cases.weights_of(model))
+    assert all(cases.same_bits(ends[0], end) for end in ends[1:])
+
+
+def test_norm_of_the_last_update():
+    model = cases.mlp()
+    opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model)
+    assert opt.last_update_norm is None
+    before = cases.weights_of(model)
+    opt.step(cases.closure_for(model, opt, *cases.vectors()))
+    update = [now - then for now, then in zip(cases.weights_of(model), before, strict=True)]
+    assert opt.last_update_norm == pytest.approx(float(torch.cat([one.flatten() for one in update]).norm()))

@@ -95,8 +95,7 @@ class AccumulatedAscent(Callback):
     def run_others_again(self, trainer: Trainer, pl_module: LightningModule, optimizer: SharpnessAware) -> None:
         """Run the batches of this step before the last at w + e; further calls in this step do nothing."""
         self._start_second_pass()
-        if optimizer._step is not None:
-            optimizer._step.repeats = True
+        optimizer.repeat_micro_batches()
         rng = RNGState(pl_module.parameters())
         now = rng.read()
         unsynchronized = getattr(trainer.strategy, "block_backward_sync", nullcontext)

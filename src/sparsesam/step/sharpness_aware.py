@@ -101,6 +101,11 @@ class SharpnessAware(OptimizerWrapper):
         """Whether the weights are at w + e."""
         return self._step is not None and self._step.phase is Phase.PERTURBED
 
+    def repeat_micro_batches(self) -> None:
+        """For trainers that run earlier micro-batches of a step again: from here on, `in_second_pass` is True."""
+        if self._step is not None:
+            self._step.repeats = True
+
     @property
     def in_second_pass(self) -> bool:
         """Whether the second pass of a step is running: compute metrics and log while this is False.
@@ -115,6 +120,14 @@ class SharpnessAware(OptimizerWrapper):
         """||g|| of the last ascent, as ``norm`` and ``adaptive`` define it; None before the first."""
         norm = self._context.last_ascent_norm
         return None if norm is None else float(norm)
+
+    @property
+    def last_update_norm(self) -> float | None:
+        """||w - w_before|| of the perturbed weights, for `ExtrapolatedSAM`; None if no update is recorded."""
+        extrapolation = self._context.extrapolation
+        if extrapolation is None or not extrapolation.back:
+            return None
+        return float(torch.stack([one.norm() for one in extrapolation.back.values()]).norm())
 
     @inside_wrappers
     @_disable_dynamo  # as torch.optim does; compiled, the weights would be moved twice
