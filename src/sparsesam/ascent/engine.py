@@ -42,8 +42,6 @@ from sparsesam.distributed.shards import is_sharded
 from sparsesam.masks.packed import PackedMask
 from sparsesam.utils.rng import RNGState
 
-Masks = Mapping[str, PackedMask | None]
-
 COMPILED = (
     "the whole model is compiled, so that no part of it can be left out; compile its blocks instead, with "
     "sparsesam.compile_blocks(model) or block.compile()"
@@ -106,7 +104,7 @@ class Engine:
             return "a communication hook of DistributedDataParallel would not see the ascent's gradients"
         return None
 
-    def _inspect(self, masks: Masks, ascent: Ascent, norm: Norm) -> _ModelInfo:
+    def _inspect(self, masks: Mapping[str, PackedMask | None], ascent: Ascent, norm: Norm) -> _ModelInfo:
         """Returns what follows from model and masks; recomputed when modules, masks, hooks or requires_grad change."""
         modules = list(self.model.modules())
         key = [ascent, norm, *masks, *map(id, masks.values()), *have_global_hooks()]
@@ -139,7 +137,7 @@ class Engine:
     @contextmanager
     def first_pass(
         self,
-        masks: Masks,
+        masks: Mapping[str, PackedMask | None],
         ascent: Ascent,
         norm: Norm,
         *,

@@ -68,7 +68,7 @@ class _Linear:
         return dy.t() @ x.conj()
 
     def plain(self, dy: Tensor, weight: Tensor, x: Tensor, wanted: list[bool]) -> tuple[Tensor | None, ...]:
-        """Those of dX, dW and db that are wanted, which may be differentiated themselves."""
+        """Returns the requested ones of dX, dW and db; supports double backward."""
         ways = (lambda: self.dx(dy, weight, x), lambda: self.dw(dy, weight, x), lambda: dy.sum(0))
         return tuple(way() if want else None for way, want in zip(ways, wanted, strict=True))
 
@@ -128,7 +128,7 @@ class _Convolution:
         return self.plain(dy, weight, x, [place == 0, place == 1, False])[place]  # type: ignore[return-value]
 
     def plain(self, dy: Tensor, weight: Tensor, x: Tensor, wanted: list[bool]) -> tuple[Tensor | None, ...]:
-        """Those of dX, dW and db that are wanted, which may be differentiated themselves."""
+        """Returns the requested ones of dX, dW and db; supports double backward."""
         zeros, biases = [0] * len(self.stride), [len(weight)] if wanted[2] else None
         return torch.ops.aten.convolution_backward(  # type: ignore[no-any-return]
             dy, x, weight, biases, self.stride, self.padding, self.dilation, False, zeros, self.groups, wanted

@@ -106,7 +106,7 @@ def _check_gradients(step: Step, treatment: Treatment, loss: Any) -> None:
     accumulates = step.closure_accumulates
     if treatment is Treatment.ADDED_TO and not accumulates:
         raise RuntimeError(
-            "the closure added to gradients that were there before, but at w + e only the closure's own gradients are "
+            "the closure accumulated into existing gradients, but at w + e only the closure's own gradients are "
             "computed, not the accumulated ones. Clear them in the closure (opt.zero_grad()), or to accumulate: in "
             "Lightning, callbacks=[sparsesam.integrations.lightning.AccumulatedAscent()]; in a loop of your own, run "
             "all micro-batches in the first pass and again in `with opt.perturbed():`; for the closures of "

@@ -11,8 +11,6 @@ from torch import Tensor
 from sparsesam.distributed.shards import local_part
 from sparsesam.masks.packed import PackedMask, unpack_bits
 
-Masks = Mapping[str, PackedMask]
-
 
 def kept_entries(weight: Tensor, mask: PackedMask | None) -> Tensor:
     """Returns the weight itself if all of it is kept, whole rows if the mask consists of rows, otherwise a vector."""
@@ -51,7 +49,7 @@ def positions_by_sums(kept: Tensor, count: int) -> Tensor:
 
 
 def dense_entries(
-    kept: Mapping[str, Tensor], masks: Masks | None, parameters: Mapping[str, Tensor]
+    kept: Mapping[str, Tensor], masks: Mapping[str, PackedMask] | None, parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Returns kept entries as checkpoints store them: tensors shaped like the parameters, zero outside the masks.
 
@@ -63,7 +61,9 @@ def dense_entries(
     return dense
 
 
-def kept_in(dense: Mapping[str, Tensor], masks: Masks | None, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def kept_in(
+    dense: Mapping[str, Tensor], masks: Mapping[str, PackedMask] | None, parameters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """The inverse of `dense_entries`: returns the kept entries of each tensor, or of this rank's part of it."""
     kept = {}
     for name, one in dense.items():
