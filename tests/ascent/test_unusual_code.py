@@ -289,3 +289,21 @@ def every_second_filter(model):
 
 def test_convolution_that_changes_its_weights_first():
     compare(ConvNet, every_second_filter)
+
+
+# ---- compiled functions ----------------------------------------------------------------------------------------
+
+
+def test_model_called_inside_a_compiled_function():
+    """Its modules are not called any more, so that nothing can be left out; the report says what to do instead."""
+    model = Net().double()
+    compiled = torch.compile(lambda x, y: F.cross_entropy(model(x), y), backend="aot_eager")
+    plain = copy.deepcopy(model)
+    opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=HEAD, norm="masked")
+    other = sparsesam.SSAM(cases.sgd(plain), plain, rho=0.3, mask=HEAD, norm="masked", engine=False)
+    for seed in range(3):
+        x, y = cases.vectors(8, seed=seed)
+        opt.step(cases.closure_of(opt, lambda x=x, y=y: compiled(x, y)))
+        other.step(cases.closure_for(plain, other, x, y))
+    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(plain), rtol=1e-9, atol=1e-11)
+    assert "compile_blocks" in opt.engine_report()["engine"]

@@ -261,7 +261,7 @@ class Prefix:
         if now is then:
             return True
         if not isinstance(now, Tensor):
-            return bool(now == then)
+            return type(now) is type(then) and bool(now == then)
         if not isinstance(then, Tensor) or (now.shape, now.dtype, now.device) != (then.shape, then.dtype, then.device):
             return False
         if now.requires_grad != then.requires_grad or not self._leads_only_here(now):
