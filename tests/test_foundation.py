@@ -1,4 +1,4 @@
-"""What every module must keep to, whoever writes it."""
+"""Rules that every module must follow."""
 
 import ast
 import sys
@@ -23,23 +23,23 @@ def imported_modules(source: str) -> set[str]:
     return plain | named
 
 
-def test_the_core_is_found():
+def test_core_is_found():
     assert {"optimizer.py", "masks", "ascent"} <= {path.relative_to(ROOT).parts[0] for path in CORE}
 
 
 @pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_core_imports_only_torch_and_numpy(path):
+def test_core_imports_only_torch_and_numpy(path):
     top_level = {name.partition(".")[0] for name in imported_modules(path.read_text())}
     assert top_level - sys.stdlib_module_names <= {"torch", "numpy", "sparsesam"}
 
 
 @pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_core_imports_nothing_that_stands_on_it(path):
+def test_core_does_not_import_higher_layers(path):
     parts = {tuple(name.split(".")[:2]) for name in imported_modules(path.read_text())}
     assert not {part for part in parts if part[0] == "sparsesam" and set(part[1:]) & STANDS_ON_THE_CORE}
 
 
-def test_imports_inside_functions_are_seen():
+def test_imports_inside_functions_are_detected():
     assert imported_modules("def f():\n    import rich.table\n    from scipy import stats") == {
         "rich.table",
         "scipy",
@@ -50,5 +50,5 @@ def test_every_public_name_exists():
     assert all(hasattr(sparsesam, name) for name in sparsesam.__all__)
 
 
-def test_the_package_says_it_is_typed():
+def test_package_is_typed():
     assert (ROOT / "py.typed").exists()

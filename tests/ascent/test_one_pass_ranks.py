@@ -1,4 +1,4 @@
-"""Steps of one pass on two ranks reach the weights that one rank reaches with the whole batch."""
+"""One-pass steps on two ranks reach the weights that one rank reaches with the whole batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A function on several ranks, in processes connected by gloo. They are started once for each number of ranks."""
+"""Runs a function on several ranks, in processes connected by gloo and started once per number of ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _worlds = {}
 
 
 def run_ranks(function, ranks, *arguments, timeout=240.0):
-    """Call ``function(rank, *arguments)`` on every rank; what each returns, by rank. After an error, all start anew."""
+    """Call ``function(rank, *arguments)`` on every rank and return the results by rank; after an error, restart all."""
     world = _worlds.pop(ranks, None) or World(ranks)
     try:
         found = world.run(function, arguments, timeout)
@@ -77,7 +77,7 @@ def _called(rank, function, arguments):
     content = io.BytesIO()
     try:
         with warnings.catch_warnings():
-            # DTensor says so of every communication that it starts by itself.
+            # DTensor warns about every communication that it starts by itself.
             warnings.filterwarnings("ignore", module="torch")
             torch.manual_seed(0)
             torch.save(function(rank, *arguments), content)

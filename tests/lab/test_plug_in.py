@@ -11,7 +11,7 @@ from sparsesam.lab.names import call_function, find_function
 DOCS = Path(__file__).parents[2] / "docs" / "command-line.md"
 
 
-def test_the_documented_model_and_data_set_train(tmp_path, monkeypatch, capsys):
+def test_documented_model_and_data_set_train(tmp_path, monkeypatch, capsys):
     text = DOCS.read_text()
     (code,) = re.findall(r"In `my_task\.py`:\n\n```python\n(.*?)```", text, re.DOTALL)
     (command,) = re.findall(r"PYTHONPATH=\. sparsesam (train --dataset my_task:.*)", text)
@@ -23,7 +23,7 @@ def test_the_documented_model_and_data_set_train(tmp_path, monkeypatch, capsys):
     assert accuracy > 95
 
 
-def test_errors_of_a_function_are_one_line(capsys):
+def test_errors_of_function_are_one_line(capsys):
     def broken():
         raise KeyError("two\nlines")
 

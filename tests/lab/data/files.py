@@ -16,12 +16,12 @@ from sparsesam.lab.data.published import Published
 RECORDS = 20
 
 
-#: How the layouts of each data set have a label: bytes before the pixels, and a key of the pickle.
+#: How the layouts of each data set store a label: bytes before the pixels, and a key of the pickle.
 LABELS = {"cifar10": (1, "labels"), "cifar100": (2, "fine_labels")}
 
 
 def small(cifar: Published, records: int = RECORDS) -> Published:
-    """The same data set with so few images per file, and as many classes as that fills."""
+    """The same data set with this many images per file, and as many classes as that allows."""
     files = len(cifar.layouts[0].train)
     return replace(cifar, train_size=files * records, test_size=records, classes=cifar.classes[:10])
 

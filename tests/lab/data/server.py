@@ -1,4 +1,4 @@
-"""A web server on this machine that can be told to fail."""
+"""A local web server that can be made to fail."""
 
 import threading
 from collections.abc import Iterator

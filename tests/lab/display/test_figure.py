@@ -14,7 +14,7 @@ def read(text):
     return list(csv.reader(io.StringIO(text)))
 
 
-def test_csv_has_a_row_per_point_under_the_axes_titles():
+def test_csv_has_row_per_point_under_axis_titles():
     one = Series("SAM, rho 0.1", "blue", [1, 2], [0.5, None], bars=[(0.4, 0.6), None])
     other = Series("SGD", "grey", [1], [0.25])
     assert read(figure({"": [one, other]}).to_csv()) == [
@@ -25,7 +25,7 @@ def test_csv_has_a_row_per_point_under_the_axes_titles():
     ]
 
 
-def test_csv_of_a_surface_has_a_row_per_place_and_names_the_panel():
+def test_csv_of_surface_has_row_per_point_and_names_panel():
     surface = Series("SAM", "blue", [0, 1], [5], z=[[2.0, 3.0]])
     drawn = figure({"first": [surface], "second": [surface]}, "surface", Axis("height"))
     assert read(drawn.to_csv())[:3] == [
@@ -46,5 +46,5 @@ def test_csv_of_a_surface_has_a_row_per_place_and_names_the_panel():
         ("surface", [Series("a", "blue", [1, 2], [1], z=[[None, 1.0]])], False),
     ],
 )
-def test_single_points_are_no_content(kind, series, expected):
+def test_single_points_are_not_content(kind, series, expected):
     assert figure({"": series}, kind).has_content is expected

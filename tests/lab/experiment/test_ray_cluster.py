@@ -1,4 +1,4 @@
-"""A sweep on a Ray cluster of two machines, of which one is lost."""
+"""A sweep on a Ray cluster of two machines, one of which is lost."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ cluster.shutdown()
 
 
 @pytest.mark.slow
-def test_runs_of_a_lost_machine_run_again_and_none_counts_twice(tmp_path):
+def test_runs_of_lost_machine_are_repeated_and_counted_once(tmp_path):
     pytest.importorskip("ray")
     root = Path(__file__).parents[3]
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0"}
