@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sparsesam
+from sparsesam.ascent import prefix
 from sparsesam.ascent.perturbation import pieces
 
 #: earlier versions fail in torch itself (2.6, 2.7), or train plain SGD differently from one process (2.8)
@@ -105,6 +106,11 @@ def same_bits(left, right):
 def moved_as_on(implementation):
     """Within the block, weights on a CPU are moved tensor by tensor ("host") or batched, as on an accelerator."""
     return mock.patch.object(pieces, "HOSTS", ("cpu",) if implementation == "host" else ())
+
+
+def small_modules_are_reused():
+    """Within the block the engine reuses modules of any size, since the models of tests are small."""
+    return mock.patch.object(prefix, "SMALLEST_WORK", 0)
 
 
 def half_masks(model, seed=5):

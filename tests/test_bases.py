@@ -23,7 +23,7 @@ TORCH = {
     for name in ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop")
 } | {"Rprop": torch.optim.Rprop, "SGD": lambda p, **options: torch.optim.SGD(p, lr=0.1, momentum=0.9, **options)}
 
-# Left out: those that need more than a gradient (second derivatives, a closure, a process group, the model), whose
+# Excluded: those that need more than a gradient (second derivatives, a closure, a process group, the model), whose
 # constructors take more than parameters (Muon's), that draw from the global stream of numpy, and wrappers of others.
 OTHERS = [
     "a2grad",

@@ -79,8 +79,11 @@ def test_random_loss_raises_unless_allowed_and_is_one_draw():
 
 def test_dropout_layers_are_off():
     model = nn.Sequential(mlp(), nn.Dropout(0.5)).train()
-    with Objective(model, [vectors(16)], F.cross_entropy).measuring():
-        pass
+    x, y = vectors(16)
+    objective = Objective(model, [(x, y)], F.cross_entropy)
+    with objective.measuring():
+        assert objective.loss() == pytest.approx(F.cross_entropy(model[0](x), y).item())
+    assert model[1].training
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class WithUnused(Net):
         self.unused = nn.Linear(3, 3)
 
 
-class WatchedOnOneRank(Net):
+class HookOnOneRank(Net):
     """As for a logger on the first rank: it computes everything, and must not block the others."""
 
     def __init__(self):
@@ -144,10 +144,10 @@ CASES = {
     "default": (Net, {}, with_closure, LAST),
     "two phases": (Net, {}, in_two_phases, LAST),
     "clipped": (Net, {}, clipped, LAST),
-    "one rank looks": (Net, {}, inspected_on_one_rank, LAST),
-    "one rank is watched": (WatchedOnOneRank, {}, with_closure, LAST),
-    "one rank is watched, two phases": (WatchedOnOneRank, {}, in_two_phases, LAST),
-    "norm of all": (Net, {}, with_closure, {**LAST, "norm": "full"}),
+    "one rank reads gradients": (Net, {}, inspected_on_one_rank, LAST),
+    "hook on one rank": (HookOnOneRank, {}, with_closure, LAST),
+    "hook on one rank, two phases": (HookOnOneRank, {}, in_two_phases, LAST),
+    "full norm": (Net, {}, with_closure, {**LAST, "norm": "full"}),
     "local ascent": (Net, {}, with_closure, {**LAST, "ascent_scope": "local"}),
     "no broadcast": (Net, {"broadcast_buffers": False}, with_closure, LAST),
     "static graph": (Net, {"static_graph": True}, with_closure, LAST),
@@ -199,10 +199,10 @@ def test_result_equals_two_plain_passes(ranks, name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_unperturbed_prefix_is_reused(ranks, name):
-    computed_in_full = ("norm of all", "clipped", "one rank looks")
+    computed_in_full = ("full norm", "clipped", "one rank reads gradients")
     for rank, found in enumerate(ranks):
         report = found[name][0][1]
-        if name.startswith("one rank is watched") and rank == 0:
+        if name.startswith("hook on one rank") and rank == 0:
             assert "a gradient hook is registered on body.0.weight" in report["engine"]
             continue
         again = [part for part in ("body.0", "body.1", "middle.0") if "used again" in report[f"{part}.weight"]]
@@ -215,8 +215,8 @@ def test_unperturbed_prefix_is_reused(ranks, name):
             assert "body.1" not in again  # on both ranks
         else:
             assert again == ["body.0", "body.1", "middle.0"]
-            looks = name in ("clipped", "one rank looks")
-            assert report["engine"] == (f"on, but the first backward was computed in full: {LOOKS}" if looks else "on")
+            in_full = f"on, but the first backward was computed in full: {LOOKS}"
+            assert report["engine"] == (in_full if name in ("clipped", "one rank reads gradients") else "on")
         if name not in computed_in_full:
             assert report["body.0.weight"].startswith("not perturbed: no weight gradient")
 

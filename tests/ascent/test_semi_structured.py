@@ -103,6 +103,6 @@ def test_every_linear_layer_of_papers_vit_uses_sparse_product():
 @pytest.mark.parametrize(("n", "m", "dtype"), [(2, 4, torch.bfloat16), (2, 4, torch.float16), (1, 2, torch.float32)])
 def test_sparse_product_equals_masked_dense_product(n, m, dtype):
     weight, dy = torch.randn(128, 64).to(dtype).cuda(), torch.randn(64, 128).to(dtype).cuda()
-    mask = masked(n, m).placed(weight)
+    mask = masked(n, m).placed(weight.device)
     found = input_gradient(dy, weight, mask)
     torch.testing.assert_close(found, dy @ (weight * mask.unpack()), rtol=1e-2, atol=1e-2)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 import sparsesam
-from sparsesam.ascent.first_pass import FirstPass
 from tests import cases
 
 CASES = {}
@@ -501,24 +501,25 @@ def test_one_time_error_propagates():
     assert optimizer.engine_report()["engine"] == "on"
 
 
-def test_interruption_around_paused_mode_leaves_modes_of_others(monkeypatch):
-    """zero_grad() takes the mode from torch's stack for a moment; Ctrl-C may come just then."""
+def test_interruption_while_mode_is_paused_keeps_other_modes(monkeypatch):
+    """zero_grad() removes the engine's mode from torch's stack for a moment; Ctrl-C may come just then."""
 
-    class Own(torch.overrides.TorchFunctionMode):
+    class Own(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             return func(*args, **kwargs or {})
 
-    def interrupted(self):
-        plain(self)
-        raise KeyboardInterrupt
+    def interrupted(mode, *error):
+        leave(mode, *error)
+        if mode is not own:
+            raise KeyboardInterrupt
 
-    plain = FirstPass._leave
+    leave = TorchFunctionMode.__exit__
     model = plain_model()
     optimizer = cases.ssam(model)
     closure = cases.closure_for(model, optimizer, *cases.vectors(8))
     own = Own()
     with own:
-        monkeypatch.setattr(FirstPass, "_leave", interrupted)
+        monkeypatch.setattr(TorchFunctionMode, "__exit__", interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step(closure)
         monkeypatch.undo()

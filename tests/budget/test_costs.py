@@ -77,8 +77,9 @@ def test_convolution_counts_every_product():
     assert (second.forward, second.input_gradient, second.weight_gradient) == (products, products, products)
 
 
-@pytest.mark.parametrize(("model", "x"), [(chain(), torch.randn(4, 6)), (Block(), torch.randn(2, 1, 6, 6))])
-def test_layers_sum_to_whole_pass(model, x):
+@pytest.mark.parametrize(("build", "shape"), [(chain, (4, 6)), (Block, (2, 1, 6, 6))])
+def test_layers_sum_to_whole_pass(build, shape):
+    model, x = build(), torch.randn(shape)
     costs = layer_costs(model, x, how="count")
     total = sum(one.forward + one.input_gradient + one.weight_gradient for one in costs.layers)
     assert total == pytest.approx(costs.base)

@@ -38,8 +38,8 @@ def uneven(rank):
     opt = equal_runs.optimizer("random", model)
     wrong = [([model], "must have the optimizer too"), ([model, opt][::-1], "the model first")]
     for round_ in range(2):
-        for joinables, told in wrong:
-            with pytest.raises(RuntimeError, match=told), Join(joinables):
+        for joinables, message in wrong:
+            with pytest.raises(RuntimeError, match=message), Join(joinables):
                 equal_runs.train(model, opt, (rank, 2), range(1))
         if round_ == 0:  # also after a correct Join
             with Join([model, opt]):

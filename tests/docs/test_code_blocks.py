@@ -10,7 +10,7 @@ import shlex
 import pytest
 import yaml
 
-from sparsesam.lab.commands import find
+from sparsesam.lab.commands import COMMANDS, find
 from sparsesam.lab.commands.parser import Parser
 from tests.docs import pages
 from tests.docs.setups import SETUPS, usual
@@ -66,8 +66,10 @@ def commands_in(text):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_parse(page):
+    """Parsing raises for unknown options and invalid values."""
     for line in commands_in((pages.ROOT / page).read_text()):
         command, *arguments = shlex.split(line, comments=True)
+        assert command in COMMANDS
         module = find(command)
         parser = Parser(f"sparsesam {command}", module.HELP)
         module.add_arguments(parser)

@@ -13,7 +13,7 @@ ITEMS = {row[0]: row for row in _items(list(recipes().values()))}
 
 def test_page_is_up_to_date():
     assert (ROOT / "docs" / "paper.md").read_text() == page(), (
-        "write it anew: python -m tools.paper_page > docs/paper.md"
+        "regenerate it: python -m tools.paper_page > docs/paper.md"
     )
 
 

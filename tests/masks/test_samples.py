@@ -86,9 +86,9 @@ def test_stream_is_not_read_further_than_needed():
 @pytest.mark.parametrize("name", [*INDEXED, *STREAMS])
 def test_too_few_samples_are_all_used_with_one_warning(name):
     data = INDEXED[name] if name in INDEXED else stream(name)
-    with pytest.warns(UserWarning, match="12 samples were requested but data holds only 10") as told:
+    with pytest.warns(UserWarning, match="12 samples were requested but data holds only 10") as caught:
         batches = drawn(data, count=12)
-    assert len(told) == 1
+    assert len(caught) == 1
     assert torch.equal(torch.cat([y for _, y in batches]).sort().values, Y)
 
 

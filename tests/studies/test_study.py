@@ -82,7 +82,7 @@ def test_comparisons_are_paired_by_seed():
 
 
 @pytest.mark.parametrize(
-    ("value", "interval", "within", "told"),
+    ("value", "interval", "within", "expected"),
     [
         (1.0, 0.5, None, "confirmed"),
         (-1.0, 0.5, None, "refuted"),
@@ -93,12 +93,12 @@ def test_comparisons_are_paired_by_seed():
         (2.0, math.nan, None, "undecided"),
     ],
 )
-def test_verdicts(value, interval, within, told):
-    assert verdict(Mean(value, 0.1, interval, 5), within=within) == told
+def test_verdicts(value, interval, within, expected):
+    assert verdict(Mean(value, 0.1, interval, 5), within=within) == expected
 
 
 @pytest.mark.parametrize(
-    ("value", "told"), [(2.0, "confirmed"), (-0.4, "confirmed"), (-0.8, "undecided"), (-2.0, "refuted")]
+    ("value", "expected"), [(2.0, "confirmed"), (-0.4, "confirmed"), (-0.8, "undecided"), (-2.0, "refuted")]
 )
-def test_verdicts_of_not_worse(value, told):
-    assert verdict(Mean(value, 0.1, 0.5, 5), within=1.0, one_sided=True) == told
+def test_verdicts_of_not_worse(value, expected):
+    assert verdict(Mean(value, 0.1, 0.5, 5), within=1.0, one_sided=True) == expected

@@ -24,6 +24,6 @@ def test_is_json_serializable():
 
 def test_available_without_experiment_extra():
     blocked = "import sys; sys.modules.update(dict.fromkeys(('rich', 'matplotlib', 'lightning_fabric', 'joblib')))"
-    asked = "from sparsesam.lab.experiment import provenance; print(provenance()['torch'])"
-    found = subprocess.run([sys.executable, "-c", f"{blocked}; {asked}"], capture_output=True, text=True, check=True)
+    script = "from sparsesam.lab.experiment import provenance; print(provenance()['torch'])"
+    found = subprocess.run([sys.executable, "-c", f"{blocked}; {script}"], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == torch.__version__

@@ -114,7 +114,7 @@ def test_mixed_precision_keeps_float32_weights(tmp_path, precision):
 
 def test_non_finite_loss_stops_with_last_good_state_and_hint(tmp_path):
     with pytest.raises(DivergedError, match=r"lower lr \(1e\+30\).*no epoch was complete"):
-        train(tmp_path / "at once", lr=1e30)
+        train(tmp_path / "first step", lr=1e30)
     with pytest.raises(Interrupted):
         train(tmp_path / "later", InterruptAt(6))
     config = RunDirectory(tmp_path / "later").config

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from sparsesam.lab.data import load_dataset
 from sparsesam.lab.experiment import checkpoint, read_records
@@ -50,9 +51,18 @@ def test_accumulated_parts_give_gradient_of_whole_batch(tmp_path, optimizer):
     torch.testing.assert_close(one, three, rtol=1e-9, atol=1e-11)
 
 
-def test_parts_of_batch_that_does_not_divide_differ_by_at_most_one_image(tmp_path):
-    """A part of one image would stop a network with batch normalization."""
-    train(tmp_path, optimizer="sgd", model="vgg-small", batch_size=13, train_size=26, accumulate=4, max_steps=2)
+def test_uneven_micro_batches_differ_by_at_most_one_image(tmp_path):
+    """Batch normalization would fail on a micro-batch of one image."""
+    sizes = []
+
+    def record(module, args):
+        if isinstance(module, nn.BatchNorm2d) and module.training:
+            sizes.append(len(args[0]))
+
+    with nn.modules.module.register_module_forward_pre_hook(record):
+        train(tmp_path, optimizer="sgd", model="vgg-small", batch_size=13, train_size=26, accumulate=4, max_steps=2)
+    assert set(sizes) == {3, 4, 13}  # the cost is measured with a whole batch
+    assert sizes.count(3) == 3 * sizes.count(4)
 
 
 def test_step_gradient_is_clipped_and_perturbation_is_not(tmp_path):

@@ -41,17 +41,17 @@ def test_rows_that_all_differ_are_reported(tmp_path):
 
 
 def test_one_seed_distinguishes_nothing(tmp_path):
-    told = list(compared(tmp_path, {("sgd", 0): 0.8, ("sam", 0): 0.9}).sentences())
-    assert any("one seed shows no significant difference" in one for one in told)
-    assert any("one seed has no interval" in one for one in told)
+    sentences = list(compared(tmp_path, {("sgd", 0): 0.8, ("sam", 0): 0.9}).sentences())
+    assert any("one seed shows no significant difference" in one for one in sentences)
+    assert any("one seed has no interval" in one for one in sentences)
 
 
 def test_times_state_how_they_were_measured(tmp_path):
     values = {("sam", 0): 3.0, ("ssam-f", 0): 1.5}
-    told = compared(tmp_path, values, "nm_vit", "warm_seconds_per_step")
-    assert any(one.startswith("Times are measured in separate short runs") for one in told.sentences())
-    assert list(told.table().columns[2].cells) == ["×1.00", "×2.00", "×2.00"]
-    assert list(told.table().columns[4].cells) == ["×1", "×1.2", "×1.2"]
+    comparison = compared(tmp_path, values, "nm_vit", "warm_seconds_per_step")
+    assert any(one.startswith("Times are measured in separate short runs") for one in comparison.sentences())
+    assert list(comparison.table().columns[2].cells) == ["×1.00", "×2.00", "×2.00"]
+    assert list(comparison.table().columns[4].cells) == ["×1", "×1.2", "×1.2"]
 
 
 def test_open_questions_of_text_are_listed(tmp_path):

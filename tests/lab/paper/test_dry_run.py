@@ -54,8 +54,13 @@ def test_every_kind_of_cifar_run_takes_steps(label):
 
 
 def test_every_model_and_optimizer_is_built():
-    for config in {replace(config, dataset="cifar10", rho=0.1, label_noise=0.0) for config in CIFAR.values()}:
+    """Building raises for unknown names and settings that do not go together; not raising is the check."""
+    configs = {replace(config, dataset="cifar10", rho=0.1, label_noise=0.0) for config in CIFAR.values()}
+    assert {config.model for config in configs} == {config.model for config in CIFAR.values()}
+    for config in configs:
         build_on_meta(config)
+    with pytest.raises(ValueError, match="model must be one of"):
+        build_on_meta(replace(config, model="resnet81"))
 
 
 @pytest.mark.slow

@@ -69,23 +69,23 @@ class Reader:
     """Opens pages, and records their errors and network requests."""
 
     def __init__(self, browser):
-        self.browser, self.contexts, self.told = browser, [], []
+        self.browser, self.contexts, self.events = browser, [], []
 
     def open(self, path, **options):
         usual = {"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"}
         self.contexts.append(self.browser.new_context(**{**usual, **options}))
         page = self.contexts[-1].new_page()
         page.set_default_timeout(90_000)  # without a GPU and under load, a surface takes long to draw
-        page.on("console", lambda message: self.told.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: self.told.append(str(error)))
-        page.on("request", lambda request: self.told.append(request.url) if _is_elsewhere(request.url) else None)
+        page.on("console", lambda message: self.events.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: self.events.append(str(error)))
+        page.on("request", lambda request: self.events.append(request.url) if _is_elsewhere(request.url) else None)
         page.goto(path.as_uri())
         return page
 
     def close(self):
         for context in self.contexts:
             context.close()
-        assert self.told == []
+        assert self.events == []
 
 
 def _is_elsewhere(url):
