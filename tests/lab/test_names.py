@@ -1,4 +1,4 @@
-"""The example of docs/command-line.md, as a user would type it."""
+"""Models and data sets named as module:function, and the example of docs/command-line.md."""
 
 import re
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_errors_of_function_are_one_line(capsys):
         call_function("model", "a:b", broken)
     with pytest.raises(ValueError, match="dataset must be an importable module:function, got 'nowhere:f'"):
         find_function("dataset", "nowhere:f")
-    assert main(["train", "--model", "tests.lab.test_plug_in:DOCS"]) == 2
+    assert main(["train", "--model", "tests.lab.test_names:DOCS"]) == 2
     printed = capsys.readouterr().err
     assert "must be a function, got PosixPath" in printed
     assert printed.count("\n") == 1
