@@ -75,6 +75,14 @@ def with_closure(opt, model, x, y):
     opt.step(closure_for(model, opt, x, y))
 
 
+def both_passes(opt, model, x, y):
+    """Both passes of a step, the first one without first_pass()."""
+    opt.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    with opt.perturbed():
+        F.cross_entropy(model(x), y).backward()
+
+
 def in_two_phases(opt, model, x, y):
     """One step in two phases."""
     opt.zero_grad()
@@ -111,6 +119,14 @@ def moved_as_on(implementation):
 def small_modules_are_reused():
     """Within the block the engine reuses modules of any size, since the models of tests are small."""
     return mock.patch.object(prefix, "SMALLEST_WORK", 0)
+
+
+def every_other_filter(model, *prefixes):
+    """A mask of every other filter of the trainable parameters, or of those whose names start so, by name."""
+    masks = {name: torch.zeros(p.shape, dtype=torch.bool) for name, p in model.named_parameters() if p.requires_grad}
+    for name, mask in masks.items():
+        mask[::2] = name.startswith(prefixes or ("",))
+    return masks
 
 
 def half_masks(model, seed=5):

@@ -33,13 +33,6 @@ def entries(share):
     return masks
 
 
-def rows(model):
-    masks = {name: torch.zeros(p.shape, dtype=torch.bool) for name, p in model.named_parameters()}
-    for mask in masks.values():
-        mask[::2] = True
-    return masks
-
-
 def two_of_four(model):
     like = {name: torch.rand(p.shape) for name, p in model.named_parameters()}
     return as_pattern("2:4").select(like)
@@ -60,15 +53,15 @@ OPTIMIZERS = {
     "few entries": ssam(entries(0.3)),
     "few entries, masked norm": ssam(entries(0.3), norm="masked"),
     "most entries": ssam(entries(0.7)),
-    "rows": ssam(rows),
-    "rows, masked norm": ssam(rows, norm="masked"),
+    "rows": ssam(cases.every_other_filter),
+    "rows, masked norm": ssam(cases.every_other_filter, norm="masked"),
     "2:4": ssam(two_of_four),
     "last layers": lambda model: sparsesam.SSAM(
         sgd(model), model, rho=0.1, mask=sparsesam.fixed_mask("[2-9].*"), norm="masked"
     ),
     "extrapolated": lambda model: sparsesam.ExtrapolatedSAM(sgd(model), model, 2.0),
     "extrapolated, few entries": extrapolated(entries(0.3)),
-    "extrapolated, rows": extrapolated(rows),
+    "extrapolated, rows": extrapolated(cases.every_other_filter),
 }
 
 

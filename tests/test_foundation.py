@@ -20,7 +20,7 @@ ELSEWHERE = {"benchmarks", "docs", "examples", "studies"}
 
 
 def listed_in_contributing():
-    """Sources and tests in the table of CONTRIBUTING.md; a bare name is in the folder of the name before it, or none."""
+    """Sources and tests in the table of CONTRIBUTING.md; a bare name may be in the folder of the name before it."""
     (table,) = re.findall(r"\| source \| tests \|\n.*\n((?:\|.*\n)+)", (TESTS.parent / "CONTRIBUTING.md").read_text())
     columns = [row.strip("| ").split(" | ") for row in table.splitlines()]
     for root, cells in zip((ROOT, TESTS), zip(*columns, strict=True), strict=True):

@@ -13,14 +13,6 @@ from torch.nn import functional as F
 import sparsesam
 from tests import cases, oracles
 
-
-def two_phase(opt, model, x, y):
-    opt.zero_grad()
-    F.cross_entropy(model(x), y).backward()
-    with opt.perturbed():
-        F.cross_entropy(model(x), y).backward()
-
-
 # ---- precision -------------------------------------------------------------------------------------------
 
 
@@ -35,7 +27,7 @@ def test_two_phase_grad_scaler_changes_only_rounding():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for seed in range(6):
         x, y = cases.images(seed=seed)
-        two_phase(other, twin, x, y)
+        cases.both_passes(other, twin, x, y)
         other.step()
         opt.zero_grad()
         scaler.scale(F.cross_entropy(model(x), y)).backward()
@@ -91,7 +83,7 @@ def test_step_skipped_by_scaler_leaves_weights_and_count_unchanged():
     assert cases.same_bits(before, cases.weights_of(model))
     assert opt.steps == 0
     assert scaler.get_scale() == 2.0**9
-    two_phase(opt, model, x, y)
+    cases.both_passes(opt, model, x, y)
     opt.step()
     assert opt.steps == 1
 
@@ -127,7 +119,7 @@ def test_accumulation_over_micro_batches_equals_whole_batch():
     opt, other = half_masked(model), half_masked(twin)
     for seed in range(4):
         x, y = cases.vectors(seed=seed)
-        two_phase(other, twin, x, y)
+        cases.both_passes(other, twin, x, y)
         other.step()
         micro = list(zip(x.chunk(4), y.chunk(4), strict=True))
         opt.zero_grad()
@@ -151,7 +143,7 @@ def test_clipping_goes_between_second_pass_and_step():
     other.base.register_step_pre_hook(clip)
     before = cases.weights_of(model)
     x, y = cases.vectors()
-    two_phase(opt, model, x, y)
+    cases.both_passes(opt, model, x, y)
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     opt.step()
     moved = oracles.flat(cases.weights_of(model)) - oracles.flat(before)

@@ -141,10 +141,7 @@ def last_layers(model):
 
 
 def half_of_filters(model):
-    masks = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in model.named_parameters() if p.requires_grad}
-    for mask in masks.values():
-        mask[::2] = True
-    return sparsesam.fixed_mask(masks)
+    return sparsesam.fixed_mask(cases.every_other_filter(model))
 
 
 ALL = {**TEXT, **PAIRS, **IMAGES, **AUDIO}

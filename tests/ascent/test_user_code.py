@@ -37,10 +37,7 @@ def make(between=torch.tanh):
 
 
 def plain_phases(opt, model, x, y):
-    opt.zero_grad()
-    F.cross_entropy(model(x), y).backward()
-    with opt.perturbed():
-        F.cross_entropy(model(x), y).backward()
+    cases.both_passes(opt, model, x, y)
     opt.step()
 
 
@@ -48,12 +45,7 @@ LOOPS = [cases.with_closure, cases.in_two_phases, plain_phases]
 
 
 def some_filters(model, *prefixes):
-    """Every other filter of the weights of these layers."""
-    masks = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in model.named_parameters()}
-    for name, mask in masks.items():
-        if name.startswith(prefixes):
-            mask[::2] = True
-    return sparsesam.fixed_mask(masks)
+    return sparsesam.fixed_mask(cases.every_other_filter(model, *prefixes))
 
 
 def compare(make_model, mask, loop, *, steps=3, data=cases.vectors, norm="masked", **options):

@@ -42,10 +42,7 @@ def train_sharded(rank):
             for seed in range(STEPS):
                 x, y = halves(seed, way)[rank]
                 before = [p.to_local().clone() for p in model.parameters()]
-                opt.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                with opt.perturbed():
-                    F.cross_entropy(model(x), y).backward()
+                cases.both_passes(opt, model, x, y)
                 assert cases.same_bits(before, [p.to_local() for p in model.parameters()])
                 opt.step()
             found[way, kind] = whole(model, opt)

@@ -63,6 +63,11 @@ def finite(scores):
     return {name: score.nan_to_num(neginf=0) for name, score in scores.items()}
 
 
+given_growth = given(
+    made=score_dicts(number=3), sparsity=SPARSITY, ratio=RATIO, random=st.booleans(), seed=st.integers(0, 99)
+)
+
+
 class TestSelect:
     @given(scores=score_dicts(), sparsity=SPARSITY)
     @settings(deadline=None, max_examples=60)
@@ -227,13 +232,7 @@ class TestLimits:
 
 
 class TestDropAndGrow:
-    @given(
-        made=score_dicts(number=3),
-        sparsity=SPARSITY,
-        ratio=RATIO,
-        random=st.booleans(),
-        seed=st.integers(0, 99),
-    )
+    @given_growth
     @settings(deadline=None, max_examples=120)
     def test_unstructured_drops_lowest_and_grows_as_many(self, made, sparsity, ratio, random, seed):
         old, keep, grow = map(finite, made)
@@ -251,13 +250,7 @@ class TestDropAndGrow:
             assert oracle.same(result, oracle.top(others, budget))
 
     @pytest.mark.parametrize("unit", UNITS)
-    @given(
-        made=score_dicts(number=3),
-        sparsity=SPARSITY,
-        ratio=RATIO,
-        random=st.booleans(),
-        seed=st.integers(0, 99),
-    )
+    @given_growth
     @settings(deadline=None, max_examples=60)
     def test_structured_keeps_whole_units_within_budget(self, unit, made, sparsity, ratio, random, seed):
         old, keep, grow = map(finite, made)

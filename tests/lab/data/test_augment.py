@@ -3,13 +3,10 @@ import torch
 
 from sparsesam.lab.data import Augment, load_dataset, standard_augmentation
 from sparsesam.lab.data.augment import crop_and_flip, cut_out_, denormalize, mixup, normalize
+from tests.lab.data.files import generator
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 DTYPES = pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64])
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def batch(dtype, count=16, shape=(3, 12, 10)):

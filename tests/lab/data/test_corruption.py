@@ -3,10 +3,7 @@ import torch
 
 from sparsesam.lab.data import CORRUPTIONS, corrupt, flip_labels
 from sparsesam.lab.data.corruption import fog, gaussian_noise, occlusion, plasma, resolution
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
+from tests.lab.data.files import generator
 
 
 def images(count=40, channels=3, height=32, width=32):

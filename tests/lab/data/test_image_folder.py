@@ -7,10 +7,7 @@ from torch.utils.data import DataLoader
 
 from sparsesam.lab.data import DataError, MissingData, load_dataset
 from sparsesam.lab.data.image_folder import center_crop, random_box, random_resized_crop
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
+from tests.lab.data.files import generator
 
 
 def gradient(width, height):
