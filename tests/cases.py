@@ -1,4 +1,4 @@
-"""Small models and batches that the tests share."""
+"""Small models and batches shared by the tests."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import sparsesam
+from sparsesam.ascent import prefix
 from sparsesam.ascent.perturbation import pieces
 
-#: before, it fails in torch itself (2.6, 2.7), or plain SGD trains otherwise than in one process (2.8)
+#: earlier versions fail in torch itself (2.6, 2.7), or train plain SGD differently from one process (2.8)
 needs_fsdp2_on_a_cpu = pytest.mark.skipif(torch.__version__ < "2.9", reason="fully_shard on a CPU needs torch 2.9")
 
 
@@ -41,7 +42,7 @@ def images(count=16, dtype=torch.float32, seed=1):
 
 
 def closure_of(opt, loss_of, *, backward=torch.Tensor.backward, then=lambda: None):
-    """Clears the gradients, computes the loss and its backward; ``then`` is what the user does after it."""
+    """A closure that clears the gradients and computes the loss and its backward; ``then`` runs after it."""
 
     def closure():
         opt.zero_grad()
@@ -58,7 +59,7 @@ def closure_for(model, optimizer, x, y, **options):
 
 
 def take_step(opt, loss_of, *, two_phases=False):
-    """One step on a loss, both passes in step() or each in its block."""
+    """One step on a loss, with a closure or in two phases."""
     closure = closure_of(opt, loss_of)
     if not two_phases:
         return opt.step(closure)
@@ -70,12 +71,20 @@ def take_step(opt, loss_of, *, two_phases=False):
 
 
 def with_closure(opt, model, x, y):
-    """One step: both passes in step()."""
+    """One step with a closure."""
     opt.step(closure_for(model, opt, x, y))
 
 
+def both_passes(opt, model, x, y):
+    """Both passes of a step, the first one without first_pass()."""
+    opt.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    with opt.perturbed():
+        F.cross_entropy(model(x), y).backward()
+
+
 def in_two_phases(opt, model, x, y):
-    """One step: each pass in a block of its own."""
+    """One step in two phases."""
     opt.zero_grad()
     with opt.first_pass():
         F.cross_entropy(model(x), y).backward()
@@ -89,7 +98,7 @@ def sgd(model, lr=0.1, momentum=0.9, **options):
 
 
 def ssam(model, mask="head.*", **options):
-    """SSAM by a mask rule, or by what `fixed_mask` takes: names, or a mask for each name."""
+    """SSAM with a mask rule, or with what `fixed_mask` accepts: names, or a mask for each name."""
     rule = mask if isinstance(mask, sparsesam.MaskRule) else sparsesam.fixed_mask(mask)
     return sparsesam.SSAM(sgd(model), model, **{"rho": 0.3, "mask": rule, "norm": "masked", **options})
 
@@ -103,8 +112,21 @@ def same_bits(left, right):
 
 
 def moved_as_on(implementation):
-    """Within the block weights on a CPU are moved tensor by tensor ("host"), or together, as on an accelerator."""
+    """Within the block, weights on a CPU are moved tensor by tensor ("host") or batched, as on an accelerator."""
     return mock.patch.object(pieces, "HOSTS", ("cpu",) if implementation == "host" else ())
+
+
+def small_modules_are_reused():
+    """Within the block the engine reuses modules of any size, since the models of tests are small."""
+    return mock.patch.object(prefix, "SMALLEST_WORK", 0)
+
+
+def every_other_filter(model, *prefixes):
+    """A mask of every other filter of the trainable parameters, or of those whose names start so, by name."""
+    masks = {name: torch.zeros(p.shape, dtype=torch.bool) for name, p in model.named_parameters() if p.requires_grad}
+    for name, mask in masks.items():
+        mask[::2] = name.startswith(prefixes or ("",))
+    return masks
 
 
 def half_masks(model, seed=5):

@@ -1,4 +1,4 @@
-"""Bad input gets an error that names argument, value and remedy, and loses nothing."""
+"""Bad input raises an error that names argument, value and remedy, and changes nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_rho(rho):
         sam(rho=rho)
 
 
-def test_rho_set_wrong_later_is_caught_before_anything_moves():
+def test_invalid_rho_set_later_raises_before_perturbation():
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model, rho=0.1)
     opt.param_groups[0]["rho"] = -1
@@ -79,12 +79,12 @@ def test_sparsity(make, sparsity):
         (lambda: sparsesam.recommended(cases.sgd(cases.mlp()), cases.mlp(), cost="low"), "cost must be .* got low"),
     ],
 )
-def test_values_are_refused_with_a_reason(call, words):
+def test_invalid_values_raise_with_reason(call, words):
     with pytest.raises(ValueError, match=words):
         call()
 
 
-def test_arguments_of_another_type():
+def test_arguments_of_wrong_type():
     model = cases.mlp()
     with pytest.raises(TypeError, match=r"base must be a torch\.optim\.Optimizer"):
         sparsesam.SAM(torch.optim.SGD, model)
@@ -112,21 +112,21 @@ def test_arguments_of_another_type():
         sam(rho_schedule=0.5)
 
 
-def test_a_model_that_is_not_the_optimizers():
+def test_model_without_parameters_of_optimizer():
     with pytest.raises(ValueError, match="6 of 6 are not in Sequential"):
         sparsesam.SAM(cases.sgd(cases.mlp()), cases.mlp())
     with pytest.raises(ValueError, match="model must have parameters"):
         sparsesam.SAM(cases.sgd(cases.mlp()), nn.ReLU())
 
 
-def test_a_foreign_parameter_group_is_refused_and_taken_back():
+def test_foreign_parameter_group_raises_and_is_removed():
     opt = sam()
     with pytest.raises(ValueError, match="not in Sequential"):
         opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     assert len(opt.param_groups) == 1
 
 
-def test_step_without_an_ascent():
+def test_step_without_ascent():
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model)
     F.cross_entropy(model(cases.vectors()[0]), cases.vectors()[1]).backward()
@@ -134,7 +134,7 @@ def test_step_without_an_ascent():
         opt.step()
 
 
-def test_step_and_ascent_inside_the_block():
+def test_step_and_ascent_inside_perturbed():
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model)
     x, y = cases.vectors()
@@ -146,21 +146,21 @@ def test_step_and_ascent_inside_the_block():
         assert cases.same_bits(before, cases.weights_of(model))
 
 
-def test_a_model_that_is_no_module():
+def test_model_that_is_not_a_module():
     model = cases.mlp()
     with pytest.raises(TypeError, match=r"model must be the torch\.nn\.Module .* got 'm'"):
         sparsesam.SAM(cases.sgd(model), "m")
 
 
 @pytest.mark.parametrize("option", [{"every": 1.5}, {"start": 0.5}, {"every": "2"}])
-def test_counts_of_steps_are_whole_numbers(option):
+def test_every_and_start_must_be_integers(option):
     model = cases.mlp()
     (name,) = option
     with pytest.raises(ValueError, match=f"{name} must be a whole number"):
         sparsesam.SAM(cases.sgd(model), model, **option)
 
 
-def test_refreshes_come_at_whole_numbers_of_steps():
+def test_refresh_intervals_must_be_integers():
     with pytest.raises(ValueError, match=r"every must be a whole number of at least 1, got 1\.5"):
         sparsesam.every_steps(1.5)
     with pytest.raises(ValueError, match="epochs must be a whole number"):
@@ -168,7 +168,7 @@ def test_refreshes_come_at_whole_numbers_of_steps():
     assert sparsesam.every_epochs(np.int64(2), steps_per_epoch=3).every == 6
 
 
-def test_a_closure_that_adds_to_older_gradients():
+def test_closure_adding_to_older_gradients():
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model)
     x, y = cases.vectors()
@@ -178,18 +178,18 @@ def test_a_closure_that_adds_to_older_gradients():
         loss.backward()
         return loss
 
-    opt.step(closure)  # nothing is there before the first step
+    opt.step(closure)  # there are none before the first step
     before = cases.weights_of(model)
     with pytest.raises(RuntimeError, match=r"Clear them in the closure"):
         opt.step(closure)
     assert cases.same_bits(before, cases.weights_of(model))
     opt.zero_grad(set_to_none=False)
-    opt.step(closure)  # zeros are as good as nothing
+    opt.step(closure)  # zeros count as none
 
 
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("by", ["wrapper", "base", "model"])
-def test_every_way_to_clear_gradients_in_a_closure_is_one(by, to_none):
+def test_every_way_to_clear_gradients_in_closure_is_accepted(by, to_none):
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model)
     clear = {"wrapper": opt, "base": opt.base, "model": model}[by].zero_grad
@@ -207,7 +207,7 @@ def test_every_way_to_clear_gradients_in_a_closure_is_one(by, to_none):
 
 
 @pytest.mark.parametrize("to_none", [True, False])
-def test_a_second_gradient_may_be_cleared_instead_of_used(to_none):
+def test_second_gradient_may_be_cleared_instead_of_used(to_none):
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model)
     x, y = cases.vectors()
@@ -224,7 +224,7 @@ def test_a_second_gradient_may_be_cleared_instead_of_used(to_none):
     assert opt.steps == 1
 
 
-def test_a_closure_that_makes_no_gradients():
+def test_closure_without_gradients():
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model)
     before = cases.weights_of(model)
@@ -248,7 +248,7 @@ def run_with(mask, model=None, **options):
     return opt
 
 
-def test_fixed_masks_that_do_not_fit():
+def test_mismatched_fixed_masks():
     with pytest.raises(ValueError, match=r"'4.weigth'.*4.weight"):
         run_with(sparsesam.fixed_mask({"4.weigth": torch.ones(3, 5, dtype=torch.bool)}))
     with pytest.raises(ValueError, match=r"shape \(3, 5\), got \(2,\)"):
@@ -259,25 +259,25 @@ def test_fixed_masks_that_do_not_fit():
         run_with(sparsesam.fixed_mask(types=sparsesam.NORMALIZATION))
 
 
-def test_fewer_samples_than_asked_are_all_used_with_a_warning():
+def test_too_few_samples_are_all_used_with_warning():
     with pytest.warns(UserWarning, match=r"16.*128|128.*16"):
         opt = run_with(sparsesam.fisher_mask(cases.vectors(16), F.cross_entropy, sparsity=0.5, samples=128))
     assert opt.sparsity == pytest.approx(0.5, abs=0.01)
 
 
-def test_fisher_from_the_batch_needs_the_batch():
+def test_fisher_from_batch_needs_batch():
     mask = sparsesam.fisher_mask(None, F.cross_entropy, sparsity=0.5)
     with pytest.raises(ValueError, match="batch must be given"):
         run_with(mask)
     assert run_with(mask, batch=cases.vectors()).sparsity == pytest.approx(0.5, abs=0.01)
 
 
-def test_a_remainder_can_be_an_error():
+def test_remainder_can_be_an_error():
     with pytest.raises(ValueError, match="remainder"):
         run_with(sparsesam.random_mask(pattern=sparsesam.NM(1, 2, axis="output", remainder="error")))
 
 
-def test_a_first_fisher_that_is_not_finite_is_an_error_and_a_later_one_is_counted():
+def test_first_non_finite_fisher_raises_and_later_ones_are_counted():
     x, y = cases.vectors(16)
     bad = x.clone()
     bad[0] = torch.nan
@@ -301,7 +301,7 @@ def test_a_first_fisher_that_is_not_finite_is_an_error_and_a_later_one_is_counte
     assert all(torch.equal(kept[name], mask) for name, mask in opt.masks.items())
 
 
-def test_ssam_d_keeps_its_mask_when_the_gradient_is_not_finite():
+def test_ssam_d_keeps_mask_when_gradient_is_not_finite():
     model = cases.mlp()
     mask = sparsesam.dynamic_mask(sparsity=0.5, refresh=sparsesam.every_steps(1))
     opt = sparsesam.SSAM(cases.sgd(model), model, mask=mask)
@@ -314,7 +314,7 @@ def test_ssam_d_keeps_its_mask_when_the_gradient_is_not_finite():
     assert all(torch.equal(kept[name], mask) for name, mask in opt.masks.items())
 
 
-def test_an_optimizer_is_not_copied_while_its_weights_are_away():
+def test_copy_inside_perturbed_raises():
     import copy
 
     model = cases.mlp()

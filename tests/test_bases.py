@@ -23,7 +23,7 @@ TORCH = {
     for name in ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop")
 } | {"Rprop": torch.optim.Rprop, "SGD": lambda p, **options: torch.optim.SGD(p, lr=0.1, momentum=0.9, **options)}
 
-# Left out: those that need more than a gradient (second derivatives, a closure, a process group, the model), whose
+# Excluded: those that need more than a gradient (second derivatives, a closure, a process group, the model), whose
 # constructors take more than parameters (Muon's), that draw from the global stream of numpy, and wrappers of others.
 OTHERS = [
     "a2grad",
@@ -147,7 +147,7 @@ def built(make, **options):
 
 
 @pytest.mark.parametrize("name", BASES)
-def test_a_step_equals_the_two_pass_loop_bit_for_bit(name):
+def test_step_equals_two_pass_loop_bitwise(name):
     model, inner = built(BASES[name])
     twin, twin_base = built(BASES[name])
     opt = sparsesam.SAM(inner, model, rho=RHO)
@@ -161,8 +161,8 @@ def test_a_step_equals_the_two_pass_loop_bit_for_bit(name):
     assert not cases.same_bits(cases.weights_of(model), cases.weights_of(cases.mlp(torch.float32)))
 
 
-def test_soap_amplifies_one_rounding_of_the_perturbation():
-    """Why SOAP differs from another implementation of SAM: its eigenvectors, not our step, move by so much."""
+def test_soap_amplifies_rounding_of_perturbation():
+    """Why SOAP differs from other implementations of SAM: its eigenvectors, not our step, amplify one rounding."""
     results = []
     for rho in (RHO, RHO * (1 + 2**-23)):
         model, base = built(BASES["pytorch-optimizer soap"])
@@ -173,10 +173,10 @@ def test_soap_amplifies_one_rounding_of_the_perturbation():
     assert max((a - b).abs().max().item() for a, b in zip(*results, strict=True)) > 1e-4
 
 
-# ---- options of the base that have our names -----------------------------------------------------------------
+# ---- options of the base with our names ----------------------------------------------------------------------
 
 
-def test_a_base_with_a_rho_of_its_own_keeps_it():
+def test_base_with_own_rho_keeps_it():
     model = cases.mlp()
     groups = [{"params": model[0].parameters(), "rho": 0.8}, {"params": model[2:].parameters(), "sam_rho": 0.4}]
     opt = sparsesam.SAM(torch.optim.Adadelta(groups, rho=0.7), model, rho=0.2)
@@ -194,7 +194,7 @@ def test_a_base_with_a_rho_of_its_own_keeps_it():
     torch.testing.assert_close(moves, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_a_base_with_a_rho_of_its_own_resumes_and_follows_a_schedule():
+def test_base_with_own_rho_resumes_and_follows_schedule():
     def make():
         model = cases.mlp()
         base = torch.optim.Adadelta(model.parameters(), rho=0.7)
@@ -213,7 +213,7 @@ def test_a_base_with_a_rho_of_its_own_resumes_and_follows_a_schedule():
     assert resumed.param_groups[0]["sam_rho"] == pytest.approx(0.2 * 3 / 4)
 
 
-def test_errors_name_the_option_as_the_group_does():
+def test_errors_use_option_name_of_group():
     model = cases.mlp()
     opt = sparsesam.SAM(torch.optim.Adadelta(model.parameters()), model, rho=0.2)
     opt.param_groups[0]["sam_rho"] = -1
@@ -221,11 +221,11 @@ def test_errors_name_the_option_as_the_group_does():
         opt.step(cases.closure_for(model, opt, *cases.vectors()))
 
 
-# ---- the sense of the base ------------------------------------------------------------------------------------
+# ---- maximize -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["torch SGD", "torch Adam", "pytorch-optimizer lion", "pytorch-optimizer sgdp"])
-def test_a_base_that_maximizes_is_perturbed_downhill(name):
+def test_base_that_maximizes_is_perturbed_downhill(name):
     model, inner = built(BASES[name], maximize=True)
     twin, twin_base = built(BASES[name], maximize=True)
     opt = sparsesam.SAM(inner, model, rho=RHO)
@@ -236,7 +236,7 @@ def test_a_base_that_maximizes_is_perturbed_downhill(name):
     assert cases.same_bits(cases.weights_of(model), cases.weights_of(twin))
 
 
-def test_maximizing_a_loss_is_minimizing_its_negative():
+def test_maximizing_loss_equals_minimizing_its_negative():
     x, y = cases.vectors()
     results = []
     for maximize in (False, True):
@@ -251,7 +251,7 @@ def test_maximizing_a_loss_is_minimizing_its_negative():
     assert cases.same_bits(*results)
 
 
-def test_groups_may_disagree_about_the_sense():
+def test_groups_may_differ_in_maximize():
     model = cases.mlp()
     groups = [{"params": model[0].parameters(), "maximize": True}, {"params": model[2:].parameters()}]
     opt = sparsesam.SAM(torch.optim.SGD(groups, lr=0.1), model, rho=0.1)
@@ -262,7 +262,7 @@ def test_groups_may_disagree_about_the_sense():
     assert [bool(dot > 0) for dot in dots] == [False, False, True, True, True, True]
 
 
-def test_momentum_is_already_in_the_sense_of_the_base():
+def test_momentum_already_has_sign_of_base():
     x, y = cases.vectors()
     model = cases.mlp()
     base = cases.sgd(model, maximize=True)
@@ -278,7 +278,7 @@ def test_momentum_is_already_in_the_sense_of_the_base():
 # ---- weights that a forward writes to -------------------------------------------------------------------------
 
 
-class Words(nn.Module):
+class TokenModel(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -299,8 +299,8 @@ def embedding_unperturbed(model):
 
 
 @pytest.mark.parametrize("make", [entry_masked, embedding_unperturbed])
-def test_renormalized_embeddings_come_back_bit_for_bit(make):
-    model = Words()
+def test_renormalized_embeddings_are_restored_bitwise(make):
+    model = TokenModel()
     opt = make(model)
     x, y = torch.arange(16).view(8, 2), torch.arange(8) % 3
     F.cross_entropy(model(x), y).backward()
@@ -314,7 +314,7 @@ def test_renormalized_embeddings_come_back_bit_for_bit(make):
 # ---- optimizers with two sets of weights ----------------------------------------------------------------------
 
 
-def test_train_and_eval_reach_a_schedule_free_base():
+def test_train_and_eval_reach_schedule_free_base():
     model, inner = built(schedulefree.AdamWScheduleFree)
     opt = sparsesam.SAM(inner, model, rho=RHO)
     x, y = cases.vectors(dtype=torch.float32)
@@ -327,7 +327,7 @@ def test_train_and_eval_reach_a_schedule_free_base():
     torch.testing.assert_close(trained, cases.weights_of(model))
 
 
-def test_train_and_eval_are_refused_at_the_perturbed_weights():
+def test_train_and_eval_inside_perturbed_raise():
     model, inner = built(schedulefree.AdamWScheduleFree)
     opt = sparsesam.SAM(inner, model, rho=RHO)
     x, y = cases.vectors(dtype=torch.float32)

@@ -38,7 +38,7 @@ def pair(**options):
 
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("step", [two_steps, one_step])
-def test_steps_equal_theirs(step, adaptive):
+def test_steps_equal_original(step, adaptive):
     model, ours, twin, theirs = pair(adaptive=adaptive)
     for seed in range(10):
         x, y = cases.vectors(seed=seed)
@@ -47,7 +47,7 @@ def test_steps_equal_theirs(step, adaptive):
     torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-6, atol=1e-7)
 
 
-def test_first_step_without_clearing_keeps_the_gradient_as_theirs_does():
+def test_first_step_without_clearing_keeps_gradient_like_original():
     model, ours, twin, theirs = pair()
     x, y = cases.vectors()
     for opt, one in ((ours, model), (theirs, twin)):
@@ -58,7 +58,7 @@ def test_first_step_without_clearing_keeps_the_gradient_as_theirs_does():
     torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-6, atol=1e-7)
 
 
-def test_their_checkpoint_loads_with_its_momentum():
+def test_original_checkpoint_loads_with_momentum():
     model, ours, twin, theirs = pair()
     x, y = cases.vectors()
     two_steps(theirs, twin, x, y)
@@ -69,7 +69,7 @@ def test_their_checkpoint_loads_with_its_momentum():
     torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-6, atol=1e-7)
 
 
-def test_a_checkpoint_of_davda54_loads_and_says_what_it_lacks():
+def test_davda54_checkpoint_loads_with_warning():
     model, ours, *_ = pair()
     state = ours.base.state_dict()
     for group in state["param_groups"]:
@@ -82,7 +82,7 @@ def test_a_checkpoint_of_davda54_loads_and_says_what_it_lacks():
     two_steps(ours, model, *cases.vectors())
 
 
-def test_its_own_checkpoint_resumes_bit_for_bit():
+def test_own_checkpoint_resumes_bitwise():
     model, ours, twin, _ = pair()
     x, y = cases.vectors()
     two_steps(ours, model, x, y)
@@ -94,14 +94,14 @@ def test_its_own_checkpoint_resumes_bit_for_bit():
     assert cases.same_bits(cases.weights_of(model), cases.weights_of(twin))
 
 
-def test_parameter_groups_with_options_of_their_own():
+def test_parameter_groups_with_own_options():
     model = cases.mlp()
     groups = [{"params": model[0].parameters(), "rho": 0.5, "adaptive": True}, {"params": model[2:].parameters()}]
     opt = compat.SAM(groups, torch.optim.SGD, rho=0.1, lr=0.1)
     assert [(group["rho"], group["adaptive"]) for group in opt.param_groups] == [(0.5, "all"), (0.1, False)]
 
 
-def test_with_the_model_statistics_move_once_a_step():
+def test_statistics_update_once_per_step_with_model():
     model = cases.convnet()
     twin = copy.deepcopy(model)
     opt = compat.SAM(model.parameters(), torch.optim.SGD, rho=0.5, lr=0.0, model=model)
@@ -111,7 +111,7 @@ def test_with_the_model_statistics_move_once_a_step():
     assert cases.same_bits(list(model.buffers()), list(twin.buffers()))
 
 
-def test_weights_are_back_when_the_closure_raises():
+def test_weights_are_restored_when_closure_raises():
     model, ours, *_ = pair(rho=5.0)
     x, y = cases.vectors()
     before = cases.weights_of(model)
@@ -125,7 +125,7 @@ def test_weights_are_back_when_the_closure_raises():
     assert cases.same_bits(before, cases.weights_of(model))
 
 
-def test_misuse_is_explained():
+def test_misuse_raises_with_explanation():
     _, ours, *_ = pair()
     with pytest.raises(RuntimeError, match="needs a closure"):
         ours.step()
@@ -136,7 +136,7 @@ def test_misuse_is_explained():
 
 
 @pytest.mark.parametrize("kind", [sparsesam.SAM, sparsesam.SSAM])
-def test_their_call_on_our_optimizers_names_compat(kind):
+def test_original_call_on_our_optimizers_names_compat(kind):
     model = cases.mlp()
     for call in (
         lambda: kind(model.parameters(), torch.optim.SGD, rho=0.05, lr=0.1),

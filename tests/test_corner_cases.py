@@ -1,4 +1,4 @@
-"""Uses that are rare and were once wrong: each is compared with what the plain way gives."""
+"""Rare uses that once failed, each compared with two plain passes."""
 
 import copy
 import gc
@@ -57,7 +57,7 @@ def normalized():
 
 @pytest.mark.parametrize("options", [{"ascent": "momentum"}, {"every": 2, "off_steps": "reuse"}, {"every": 2}, {}])
 @pytest.mark.parametrize("two_phase", [False, True])
-def test_statistics_move_once_in_every_step(options, two_phase):
+def test_statistics_update_once_in_every_step(options, two_phase):
     model = seeded(normalized)
     optimizer = sparsesam.SAM(sgd(model, momentum=0.9), model, **options)
     for count in range(1, 5):
@@ -74,7 +74,7 @@ def test_statistics_move_once_in_every_step(options, two_phase):
 
 
 @pytest.mark.parametrize("options", [{"ascent": "momentum"}, {"every": 2, "off_steps": "reuse"}, {"every": 2}])
-def test_statistics_move_once_also_where_a_loop_always_runs_both_passes(options):
+def test_statistics_update_once_where_loop_always_runs_both_passes(options):
     model = seeded(normalized)
     optimizer = sparsesam.SAM(sgd(model, momentum=0.9), model, **options)
     for count in range(1, 5):
@@ -86,11 +86,11 @@ def test_statistics_move_once_also_where_a_loop_always_runs_both_passes(options)
         assert model[1].num_batches_tracked == count
 
 
-# ---- part of the batch ---------------------------------------------------------------------------------------
+# ---- ascent_fraction -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{"rho": 0.0}, {"mask": sparsesam.random_mask(sparsity=1.0), "rho": 0.5}])
-def test_no_perturbation_equals_the_base_optimizer_also_with_a_part_of_the_batch(options):
+def test_no_perturbation_equals_base_optimizer_with_ascent_fraction(options):
     model = seeded(lambda: nn.Linear(4, 1))
     plain = copy.deepcopy(model)
     kind = sparsesam.SSAM if "mask" in options else sparsesam.SAM
@@ -109,7 +109,7 @@ def test_no_perturbation_equals_the_base_optimizer_also_with_a_part_of_the_batch
     assert torch.equal(weights(model), weights(plain))
 
 
-def test_a_part_of_the_batch_needs_a_closure():
+def test_ascent_fraction_needs_closure():
     model = seeded(lambda: nn.Linear(4, 1))
     optimizer = sparsesam.SAM(sgd(model), model, ascent_fraction=0.25)
     model(X).square().mean().backward()
@@ -150,13 +150,13 @@ def half_of_rows(make):
     return sparsesam.fixed_mask(masks)
 
 
-def test_arguments_by_name():
+def test_keyword_arguments():
     compare_engines(Named, half_of_rows(Named), lambda model: model(X).square().sum())
     model = seeded(Named)
     step(implicit(model, sparsesam.fixed_mask("v")), lambda: model(X).square().sum())
 
 
-def test_one_sample_without_a_batch_dimension():
+def test_single_sample_without_batch_dimension():
     compare_engines(TwoParts, half_of_rows(TwoParts), lambda model: model(X[0]).square().sum())
 
 
@@ -166,7 +166,7 @@ class WithFeatures(TwoParts):
         return h, self.b(h.relu())
 
 
-def test_a_clean_output_may_have_a_loss_of_its_own():
+def test_unperturbed_output_may_have_its_own_loss():
     def loss_of(model):
         features, scores = model(X)
         features.retain_grad()
@@ -177,7 +177,7 @@ def test_a_clean_output_may_have_a_loss_of_its_own():
 
 
 def moves_in_a_step(optimizer, model, weight):
-    """Whether a weight is elsewhere in the second pass than in the first."""
+    """Whether the second pass sees another value of the weight than the first."""
     seen = []
 
     def loss_of():
@@ -188,7 +188,7 @@ def moves_in_a_step(optimizer, model, weight):
     return not torch.equal(seen[0], seen[1])
 
 
-def test_a_group_that_joins_later_is_perturbed():
+def test_group_added_later_is_perturbed():
     model = seeded(TwoParts)
     optimizer = sparsesam.SAM(torch.optim.SGD(model.b.parameters(), 0.1), model, rho=0.5)
     step(optimizer, lambda: model(X).square().sum())
@@ -196,7 +196,7 @@ def test_a_group_that_joins_later_is_perturbed():
     assert moves_in_a_step(optimizer, model, model.a.weight)
 
 
-def test_a_group_that_is_switched_on_is_perturbed_at_once():
+def test_group_enabled_later_is_perturbed_at_once():
     model = seeded(TwoParts)
     groups = [{"params": list(model.a.parameters()), "perturb": False}, {"params": list(model.b.parameters())}]
     optimizer = sparsesam.SAM(torch.optim.SGD(groups, 0.1), model, rho=0.5)
@@ -205,7 +205,7 @@ def test_a_group_that_is_switched_on_is_perturbed_at_once():
     assert moves_in_a_step(optimizer, model, model.a.weight)
 
 
-def test_no_activations_are_kept_after_a_step():
+def test_no_activations_are_kept_after_step():
     seen = []
 
     class Watched(nn.Linear):
@@ -230,7 +230,7 @@ class Noisy(TwoParts):
         return self.b((self.a(x) * self.noise).relu())
 
 
-def test_a_closure_that_raised_leaves_nothing_behind():
+def test_closure_that_raised_leaves_no_state():
     model = seeded(Noisy)
     optimizer = ssam(model, sparsesam.fixed_mask("b.*"))
     step(optimizer, lambda: model(X).square().sum())
@@ -252,7 +252,7 @@ def test_a_closure_that_raised_leaves_nothing_behind():
     assert torch.equal(noise[0], noise[1])
 
 
-def test_forwards_between_steps_are_the_users_own():
+def test_forwards_between_steps_are_unaffected():
     model = seeded(TwoParts)
     optimizer = ssam(model, sparsesam.fixed_mask("b.*"))
     step(optimizer, lambda: model(X).square().sum())
@@ -283,7 +283,7 @@ def two_phases(optimizer, loss_of, *, first_pass=True):
         lambda model, optimizer: model.a.requires_grad_(False),
     ],
 )
-def test_changes_between_the_steps_of_a_loop(change, first_pass):
+def test_changes_between_steps_of_loop(change, first_pass):
     ends = []
     for engine in (True, False):
         model = seeded(TwoParts)
@@ -295,7 +295,7 @@ def test_changes_between_the_steps_of_a_loop(change, first_pass):
     torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-11)
 
 
-def test_a_layer_that_is_unfrozen_between_steps_is_perturbed():
+def test_layer_unfrozen_between_steps_is_perturbed():
     for first_pass in (True, False):
         model = seeded(TwoParts)
         model.a.requires_grad_(False)
@@ -312,7 +312,7 @@ def test_a_layer_that_is_unfrozen_between_steps_is_perturbed():
         optimizer.step()
 
 
-def test_a_plain_step_of_the_base_between_two_phase_steps_moves_every_layer():
+def test_plain_base_step_between_two_phase_steps_updates_every_layer():
     model = seeded(TwoParts)
     optimizer = ssam(model, sparsesam.fixed_mask("b.*"))
     two_phases(optimizer, lambda: model(X).square().sum())
@@ -323,7 +323,7 @@ def test_a_plain_step_of_the_base_between_two_phase_steps_moves_every_layer():
     assert not torch.equal(before, model.a.weight)
 
 
-def test_a_second_optimizer_on_the_other_layers():
+def test_second_optimizer_on_other_layers():
     ends = []
     for engine in (True, False):
         model = seeded(TwoParts)
@@ -342,7 +342,7 @@ def test_a_second_optimizer_on_the_other_layers():
     torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
 
 
-def test_gradients_outside_the_optimizer_are_those_of_the_second_pass():
+def test_gradients_outside_optimizer_are_those_of_second_pass():
     """As if the closure had been called once, at w + e; what the user accumulates there is kept."""
     for engine in (True, False):
         model = seeded(TwoParts)
@@ -364,8 +364,8 @@ def test_gradients_outside_the_optimizer_are_those_of_the_second_pass():
 
 
 @pytest.mark.parametrize("clears", ["before the block", "in the block", "never"])
-def test_gradients_outside_the_optimizer_are_those_of_the_second_pass_in_two_phases(clears):
-    """Whether the engine leaves them out in the first pass or, as with a backward hook, does not."""
+def test_gradients_outside_optimizer_are_those_of_second_pass_in_two_phases(clears):
+    """Whether the engine skips them in the first pass or, as with a backward hook, does not."""
     ends = []
     for hooked in (False, True):
         model = seeded(TwoParts)
@@ -392,7 +392,7 @@ def test_gradients_outside_the_optimizer_are_those_of_the_second_pass_in_two_pha
     torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
 
 
-def test_a_mask_that_changes_between_the_phases_is_refused():
+def test_mask_that_changes_between_phases_raises():
     model = seeded(TwoParts)
     optimizer = ssam(model, sparsesam.random_mask(sparsity=0.5, pattern="filter"))
     two_phases(optimizer, lambda: model(X).square().sum())
@@ -413,7 +413,7 @@ def implicit(model, mask):
     return ssam(model, mask, ascent="implicit")
 
 
-def test_nothing_passes_through_an_unperturbed_last_layer():
+def test_implicit_gradient_stops_at_unperturbed_last_layer():
     model = seeded(TwoParts)
     plain = copy.deepcopy(model)
     optimizer = implicit(model, sparsesam.fixed_mask("a.*"))
@@ -436,7 +436,7 @@ def test_implicit_in_evaluation_mode_is_implicit():
     assert torch.equal(*ends)
 
 
-def test_implicit_refuses_a_first_pass_that_it_cannot_see():
+def test_implicit_rejects_first_pass_without_model_call():
     model = seeded(TwoParts)
     optimizer = implicit(model, half_of_rows(TwoParts))
     step(optimizer, lambda: model(X).square().sum())  # the one that makes the mask
@@ -451,7 +451,7 @@ class Functional(TwoParts):
         return self.b(F.linear(x, self.a.weight, self.a.bias).relu())
 
 
-def test_implicit_says_where_it_was_explicit():
+def test_implicit_reports_where_it_was_explicit():
     model = seeded(Functional)
     optimizer = implicit(model, half_of_rows(TwoParts))
     with pytest.warns(RuntimeWarning, match=r"explicit for a\.weight$"):
@@ -464,14 +464,14 @@ def test_implicit_says_where_it_was_explicit():
 # ---- masks, checkpoints, phases ----------------------------------------------------------------------------------
 
 
-def test_a_budget_needs_the_masked_norm():
+def test_budget_needs_masked_norm():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     mask = sparsesam.budget_mask(model, torch.randn(8, 4), budget=1.5)
     with pytest.raises(ValueError, match='norm must be "masked" with BudgetMask, got "full"'):
         sparsesam.SSAM(sgd(model), model, rho=0.1, mask=mask)
 
 
-def test_the_samples_are_those_of_the_loaders_sampler():
+def test_samples_follow_sampler_of_loader():
     data = TensorDataset(torch.arange(100.0)[:, None], torch.zeros(100))
     for loader in (
         DataLoader(data, batch_size=4, sampler=SubsetRandomSampler(range(16))),
@@ -486,7 +486,7 @@ def test_the_samples_are_those_of_the_loaders_sampler():
         assert len(drawn.unique()) == len(drawn) >= 6
 
 
-def test_a_loader_of_ready_batches_is_a_stream():
+def test_loader_of_ready_batches_is_stream():
     ready = [(torch.ones(4, 1), torch.zeros(4))] * 3
     loader = DataLoader(ready, batch_size=None)
     batches = list(draw_batches(loader, 8, generator=torch.Generator(), chunk=8))
@@ -494,7 +494,7 @@ def test_a_loader_of_ready_batches_is_a_stream():
 
 
 @pytest.mark.parametrize("mask", [sparsesam.fixed_mask("head.*"), sparsesam.fixed_mask(types=(nn.Linear,))])
-def test_a_tied_weight_is_found_by_each_of_its_names(mask):
+def test_tied_weight_is_found_by_each_of_its_names(mask):
     model = nn.ModuleDict({"table": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
     model["head"].weight = model["table"].weight
     optimizer = sparsesam.SSAM(sgd(model), model, rho=0.1, mask=mask)
@@ -502,7 +502,7 @@ def test_a_tied_weight_is_found_by_each_of_its_names(mask):
     assert optimizer.sparsity == 0
 
 
-def test_a_bare_checkpoint_begins_anew():
+def test_base_checkpoint_resets_state():
     model = seeded(TwoParts)
     schedule = sparsesam.Cosine(10)
     optimizer = sparsesam.SSAM(
@@ -517,19 +517,19 @@ def test_a_bare_checkpoint_begins_anew():
     assert (optimizer.steps, optimizer.masks, optimizer.param_groups[0]["rho"]) == (0, {}, 0.3)
 
 
-def test_a_step_that_was_left_out_does_not_make_the_next_a_plain_one():
+def test_abandoned_step_does_not_make_next_one_plain():
     model = seeded(TwoParts)
     optimizer = sparsesam.SAM(sgd(model), model)
     model(X).square().sum().backward()
     with optimizer.perturbed():
         model(X).square().sum().backward()
-    optimizer.zero_grad()  # the user gives this step up
+    optimizer.zero_grad()  # the user abandons this step
     model(X).square().sum().backward()
     with pytest.raises(RuntimeError, match=r"step\(\) needs a gradient at w \+ e"):
         optimizer.step()
 
 
-def test_a_later_wrapper_around_the_same_base_has_its_own_options():
+def test_later_wrapper_around_same_base_has_its_own_options():
     model = seeded(lambda: nn.Linear(4, 2))
     base = torch.optim.SGD([{"params": p} for p in model.parameters()], lr=0.1)
     base.param_groups[0]["rho"] = 0.7  # the user's

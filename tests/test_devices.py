@@ -1,4 +1,4 @@
-"""The shape of a step on an accelerator, shown without one: no value is read by the host, and few launches."""
+"""A step on an accelerator, tested without one: the host reads no value, and there are few kernel launches."""
 
 from __future__ import annotations
 
@@ -33,13 +33,6 @@ def entries(share):
     return masks
 
 
-def rows(model):
-    masks = {name: torch.zeros(p.shape, dtype=torch.bool) for name, p in model.named_parameters()}
-    for mask in masks.values():
-        mask[::2] = True
-    return masks
-
-
 def two_of_four(model):
     like = {name: torch.rand(p.shape) for name, p in model.named_parameters()}
     return as_pattern("2:4").select(like)
@@ -60,15 +53,15 @@ OPTIMIZERS = {
     "few entries": ssam(entries(0.3)),
     "few entries, masked norm": ssam(entries(0.3), norm="masked"),
     "most entries": ssam(entries(0.7)),
-    "rows": ssam(rows),
-    "rows, masked norm": ssam(rows, norm="masked"),
+    "rows": ssam(cases.every_other_filter),
+    "rows, masked norm": ssam(cases.every_other_filter, norm="masked"),
     "2:4": ssam(two_of_four),
     "last layers": lambda model: sparsesam.SSAM(
         sgd(model), model, rho=0.1, mask=sparsesam.fixed_mask("[2-9].*"), norm="masked"
     ),
     "extrapolated": lambda model: sparsesam.ExtrapolatedSAM(sgd(model), model, 2.0),
     "extrapolated, few entries": extrapolated(entries(0.3)),
-    "extrapolated, rows": extrapolated(rows),
+    "extrapolated, rows": extrapolated(cases.every_other_filter),
 }
 
 
@@ -78,8 +71,8 @@ def batch(device=META):
 
 @pytest.mark.parametrize("step", [cases.with_closure, cases.in_two_phases])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_whole_step_runs_on_the_meta_device(name, step):
-    """There is no value to read there, and a tensor of the CPU does not go together with one of it."""
+def test_whole_step_runs_on_meta_device(name, step):
+    """There is no value to read there, and CPU tensors cannot be combined with meta tensors."""
     model = network(3)
     opt = OPTIMIZERS[name](model)
     for _ in range(3):
@@ -104,28 +97,28 @@ def launches_beyond_two_passes(name, layers):
 
 
 @pytest.mark.parametrize("name", ["SAM", "ASAM"])
-def test_launches_of_sam_do_not_grow_with_the_number_of_tensors(name):
+def test_launches_of_sam_do_not_grow_with_number_of_tensors(name):
     few, _ = launches_beyond_two_passes(name, 3)
     many, _ = launches_beyond_two_passes(name, 12)
     assert many == few < 50
 
 
 @pytest.mark.parametrize("name", ["few entries", "few entries, masked norm", "most entries", "rows", "2:4"])
-def test_launches_of_a_mask_do_not_grow_with_the_number_of_tensors(name):
+def test_launches_of_mask_do_not_grow_with_number_of_tensors(name):
     few, _ = launches_beyond_two_passes(name, 3)
     many, _ = launches_beyond_two_passes(name, 12)
     assert abs(many - few) < 5  # by chance a mask of four entries keeps none, or all of them
     assert many < 70
 
 
-def test_a_backward_of_some_filters_adds_at_most_five_launches_per_tensor():
+def test_backward_of_some_filters_adds_at_most_five_launches_per_tensor():
     few, small = launches_beyond_two_passes("rows, masked norm", 3)
     many, large = launches_beyond_two_passes("rows, masked norm", 12)
     assert many - few <= 5 * (large - small)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_devices_implementation_trains_like_the_hosts(name):
+def test_implementation_for_devices_trains_like_that_for_host(name):
     results = []
     for implementation in ("host", "device"):
         torch.manual_seed(0)
@@ -154,7 +147,7 @@ def held_bytes(older):
 
 @pytest.mark.parametrize(("share", "limit"), [(0.1, 1), (0.3, 2.6), (0.5, 2.3), (0.7, 3.1), (0.9, 4), (1.0, 4)])
 @pytest.mark.parametrize("pattern", ["unstructured", "filter"])
-def test_a_mask_takes_at_most_four_bytes_per_weight_with_what_it_saves(pattern, share, limit):
+def test_mask_takes_at_most_four_bytes_per_weight_with_what_it_saves(pattern, share, limit):
     """Beyond weights, gradients and the base optimizer, in the second pass and after the step."""
     older = held_storages()  # of other tests
     model = nn.Sequential(nn.Linear(200, 500, bias=False), nn.Linear(500, 300, bias=False)).to(META)
@@ -180,7 +173,7 @@ def test_a_mask_takes_at_most_four_bytes_per_weight_with_what_it_saves(pattern, 
         assert max(beyond) / weights > 4 * share  # what is saved is counted
 
 
-def test_rho_may_be_a_tensor_that_the_host_does_not_read():
+def test_host_does_not_read_rho_tensor():
     model = network(2)
     opt = sparsesam.SAM(sgd(model), model, rho=0.1, rho_schedule=sparsesam.Warmup(4))
     rho = opt.param_groups[0]["rho"] = torch.empty((), device=META)
@@ -188,7 +181,7 @@ def test_rho_may_be_a_tensor_that_the_host_does_not_read():
     assert opt.param_groups[0]["rho"] is rho
 
 
-def test_a_rho_that_is_a_tensor_follows_its_schedule_in_place():
+def test_rho_tensor_follows_schedule_in_place():
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model, rho=0.1, rho_schedule=sparsesam.Warmup(4))
     rho = opt.param_groups[0]["rho"] = torch.tensor(0.4, dtype=torch.float64)

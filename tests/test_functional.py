@@ -19,7 +19,7 @@ def loss_of(model):
 
 @pytest.mark.parametrize("norm", ["full", "masked"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_gradient_is_the_oracles(masked, norm):
+def test_gradient_equals_oracle(masked, norm):
     model = cases.mlp()
     twin = copy.deepcopy(model)
     masks = cases.half_masks(model) if masked else None
@@ -34,12 +34,12 @@ def test_the_gradient_is_the_oracles(masked, norm):
     torch.testing.assert_close(loss, value)
 
 
-def test_a_zero_gradient_means_no_perturbation():
+def test_zero_gradient_means_no_perturbation():
     e = perturbation({"w": torch.zeros(3)}, rho=0.1)
     assert torch.equal(e["w"], torch.zeros(3))
 
 
-def test_it_maps_over_models():
+def test_vmap_over_models():
     models = [cases.mlp(seed=seed) for seed in range(3)]
     x, y = cases.vectors()
     params, _ = torch.func.stack_module_state(models)

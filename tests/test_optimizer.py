@@ -29,7 +29,7 @@ def pair(base="sgd"):
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_sam_equals_the_oracle(base):
+def test_sam_equals_oracle(base):
     model, inner, twin, twin_base = pair(base)
     opt = sparsesam.SAM(inner, model, rho=0.2)
     for seed in range(10):
@@ -42,7 +42,7 @@ def test_sam_equals_the_oracle(base):
 
 @pytest.mark.parametrize("norm", ["full", "masked"])
 @pytest.mark.parametrize("adaptive", [False, "all"])
-def test_ssam_equals_the_oracle(norm, adaptive):
+def test_ssam_equals_oracle(norm, adaptive):
     model, inner, twin, twin_base = pair()
     masks = cases.half_masks(model)
     opt = sparsesam.SSAM(inner, model, rho=0.3, mask=sparsesam.fixed_mask(masks), norm=norm, adaptive=adaptive)
@@ -62,7 +62,7 @@ def test_ssam_equals_the_oracle(norm, adaptive):
 
 
 @pytest.mark.parametrize("adaptive", [False, "all"])
-def test_fifty_steps_equal_pytorch_optimizers_sam(adaptive):
+def test_fifty_steps_equal_sam_of_pytorch_optimizer(adaptive):
     OtherSAM = pytest.importorskip("pytorch_optimizer").SAM
 
     model = cases.mlp()
@@ -95,7 +95,7 @@ def train(make, model, steps=8):
     ],
     ids=["rho 0", "sparsity 1"],
 )
-def test_nothing_perturbed_is_the_base_optimizer_bit_for_bit(make):
+def test_nothing_perturbed_equals_base_optimizer_bitwise(make):
     model = nn.Sequential(cases.convnet(), nn.Dropout(0.5))  # dropout: also the random stream must not move
     twin = copy.deepcopy(model)
     torch.manual_seed(3)
@@ -104,7 +104,7 @@ def test_nothing_perturbed_is_the_base_optimizer_bit_for_bit(make):
     assert cases.same_bits(ours, train(cases.sgd, twin))
 
 
-def test_sparsity_zero_is_sam_bit_for_bit():
+def test_sparsity_zero_equals_sam_bitwise():
     model = cases.convnet()
     twin = copy.deepcopy(model)
     dense = sparsesam.random_mask(sparsity=0.0)
@@ -113,7 +113,7 @@ def test_sparsity_zero_is_sam_bit_for_bit():
 
 
 @pytest.mark.parametrize("norm", ["full", "masked"])
-def test_the_perturbation_stays_in_the_ball_and_in_the_mask(norm):
+def test_perturbation_stays_in_ball_and_mask(norm):
     model = cases.mlp()
     masks = cases.half_masks(model)
     opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.25, mask=sparsesam.fixed_mask(masks), norm=norm)
@@ -130,7 +130,7 @@ def test_the_perturbation_stays_in_the_ball_and_in_the_mask(norm):
     assert cases.same_bits(before, cases.weights_of(model))
 
 
-def test_two_phases_equal_the_closure_bit_for_bit():
+def test_two_phases_equal_closure_bitwise():
     model = cases.convnet()
     twin = copy.deepcopy(model)
     opt, other = (sparsesam.SAM(cases.sgd(m), m, rho=0.1) for m in (model, twin))
@@ -145,7 +145,7 @@ def test_two_phases_equal_the_closure_bit_for_bit():
     assert cases.same_bits(cases.weights_of(model), cases.weights_of(twin))
 
 
-def test_the_returned_loss_is_the_one_at_w():
+def test_returned_loss_is_the_one_at_w():
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model, rho=0.5)
     x, y = cases.vectors()
@@ -154,7 +154,7 @@ def test_the_returned_loss_is_the_one_at_w():
 
 
 class UnregisteredDict(dict):
-    """What torch's pytrees do not know."""
+    """A type that is not registered with torch's pytrees."""
 
 
 class UnregisteredList(list):
@@ -162,7 +162,7 @@ class UnregisteredList(list):
 
 
 @pytest.mark.parametrize("kind", [dict, UnregisteredDict])
-def test_what_a_closure_returns_has_no_graph_but_is_of_its_kind(kind):
+def test_result_of_closure_is_detached_and_keeps_its_type(kind):
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model, rho=0.5)
     x, y = cases.vectors()
@@ -180,10 +180,10 @@ def test_what_a_closure_returns_has_no_graph_but_is_of_its_kind(kind):
     assert type(result["parts"]) is UnregisteredList
     assert not any(one.requires_grad for one in (result["loss"], result["parts"][0], result["parts"][1][0]))
     assert result["parts"][1][1] == "note"
-    assert closure.result["parts"][0].requires_grad  # the closure's own objects are left alone
+    assert closure.result["parts"][0].requires_grad  # the closure's own objects are unchanged
 
 
-def test_adaptive_scales_weights_and_leaves_biases_unless_asked():
+def test_adaptive_scales_weights_and_biases_only_on_request():
     model = cases.mlp()
     x, y = cases.vectors()
     F.cross_entropy(model(x), y).backward()
@@ -234,7 +234,7 @@ def test_channels_last_weights_are_perturbed_and_restored():
     torch.testing.assert_close(model.moved, plain.moved)
 
 
-def test_bfloat16_weights_come_back_bit_for_bit():
+def test_bfloat16_weights_are_restored_bitwise():
     model = cases.convnet(torch.bfloat16)
     opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.5, mask=sparsesam.random_mask(sparsity=0.5))
     x, y = cases.images(dtype=torch.bfloat16)
@@ -243,34 +243,3 @@ def test_bfloat16_weights_come_back_bit_for_bit():
     with opt.perturbed():
         assert not cases.same_bits(before, cases.weights_of(model))
     assert cases.same_bits(before, cases.weights_of(model))
-
-
-@pytest.mark.parametrize(
-    ("schedule", "factors"),
-    [
-        (sparsesam.Constant(), [1, 1, 1, 1]),
-        (sparsesam.Warmup(2), [0.5, 1, 1, 1]),
-        (sparsesam.Cosine(2, final=0.5), [1, 0.75, 0.5, 0.5]),
-        (sparsesam.InverseSqrt(), [1, 2**-0.5, 3**-0.5, 0.5]),
-    ],
-)
-def test_rho_schedules_drive_each_group_from_its_own_rho(schedule, factors):
-    model = cases.mlp()
-    groups = [{"params": model[0].parameters(), "rho": 0.4}, {"params": model[2:].parameters()}]
-    opt = sparsesam.SAM(torch.optim.SGD(groups, lr=0.1), model, rho=0.1, rho_schedule=schedule)
-    x, y = cases.vectors()
-    for factor in factors:
-        opt.step(cases.closure_for(model, opt, x, y))
-        assert [group["rho"] for group in opt.param_groups] == pytest.approx([0.4 * factor, 0.1 * factor])
-
-
-def test_rho_in_the_groups_can_be_driven_from_outside():
-    model = cases.mlp()
-    opt = sparsesam.SAM(cases.sgd(model), model, rho=0.1)
-    opt.param_groups[0]["rho"] = 0.7
-    x, y = cases.vectors()
-    before = cases.weights_of(model)
-    F.cross_entropy(model(x), y).backward()
-    with opt.perturbed():
-        moves = [now - then for now, then in zip(cases.weights_of(model), before, strict=True)]
-    assert oracles.flat(moves).norm().item() == pytest.approx(0.7)

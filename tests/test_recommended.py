@@ -1,4 +1,4 @@
-"""One call, by price."""
+"""recommended(): one call, by cost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests import cases
 
 
 @pytest.mark.parametrize(("cost", "passes"), [(1.0, 1), (1.05, 1), (1.25, 1.25), (2.0, 2), (3.0, 2)])
-def test_a_step_takes_no_more_passes_than_it_may_cost(cost, passes):
+def test_step_takes_no_more_passes_than_cost_allows(cost, passes):
     model = cases.mlp()
     opt = sparsesam.recommended(cases.sgd(model), model, cost=cost)
     seen = []
@@ -27,7 +27,7 @@ def test_a_step_takes_no_more_passes_than_it_may_cost(cost, passes):
         assert sum(seen) / 16 == passes
 
 
-def test_its_strength_is_that_of_what_it_chooses():
+def test_strength_is_that_of_chosen_method():
     model = cases.mlp()
     assert sparsesam.recommended(cases.sgd(model), model, strength=7.0).param_groups[0]["rho"] == 7.0
     assert sparsesam.recommended(cases.sgd(model), model, cost=2, strength=0.7).param_groups[0]["rho"] == 0.7
@@ -44,7 +44,7 @@ def test_its_strength_is_that_of_what_it_chooses():
     ],
 )
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_with_noisy_labels_one_pass_looks_further_ahead_where_there_is_batch_normalization(kind, layer, steps):
+def test_noisy_labels_look_further_ahead_with_batch_normalization(kind, layer, steps):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sequential(layer))
     base = kind(model.parameters(), lr=0.1)
     assert sparsesam.recommended(base, model, noisy_labels=True).param_groups[0]["rho"] == steps
@@ -52,14 +52,14 @@ def test_with_noisy_labels_one_pass_looks_further_ahead_where_there_is_batch_nor
 
 
 @pytest.mark.parametrize("cost", [1.5, 2.0])
-def test_with_noisy_labels_rho_is_larger(cost):
+def test_noisy_labels_increase_rho(cost):
     model = cases.mlp()
     assert sparsesam.recommended(cases.sgd(model), model, cost=cost).param_groups[0]["rho"] == 0.05
     assert sparsesam.recommended(cases.sgd(model), model, cost=cost, noisy_labels=True).param_groups[0]["rho"] == 0.2
 
 
 @pytest.mark.parametrize("cost", [0.5, -1.0, float("nan")])
-def test_a_price_below_the_bases_is_refused(cost):
+def test_cost_below_base_raises(cost):
     model = cases.mlp()
     with pytest.raises(ValueError, match="cost must be at least 1"):
         sparsesam.recommended(cases.sgd(model), model, cost=cost)

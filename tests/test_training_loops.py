@@ -1,4 +1,4 @@
-"""What users of sharpness-aware optimizers trip over: loops, precision, accumulation, odd models."""
+"""Training loops that users write: precision, accumulation, schedulers, unusual models."""
 
 from __future__ import annotations
 
@@ -13,14 +13,6 @@ from torch.nn import functional as F
 import sparsesam
 from tests import cases, oracles
 
-
-def two_phase(opt, model, x, y):
-    opt.zero_grad()
-    F.cross_entropy(model(x), y).backward()
-    with opt.perturbed():
-        F.cross_entropy(model(x), y).backward()
-
-
 # ---- precision -------------------------------------------------------------------------------------------
 
 
@@ -28,14 +20,14 @@ def half_masked(model):
     return sparsesam.SSAM(cases.sgd(model), model, rho=0.1, mask=sparsesam.fixed_mask(cases.half_masks(model)))
 
 
-def test_grad_scaler_in_two_phases_changes_nothing_but_the_rounding():
+def test_two_phase_grad_scaler_changes_only_rounding():
     model = cases.convnet()
     twin = copy.deepcopy(model)
     opt, other = half_masked(model), half_masked(twin)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for seed in range(6):
         x, y = cases.images(seed=seed)
-        two_phase(other, twin, x, y)
+        cases.both_passes(other, twin, x, y)
         other.step()
         opt.zero_grad()
         scaler.scale(F.cross_entropy(model(x), y)).backward()
@@ -48,7 +40,7 @@ def test_grad_scaler_in_two_phases_changes_nothing_but_the_rounding():
     torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-4, atol=1e-6)
 
 
-def test_grad_scaler_with_a_closure():
+def test_grad_scaler_with_closure():
     model = cases.convnet()
     twin = copy.deepcopy(model)
     opt, other = half_masked(model), half_masked(twin)
@@ -62,7 +54,7 @@ def test_grad_scaler_with_a_closure():
     torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-4, atol=1e-6)
 
 
-def test_what_a_scaler_raises_does_not_outlive_its_step():
+def test_error_of_scaler_does_not_outlive_step():
     model = cases.convnet()
     opt = half_masked(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -76,7 +68,7 @@ def test_what_a_scaler_raises_does_not_outlive_its_step():
     assert opt.steps == 1
 
 
-def test_a_step_that_the_scaler_skips_leaves_weights_and_count_alone():
+def test_step_skipped_by_scaler_leaves_weights_and_count_unchanged():
     model = cases.convnet()
     opt = half_masked(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -91,7 +83,7 @@ def test_a_step_that_the_scaler_skips_leaves_weights_and_count_alone():
     assert cases.same_bits(before, cases.weights_of(model))
     assert opt.steps == 0
     assert scaler.get_scale() == 2.0**9
-    two_phase(opt, model, x, y)
+    cases.both_passes(opt, model, x, y)
     opt.step()
     assert opt.steps == 1
 
@@ -121,13 +113,13 @@ def test_autocast(dtype):
 # ---- accumulation, clipping, schedulers ------------------------------------------------------------------
 
 
-def test_accumulation_over_micro_batches_equals_the_whole_batch():
+def test_accumulation_over_micro_batches_equals_whole_batch():
     model = cases.mlp()
     twin = copy.deepcopy(model)
     opt, other = half_masked(model), half_masked(twin)
     for seed in range(4):
         x, y = cases.vectors(seed=seed)
-        two_phase(other, twin, x, y)
+        cases.both_passes(other, twin, x, y)
         other.step()
         micro = list(zip(x.chunk(4), y.chunk(4), strict=True))
         opt.zero_grad()
@@ -140,7 +132,7 @@ def test_accumulation_over_micro_batches_equals_the_whole_batch():
     torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-10, atol=1e-12)
 
 
-def test_clipping_belongs_between_the_second_pass_and_the_step():
+def test_clipping_goes_between_second_pass_and_step():
     model = cases.mlp()
     twin = copy.deepcopy(model)
     opt, other = (sparsesam.SAM(torch.optim.SGD(m.parameters(), lr=1.0), m, rho=0.1) for m in (model, twin))
@@ -151,7 +143,7 @@ def test_clipping_belongs_between_the_second_pass_and_the_step():
     other.base.register_step_pre_hook(clip)
     before = cases.weights_of(model)
     x, y = cases.vectors()
-    two_phase(opt, model, x, y)
+    cases.both_passes(opt, model, x, y)
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     opt.step()
     moved = oracles.flat(cases.weights_of(model)) - oracles.flat(before)
@@ -173,14 +165,14 @@ def test_learning_rate_schedulers_on_wrapper_or_base(on):
         scheduler.step()
 
 
-def test_one_cycle_drives_momentum_through_the_wrapper():
+def test_one_cycle_drives_momentum_through_wrapper():
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model, rho=0.1)
     torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=10)
     assert opt.base.param_groups[0]["momentum"] == 0.95
 
 
-def test_step_hooks_of_wrapper_and_base_fire_once_a_step():
+def test_step_hooks_of_wrapper_and_base_fire_once_step():
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model, rho=0.1)
     seen = []
@@ -192,7 +184,7 @@ def test_step_hooks_of_wrapper_and_base_fire_once_a_step():
     assert seen == ["wrapper before", "base", "wrapper after"]
 
 
-# ---- models that are not the textbook's ------------------------------------------------------------------
+# ---- unusual models ------------------------------------------------------------------------------------
 
 
 class Sometimes(nn.Module):
@@ -257,7 +249,7 @@ def test_sparse_embedding_gradients():
     torch.testing.assert_close(cases.weights_of(model), cases.weights_of(dense))
 
 
-def test_frozen_parameters_stay_and_unfrozen_ones_join_the_mask():
+def test_frozen_parameters_stay_and_unfrozen_ones_join_mask():
     model = cases.mlp()
     model[0].requires_grad_(False)
     opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.1, mask=sparsesam.random_mask(sparsity=0.5))
@@ -273,7 +265,7 @@ def test_frozen_parameters_stay_and_unfrozen_ones_join_the_mask():
 
 
 @pytest.mark.parametrize("through", ["wrapper", "base"])
-def test_a_parameter_group_added_later_takes_part(through):
+def test_parameter_group_added_later_participates(through):
     model = cases.mlp()
     base = torch.optim.SGD(model[2:].parameters(), lr=0.1)
     opt = sparsesam.SSAM(base, model, rho=0.1, mask=sparsesam.random_mask(sparsity=0.5))
@@ -285,19 +277,19 @@ def test_a_parameter_group_added_later_takes_part(through):
     assert "0.weight" in opt.masks
 
 
-def test_compiled_and_data_parallel_wrappers_keep_the_models_own_names():
+def test_compiled_and_data_parallel_wrappers_keep_names_of_model():
     model = cases.mlp()
     wrapped = torch.compile(model)
     opt = sparsesam.SAM(cases.sgd(wrapped), wrapped, rho=0.1)
     assert list(opt.masks) == [name for name, _ in model.named_parameters()]
 
 
-# ---- normalization, exceptions, strange gradients --------------------------------------------------------
+# ---- normalization, exceptions, zero gradients -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d, lambda n, **k: nn.InstanceNorm1d(n, track_running_stats=True, **k)])
-def test_normalization_statistics_move_once_a_step(layer, momentum):
+def test_normalization_statistics_update_once_per_step(layer, momentum):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv1d(2, 4, 3), layer(4, momentum=momentum), nn.Flatten(), nn.Linear(16, 3))
     twin = copy.deepcopy(model)
@@ -312,7 +304,7 @@ def test_normalization_statistics_move_once_a_step(layer, momentum):
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.5])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_weights_come_back_when_the_second_pass_raises(sparsity, error):
+def test_weights_are_restored_when_second_pass_raises(sparsity, error):
     model = cases.convnet()
     opt = sparsesam.SSAM(cases.sgd(model), model, rho=5.0, mask=sparsesam.random_mask(sparsity=sparsity))
     x, y = cases.images()
@@ -327,11 +319,11 @@ def test_weights_come_back_when_the_second_pass_raises(sparsity, error):
     assert cases.same_bits(before, cases.weights_of(model))
     with pytest.raises(RuntimeError, match="needs a gradient"):
         opt.step()
-    opt.step(cases.closure_for(model, opt, x, y))  # and training goes on
+    opt.step(cases.closure_for(model, opt, x, y))  # and training continues
 
 
 @pytest.mark.parametrize("after", range(6))
-def test_weights_come_back_when_the_ascent_itself_is_interrupted(after, monkeypatch):
+def test_weights_are_restored_when_ascent_is_interrupted(after, monkeypatch):
     from sparsesam.ascent.perturbation import explicit
 
     model = cases.convnet()
@@ -354,7 +346,7 @@ def test_weights_come_back_when_the_ascent_itself_is_interrupted(after, monkeypa
     assert cases.same_bits(before, cases.weights_of(model))
 
 
-def test_a_graph_kept_from_the_first_pass_is_explained():
+def test_graph_kept_from_first_pass_raises_with_explanation():
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model, rho=0.1)
     x, y = cases.vectors()
@@ -370,7 +362,7 @@ def scaled_closure(model, opt, x, y, factors):
     return cases.closure_of(opt, lambda: F.cross_entropy(model(x), y) * next(factors))
 
 
-def test_a_zero_ascent_gradient_is_counted_and_harmless():
+def test_zero_ascent_gradient_is_counted_and_harmless():
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model, rho=0.1)
     before = cases.weights_of(model)
@@ -381,7 +373,7 @@ def test_a_zero_ascent_gradient_is_counted_and_harmless():
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_non_finite_ascent_gradient_means_no_perturbation(bad):
+def test_non_finite_ascent_gradient_means_no_perturbation(bad):
     model = cases.mlp()
     twin = copy.deepcopy(model)
     opt = half_masked(model)
@@ -395,7 +387,7 @@ def test_a_non_finite_ascent_gradient_means_no_perturbation(bad):
     assert (opt.skipped_ascents, opt.skipped_steps) == (1, 0)
 
 
-def test_two_non_finite_gradients_leave_the_weights_alone():
+def test_two_non_finite_gradients_leave_weights_unchanged():
     model = cases.mlp()
     opt = half_masked(model)
     before = cases.weights_of(model)

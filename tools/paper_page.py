@@ -104,9 +104,9 @@ def _items(everything: Sequence[Recipe]) -> list[tuple[str, ...]]:
         is_drawn = one.place.startswith("Figure")
         file = "lab/paper/figures.py" if is_drawn else "lab/paper/recipes.yaml"
         test = (
-            "tests/lab/paper/test_figures.py::test_each_figure_is_trained_analysed_and_drawn"
+            "tests/lab/paper/test_figures.py::test_each_figure_is_trained_analyzed_and_drawn"
             if is_drawn
-            else "tests/lab/paper/test_recipe.py::test_every_cell_is_a_run_that_exists"
+            else "tests/lab/paper/test_recipe.py::test_every_cell_is_valid_run"
         )
         rows.append((one.place, one.title, _code(f"sparsesam paper run {one.label}"), _code(file), _code(test)))
     return rows

@@ -10,7 +10,7 @@ from sparsesam.analysis.convergence import Smoothness, theorem_constants
 
 
 @pytest.mark.parametrize(("method", "condition"), [("SAM", "rho_0 <= G eta_0 / 2"), ("SSAM", "rho_0 <= G eta_0 / 5")])
-def test_measured_run_stays_below_the_theorem_where_its_assumptions_hold(method, condition):
+def test_measured_run_stays_below_bound_when_assumptions_hold(method, condition):
     found = measure_convergence(method, steps=60, runs=2)
     assert all(one.holds for one in found.assumptions)
     assert condition in [one.text for one in found.assumptions]
@@ -20,7 +20,7 @@ def test_measured_run_stays_below_the_theorem_where_its_assumptions_hold(method,
     assert json.dumps(found.to_dict(), allow_nan=False)
 
 
-def test_constants_are_those_of_the_theorems():
+def test_constants_match_theorems():
     assumed, numbers = Smoothness(L=2.0, G=3.0, sigma=0.7), {"eta_0": 0.5, "rho_0": 0.1, "decrease": 1.5}
     assert theorem_constants("SAM", assumed, **numbers) == pytest.approx((6.0, 2 * (2 * 0.49 * 0.5 + 2 * 3 * 0.1)))
     third, fourth = theorem_constants("SSAM", assumed, **numbers)
@@ -28,7 +28,7 @@ def test_constants_are_those_of_the_theorems():
     assert fourth == pytest.approx(2 * (2 * 0.49 * 0.5 + 2 * 3 * 0.1))
 
 
-def test_first_steps_follow_the_paper_by_hand():
+def test_first_steps_match_paper():
     """One run without noise: rho_t = rho_0 / sqrt(t) and eta_t = eta_0 / sqrt(t)."""
     found = measure_convergence("SAM", steps=3, runs=1, sigma=0.0, eta_0=0.5, rho_0=0.2, points=10)
     problem, squared = nonconvex_logistic(), []
@@ -41,18 +41,18 @@ def test_first_steps_follow_the_paper_by_hand():
     assert found.loss[-1] == pytest.approx(problem.f(w).item(), rel=1e-9)
 
 
-def test_violated_assumptions_are_told():
+def test_violated_assumptions_are_reported():
     too_large = measure_convergence("SAM", steps=5, runs=1, eta_0=5.0, rho_0=100.0)
     assert "does not apply" in too_large.notes[0]
 
 
-def test_divergence_is_told_not_averaged():
+def test_divergence_is_reported_and_not_averaged():
     parabola = SmoothProblem("w²", lambda w: w.square().sum(), torch.ones(2, dtype=torch.float64), L=2.0, G=1.0)
     with pytest.raises(ValueError, match="diverged"):
         measure_convergence("SAM", problem=parabola, steps=400, runs=1, eta_0=1e6, rho_0=1.0)
 
 
-def test_known_constants_bound_the_problem_everywhere():
+def test_known_constants_bound_problem_everywhere():
     problem = nonconvex_logistic(samples=50, size=5)
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):

@@ -9,7 +9,7 @@ from tests.analysis.oracles import dense_hessian
 from tests.cases import mlp, vectors
 
 
-def test_fisher_and_hessian_diagonals_are_correlated_as_defined():
+def test_correlation_of_fisher_and_hessian_diagonals():
     model, (x, y) = mlp(), vectors(12)
     found = fisher_vs_hessian(Objective(model, [(x, y)], F.cross_entropy))
     squares = 0
@@ -27,7 +27,7 @@ def test_fisher_and_hessian_diagonals_are_correlated_as_defined():
     assert found.negative_share == pytest.approx((h < 0).mean())
 
 
-def test_fisher_equals_hessian_for_labels_of_the_model_of_a_linear_classifier():
+def test_fisher_equals_hessian_of_linear_classifier_for_sampled_labels():
     torch.manual_seed(0)
     model = nn.Linear(6, 3).double()
     x, _ = vectors(40_000)
@@ -35,7 +35,7 @@ def test_fisher_equals_hessian_for_labels_of_the_model_of_a_linear_classifier():
     assert fisher_vs_hessian(objective, labels="sampled").pearson > 0.98
 
 
-def test_large_models_are_estimated_and_say_so():
+def test_large_models_use_estimates_and_report_it():
     objective = Objective(mlp(), [vectors(4)], F.cross_entropy)
     assert fisher_vs_hessian(objective).hessian == "exact"
     estimated = fisher_vs_hessian(objective, exact_up_to=50)

@@ -27,7 +27,7 @@ def naive_ratios(model, rho):
     return ((flat(torch.autograd.grad(mean_loss(model, batches()), parameters)) - plain) / plain).abs()
 
 
-def test_share_below_zero_quantiles_and_histogram_are_those_of_the_definition():
+def test_share_quantiles_and_histogram_match_definition():
     model = mlp()
     before = weights_of(model)
     found = gradient_difference(Objective(model, batches(), F.cross_entropy), 0.5)
@@ -41,21 +41,21 @@ def test_share_below_zero_quantiles_and_histogram_are_those_of_the_definition():
     assert json.dumps(found.to_dict(), allow_nan=False)
 
 
-def test_natural_logarithm_scales_r_and_keeps_the_share():
+def test_natural_logarithm_scales_r_and_keeps_share():
     objective = Objective(mlp(), batches(), F.cross_entropy)
     ten, natural = (gradient_difference(objective, 0.5, logarithm=base).every for base in ("10", "e"))
     assert natural.mean == pytest.approx(ten.mean * np.log(10))
     assert natural.share_below_zero == ten.share_below_zero
 
 
-def test_inside_and_outside_of_masks_add_up_to_all():
+def test_inside_and_outside_of_mask_add_up():
     model = mlp()
     found = gradient_difference(Objective(model, batches(), F.cross_entropy), 0.5, masks=half_masks(model))
     assert np.array_equal(found.inside.histogram + found.outside.histogram, found.every.histogram)
     assert found.inside.weights == sum(int(mask.sum()) for mask in half_masks(model).values())
 
 
-def test_zero_equal_and_broken_gradients_are_counted_apart():
+def test_zero_equal_and_non_finite_gradients_are_counted_separately():
     plain = {"w": torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0, float("nan")])}
     perturbed = {"w": torch.tensor([0.0, 2.0, 1.0, 1.1, 3.0, 1.0])}
     every = compare_gradients(plain, perturbed).every
@@ -64,13 +64,13 @@ def test_zero_equal_and_broken_gradients_are_counted_apart():
     assert every.share_below_zero == pytest.approx(2 / 4)
 
 
-def test_unused_parameters_have_both_gradients_zero():
+def test_unused_parameters_have_zero_gradients():
     model = nn.ModuleDict({"used": mlp(), "idle": nn.Linear(2, 2).double()})
     objective = Objective(model, batches(), model_loss=lambda m, b: F.cross_entropy(m["used"](b[0]), b[1]))
     assert gradient_difference(objective).layers["idle.weight"].both_zero == 4
 
 
-def test_no_ascent_direction_is_named():
+def test_zero_gradient_raises():
     model = nn.Linear(2, 2)
     objective = Objective(model, [torch.ones(1, 2)], model_loss=lambda m, b: 0 * m(b).sum())
     with pytest.raises(ValueError, match="no direction"):

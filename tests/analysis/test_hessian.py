@@ -23,7 +23,7 @@ def batches():
 
 
 @pytest.mark.parametrize("which", ["largest", "smallest", "magnitude"])
-def test_eigenvalues_and_vectors_are_those_of_the_dense_matrix(which):
+def test_eigenpairs_match_dense_matrix(which):
     model = mlp()
     dense = dense_hessian(model, batches())
     values = np.linalg.eigvalsh(dense)
@@ -40,7 +40,7 @@ def test_eigenvalues_and_vectors_are_those_of_the_dense_matrix(which):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_error_estimates_cover_the_errors_at_the_asked_tolerance(seed):
+def test_error_estimates_cover_errors_at_tolerance(seed):
     model = mlp(seed=seed)
     values = np.linalg.eigvalsh(dense_hessian(model, batches()))[::-1][:5]
     found = hessian_eigenvalues(Objective(model, batches(), F.cross_entropy), 5, tolerance=1e-3, seed=seed)
@@ -48,7 +48,7 @@ def test_error_estimates_cover_the_errors_at_the_asked_tolerance(seed):
     assert found.products < 60
 
 
-def test_products_beyond_the_limit_are_reported_as_not_converged():
+def test_exceeding_product_limit_reports_no_convergence():
     found = hessian_eigenvalues(Objective(mlp(), batches(), F.cross_entropy), 5, tolerance=1e-12, max_products=6)
     assert not found.converged
     assert found.products == 6
@@ -57,7 +57,7 @@ def test_products_beyond_the_limit_are_reported_as_not_converged():
     assert (len(fewer.eigenvalues), fewer.ratio, fewer.converged) == (3, None, False)
 
 
-def test_restriction_to_a_layer_is_the_matrix_diagonal_block():
+def test_layer_restriction_is_diagonal_block():
     model = mlp()
     dense = dense_hessian(model, batches(), names=("2.weight", "2.bias"))
     found = hessian_eigenvalues(Objective(model, batches(), F.cross_entropy), 3, parameters="2.*", tolerance=1e-9)
@@ -65,14 +65,14 @@ def test_restriction_to_a_layer_is_the_matrix_diagonal_block():
     assert found.parameters == ["2.weight", "2.bias"]
 
 
-def test_linear_loss_has_the_zero_hessian():
+def test_linear_loss_has_zero_hessian():
     model = nn.Linear(6, 1).double()
     objective = Objective(model, [vectors(4)], model_loss=lambda m, b: m(b[0]).mean())
     assert hessian_trace(objective, probes=3).trace == 0
     assert np.allclose(hessian_eigenvalues(objective, 2).eigenvalues, 0)
 
 
-def test_trace_is_within_its_error_estimate():
+def test_trace_is_within_error_estimate():
     model = mlp()
     true = np.trace(dense_hessian(model, batches()))
     found = hessian_trace(Objective(model, batches(), F.cross_entropy), probes=200)
@@ -82,7 +82,7 @@ def test_trace_is_within_its_error_estimate():
     assert early.products < 200
 
 
-def test_density_integrates_to_one_and_has_the_matrix_moments():
+def test_density_integrates_to_one_and_matches_moments():
     model = mlp()
     dense = dense_hessian(model, batches())
     found = spectral_density(Objective(model, batches(), F.cross_entropy), steps=40, probes=30)
@@ -96,7 +96,7 @@ def test_density_integrates_to_one_and_has_the_matrix_moments():
     assert json.dumps(found.to_dict(), allow_nan=False)
 
 
-def test_density_of_few_distinct_eigenvalues_ends_early_and_is_exact():
+def test_density_of_few_distinct_eigenvalues_stops_early_and_is_exact():
     model = nn.Linear(2, 2, bias=False).double()
     objective = Objective(model, [(torch.eye(2).double(),)], model_loss=lambda m, b: m.weight.square().sum() * 3)
     found = spectral_density(objective, steps=20, probes=2)
@@ -104,7 +104,7 @@ def test_density_of_few_distinct_eigenvalues_ends_early_and_is_exact():
     assert found.products == 2
 
 
-def test_diagonal_exact_and_estimated():
+def test_exact_and_estimated_diagonal():
     model = mlp()
     true = np.diag(dense_hessian(model, batches()))
     objective = Objective(model, batches(), F.cross_entropy)
@@ -113,7 +113,7 @@ def test_diagonal_exact_and_estimated():
     assert np.corrcoef(estimate, true)[0, 1] > 0.9
 
 
-def test_single_precision_agrees_with_double():
+def test_float32_matches_float64():
     values = [
         hessian_eigenvalues(
             Objective(convnet(dtype), [images(16, dtype)], F.cross_entropy), 3, tolerance=1e-4
@@ -123,7 +123,7 @@ def test_single_precision_agrees_with_double():
     assert np.allclose(*values, rtol=1e-3)
 
 
-def test_wrong_counts_are_named():
+def test_invalid_counts_raise():
     objective = Objective(mlp(), batches(), F.cross_entropy)
     with pytest.raises(ValueError, match="count"):
         hessian_eigenvalues(objective, 0)

@@ -19,7 +19,7 @@ def batches():
 
 
 @pytest.mark.parametrize("keep_graph", [False, True])
-def test_products_are_those_of_the_dense_matrix(keep_graph):
+def test_products_match_dense_matrix(keep_graph):
     model = mlp()
     dense = dense_hessian(model, batches())
     hessian = HessianOperator(Objective(model, batches(), F.cross_entropy), keep_graph=keep_graph)
@@ -31,7 +31,7 @@ def test_products_are_those_of_the_dense_matrix(keep_graph):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_unused_parameters_are_zero_rows_and_frozen_ones_are_left_out():
+def test_unused_parameters_are_zero_rows_and_frozen_ones_excluded():
     model = nn.ModuleDict({"used": mlp(), "idle": nn.Linear(4, 4).double()})
     model["used"][0].requires_grad_(False)
     objective = Objective(model, batches(), model_loss=lambda m, b: F.cross_entropy(m["used"](b[0]), b[1]))
@@ -45,7 +45,7 @@ def test_unused_parameters_are_zero_rows_and_frozen_ones_are_left_out():
     assert model["used"][0].weight.requires_grad is False
 
 
-def test_kinks_are_noted_for_layers_and_functions_alike():
+def test_kinks_are_detected_in_layers_and_functions():
     smooth = hessian_trace(Objective(mlp(), batches(), F.cross_entropy), probes=2)
     kinked = hessian_trace(Objective(convnet(), [images(4)], F.cross_entropy), probes=2)
     assert smooth.notes == []

@@ -25,7 +25,7 @@ def objective_of(model, **options):
 
 
 def naive_loss(objective, moves):
-    """The loss with each parameter moved by hand."""
+    """The loss with each parameter moved separately."""
     saved = weights_of(objective.model)
     with objective.measuring(), torch.no_grad():
         for name, parameter in objective.model.named_parameters():
@@ -36,7 +36,7 @@ def naive_loss(objective, moves):
     return loss
 
 
-def test_plane_is_the_loss_at_each_point():
+def test_plane_is_loss_at_each_point():
     objective = objective_of(mlp())
     result = loss_landscape(objective, points=4, seed=3)
     first, second = random_directions(objective.model, 2, seed=3)
@@ -47,19 +47,19 @@ def test_plane_is_the_loss_at_each_point():
     assert result.lengths == pytest.approx(lengths)
 
 
-def test_default_grid_is_fifty_by_fifty_over_minus_one_to_one():
+def test_default_grid_is_50_by_50_over_minus_one_to_one():
     objective = Objective(nn.Linear(6, 3).double(), [vectors(2)], F.cross_entropy)
     result = loss_landscape(objective)
     assert result.loss.shape == (50, 50)
     assert (result.x[0], result.x[-1]) == (-1, 1)
 
 
-def test_checkpoints_share_the_draw_of_directions():
+def test_checkpoints_share_random_directions():
     signs = [random_directions(model, 1)[0]["0.weight"].sign() for model in (convnet(), convnet(seed=1))]
     assert torch.equal(*signs)
 
 
-def test_checkpoint_that_does_not_fit_stops_before_anything_is_computed():
+def test_mismatched_checkpoint_raises_before_computing():
     model = mlp()
     before = weights_of(model)
     with pytest.raises(ValueError, match="second does not fit"):
@@ -67,7 +67,7 @@ def test_checkpoint_that_does_not_fit_stops_before_anything_is_computed():
     assert same_bits(model.parameters(), before)
 
 
-def test_line_between_checkpoints_begins_and_ends_at_them():
+def test_line_between_checkpoints_starts_and_ends_at_them():
     model, first, second = convnet(), convnet(seed=1), convnet(seed=2)
     second[1].running_var.fill_(3)
     batches = [images(6), images(4, seed=3)]
@@ -80,7 +80,7 @@ def test_line_between_checkpoints_begins_and_ends_at_them():
     assert same_bits(model.parameters(), weights_of(convnet()))
 
 
-def test_along_hessian_eigenvectors_the_curvature_is_the_eigenvalue():
+def test_curvature_along_eigenvectors_is_eigenvalue():
     objective = objective_of(mlp())
     spectrum = hessian_eigenvalues(objective, 2, tolerance=1e-8)
     result = loss_landscape(objective, dimensions=1, points=3, span=(-1e-3, 1e-3), directions=spectrum.vectors)
@@ -89,7 +89,7 @@ def test_along_hessian_eigenvectors_the_curvature_is_the_eigenvalue():
     assert result.seed is None
 
 
-def test_infinite_points_are_kept_counted_and_become_none():
+def test_infinite_points_are_counted_and_become_none():
     model = nn.Linear(6, 3)
     objective = Objective(model, [vectors(4, torch.float32)], model_loss=lambda m, b: m(b[0]).square().mean())
     result = loss_landscape(objective, points=3, dimensions=1, span=(-1e30, 1e30))
@@ -98,7 +98,7 @@ def test_infinite_points_are_kept_counted_and_become_none():
     assert result.to_dict()["loss"][0] is None
 
 
-def test_wrong_grid_and_directions_are_named():
+def test_invalid_grid_and_directions_raise():
     objective = objective_of(mlp())
     with pytest.raises(ValueError, match="points"):
         loss_landscape(objective, points=1)
@@ -110,7 +110,7 @@ def test_wrong_grid_and_directions_are_named():
         loss_landscape(objective, dimensions=1, directions=[{"0.bias": torch.zeros(1)}])
 
 
-def test_frozen_parameters_stand_still():
+def test_frozen_parameters_do_not_move():
     model = mlp()
     model[0].weight.requires_grad_(False)
     assert "0.weight" not in random_directions(model, 1)[0]
@@ -120,7 +120,7 @@ def test_frozen_parameters_stand_still():
     assert loss_landscape(objective_of(model), points=3, parameters="*").weights_moved == 103
 
 
-def test_every_filter_of_a_direction_has_its_weights_norm():
+def test_filters_of_direction_have_norms_of_weights():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ConvTranspose2d(4, 5, 2), nn.Linear(6, 7))
     (direction,) = random_directions(model, 1)
     assert set(direction) == {"0.weight", "2.weight", "3.weight"}
@@ -130,7 +130,7 @@ def test_every_filter_of_a_direction_has_its_weights_norm():
         assert direction["2.weight"][:, i].norm() == pytest.approx(model[2].weight[:, i].norm().item(), rel=1e-5)
 
 
-def test_biases_and_normalization_move_only_when_asked_each_entry_by_itself():
+def test_biases_and_normalization_move_only_on_request():
     model = convnet()
     assert set(random_directions(model, 1)[0]) == {"0.weight", "4.weight"}
     (moved,) = random_directions(model, 1, one_dimensional="normalize")
@@ -141,7 +141,7 @@ def test_biases_and_normalization_move_only_when_asked_each_entry_by_itself():
 # ---- stopped and resumed ----
 
 
-def test_weights_come_back_bit_for_bit_also_from_an_exception():
+def test_weights_are_restored_bitwise_also_after_exception():
     model = mlp(torch.float32)
     objective = Objective(model, [vectors(4, torch.float32)], F.cross_entropy)
     before = weights_of(model)
@@ -156,7 +156,7 @@ def test_weights_come_back_bit_for_bit_also_from_an_exception():
     assert same_bits(model.parameters(), before)
 
 
-def test_stopped_landscape_goes_on_where_it_was_and_equals_the_uninterrupted(tmp_path):
+def test_interrupted_landscape_resumes_to_same_result(tmp_path):
     objective, file = objective_of(mlp()), tmp_path / "deep" / "state.npz"
     whole = loss_landscape(objective, points=4)
 
@@ -175,7 +175,7 @@ def test_stopped_landscape_goes_on_where_it_was_and_equals_the_uninterrupted(tmp
     assert [path.name for path in file.parent.iterdir()] == ["state.npz"]
 
 
-def test_killed_landscape_leaves_a_state_to_go_on_from(tmp_path):
+def test_killed_landscape_can_be_resumed(tmp_path):
     program = """if True:
         import sys
         from torch.nn import functional as F
@@ -213,7 +213,7 @@ def test_killed_landscape_leaves_a_state_to_go_on_from(tmp_path):
     assert np.array_equal(result.loss, loss_landscape(objective_of(mlp()), points=4).loss)
 
 
-def test_state_file_of_something_else_is_refused_and_kept(tmp_path):
+def test_foreign_state_file_is_rejected_and_kept(tmp_path):
     file = tmp_path / "state.npz"
     loss_landscape(objective_of(mlp()), points=3, state_file=file)
     content = file.read_bytes()
@@ -228,7 +228,7 @@ def test_state_file_of_something_else_is_refused_and_kept(tmp_path):
         loss_landscape(objective_of(mlp()), points=3, state_file=file)
 
 
-def test_finished_landscape_is_read_without_evaluating(tmp_path):
+def test_finished_landscape_is_read_without_evaluation(tmp_path):
     objective = objective_of(mlp())
     first = loss_landscape(objective, points=3, state_file=tmp_path / "s.npz")
     again = loss_landscape(

@@ -11,7 +11,7 @@ def mask(text):
     return torch.tensor([character == "1" for character in text])
 
 
-def test_density_overlap_and_weights_ever_perturbed():
+def test_density_overlap_and_ever_perturbed():
     found = masks_over_time([
         (0, {"a": mask("1100"), "b": mask("10")}),
         (5, {"a": mask("1010"), "b": mask("10")}),
@@ -28,14 +28,14 @@ def test_density_overlap_and_weights_ever_perturbed():
     assert found.always == 0
 
 
-def test_one_snapshot_has_no_overlap_and_two_empty_masks_have_none_defined():
+def test_overlap_of_one_snapshot_or_empty_masks_is_undefined():
     assert len(masks_over_time([(0, {"a": mask("10")})]).overlap) == 0
     empty = masks_over_time([(0, {"a": mask("00")}), (1, {"a": mask("00")})])
     assert math.isnan(empty.overlap[0])
     assert json.dumps(empty.to_dict(), allow_nan=False)
 
 
-def test_snapshots_that_do_not_belong_together_are_named():
+def test_mismatched_snapshots_raise():
     with pytest.raises(ValueError, match="empty"):
         masks_over_time([])
     with pytest.raises(ValueError, match="no masks"):

@@ -9,7 +9,7 @@ from tests.cases import convnet, half_masks, images, mlp, same_bits, vectors, we
 
 
 class Dictionaries(nn.Module):
-    """Takes keyword arguments and gives its own loss, like models of other libraries."""
+    """Takes keyword arguments and returns its own loss, like models of other libraries."""
 
     def __init__(self):
         super().__init__()
@@ -19,14 +19,14 @@ class Dictionaries(nn.Module):
         return {"loss": F.cross_entropy(self.inner(values), labels)}
 
 
-def test_loss_is_the_mean_over_samples_of_unequal_batches():
+def test_loss_is_mean_over_samples_of_unequal_batches():
     model, batches = mlp(), [vectors(5), vectors(11, seed=2)]
     objective = Objective(model, batches, F.cross_entropy)
     with objective.measuring():
         assert objective.loss() == pytest.approx(mean_loss(model, batches).item(), rel=1e-12)
 
 
-def test_any_batch_structure_through_model_loss():
+def test_model_loss_accepts_any_batch_structure():
     model, (x, y) = Dictionaries(), vectors(7)
     objective = Objective(model, [{"values": x, "labels": y}], model_loss=lambda m, batch: m(**batch)["loss"])
     with objective.measuring():
@@ -35,7 +35,7 @@ def test_any_batch_structure_through_model_loss():
 
 
 @pytest.mark.parametrize("statistics", ["frozen", "recomputed", "batch"])
-def test_model_is_left_as_it_was_found(statistics):
+def test_model_state_is_preserved(statistics):
     model = convnet().train()
     model[0].bias.requires_grad_(False)
     buffers = [b.clone() for b in model.buffers()]
@@ -52,7 +52,7 @@ def test_model_is_left_as_it_was_found(statistics):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_recomputed_statistics_are_those_of_all_batches_at_these_weights():
+def test_recomputed_statistics_cover_all_batches():
     model, batches = convnet(torch.float64), [images(8, torch.float64), images(8, torch.float64, seed=2)]
     objective = Objective(model, batches, F.cross_entropy, statistics="recomputed")
     with objective.measuring():
@@ -63,7 +63,7 @@ def test_recomputed_statistics_are_those_of_all_batches_at_these_weights():
         assert loss != pytest.approx(Objective(model, batches, F.cross_entropy).loss(), rel=1e-3)
 
 
-def test_random_loss_is_refused_unless_asked_for_and_then_is_one_draw():
+def test_random_loss_raises_unless_allowed_and_is_one_draw():
     class Noisy(nn.Linear):
         def forward(self, x):
             return F.dropout(super().forward(x), 0.5)
@@ -79,8 +79,11 @@ def test_random_loss_is_refused_unless_asked_for_and_then_is_one_draw():
 
 def test_dropout_layers_are_off():
     model = nn.Sequential(mlp(), nn.Dropout(0.5)).train()
-    with Objective(model, [vectors(16)], F.cross_entropy).measuring():
-        pass
+    x, y = vectors(16)
+    objective = Objective(model, [(x, y)], F.cross_entropy)
+    with objective.measuring():
+        assert objective.loss() == pytest.approx(F.cross_entropy(model[0](x), y).item())
+    assert model[1].training
 
 
 @pytest.mark.parametrize(
@@ -92,17 +95,17 @@ def test_dropout_layers_are_off():
         (iter([]), "empty"),
     ],
 )
-def test_bad_batches_are_named(batches, message):
+def test_invalid_batches_raise(batches, message):
     with pytest.raises(ValueError, match=message):
         Objective(mlp(), batches, F.cross_entropy)
 
 
-def test_one_batch_instead_of_a_list_is_named():
+def test_single_batch_instead_of_list_raises():
     with pytest.raises(TypeError, match=r"write \[batch\]"):
         Objective(mlp(), vectors(4), F.cross_entropy)
 
 
-def test_loss_that_is_no_number_or_not_finite_is_named():
+def test_non_scalar_or_non_finite_loss_raises():
     def each(output, target):
         return F.cross_entropy(output, target, reduction="none")
 
@@ -115,7 +118,7 @@ def test_loss_that_is_no_number_or_not_finite_is_named():
         sharpness(Objective(model, [vectors(4)], F.cross_entropy))
 
 
-def test_state_dict_that_does_not_fit_is_told_apart():
+def test_mismatched_state_dict_raises():
     model = mlp()
     state = model.state_dict()
     with pytest.raises(ValueError, match=r"lacks 0\.weight"):
@@ -126,7 +129,7 @@ def test_state_dict_that_does_not_fit_is_told_apart():
         check_state(model, {**state, "0.bias": torch.zeros(2)})
 
 
-def test_parameters_are_the_trained_ones_or_those_named():
+def test_parameters_are_trained_ones_or_selected_by_name():
     model = mlp()
     model[0].weight.requires_grad_(False)
     assert "0.weight" not in select_parameters(model)
@@ -136,7 +139,7 @@ def test_parameters_are_the_trained_ones_or_those_named():
         select_parameters(model, "conv*")
 
 
-def test_masks_that_do_not_fit_are_named():
+def test_mismatched_masks_raise():
     objective = Objective(mlp(), [vectors(4)], F.cross_entropy)
     with pytest.raises(ValueError, match="nowhere"):
         sharpness(objective, masks={"nowhere": torch.ones(1, dtype=torch.bool)})
@@ -146,7 +149,7 @@ def test_masks_that_do_not_fit_are_named():
         sharpness(objective, masks={"0.bias": torch.ones(8)})
 
 
-def test_weights_and_gradients_of_a_training_loop_are_untouched():
+def test_weights_and_gradients_are_unchanged():
     model, batch = mlp(), vectors(8)
     F.cross_entropy(model(batch[0]), batch[1]).backward()
     gradients, weights = [p.grad.clone() for p in model.parameters()], weights_of(model)

@@ -39,18 +39,18 @@ def outer(**changes):
     return Outer(**{**values, **changes})
 
 
-def read_again(result):
+def round_trip(result):
     return type(result).from_dict(json.loads(json.dumps(result.to_dict(), allow_nan=False)))
 
 
-def test_a_result_is_read_as_it_was_written_with_nan_for_what_json_lacks():
-    again = read_again(outer())
+def test_result_round_trips_with_nan_for_null():
+    again = round_trip(outer())
     assert math.isnan(again.inner.value)
     assert again.maybe == Inner(2.0, ["b", "c"])
     assert np.isnan(again.array[0, 1])
     assert (again.array.dtype, again.counts.dtype) == (np.float64, np.int64)
     assert (again.named, again.count, again.kept) == ({"x": 0.5}, 3, [])
-    assert read_again(outer(maybe=None)).maybe is None
+    assert round_trip(outer(maybe=None)).maybe is None
 
 
 def test_notes_are_collected_from_all_levels_once():
@@ -67,12 +67,12 @@ def test_notes_are_collected_from_all_levels_once():
         ({"named": {"x": "y"}}, r"Outer.named\['x'\] must be a number"),
     ],
 )
-def test_what_has_another_type_is_named(change, message):
+def test_wrong_type_names_field(change, message):
     with pytest.raises(ValueError, match=message):
         Outer.from_dict({**outer().to_dict(), **change})
 
 
-def test_a_missing_field_is_named():
+def test_missing_field_raises():
     content = outer().to_dict()
     del content["count"]
     with pytest.raises(ValueError, match="Outer has no field 'count'"):

@@ -32,7 +32,7 @@ def quadratic(seed=0, size=8):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("masked", [False, True])
-def test_sharpness_of_a_quadratic_is_the_maximum_over_the_ball(seed, masked):
+def test_sharpness_of_quadratic_is_maximum_over_ball(seed, masked):
     model = quadratic(seed)
     kept = torch.arange(8) % 2 == 0 if masked else torch.ones(8, dtype=torch.bool)
     objective = Objective(model, [torch.zeros(1)], model_loss=lambda m, b: m())
@@ -44,7 +44,7 @@ def test_sharpness_of_a_quadratic_is_the_maximum_over_the_ball(seed, masked):
     assert not model.w.any()
 
 
-def test_masked_sharpness_is_at_most_the_full_one_and_weights_come_back():
+def test_masked_sharpness_is_at_most_full_and_weights_are_restored():
     model = mlp()
     before = weights_of(model)
     objective = Objective(model, batches(), F.cross_entropy)
@@ -54,13 +54,13 @@ def test_masked_sharpness_is_at_most_the_full_one_and_weights_come_back():
     assert same_bits(model.parameters(), before)
 
 
-def test_at_a_critical_point_the_ascent_starts_at_random():
+def test_ascent_from_critical_point_starts_at_random():
     model = Quadratic(torch.diag(torch.tensor([4.0, 1.0], dtype=torch.float64)), torch.zeros(2, dtype=torch.float64))
     objective = Objective(model, [torch.zeros(1)], model_loss=lambda m, b: m())
     assert sharpness(objective, 0.5, steps=100).increase == pytest.approx(0.5, rel=1e-3)
 
 
-def test_weights_come_back_when_the_loss_fails_on_the_way():
+def test_weights_are_restored_when_loss_raises():
     model = mlp()
     before, calls = weights_of(model), []
 
@@ -75,14 +75,14 @@ def test_weights_come_back_when_the_loss_fails_on_the_way():
     assert same_bits(model.parameters(), before)
 
 
-def test_single_class_gives_numbers_not_errors():
+def test_single_class_gives_finite_values():
     x, _ = vectors(8)
     objective = Objective(mlp(), [(x, torch.zeros(8, dtype=torch.long))], F.cross_entropy)
     assert sharpness(objective).increase > 0
     assert gradient_difference(objective).every.weights == 119
 
 
-def test_empty_masks_and_wrong_numbers_are_named():
+def test_empty_masks_and_invalid_numbers_raise():
     model = mlp()
     objective = Objective(model, batches(), F.cross_entropy)
     with pytest.raises(ValueError, match="keep no weight"):
@@ -93,7 +93,7 @@ def test_empty_masks_and_wrong_numbers_are_named():
         sharpness(objective, -1.0)
 
 
-def test_a_loss_that_is_not_finite_within_the_ball_is_an_infinite_increase():
+def test_non_finite_loss_in_ball_is_infinite_increase():
     model = nn.Linear(1, 1, bias=False).double()
     model.weight.data.fill_(0.9)
     objective = Objective(model, [torch.ones(1, 1)], model_loss=lambda model, _: -torch.log(1 - model.weight).sum())

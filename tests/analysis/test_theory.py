@@ -12,7 +12,7 @@ from sparsesam.analysis import (
 from tests.cases import mlp, vectors
 
 
-def test_bound_is_the_theorem_with_every_term():
+def test_bound_has_every_term_of_theorem():
     model, (x, y) = mlp(), vectors(16)
     objective = Objective(model, [(x, y)], F.cross_entropy)
     found = generalization_bound(objective, 0.3, n=50000, delta=0.1, classes=3)
@@ -25,7 +25,7 @@ def test_bound_is_the_theorem_with_every_term():
     assert found.dimension_term + found.confidence_term + found.remainder == pytest.approx(inside)
 
 
-def test_vacuous_bounds_are_called_so():
+def test_vacuous_bounds_are_flagged():
     objective = Objective(mlp(), [vectors(16)], F.cross_entropy)
     vacuous = generalization_bound(objective, classes=3)
     assert vacuous.vacuous
@@ -35,7 +35,7 @@ def test_vacuous_bounds_are_called_so():
     assert not informative.vacuous
 
 
-def test_wrong_numbers_in_the_bound_are_named():
+def test_invalid_numbers_raise():
     objective = Objective(mlp(), [vectors(16)], F.cross_entropy)
     with pytest.raises(ValueError, match="classes"):
         generalization_bound(objective, classes=1)

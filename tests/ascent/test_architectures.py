@@ -1,4 +1,4 @@
-"""Architectures of transformers, tiny and with random weights: the engine changes nothing but the cost."""
+"""Tiny transformers architectures with random weights: the engine changes only the cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests import cases
 
 transformers = pytest.importorskip("transformers")
 
-#: what makes a configuration tiny, where it has such an option
+#: options that make a configuration tiny, where it has them
 TINY = {
     "vocab_size": 40,
     "hidden_size": 16,
@@ -90,7 +90,7 @@ IMAGES = {
 }
 CONVOLUTIONS = {"conv_dim": (8, 8), "conv_kernel": (8, 4), "conv_stride": (4, 2), "num_feat_extract_layers": 2}
 WAVES = {**CONVOLUTIONS, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.2}
-SOUND = dict.fromkeys(["wav2vec2", "hubert", "wavlm"], WAVES)
+AUDIO = dict.fromkeys(["wav2vec2", "hubert", "wavlm"], WAVES)
 
 
 def build(kind, options):
@@ -102,7 +102,7 @@ def build(kind, options):
     return transformers.AutoModel.from_config(config).double().train()
 
 
-def words(seed):
+def tokens(seed):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, 40, (2, 8), generator=generator)
 
@@ -110,9 +110,9 @@ def words(seed):
 def inputs_of(kind, seed):
     generator = torch.Generator().manual_seed(seed)
     if kind in TEXT:
-        return {"input_ids": words(seed)}
+        return {"input_ids": tokens(seed)}
     if kind in PAIRS:
-        return {"input_ids": words(seed), "decoder_input_ids": words(seed + 100)}
+        return {"input_ids": tokens(seed), "decoder_input_ids": tokens(seed + 100)}
     if kind in IMAGES:
         return {"pixel_values": torch.randn(2, 3, 32, 32, generator=generator, dtype=torch.float64)}
     return {"input_values": torch.randn(2, 256, generator=generator, dtype=torch.float64)}
@@ -140,14 +140,11 @@ def last_layers(model):
     return sparsesam.fixed_mask(*names[-max(1, len(names) // 4) :])
 
 
-def half_of_the_filters(model):
-    masks = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in model.named_parameters() if p.requires_grad}
-    for mask in masks.values():
-        mask[::2] = True
-    return sparsesam.fixed_mask(masks)
+def half_of_filters(model):
+    return sparsesam.fixed_mask(cases.every_other_filter(model))
 
 
-ALL = {**TEXT, **PAIRS, **IMAGES, **SOUND}
+ALL = {**TEXT, **PAIRS, **IMAGES, **AUDIO}
 
 
 def train(model, kind, mask, loop, *, engine):
@@ -163,10 +160,10 @@ def train(model, kind, mask, loop, *, engine):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ALL)
-def test_the_engine_changes_nothing(kind):
+def test_engine_does_not_change_result(kind):
     model = build(kind, ALL[kind])
     assert sum(p.numel() for p in model.parameters()) < 2_000_000
-    for make_mask in (last_layers, half_of_the_filters):
+    for make_mask in (last_layers, half_of_filters):
         for loop in (with_closure, in_two_phases):
             ours, plain = copy.deepcopy(model), copy.deepcopy(model)
             opt = train(ours, kind, make_mask(model), loop, engine=True)
@@ -176,5 +173,5 @@ def test_the_engine_changes_nothing(kind):
             torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
 
 
-def test_there_are_enough_of_them():
+def test_enough_architectures_are_covered():
     assert len(ALL) >= 40

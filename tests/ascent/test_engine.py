@@ -1,4 +1,4 @@
-"""The engine may change the cost of a step, never its result: random models, random masks, odd loops."""
+"""The engine may change the cost of a step, never its result: random models, random masks, unusual loops."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def make(kinds, skip=False, seed=0):
 
 
 def masks_for(model, choices):
-    """For each parameter in turn: nothing, everything, some rows, or some entries."""
+    """For each parameter in turn: none, all, some rows, or some entries."""
     generator = torch.Generator().manual_seed(7)
     masks = {}
     for (name, p), choice in zip(model.named_parameters(), choices, strict=False):
@@ -141,7 +141,7 @@ def train(model, masks, *, engine, loop, steps=3, adaptive=False):
     return opt
 
 
-def everything(model):
+def state_values(model):
     return [value.clone() for value in model.state_dict().values()]
 
 
@@ -149,7 +149,7 @@ def compare(model, masks, loop=with_closure, twin=None, **options):
     twin = twin or copy.deepcopy(model)
     opt = train(model, masks, engine=True, loop=loop, **options)
     train(twin, masks, engine=False, loop=loop, **options)
-    torch.testing.assert_close(everything(model), everything(twin), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(state_values(model), state_values(twin), rtol=1e-9, atol=1e-11)
     return opt
 
 
@@ -170,7 +170,7 @@ def test_random_models_and_random_masks(kinds, skip, choices, loop):
 
 @pytest.mark.parametrize("loop", [with_closure, in_two_phases])
 @pytest.mark.parametrize("kind", Layer.KINDS)
-def test_each_kind_of_layer_before_and_after_the_frontier(kind, loop):
+def test_each_kind_of_layer_before_and_after_frontier(kind, loop):
     for place in range(3):
         model = make([kind, kind])
         frontier = ("layers.0.", "layers.1.", "head.")[place]
@@ -182,7 +182,7 @@ def head_only(model, prefix="head"):
 
 
 class CountingCalls(torch.overrides.TorchFunctionMode):
-    """How often a function really runs in a step, both passes together."""
+    """Counts how often a function really runs in a step, both passes together."""
 
     def __init__(self, func):
         super().__init__()
@@ -205,7 +205,7 @@ def linear_calls(model, masks, engine):
 @pytest.mark.parametrize(
     "kind", ["linear", "linear_relu_inplace", "residual", "residual_iadd", "norm", "dropout", "gate"]
 )
-def test_the_clean_part_runs_once(kind):
+def test_unperturbed_prefix_runs_once(kind):
     model = make([kind] * 3)
     plain = linear_calls(copy.deepcopy(model), head_only(model), engine=False)
     ours = linear_calls(model, head_only(model), engine=True)
@@ -213,7 +213,7 @@ def test_the_clean_part_runs_once(kind):
     assert ours == plain // 2 + 1  # only the head runs twice
 
 
-def test_the_report_says_what_was_left_out():
+def test_report_lists_what_was_skipped():
     model = make(["linear", "norm"])
     masks = head_only(model)
     masks["layers.1.a.weight"][:2] = True
@@ -226,7 +226,7 @@ def test_the_report_says_what_was_left_out():
     assert "perturbed: full" in report["head.weight"]
 
 
-def test_the_report_says_why_the_engine_is_off():
+def test_report_explains_why_engine_is_off():
     model = make(["linear"])
     opt = cases.ssam(model, engine=False)
     with_closure(opt, model, *cases.vectors())
@@ -258,7 +258,7 @@ def test_accumulation_over_micro_batches():
     compare(model, head_only(model), loop)
 
 
-def test_a_model_that_is_called_twice_for_one_loss():
+def test_model_called_twice_for_one_loss():
     def loop(opt, model, x, y):
         cases.take_step(opt, lambda: F.cross_entropy(model(x) + model(x.flip(0)), y))
 
@@ -266,7 +266,7 @@ def test_a_model_that_is_called_twice_for_one_loss():
     compare(model, head_only(model), loop)
 
 
-def test_a_batch_that_is_moved_anew_in_each_pass_is_recognised():
+def test_batch_copied_in_each_pass_is_recognized():
     model = make(["linear", "linear"])
     x, y = cases.vectors(8)
     opt = cases.ssam(model)
@@ -275,8 +275,8 @@ def test_a_batch_that_is_moved_anew_in_each_pass_is_recognised():
     assert "used again" in opt.engine_report()["layers.0.a.weight"]
 
 
-class Odd(nn.Module):
-    """Things that the engine must recognise and leave alone."""
+class Unusual(nn.Module):
+    """Code that the engine must recognize and leave alone."""
 
     def __init__(self, kind):
         super().__init__()
@@ -349,7 +349,7 @@ class Double(torch.autograd.Function):
         return g * 2
 
 
-def odd_loss(model, x, y):
+def unusual_loss(model, x, y):
     out = model(x)
     if isinstance(out, dict):
         return F.cross_entropy(out["logits"], y) + out["hidden"].pow(2).mean()
@@ -359,37 +359,37 @@ def odd_loss(model, x, y):
     return F.cross_entropy(out, y) + extra
 
 
-ODD = (
+UNUSUAL = (
     "checkpoint", "reentrant", "checkpoint head", "lstm", "rnn loop", "custom", "scripted", "leak", "average", "numpy",
     "data", "loss depends", "gradient", "dict", "vmap", "features", "late branch", "custom without gradient",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("kind", UNUSUAL)
 @pytest.mark.parametrize("perturbed", ["head", "middle", "body"])
 @pytest.mark.parametrize("two_phases", [False, True])
-def test_odd_models_give_the_same_result(kind, perturbed, two_phases):
+def test_unusual_models_give_same_result(kind, perturbed, two_phases):
     def loop(opt, model, x, y):
-        cases.take_step(opt, lambda: odd_loss(model, x, y), two_phases=two_phases)
+        cases.take_step(opt, lambda: unusual_loss(model, x, y), two_phases=two_phases)
 
     torch.manual_seed(0)
-    model, twin = Odd(kind).double(), Odd(kind).double()
+    model, twin = Unusual(kind).double(), Unusual(kind).double()
     twin.load_state_dict(model.state_dict())
     compare(model, head_only(model, perturbed), loop, twin)
 
 
-def test_values_that_the_model_keeps_are_kept():
+def test_values_stored_by_model_are_real():
     torch.manual_seed(0)
-    model = Odd("features").double()
+    model = Unusual("features").double()
     x, y = cases.vectors(8)
     opt = cases.ssam(model)
-    cases.take_step(opt, lambda: odd_loss(model, x, y))
+    cases.take_step(opt, lambda: unusual_loss(model, x, y))
     assert opt.engine_report()["engine"] == "on"
     assert "used again" in opt.engine_report()["body.weight"]
-    assert model.seen["teacher"].mean() != 0  # a value, no stand-in
+    assert model.seen["teacher"].mean() != 0  # a value, not a placeholder
 
 
-def test_an_evaluation_between_steps_changes_nothing():
+def test_evaluation_between_steps_changes_nothing():
     def loop(opt, model, x, y):
         with_closure(opt, model, x, y)
         model.eval()
@@ -402,7 +402,7 @@ def test_an_evaluation_between_steps_changes_nothing():
 
 
 def footprint(model):
-    """Everything that a step could leave behind: on the model, on torch's stacks, in process-wide hooks."""
+    """Everything that a step could leave behind: on the model, on torch's mode stacks, in global hooks."""
     hooks = nn.modules.module
     return (
         [dict(module.__dict__) for module in model.modules()],
@@ -412,7 +412,7 @@ def footprint(model):
 
 
 @pytest.mark.parametrize("loop", [with_closure, in_two_phases])
-def test_a_step_leaves_nothing_behind(loop):
+def test_step_leaves_no_state(loop):
     model = make(["linear", "norm"])
     masks = head_only(model)
     masks["layers.1.a.weight"][:2] = True
@@ -428,8 +428,8 @@ def test_a_step_leaves_nothing_behind(loop):
 
 @pytest.mark.parametrize("where", ["first forward", "second forward", "first backward"])
 @pytest.mark.parametrize("loop", [with_closure, in_two_phases])
-def test_an_interruption_leaves_nothing_behind(loop, where):
-    """Ctrl-C, wherever it comes."""
+def test_interruption_leaves_no_state(loop, where):
+    """KeyboardInterrupt at any point."""
 
     class Interrupted(torch.autograd.Function):
         @staticmethod
@@ -464,11 +464,11 @@ def test_an_interruption_leaves_nothing_behind(loop, where):
     assert before[1:] == after[1:]
     assert cases.same_bits(weights, cases.weights_of(model))
     other = make(["linear"])
-    other(cases.vectors()[0]).sum().backward()  # any other model is free
+    other(cases.vectors()[0]).sum().backward()  # any other model is unaffected
     twin.load_state_dict(model.state_dict())
     for m, o in ((model, opt), (twin, plain)):
         loop(o, m, *cases.vectors())
-    torch.testing.assert_close(everything(model), everything(twin), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(state_values(model), state_values(twin), rtol=1e-9, atol=1e-11)
 
 
 def test_adaptive_and_normalization_only():

@@ -1,4 +1,4 @@
-"""The engine under DistributedDataParallel: at work on every rank, with the result of the plain way."""
+"""The engine under DistributedDataParallel: active on every rank, with the result of two plain passes."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class WithUnused(Net):
         self.unused = nn.Linear(3, 3)
 
 
-class WatchedOnOneRank(Net):
-    """As by a logger on the first rank: it computes everything, and must not leave the others waiting."""
+class HookOnOneRank(Net):
+    """As for a logger on the first rank: it computes everything, and must not block the others."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ class WatchedOnOneRank(Net):
 
 
 class CountingOnOneRank(SyncBatchNorm):
-    """Changes an attribute, so that its output cannot be used again there; the other ranks must run it too."""
+    """Changes an attribute, so that its output cannot be reused there; the other ranks must run it too."""
 
     calls = 0
 
@@ -98,7 +98,7 @@ class CountingOnOneRank(SyncBatchNorm):
 
 
 class DrawingOnOneRank(SyncBatchNorm):
-    """After a draw from Python's generator nothing of the first pass is used again there."""
+    """After a draw from Python's generator nothing of the first pass is reused there."""
 
     def forward(self, x):
         if dist.get_rank() == 1:
@@ -109,7 +109,7 @@ class DrawingOnOneRank(SyncBatchNorm):
 
 
 def accumulated(opt, model, x, y):
-    """Two micro-batches; gradients are exchanged with the last one."""
+    """Two micro-batches; gradients are synchronized with the last one."""
     opt.zero_grad()
     parts = list(zip(x.chunk(2), y.chunk(2), strict=True))
     with opt.first_pass():
@@ -125,7 +125,7 @@ def clipped(opt, model, x, y):
     opt.step(cases.closure_for(model, opt, x, y, then=clip))
 
 
-def looked_at_on_one_rank(opt, model, x, y):
+def inspected_on_one_rank(opt, model, x, y):
     def look():
         if dist.get_rank() == 0:
             model.module.head.weight.grad.norm()
@@ -144,10 +144,10 @@ CASES = {
     "default": (Net, {}, with_closure, LAST),
     "two phases": (Net, {}, in_two_phases, LAST),
     "clipped": (Net, {}, clipped, LAST),
-    "one rank looks": (Net, {}, looked_at_on_one_rank, LAST),
-    "one rank is watched": (WatchedOnOneRank, {}, with_closure, LAST),
-    "one rank is watched, two phases": (WatchedOnOneRank, {}, in_two_phases, LAST),
-    "norm of all": (Net, {}, with_closure, {**LAST, "norm": "full"}),
+    "one rank reads gradients": (Net, {}, inspected_on_one_rank, LAST),
+    "hook on one rank": (HookOnOneRank, {}, with_closure, LAST),
+    "hook on one rank, two phases": (HookOnOneRank, {}, in_two_phases, LAST),
+    "full norm": (Net, {}, with_closure, {**LAST, "norm": "full"}),
     "local ascent": (Net, {}, with_closure, {**LAST, "ascent_scope": "local"}),
     "no broadcast": (Net, {"broadcast_buffers": False}, with_closure, LAST),
     "static graph": (Net, {"static_graph": True}, with_closure, LAST),
@@ -190,7 +190,7 @@ def ranks():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_result_is_that_of_the_plain_way(ranks, name):
+def test_result_equals_two_plain_passes(ranks, name):
     for found in ranks:
         (values, report), (plain, _) = found[name]
         assert report["engine"].startswith("on")
@@ -198,11 +198,11 @@ def test_the_result_is_that_of_the_plain_way(ranks, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_comes_before_the_perturbed_layer_is_used_again(ranks, name):
-    computed_in_full = ("norm of all", "clipped", "one rank looks")
+def test_unperturbed_prefix_is_reused(ranks, name):
+    computed_in_full = ("full norm", "clipped", "one rank reads gradients")
     for rank, found in enumerate(ranks):
         report = found[name][0][1]
-        if name.startswith("one rank is watched") and rank == 0:
+        if name.startswith("hook on one rank") and rank == 0:
             assert "a gradient hook is registered on body.0.weight" in report["engine"]
             continue
         again = [part for part in ("body.0", "body.1", "middle.0") if "used again" in report[f"{part}.weight"]]
@@ -215,10 +215,8 @@ def test_what_comes_before_the_perturbed_layer_is_used_again(ranks, name):
             assert "body.1" not in again  # on both ranks
         else:
             assert again == ["body.0", "body.1", "middle.0"]
-            looks = name in ("clipped", "one rank looks")
-            assert report["engine"] == (
-                f"on, but the first backward was computed in full: {READS_GRADIENTS}" if looks else "on"
-            )
+            in_full = f"on, but the first backward was computed in full: {READS_GRADIENTS}"
+            assert report["engine"] == (in_full if name in ("clipped", "one rank reads gradients") else "on")
         if name not in computed_in_full:
             assert report["body.0.weight"].startswith("not perturbed: no weight gradient")
 
@@ -230,7 +228,7 @@ def refusal(rank):
     return str(error.value)
 
 
-def test_a_static_graph_with_a_local_ascent_is_refused():
+def test_static_graph_with_local_ascent_raises():
     assert all("ascent_scope" in words for words in run_ranks(refusal, 2))
 
 
@@ -248,5 +246,5 @@ def sharded(rank):
 
 
 @cases.needs_fsdp2_on_a_cpu
-def test_sharded_parameters_switch_it_off_and_the_report_says_so():
+def test_sharded_parameters_disable_engine_and_are_reported():
     assert all(words.startswith("off: parameters are sharded (fully_shard") for words in run_ranks(sharded, 2))

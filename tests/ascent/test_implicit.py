@@ -125,7 +125,7 @@ def large(request, monkeypatch):
 @pytest.mark.parametrize(("name", "build"), list(models()), ids=[name for name, _ in models()])
 @pytest.mark.parametrize("kind", ["filters", "columns", "2:4", "tensor"])
 @pytest.mark.parametrize("ascent", ["implicit", "implicit-dense"])
-def test_the_perturbation_equals_the_reference(name, build, kind, ascent):
+def test_perturbation_equals_reference(name, build, kind, ascent):
     torch.manual_seed(0)
     model, x = build()
     model, x = model.double(), x.double()
@@ -161,7 +161,7 @@ def test_the_perturbation_equals_the_reference(name, build, kind, ascent):
 
 
 class Calls(TorchDispatchMode):
-    """Which operators are called."""
+    """Records which operators are called."""
 
     def __init__(self):
         super().__init__()
@@ -178,7 +178,7 @@ class Calls(TorchDispatchMode):
     [((3, 3), (1, 1), 1, 0), ((1, 1), 0, 0, 0), ((3, 2), (2, 0), 1, 0), ((2, 5), "same", 1, 0), ((3, 3), 3, 2, 2)],
 )
 @pytest.mark.parametrize("ascent", ["explicit", "implicit"])
-def test_a_few_filters_of_a_large_input_need_no_convolution(kernel, padding, explicit, implicit, ascent, monkeypatch):
+def test_few_filters_of_large_input_need_no_convolution(kernel, padding, explicit, implicit, ascent, monkeypatch):
     monkeypatch.setattr(layers, "LARGE", 0)
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -203,8 +203,8 @@ def test_a_few_filters_of_a_large_input_need_no_convolution(kernel, padding, exp
 
 
 @pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (3, 2), (1, 2)])
-def test_other_gradients_through_some_filters_of_a_large_input_are_the_plain_ones(kernel, stride, monkeypatch):
-    """Differentiated once more, as for a penalty, and in batches, as for a Jacobian."""
+def test_other_gradients_through_some_filters_are_unchanged(kernel, stride, monkeypatch):
+    """Second derivatives, as for a penalty, and batched ones, as for a Jacobian."""
     monkeypatch.setattr(layers, "LARGE", 0)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(20, 4, kernel, stride), nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)).double()
@@ -229,7 +229,7 @@ def test_other_gradients_through_some_filters_of_a_large_input_are_the_plain_one
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
 
 
-def test_a_full_mask_makes_the_implicit_form_explicit():
+def test_full_mask_makes_implicit_equal_explicit():
     results = []
     for ascent in ("explicit", "implicit"):
         model = cases.mlp()
@@ -254,7 +254,7 @@ def test_autocast(dtype):
     assert losses[-1] < losses[0]
 
 
-def test_the_implicit_form_needs_the_masked_norm_and_the_engine():
+def test_implicit_needs_masked_norm_and_engine():
     model = cases.mlp()
     rule = sparsesam.random_mask(sparsity=0.5, pattern="filter")
     with pytest.raises(ValueError, match='norm must be "masked"'):

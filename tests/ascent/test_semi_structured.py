@@ -31,7 +31,7 @@ def chosen(mask, dtype=torch.bfloat16, hardware=AMPERE, rows=8, shape=(128, 64))
     return choose_backend(torch.zeros(rows, shape[0], dtype=dtype), weight, mask, hardware)
 
 
-def test_half_precision_takes_two_of_four():
+def test_half_precision_uses_two_of_four():
     for dtype in (torch.float16, torch.bfloat16):
         assert chosen(masked(2, 4), dtype) is CuSparseLt
         assert chosen(masked(2, 4), dtype, HOPPER) is CuSparseLt
@@ -39,19 +39,19 @@ def test_half_precision_takes_two_of_four():
         assert chosen(masked(1, 4), dtype) is None
 
 
-def test_without_cusparselt_cutlass_is_left_which_knows_one_generation():
+def test_cutlass_without_cusparselt_supports_one_generation():
     assert chosen(masked(2, 4), hardware=Hardware((8, 6), False, True)) is Cutlass
     assert chosen(masked(2, 4), hardware=Hardware((9, 0), False, True)) is None
 
 
-def test_float32_takes_one_of_two_where_tf32_is_allowed():
+def test_float32_uses_one_of_two_where_tf32_is_allowed():
     assert chosen(masked(1, 2), torch.float32) is Cutlass
     assert chosen(masked(2, 4), torch.float32) is None
     assert chosen(masked(1, 2), torch.float32, HOPPER) is None
     assert chosen(masked(1, 2), torch.float32, Hardware((8, 0), True, allows_tf32=False)) is None
 
 
-def test_other_machines_matrices_and_masks_are_refused():
+def test_unsupported_hardware_shapes_and_masks_are_rejected():
     assert chosen(masked(2, 4), hardware=TURING) is None
     assert chosen(masked(2, 4), hardware=None) is None
     assert chosen(masked(2, 4), torch.float64) is None
@@ -62,8 +62,8 @@ def test_other_machines_matrices_and_masks_are_refused():
 
 
 @pytest.mark.parametrize(("n", "m", "dtype"), [(2, 4, torch.bfloat16), (1, 2, torch.bfloat16), (1, 2, torch.float32)])
-def test_packing_loses_nothing(n, m, dtype):
-    """By torch's own packing, which runs on a CPU too."""
+def test_packing_is_lossless(n, m, dtype):
+    """With torch's own packing, which also runs on a CPU."""
     weight, mask = torch.randn(128, 64).to(dtype), masked(n, m)
     dense = to_pack(weight, mask)
     assert torch.equal(dense, (weight * mask.unpack()).t())
@@ -73,22 +73,22 @@ def test_packing_loses_nothing(n, m, dtype):
     torch.testing.assert_close(sparse_semi_structured_to_dense_cutlass(packed, meta), dense, rtol=1e-2, atol=0)
 
 
-def test_packing_two_of_four_in_float32_would_lose_weights():
-    """Why the guard asks for 1:2 there."""
+def test_packing_two_of_four_in_float32_loses_weights():
+    """Why float32 needs 1:2."""
     dense = to_pack(torch.randn(128, 64), masked(2, 4))
     packed, _ = sparse_semi_structured_from_dense_cutlass(dense)
     assert packed.count_nonzero() < dense.count_nonzero()
 
 
 @pytest.mark.parametrize("shape", [(8, 128), (2, 4, 128)])
-def test_without_a_gpu_the_product_is_masked_and_dense(shape):
+def test_product_without_gpu_is_masked_and_dense(shape):
     mask, weight, dy = masked(2, 4), torch.randn(128, 64), torch.randn(shape)
     torch.testing.assert_close(input_gradient(dy, weight, mask), dy @ (weight * mask.unpack()))
-    weight.mul_(2)  # nothing is kept from call to call
+    weight.mul_(2)  # nothing is cached between calls
     torch.testing.assert_close(input_gradient(dy, weight, mask), dy @ (weight * mask.unpack()))
 
 
-def test_every_linear_layer_of_the_paper_s_vit_reaches_the_sparse_product():
+def test_every_linear_layer_of_papers_vit_uses_sparse_product():
     """In bf16 with 2:4, and in float32 with 1:2; all but the classifier and what sees the pixels."""
     model = vit(10, 3, 32, patch_size=4, dim=384, depth=1, heads=6, mlp_ratio=4.0)
     inner = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and min(m.weight.shape) >= 384]
@@ -101,8 +101,8 @@ def test_every_linear_layer_of_the_paper_s_vit_reaches_the_sparse_product():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with sparse tensor cores")
 @pytest.mark.parametrize(("n", "m", "dtype"), [(2, 4, torch.bfloat16), (2, 4, torch.float16), (1, 2, torch.float32)])
-def test_the_sparse_product_equals_the_masked_dense_one(n, m, dtype):
+def test_sparse_product_equals_masked_dense_product(n, m, dtype):
     weight, dy = torch.randn(128, 64).to(dtype).cuda(), torch.randn(64, 128).to(dtype).cuda()
-    mask = masked(n, m).placed(weight)
+    mask = masked(n, m).placed(weight.device)
     found = input_gradient(dy, weight, mask)
     torch.testing.assert_close(found, dy @ (weight * mask.unpack()), rtol=1e-2, atol=1e-2)

@@ -1,4 +1,4 @@
-"""Models and losses that keep values, change them, or look at them in other ways: the engine must not be seen."""
+"""Models and losses that store, modify or inspect values: the engine must be invisible to them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 import sparsesam
-from sparsesam.ascent.first_pass import FirstPass
 from tests import cases
 
 CASES = {}
 
 
 def case(name, loss=None, **options):
-    """Register a function ``forward(model, x)`` as a model with layers body, middle and head, of which head moves."""
+    """Register ``forward(model, x)`` as a model with layers body, middle and head, of which head is perturbed."""
 
     def wrap(forward):
         CASES[name] = (forward, loss or (lambda model, x, y: F.cross_entropy(model(x), y)), options)
@@ -43,14 +43,14 @@ class Model(nn.Module):
         return self._forward(self, x)
 
 
-@case("a list that is emptied in each forward")
+@case("list emptied in each forward")
 def _(model, x):
     model.kept = []
     model.kept.append((model.middle(x) + 1).detach())
     return model.head(torch.tanh(model.body(x) + 1))
 
 
-@case("a list carried to the next forward")
+@case("list kept for the next forward")
 def _(model, x):
     last = model.kept[-1].mean() if model.kept else 0.0
     model.kept = [torch.sin(model.middle(x) + 1).detach()]
@@ -65,7 +65,7 @@ def _teacher_loss(model, x, y):
         return F.cross_entropy(out, y)
 
 
-@case("an error that is swallowed", _teacher_loss)
+@case("swallowed error", _teacher_loss)
 def _(model, x):
     model.kept.clear()
     with torch.no_grad():
@@ -73,7 +73,7 @@ def _(model, x):
     return model.head(torch.tanh(model.body(x)))
 
 
-@case("a check of the type")
+@case("type check")
 def _(model, x):
     h = model.body(x) + 1
     if type(h) is not torch.Tensor:
@@ -81,21 +81,21 @@ def _(model, x):
     return model.head(torch.tanh(h))
 
 
-@case("another path where the type is another")
+@case("branch on the type")
 def _(model, x):
     h = model.body(x) + 1
     return model.head(torch.tanh(torch.sin(h) if type(h) is torch.Tensor else h))
 
 
-@case("a sparse matrix made in the forward")
+@case("sparse matrix built in the forward")
 def _(model, x):
     places = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
-    neighbours = torch.sparse_coo_tensor(places, torch.ones(4, dtype=x.dtype), (8, 8)).coalesce()
-    assert neighbours.is_sparse
-    return model.head(F.relu(model.middle(torch.sparse.mm(neighbours, model.body(x))), inplace=True))
+    neighbors = torch.sparse_coo_tensor(places, torch.ones(4, dtype=x.dtype), (8, 8)).coalesce()
+    assert neighbors.is_sparse
+    return model.head(F.relu(model.middle(torch.sparse.mm(neighbors, model.body(x))), inplace=True))
 
 
-@case("a counter that the forward uses")
+@case("counter used in the forward")
 def _(model, x):
     model.count += 1
     model.average = 0.9 * model.average + 0.1 * torch.sin(model.body(x).detach() + 1).mean(0)
@@ -108,7 +108,7 @@ def _(model, x):
     return model.head(h + F.dropout(model.middle(x), 0.5))
 
 
-@case("a statistic of one's own, moved in one call")
+@case("custom statistic updated in one call")
 def _(model, x):
     h = torch.tanh(model.body(x))
     with torch.no_grad():
@@ -116,7 +116,7 @@ def _(model, x):
     return model.head(h - model.running_mean)
 
 
-@case("a statistic of one's own, moved in two calls")
+@case("custom statistic updated in two calls")
 def _(model, x):
     h = torch.tanh(model.body(x))
     with torch.no_grad():
@@ -124,7 +124,7 @@ def _(model, x):
     return model.head(h - model.running_mean)
 
 
-@case("a normalization's statistics are read")
+@case("reads normalization statistics")
 def _(model, x):
     h = model.norm(model.body(x))
     return model.head(h - model.norm.running_mean)
@@ -138,26 +138,26 @@ def _train_and_evaluate(model, x, y):
     return loss
 
 
-@case("a forward in evaluation mode in the same closure", _train_and_evaluate)
+@case("evaluation-mode forward in the same closure", _train_and_evaluate)
 def _(model, x):
     return model.head(model.norm(model.body(x)))
 
 
-@case("a momentum encoder, assigned to .data")
+@case("momentum encoder assigned to .data")
 def _(model, x):
     for slow, fast in zip(model.key.parameters(), model.body.parameters(), strict=True):
         slow.data = slow.data * 0.9 + fast.data * 0.1
     return model.head(torch.tanh(model.body(x)) + torch.tanh(model.key(x)))
 
 
-@case("a momentum encoder, .data in place")
+@case("momentum encoder updating .data in place")
 def _(model, x):
     for slow, fast in zip(model.key.parameters(), model.body.parameters(), strict=True):
         slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
     return model.head(torch.tanh(model.body(x)) + torch.tanh(model.key(x)))
 
 
-@case("a buffer through an alias")
+@case("buffer written through an alias")
 def _(model, x):
     h = torch.tanh(model.body(x))
     with torch.no_grad():
@@ -165,7 +165,7 @@ def _(model, x):
     return model.head(h + model.average)
 
 
-@case("a fresh tensor that equals a buffer, written to")
+@case("written tensor that equals a buffer")
 def _(model, x):
     state = torch.zeros(6, dtype=x.dtype)
     state += x.mean(0)
@@ -186,14 +186,14 @@ def _writing_loss(model, x, y):
     return F.cross_entropy(out, y) + (out.mean(1) * clean.mean(1)).mean()
 
 
-@case("a loss that writes to an output without gradient", _writing_loss)
+@case("loss that writes to an output without gradient", _writing_loss)
 def _(model, x):
     with torch.no_grad():
         clean = torch.tanh(model.middle(x))
     return model.head(torch.tanh(model.body(x))), clean
 
 
-@case("a loss that writes to an output with gradient", _writing_loss)
+@case("loss that writes to an output with gradient", _writing_loss)
 def _(model, x):
     return model.head(torch.tanh(model.body(x))), model.middle(x) + 1
 
@@ -206,7 +206,7 @@ def _(model, x):
     return out + model.middle(F.dropout(x, 0.5))[:, :3]
 
 
-@case("an output that one path overwrites", lambda m, x, y: F.cross_entropy(m(x)[0] + m(x)[1][:, :3], y), steps=8)
+@case("output overwritten in one branch", lambda m, x, y: F.cross_entropy(m(x)[0] + m(x)[1][:, :3], y), steps=8)
 def _(model, x):
     with torch.no_grad():
         clean = torch.tanh(model.middle(x))
@@ -216,14 +216,14 @@ def _(model, x):
     return out, clean
 
 
-@case("a hook on a node of the graph")
+@case("hook on a graph node")
 def _(model, x):
     h = model.body(x)
     h.grad_fn.register_hook(lambda inputs, outputs: tuple(None if g is None else g * 0.5 for g in inputs))
     return model.head(h)
 
 
-@case("a hook on a value")
+@case("hook on an activation")
 def _(model, x):
     h = model.body(x)
     h.register_hook(lambda gradient: gradient * 0.5)
@@ -241,7 +241,7 @@ class DoubleInPlace(torch.autograd.Function):
         return g * 2
 
 
-@case("a custom function in place")
+@case("custom in-place function")
 def _(model, x):
     return model.head(torch.tanh(DoubleInPlace.apply(model.body(x) + 1)))
 
@@ -258,7 +258,7 @@ def _probabilities_loss(model, x, y):
     return F.cross_entropy(out["logits"], y) * float(out["probabilities"].numpy().max())
 
 
-@case("a detached output", _probabilities_loss)
+@case("detached output", _probabilities_loss)
 def _(model, x):
     logits = model.head(torch.tanh(model.body(x)))
     return {"logits": logits, "probabilities": logits.detach().softmax(-1)}
@@ -271,17 +271,17 @@ def _penalty(model, x, y):
     return loss + 0.1 * sum(g.pow(2).sum() for g in gradients if g is not None)
 
 
-CASES["a penalty on all gradients"] = (lambda model, x: model.head(torch.tanh(model.body(x))), _penalty, {})
+CASES["penalty on all gradients"] = (lambda model, x: model.head(torch.tanh(model.body(x))), _penalty, {})
 
 
-@case("a tensor that equals a buffer until it is written to")
+@case("tensor that equals a buffer until written to")
 def _(model, x):
     mask = torch.from_numpy(np.zeros(6))
     mask[:3] = 1.0
     return model.head(torch.tanh(model.body(x)) * (1 + torch.exp(mask)) + torch.exp(model.start))
 
 
-@case("an attribute of a value")
+@case("attribute of an activation")
 def _(model, x):
     h = torch.tanh(model.body(x))
     h.seen = getattr(h, "seen", 0) + 1
@@ -296,7 +296,7 @@ def _swallowing_loss(model, x, y):
         return loss
 
 
-@case("a closure that goes on without a gradient", _swallowing_loss)
+@case("closure that continues without a gradient", _swallowing_loss)
 def _(model, x):
     return model.head(torch.tanh(model.body(x)))
 
@@ -308,7 +308,7 @@ def _all_there(model, x, y):
     return loss * 0.0
 
 
-@case("an assertion about gradients", _all_there)
+@case("assertion about gradients", _all_there)
 def _(model, x):
     return model.head(torch.tanh(model.body(x)))
 
@@ -319,7 +319,7 @@ def _first_gradient(model, x, y):
     return loss
 
 
-@case("a pass that is rewound: buffers, lists and modules", _first_gradient)
+@case("pass with state changes: buffers, lists and modules", _first_gradient)
 def _(model, x):
     model.kept.append(len(model.kept))
     with torch.no_grad():
@@ -353,7 +353,7 @@ def plain_loss(model, x, y):
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("name", CASES)
-def test_the_engine_is_not_seen(name):
+def test_engine_is_invisible(name):
     forward, loss_of, options = CASES[name]
     losses, ours, model = train(forward, loss_of, engine=True, **options)
     plain_losses, plain, twin = train(forward, loss_of, engine=False, **options)
@@ -363,7 +363,7 @@ def test_the_engine_is_not_seen(name):
     assert model.count == twin.count
 
 
-def test_weights_in_the_memory_of_a_perturbed_one_move_too():
+def test_weights_that_share_memory_with_perturbed_one_move_too():
     def make():
         model = Model(lambda model, x: model.head(torch.tanh(model.body(torch.tanh(model.middle(x)))))).double()
         model.middle.weight.data = model.body.weight.data
@@ -378,7 +378,7 @@ def test_weights_in_the_memory_of_a_perturbed_one_move_too():
     torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-11)
 
 
-def test_finalizers_do_not_pile_up():
+def test_finalizers_do_not_accumulate():
     model = plain_model()
     optimizer = cases.ssam(model, every=2)
     closure = cases.closure_for(model, optimizer, *cases.vectors(8))
@@ -391,7 +391,7 @@ def test_finalizers_do_not_pile_up():
 
 
 @pytest.mark.parametrize("wrap", [sparsesam.SAM, sparsesam.SSAM])
-def test_a_step_inside_of_autocast_sees_the_moved_weights(wrap):
+def test_step_within_autocast_sees_perturbed_weights(wrap):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
     options = {} if wrap is sparsesam.SAM else {"mask": sparsesam.fixed_mask("2.*"), "norm": "masked"}
@@ -409,7 +409,7 @@ def test_a_step_inside_of_autocast_sees_the_moved_weights(wrap):
 
 
 def counted_calls(optimizer, model, loss_of=plain_loss, steps=3):
-    """How often each step computes the loss."""
+    """The number of loss evaluations in each step."""
     calls = []
     for seed in range(steps):
         x, y = cases.vectors(8, seed=seed)
@@ -426,13 +426,13 @@ def counted_calls(optimizer, model, loss_of=plain_loss, steps=3):
 @pytest.mark.parametrize(
     "options", [{"engine": False}, {}, {"mask": sparsesam.fixed_mask("*"), "norm": "full"}], ids=str
 )
-def test_a_closure_is_called_twice_whatever_it_differentiates(options):
+def test_closure_is_called_twice_whatever_it_differentiates(options):
     model = plain_model()
     assert counted_calls(cases.ssam(model, **options), model, _penalty) == [2, 2, 2]
 
 
 @pytest.mark.parametrize("ascent", ["explicit", "implicit"])
-def test_an_error_in_the_second_pass_costs_nothing_afterwards(ascent):
+def test_error_in_second_pass_does_not_disable_engine(ascent):
     model = plain_model()
     optimizer = cases.ssam(model, ascent=ascent)
 
@@ -451,7 +451,7 @@ def test_an_error_in_the_second_pass_costs_nothing_afterwards(ascent):
     assert optimizer.engine_report()["engine"] == "on"
 
 
-def test_batch_normalization_of_any_kind_keeps_the_saving():
+def test_engine_stays_active_with_any_batch_normalization():
     for make in (lambda: nn.BatchNorm1d(6, momentum=None), lambda: nn.BatchNorm1d(6, affine=False)):
         model = Model(lambda model, x: model.head(model.norm(model.body(x))))
         model.norm = make()
@@ -466,7 +466,7 @@ def test_batch_normalization_of_any_kind_keeps_the_saving():
             assert "used again" in report["body.weight"]
 
 
-def test_a_scripted_part_does_not_hide_the_error_of_a_closure():
+def test_scripted_part_does_not_hide_closure_error():
     model = Model(lambda model, x: model.head(model.scripted(model.body(x)))).double()
     model.scripted = torch.jit.script(nn.Linear(6, 6).double())
     optimizer = cases.ssam(model)
@@ -479,7 +479,7 @@ def test_a_scripted_part_does_not_hide_the_error_of_a_closure():
         counted_calls(optimizer, model, failing)
 
 
-def test_an_error_that_comes_only_once_comes_out():
+def test_one_time_error_propagates():
     model = plain_model()
     optimizer = cases.ssam(model)
     errors = iter([ZeroDivisionError("only once")])
@@ -495,30 +495,31 @@ def test_an_error_that_comes_only_once_comes_out():
     before = cases.weights_of(model)
     with pytest.raises(ZeroDivisionError, match="only once"):
         counted_calls(optimizer, model, failing, steps=1)
-    assert len(calls) == 1  # it is not tried again
+    assert len(calls) == 1  # it is not retried
     assert cases.same_bits(before, cases.weights_of(model))
     assert counted_calls(optimizer, model, failing) == [2, 2, 2]
     assert optimizer.engine_report()["engine"] == "on"
 
 
-def test_an_interruption_around_a_paused_mode_leaves_the_modes_of_others(monkeypatch):
-    """zero_grad() takes the mode from torch's stack for a moment; Ctrl-C may come just then."""
+def test_interruption_while_mode_is_paused_keeps_other_modes(monkeypatch):
+    """zero_grad() removes the engine's mode from torch's stack for a moment; Ctrl-C may come just then."""
 
-    class Own(torch.overrides.TorchFunctionMode):
+    class Own(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             return func(*args, **kwargs or {})
 
-    def interrupted(self):
-        plain(self)
-        raise KeyboardInterrupt
+    def interrupted(mode, *error):
+        leave(mode, *error)
+        if mode is not own:
+            raise KeyboardInterrupt
 
-    plain = FirstPass._leave
+    leave = TorchFunctionMode.__exit__
     model = plain_model()
     optimizer = cases.ssam(model)
     closure = cases.closure_for(model, optimizer, *cases.vectors(8))
     own = Own()
     with own:
-        monkeypatch.setattr(FirstPass, "_leave", interrupted)
+        monkeypatch.setattr(TorchFunctionMode, "__exit__", interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step(closure)
         monkeypatch.undo()
@@ -527,7 +528,7 @@ def test_an_interruption_around_a_paused_mode_leaves_the_modes_of_others(monkeyp
     assert torch.overrides._get_current_function_mode_stack() == []
 
 
-def test_activations_of_a_step_that_is_left_out_are_freed():
+def test_activations_of_abandoned_step_are_freed():
     outputs = []
 
     def noted(model, x):

@@ -1,4 +1,4 @@
-"""Things that people do in models and loops: the engine is at work where it can be, and never changes a result."""
+"""Common code in models and loops: the engine is active where possible, and never changes a result."""
 
 from __future__ import annotations
 
@@ -37,10 +37,7 @@ def make(between=torch.tanh):
 
 
 def plain_phases(opt, model, x, y):
-    opt.zero_grad()
-    F.cross_entropy(model(x), y).backward()
-    with opt.perturbed():
-        F.cross_entropy(model(x), y).backward()
+    cases.both_passes(opt, model, x, y)
     opt.step()
 
 
@@ -48,16 +45,11 @@ LOOPS = [cases.with_closure, cases.in_two_phases, plain_phases]
 
 
 def some_filters(model, *prefixes):
-    """Every other filter of the weights of these layers."""
-    masks = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in model.named_parameters()}
-    for name, mask in masks.items():
-        if name.startswith(prefixes):
-            mask[::2] = True
-    return sparsesam.fixed_mask(masks)
+    return sparsesam.fixed_mask(cases.every_other_filter(model, *prefixes))
 
 
 def compare(make_model, mask, loop, *, steps=3, data=cases.vectors, norm="masked", **options):
-    """Train with the engine and without; returns the optimizer that had it."""
+    """Train with and without the engine, and return the optimizer with it."""
     model = make_model()
     twin = copy.deepcopy(model)
     opts = []
@@ -80,7 +72,7 @@ def is_reused(opt, name="body.weight"):
 
 
 def drop_path(x):
-    """As in timm and torchvision: a tensor made empty and filled in place."""
+    """As in timm and torchvision: an empty tensor filled in place."""
     return x * x.new_empty(len(x), 1).bernoulli_(0.7).div_(0.7)
 
 
@@ -90,8 +82,8 @@ def sampled(x):
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("noise", [drop_path, sampled])
-def test_noise_that_is_drawn_in_place_before_the_perturbed_layers(noise, loop):
-    """In a loop of two phases each pass draws its own, as without the engine."""
+def test_noise_drawn_in_place_before_perturbed_layers(noise, loop):
+    """In a two-phase loop each pass draws its own noise, as without the engine."""
     compare(lambda: make(noise), sparsesam.fixed_mask("head.*"), loop)
 
 
@@ -100,7 +92,7 @@ class Drop(nn.Module):
         return drop_path(x)
 
 
-def test_with_a_closure_the_noise_of_a_module_is_used_again():
+def test_module_noise_is_reused_with_closure():
     opt = compare(lambda: make(Drop()), sparsesam.fixed_mask("head.*"), cases.with_closure)
     assert is_reused(opt)
 
@@ -124,12 +116,12 @@ class ThreeDimensional(nn.Module):
 
 @pytest.mark.parametrize("ascent", ["explicit", "implicit"])
 @pytest.mark.parametrize("loop", [cases.with_closure, cases.in_two_phases])
-def test_a_linear_layer_of_a_three_dimensional_input_that_is_changed_in_place(loop, ascent):
+def test_three_dimensional_linear_output_modified_in_place(loop, ascent):
     def make_model():
         torch.manual_seed(0)
         return ThreeDimensional().double()
 
-    if ascent == "implicit":  # another perturbation than the explicit one: that it trains is what can be said here
+    if ascent == "implicit":  # not equal to the explicit perturbation: only that it trains can be checked here
         model = make_model()
         opt = cases.ssam(model, some_filters(model, "project", "head"), ascent=ascent)
         loop(opt, model, *cases.vectors(8))
@@ -140,7 +132,7 @@ def test_a_linear_layer_of_a_three_dimensional_input_that_is_changed_in_place(lo
 
 
 def balanced(opt, model, x, y):
-    """Two losses weighed by the norms of their gradients of a whole weight, asked for by autograd.grad."""
+    """Two losses weighted by the norms of their gradients with respect to a whole weight, from autograd.grad."""
 
     def loss_of():
         out = model(x)
@@ -163,16 +155,16 @@ def clipped(opt, model, x, y):
 
 @pytest.mark.parametrize("norm", ["masked", "full"])
 @pytest.mark.parametrize("loop", [balanced, clipped])
-def test_a_closure_that_uses_whole_gradients_has_them(loop, norm):
+def test_closure_that_uses_whole_gradients_gets_them(loop, norm):
     for mask in (some_filters(make(), "middle", "head"), sparsesam.fixed_mask("head.*")):
         compare(make, mask, loop, norm=norm)
 
 
-# ---- torch's own ways of running a part of a model ---------------------------------------------------------------
+# ---- torch.cond and activation checkpointing ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_torch_cond_in_the_forward(loop):
+def test_torch_cond_in_forward(loop):
     def conditional(x):
         return torch.cond(x.sum() > 0, lambda v: torch.tanh(v), lambda v: torch.sin(v), (x,))
 
@@ -180,7 +172,7 @@ def test_torch_cond_in_the_forward(loop):
 
 
 class Checkpointed(nn.Module):
-    """A checkpointed part before the perturbed layer, inside of it, or both."""
+    """A checkpointed part before the perturbed layer, inside it, or both."""
 
     def __init__(self, *, reentrant):
         super().__init__()
@@ -196,7 +188,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("perturbed", ["last.*", "head.*", "middle.*"])
 @pytest.mark.parametrize("loop", [cases.with_closure, cases.in_two_phases])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpoints(reentrant, loop, perturbed):
+def test_activation_checkpointing(reentrant, loop, perturbed):
     def make_model():
         torch.manual_seed(0)
         return Checkpointed(reentrant=reentrant).double()
@@ -204,7 +196,7 @@ def test_activation_checkpoints(reentrant, loop, perturbed):
     opt = compare(make_model, sparsesam.fixed_mask(perturbed), loop)
     report = opt.engine_report()
     assert report["engine"].startswith("on")
-    if reentrant and perturbed != "last.*":  # torch cannot differentiate it in part
+    if reentrant and perturbed != "last.*":  # torch cannot differentiate part of it
         assert "a reentrant checkpoint cannot be differentiated in part" in report["engine"]
     else:
         assert report["engine"] == "on"
@@ -258,7 +250,7 @@ def test_grad_scaler(two_phases):
     assert is_reused(opt)
 
 
-def test_micro_batches_with_a_block_each_or_one_for_all():
+def test_micro_batches_in_separate_blocks_or_one():
     def loop(opt, model, x, y, one_block):
         opt.zero_grad()
         parts = list(zip(x.chunk(2), y.chunk(2), strict=True))
@@ -290,7 +282,7 @@ class Counting(nn.Linear):
 
 
 @pytest.mark.parametrize("loop", [cases.with_closure, cases.in_two_phases])
-def test_the_full_norm_uses_the_second_forward_of_the_prefix_again(loop):
+def test_full_norm_reuses_second_forward_of_prefix(loop):
     opt = compare(make, sparsesam.fixed_mask("head.*"), loop, norm="full")
     assert is_reused(opt)
     assert opt.engine_report()["body.weight"].startswith("full weight gradient in the ascent")
@@ -300,7 +292,7 @@ def test_the_full_norm_uses_the_second_forward_of_the_prefix_again(loop):
     Counting.calls = 0
     for _ in range(3):
         loop(opt, model, *cases.vectors(8))
-    assert Counting.calls == 3  # once a step
+    assert Counting.calls == 3  # once per step
 
 
 # ---- adapters ----------------------------------------------------------------------------------------------------
@@ -326,7 +318,7 @@ def test_peft_adapters(loop):
     assert [name for name in report if "body.lora_A" in name and "used again" in report[name]]
 
 
-# ---- code that is not Python's -----------------------------------------------------------------------------------
+# ---- C++ operators -----------------------------------------------------------------------------------------------
 
 CPP = """
 #include <torch/extension.h>
@@ -342,7 +334,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("doubled", &doubled); }
 
 
 @pytest.mark.slow
-def test_a_cpp_op_reads_values_that_are_there(tmp_path):
+def test_cpp_op_reads_real_values(tmp_path):
     from torch.utils.cpp_extension import load_inline
 
     ext = load_inline("sparsesam_doubled", CPP, build_directory=str(tmp_path), with_pytorch_error_handling=False)
@@ -366,11 +358,11 @@ def test_a_cpp_op_reads_values_that_are_there(tmp_path):
 # ---- torch.func and forward-mode differentiation -----------------------------------------------------------------
 
 
-def by_vmap(model, x, y):
+def with_vmap(model, x, y):
     return F.cross_entropy(torch.vmap(model)(x), y)
 
 
-def gradients_of_each_sample(model, x, y):
+def with_per_sample_gradients(model, x, y):
     def loss_of(weights, one, label):
         return F.cross_entropy(torch.func.functional_call(model, weights, (one[None],)), label[None])
 
@@ -378,28 +370,30 @@ def gradients_of_each_sample(model, x, y):
     return F.cross_entropy(model(x), y) + 0.1 * sum(gradient.pow(2).mean() for gradient in each.values())
 
 
-def by_jvp(model, x, y):
+def with_jvp(model, x, y):
     out, tangent = torch.func.jvp(model, (x,), (torch.ones_like(x),))
     return F.cross_entropy(out, y) + 0.1 * tangent.pow(2).mean()
 
 
-def in_a_dual_level(model, x, y):
+def with_dual_level(model, x, y):
     with forward_ad.dual_level():
         out, tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x))))
         return F.cross_entropy(out, y) + 0.1 * tangent.pow(2).mean()
 
 
 def with_mixed_rows(model, x, y):
-    """Weights in another place than the module's own: a row of theirs is made of several rows."""
+    """Weights stored outside the module, each row a sum of several of its rows."""
     weights = {name: p.cumsum(0) for name, p in model.named_parameters()}
     return F.cross_entropy(torch.func.functional_call(model, weights, (x,)), y)
 
 
 @pytest.mark.parametrize("mask", ["head", "filters"])
 @pytest.mark.parametrize(
-    "loss_of", [by_vmap, gradients_of_each_sample, by_jvp, in_a_dual_level, with_mixed_rows], ids=lambda f: f.__name__
+    "loss_of",
+    [with_vmap, with_per_sample_gradients, with_jvp, with_dual_level, with_mixed_rows],
+    ids=lambda f: f.__name__,
 )
-def test_transformations_of_the_model(loss_of, mask):
+def test_torch_func_transforms(loss_of, mask):
     def loop(opt, model, x, y):
         cases.take_step(opt, lambda: loss_of(model, x, y))
 
@@ -429,7 +423,7 @@ PRIVATE = {
 }
 
 
-def test_no_private_name_of_torch_is_used_unseen():
+def test_private_names_of_torch_are_listed():
     library = Path(sparsesam.__file__).parent
     found = set()
     for file in library.rglob("*.py"):

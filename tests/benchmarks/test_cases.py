@@ -16,7 +16,7 @@ def case(wrap):
 
 
 @pytest.mark.parametrize("name", WRAPS)
-def test_a_call_takes_a_step(name):
+def test_call_takes_one_step(name):
     one = case(WRAPS[name])
     before = one.loss(one.batch)
     for _ in range(5):
@@ -24,7 +24,7 @@ def test_a_call_takes_a_step(name):
     assert one.loss(one.batch) < before
 
 
-def test_the_share_of_perturbed_weights():
+def test_share_of_perturbed_weights():
     perturbed = {}
     for name, wrap in WRAPS.items():
         one = case(wrap)
@@ -33,6 +33,6 @@ def test_the_share_of_perturbed_weights():
     assert perturbed == pytest.approx({"SGD": 0, "SAM": 1, "SSAM": 20 / 35, "half of the batch": 20 / 35})
 
 
-def test_a_step_that_makes_a_mask_needs_more_memory():
+def test_step_that_makes_mask_needs_more_memory():
     fresh = ssam(sparsesam.random_mask(sparsity=0.5, refresh=sparsesam.manual()))
     assert case(fresh).peak_bytes(refresh=True) > case(fresh).peak_bytes()

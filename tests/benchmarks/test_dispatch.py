@@ -2,7 +2,7 @@ import torch
 from benchmarks.dispatch import LiveBytes
 
 
-def test_counts_what_is_alive_and_remembers_the_peak():
+def test_counts_live_bytes_and_peak():
     with LiveBytes([]) as live:
         first = torch.zeros(100)
         second = first + 1
@@ -13,7 +13,7 @@ def test_counts_what_is_alive_and_remembers_the_peak():
     del second
 
 
-def test_views_cost_nothing():
+def test_views_are_free():
     with LiveBytes([]) as live:
         tensor = torch.zeros(10, 10)
         views = [tensor.t(), tensor[0], tensor.view(-1)]
@@ -24,17 +24,17 @@ def test_views_cost_nothing():
         assert live.now == 0
 
 
-def test_known_tensors_and_in_place_work_cost_nothing():
+def test_known_tensors_and_in_place_ops_are_free():
     known = torch.zeros(10)
     with LiveBytes([known]) as live:
         known.add_(1).mul_(2)
     assert live.peak == 0
 
 
-def test_sees_what_only_the_graph_keeps():
+def test_counts_tensors_held_by_graph():
     weight = torch.zeros(10, requires_grad=True)
     with LiveBytes([weight]) as live:
         loss = weight.exp().sum()
         assert live.now == 44
         loss.backward()
-        assert live.now == 44  # the graph's tensor went, the gradient came
+        assert live.now == 44  # the graph's tensor was freed, the gradient allocated

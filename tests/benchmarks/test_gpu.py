@@ -1,4 +1,4 @@
-"""The table for whoever has a GPU, made small on whatever is here."""
+"""The GPU table, made small enough for any machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def setting():
     return Setting(torch.device("cpu"), small, 4, None)
 
 
-def test_the_table_has_a_row_for_each_method_and_numbers_in_it(setting):
+def test_table_has_row_with_numbers_for_each_method(setting):
     lines = table(setting, rounds=1).splitlines()
     rows = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines[2:]}
     assert rows.keys() == methods().keys()
@@ -37,7 +37,7 @@ def test_the_table_has_a_row_for_each_method_and_numbers_in_it(setting):
     assert rows["SGD"][2] == "0"
 
 
-def test_launches_are_those_beyond_the_passes(setting):
+def test_launches_exclude_those_of_passes(setting):
     cases = {name: make_case(setting, wrap) for name, wrap in methods().items()}
     for case in cases.values():
         case()
@@ -57,5 +57,5 @@ def test_mixed_precision_takes_steps():
         assert not same_bits(case.model.parameters(), before)
 
 
-def test_here_the_sparse_product_is_dense(setting):
+def test_sparse_product_is_dense_without_gpu(setting):
     assert sparse_product(setting) == "dense (1:2, (64, 128))"

@@ -10,12 +10,12 @@ def test_one_gpu_sends_nothing():
     assert all_reduce_ms(1, 1, GIVEN) == 0
 
 
-def test_an_all_reduce_by_hand():
+def test_all_reduce_matches_formula():
     expected = 1e3 * 2 * 15 / 16 * 25.6e6 * 4 / 25e9 + 2 * 0.015
     assert all_reduce_ms(1, 16, GIVEN) == pytest.approx(expected)
 
 
-def test_a_backward_hides_all_but_the_last_bucket_or_what_it_is_too_short_for():
+def test_backward_hides_all_but_last_bucket():
     whole = all_reduce_ms(1, 64, GIVEN)
     bucket = all_reduce_ms(25 * 2**20 / (25.6e6 * 4), 64, GIVEN)
     assert exposed_ms(1, 64, math.inf, GIVEN) == pytest.approx(bucket)
@@ -23,15 +23,15 @@ def test_a_backward_hides_all_but_the_last_bucket_or_what_it_is_too_short_for():
 
 
 @pytest.mark.parametrize("gpus", GPUS)
-def test_a_local_ascent_sends_what_sgd_sends(gpus):
-    """So that it adds to SGD's step the same on any number of GPUs."""
+def test_local_ascent_sends_as_much_as_sgd(gpus):
+    """Its extra time over SGD is the same on any number of GPUs."""
     beyond = [step_ms(METHODS["SAM, local"], n, GIVEN) - step_ms(METHODS["SGD"], n, GIVEN) for n in (1, gpus)]
     assert beyond[0] == pytest.approx(beyond[1])
     assert step_ms(METHODS["SAM, local"], gpus, GIVEN) < step_ms(METHODS["SAM, global"], gpus, GIVEN)
 
 
 @pytest.mark.parametrize("arguments", ["", "--parameters 350e6 --pass-ms 60"])
-def test_the_page_shows_what_the_command_prints(arguments, capsys, pytestconfig):
+def test_page_shows_output_of_command(arguments, capsys, pytestconfig):
     main(arguments.split())
     printed = capsys.readouterr().out
     page = (pytestconfig.rootpath / "docs" / "accelerators.md").read_text()

@@ -4,7 +4,7 @@ import pytest
 from benchmarks.timing import Timed, format_ratios, interleaved, ratios
 
 
-def test_the_reference_runs_between_all_others_and_the_first_one_moves_on():
+def test_reference_runs_between_others_and_order_rotates():
     order = []
     cases = {name: lambda name=name: order.append(name) for name in "rab"}
     timed = interleaved(cases, "r", rounds=2, warmup=1)
@@ -12,7 +12,7 @@ def test_the_reference_runs_between_all_others_and_the_first_one_moves_on():
     assert {name: len(times) for name, times in timed.items()} == {"r": 6, "a": 2, "b": 2}
 
 
-def test_a_case_is_compared_with_the_reference_just_before_and_after():
+def test_case_is_compared_with_adjacent_references():
     durations = iter([1.0, 6.0, 3.0, 20.0, 7.0])  # r a r b r
     now = itertools.accumulate(x for seconds in durations for x in (0.0, seconds))
     cases = {name: lambda: None for name in "rab"}
@@ -21,13 +21,13 @@ def test_a_case_is_compared_with_the_reference_just_before_and_after():
     assert timed["b"] == [Timed(20.0, 5.0)]
 
 
-def test_ratios_are_taken_round_by_round():
+def test_ratios_are_taken_per_round():
     sgd, sam = ratios({"SGD": [Timed(1, 1), Timed(100, 100)], "SAM": [Timed(2, 1), Timed(200, 100), Timed(2, 1)]})
     assert sgd.median == 1
     assert (sam.low, sam.median, sam.high) == (2, 2, 2)
     assert "2.000" in format_ratios([sgd, sam], "SGD")
 
 
-def test_refuses_an_unknown_reference():
+def test_unknown_reference_raises():
     with pytest.raises(ValueError, match="reference must be one of SAM, got 'SGD'"):
         interleaved({"SAM": lambda: None}, "SGD", rounds=1, warmup=0)

@@ -1,4 +1,4 @@
-"""What a step costs: layer by layer, and against what the engine really computes."""
+"""The cost of a step: layer by layer, and compared with what the engine really computes."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Block(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-class Words(nn.Module):
-    """Attention over embedded tokens, with a parameter of the model's own."""
+class TokenModel(nn.Module):
+    """Attention over embedded tokens, with a parameter of the model itself."""
 
     def __init__(self):
         super().__init__()
@@ -62,23 +62,24 @@ class Words(nn.Module):
         return {"logits": self.head(self.drop(self.norm(x)).mean(1))}
 
 
-def test_a_linear_layer_counts_batch_x_inputs_x_outputs_three_times():
+def test_linear_layer_counts_three_products():
     first, second, _ = layer_costs(chain(), torch.randn(16, 6), how="count").layers
     assert first.forward == 16 * 6 * 8 + 16 * 8  # with its tanh
-    assert first.input_gradient == 16 * 8  # of the tanh: nobody wants the gradient of the data
+    assert first.input_gradient == 16 * 8  # of the tanh: the gradient of the data is not needed
     assert second.input_gradient == 16 * 8 * 5 + 16 * 5
     assert second.weight_gradient == pytest.approx(16 * 8 * 5 + 5)  # and the bias
 
 
-def test_a_convolution_counts_every_product():
+def test_convolution_counts_every_product():
     model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.Conv2d(4, 5, 3, stride=2, padding=1, bias=False))
     second = layer_costs(model, torch.randn(2, 3, 8, 8), how="count").layers[1]
     products = 2 * 5 * 3 * 3 * 4 * 9
     assert (second.forward, second.input_gradient, second.weight_gradient) == (products, products, products)
 
 
-@pytest.mark.parametrize(("model", "x"), [(chain(), torch.randn(4, 6)), (Block(), torch.randn(2, 1, 6, 6))])
-def test_the_layers_sum_up_to_the_whole_pass(model, x):
+@pytest.mark.parametrize(("build", "shape"), [(chain, (4, 6)), (Block, (2, 1, 6, 6))])
+def test_layers_sum_to_whole_pass(build, shape):
+    model, x = build(), torch.randn(shape)
     costs = layer_costs(model, x, how="count")
     total = sum(one.forward + one.input_gradient + one.weight_gradient for one in costs.layers)
     assert total == pytest.approx(costs.base)
@@ -91,28 +92,28 @@ def pass_count(model, x):
     return counter.total
 
 
-def test_layers_come_in_execution_order_and_parameters_of_the_model_itself_count():
-    model = Words()
+def test_layers_are_in_execution_order_with_parameters_of_model_itself():
+    model = TokenModel()
     costs = layer_costs(model, {"tokens": torch.arange(10).reshape(2, 5)}, how="count")
     assert [one.layer for one in costs.layers] == ["embed", "place", "attend", "norm", "head"]
     assert set(costs.first_use) == {name for name, _ in model.named_parameters()}
 
 
-def test_a_layer_called_twice_costs_twice():
+def test_layer_called_twice_costs_twice():
     shared = nn.Linear(6, 6)
     (both,) = layer_costs(nn.Sequential(shared, nn.Tanh(), shared), torch.randn(4, 6), how="count").layers
     once = layer_costs(nn.Sequential(shared, nn.Tanh()), torch.randn(4, 6), how="count").layers[0]
     assert both.forward == 2 * once.forward - 4 * 6  # one tanh fewer
 
 
-def test_nothing_perturbed_costs_a_base_step_and_everything_two():
+def test_no_perturbation_costs_one_base_step_and_full_costs_two():
     model = chain()
     costs = layer_costs(model, torch.randn(512, 6), how="count")
     assert costs.step(masks_of(model)) == 1
     assert costs.step(masks_of(model, "")) == pytest.approx(2, rel=0.02)
 
 
-def test_nothing_upstream_of_the_frontier_costs_anything():
+def test_layers_upstream_of_frontier_cost_nothing():
     model = chain()
     costs = layer_costs(model, torch.randn(512, 6), how="count")
     _, second, third = costs.layers
@@ -122,7 +123,7 @@ def test_nothing_upstream_of_the_frontier_costs_anything():
     assert step == pytest.approx(1 + extra / costs.base)  # 512 * 5: back through the tanh between the two
 
 
-def test_a_branch_beside_the_frontier_costs_its_forward_alone():
+def test_branch_beside_frontier_costs_only_its_forward():
     """It is called after the first perturbed layer, where nothing is recorded any more."""
     model = Block()
     costs = layer_costs(model, torch.randn(2, 1, 6, 6), how="count")
@@ -143,7 +144,7 @@ def test_a_branch_beside_the_frontier_costs_its_forward_alone():
         ("",),
     ],
 )
-def test_the_prediction_is_what_the_engine_computes(kept):
+def test_prediction_equals_engine(kept):
     """The oracle counts every product of a real step, with all its hooks and modes."""
     model = Block()
     x, y = cases.images(64)
@@ -153,7 +154,7 @@ def test_the_prediction_is_what_the_engine_computes(kept):
     assert 1 + done / costs.base == pytest.approx(costs.step(masks), rel=0.01)
 
 
-def test_the_prediction_for_some_filters_is_what_the_engine_computes():
+def test_prediction_for_some_filters_equals_engine():
     model = Block()
     x, y = cases.images(64)
     costs = layer_costs(model, x, how="count")
@@ -178,16 +179,16 @@ def step_count(model, x, y, masks):
     return counter.total
 
 
-def test_grouped_convolutions_and_attention_cannot_be_sliced():
+def test_grouped_convolutions_and_attention_are_not_sliced():
     grouped = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 8, 3, groups=2))
     costs = layer_costs(grouped, torch.randn(2, 4, 6, 6), how="count")
     assert costs.can_slice("0.weight")
     assert not costs.can_slice("1.weight")
-    words = layer_costs(Words(), torch.arange(10).reshape(2, 5), how="count")
+    words = layer_costs(TokenModel(), torch.arange(10).reshape(2, 5), how="count")
     assert not words.can_slice("attend.in_proj_weight")
 
 
-def test_a_part_of_the_filters_costs_less_and_a_part_of_the_weights_does_not():
+def test_some_filters_cost_less_and_some_weights_do_not():
     model = chain()
     costs = layer_costs(model, torch.randn(512, 6), how="count")
     rows, entries = masks_of(model), masks_of(model)
@@ -199,7 +200,7 @@ def test_a_part_of_the_filters_costs_less_and_a_part_of_the_weights_does_not():
 
 @pytest.mark.parametrize("how", ["time", "count"])
 @pytest.mark.parametrize("training", [True, False])
-def test_the_model_is_left_as_found(how, training):
+def test_model_state_is_preserved(how, training):
     model = Block().train(training)
     model.stem.weight.requires_grad_(False)
     model.norm.eval()
@@ -214,7 +215,7 @@ def test_the_model_is_left_as_found(how, training):
     assert torch.equal(noise, torch.get_rng_state())
 
 
-def test_counts_do_not_depend_on_the_machine_or_the_run():
+def test_counts_are_deterministic():
     x = torch.randn(2, 1, 6, 6)
     once, again = (layer_costs(Block(), x, how="count") for _ in range(2))
     assert once.calls == again.calls
@@ -260,7 +261,7 @@ def test_bad_input(call, words):
         call()
 
 
-def test_counting_does_not_change_a_result():
+def test_counting_does_not_change_result():
     torch.manual_seed(0)
     layer, x = nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16)
     layer(x).square().sum().backward()

@@ -1,4 +1,4 @@
-"""How many bytes a rank hands over to collectives."""
+"""Counts the bytes that a rank passes to collectives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class CountedBytes(TorchDispatchMode):
-    """Sums up the tensors of every collective within the block, those that DDP's reducer starts included."""
+    """Sums up the tensors of every collective within the block, including those that DDP's reducer starts."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The same twenty steps on one process and on several: whatever the ranks, the weights must come out the same."""
+"""The same twenty steps on one process and on several must give the same weights."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def assert_equal(found, kind, **options):
 
 
 def reseeded(state_dict, seed):
-    """The checkpoint with another random state of the masks."""
+    """The checkpoint with a different random state of the masks."""
     state_dict = copy.deepcopy(state_dict)
     generator = torch.Generator().manual_seed(seed)
     state_dict["param_groups"][0]["sparsesam"]["mask"]["generator"] = generator.get_state().numpy().tobytes().hex()

@@ -1,4 +1,4 @@
-"""A function on several ranks, in processes connected by gloo. They are started once for each number of ranks."""
+"""Runs a function on several ranks, in processes connected by gloo and started once per number of ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ import torch
 from torch import distributed as dist
 from torch import multiprocessing as mp
 
+from tests import cases
+
 _worlds = {}
 
 
 def run_ranks(function, ranks, *arguments, timeout=240.0):
-    """Call ``function(rank, *arguments)`` on every rank; what each returns, by rank. After an error, all start anew."""
+    """Call ``function(rank, *arguments)`` on every rank and return the results by rank; after an error, restart all."""
     world = _worlds.pop(ranks, None) or World(ranks)
     try:
         found = world.run(function, arguments, timeout)
@@ -65,19 +67,20 @@ def _serve(rank, ranks, store, pipe):
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    while True:
-        try:
-            function, arguments = pipe.recv()
-        except EOFError:  # the tests are over
-            os._exit(0)
-        pipe.send(_called(rank, function, arguments))
+    with cases.small_modules_are_reused():
+        while True:
+            try:
+                function, arguments = pipe.recv()
+            except EOFError:  # the tests are over
+                os._exit(0)
+            pipe.send(_called(rank, function, arguments))
 
 
 def _called(rank, function, arguments):
     content = io.BytesIO()
     try:
         with warnings.catch_warnings():
-            # DTensor says so of every communication that it starts by itself.
+            # DTensor warns about every communication that it starts by itself.
             warnings.filterwarnings("ignore", module="torch")
             torch.manual_seed(0)
             torch.save(function(rank, *arguments), content)

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: any number of ranks takes the steps of one, and sends no more than it must."""
+"""DistributedDataParallel: any number of ranks takes the steps of one, and sends no more than necessary."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ranks(request):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_take_the_steps_of_one(ranks, kind):
+def test_ranks_equal_one_process(ranks, kind):
     equal_runs.assert_equal(ranks[0][kind], kind)
     for other in ranks[1:]:
         assert cases.same_bits(other[kind][0].values(), ranks[0][kind][0].values())
@@ -68,7 +68,7 @@ def classifier(base, model, *, norm="masked", **options):
     return sparsesam.SSAM(base, model, mask=sparsesam.fixed_mask("5.*"), norm=norm, **options)
 
 
-def test_local_sends_what_sgd_sends_and_global_the_perturbed_tensors_too():
+def test_local_ascent_sends_as_much_as_sgd_and_global_perturbed_tensors_too():
     sent = run_ranks(bytes_sent, 2)[0]
     model = equal_runs.network()
     everything, perturbed = (8 * sum(p.numel() for p in part.parameters()) for part in (model, model[5]))
@@ -82,16 +82,16 @@ def test_local_sends_what_sgd_sends_and_global_the_perturbed_tensors_too():
     }
 
 
-def masks_that_differ(rank):
-    """At the second refresh; all ranks are told, and go on when they agree again."""
+def differing_masks(rank):
+    """The masks of one rank differ at the second refresh; all ranks raise, and continue when they agree again."""
     model = DistributedDataParallel(equal_runs.network())
     rule = sparsesam.random_mask(sparsity=0.5, refresh=sparsesam.every_steps(2))
     opt = sparsesam.SSAM(cases.sgd(model), model, mask=rule)
     equal_runs.train(model, opt, (rank, 4), range(2))
     state, before, weights = opt.state_dict(), opt.masks, cases.weights_of(model)
     opt.load_state_dict(equal_runs.reseeded(state, int(rank == 1)))
-    told = r"the masks of rank 1 differ from rank 0's; .* same arguments, seed and data"
-    with pytest.raises(RuntimeError, match=told):
+    message = r"the masks of rank 1 differ from rank 0's; .* same arguments, seed and data"
+    with pytest.raises(RuntimeError, match=message):
         equal_runs.train(model, opt, (rank, 4), range(2, 3))
     assert cases.same_bits(weights, model.parameters())
     assert cases.same_bits(before.values(), opt.masks.values())
@@ -100,8 +100,8 @@ def masks_that_differ(rank):
     return opt.steps, [p.detach() for p in model.parameters()]
 
 
-def test_masks_that_differ_are_an_error_on_all_ranks_that_names_the_rank():
-    found = run_ranks(masks_that_differ, 4)
+def test_differing_masks_raise_on_all_ranks_and_name_rank():
+    found = run_ranks(differing_masks, 4)
     assert [steps for steps, _ in found] == [4, 4, 4, 4]
     assert all(cases.same_bits(found[0][1], weights) for _, weights in found)
 
@@ -128,12 +128,12 @@ def made_from_different_data():
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "dynamic filter", "fisher of parts"])
-def test_masks_are_made_from_the_gradients_of_all_ranks(made_from_different_data, kind):
+def test_masks_use_gradients_of_all_ranks(made_from_different_data, kind):
     one, other = made_from_different_data
     assert cases.same_bits(one[kind], other[kind])
 
 
-def test_fisher_is_that_of_all_ranks_data(made_from_different_data):
+def test_fisher_uses_data_of_all_ranks(made_from_different_data):
     model = equal_runs.network()
     data = cases.images(32, torch.float64)
     rule = sparsesam.fisher_mask(data, torch.nn.functional.cross_entropy, sparsity=0.5, samples=32)
@@ -143,14 +143,14 @@ def test_fisher_is_that_of_all_ranks_data(made_from_different_data):
 
 
 def wrapped_late(rank):
-    """As trainers do: the optimizer is made first, the model wrapped afterwards."""
+    """As in trainers: the optimizer is created first, the model wrapped afterwards."""
     model = equal_runs.network()
     opt = equal_runs.optimizer("fixed layers", model, norm="masked")
     equal_runs.train(DistributedDataParallel(model), opt, (rank, 2))
     return {name: p.detach() for name, p in model.named_parameters()}, opt.masks, opt.engine_report()
 
 
-def test_a_model_that_is_wrapped_after_the_optimizer_was_made():
+def test_model_wrapped_after_optimizer():
     *found, report = run_ranks(wrapped_late, 2)[0]
     equal_runs.assert_equal(found, "fixed layers", norm="masked")
     assert report["engine"] == "on"

@@ -47,17 +47,17 @@ NESTED_AND_FLAT = ["nested", pytest.param("flat", marks=needs_flat)]
 @pytest.mark.parametrize("layout", NESTED_AND_FLAT)
 @pytest.mark.parametrize("base", bases())
 @pytest.mark.parametrize("kind", ["sam", "dynamic", "fisher filter"])
-def test_a_round_trip_into_a_fresh_optimizer(kind, base, layout):
+def test_round_trip_into_new_optimizer(kind, base, layout):
     model, opt = make(kind, base)
     equal_runs.train(model, opt, steps=range(7))
     options = LAYOUTS[layout]
     weights, state = copy.deepcopy(get_state_dict(model, opt, options=options))
     again, resumed = make(kind, base, seed=1)
     set_state_dict(again, resumed, model_state_dict=weights, optim_state_dict=state, options=options)
-    assert_goes_on(again, resumed, model, opt)
+    assert_continues_equally(again, resumed, model, opt)
 
 
-def assert_goes_on(again, resumed, model, opt):
+def assert_continues_equally(again, resumed, model, opt):
     assert (resumed.steps, resumed.sparsity) == (7, opt.sparsity)
     equal_runs.train(model, opt, steps=range(7, 15))
     equal_runs.train(again, resumed, steps=range(7, 15))
@@ -67,18 +67,18 @@ def assert_goes_on(again, resumed, model, opt):
 
 @needs_flat
 @pytest.mark.parametrize("base", bases())
-def test_a_flat_state_is_loaded_over_one_that_has_taken_steps(base):
+def test_flat_state_loads_over_used_optimizer(base):
     model, opt = make("dynamic", base)
     equal_runs.train(model, opt, steps=range(7))
     weights, state = copy.deepcopy(get_state_dict(model, opt, options=FLAT))
     again, resumed = make("dynamic", base, seed=1)
     equal_runs.train(again, resumed, steps=range(3))
     set_state_dict(again, resumed, model_state_dict=weights, optim_state_dict=state, options=FLAT)
-    assert_goes_on(again, resumed, model, opt)
+    assert_continues_equally(again, resumed, model, opt)
 
 
 @pytest.mark.parametrize("layout", NESTED_AND_FLAT)
-def test_parameters_of_another_order_keep_their_masks(layout):
+def test_reordered_parameters_keep_masks(layout):
     def in_groups(model):
         return torch.optim.SGD([{"params": [*model[5].parameters()]}, {"params": [*model[:5].parameters()]}], lr=0.1)
 
@@ -96,7 +96,7 @@ def test_parameters_of_another_order_keep_their_masks(layout):
 
 
 @pytest.mark.parametrize("layout", NESTED_AND_FLAT)
-def test_parameters_that_are_not_perturbed_have_no_mask(layout):
+def test_unperturbed_parameters_have_no_mask(layout):
     def last_layer_alone(model):
         groups = [{"params": [*model[:5].parameters()], "perturb": False}, {"params": [*model[5].parameters()]}]
         return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
@@ -114,7 +114,7 @@ def test_parameters_that_are_not_perturbed_have_no_mask(layout):
     assert all(torch.equal(mask, resumed.masks[name]) for name, mask in opt.masks.items())
 
 
-def test_what_torch_does_to_make_the_state_leaves_weights_and_counters_alone():
+def test_state_initialization_by_torch_changes_nothing():
     model, opt = make("dynamic", "adamw")
     before = cases.weights_of(model)
     state = get_optimizer_state_dict(model, opt)
@@ -127,7 +127,7 @@ def test_what_torch_does_to_make_the_state_leaves_weights_and_counters_alone():
 
 
 @pytest.mark.parametrize("base", bases())
-def test_the_state_is_the_base_optimizers_to_read_and_to_write(base):
+def test_state_is_shared_with_base_optimizer(base):
     model, opt = make("dynamic", base)
     equal_runs.train(model, opt, steps=range(2))
     assert set(opt.state) == set(opt.base.state)
@@ -137,7 +137,7 @@ def test_the_state_is_the_base_optimizers_to_read_and_to_write(base):
         assert not any(key.startswith("sparsesam") for key in opt.base.state[parameter])
 
 
-def spread(way, ranks):
+def distribute(way, ranks):
     model = equal_runs.network()
     return DistributedDataParallel(model) if way == "ddp" else sharded(model, ranks)
 
@@ -152,7 +152,7 @@ if torch.__version__ < "2.10":
 
 def save(rank, ranks, folder):
     for way, layout in WAYS:
-        model = spread(way, ranks)
+        model = distribute(way, ranks)
         opt = equal_runs.optimizer("dynamic", model, **REUSED)
         equal_runs.train(model, opt, (rank, ranks), range(7))
         weights, state = get_state_dict(model, opt, options=LAYOUTS[layout])
@@ -162,7 +162,7 @@ def save(rank, ranks, folder):
 def load(rank, ranks, folder):
     found = {}
     for way, layout in WAYS:
-        model = spread(way, ranks)
+        model = distribute(way, ranks)
         opt = equal_runs.optimizer("dynamic", model, **REUSED)
         content = dict(zip(("model", "opt"), get_state_dict(model, opt, options=LAYOUTS[layout]), strict=True))
         dcp.load(content, checkpoint_id=f"{folder}/{way} {layout}")
@@ -186,6 +186,6 @@ def resumed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=" ".join)
-def test_two_ranks_go_on_where_four_stopped(resumed, way):
+def test_two_ranks_resume_from_four(resumed, way):
     equal_runs.assert_equal(resumed[way], "dynamic", **REUSED)
     assert resumed[way][2] == pytest.approx(0.5, abs=2e-3)

@@ -45,7 +45,7 @@ def ranks(request):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_take_the_steps_of_one(ranks, kind):
+def test_ranks_equal_one_process(ranks, kind):
     equal_runs.assert_equal(ranks[0][kind], kind)
     kept = sum(int(mask.sum()) for mask in ranks[0][kind][1].values())
     total = sum(mask.numel() for mask in ranks[0][kind][1].values())

@@ -1,4 +1,4 @@
-"""The ways of spreading weights over four ranks: offloaded, in two dimensions, by tensor parallelism, by ZeRO."""
+"""Kinds of sharding over four ranks: offloaded, two-dimensional, tensor parallel, ZeRO."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def replicated_and_sharded(rank):
 
 
 def last_layer_reused(rank):
-    """The last rank holds nothing of what is perturbed, and must not do otherwise than the others."""
+    """The last rank holds none of the perturbed weights, and must not differ from the others."""
     model = sharded(equal_runs.network(), RANKS)
     opt = equal_runs.optimizer("fixed layers", model, every=3, off_steps="reuse")
     equal_runs.train(model, opt, (rank, RANKS))
@@ -107,7 +107,7 @@ def mlp_optimizer(model):
 
 
 def patterns(rank):
-    """Every pattern by scores with many ties, at random, and dropped and grown again, of uneven shards."""
+    """Every pattern by scores with many ties, at random, and by drop_and_grow, with uneven shards."""
     return {dim: patterns_sharded_along(dim) for dim in (0, 1)}
 
 
@@ -149,7 +149,7 @@ def gathered(mask, dim=0):
 
 
 def bytes_of_a_selection(rank):
-    """Of the weights themselves nothing is sent, whatever their number."""
+    """The weights themselves are not sent, whatever their number."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     found = []
@@ -197,18 +197,18 @@ def found():
         ("last_layer_reused", "fixed layers", {"every": 3, "off_steps": "reuse"}),
     ],
 )
-def test_ranks_take_the_steps_of_one(found, case, kind, options):
+def test_ranks_equal_one_process(found, case, kind, options):
     equal_runs.assert_equal(found[case], kind, **options)
 
 
 @pytest.mark.parametrize("case", ["batch_fisher_sharded", "batch_fisher_ddp"])
-def test_the_fisher_of_the_batch_is_that_of_all_ranks_samples(found, case):
+def test_batch_fisher_uses_samples_of_all_ranks(found, case):
     model, opt = batch_fisher(0, 1, lambda model: model)
     torch.testing.assert_close(found[case][0], dict(model.named_parameters()), rtol=1e-10, atol=1e-10)
     assert all(torch.equal(mask, opt.masks[name]) for name, mask in found[case][1].items())
 
 
-def test_tensor_parallel_weights_have_the_masks_of_whole_ones(found):
+def test_tensor_parallel_masks_equal_those_of_whole_weights(found):
     model = cases.mlp()
     opt = mlp_optimizer(model)
     for seed in range(10):
@@ -220,7 +220,7 @@ def test_tensor_parallel_weights_have_the_masks_of_whole_ones(found):
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("index", range(len(PATTERNS)), ids=map(str, PATTERNS))
-def test_patterns_of_shards_are_those_of_whole_tensors(found, index, dim):
+def test_patterns_of_shards_equal_those_of_whole_tensors(found, index, dim):
     pattern, whole = PATTERNS[index], pattern_tensors()
     sparsity = None if pattern.implied_sparsity is not None else 0.6
     expected = [pattern.select(whole, sparsity), pattern.draw(whole, torch.Generator().manual_seed(3), sparsity)]
@@ -231,12 +231,12 @@ def test_patterns_of_shards_are_those_of_whole_tensors(found, index, dim):
         assert all(torch.equal(mine[name], mask) for name, mask in theirs.items())
 
 
-def test_a_selection_sends_counts_and_no_scores(found):
+def test_selection_sends_counts_not_scores(found):
     (small, small_bytes, kept), (large, large_bytes, more) = found["bytes_of_a_selection"]
     assert (kept, more) == (500, 50_000)
     assert small == large <= 6
     assert small_bytes == large_bytes < 3 * 2048 * 8 + 100
 
 
-def test_fsdp1_and_ranks_that_draw_differently_are_refused(found):
+def test_fsdp1_and_differing_random_states_raise(found):
     assert found["refused"]

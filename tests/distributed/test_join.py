@@ -30,7 +30,7 @@ def uneven(rank):
         weights = {name: p.detach() for name, p in model.module.named_parameters()}
         momentum = [state["momentum_buffer"] for state in opt.state.values()]
         found[kind] = (weights, opt.masks, momentum, inside, opt.steps, opt.engine_report()["engine"])
-        if kind == "random":  # compared again, now that Join is over
+        if kind == "random":  # compared again, after Join
             opt.load_state_dict(equal_runs.reseeded(opt.state_dict(), rank))
             with pytest.raises(RuntimeError, match="the masks of rank 1 differ"):
                 equal_runs.train(model, opt, (rank, 2), range(18, 22))
@@ -38,10 +38,10 @@ def uneven(rank):
     opt = equal_runs.optimizer("random", model)
     wrong = [([model], "must have the optimizer too"), ([model, opt][::-1], "the model first")]
     for round_ in range(2):
-        for joinables, told in wrong:
-            with pytest.raises(RuntimeError, match=told), Join(joinables):
+        for joinables, message in wrong:
+            with pytest.raises(RuntimeError, match=message), Join(joinables):
                 equal_runs.train(model, opt, (rank, 2), range(1))
-        if round_ == 0:  # also after a Join that was right
+        if round_ == 0:  # also after a correct Join
             with Join([model, opt]):
                 equal_runs.train(model, opt, (rank, 2), range(3 + rank))
     return found
@@ -53,7 +53,7 @@ def ranks():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_that_stops_early_goes_on_with_the_others_state(ranks, kind):
+def test_rank_that_stops_early_gets_state_of_others(ranks, kind):
     (weights, masks, momentum, inside, steps, _), other = (found[kind] for found in ranks)
     assert (inside, steps) == (12, 18) == (other[3], other[4])
     assert cases.same_bits(weights.values(), other[0].values())
@@ -61,7 +61,7 @@ def test_a_rank_that_stops_early_goes_on_with_the_others_state(ranks, kind):
     assert cases.same_bits(momentum, other[2])
 
 
-def test_the_engine_works_again_after_join(ranks):
+def test_engine_works_after_join(ranks):
     assert [found["fixed layers"][5] for found in ranks] == ["on", "on"]
 
 
@@ -75,6 +75,6 @@ def entered_twice(rank):
         equal_runs.train(model, opt, (rank, 2), range(2 + rank))
 
 
-def test_a_join_that_is_entered_twice_raises():
+def test_entering_join_twice_raises():
     with pytest.raises(RuntimeError, match=r"a Join must not be entered twice|Connection closed|reset by peer"):
         run_ranks(entered_twice, 2)

@@ -29,7 +29,7 @@ def every_block(rank, folder):
     batches = [tuple(t.chunk(2)[rank] for t in cases.vectors(seed=seed)) for seed in range(5)]
     names = {"torch": torch, "sparsesam": sparsesam, "loss_fn": F.cross_entropy, "loader": batches, "net": cases.mlp()}
     names["train_set"], names["path"] = cases.vectors(), f"{folder}/saved"
-    # Of the optimizer and model that a block has made.
+    # For the optimizer and model that a block has created.
     names["closure_for"] = lambda x, y: cases.closure_for(names.get("model", names["net"]), names["opt"], x, y)
     ddp, join = blocks("DDP")
     exec(ddp, names)
@@ -43,7 +43,7 @@ def every_block(rank, folder):
     return [*steps, names["opt"].steps, names["opt"].sparsity]
 
 
-def test_the_page_runs(tmp_path):
+def test_page_runs(tmp_path):
     for ddp, fsdp2, sparsity in run_ranks(every_block, 2, str(tmp_path)):
         assert (ddp, fsdp2) == (9, 5)
         assert abs(sparsity - 0.9) < 0.01

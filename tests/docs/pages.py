@@ -14,6 +14,6 @@ def blocks(page, language="python"):
 
 
 def run(page, index, **names):
-    """Run one code block; the names are what it may use, and what it leaves is returned."""
+    """Run one code block with the given names, and return all names afterwards."""
     exec(compile(blocks(page)[index], f"{page}, block {index}", "exec"), names)
     return names

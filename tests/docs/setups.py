@@ -1,4 +1,4 @@
-"""What the code blocks of each page take for granted: a model, data and a loss, as small as can be."""
+"""What the code blocks of each page assume: a small model, data and a loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests import cases
 
 
 def usual(tmp_path):
-    """What every page may use."""
+    """Names that every page may use."""
     model = cases.mlp(torch.float32)
     x, y = cases.vectors(dtype=torch.float32)
     train_set = TensorDataset(*cases.vectors(24, torch.float32))

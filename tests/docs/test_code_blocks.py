@@ -10,7 +10,7 @@ import shlex
 import pytest
 import yaml
 
-from sparsesam.lab.commands import find
+from sparsesam.lab.commands import COMMANDS, find
 from sparsesam.lab.commands.parser import Parser
 from tests.docs import pages
 from tests.docs.setups import SETUPS, usual
@@ -49,7 +49,7 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_other_blocks_can_be_read(page):
+def test_yaml_and_json_blocks_parse(page):
     for block in pages.blocks(page, "yaml"):
         assert yaml.safe_load(block)
     for block in pages.blocks(page, "json"):
@@ -57,7 +57,7 @@ def test_other_blocks_can_be_read(page):
 
 
 def commands_in(text):
-    """In blocks, where they may be continued and commented, and within lines; what is only a name is left out."""
+    """Commands in blocks, joined and without comments, and inline; those that only name a command are left out."""
     blocks = re.findall(r"^    (?:\$ |PYTHONPATH=. )?sparsesam ((?:.*\\\n)*.*)$", text, flags=re.MULTILINE)
     inline = re.findall(r"`sparsesam ([^`\n]+)`", text)
     found = (one.replace("\\\n", " ") for one in (*blocks, *inline))
@@ -65,9 +65,11 @@ def commands_in(text):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_are_understood(page):
+def test_commands_parse(page):
+    """Parsing raises for unknown options and invalid values."""
     for line in commands_in((pages.ROOT / page).read_text()):
         command, *arguments = shlex.split(line, comments=True)
+        assert command in COMMANDS
         module = find(command)
         parser = Parser(f"sparsesam {command}", module.HELP)
         module.add_arguments(parser)

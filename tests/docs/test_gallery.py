@@ -1,4 +1,4 @@
-"""The commands of docs/analyses.md make its pictures; here with less of everything."""
+"""The commands of docs/analyses.md make its pictures; here with smaller settings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load():
     return module
 
 
-def test_every_picture_of_the_page_is_made_by_its_commands(tmp_path, monkeypatch):
+def test_every_picture_is_made_by_its_commands(tmp_path, monkeypatch):
     gallery = load()
     monkeypatch.chdir(tmp_path)
     for command in gallery.commands():

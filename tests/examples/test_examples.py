@@ -1,4 +1,4 @@
-"""Every example runs, cut short."""
+"""Every example runs with --quick."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NEEDS = {"lora": ("transformers", "accelerate", "peft"), "lightning_module": ("p
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_the_script_runs(path):
+def test_script_runs(path):
     for package in ("sklearn", *NEEDS.get(path.stem, ())):
         pytest.importorskip(package)
     ran = subprocess.run([sys.executable, str(path), "--quick"], capture_output=True, text=True, timeout=120)
@@ -25,7 +25,7 @@ def test_the_script_runs(path):
 
 
 @pytest.mark.slow
-def test_the_vision_example_shows_a_gain():
+def test_vision_example_shows_gain():
     pytest.importorskip("sklearn")
     ran = subprocess.run([sys.executable, EXAMPLES / "vision.py"], capture_output=True, text=True, check=True)
     sgd, *others = (float(one) for one in re.findall(r"accuracy ([\d.]+)%", ran.stdout))
@@ -33,7 +33,7 @@ def test_the_vision_example_shows_a_gain():
     assert min(others) > sgd + 2
 
 
-def test_the_notebook_runs(capsys):
+def test_notebook_runs(capsys):
     pytest.importorskip("sklearn")
     notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text())
     names = {}

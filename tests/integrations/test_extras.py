@@ -1,4 +1,4 @@
-"""Without its package, an integration says which extra to install."""
+"""Without its package, an integration names the extra to install."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import sparsesam.integrations.{module}
         ("hugging_face", ["transformers"], "sparsesam[huggingface]"),
     ],
 )
-def test_the_extra_is_named_where_its_package_is_missing(module, packages, extra):
+def test_missing_package_names_extra(module, packages, extra):
     code = WITHOUT.format(module=module, packages=packages)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     message = result.stderr.strip().splitlines()[-1]

@@ -81,7 +81,7 @@ def assert_same_weights(model, twin):
 # ---- Trainer ---------------------------------------------------------------------------------------------
 
 
-def test_the_documented_trainer_equals_a_plain_loop(tmp_path):
+def test_documented_trainer_equals_plain_loop(tmp_path):
     model = language_model()
     twin = copy.deepcopy(model)
     names = {"torch": torch, "sparsesam": sparsesam, "train_set": sentences()}
@@ -90,11 +90,11 @@ def test_the_documented_trainer_equals_a_plain_loop(tmp_path):
     assert_same_weights(model, twin)
 
 
-@pytest.mark.parametrize("cadence", [{}, {"every": 2}, {"every": 2, "off_steps": "reuse"}], ids=str)
-def test_micro_batches_equal_a_plain_loop(cadence, tmp_path):
+@pytest.mark.parametrize("schedule", [{}, {"every": 2}, {"every": 2, "off_steps": "reuse"}], ids=str)
+def test_micro_batches_equal_plain_loop(schedule, tmp_path):
     model = language_model()
     twin = copy.deepcopy(model)
-    opt, other = masked(model, **cadence), masked(twin, **cadence)
+    opt, other = masked(model, **schedule), masked(twin, **schedule)
     train(model, opt, arguments(tmp_path, gradient_accumulation_steps=2, max_grad_norm=0.1))
     plain(twin, other, count=2, clip=0.1)
     assert_same_weights(model, twin)
@@ -102,7 +102,7 @@ def test_micro_batches_equal_a_plain_loop(cadence, tmp_path):
     assert all(torch.equal(mask, other.masks[name]) for name, mask in opt.masks.items())
 
 
-def test_rho_zero_is_the_trainer_of_transformers(tmp_path):
+def test_rho_zero_equals_trainer_of_transformers(tmp_path):
     model = language_model(dropout=0.1)
     twin = copy.deepcopy(model)
     given = arguments(tmp_path, gradient_accumulation_steps=2)
@@ -111,7 +111,7 @@ def test_rho_zero_is_the_trainer_of_transformers(tmp_path):
     assert cases.same_bits(cases.weights_of(model), cases.weights_of(twin))
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
+def test_resumed_run_equals_uninterrupted(tmp_path):
     whole, half = language_model(dropout=0.1), language_model(dropout=0.1)
     saving = {"save_strategy": "steps", "save_steps": 2, "train_sampling_strategy": "random"}
     opt, other = masked(whole), masked(half)
@@ -123,7 +123,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
     assert all(torch.equal(mask, other.masks[name]) for name, mask in opt.masks.items())
 
 
-def test_the_engine_saves_and_changes_nothing(tmp_path):
+def test_engine_is_active_and_changes_nothing(tmp_path):
     model = language_model()
     twin = copy.deepcopy(model)
     last = {"mask": sparsesam.fixed_mask("transformer.h.1.*"), "norm": "masked"}
@@ -141,7 +141,7 @@ def test_bf16_trains(tmp_path):
     assert (opt.steps, opt.skipped_ascents) == (10, 0)
 
 
-def test_the_optimizer_of_the_training_arguments_on_top_of_another_trainer(tmp_path):
+def test_optimizer_of_training_arguments_with_another_trainer(tmp_path):
     names = {"sparsesam": sparsesam, "SharpnessAwareTrainer": SharpnessAwareTrainer}
     mine = pages.run("docs/hugging-face.md", 1, Seq2SeqTrainer=transformers.Seq2SeqTrainer, **names)["Mine"]
     given = transformers.Seq2SeqTrainingArguments(**arguments(tmp_path, learning_rate=0.02).to_dict())
@@ -152,7 +152,7 @@ def test_the_optimizer_of_the_training_arguments_on_top_of_another_trainer(tmp_p
     assert (opt.steps, opt.param_groups[0]["lr"]) == (10, 0.02)
 
 
-def test_rho_sparsity_norm_and_counters_are_logged_with_the_loss(tmp_path):
+def test_rho_sparsity_norm_and_counters_are_logged(tmp_path):
     model = language_model()
     opt = masked(model, rho_schedule=sparsesam.Warmup(10))
     trainer = SharpnessAwareTrainer(
@@ -182,7 +182,7 @@ def llama_like():
 
 
 @pytest.mark.parametrize(("model", "layer", "count"), list(llama_like()), ids=lambda one: str(one)[:20].split("(")[0])
-def test_rms_norm_of_transformers_is_a_normalization_layer(model, layer, count):
+def test_rms_norm_of_transformers_is_normalization_layer(model, layer, count):
     found = sparsesam.normalization_layers(model)
     assert list(found.values()) == [layer] * count
     mask = sparsesam.fixed_mask(types=sparsesam.NORMALIZATION)
@@ -192,7 +192,7 @@ def test_rms_norm_of_transformers_is_a_normalization_layer(model, layer, count):
     assert {name for name, one in opt.masks.items() if one.any()} == {f"{name}.weight" for name in found}
 
 
-def test_another_optimizer_is_refused(tmp_path):
+def test_other_optimizer_raises(tmp_path):
     model = language_model()
     with pytest.raises(TypeError, match="optimizers must hold sparsesam's SAM or SSAM, got SGD"):
         train(model, cases.sgd(model), arguments(tmp_path))
@@ -201,7 +201,7 @@ def test_another_optimizer_is_refused(tmp_path):
 # ---- Accelerate ------------------------------------------------------------------------------------------
 
 
-def test_the_documented_accelerate_loop_equals_a_plain_one():
+def test_documented_accelerate_loop_equals_plain_loop():
     model = cases.mlp()
     twin = copy.deepcopy(model)
     loader = DataLoader(TensorDataset(*cases.vectors(40)), batch_size=8)
@@ -229,12 +229,12 @@ def accumulated(model, opt, loader, accelerator):
             prepared.zero_grad()
 
 
-@pytest.mark.parametrize("cadence", [{}, {"every": 2}, {"every": 2, "off_steps": "reuse"}], ids=str)
-def test_accelerator_accumulate_equals_a_plain_loop(cadence):
+@pytest.mark.parametrize("schedule", [{}, {"every": 2}, {"every": 2, "off_steps": "reuse"}], ids=str)
+def test_accelerator_accumulate_equals_plain_loop(schedule):
     model = cases.mlp()
     twin = copy.deepcopy(model)
     loader = DataLoader(TensorDataset(*cases.vectors(40)), batch_size=8)
-    opt, other = (sparsesam.SAM(cases.sgd(m), m, rho=0.3, **cadence) for m in (model, twin))
+    opt, other = (sparsesam.SAM(cases.sgd(m), m, rho=0.3, **schedule) for m in (model, twin))
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     accumulated(model, opt, loader, accelerator)
     micro = list(loader)
@@ -250,7 +250,7 @@ def test_accelerator_accumulate_equals_a_plain_loop(cadence):
     assert_same_weights(model, twin)
 
 
-def test_accelerator_accumulate_around_two_phases_is_refused():
+def test_accelerator_accumulate_around_two_phases_raises():
     model = cases.mlp()
     loader = DataLoader(TensorDataset(*cases.vectors(40)), batch_size=8)
     opt = sparsesam.SAM(cases.sgd(model), model, rho=0.3)

@@ -30,7 +30,7 @@ def step_of(model, opt):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def test_one_step_is_the_gradient_at_the_perturbed_weights_with_one_dropout_mask_and_one_move_of_the_averages():
+def test_step_uses_perturbed_gradient_one_dropout_mask_and_one_statistics_update():
     model = recipe()["model"]
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

@@ -58,7 +58,7 @@ class Remembering(nn.Module):
         return self.net(x)
 
 
-def test_of_two_installed_lightnings_the_imported_one_is_meant(tmp_path):
+def test_imported_lightning_is_preferred(tmp_path):
     other = tmp_path / "lightning" / "pytorch"
     other.mkdir(parents=True)
     (other / "__init__.py").write_text("class Callback: pass\nfrom lightning.pytorch import plugins")
@@ -135,14 +135,14 @@ def assert_same_run(module, twin, opt):
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])
-def test_the_trainer_equals_a_plain_loop(clip, tmp_path):
+def test_trainer_equals_plain_loop(clip, tmp_path):
     module = Classifier(cases.mlp())
     twin = copy.deepcopy(module)
     fit(module, {**quiet(tmp_path), "gradient_clip_val": clip})
     assert_same_run(module, twin, plain(twin, batches(), clip=clip))
 
 
-def test_bf16_equals_a_plain_loop_under_autocast(tmp_path):
+def test_bf16_equals_plain_loop_under_autocast(tmp_path):
     module = Classifier(cases.mlp(torch.float32))
     twin = copy.deepcopy(module)
     loader = batches(torch.float32)
@@ -160,7 +160,7 @@ def fp16(plugin):
     return [plugin("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**4))]
 
 
-def test_fp16_without_the_plugin_is_refused_with_its_name(tmp_path):
+def test_fp16_without_plugin_raises_and_names_it(tmp_path):
     plugins = fp16(pytorch_lightning.plugins.MixedPrecision)
     with pytest.raises(RuntimeError, match="SharpnessAwareMixedPrecision"):
         fit(Classifier(cases.mlp()), {**quiet(tmp_path), "plugins": plugins})
@@ -169,7 +169,7 @@ def test_fp16_without_the_plugin_is_refused_with_its_name(tmp_path):
 @pytest.mark.parametrize("kind", [Classifier, OnePass])
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("clip", [None, 0.1])
-def test_fp16_equals_a_plain_loop_with_a_scaler(clip, count, kind, tmp_path):
+def test_fp16_equals_plain_loop_with_scaler(clip, count, kind, tmp_path):
     module = kind(cases.mlp(torch.float32))
     twin = copy.deepcopy(module)
     loader = batches(torch.float32)
@@ -185,7 +185,7 @@ def test_fp16_equals_a_plain_loop_with_a_scaler(clip, count, kind, tmp_path):
     assert cases.same_bits(cases.weights_of(module), cases.weights_of(twin)) or count > 1
 
 
-def test_an_overflow_leaves_out_a_step_and_lowers_the_scale(tmp_path):
+def test_overflow_skips_step_and_lowers_scale(tmp_path):
     class Overflowing(Configured):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) * (torch.inf if batch_idx == 0 else 1.0)
@@ -198,7 +198,7 @@ def test_an_overflow_leaves_out_a_step_and_lowers_the_scale(tmp_path):
     assert module.trainer.optimizers[0].steps == 4
 
 
-def test_a_resumed_fit_equals_the_uninterrupted_one(tmp_path):
+def test_resumed_fit_equals_uninterrupted(tmp_path):
     module = Classifier(cases.mlp())
     interrupted, resumed = copy.deepcopy(module), copy.deepcopy(module)
     fit(module, quiet(tmp_path))
@@ -209,29 +209,29 @@ def test_a_resumed_fit_equals_the_uninterrupted_one(tmp_path):
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])
-def test_accumulation_equals_a_plain_loop(clip, tmp_path):
+def test_accumulation_equals_plain_loop(clip, tmp_path):
     module = Classifier(cases.mlp())
     twin = copy.deepcopy(module)
     accumulating({**quiet(tmp_path), "gradient_clip_val": clip}).fit(module, batches())
     assert_same_run(module, twin, plain(twin, batches(), count=2, clip=clip))
 
 
-@pytest.mark.parametrize("cadence", [{"every": 2}, {"every": 2, "off_steps": "reuse"}], ids=str)
-def test_accumulation_with_fewer_ascents_equals_a_plain_loop(cadence, tmp_path):
-    module = Configured(cases.mlp(), mask=sparsesam.fixed_mask("4.*"), **cadence)
+@pytest.mark.parametrize("schedule", [{"every": 2}, {"every": 2, "off_steps": "reuse"}], ids=str)
+def test_accumulation_with_fewer_ascents_equals_plain_loop(schedule, tmp_path):
+    module = Configured(cases.mlp(), mask=sparsesam.fixed_mask("4.*"), **schedule)
     twin = copy.deepcopy(module)
     accumulating(quiet(tmp_path)).fit(module, batches())
     assert_same_run(module, twin, plain(twin, batches(), count=2))
 
 
-def test_accumulation_sees_the_same_random_numbers_in_both_passes(tmp_path):
+def test_accumulation_uses_same_random_numbers_in_both_passes(tmp_path):
     module = Configured(Remembering(), mask=sparsesam.random_mask(sparsity=0.5))
     accumulating({**quiet(tmp_path), "max_steps": 1}).fit(module, batches())
     first, last, last_again, first_again = module.net.drawn
     assert (first_again, last_again) == (first, last)
 
 
-def test_accumulation_in_one_pass_equals_a_plain_loop(tmp_path):
+def test_one_pass_accumulation_equals_plain_loop(tmp_path):
     module = OnePass(cases.mlp())
     twin = copy.deepcopy(module)
     accumulating(quiet(tmp_path)).fit(module, batches())
@@ -239,7 +239,7 @@ def test_accumulation_in_one_pass_equals_a_plain_loop(tmp_path):
 
 
 class Counting(OnePass):
-    """Counts passes, and says where its weights are in each of them."""
+    """Counts passes, and records whether its weights are perturbed in each."""
 
     def __init__(self, net):
         super().__init__(net)
@@ -254,7 +254,7 @@ class Counting(OnePass):
         super().backward(loss)
 
 
-def test_accumulation_in_one_pass_has_one_backward_for_each_batch_and_moves_statistics_once(tmp_path):
+def test_one_pass_accumulation_has_one_backward_per_batch_and_one_statistics_update(tmp_path):
     module = Counting(cases.convnet())
     twin = copy.deepcopy(module.net)
     loader = DataLoader(TensorDataset(*cases.images(40)), batch_size=8)
@@ -275,7 +275,7 @@ def test_accumulation_in_one_pass_has_one_backward_for_each_batch_and_moves_stat
 
 
 @pytest.mark.parametrize("kind", [Classifier, OnePass])
-def test_accumulation_without_the_callback_is_refused_in_the_first_step(kind, tmp_path):
+def test_accumulation_without_callback_raises_in_first_step(kind, tmp_path):
     module = kind(cases.mlp())
     before = cases.weights_of(module)
     with pytest.raises(RuntimeError, match=r"AccumulatedAscent\(\)"):
@@ -284,7 +284,7 @@ def test_accumulation_without_the_callback_is_refused_in_the_first_step(kind, tm
 
 
 class PartlyTrained(Configured):
-    """Its first layer is trainable, but not the optimizer's."""
+    """Its first layer is trainable, but not in the optimizer."""
 
     def configure_optimizers(self):
         base = torch.optim.SGD(self.net[2:].parameters(), lr=0.1, momentum=0.9)
@@ -292,7 +292,7 @@ class PartlyTrained(Configured):
 
 
 @pytest.mark.parametrize("batches_of_four", [1, 2])
-def test_parameters_outside_of_the_optimizer_have_the_gradient_of_the_second_pass(batches_of_four, tmp_path):
+def test_parameters_outside_optimizer_have_gradient_of_second_pass(batches_of_four, tmp_path):
     count = batches_of_four
     module = PartlyTrained(cases.mlp())
     twin = copy.deepcopy(module)
@@ -312,14 +312,14 @@ def test_parameters_outside_of_the_optimizer_have_the_gradient_of_the_second_pas
         sums += twin.net[0].weight.grad
         opt.step()
     torch.testing.assert_close(cases.weights_of(module), cases.weights_of(twin), rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(module.net[0].weight.grad, sums)  # as with SGD, nobody clears it
+    torch.testing.assert_close(module.net[0].weight.grad, sums)  # as with SGD, it is never cleared
 
 
-# ---- steps that are left out, and weight averaging -------------------------------------------------------
+# ---- skipped steps, and weight averaging ------------------------------------------------------------------
 
 
-class LeavingOut(Configured):
-    """Returns None for some batches: Lightning's way to leave out a step."""
+class SkippingSteps(Configured):
+    """Returns None for some batches, Lightning's way to skip a step."""
 
     def __init__(self, net, left_out, **options):
         super().__init__(net, **options)
@@ -334,8 +334,8 @@ class LeavingOut(Configured):
 
 @pytest.mark.filterwarnings("ignore:the closure computed no gradient:RuntimeWarning")
 @pytest.mark.parametrize("options", [{}, {"every": 2}, {"ascent": "momentum"}], ids=str)
-def test_a_training_step_that_returns_none_takes_no_step(options, tmp_path):
-    module = LeavingOut(cases.mlp(), {0, 2}, **options)
+def test_training_step_returning_none_takes_no_step(options, tmp_path):
+    module = SkippingSteps(cases.mlp(), {0, 2}, **options)
     twin = copy.deepcopy(module)
     fit(module, {**quiet(tmp_path), "max_epochs": 1})
     opt = twin.configure_optimizers()
@@ -348,8 +348,8 @@ def test_a_training_step_that_returns_none_takes_no_step(options, tmp_path):
     assert module.trainer.optimizers[0].skipped_steps == 2
 
 
-def test_none_for_the_last_of_several_batches_leaves_out_that_batch(tmp_path):
-    module = LeavingOut(cases.mlp(), {1})
+def test_none_for_last_of_several_batches_skips_that_batch(tmp_path):
+    module = SkippingSteps(cases.mlp(), {1})
     twin = copy.deepcopy(module)
     fit(
         module,
@@ -366,7 +366,7 @@ def test_none_for_the_last_of_several_batches_leaves_out_that_batch(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:the closure computed no gradient:RuntimeWarning")
 @pytest.mark.parametrize("callbacks", [[], [AccumulatedAscent()]], ids=["each batch", "accumulating"])
-def test_averaged_weights_get_their_statistics_in_an_epoch_without_steps(callbacks, tmp_path):
+def test_averaged_weights_get_statistics_in_epoch_without_steps(callbacks, tmp_path):
     module = Configured(cases.convnet(), mask=sparsesam.random_mask(sparsity=0.5))
     average = pytorch_lightning.callbacks.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
     loader = DataLoader(TensorDataset(*cases.images(40)), batch_size=8)
@@ -414,7 +414,7 @@ class ManualClosure(Manual):
 
 
 @pytest.mark.parametrize("kind", [Manual, ManualClosure])
-def test_manual_optimization_equals_a_plain_loop(kind, tmp_path):
+def test_manual_optimization_equals_plain_loop(kind, tmp_path):
     module = kind(cases.mlp())
     twin = Configured(copy.deepcopy(module.net), **module.options)
     fit(module, quiet(tmp_path))
@@ -422,7 +422,7 @@ def test_manual_optimization_equals_a_plain_loop(kind, tmp_path):
     assert module.trainer.optimizers[0].engine_report()["engine"].startswith("on")
 
 
-def test_manual_optimization_in_fp16_equals_a_plain_loop(tmp_path):
+def test_manual_optimization_in_fp16_equals_plain_loop(tmp_path):
     module = Manual(cases.mlp(torch.float32))
     twin = Configured(copy.deepcopy(module.net), **module.options)
     loader = batches(torch.float32)
@@ -432,7 +432,7 @@ def test_manual_optimization_in_fp16_equals_a_plain_loop(tmp_path):
     assert_same_run(module, twin, plain(twin, loader, precision=precision, scaler=scaler))
 
 
-def test_a_closure_that_computes_after_perturbed_is_refused():
+def test_closure_after_perturbed_raises():
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model)
     x, y = cases.vectors()
@@ -444,7 +444,7 @@ def test_a_closure_that_computes_after_perturbed_is_refused():
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_fabric_in_two_phases_equals_a_plain_loop(precision):
+def test_fabric_in_two_phases_equals_plain_loop(precision):
     lightning_fabric = pytest.importorskip("lightning_fabric")
     fabric = lightning_fabric.Fabric(accelerator="cpu", precision=precision)
     module = Configured(cases.mlp(torch.float32), mask=sparsesam.fixed_mask("4.*"), norm="masked")
@@ -466,7 +466,7 @@ def test_fabric_in_two_phases_equals_a_plain_loop(precision):
     assert opt.steps == other.steps == 10
 
 
-def test_the_engine_works_in_closures_of_fabric():
+def test_engine_works_in_fabric_closures():
     """Fabric adds a hook to every output, which does nothing in full precision."""
     lightning_fabric = pytest.importorskip("lightning_fabric")
     fabric = lightning_fabric.Fabric(accelerator="cpu")
@@ -528,7 +528,7 @@ class Remember(pytorch_lightning.loggers.logger.Logger):
         self.rows.append((step, metrics))
 
 
-def test_the_monitor_logs_rho_sparsity_norms_and_counters(tmp_path):
+def test_monitor_logs_rho_sparsity_norms_and_counters(tmp_path):
     logger, norms = Remember(), []
 
     class Clipped(Configured):
@@ -550,7 +550,7 @@ def test_the_monitor_logs_rho_sparsity_norms_and_counters(tmp_path):
 
 
 @pytest.mark.parametrize("trainer", [pytorch_lightning.Trainer, accumulating], ids=["each batch", "accumulating"])
-def test_the_engine_saves_and_changes_nothing(trainer, tmp_path):
+def test_engine_is_active_and_changes_nothing(trainer, tmp_path):
     masked = {"mask": sparsesam.fixed_mask("4.*"), "norm": "masked"}
     module = Configured(cases.mlp(), **masked)
     twin = Configured(copy.deepcopy(module.net), engine=False, **masked)

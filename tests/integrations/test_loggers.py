@@ -1,4 +1,4 @@
-"""What the trainers log arrives in TensorBoard, MLflow and Weights & Biases, each where it is installed."""
+"""Metrics that the trainers log arrive in TensorBoard, MLflow and Weights & Biases, where installed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class MLflow:
 
 
 class Wandb:
-    """Offline; the last value of each curve, which is what a run knows without its server."""
+    """Offline; the last value of each curve, which is all that a run knows without its server."""
 
     def __init__(self, folder):
         self.folder = folder

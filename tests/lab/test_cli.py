@@ -13,7 +13,7 @@ SHORT = ["--train-size", "64", "--test-size", "40", "--epochs", "1", "--threads"
 SHORT += ["--fisher-samples", "8"]
 
 
-def test_train_prints_each_epoch_and_the_accuracy(tmp_path, capsys):
+def test_train_prints_each_epoch_and_accuracy(tmp_path, capsys):
     assert main(["train", *SHORT, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "epoch 1/1  loss" in printed
@@ -21,7 +21,7 @@ def test_train_prints_each_epoch_and_the_accuracy(tmp_path, capsys):
     assert "test accuracy" in printed
 
 
-def test_a_file_and_the_options_after_it_give_the_settings(tmp_path):
+def test_options_override_file(tmp_path):
     file = tmp_path / "settings.yaml"
     file.write_text(yaml.safe_dump({"optimizer": "sam", "rho": 0.3, "batch_size": 32}))
     main(["train", *SHORT, "--config", str(file), "--rho", "0.4", "--out", str(tmp_path / "run")])
@@ -29,7 +29,7 @@ def test_a_file_and_the_options_after_it_give_the_settings(tmp_path):
     assert (config["optimizer"], config["rho"], config["batch_size"], config["epochs"]) == ("sam", 0.4, 32, 1)
 
 
-def test_an_unknown_option_suggests_the_nearest(tmp_path, capsys):
+def test_unknown_option_suggests_nearest(tmp_path, capsys):
     assert main(["train", "--sparsty", "0.5"]) == 2
     assert "unknown option 'sparsty'; did you mean sparsity" in capsys.readouterr().err
     (tmp_path / "bad.yaml").write_text("epoch: 3\n")
@@ -48,14 +48,14 @@ def test_an_unknown_option_suggests_the_nearest(tmp_path, capsys):
         (["analyze", "hessian", "--eigenvalue", "3", "run"], "unknown option 'eigenvalue'"),
     ],
 )
-def test_names_that_were_meant(arguments, meant, capsys):
+def test_misspelled_options_suggest_intended_ones(arguments, meant, capsys):
     assert main(arguments) == 2
     printed = capsys.readouterr().err
     assert meant in printed
     assert printed.count("\n") == 1
 
 
-def test_help_has_groups_and_the_names_of_models_and_data_sets(capsys):
+def test_help_has_groups_and_names_of_models_and_data_sets(capsys):
     assert main(["train", "--help"]) == 0
     printed = capsys.readouterr().out
     for heading in ("data:", "model:", "optimizer:", "perturbation:", "training:", "files and machine:"):
@@ -68,7 +68,7 @@ def test_help_has_groups_and_the_names_of_models_and_data_sets(capsys):
     assert "Literal" not in printed
 
 
-def test_eval_and_export_read_the_best_weights_or_the_last(tmp_path, capsys):
+def test_eval_and_export_read_best_or_last_weights(tmp_path, capsys):
     out = str(tmp_path / "run")
     assert main(["train", *SHORT, "--out", out, "--val-size", "50", "--name", "first"]) == 0
     assert "chosen on validation images" in capsys.readouterr().out
@@ -91,7 +91,7 @@ def test_eval_and_export_read_the_best_weights_or_the_last(tmp_path, capsys):
     assert main(["eval", out, "--weights", str(tmp_path / "none.pt")]) == 2
 
 
-def test_a_bad_value_ends_with_its_reason(tmp_path, capsys):
+def test_bad_value_exits_with_reason(tmp_path, capsys):
     assert main(["train", "--optimizer", "ssam"]) == 2
     assert "--optimizer must be one of 'sgd', " in capsys.readouterr().err
     assert main(["train", "--optimizer", "ssam_f"]) == 2
@@ -106,7 +106,7 @@ def test_a_bad_value_ends_with_its_reason(tmp_path, capsys):
     assert "did you mean cifar10 or cifar100?" in capsys.readouterr().err
 
 
-def test_what_the_machine_does_not_have_is_told_in_a_line(tmp_path, capsys):
+def test_unavailable_hardware_is_reported_in_one_line(tmp_path, capsys):
     assert main(["train", *SHORT, "--accelerator", "tape", "--out", str(tmp_path / "run")]) == 2
     assert "accelerator tape, devices 1, num_nodes 1 is not available on this machine: " in capsys.readouterr().err
     (tmp_path / "file").touch()
@@ -114,7 +114,7 @@ def test_what_the_machine_does_not_have_is_told_in_a_line(tmp_path, capsys):
     assert "is not a directory" in capsys.readouterr().err
 
 
-def test_resume_needs_a_run(tmp_path, capsys):
+def test_resume_needs_run(tmp_path, capsys):
     assert main(["train", "--resume"]) == 2
     assert "--resume needs --out" in capsys.readouterr().err
     assert main(["train", "--resume", "--out", str(tmp_path)]) == 2
@@ -148,7 +148,7 @@ def test_bad_usage_exits_with_2_and_writes_nothing(arguments, tmp_path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["damaged.yaml"]
 
 
-def test_data_show_draws_what_the_network_will_see(tmp_path, capsys):
+def test_data_show_draws_what_network_sees(tmp_path, capsys):
     from PIL import Image
 
     picture = tmp_path / "sheet.png"
@@ -165,7 +165,7 @@ def test_paper_lists_and_shows(capsys):
     assert main(["paper", "show"]) == 2
 
 
-def test_without_a_command_the_commands_are_listed(capsys):
+def test_without_command_lists_commands(capsys):
     assert main([]) == 2
     assert main(["--help"]) == 0
     assert "sweep    train a grid" in capsys.readouterr().out
@@ -177,13 +177,13 @@ def test_every_command_has_help(command, capsys):
     assert capsys.readouterr().out.startswith(f"usage: sparsesam {command[0]}")
 
 
-def test_every_command_is_there():
+def test_every_command_is_registered():
     for name in COMMANDS:
         assert {"HELP", "add_arguments", "run"} <= set(dir(find(name)))
 
 
 @pytest.mark.parametrize(("option", "least"), [("--jobs", 1), ("--seeds", 1)])
-def test_a_number_out_of_range_is_told_its_range(option, least, tmp_path, monkeypatch, capsys):
+def test_out_of_range_number_names_range(option, least, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["sweep", "demo", option, "0"]) == 2
     assert re.search(f"{option} must be at least {least}.*, got 0", capsys.readouterr().err)

@@ -1,4 +1,4 @@
-"""The definition of the diagonal Fisher information, one sample after the other, to be checked by eye."""
+"""The definition of the diagonal Fisher information, sample by sample, to be checked by eye."""
 
 import copy
 

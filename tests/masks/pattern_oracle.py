@@ -40,7 +40,7 @@ def units(shape: tuple[int, ...], unit: str) -> Iterator[tuple[object, ...]]:
 
 
 def greedy(scores: Mapping[str, np.ndarray], unit: str, budget: int, among: Flags | None = None) -> Flags:
-    """Walk all units by falling mean score; take each that still fits."""
+    """Visit all units by decreasing mean score; take each that still fits."""
     kept = {name: np.zeros(score.shape, dtype=bool) for name, score in scores.items()}
     every = [(name, index) for name, score in scores.items() for index in units(score.shape, unit)]
     # math.fsum: the mean does not depend on the order of summation.

@@ -1,4 +1,4 @@
-"""The Fisher information equals the batch-1 loop for every kind of layer, and leaves the model as it was."""
+"""The Fisher information equals a loop over single samples for every kind of layer, and preserves the model."""
 
 import copy
 
@@ -107,7 +107,7 @@ FUNCTIONS = (
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_rule_equals_the_loop(name):
+def test_layer_rule_equals_loop(name):
     layer, shape = LAYERS[name]
     model = randomize_statistics(nn.Sequential(copy.deepcopy(layer).double()))
     path = f"rule: {next(one for one in FUNCTIONS if name.startswith(one.replace('_', ' ')))}"
@@ -115,7 +115,7 @@ def test_a_layer_rule_equals_the_loop(name):
 
 
 @pytest.mark.parametrize("padding_idx", [None, 2, -1])
-def test_an_embedding_counts_a_repeated_token_once_per_sample(padding_idx):
+def test_embedding_counts_repeated_token_once_per_sample(padding_idx):
     model = nn.Sequential(nn.Embedding(7, 3, padding_idx=padding_idx))
     tokens = torch.randint(7, (BATCH, 9))
     tokens[:, 0], tokens[:, 1], tokens[:, 2] = 2, 6, 3
@@ -123,7 +123,7 @@ def test_an_embedding_counts_a_repeated_token_once_per_sample(padding_idx):
 
 
 @pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}])
-def test_an_embedding_with_side_conditions_is_exact(options):
+def test_embedding_with_options_is_exact(options):
     model = nn.Sequential(nn.Embedding(7, 3, **options))
     if "max_norm" in options:
         with torch.no_grad():
@@ -157,13 +157,13 @@ def images(classes=3):
     return torch.randn(BATCH, 3, 10, 10), torch.randint(classes, (BATCH,))
 
 
-def test_a_residual_network_with_in_place_activations_goes_by_rules_only():
+def test_residual_network_with_in_place_activations_uses_rules_only():
     x, y = images()
     found = check(resnet(), x, F.cross_entropy, y)
     assert all(path.startswith("rule") for path in found.paths.values())
 
 
-def test_batches_of_any_size_give_the_same_result():
+def test_batch_size_does_not_change_result():
     x, y = images()
     model = resnet()
     whole = fisher_diagonal(model, [(x, y)], F.cross_entropy)
@@ -186,7 +186,7 @@ class Model(nn.Module):
         return self.function(self, *args, **kwargs)
 
 
-def test_a_layer_called_twice_adds_its_gradients_before_squaring():
+def test_layer_called_twice_adds_its_gradients_before_squaring():
     def forward(self, x):
         x = self.conv(self.conv(x).tanh())
         x = self.norm(self.norm(x).sin())
@@ -197,7 +197,7 @@ def test_a_layer_called_twice_adds_its_gradients_before_squaring():
     assert all(path.startswith("rule") for path in found.paths.values())
 
 
-def test_a_large_convolution_called_on_two_sizes_adds_its_gradients_before_squaring():
+def test_large_convolution_called_on_two_sizes_adds_its_gradients_before_squaring():
     model = Model(
         lambda self, x: self.conv(x).flatten(1).sum(1) + self.conv(x[:, :, ::2, ::2]).flatten(1).sin().sum(1),
         conv=nn.Conv2d(3, 3, 3, padding=1),
@@ -205,7 +205,7 @@ def test_a_large_convolution_called_on_two_sizes_adds_its_gradients_before_squar
     check(model, torch.randn(BATCH, 3, 12, 12), lambda o, y: (o * y).sum() ** 2, path="rule: conv2d")
 
 
-def test_a_call_that_does_not_reach_the_loss_contributes_nothing():
+def test_call_that_does_not_reach_loss_contributes_nothing():
     def forward(self, x):
         self.linear(x.cos())
         return self.linear(x)
@@ -213,7 +213,7 @@ def test_a_call_that_does_not_reach_the_loss_contributes_nothing():
     check(Model(forward, linear=nn.Linear(4, 3)), torch.randn(BATCH, 4), path="rule: linear")
 
 
-def test_an_embedding_tied_to_the_output_layer_is_one_parameter():
+def test_embedding_tied_to_output_layer_is_one_parameter():
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False))
     model[2].weight = model[0].weight
     found = check(model, torch.randint(7, (BATCH, 6)))
@@ -221,19 +221,19 @@ def test_an_embedding_tied_to_the_output_layer_is_one_parameter():
     assert found.paths["1.weight"] == "rule: linear"
 
 
-def test_a_tied_pair_adds_its_gradients_before_squaring():
+def test_tied_pair_adds_its_gradients_before_squaring():
     pair = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     pair[2].weight = pair[0].weight
     check(nn.Sequential(nn.Linear(3, 4), pair), torch.randn(BATCH, 3), path="rule: linear")
 
 
-def test_a_weight_used_outside_its_layer_is_still_exact():
+def test_weight_used_outside_its_layer_is_exact():
     model = Model(lambda self, x: F.linear(self.layer(x).tanh(), self.layer.weight.t()), layer=nn.Linear(4, 3))
     found = check(model, torch.randn(BATCH, 4), path=LOOP)
     assert found.paths["layer.weight"] == "sample by sample: t has no rule"
 
 
-def test_reading_a_weights_shape_or_type_is_no_use_of_it():
+def test_reading_shape_or_dtype_of_weight_is_not_use():
     model = Model(lambda self, x: self.layer(x.to(self.layer.weight.dtype)), layer=nn.Linear(4, 3))
     check(model, torch.randn(BATCH, 4), path="rule: linear")
 
@@ -248,18 +248,18 @@ def test_attention_is_exact(batch_first):
     check(model, torch.randn(BATCH, 3, 4), path=LOOP)
 
 
-def test_a_transformer_layer_is_exact():
+def test_transformer_layer_is_exact():
     model = nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), nn.Flatten(), nn.Linear(12, 2))
     check(model, torch.randn(BATCH, 3, 4), path=LOOP)
 
 
-def test_a_recurrent_layer_whose_last_state_is_used_is_exact():
+def test_recurrent_layer_with_last_state_is_exact():
     model = Model(lambda self, x: self.rnn(x)[1][-1], rnn=nn.GRU(3, 4, num_layers=2, batch_first=True))
     check(model, torch.randn(BATCH, 5, 3), path=LOOP)
 
 
 @pytest.mark.parametrize("recurrent", [nn.LSTM, nn.GRU])
-def test_a_recurrent_layer_is_exact(recurrent):
+def test_recurrent_layer_is_exact(recurrent):
     model = Model(
         lambda self, x: self.head(self.rnn(x)[0][:, -1]),
         rnn=recurrent(3, 4, batch_first=True, bidirectional=True),
@@ -268,7 +268,7 @@ def test_a_recurrent_layer_is_exact(recurrent):
     check(model, torch.randn(BATCH, 5, 3), path=LOOP)
 
 
-def test_two_outputs_of_a_module_are_not_counted_twice():
+def test_two_outputs_of_module_are_not_counted_twice():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -287,7 +287,7 @@ def test_weight_normalization_is_exact():
     check(nn.Sequential(nn.Linear(4, 4), layer, nn.Tanh()), torch.randn(BATCH, 4), path=LOOP)
 
 
-def test_a_module_that_folds_samples_into_positions_is_exact():
+def test_module_that_folds_samples_into_positions_is_exact():
     class Folded(nn.Module):
         def __init__(self):
             super().__init__()
@@ -299,7 +299,7 @@ def test_a_module_that_folds_samples_into_positions_is_exact():
     check(nn.Sequential(nn.Linear(4, 4), Folded(), nn.Tanh()), torch.randn(BATCH, 6, 4), path=LOOP)
 
 
-def test_a_class_token_a_position_and_a_scale_have_rules():
+def test_class_token_position_and_scale_have_rules():
     def forward(self, x):
         x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.position
         return self.layer(x * self.scale)[:, 0]
@@ -316,14 +316,14 @@ def test_a_class_token_a_position_and_a_scale_have_rules():
 @pytest.mark.parametrize(
     "product", [lambda x, w: x @ w, torch.matmul, torch.Tensor.matmul], ids=["@", "matmul", "method"]
 )
-def test_a_projection_by_a_parameter_has_a_rule(product):
+def test_projection_by_parameter_has_rule(product):
     model = Model(lambda self, x: product(self.layer(x).tanh(), self.projection).sum(1), layer=nn.Linear(4, 3))
     model.projection = nn.Parameter(torch.randn(3, 5))
     found = check(model, torch.randn(BATCH, 2, 4))
     assert found.paths["projection"] == "rule: matmul"
 
 
-def test_tokens_sent_to_experts_are_kept_apart():
+def test_tokens_routed_to_experts_are_kept_separate():
     """Each expert sees some positions of some samples; by chance, it may be as many as there are samples."""
 
     def forward(self, x):
@@ -339,7 +339,7 @@ def test_tokens_sent_to_experts_are_kept_apart():
     check(Model(forward, first=nn.Linear(4, 3), second=nn.Linear(4, 3)), torch.randn(BATCH, 3, 4))
 
 
-def test_a_subclass_goes_by_what_it_calls():
+def test_subclass_uses_rule_of_function_it_calls():
     class Doubled(nn.Linear):
         def forward(self, x):
             return super().forward(x * 2).square()
@@ -347,46 +347,46 @@ def test_a_subclass_goes_by_what_it_calls():
     check(nn.Sequential(Doubled(4, 3), nn.Tanh()), torch.randn(BATCH, 4), path="rule: linear")
 
 
-def test_a_users_hook_that_changes_a_layers_output_or_input_is_respected():
+def test_user_hook_that_changes_output_or_input_is_respected():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     model[0].register_forward_hook(lambda module, args, output: output * 3)
     model[1].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
     check(model, torch.randn(BATCH, 4), path="rule: linear")
 
 
-def test_a_parameter_of_the_model_itself_is_exact():
+def test_parameter_of_model_itself_is_exact():
     model = Model(lambda self, x: self.layer(x + self.position), layer=nn.Linear(4, 3))
     model.position = nn.Parameter(torch.randn(6, 4))
     found = check(model, torch.randn(BATCH, 6, 4))
     assert found.paths["layer.weight"] == "rule: linear"
 
 
-def test_a_scale_with_as_many_rows_as_there_are_samples_is_exact():
+def test_scale_with_as_many_rows_as_samples_is_exact():
     model = Model(lambda self, x: self.layer(x * self.scale), layer=nn.Linear(4, 3))
     model.scale = nn.Parameter(torch.randn(BATCH, 4))
     found = check(model, torch.randn(BATCH, BATCH, 4))
     assert found.paths["scale"] == "rule: mul"
 
 
-def test_a_buffer_with_as_many_rows_as_there_are_samples_is_not_taken_for_one_of_samples():
+def test_buffer_with_as_many_rows_as_samples_is_not_per_sample():
     model = Model(lambda self, x: torch.addcmul(x, self.scale, self.table), scale=nn.Parameter(torch.randn(4)))
     model.register_buffer("table", torch.randn(BATCH, 4))
     check(model, torch.randn(BATCH, BATCH, 4), path=LOOP)
 
 
-def test_a_table_with_as_many_rows_as_there_are_samples_does_not_fit_one_sample():
+def test_table_with_as_many_rows_as_samples_does_not_fit_one_sample():
     model = Model(lambda self, x: torch.addmm(self.bias, x, self.table), bias=nn.Parameter(torch.randn(3)))
     model.register_buffer("table", torch.randn(BATCH, 3))
     check(model, torch.randn(BATCH, BATCH), path=LOOP)
 
 
-def test_an_output_that_is_not_laid_out_by_samples_is_exact():
+def test_output_not_laid_out_by_samples_is_exact():
     model = Model(lambda self, x: self.layer(x).transpose(0, 1), layer=nn.Linear(4, 3))
     x = torch.randn(BATCH, 6, 4)
     check(model, x, lambda output, target: (output.sin().sum() * target).sum() ** 2, path=LOOP)
 
 
-def test_an_embedding_of_positions_shared_by_all_samples_is_exact():
+def test_position_embedding_shared_by_samples_is_exact():
     model = Model(
         lambda self, x: self.layer(x + self.position(torch.arange(BATCH))),
         layer=nn.Linear(4, 3), position=nn.Embedding(BATCH, 4),
@@ -394,13 +394,13 @@ def test_an_embedding_of_positions_shared_by_all_samples_is_exact():
     check(model, torch.randn(BATCH, BATCH, 4))
 
 
-def test_samples_folded_into_positions_are_kept_apart():
+def test_samples_folded_into_positions_are_kept_separate():
     model = Model(lambda self, x: self.layer(x.flatten(0, 1)).view(len(x), -1), layer=nn.Linear(4, 3))
     check(model, torch.randn(BATCH, 3, 4), path=LOOP)
 
 
-def test_positions_before_samples_are_kept_apart():
-    """As many positions as samples: the shapes alone do not tell them apart."""
+def test_positions_before_samples_are_kept_separate():
+    """As many positions as samples: the shapes alone cannot distinguish them."""
     model = Model(lambda self, x: self.layer(x.transpose(0, 1)).transpose(0, 1), layer=nn.Linear(4, 3))
     check(model, torch.randn(BATCH, BATCH, 4))
 
@@ -415,7 +415,7 @@ def test_layers_that_mix_samples_are_measured_one_sample_at_a_time(track):
     check(model, x, path=LOOP)
 
 
-def test_a_model_that_changes_its_way_between_batches_is_exact():
+def test_control_flow_that_changes_between_batches_is_exact():
     def forward(self, x):
         x = self.layer(x)
         return F.linear(x.tanh(), self.layer.weight) if x[0, 0] > 0 else x
@@ -428,7 +428,7 @@ def test_a_model_that_changes_its_way_between_batches_is_exact():
     torch.testing.assert_close(found.values["layer.weight"], expected["layer.weight"])
 
 
-def test_a_checkpointed_block_is_exact():
+def test_checkpointed_block_is_exact():
     from torch.utils.checkpoint import checkpoint
 
     block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
@@ -437,18 +437,18 @@ def test_a_checkpointed_block_is_exact():
     check(model, torch.randn(BATCH, 4))
 
 
-def test_a_scripted_part_is_exact():
+def test_scripted_part_is_exact():
     part = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
     check(nn.Sequential(part, nn.Linear(4, 3)), torch.randn(BATCH, 4))
 
 
-def test_an_unused_parameter_is_zero():
+def test_unused_parameter_is_zero():
     model = Model(lambda self, x: self.layer(x), layer=nn.Linear(4, 3), spare=nn.Linear(2, 2))
     found = check(model, torch.randn(BATCH, 4))
     assert found.paths["spare.weight"] == "unused"
 
 
-def test_a_parameter_used_by_the_loss_is_exact():
+def test_parameter_used_by_loss_is_exact():
     model = nn.Sequential(nn.Linear(4, 3))
     weight = model[0].weight
     y = torch.rand(BATCH)
@@ -463,7 +463,7 @@ def test_a_parameter_used_by_the_loss_is_exact():
     torch.testing.assert_close(fisher_diagonal(model, [(x, y)], loss_fn).values["0.weight"], expected)
 
 
-def test_frozen_parameters_are_left_out_unless_they_are_named():
+def test_frozen_parameters_are_excluded_unless_named():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     model[0].requires_grad_(False)
     batch = torch.randn(BATCH, 4), torch.rand(BATCH)
@@ -486,7 +486,7 @@ def test_frozen_parameters_are_left_out_unless_they_are_named():
     ],
     ids=["sum", "none", "class weights", "label smoothing"],
 )
-def test_the_loss_of_a_sample_is_the_loss_of_a_batch_of_one(loss_fn):
+def test_loss_of_sample_is_loss_of_batch_of_one(loss_fn):
     x, y = images()
     check(resnet(), x, loss_fn, y)
 
@@ -505,7 +505,7 @@ def test_outputs_may_be_nested():
     check(model, torch.randn(BATCH, 4), lambda o, y: total_square(o["logits"], y), path="rule: linear")
 
 
-def test_a_model_that_computes_its_own_loss_runs_sample_by_sample():
+def test_model_that_computes_its_own_loss_runs_sample_by_sample():
     x, y = images()
     model = resnet()
     expected = fisher_by_definition(model, x, y, F.cross_entropy)
@@ -519,7 +519,7 @@ def test_a_model_that_computes_its_own_loss_runs_sample_by_sample():
         torch.testing.assert_close(found.values[name], value)
 
 
-def test_sampled_labels_average_to_the_true_fisher_information():
+def test_sampled_labels_average_to_true_fisher():
     """For logits W x the expectation is diag(p)(1 - p) x^2, here over 5,000 draws."""
     model = nn.Sequential(nn.Linear(3, 4, bias=False))
     x = torch.randn(3)
@@ -533,7 +533,7 @@ def test_sampled_labels_average_to_the_true_fisher_information():
 
 
 @pytest.mark.parametrize("mixing", [False, True])
-def test_sampled_labels_are_the_same_for_rules_and_loop(mixing):
+def test_sampled_labels_are_same_for_rules_and_loop(mixing):
     x, _ = images()
     model = resnet()
     if mixing:
@@ -546,7 +546,7 @@ def test_sampled_labels_are_the_same_for_rules_and_loop(mixing):
         torch.testing.assert_close(certain.values[name], value)
 
 
-def test_classes_are_drawn_for_every_pixel():
+def test_classes_are_sampled_for_every_pixel():
     logits = torch.full((2, 3, 4, 4), -100.0)
     logits[:, 1] = 0
     assert torch.equal(sample_categorical(logits, torch.Generator()), torch.ones(2, 4, 4, dtype=torch.long))
@@ -565,7 +565,7 @@ def snapshot(model):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_model_is_left_as_it_was_found(fails):
+def test_model_state_is_preserved(fails):
     class Counter(nn.Module):
         def __init__(self):
             super().__init__()
@@ -599,7 +599,7 @@ def test_the_model_is_left_as_it_was_found(fails):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_it_works_where_gradients_are_off(mode):
+def test_works_where_gradients_are_disabled(mode):
     x, y = images()
     model = resnet()
     expected = fisher_by_definition(model, x, y, F.cross_entropy)
@@ -608,7 +608,7 @@ def test_it_works_where_gradients_are_off(mode):
     torch.testing.assert_close(found.values["0.weight"], expected["0.weight"])
 
 
-def test_a_graph_that_is_waiting_for_its_backward_is_not_disturbed():
+def test_pending_graph_is_not_disturbed():
     x, y = images()
     model = resnet()
     twin = copy.deepcopy(model)
@@ -633,13 +633,13 @@ def test_low_precision_is_accumulated_in_float32(half):
     assert relative < 0.2
 
 
-def test_a_result_that_is_not_finite_names_the_parameter():
+def test_non_finite_result_names_parameter():
     model = nn.Sequential(nn.Linear(4, 3))
     with pytest.raises(ValueError, match=r"'0\.weight' is not finite"):
         fisher_diagonal(model, [(torch.full((BATCH, 4), torch.inf), torch.rand(BATCH))], total_square)
 
 
-def test_wrong_arguments_are_named():
+def test_bad_arguments_raise():
     model = nn.Sequential(nn.Linear(4, 3))
     batch = torch.randn(BATCH, 4), torch.rand(BATCH)
     with pytest.raises(ValueError, match="loss_fn must return one number, got shape"):
@@ -658,7 +658,7 @@ def test_wrong_arguments_are_named():
         fisher_diagonal(model, [], total_square)
 
 
-def test_backpack_agrees():
+def test_agrees_with_backpack():
     pytest.importorskip("backpack")
     from backpack import backpack, extend
     from backpack.extensions import SumGradSquared
@@ -674,7 +674,7 @@ def test_backpack_agrees():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_opacus_agrees_on_a_residual_network():
+def test_agrees_with_opacus_on_residual_network():
     pytest.importorskip("opacus")
     from opacus import GradSampleModule
 

@@ -32,7 +32,7 @@ def size(model):
     return sum(p.numel() for p in model.parameters())
 
 
-def test_there_are_no_masks_before_the_first_ascent():
+def test_no_masks_before_first_ascent():
     _, opt = wrap(sparsesam.random_mask(sparsity=0.5))
     assert opt.masks == {}
     assert opt.sparsity is None
@@ -40,7 +40,7 @@ def test_there_are_no_masks_before_the_first_ascent():
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.5, 0.9, 0.99, 1.0])
 @pytest.mark.parametrize("kind", ["random", "dynamic", "fisher"])
-def test_unstructured_masks_hold_exactly_the_asked_number(kind, sparsity):
+def test_unstructured_masks_have_exact_size(kind, sparsity):
     rules = {
         "random": lambda: sparsesam.random_mask(sparsity=sparsity),
         "dynamic": lambda: sparsesam.dynamic_mask(sparsity=sparsity, refresh=EVERY_STEP),
@@ -80,7 +80,7 @@ def test_every_pattern_trains_with_every_score(kind, pattern):
         assert kept(opt.masks) <= round(0.5 * size(model))
 
 
-def test_ssam_f_perturbs_the_weights_with_the_most_fisher_information():
+def test_ssam_f_perturbs_weights_with_most_fisher_information():
     data = cases.images(24, torch.float64)
     rule = sparsesam.fisher_mask(data, F.cross_entropy, sparsity=0.7, samples=24)
     model, opt = wrap(rule, cases.convnet(torch.float64))
@@ -97,7 +97,7 @@ def test_ssam_f_perturbs_the_weights_with_the_most_fisher_information():
     assert all(torch.equal(opt.masks[name], square >= threshold) for name, square in squares.items())
 
 
-def test_ssam_d_drops_the_flattest_and_grows_as_many():
+def test_ssam_d_drops_flattest_and_grows_as_many():
     model, opt = wrap(sparsesam.dynamic_mask(sparsity=0.5, drop_ratio=0.4, refresh=EVERY_STEP))
     step(model, opt)
     before = opt.masks
@@ -112,12 +112,12 @@ def test_ssam_d_drops_the_flattest_and_grows_as_many():
     values = torch.cat([flatness[n][before[n]] for n in before]).sort().values
     stayed = torch.cat([flatness[n][before[n] & after[n]] for n in before])
     gone = torch.cat([flatness[n][before[n] & ~after[n]] for n in before])
-    assert gone.max() <= values[dropped - 1]  # only the flattest may go (some of them are grown again by chance)
+    assert gone.max() <= values[dropped - 1]  # only the flattest may be dropped (some are grown again by chance)
     assert (stayed > values[dropped - 1]).sum() == (values > values[dropped - 1]).sum()
     assert kept(after) == kept(before)
 
 
-def test_the_drop_ratio_decays_with_a_cosine():
+def test_drop_ratio_decays_with_cosine():
     mask = sparsesam.dynamic_mask(sparsity=0.5, drop_ratio=0.3, total_steps=10, refresh=EVERY_STEP)
     for t in range(13):
         assert mask.ratio(t) == pytest.approx(0.15 * (1 + math.cos(math.pi * min(t, 10) / 10)))
@@ -125,7 +125,7 @@ def test_the_drop_ratio_decays_with_a_cosine():
 
 @pytest.mark.parametrize("drop", ["flattest", "sharpest", "random"])
 @pytest.mark.parametrize("growth", ["random", "gradient"])
-def test_ablations_of_ssam_d_keep_the_budget(drop, growth):
+def test_ablations_of_ssam_d_keep_budget(drop, growth):
     model, opt = wrap(sparsesam.dynamic_mask(sparsity=0.6, drop=drop, growth=growth, refresh=EVERY_STEP))
     seen = []
     for seed in range(3):
@@ -153,7 +153,7 @@ def test_refresh_rules():
     assert refreshed_at(sparsesam.manual()) == [0]
 
 
-def test_refresh_by_hand():
+def test_manual_refresh():
     model, opt = wrap(sparsesam.random_mask(sparsity=0.5))
     opt.refresh_mask(now=True)
     first = opt.masks["4.weight"]
@@ -165,7 +165,7 @@ def test_refresh_by_hand():
     assert not torch.equal(opt.masks["4.weight"], first)
 
 
-def test_masks_come_from_their_seed_and_leave_the_global_stream_alone():
+def test_masks_depend_on_seed_and_do_not_change_global_generator():
     def first_mask(seed, disturbance):
         model, opt = wrap(sparsesam.random_mask(sparsity=0.5, seed=seed))
         torch.manual_seed(disturbance)
@@ -178,7 +178,7 @@ def test_masks_come_from_their_seed_and_leave_the_global_stream_alone():
     assert not torch.equal(first_mask(1, 10), first_mask(2, 10))
 
 
-def test_fisher_with_sampled_labels_and_from_the_batch():
+def test_fisher_with_sampled_labels_and_from_batch():
     model, opt = wrap(
         sparsesam.fisher_mask(cases.images(16), F.cross_entropy, sparsity=0.5, samples=16, labels="sampled")
     )
@@ -191,7 +191,7 @@ def test_fisher_with_sampled_labels_and_from_the_batch():
     assert sum(int((opt.masks[n] != other.masks[n]).sum()) for n in opt.masks) <= 2
 
 
-def test_fixed_masks_by_name_by_type_and_by_tensor():
+def test_fixed_masks_by_name_type_and_tensor():
     model, opt = wrap(sparsesam.fixed_mask("0.*", "4.bias"))
     step(model, opt)
     assert {name for name, mask in opt.masks.items() if mask.all()} == {"0.weight", "0.bias", "4.bias"}
@@ -204,7 +204,7 @@ def test_fixed_masks_by_name_by_type_and_by_tensor():
     assert all(torch.equal(opt.masks[name], wanted[name]) for name in wanted)
 
 
-def test_a_mask_put_together_by_hand():
+def test_custom_mask():
     rule = sparsesam.Mask(
         score=sparsesam.Inverted(sparsesam.GradientMagnitude()),
         pattern=sparsesam.PerLayer(sparsesam.Unstructured()),

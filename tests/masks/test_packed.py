@@ -1,4 +1,4 @@
-"""One bit per weight, and back."""
+"""Masks with one bit per weight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparsesam.masks.packed import PackedMask
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=200), st.integers(1, 8))
-def test_unpacking_gives_the_mask_back(values, chunk):
+def test_unpack_inverts_pack(values, chunk):
     mask = torch.tensor(values)
     held = PackedMask.pack(mask)
     assert torch.equal(held.unpack(), mask)
@@ -22,14 +22,14 @@ def test_unpacking_gives_the_mask_back(values, chunk):
 
 
 @pytest.mark.parametrize("size", [1, 8, 1001])
-def test_the_way_other_devices_pack_and_unpack_is_the_same(size):
+def test_packing_on_other_devices_is_identical(size):
     mask = torch.rand(size) < 0.3
     bits = packed.pack_bits(mask)
     assert torch.equal(packed.pack_bits_on_device(mask), bits)
     assert torch.equal(packed.unpack_bits_on_device(bits)[:size], mask)
 
 
-def test_a_mask_placed_on_a_device_knows_its_rows():
+def test_placed_mask_knows_its_rows():
     mask = torch.zeros(6, 4, 3, 3, dtype=torch.bool)
     mask[1::2] = True
     placed = PackedMask.pack(mask).placed(torch.device("meta"))
@@ -40,7 +40,7 @@ def test_a_mask_placed_on_a_device_knows_its_rows():
     assert PackedMask.pack(mask).placed(torch.device("meta")).rows is None
 
 
-def test_n_of_m_is_told_along_the_output_dimension():
+def test_n_of_m_is_detected_along_output_dimension():
     mask = torch.tensor([[1, 0], [1, 1], [0, 1], [0, 0]] * 2, dtype=torch.bool)
     assert PackedMask.pack(mask).is_n_of_m(2, 4)
     assert not PackedMask.pack(mask).is_n_of_m(1, 2)

@@ -1,4 +1,4 @@
-"""Every pattern chooses what its definition says, entry by entry, and exchanges without drifting."""
+"""Every pattern selects what its definition says, entry by entry, and drop_and_grow keeps its budget."""
 
 from __future__ import annotations
 
@@ -63,17 +63,22 @@ def finite(scores):
     return {name: score.nan_to_num(neginf=0) for name, score in scores.items()}
 
 
+given_growth = given(
+    made=score_dicts(number=3), sparsity=SPARSITY, ratio=RATIO, random=st.booleans(), seed=st.integers(0, 99)
+)
+
+
 class TestSelect:
     @given(scores=score_dicts(), sparsity=SPARSITY)
     @settings(deadline=None, max_examples=60)
-    def test_unstructured_is_the_global_top(self, scores, sparsity):
+    def test_unstructured_is_global_top(self, scores, sparsity):
         expected = oracle.top(oracle.as_float64(scores), round((1 - sparsity) * size(scores)))
         assert oracle.same(Unstructured().select(scores, sparsity), expected)
 
     @pytest.mark.parametrize("unit", UNITS)
     @given(scores=score_dicts(), sparsity=SPARSITY)
     @settings(deadline=None, max_examples=60)
-    def test_structured_walks_the_units(self, unit, scores, sparsity):
+    def test_structured_selects_units_greedily(self, unit, scores, sparsity):
         budget = round((1 - sparsity) * size(scores))
         masks = Structured(unit).select(scores, sparsity)
         assert oracle.same(masks, oracle.greedy(oracle.as_float64(scores), unit, budget))
@@ -122,7 +127,7 @@ class TestSelect:
         assert {name: int(mask.sum()) for name, mask in masks.items()} == {"a": 12, "b": 10}
 
     @pytest.mark.parametrize("axis", ["output", "input"])
-    def test_convolution_groups_by_hand(self, axis):
+    def test_convolution_groups(self, axis):
         """W[o, c, i, j]: groups run over o at fixed (c, i, j), or over (c, i, j) in order at fixed o."""
         weight = torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(0))
         mask = NM(2, 4, axis=axis).select({"w": weight})["w"]
@@ -148,11 +153,11 @@ class TestSelect:
         expected = {"w": oracle.n_of_m(scores["w"].double().numpy(), 37, 100, "output", "dense")}
         assert oracle.same(NM(37, 100).select(scores), expected)
 
-    def test_never_choose_leaves_a_group_short(self):
+    def test_never_choose_leaves_group_short(self):
         scores = {"w": torch.tensor([[1.0], [-math.inf], [-math.inf], [-math.inf]])}
         assert NM(2, 4).select(scores)["w"].view(-1).tolist() == [True, False, False, False]
 
-    def test_channels_last_and_half_scores(self):
+    def test_channels_last_and_half_precision_scores(self):
         scores = torch.randint(0, 50, (8, 4, 3, 3), generator=torch.Generator().manual_seed(0)).float()
         for pattern in [
             Unstructured(),
@@ -169,7 +174,7 @@ class TestSelect:
                 assert mask.is_contiguous()
                 assert torch.equal(mask, plain), pattern
 
-    def test_a_million_units_of_many_sizes(self):
+    def test_million_units_of_many_sizes(self):
         generator = torch.Generator().manual_seed(0)
         scores = {f"p{i}": torch.rand(10_000, generator=generator) for i in range(100)}
         sizes = {f"p{i}": 1 + i * i for i in range(100)}
@@ -178,7 +183,7 @@ class TestSelect:
         used = sum(sizes[name] * int(mask.sum()) for name, mask in taken.items())
         assert total // 2 - 1 <= used <= total // 2
 
-    def test_infinities_of_both_signs_forbid_the_unit(self):
+    def test_infinities_of_both_signs_exclude_unit(self):
         scores = {"w": torch.tensor([[math.inf, -math.inf], [1.0, 1.0]])}
         assert Structured("filter").select(scores, 0.0)["w"].tolist() == [[False, False], [True, True]]
 
@@ -209,7 +214,7 @@ class TestLimits:
         assert all(torch.equal(same[name], masks[name]) for name in masks)
 
     @pytest.mark.parametrize("pattern", FREE + FIXED, ids=repr)
-    def test_ratio_one_is_a_new_selection_by_growth(self, pattern):
+    def test_ratio_one_selects_by_growth(self, pattern):
         generator = torch.Generator().manual_seed(0)
         old, keep, grow = ({"w": torch.rand(8, 6, 3, generator=generator)} for _ in range(3))
         sparsity = None if pattern.implied_sparsity else 0.5
@@ -226,16 +231,10 @@ class TestLimits:
         assert pattern.select({}, sparsity) == {}
 
 
-class TestExchange:
-    @given(
-        made=score_dicts(number=3),
-        sparsity=SPARSITY,
-        ratio=RATIO,
-        random=st.booleans(),
-        seed=st.integers(0, 99),
-    )
+class TestDropAndGrow:
+    @given_growth
     @settings(deadline=None, max_examples=120)
-    def test_unstructured_drops_the_lowest_and_grows_as_many(self, made, sparsity, ratio, random, seed):
+    def test_unstructured_drops_lowest_and_grows_as_many(self, made, sparsity, ratio, random, seed):
         old, keep, grow = map(finite, made)
         pattern, budget = Unstructured(), round((1 - sparsity) * size(old))
         masks = pattern.select(old, sparsity)
@@ -251,15 +250,9 @@ class TestExchange:
             assert oracle.same(result, oracle.top(others, budget))
 
     @pytest.mark.parametrize("unit", UNITS)
-    @given(
-        made=score_dicts(number=3),
-        sparsity=SPARSITY,
-        ratio=RATIO,
-        random=st.booleans(),
-        seed=st.integers(0, 99),
-    )
+    @given_growth
     @settings(deadline=None, max_examples=60)
-    def test_structured_keeps_whole_units_within_the_budget(self, unit, made, sparsity, ratio, random, seed):
+    def test_structured_keeps_whole_units_within_budget(self, unit, made, sparsity, ratio, random, seed):
         old, keep, grow = map(finite, made)
         pattern, budget = Structured(unit), round((1 - sparsity) * size(old))
         masks = pattern.select(old, sparsity)
@@ -280,7 +273,7 @@ class TestExchange:
     @pytest.mark.parametrize("axis", ["output", "input"])
     @given(made=score_dicts(number=3), m=st.integers(1, 5), ratio=RATIO, random=st.booleans(), data=st.data())
     @settings(deadline=None, max_examples=60)
-    def test_n_of_m_refills_its_groups(self, axis, made, m, ratio, random, data):
+    def test_n_of_m_refills_groups(self, axis, made, m, ratio, random, data):
         old, keep, grow = map(finite, made)
         n = data.draw(st.integers(0, m))
         pattern = NM(n, m, axis=axis)
@@ -350,14 +343,14 @@ class TestExchange:
             assert count_true(masks) == round(0.63 * 540)
 
     @pytest.mark.parametrize("sparsity", [0.2, 0.8])
-    def test_budget_follows_a_changed_sparsity(self, sparsity):
+    def test_budget_follows_changed_sparsity(self, sparsity):
         like = {"w": torch.rand(10, 10)}
         masks = Unstructured().drop_and_grow(
             Unstructured().select(like, 0.5), like, torch.Generator(), sparsity=sparsity, ratio=0.3
         )
         assert count_true(masks) == round((1 - sparsity) * 100)
 
-    def test_the_same_seed_gives_the_same_mask(self):
+    def test_same_seed_gives_same_mask(self):
         like = {"w": torch.rand(40, 30), "b": torch.rand(13)}
         for pattern in FREE + FIXED:
             sparsity = None if pattern.implied_sparsity else 0.5
@@ -368,7 +361,7 @@ class TestExchange:
             )
             assert all(torch.equal(one[name], two[name]) for name in masks)
 
-    def test_inputs_are_left_alone(self):
+    def test_inputs_are_unchanged(self):
         like = {"w": torch.rand(8, 8), "b": torch.rand(5)}
         for pattern in FREE + FIXED:
             sparsity = None if pattern.implied_sparsity else 0.5
@@ -385,7 +378,7 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"sparsity must be in \[0, 1\]"):
             pattern.select({"w": torch.rand(4, 4)}, sparsity)
 
-    def test_sparsity_missing_or_contradicting(self):
+    def test_sparsity_missing_or_contradictory(self):
         with pytest.raises(ValueError, match="sparsity must be given"):
             Unstructured().select({"w": torch.rand(4, 4)})
         for pattern in (NM(2, 4), NMFilters(2, 4)):
@@ -417,18 +410,18 @@ class TestErrors:
             NM(2, 4, axis="rows")
 
     @pytest.mark.parametrize(("axis", "number"), [("output", 6), ("input", 45)])
-    def test_remainder_refused(self, axis, number):
+    def test_remainder_raises(self, axis, number):
         with pytest.raises(ValueError, match=f"'conv' has {number} entries.*m=4.*remainder='dense'"):
             NM(2, 4, axis=axis, remainder="error").select({"conv": torch.rand(6, 5, 3, 3)})
 
     @pytest.mark.parametrize("pattern", FREE + FIXED, ids=repr)
-    def test_nan_names_the_tensor(self, pattern):
+    def test_nan_names_tensor(self, pattern):
         scores = {"a": torch.rand(4, 4), "b": torch.full((4, 4), math.nan)}
         with pytest.raises(ValueError, match=r"'b'.*NaN"):
             pattern.select(scores, None if pattern.implied_sparsity else 0.5)
 
     @pytest.mark.parametrize("pattern", FREE + FIXED, ids=repr)
-    def test_exchange_needs_matching_names_shapes_and_bool_masks(self, pattern):
+    def test_drop_and_grow_needs_matching_names_shapes_and_bool_masks(self, pattern):
         masks, scores = {"w": torch.ones(4, 4, dtype=torch.bool)}, {"w": torch.rand(4, 4)}
         sparsity = None if pattern.implied_sparsity else 0.5
         with pytest.raises(ValueError, match="keep must have the same names"):
@@ -439,7 +432,7 @@ class TestErrors:
             pattern.drop_and_grow({"w": torch.ones(4, 4)}, scores, scores, sparsity=sparsity, ratio=0.5)
 
     @pytest.mark.parametrize("pattern", [Structured("filter"), NMFilters(2, 4)], ids=repr)
-    def test_exchange_needs_whole_units(self, pattern):
+    def test_drop_and_grow_needs_whole_units(self, pattern):
         masks = {"w": torch.eye(4, dtype=torch.bool)}
         with pytest.raises(ValueError, match=r"'w'.*part of a filter"):
             pattern.drop_and_grow(masks, {"w": torch.rand(4, 4)}, torch.Generator(), sparsity=0.5, ratio=0.5)
@@ -466,7 +459,7 @@ class TestNames:
         ("name", "nearest"),
         [("filtre", "filter"), ("unstructurd", "unstructured"), ("2:4 inputs", "2:4 input")],
     )
-    def test_unknown_lists_the_nearest_first(self, name, nearest):
+    def test_unknown_suggests_nearest_first(self, name, nearest):
         with pytest.raises(ValueError, match=f"one of '{nearest}'"):
             as_pattern(name)
 

@@ -1,4 +1,4 @@
-"""Samples come at random, once each, from every kind of data, and only from the given generator."""
+"""Samples are drawn at random, once each, from every kind of data, with the given generator only."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_samples_are_drawn_without_replacement_in_chunks(name):
 
 
 @pytest.mark.parametrize("name", INDEXED)
-def test_the_generator_alone_decides(name):
+def test_generator_determines_samples(name):
     state = torch.random.get_rng_state()
     torch.manual_seed(1)
     first = drawn(INDEXED[name], seed=3)
@@ -59,7 +59,7 @@ def test_the_generator_alone_decides(name):
 
 
 @pytest.mark.parametrize("name", [*INDEXED, *STREAMS])
-def test_the_global_generator_is_not_touched(name):
+def test_global_generator_is_unchanged(name):
     if name == "iterable loader":
         pytest.skip("a DataLoader draws its workers' seed itself")
     before = torch.random.get_rng_state()
@@ -68,14 +68,14 @@ def test_the_global_generator_is_not_touched(name):
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_a_stream_is_read_from_its_beginning_and_its_last_batch_sliced(name):
+def test_stream_is_read_from_start_and_last_batch_sliced(name):
     batches = drawn(stream(name), count=6)
     assert [len(y) for _, y in batches] == [3, 1, 2]
     assert torch.equal(torch.cat([y for _, y in batches]), Y[:6])
     assert torch.equal(torch.cat([x for x, _ in batches]), X[:6])
 
 
-def test_a_stream_is_not_read_further_than_needed():
+def test_stream_is_not_read_further_than_needed():
     def endless():
         while True:
             yield X, Y
@@ -84,15 +84,15 @@ def test_a_stream_is_not_read_further_than_needed():
 
 
 @pytest.mark.parametrize("name", [*INDEXED, *STREAMS])
-def test_too_few_samples_are_all_used_and_told_once(name):
+def test_too_few_samples_are_all_used_with_one_warning(name):
     data = INDEXED[name] if name in INDEXED else stream(name)
-    with pytest.warns(UserWarning, match="12 samples were requested but data holds only 10") as told:
+    with pytest.warns(UserWarning, match="12 samples were requested but data holds only 10") as caught:
         batches = drawn(data, count=12)
-    assert len(told) == 1
+    assert len(caught) == 1
     assert torch.equal(torch.cat([y for _, y in batches]).sort().values, Y)
 
 
-def test_a_loaders_own_collate_function_is_used():
+def test_collate_function_of_loader_is_used():
     loader = DataLoader(
         TensorDataset(X, Y), collate_fn=lambda samples: {"labels": torch.stack([y for _, y in samples])}
     )
@@ -107,12 +107,12 @@ def test_nested_batches_keep_their_structure():
 
 
 @pytest.mark.parametrize("data", [(X[:0], Y[:0]), TensorDataset(X[:0]), [], iter([])])
-def test_empty_data_is_an_error(data):
+def test_empty_data_raises(data):
     with pytest.raises(ValueError, match="empty"):
         drawn(data)
 
 
-def test_data_of_the_wrong_kind_is_named():
+def test_data_of_wrong_type_raises():
     with pytest.raises(TypeError, match="got int"):
         drawn(3)
     with pytest.raises(ValueError, match="equal first dimensions"):

@@ -1,4 +1,4 @@
-"""top_mask and random_mask choose exactly what a full sort, or a fair lottery, would choose."""
+"""top_mask and random_mask choose exactly what a full sort, or uniform sampling, would choose."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def score_dicts(draw):
 
 @given(scores=score_dicts(), share=st.floats(0, 1.2))
 @settings(deadline=None, max_examples=200)
-def test_chooses_what_a_stable_sort_chooses(scores, share):
+def test_matches_stable_sort(scores, share):
     count = round(share * sum(tensor.numel() for tensor in scores.values()))
     assert oracle.same(top_mask(scores, count), oracle.top(oracle.as_float64(scores), count))
 
@@ -86,7 +86,7 @@ def test_hard_distributions(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1000, 200_000])
-def test_the_threshold_is_that_of_a_sort_here_on_devices_and_on_ranks(kind, size):
+def test_threshold_matches_sort_on_host_devices_and_ranks(kind, size):
     values = torch.from_numpy(_hard(kind, size))
     whole, falling = Shards.whole({"a": values}), values.sort(descending=True).values
     every = {"a": torch.ones(size, dtype=torch.bool)}
@@ -129,7 +129,7 @@ def test_mixed_dtypes_are_compared_as_numbers():
     assert chosen == [[False, True, False, False], [True, True, False, False], [True, True, False, True]]
 
 
-def test_layout_does_not_change_the_order():
+def test_layout_does_not_change_order():
     scores = torch.randint(0, 3, (4, 6, 3, 3)).float()
     lazy = scores.to(memory_format=torch.channels_last).requires_grad_()
     mask = top_mask({"w": lazy}, 100)["w"]
@@ -137,19 +137,19 @@ def test_layout_does_not_change_the_order():
     assert torch.equal(mask, top_mask({"w": scores}, 100)["w"])
 
 
-def test_nan_is_refused_by_name():
+def test_nan_raises_and_names_tensor():
     for count in (0, 1, 5):
         with pytest.raises(ValueError, match=r"'b'.*NaN"):
             top_mask({"a": torch.zeros(3), "b": torch.tensor([1.0, math.nan])}, count)
 
 
 @pytest.mark.parametrize("count", [-1, -10])
-def test_negative_count_is_refused(count):
+def test_negative_count_raises(count):
     with pytest.raises(ValueError, match="count must be at least 0"):
         top_mask({"a": torch.zeros(3)}, count)
 
 
-def test_integer_scores_are_refused():
+def test_integer_scores_raise():
     with pytest.raises(ValueError, match="floating point"):
         top_mask({"a": torch.zeros(3, dtype=torch.int64)}, 1)
 
@@ -159,7 +159,7 @@ def test_first_must_fit_into_count():
         top_mask({"a": torch.zeros(3)}, 2, first={"a": torch.ones(3, dtype=torch.bool)})
 
 
-def test_masks_must_match_the_scores():
+def test_masks_must_match_scores():
     scores = {"a": torch.zeros(3)}
     with pytest.raises(ValueError, match="same names"):
         top_mask(scores, 1, among={"b": torch.ones(3, dtype=torch.bool)})
@@ -184,7 +184,7 @@ def test_every_subset_is_equally_likely():
     assert chi_square < 27.9  # 99.9 % quantile with 9 degrees of freedom
 
 
-def test_random_scores_are_uniform_and_repeatable():
+def test_random_scores_are_uniform_and_reproducible():
     like = {"a": torch.zeros(301, 333), "b": torch.zeros(())}
     first, again = (random_scores(like, generator=torch.Generator().manual_seed(3)) for _ in range(2))
     assert all(torch.equal(first[name], again[name]) and first[name].shape == like[name].shape for name in like)

@@ -55,7 +55,7 @@ def run(model, opt, steps):
 @pytest.mark.parametrize(
     "base", [cases.sgd, lambda m: torch.optim.AdamW(m.parameters(), lr=0.01)], ids=["sgd", "adamw"]
 )
-def test_a_resumed_run_equals_the_uninterrupted_one(kind, base):
+def test_resumed_run_equals_uninterrupted(kind, base):
     model = cases.convnet()
     opt = make(kind, model, base)
     run(model, opt, range(5))
@@ -81,7 +81,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(kind, base):
 @pytest.mark.parametrize(
     "clone", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
 )
-def test_a_copy_goes_on_like_the_original(kind, clone):
+def test_copy_continues_like_original(kind, clone):
     model = cases.convnet()
     opt = make(kind, model)
     run(model, opt, range(4))
@@ -91,7 +91,7 @@ def test_a_copy_goes_on_like_the_original(kind, clone):
     assert cases.same_bits(model.state_dict().values(), twin.state_dict().values())
 
 
-def test_a_killed_process_resumes_to_the_same_weights(tmp_path):
+def test_killed_process_resumes_to_same_weights(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
         textwrap.dedent(
@@ -142,7 +142,7 @@ def _environment():
     return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
-def test_a_bare_base_checkpoint_is_taken_with_a_word():
+def test_base_checkpoint_loads_with_warning():
     model = cases.convnet()
     base = cases.sgd(model)
     x, y = cases.images()
@@ -157,7 +157,7 @@ def test_a_bare_base_checkpoint_is_taken_with_a_word():
     )
 
 
-def test_a_checkpoint_that_does_not_fit_changes_nothing():
+def test_mismatched_checkpoint_changes_nothing():
     model = cases.convnet()
     opt = make("ssam-d", model)
     run(model, opt, range(2))
@@ -186,7 +186,7 @@ def test_checkpoint_hooks_are_called():
     assert seen == ["before save", "after load"]
 
 
-def test_loading_own_checkpoints_warns_of_nothing():
+def test_own_checkpoints_load_without_warning():
     model = cases.convnet()
     opt = make("ssam-d", model)
     run(model, opt, range(2))
@@ -197,7 +197,7 @@ def test_loading_own_checkpoints_warns_of_nothing():
 
 @pytest.mark.parametrize("first", [sparsesam.SAM, sparsesam.ExtrapolatedSAM])
 @pytest.mark.parametrize("steps", [0, 2])
-def test_a_checkpoint_whose_rho_means_something_else_is_refused(first, steps):
+def test_checkpoint_with_another_meaning_of_rho_raises(first, steps):
     second = {sparsesam.SAM: sparsesam.ExtrapolatedSAM, sparsesam.ExtrapolatedSAM: sparsesam.SAM}[first]
     model = cases.mlp()
     opt = first(cases.sgd(model), model)
@@ -212,7 +212,7 @@ def test_a_checkpoint_whose_rho_means_something_else_is_refused(first, steps):
     assert other.param_groups[0]["rho"] == before
 
 
-def test_a_checkpoint_where_nothing_is_perturbed_fits_its_own_kind():
+def test_checkpoint_without_perturbed_parameters_loads():
     model = cases.mlp()
     opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model)
     for group in opt.param_groups:

@@ -1,4 +1,4 @@
-"""What a pass did to the gradients that were there before it."""
+"""What a pass did to the gradients that existed before it."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 from sparsesam.step.gradients import OldGradient, Treatment
 
 
-def left_alone(parameter):
+def unchanged(parameter):
     pass
 
 
@@ -31,14 +31,14 @@ def cleared_and_added_to(parameter):
 @pytest.mark.parametrize(
     ("happens", "treatment"),
     [
-        (left_alone, Treatment.UNTOUCHED),
+        (unchanged, Treatment.UNTOUCHED),
         (set_to_none, Treatment.CLEARED),
         (filled_with_zeros, Treatment.CLEARED),
         (added_to, Treatment.ADDED_TO),
         (cleared_and_added_to, Treatment.CLEARED),
     ],
 )
-def test_what_happens_to_a_gradient(happens, treatment):
+def test_changes_of_gradient_are_detected(happens, treatment):
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
     old = OldGradient([parameter])
@@ -47,8 +47,8 @@ def test_what_happens_to_a_gradient(happens, treatment):
     assert old.treatment() is treatment
 
 
-def test_a_gradient_of_zeros_that_is_left_alone_was_not_cleared():
-    """Of a bias in front of a batch normalization, for example."""
+def test_unchanged_zero_gradient_was_not_cleared():
+    """For example that of a bias before batch normalization."""
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = torch.zeros(3)
     old = OldGradient([parameter])
@@ -56,5 +56,5 @@ def test_a_gradient_of_zeros_that_is_left_alone_was_not_cleared():
     assert old.treatment() is Treatment.UNTOUCHED
 
 
-def test_no_gradient_counts_as_cleared():
+def test_missing_gradient_counts_as_cleared():
     assert OldGradient([nn.Parameter(torch.ones(3))]).treatment() is Treatment.CLEARED

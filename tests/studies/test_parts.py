@@ -1,4 +1,4 @@
-"""Methods that are put together from parts, against the formulas of their papers, written out."""
+"""Methods composed of parts, compared with the formulas of their papers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def sam_gradient(weights, ascent_batch, batch):
     return gradient_at([w + RHO * d / norm(g) for w, d in zip(weights, g, strict=True)], batch)
 
 
-def test_k_sam_climbs_by_the_samples_of_largest_loss():
+def test_k_sam_ascends_by_samples_of_largest_loss():
     training = make(ascent_fraction=0.25)
     hardest_first(training)
     weights = cases.weights_of(training.module)
@@ -66,7 +66,7 @@ def test_k_sam_climbs_by_the_samples_of_largest_loss():
     assert training.module.training
 
 
-def test_look_sam_adds_the_last_orthogonal_part():
+def test_look_sam_adds_last_orthogonal_part():
     training = make(every=3)
     look_sam(training, alpha=0.7)
     weights, v = cases.weights_of(training.module), None
@@ -85,7 +85,7 @@ def test_look_sam_adds_the_last_orthogonal_part():
 
 
 @pytest.mark.parametrize("by_norm", [True, False])
-def test_a_layer_is_drawn_as_often_as_its_gradient_is_long(by_norm):
+def test_layers_are_drawn_in_proportion_to_gradient_norm(by_norm):
     lengths = {"a": 1.0, "b": 2.0, "c": 5.0}
     parameters = {f"{name}.{kind}": torch.zeros(4) for name in lengths for kind in ("weight", "bias")}
     gradients = {key: torch.full((4,), lengths[key[0]] / 8**0.5) for key in parameters}
@@ -101,7 +101,7 @@ def test_a_layer_is_drawn_as_often_as_its_gradient_is_long(by_norm):
 
 
 @pytest.mark.parametrize("descends", [False, True])
-def test_drawn_tensors_are_perturbed_and_others_updated_only_without_descends(descends):
+def test_drawn_layers_are_perturbed_and_with_descends_alone_updated(descends):
     training = make(sparsesam.SSAM, mask=sparsesam.random_mask(sparsity=0.5))
     draw_layers(training, descends=descends)
     seen = set()

@@ -14,7 +14,7 @@ from sparsesam.utils.memory import SavedBytes, fitting, free_bytes
 from tests import cases
 
 
-def test_as_many_as_fit_into_half_of_what_is_free():
+def test_chunk_fills_half_of_free_memory():
     assert fitting(128, 10, 128 * 10 * 2) == 128
     assert fitting(128, 10, 128 * 10 * 2 - 2) == 64
     assert fitting(128, 10, 100) == 4
@@ -22,12 +22,12 @@ def test_as_many_as_fit_into_half_of_what_is_free():
     assert fitting(128, 10, None) == 128
 
 
-def test_free_memory_of_this_machine_is_known():
+def test_free_memory_is_known():
     assert free_bytes(torch.device("cpu")) > 2**20
     assert free_bytes(torch.device("meta")) is None
 
 
-def test_saved_bytes_are_those_of_the_activations():
+def test_saved_bytes_are_those_of_activations():
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     x = torch.randn(4, 6, dtype=torch.float64)
     saved = SavedBytes([*model.parameters(), x])
@@ -38,7 +38,7 @@ def test_saved_bytes_are_those_of_the_activations():
 
 
 class Sizes(nn.Module):
-    """Notes the sizes of the batches that it sees."""
+    """Records the sizes of the batches that it sees."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class Sizes(nn.Module):
 
 
 @pytest.mark.parametrize(("chunk", "expected"), [(None, [16]), (5, [5, 5, 5, 1]), (16, [16]), (100, [16])])
-def test_a_given_chunk_is_used_and_changes_nothing(chunk, expected):
+def test_given_chunk_is_used_and_changes_nothing(chunk, expected):
     model = Sizes()
     x, y = cases.images(16, torch.float64)
     whole = fisher_diagonal(model, [(x, y)], F.cross_entropy)
@@ -62,7 +62,7 @@ def test_a_given_chunk_is_used_and_changes_nothing(chunk, expected):
     torch.testing.assert_close(found.values, whole.values)
 
 
-def test_where_memory_is_short_fewer_samples_are_measured_at_a_time(monkeypatch):
+def test_low_memory_reduces_chunk(monkeypatch):
     model = Sizes()
     x, y = cases.images(16, torch.float64)
     whole = fisher_diagonal(model, [(x, y)], F.cross_entropy)
@@ -73,7 +73,7 @@ def test_where_memory_is_short_fewer_samples_are_measured_at_a_time(monkeypatch)
     torch.testing.assert_close(found.values, whole.values)
 
 
-def test_the_chunk_reaches_the_measurement_from_the_mask():
+def test_chunk_is_passed_from_mask_to_measurement():
     model = Sizes()
     data = cases.images(16, torch.float64)
     mask = sparsesam.fisher_mask(data, F.cross_entropy, sparsity=0.5, samples=16, chunk=8)
@@ -83,6 +83,6 @@ def test_the_chunk_reaches_the_measurement_from_the_mask():
 
 
 @pytest.mark.parametrize("chunk", [0, -1])
-def test_a_chunk_below_one_is_refused(chunk):
+def test_chunk_below_one_raises(chunk):
     with pytest.raises(ValueError, match="chunk must be a whole number of at least 1"):
         sparsesam.fisher_mask(cases.images(), F.cross_entropy, sparsity=0.5, chunk=chunk)

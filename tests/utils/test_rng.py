@@ -1,4 +1,4 @@
-"""Draws from Python's and numpy's generators are noticed, each of them."""
+"""Draws from Python's and numpy's generators are detected."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests import cases
 DRAWS = {
     "python": random.random,
     "numpy": np.random.random,
-    "a normal number, which leaves one ready": np.random.randn,
+    "normal number, of which numpy keeps another": np.random.randn,
 }
 
 
 @pytest.mark.parametrize("before", DRAWS)
 @pytest.mark.parametrize("draw", DRAWS)
-def test_every_draw_changes_what_is_read(before, draw):
+def test_every_draw_changes_state(before, draw):
     DRAWS[before]()
     for _ in range(3):
         at = other_generators()
@@ -39,7 +39,7 @@ class Body(nn.Module):
 
 
 @pytest.mark.parametrize("draw", [lambda: 1.0, *DRAWS.values()], ids=["nothing", *DRAWS])
-def test_a_body_that_draws_is_run_again(draw):
+def test_module_that_draws_is_rerun(draw):
     model = nn.Sequential(Body(draw), nn.Tanh(), nn.Linear(6, 3)).double()
     opt = cases.ssam(model, "2.*")
     cases.with_closure(opt, model, *cases.vectors(8))

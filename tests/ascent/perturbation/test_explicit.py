@@ -1,4 +1,4 @@
-"""The perturbation as a host moves it and as a device does: both equal the oracle and are exact on the way back."""
+"""The perturbation on a host and on a device: both equal the oracle, and weights are restored exactly."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def targets_of(weights, directions, kind="none", rho=0.3, eta=None):
 @pytest.mark.parametrize("eta", [None, 0.1])
 @pytest.mark.parametrize("kind", [kind for kind in MASKS if kind != "nothing"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_moves_equal_the_oracle_and_come_back(implementation, kind, eta, norm, memory_format):
+def test_perturbation_equals_oracle_and_is_undone(implementation, kind, eta, norm, memory_format):
     weights, directions = tensors(0, memory_format=memory_format), tensors(1)
     targets, masks = targets_of(weights, directions, kind, eta=eta)
     before = [weight.clone() for weight in weights]
@@ -86,7 +86,7 @@ def test_moves_equal_the_oracle_and_come_back(implementation, kind, eta, norm, m
 
 @pytest.mark.parametrize("kind", ["none", "few", "most", "rows"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_both_agree_to_rounding_in_lower_precision(dtype, kind):
+def test_host_and_device_agree_to_rounding_in_low_precision(dtype, kind):
     results = []
     for implementation in IMPLEMENTATIONS:
         weights, directions = tensors(0, dtype), tensors(1, dtype)
@@ -98,7 +98,7 @@ def test_both_agree_to_rounding_in_lower_precision(dtype, kind):
     torch.testing.assert_close(*results, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
 
 
-def test_a_group_holds_a_part_of_the_tensors(monkeypatch):
+def test_tensors_in_several_groups(monkeypatch):
     weights, directions = tensors(0), tensors(1)
     whole, _ = targets_of([w.clone() for w in weights], directions, "mixed")
     parts, _ = targets_of(weights, directions, "mixed")
@@ -111,7 +111,7 @@ def test_a_group_holds_a_part_of_the_tensors(monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "searches"), [("few", [1, 1]), ("most", [3, 6])])
-def test_a_device_keeps_the_positions_of_few_entries_until_the_masks_change(monkeypatch, kind, searches):
+def test_device_keeps_positions_of_few_entries_until_masks_change(monkeypatch, kind, searches):
     found = []
     monkeypatch.setattr(pieces, "positions_of", lambda *bits: found.append(1) or positions_of(*bits))
     weights, directions = tensors(0), tensors(1)
@@ -128,7 +128,7 @@ def test_a_device_keeps_the_positions_of_few_entries_until_the_masks_change(monk
     assert len(found) > searches[-1]
 
 
-def test_positions_of_weights_that_are_not_used_any_more_are_dropped():
+def test_positions_of_unused_weights_are_dropped():
     weights, directions = tensors(0), tensors(1)
     targets = [one for one in targets_of(weights, directions, "few")[0] if not one.is_still]
     perturbation = Perturbation()
@@ -139,7 +139,7 @@ def test_positions_of_weights_that_are_not_used_any_more_are_dropped():
     assert len(perturbation.index) == 1
 
 
-def test_a_large_tensor_is_not_joined_with_others(monkeypatch):
+def test_large_tensor_is_not_concatenated_with_others(monkeypatch):
     weights, directions = (sorted(tensors(seed), key=torch.numel) for seed in (0, 1))
     targets, _ = targets_of(weights, directions, "none")
     monkeypatch.setattr(pieces, "GROUP", weights[-1].numel() - 1)
@@ -151,7 +151,7 @@ def test_a_large_tensor_is_not_joined_with_others(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["none", "few", "most"])
 @pytest.mark.parametrize("bad", [0.0, torch.nan, torch.inf])
-def test_a_device_moves_nothing_by_a_norm_that_is_zero_or_not_finite(bad, kind):
+def test_device_skips_perturbation_for_zero_or_non_finite_norm(bad, kind):
     weights, directions = tensors(0), tensors(1)
     for direction in directions:
         direction.mul_(0) if bad == 0 else direction.fill_(bad)
@@ -166,7 +166,7 @@ def test_a_device_moves_nothing_by_a_norm_that_is_zero_or_not_finite(bad, kind):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_device_counts_skipped_ascents_and_tells_when_asked(bad):
+def test_device_counts_skipped_ascents(bad):
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model, rho=0.1)
     x, y = cases.vectors()
@@ -188,7 +188,7 @@ def test_a_device_counts_skipped_ascents_and_tells_when_asked(bad):
 
 
 class InterruptAt(TorchDispatchMode):
-    """Ctrl-C at the n-th operation."""
+    """Raises KeyboardInterrupt at the n-th operation."""
 
     def __init__(self, number):
         super().__init__()
@@ -203,7 +203,7 @@ class InterruptAt(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", ["none", "few", "most", "rows"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_an_interruption_at_any_operation_leaves_the_weights_as_they_were(implementation, kind):
+def test_interruption_at_any_operation_restores_weights(implementation, kind):
     for number in itertools.count(1):
         weights, directions = tensors(0), tensors(1)
         before = [weight.clone() for weight in weights]
@@ -226,7 +226,7 @@ def test_an_interruption_at_any_operation_leaves_the_weights_as_they_were(implem
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("kind", ["none", "few", "most", "rows"])
 @pytest.mark.parametrize(("first", "second"), itertools.product(IMPLEMENTATIONS, repeat=2))
-def test_the_last_perturbation_of_one_can_be_used_by_the_other(first, second, kind, memory_format):
+def test_host_and_device_can_reuse_each_others_perturbation(first, second, kind, memory_format):
     weights, directions = tensors(0, memory_format=memory_format), tensors(1)
     before = [weight.clone() for weight in weights]
     perturbation = Perturbation(remember=True)
@@ -246,7 +246,7 @@ def test_the_last_perturbation_of_one_can_be_used_by_the_other(first, second, ki
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_weights_that_do_not_fill_their_memory(implementation):
+def test_non_dense_weights(implementation):
     weight = torch.randn(6, 8, dtype=torch.float64)[:, ::2]
     before, direction = weight.clone(), torch.randn(6, 4, dtype=torch.float64)
     targets, masks = targets_of([weight], [direction], "few")
@@ -260,7 +260,7 @@ def test_weights_that_do_not_fill_their_memory(implementation):
 
 
 @pytest.mark.parametrize("eta", [None, 0.1])
-def test_the_maths_compiles_as_one_graph(eta):
+def test_perturbation_compiles_as_one_graph(eta):
     torch._dynamo.reset()
 
     def moved(weight, direction, rho):

@@ -58,7 +58,7 @@ def steps_of(model, opt, steps):
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("base", BASES)
-def test_equals_the_equation_written_out(base, mask):
+def test_equals_written_out_equation(base, mask):
     model, twin = cases.mlp(), cases.mlp()
     opt = sparsesam.ExtrapolatedSAM(BASES[base](model.parameters()), model, 3.0, mask=MASKS[mask](model))
     steps_of(model, opt, range(6))
@@ -67,7 +67,7 @@ def test_equals_the_equation_written_out(base, mask):
     torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-9, atol=1e-12)
 
 
-def test_the_number_of_steps_follows_a_schedule():
+def test_steps_ahead_follow_schedule():
     model, twin = cases.mlp(), cases.mlp()
     opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 4.0, schedule=sparsesam.Warmup(4))
     steps_of(model, opt, range(6))
@@ -77,7 +77,7 @@ def test_the_number_of_steps_follows_a_schedule():
 
 
 @pytest.mark.parametrize("options", [{"steps_ahead": 0.0}, {"mask": sparsesam.random_mask(sparsity=1.0)}])
-def test_nothing_to_extrapolate_is_the_base_optimizer_exactly(options):
+def test_without_extrapolation_equals_base_optimizer(options):
     model, twin = cases.convnet(), cases.convnet()
     opt, base = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, **options), cases.sgd(twin)
     for seed in range(4):
@@ -86,7 +86,7 @@ def test_nothing_to_extrapolate_is_the_base_optimizer_exactly(options):
     assert cases.same_bits(model.state_dict().values(), twin.state_dict().values())
 
 
-def test_one_step_ahead_of_heavy_ball_is_nesterovs_point():
+def test_one_step_ahead_of_heavy_ball_is_nesterov():
     """w + mu (w - w_before) is where Nesterov's method takes its gradient."""
     model = cases.mlp()
     opt = sparsesam.ExtrapolatedSAM(cases.sgd(model, lr=0.1, momentum=0.9), model, 0.9)
@@ -104,7 +104,7 @@ def test_one_step_ahead_of_heavy_ball_is_nesterovs_point():
     torch.testing.assert_close(cases.weights_of(model), weights, rtol=1e-9, atol=1e-12)
 
 
-def test_a_closure_is_called_once_and_weights_are_back_bit_for_bit():
+def test_closure_runs_once_and_weights_are_restored_bitwise():
     model = cases.convnet()
     opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 50.0)
     for seed in range(3):
@@ -125,7 +125,7 @@ def test_a_closure_is_called_once_and_weights_are_back_bit_for_bit():
 
 
 @pytest.mark.parametrize("mask", [None, "unstructured"])
-def test_weights_are_back_after_an_error_and_the_next_step_is_plain(mask):
+def test_error_restores_weights_and_next_step_is_plain(mask):
     model = cases.mlp()
     rule = None if mask is None else MASKS[mask](model)
     opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 50.0, mask=rule)
@@ -143,7 +143,7 @@ def test_weights_are_back_after_an_error_and_the_next_step_is_plain(mask):
     assert not cases.same_bits(moved, cases.weights_of(model))
 
 
-def test_weights_loaded_between_steps_do_not_count_as_an_update():
+def test_loaded_weights_do_not_count_as_update():
     model = cases.mlp()
     opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 50.0)
     steps_of(model, opt, range(2))
@@ -157,7 +157,7 @@ def test_weights_loaded_between_steps_do_not_count_as_an_update():
     torch.testing.assert_close(there, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_two_phases_need_one_pass_and_equal_the_closure():
+def test_two_phases_take_one_pass_and_equal_closure():
     model, twin = cases.convnet(), cases.convnet()
     opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 5.0)
     other = sparsesam.ExtrapolatedSAM(cases.sgd(twin), twin, 5.0)
@@ -172,7 +172,7 @@ def test_two_phases_need_one_pass_and_equal_the_closure():
     assert cases.same_bits(model.state_dict().values(), twin.state_dict().values())
 
 
-def test_a_closure_that_adds_to_older_gradients_is_refused():
+def test_closure_adding_to_older_gradients_raises():
     model = cases.mlp()
     opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 5.0)
     x, y = cases.vectors()
@@ -192,7 +192,7 @@ def test_a_closure_that_adds_to_older_gradients_is_refused():
     assert cases.same_bits(here, cases.weights_of(model))
 
 
-def test_a_cleared_gradient_is_not_kept():
+def test_cleared_gradient_is_not_kept():
     model = cases.mlp()
     opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 5.0)
     opt.step(cases.closure_for(model, opt, *cases.vectors()))
@@ -201,7 +201,7 @@ def test_a_cleared_gradient_is_not_kept():
     assert all(gradient() is None for gradient in kept)
 
 
-def test_memory_is_kept_for_the_perturbed_entries_only():
+def test_state_covers_perturbed_entries_only():
     weight, mask = torch.randn(8, 6), torch.arange(48).view(8, 6) % 4 == 0
     targets = [Target("w", weight, weight, PackedMask.pack(mask), 5.0, None)]
     extrapolation = Extrapolation()
@@ -226,7 +226,7 @@ RULES = {
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("at", [1, 4, 5])
-def test_a_resumed_run_equals_the_uninterrupted_one(rule, at):
+def test_resumed_run_equals_uninterrupted(rule, at):
     def make(model):
         return sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 4.0, mask=RULES[rule]())
 
@@ -249,7 +249,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(rule, at):
     assert cases.same_bits(cases.weights_of(model), cases.weights_of(copied[0]))
 
 
-def test_after_a_refresh_the_entries_that_both_masks_keep_go_on():
+def test_entries_of_both_masks_survive_refresh():
     model = cases.mlp()
     opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 5.0, mask=sparsesam.random_mask(sparsity=0.5))
     steps_of(model, opt, range(2))
@@ -266,7 +266,7 @@ def test_after_a_refresh_the_entries_that_both_masks_keep_go_on():
     assert not all(torch.equal(first[name], second) for name, second in opt.masks.items())
 
 
-def test_a_step_that_a_scaler_skips_is_followed_by_a_plain_one():
+def test_step_skipped_by_scaler_is_followed_by_plain_step():
     model = cases.mlp(torch.float32)
     opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 5.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -283,7 +283,7 @@ def test_a_step_that_a_scaler_skips_is_followed_by_a_plain_one():
         F.cross_entropy(model(x), y).backward()
 
 
-def test_begins_at_start_and_every_kth_step_only():
+def test_start_and_every():
     model = cases.mlp()
     opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 5.0, start=3, every=2)
     moved = []
@@ -295,7 +295,7 @@ def test_begins_at_start_and_every_kth_step_only():
     assert moved == [False, False, False, True, False, True, False, True]
 
 
-def test_statistics_move_once_a_step():
+def test_statistics_update_once_per_step():
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
     opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 5.0)
     steps_of(model, opt, range(3))
@@ -303,13 +303,13 @@ def test_statistics_move_once_a_step():
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), "60"])
-def test_bad_numbers_of_steps_are_refused(value):
+def test_invalid_steps_ahead_raise(value):
     model = cases.mlp()
     with pytest.raises(ValueError, match="steps_ahead must be a finite number"):
         sparsesam.ExtrapolatedSAM(cases.sgd(model), model, value)
 
 
-def test_a_mask_from_gradients_needs_a_base_with_momentum():
+def test_gradient_mask_needs_base_with_momentum():
     model = cases.mlp()
     base = torch.optim.Adagrad(model.parameters())
     opt = sparsesam.ExtrapolatedSAM(base, model, 5.0, mask=RULES["momentum"]())
@@ -318,7 +318,7 @@ def test_a_mask_from_gradients_needs_a_base_with_momentum():
 
 
 @pytest.mark.parametrize("mask", [None, sparsesam.random_mask(sparsity=0.5)], ids=["all", "half"])
-def test_an_update_from_before_a_weight_was_frozen_is_forgotten(mask):
+def test_update_before_freezing_is_discarded(mask):
     model = cases.mlp()
     opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, mask=mask)
     x, y = cases.vectors()

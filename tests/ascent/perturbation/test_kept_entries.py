@@ -1,4 +1,4 @@
-"""Entries that a mask keeps: where they are, what they are, and back to their place."""
+"""Positions and values of the entries that a mask keeps, and writing them back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_positions_are_those_of_nonzero(share):
+def test_positions_match_nonzero(share):
     kept = torch.rand(1000) < share
     expected = kept.nonzero().squeeze(1)
     assert torch.equal(positions_of(pack_bits(kept)), expected)
@@ -25,7 +25,7 @@ def test_positions_are_those_of_nonzero(share):
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("kind", MASKS)
-def test_entries_are_in_row_major_order_and_go_back_to_their_places(kind, memory_format):
+def test_entries_are_in_row_major_order_and_round_trip(kind, memory_format):
     mask = MASKS[kind]
     weight = torch.randn(6, 4, 3, 3).to(memory_format=memory_format)
     entries = kept_entries(weight, PackedMask.pack(mask))

@@ -43,7 +43,7 @@ def naive_run(model, base, *, rho, masks, norm, sign, steps):
 
 @pytest.mark.parametrize("norm", ["full", "masked"])
 @pytest.mark.parametrize("base", BASES)
-def test_equals_the_published_step_written_out(base, norm):
+def test_equals_published_step(base, norm):
     model, twin = cases.mlp(), cases.mlp()
     masks = cases.half_masks(model)
     rule = sparsesam.fixed_mask(masks)
@@ -54,7 +54,7 @@ def test_equals_the_published_step_written_out(base, norm):
     torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-9, atol=1e-12)
 
 
-def test_climbing_is_the_opposite_sign():
+def test_momentum_climbing_has_opposite_sign():
     model, twin = cases.mlp(), cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model, rho=0.7, ascent="momentum-climbing")
     for seed in range(5):
@@ -64,13 +64,13 @@ def test_climbing_is_the_opposite_sign():
     torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-9, atol=1e-12)
 
 
-def test_a_base_whose_momentum_is_off_is_refused_at_once():
+def test_base_with_momentum_zero_raises_at_construction():
     model = cases.mlp()
     with pytest.raises(ValueError, match="base must have a momentum, got SGD with momentum=0"):
         sparsesam.SAM(cases.sgd(model, momentum=0), model, ascent="momentum")
 
 
-def test_a_base_that_keeps_no_momentum_is_refused_when_its_state_shows_it():
+def test_base_without_momentum_state_raises_in_step():
     model = cases.mlp()
     opt = sparsesam.SAM(torch.optim.Adagrad(model.parameters()), model, ascent="momentum")
     with pytest.raises(ValueError, match="Adagrad keeps only step, sum"):
@@ -78,13 +78,13 @@ def test_a_base_that_keeps_no_momentum_is_refused_when_its_state_shows_it():
 
 
 @pytest.mark.parametrize("options", [{"ascent_fraction": 0.25}, {"off_steps": "reuse", "every": 2}])
-def test_options_of_a_first_pass_are_refused(options):
+def test_options_of_first_pass_raise(options):
     model = cases.mlp()
     with pytest.raises(ValueError, match="has no use with ascent='momentum'"):
         sparsesam.SAM(cases.sgd(model), model, ascent="momentum", **options)
 
 
-def test_a_mask_scored_by_the_momentum_waits_for_it_and_keeps_its_largest_entries():
+def test_mask_scored_by_momentum_waits_for_it():
     model = cases.mlp()
     rule = sparsesam.Mask(score=sparsesam.GradientMagnitude(), sparsity=0.5, refresh=sparsesam.every_steps(1))
     opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=rule, ascent="momentum")

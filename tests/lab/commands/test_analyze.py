@@ -39,7 +39,7 @@ def result_of(directory, name):
 
 
 def refused(capsys, *words):
-    """The error's only line, and the exit code."""
+    """The single line of the error, and the exit code."""
     code = analyze(*words)
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1
@@ -49,7 +49,7 @@ def refused(capsys, *words):
 # ---- each kind writes what its function returns ---------------------------------------------------------------
 
 
-def test_gradients_inside_and_outside_the_runs_mask(runs, capsys):
+def test_gradients_inside_and_outside_mask(runs, capsys):
     assert analyze("gradients", runs / "sgd", runs / "ssam-f", *SAMPLES, "--rho", 0.1, "--logarithm", "e") == 0
     run = load_run(runs / "ssam-f", samples=40)
     expected = analysis.gradient_difference(run.objective, 0.1, masks=run.masks, logarithm="e").to_dict()
@@ -60,7 +60,7 @@ def test_gradients_inside_and_outside_the_runs_mask(runs, capsys):
     assert "r < 0, inside the mask" in capsys.readouterr().out
 
 
-def test_a_landscape_has_the_same_random_numbers_for_every_run(runs):
+def test_landscape_uses_same_random_numbers_for_every_run(runs):
     assert analyze("landscape", runs / "sgd", runs / "ssam-f", "--points", 4, "--seed", 3, *SAMPLES) == 0
     for name in ("sgd", "ssam-f"):
         run = load_run(runs / name, samples=40, seed=3)
@@ -69,14 +69,14 @@ def test_a_landscape_has_the_same_random_numbers_for_every_run(runs):
     assert not list((runs / "sgd" / "analyses").glob("*.npz"))
 
 
-def test_a_landscape_is_50_by_50_over_minus_one_to_one_unless_told(runs):
+def test_default_landscape_is_50_by_50_over_minus_one_to_one(runs):
     assert analyze("landscape", runs / "sgd", "--samples", 2) == 0
     found = result_of(runs / "sgd", "landscape-2d")
     assert np.shape(found["loss"]) == (50, 50)
     assert (found["x"][0], found["x"][-1]) == (-1, 1)
 
 
-def test_a_landscape_on_a_line(runs):
+def test_landscape_on_line(runs):
     assert analyze("landscape", runs / "sgd", "--dimensions", 1, "--points", 5, "--span", [-2, 3], *SAMPLES) == 0
     found = result_of(runs / "sgd", "landscape-1d")
     assert found["x"] == [-2, -0.75, 0.5, 1.75, 3]
@@ -86,7 +86,7 @@ def test_a_landscape_on_a_line(runs):
     assert found["loss"] == expected.loss.tolist()
 
 
-def test_a_landscape_along_eigenvectors_bends_as_their_eigenvalues_say(runs):
+def test_landscape_along_eigenvectors_has_their_curvature(runs):
     step = 0.02
     words = ["--points", 3, "--span", [-step, step], "--along", "eigenvectors"]
     assert analyze("landscape", runs / "sgd", *words, *SAMPLES) == 0
@@ -96,7 +96,7 @@ def test_a_landscape_along_eigenvectors_bends_as_their_eigenvalues_say(runs):
     assert bends == pytest.approx(spectrum.eigenvalues, rel=0.05)
 
 
-def test_a_line_between_two_runs_begins_and_ends_at_their_losses(runs):
+def test_line_between_runs_starts_and_ends_at_their_losses(runs):
     assert analyze("landscape", runs / "sgd", runs / "ssam-f", "--between", "--points", 3, *SAMPLES) == 0
     content = written(runs / "sgd", "landscape-between")
     assert content["made"]["other"] == str(runs / "ssam-f")
@@ -117,7 +117,7 @@ def test_hessian(runs, capsys):
     assert significant(found["eigenvalues"]["ratio"]) in capsys.readouterr().out
 
 
-def test_hessian_of_some_layers_keeps_the_whole_models_result(runs):
+def test_hessian_of_some_layers_keeps_result_of_whole_model(runs):
     words = ["--count", 1, "--trace-probes", 2, "--density-steps", 2, "--density-probes", 1, *SAMPLES]
     analyze("hessian", runs / "ssam-f", *words)
     before = written(runs / "ssam-f", "hessian")
@@ -126,7 +126,7 @@ def test_hessian_of_some_layers_keeps_the_whole_models_result(runs):
     assert written(runs / "ssam-f", "hessian") == before
 
 
-def test_sharpness_with_and_without_the_mask_at_the_first_runs_rho(runs):
+def test_sharpness_with_and_without_mask_at_first_runs_rho(runs):
     assert analyze("sharpness", runs / "ssam-f", "--steps", 3, *SAMPLES) == 0
     run, found = load_run(runs / "ssam-f", samples=40), result_of(runs / "ssam-f", "sharpness")
     assert found["every"] == analysis.sharpness(run.objective, 0.2, steps=3).to_dict()
@@ -143,7 +143,7 @@ def test_masks_over_time(runs, capsys):
     assert "ever perturbed" in capsys.readouterr().out
 
 
-def test_fisher_is_compared_with_the_exact_diagonal_of_a_small_model(runs):
+def test_fisher_is_compared_with_exact_diagonal_of_small_model(runs):
     assert analyze("fisher", runs / "sgd", *SAMPLES, "--layers", "1.bias") == 0
     objective = load_run(runs / "sgd", samples=40).objective
     found = result_of(runs / "sgd", "fisher-layers")
@@ -151,7 +151,7 @@ def test_fisher_is_compared_with_the_exact_diagonal_of_a_small_model(runs):
     assert found["hessian"] == "exact"
 
 
-def test_the_bound_counts_every_training_image(runs):
+def test_bound_counts_every_training_image(runs):
     assert analyze("bound", runs / "ssam-f", *SAMPLES, "--steps", 2, "--delta", 0.1) == 0
     run, found = load_run(runs / "ssam-f", samples=40), result_of(runs / "ssam-f", "bound")
     options = {"n": 72, "delta": 0.1, "classes": 10, "steps": 2}
@@ -173,7 +173,7 @@ def test_convergence_needs_no_run(tmp_path, capsys):
 # ---- provenance, pictures, resuming -----------------------------------------------------------------------------
 
 
-def test_a_result_says_how_it_was_made(runs):
+def test_result_has_provenance(runs):
     words = ["--checkpoint", "best", "--split", "test", "--samples", 30, "--statistics", "recomputed", "--steps", 1]
     assert analyze("sharpness", runs / "ssam-f", *words) == 0
     made = written(runs / "ssam-f", "sharpness")["made"]
@@ -214,7 +214,7 @@ def test_pictures_of_masks_and_convergence(runs, tmp_path):
     assert (tmp_path / "curves.pdf").read_bytes().startswith(b"%PDF")
 
 
-def test_an_interrupted_landscape_goes_on(runs, monkeypatch, capsys):
+def test_interrupted_landscape_resumes(runs, monkeypatch, capsys):
     import sparsesam.lab.inspection.landscape as module
 
     words = ["landscape", runs / "ssam-f", "--points", 6, *SAMPLES]
@@ -242,7 +242,7 @@ def test_an_interrupted_landscape_goes_on(runs, monkeypatch, capsys):
     assert result_of(runs / "ssam-f", "landscape-2d") == whole
 
 
-def test_an_unfinished_run_is_analyzed_as_far_as_it_is(tmp_path):
+def test_unfinished_run_is_analyzed(tmp_path):
     with pytest.raises(Interrupted):
         train(tmp_path, InterruptAt(7), model=f"{NETWORKS}:linear")
     assert analyze("gradients", tmp_path, *SAMPLES) == 0
@@ -252,7 +252,7 @@ def test_an_unfinished_run_is_analyzed_as_far_as_it_is(tmp_path):
 # ---- bad input ----------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_kind_or_option_suggests_the_nearest(runs, capsys):
+def test_unknown_kind_or_option_suggests_nearest(runs, capsys):
     assert refused(capsys, "landscap", runs / "sgd") == (
         2,
         "sparsesam: unknown analysis 'landscap'; did you mean landscape?",
@@ -264,13 +264,13 @@ def test_an_unknown_kind_or_option_suggests_the_nearest(runs, capsys):
     assert refused(capsys, "hessian")[0] == 2
 
 
-def test_a_path_that_holds_no_run_is_told(runs, tmp_path, capsys):
+def test_path_without_run_is_reported(runs, tmp_path, capsys):
     code, line = refused(capsys, "hessian", runs / "sgd", tmp_path)
     assert code == 2
     assert f"{tmp_path} has no run" in line
 
 
-def test_masks_of_a_run_that_has_none(runs, tmp_path, capsys):
+def test_masks_of_run_without_masks(runs, tmp_path, capsys):
     assert "its optimizer is sgd" in refused(capsys, "masks", runs / "sgd")[1]
     assert analyze("masks", runs / "sgd", runs / "ssam-f") == 0
     assert "left out" in capsys.readouterr().out
@@ -281,7 +281,7 @@ def test_masks_of_a_run_that_has_none(runs, tmp_path, capsys):
     assert "train it with --record-masks true" in line
 
 
-def test_a_random_loss_is_refused_unless_asked(tmp_path, capsys):
+def test_random_loss_is_rejected_unless_allowed(tmp_path, capsys):
     train(tmp_path, model=f"{NETWORKS}:noisy", max_steps=1)
     code, line = refused(capsys, "sharpness", tmp_path, *SAMPLES)
     assert code == 2
@@ -291,7 +291,7 @@ def test_a_random_loss_is_refused_unless_asked(tmp_path, capsys):
     assert "one draw" in result_of(tmp_path, "sharpness")["every"]["measured_on"]["random_loss"]
 
 
-def test_frozen_parameters_are_left_out_and_unused_ones_named(tmp_path, capsys):
+def test_frozen_parameters_are_excluded_and_unused_ones_named(tmp_path, capsys):
     train(tmp_path, optimizer="ssam-f", model=f"{NETWORKS}:with_frozen_and_unused", max_steps=2)
     for kind in ("gradients", "sharpness --steps 2", "bound --steps 2", "landscape --points 2", "fisher --probes 3"):
         assert analyze(*kind.split()[:1], tmp_path, *kind.split()[1:], *SAMPLES) == 0
@@ -302,7 +302,7 @@ def test_frozen_parameters_are_left_out_and_unused_ones_named(tmp_path, capsys):
     assert "the loss does not depend on unused.weight, unused.bias" in capsys.readouterr().out
 
 
-def test_a_single_class_is_refused(tmp_path, capsys):
+def test_single_class_is_rejected(tmp_path, capsys):
     train(tmp_path, dataset=f"{NETWORKS}:one_class", model=f"{NETWORKS}:linear", max_steps=1)
     for kind in ANALYSES:
         if kind not in ("masks", "convergence"):
@@ -311,7 +311,7 @@ def test_a_single_class_is_refused(tmp_path, capsys):
             assert "has one class" in line
 
 
-def test_landscapes_of_different_models_are_not_put_together(runs, tmp_path, capsys):
+def test_landscapes_of_different_models_are_not_combined(runs, tmp_path, capsys):
     train(tmp_path, model=f"{NETWORKS}:normalized", max_steps=1)
     code, line = refused(capsys, "landscape", runs / "sgd", tmp_path)
     assert code == 2
@@ -319,7 +319,7 @@ def test_landscapes_of_different_models_are_not_put_together(runs, tmp_path, cap
     assert "--between needs two runs, got 1" in refused(capsys, "landscape", tmp_path, "--between")[1]
 
 
-def test_bad_values_are_told_before_anything_is_measured(runs, capsys):
+def test_bad_values_are_rejected_before_measuring(runs, capsys):
     assert "plot must end in .png" in refused(capsys, "gradients", runs / "sgd", "--plot", "a.gif")[1]
     assert "samples must be at least 1, or null, got 0" in refused(capsys, "gradients", runs / "sgd", "--samples", 0)[1]
     assert (

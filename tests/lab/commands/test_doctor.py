@@ -2,33 +2,41 @@ from __future__ import annotations
 
 import platform
 import sys
+from importlib import metadata
 
 import torch
+from torch import nn
 
 from sparsesam.lab import cli
 from sparsesam.lab.commands import doctor
 
 
-def test_it_says_versions_devices_and_fast_paths(capsys):
+def test_prints_versions_devices_and_fast_paths(capsys):
     assert cli.main(["doctor"]) == 0
-    said = capsys.readouterr().out
-    assert torch.__version__ in said
-    assert platform.python_version() in said
-    assert all(title in said for title in ("Versions", "Devices", "Fast paths"))
+    output = capsys.readouterr().out
+    assert torch.__version__ in output
+    assert platform.python_version() in output
+    assert all(title in output for title in ("Versions", "Devices", "Fast paths"))
 
 
-def test_the_engine_is_tried_not_assumed(monkeypatch):
+def test_engine_status_comes_from_trial_step():
     assert doctor.fast_paths()["engine"].startswith("on")
-    monkeypatch.setattr(doctor.sparsesam.SSAM, "engine_report", lambda self: {"engine": "off: for a reason"})
-    assert doctor.fast_paths()["engine"].startswith("off: for a reason")
+    with nn.modules.module.register_module_forward_hook(lambda *_: None):
+        assert doctor.fast_paths()["engine"].startswith("off: forward hooks are registered for all modules")
 
 
-def test_what_is_not_installed_is_said_with_its_purpose(monkeypatch):
-    monkeypatch.setitem(doctor._OPTIONAL, "no-such-package", "nothing")
-    assert doctor.installed_versions()["no-such-package"] == "not installed (for nothing)"
+def test_missing_package_is_listed_with_its_purpose(monkeypatch):
+    def version(name):
+        if name == "plotly":
+            raise metadata.PackageNotFoundError(name)
+        return "1.2.3"
+
+    monkeypatch.setattr(metadata, "version", version)
+    found = doctor.installed_versions()
+    assert (found["plotly"], found["ray"]) == ("not installed (for the report)", "1.2.3")
 
 
-def test_it_needs_no_extra_while_other_commands_name_theirs(monkeypatch, capsys):
+def test_doctor_needs_no_extra_and_other_commands_name_theirs(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "sparsesam.lab.commands.parser", None)  # as if its packages were missing
     assert cli.main(["train"]) == 2
     assert "pip install 'sparsesam[experiment]'" in capsys.readouterr().err

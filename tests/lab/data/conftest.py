@@ -11,6 +11,6 @@ def server():
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """An empty cache of the test's own."""
+    """An empty cache for this test."""
     monkeypatch.setenv("SPARSESAM_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"

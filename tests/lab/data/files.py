@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from sparsesam.lab.data.download import Remote
 from sparsesam.lab.data.published import Published
@@ -16,14 +17,18 @@ from sparsesam.lab.data.published import Published
 RECORDS = 20
 
 
-#: How the layouts of each data set have a label: bytes before the pixels, and a key of the pickle.
+#: How the layouts of each data set store a label: bytes before the pixels, and a key of the pickle.
 LABELS = {"cifar10": (1, "labels"), "cifar100": (2, "fine_labels")}
 
 
 def small(cifar: Published, records: int = RECORDS) -> Published:
-    """The same data set with so few images per file, and as many classes as that fills."""
+    """The same data set with this many images per file, and as many classes as that allows."""
     files = len(cifar.layouts[0].train)
     return replace(cifar, train_size=files * records, test_size=records, classes=cifar.classes[:10])
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
 
 
 def pixels(records: int, seed: int) -> np.ndarray:

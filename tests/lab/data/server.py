@@ -1,4 +1,4 @@
-"""A web server on this machine that can be told to fail."""
+"""A local web server that can be made to fail."""
 
 import threading
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 class Server:
     """``files`` by path; the first ``interruptions`` answers stop half-way; ``requests`` keeps the paths, ``ranges``
-    the parts that were asked for."""
+    the requested parts."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}

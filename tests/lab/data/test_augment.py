@@ -3,13 +3,10 @@ import torch
 
 from sparsesam.lab.data import Augment, load_dataset, standard_augmentation
 from sparsesam.lab.data.augment import crop_and_flip, cut_out_, denormalize, mixup, normalize
+from tests.lab.data.files import generator
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 DTYPES = pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64])
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def batch(dtype, count=16, shape=(3, 12, 10)):
@@ -38,21 +35,21 @@ def one_cut_out(image, top, left, chosen, size):
 
 @DTYPES
 @pytest.mark.parametrize("padding", [0, 1, 4])
-def test_crop_and_flip_is_the_loop_over_images(dtype, padding):
+def test_crop_and_flip_equals_loop_over_images(dtype, padding):
     images = batch(dtype)
     tops, lefts, flips = draws(0, 2 * padding + 1), draws(0, 2 * padding + 1, seed=2), draws(0, 2, seed=3).bool()
     expected = [one_crop_and_flip(*each, padding) for each in zip(images, tops, lefts, flips, strict=True)]
     assert torch.equal(crop_and_flip(images, tops, lefts, flips, padding=padding), torch.stack(expected))
 
 
-def test_crop_without_flip_is_the_loop_over_images():
+def test_crop_without_flip_equals_loop_over_images():
     images, tops, lefts = batch(torch.uint8), draws(0, 9), draws(0, 9, seed=2)
     expected = [one_crop_and_flip(*each, False, 4) for each in zip(images, tops, lefts, strict=True)]
     assert torch.equal(crop_and_flip(images, tops, lefts, None, padding=4), torch.stack(expected))
 
 
 @pytest.mark.parametrize("size", [1, 4, 7, 16])
-def test_cutout_is_the_loop_over_images(size):
+def test_cutout_equals_loop_over_images(size):
     images = batch(torch.float32) + 1
     tops, lefts, chosen = draws(1 - size, 12), draws(1 - size, 10, seed=2), draws(0, 2, seed=3).bool()
     expected = [one_cut_out(*each, size) for each in zip(images, tops, lefts, chosen, strict=True)]
@@ -60,7 +57,7 @@ def test_cutout_is_the_loop_over_images(size):
 
 
 @DTYPES
-def test_normalization_is_the_loop_over_images(dtype):
+def test_normalization_equals_loop_over_images(dtype):
     images = batch(dtype)
     scaled = images.double() / (255 if dtype == torch.uint8 else 1)
     expected = torch.stack(
@@ -71,13 +68,13 @@ def test_normalization_is_the_loop_over_images(dtype):
     assert torch.allclose(normalized.double(), expected, atol=1e-6)
 
 
-def test_denormalization_undoes_it():
+def test_denormalization_inverts_normalization():
     images = batch(torch.uint8)
     assert torch.equal(denormalize(normalize(images, MEAN, STD), MEAN, STD), images)
 
 
 @DTYPES
-def test_the_pipeline_is_the_loop_over_images_with_the_same_draws(dtype):
+def test_pipeline_equals_loop_over_images_with_same_draws(dtype):
     images = batch(dtype)
     augment = Augment(MEAN, STD, padding=2, flip=True, cutout=6)
     draw = generator(5)
@@ -92,7 +89,7 @@ def test_the_pipeline_is_the_loop_over_images_with_the_same_draws(dtype):
     assert torch.equal(augment(images, generator(5)), torch.stack(expected))
 
 
-def test_leaves_the_images_and_the_global_generator_alone():
+def test_images_and_global_generator_are_unchanged():
     for dtype in (torch.uint8, torch.float32):
         images, before = batch(dtype), torch.random.get_rng_state()
         copy = images.clone()
@@ -101,13 +98,13 @@ def test_leaves_the_images_and_the_global_generator_alone():
         assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_nothing_but_normalization_is_the_test_view():
+def test_normalization_alone_is_test_view():
     images = batch(torch.uint8)
     augment = Augment(MEAN, STD)
     assert torch.equal(augment(images, generator()), augment.plain(images))
 
 
-def test_half_of_the_images_are_cut_and_half_flipped():
+def test_half_of_images_are_cut_and_half_flipped():
     images = torch.full((2000, 1, 8, 8), 255, dtype=torch.uint8)
     images[..., 0] = 0
     seen = Augment((0.5,), (0.5,), flip=True, cutout=4)(images, generator())
@@ -116,7 +113,7 @@ def test_half_of_the_images_are_cut_and_half_flipped():
     assert 900 < (columns == 1).sum() < 1100
 
 
-def test_the_standard_one_is_the_papers_on_cifar_and_gentle_on_digits():
+def test_standard_augmentation_of_cifar_and_digits():
     digits = load_dataset("digits")
     assert standard_augmentation(digits) == Augment(digits.mean, digits.std, padding=1)
     images = torch.zeros(10, 3, 32, 32, dtype=torch.uint8)
@@ -134,17 +131,17 @@ def test_the_standard_one_is_the_papers_on_cifar_and_gentle_on_digits():
         ({"std": (1.0,)}, "one per channel"),
     ],
 )
-def test_refuses_what_makes_no_sense(changes, message):
+def test_bad_settings_raise(changes, message):
     with pytest.raises(ValueError, match=message):
         Augment(**{"mean": MEAN, "std": STD, **changes})
 
 
-def test_the_channels_must_be_those_of_the_constants():
+def test_channels_must_match_constants():
     with pytest.raises(ValueError, match=r"images must have 3 channels, as mean has, got shape \(2, 1, 4, 4\)"):
         normalize(torch.zeros(2, 1, 4, 4), MEAN, STD)
 
 
-def test_mixup_mixes_images_and_labels_by_the_same_share():
+def test_mixup_mixes_images_and_labels_by_same_share():
     images, labels = torch.eye(6).view(6, 6, 1, 1), torch.arange(6)
     mixed, targets = mixup(images, labels, alpha=1.0, num_classes=6, generator=generator(3))
     assert torch.equal(mixed.view(6, 6), targets)
@@ -152,7 +149,7 @@ def test_mixup_mixes_images_and_labels_by_the_same_share():
     assert ((targets > 0).sum(1) > 1).any()
 
 
-def test_the_share_of_mixup_is_beta_distributed():
+def test_mixup_share_is_beta_distributed():
     """Beta(a, a) has mean 1/2 and variance 1 / (4 (2 a + 1))."""
     draw = generator()
     shares = []

@@ -3,10 +3,7 @@ import torch
 
 from sparsesam.lab.data import CORRUPTIONS, corrupt, flip_labels
 from sparsesam.lab.data.corruption import fog, gaussian_noise, occlusion, plasma, resolution
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
+from tests.lab.data.files import generator
 
 
 def images(count=40, channels=3, height=32, width=32):
@@ -15,13 +12,13 @@ def images(count=40, channels=3, height=32, width=32):
 
 @pytest.mark.parametrize("kind", [*CORRUPTIONS, "mixed"])
 @pytest.mark.parametrize("rate", [0.0, 0.35, 1.0])
-def test_corrupts_exactly_the_asked_share_and_tells_which(kind, rate):
+def test_corrupts_requested_share_and_reports_which(kind, rate):
     clean = images()
     changed = (corrupt(clean, rate, kind, generator()) != clean).flatten(1).any(1)
     assert changed.sum() == 40 * rate
 
 
-def test_mixed_has_a_quarter_of_each():
+def test_mixed_has_quarter_of_each():
     corrupted = corrupt(images(), 1.0, "mixed", generator())
     hidden = (corrupted[:, :, 8:24, 8:24] == 0).flatten(1).all(1)
     assert hidden.sum() == 10
@@ -29,7 +26,7 @@ def test_mixed_has_a_quarter_of_each():
     assert (corrupted == smooth).flatten(1).all(1).sum() == 10
 
 
-def test_the_generator_decides_everything():
+def test_generator_determines_everything():
     before = torch.random.get_rng_state()
     first, again, other = (corrupt(images(), 0.5, "mixed", generator(seed)) for seed in (3, 3, 4))
     assert torch.equal(first, again)
@@ -39,7 +36,7 @@ def test_the_generator_decides_everything():
 
 @pytest.mark.parametrize("kind", CORRUPTIONS)
 @pytest.mark.parametrize("shape", [(1, 8, 8), (1, 28, 28), (3, 33, 20), (3, 1, 1)])
-def test_works_on_any_shape(kind, shape):
+def test_any_shape(kind, shape):
     assert corrupt(images(3, *shape), 1.0, kind, generator()).shape == (3, *shape)
 
 
@@ -50,7 +47,7 @@ def test_noise_has_its_standard_deviation():
     assert noisy.std().item() == pytest.approx(0.1, abs=0.002)
 
 
-def test_resolution_removes_detail_and_keeps_the_mean():
+def test_resolution_removes_detail_and_keeps_mean():
     checkerboard = (torch.arange(16)[:, None] + torch.arange(16)).remainder(2).float().expand(1, 1, 16, 16)
     assert torch.allclose(resolution(checkerboard, generator()), torch.tensor(0.5))
 
@@ -62,7 +59,7 @@ def test_fog_whitens_and_flattens():
     assert (foggy.flatten(1).std(1) < 0.75 * clean.flatten(1).std(1)).all()
 
 
-def test_fog_is_smooth_and_differs_from_image_to_image():
+def test_fog_is_smooth_and_varies_between_images():
     fields = plasma(8, 32, 32, generator())
     assert (fields.amin((1, 2)) == 0).all()
     assert (fields.amax((1, 2)) == 1).all()
@@ -71,14 +68,14 @@ def test_fog_is_smooth_and_differs_from_image_to_image():
 
 
 @pytest.mark.parametrize("side", [8, 28, 32])
-def test_occlusion_hides_a_central_quarter(side):
+def test_occlusion_hides_central_quarter(side):
     hidden = occlusion(torch.ones(1, 1, side, side), generator())[0, 0] == 0
     assert hidden.float().mean() == 0.25
     assert torch.equal(hidden, hidden.flip(0))
     assert torch.equal(hidden, hidden.flip(1))
 
 
-def test_the_given_images_stay():
+def test_input_images_are_unchanged():
     clean = images()
     corrupt(clean, 1.0, "mixed", generator())
     assert torch.equal(clean, images())
@@ -92,7 +89,7 @@ def test_the_given_images_stay():
         ((images(2) / 255, 0.5, "fog"), "images must be uint8 .*got torch.float32"),
     ],
 )
-def test_refuses_what_makes_no_sense(arguments, message):
+def test_bad_settings_raise(arguments, message):
     with pytest.raises(ValueError, match=message):
         corrupt(*arguments, generator())
 
@@ -104,34 +101,34 @@ def flipped(fraction, num_classes=10):
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.25, 1.0])
-def test_changes_exactly_the_asked_number_to_another_class(fraction):
+def test_label_noise_changes_requested_number_to_other_classes(fraction):
     labels, noisy = flipped(fraction)
     assert (labels != noisy).sum() == 200 * fraction
     assert noisy.min() >= 0
     assert noisy.max() < 10
 
 
-def test_two_classes_swap():
+def test_label_noise_swaps_two_classes():
     labels, noisy = flipped(1.0, num_classes=2)
     assert torch.equal(noisy, 1 - labels)
 
 
-def test_does_not_change_its_argument():
+def test_label_noise_does_not_change_its_argument():
     labels, _ = flipped(1.0)
     assert torch.equal(labels, torch.arange(200) % 10)
 
 
-def test_refuses_a_single_class():
+def test_label_noise_with_single_class_raises():
     with pytest.raises(ValueError, match="num_classes must be at least 2, got 1"):
         flip_labels(torch.zeros(3, dtype=torch.long), fraction=0.5, num_classes=1, generator=torch.Generator())
 
 
-def test_refuses_labels_beyond_the_classes():
+def test_labels_out_of_range_raise():
     with pytest.raises(ValueError, match=r"labels must be in 0\.\.2 for num_classes=3, got 0 to 3"):
         flip_labels(torch.arange(4), fraction=0.5, num_classes=3, generator=torch.Generator())
 
 
-def test_every_other_class_is_as_likely():
+def test_other_classes_are_equally_likely():
     labels = torch.zeros(3000, dtype=torch.long)
     noisy = flip_labels(labels, fraction=1.0, num_classes=4, generator=torch.Generator().manual_seed(0))
     assert noisy.bincount(minlength=4)[0] == 0

@@ -22,14 +22,14 @@ def left_in(folder):
     return [path.name for path in folder.iterdir()]
 
 
-def test_brings_the_file_once(published, server, tmp_path):
+def test_file_is_downloaded_once(published, server, tmp_path):
     for _ in range(2):
         assert fetch(published, tmp_path / "new" / "folder").read_bytes() == CONTENT
     assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize("attempts", [1, 2])
-def test_an_interrupted_transfer_continues_where_it_stopped(published, server, tmp_path, attempts):
+def test_interrupted_transfer_resumes(published, server, tmp_path, attempts):
     server.interruptions = 1
     if attempts == 1:
         with pytest.raises(DownloadError, match="cannot download"):
@@ -42,47 +42,47 @@ def test_an_interrupted_transfer_continues_where_it_stopped(published, server, t
     assert left_in(tmp_path) == ["file.bin"]
 
 
-def test_a_server_that_knows_no_ranges_sends_the_whole_file(published, server, tmp_path):
+def test_server_without_ranges_sends_whole_file(published, server, tmp_path):
     server.has_ranges = False
     (tmp_path / "file.bin.part").write_bytes(CONTENT[:100])
     assert fetch(published, tmp_path, attempts=1).read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("received", [b"x" * 100, b"x" * (len(CONTENT) + 1)], ids=["other bytes", "too many"])
-def test_a_part_of_another_file_is_discarded(published, tmp_path, received):
+def test_partial_file_with_other_content_is_discarded(published, tmp_path, received):
     (tmp_path / "file.bin.part").write_bytes(received)
     assert fetch(published, tmp_path, attempts=2).read_bytes() == CONTENT
 
 
-def test_a_wrong_checksum_leaves_nothing(published, tmp_path):
+def test_wrong_checksum_leaves_nothing(published, tmp_path):
     with pytest.raises(DownloadError, match=r"file\.bin.*does not match the known hash"):
         fetch(Remote(published.url, "0" * 32), tmp_path, attempts=1)
     assert left_in(tmp_path) == []
 
 
-def test_a_damaged_file_is_replaced(published, tmp_path):
+def test_damaged_file_is_replaced(published, tmp_path):
     (tmp_path / "file.bin").write_bytes(b"damaged")
     assert fetch(published, tmp_path).read_bytes() == CONTENT
 
 
-def test_what_does_not_exist_is_told_with_its_address(server, tmp_path):
+def test_missing_remote_file_names_url(server, tmp_path):
     with pytest.raises(DownloadError, match=re.escape(f"cannot download {server.url('none')}: 404")):
         fetch(Remote(server.url("none"), "0" * 32), tmp_path, attempts=1)
 
 
-def test_offline_is_told(tmp_path):
+def test_offline_raises(tmp_path):
     with pytest.raises(DownloadError, match=r"cannot download http://127\.0\.0\.1:9/file: .*refused"):
         fetch(Remote("http://127.0.0.1:9/file", "0" * 32), tmp_path, attempts=1)
 
 
-def test_progress_is_drawn_on_request(published, tmp_path, capsys):
+def test_progress_is_shown_on_request(published, tmp_path, capsys):
     fetch(published, tmp_path / "silent")
     assert capsys.readouterr() == ("", "")
     fetch(published, tmp_path / "shown", progress=True)
     assert "100%" in capsys.readouterr().err
 
 
-def test_the_cache_is_where_the_variable_says_or_where_the_platform_keeps_it(monkeypatch, tmp_path):
+def test_cache_follows_variable_or_platform(monkeypatch, tmp_path):
     monkeypatch.setenv("SPARSESAM_CACHE", "somewhere")
     assert cache_dir() == Path("somewhere")
     monkeypatch.delenv("SPARSESAM_CACHE")
@@ -98,7 +98,7 @@ def write_tar(path, members):
     return path
 
 
-def test_the_folder_is_replaced_and_nothing_else_is_written(tmp_path):
+def test_folder_is_replaced_and_nothing_else_written(tmp_path):
     archive = write_tar(tmp_path / "a.tar.gz", {"here/one": b"1", "here/two": b"2", "elsewhere": b"3"})
     folder = tmp_path / "into" / "here"
     folder.mkdir(parents=True)
@@ -108,7 +108,7 @@ def test_the_folder_is_replaced_and_nothing_else_is_written(tmp_path):
     assert list(folder.parent.iterdir()) == [folder]
 
 
-def test_members_cannot_leave_the_folder(tmp_path):
+def test_members_cannot_escape_folder(tmp_path):
     with pytest.raises(tarfile.FilterError):
         unpack(write_tar(tmp_path / "a.tar.gz", {"../../one": b"1"}), tmp_path / "deep" / "here")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a.tar.gz", "deep"]

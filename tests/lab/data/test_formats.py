@@ -14,7 +14,7 @@ ARRAY = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_an_idx_file_is_read_as_it_was_written(tmp_path, suffix):
+def test_idx_round_trip(tmp_path, suffix):
     content = gzip.compress(idx(ARRAY)) if suffix else idx(ARRAY)
     (tmp_path / f"file{suffix}").write_bytes(content)
     assert torch.equal(read_idx(tmp_path / "file", 3), torch.from_numpy(ARRAY))
@@ -30,7 +30,7 @@ def test_an_idx_file_is_read_as_it_was_written(tmp_path, suffix):
         (b"<html>not found</html>", "found magic number 1013478509"),
     ],
 )
-def test_what_is_wrong_with_an_idx_file_is_said(tmp_path, content, message):
+def test_invalid_idx_file_raises(tmp_path, content, message):
     path = tmp_path / "file"
     path.write_bytes(content)
     with pytest.raises(DataError, match=f"file: expected .*{message}"):
@@ -38,14 +38,14 @@ def test_what_is_wrong_with_an_idx_file_is_said(tmp_path, content, message):
 
 
 @pytest.mark.parametrize("damage", [lambda content: content[:-9], lambda content: b"no gzip at all"])
-def test_a_damaged_gzip_file_is_named(tmp_path, damage):
+def test_damaged_gzip_names_file(tmp_path, damage):
     path = tmp_path / "file.gz"
     path.write_bytes(damage(gzip.compress(idx(ARRAY))))
     with pytest.raises(DataError, match=r"file\.gz: expected a complete gzip file, found a damaged one"):
         read_idx(path, 3)
 
 
-class Hostile:
+class Malicious:
     def __reduce__(self):
         return os.mkdir, ("made-by-a-pickle",)
 
@@ -55,7 +55,7 @@ def write(path, content):
     return path
 
 
-def test_reads_what_python_2_wrote(tmp_path):
+def test_python_2_pickle_is_read(tmp_path):
     # {'data': array([[247]], dtype=uint8), 'labels': [3]} by Python 2 and a numpy of its time.
     (tmp_path / "batch").write_bytes(
         b"\x80\x02}q\x01(U\x04dataq\x02cnumpy.core.multiarray\n_reconstruct\nq\x03cnumpy\nndarray\nq\x04K\x00\x85U\x01b"
@@ -67,8 +67,8 @@ def test_reads_what_python_2_wrote(tmp_path):
     assert content["labels"] == [3]
 
 
-@pytest.mark.parametrize("content", [{"data": Hostile()}, {"data": [print]}, {"data": np.array([Hostile()])}])
-def test_runs_nothing_else(tmp_path, monkeypatch, content):
+@pytest.mark.parametrize("content", [{"data": Malicious()}, {"data": [print]}, {"data": np.array([Malicious()])}])
+def test_pickle_cannot_run_code(tmp_path, monkeypatch, content):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=r"batch: expected a pickle of arrays.* it asks for .*not allowed"):
         read_pickle(write(tmp_path / "batch", content))
@@ -76,12 +76,12 @@ def test_runs_nothing_else(tmp_path, monkeypatch, content):
 
 
 @pytest.mark.parametrize("damage", [lambda content: content[:30], lambda content: b"", lambda content: b"\xff" * 9])
-def test_a_damaged_file_is_named(tmp_path, damage):
+def test_damaged_pickle_names_file(tmp_path, damage):
     (tmp_path / "batch").write_bytes(damage(pickle.dumps({"data": np.zeros(9)}, protocol=4)))
     with pytest.raises(DataError, match="batch: expected a pickle"):
         read_pickle(tmp_path / "batch")
 
 
-def test_anything_but_a_dictionary_is_refused(tmp_path):
+def test_pickle_of_another_type_raises(tmp_path):
     with pytest.raises(DataError, match="expected a pickled dictionary, found list"):
         read_pickle(write(tmp_path / "batch", [1]))

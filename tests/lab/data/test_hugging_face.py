@@ -1,4 +1,4 @@
-"""With the datasets package where it is installed, from a directory on this disk."""
+"""With the datasets package, where installed, from a local directory."""
 
 import sys
 
@@ -8,7 +8,7 @@ import pytest
 from sparsesam.lab.data import DataError, load_dataset
 
 
-def test_the_package_is_asked_for_by_name(monkeypatch):
+def test_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match="needs datasets: pip install datasets"):
         load_dataset("hf/somebody/pictures")
@@ -28,7 +28,7 @@ def written(folder, columns=("image", "label")):
     return pictures
 
 
-def test_a_saved_data_set_is_read(tmp_path):
+def test_saved_data_set_is_read(tmp_path):
     pictures = written(tmp_path, ("img", "fine_label"))
     splits = load_dataset("hf/pictures", tmp_path)
     assert splits.classes == ("cat", "dog", "eel")
@@ -37,7 +37,7 @@ def test_a_saved_data_set_is_read(tmp_path):
     assert load_dataset("hf/pictures", tmp_path, image_size=4).image_size == 4
 
 
-def test_what_cannot_be_read_is_told(tmp_path):
+def test_unreadable_data_set_raises(tmp_path):
     pytest.importorskip("datasets")
     with pytest.raises(DataError, match="hf/pictures: expected a data set that can be loaded"):
         load_dataset("hf/pictures", tmp_path)

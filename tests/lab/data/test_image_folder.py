@@ -7,14 +7,11 @@ from torch.utils.data import DataLoader
 
 from sparsesam.lab.data import DataError, MissingData, load_dataset
 from sparsesam.lab.data.image_folder import center_crop, random_box, random_resized_crop
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
+from tests.lab.data.files import generator
 
 
 def gradient(width, height):
-    """Red grows to the right and green downwards, so that a pixel tells where it came from."""
+    """Red grows to the right and green downwards, so that a pixel encodes its position."""
     red = Image.linear_gradient("L").rotate(90).resize((width, height))
     green = Image.linear_gradient("L").resize((width, height))
     return Image.merge("RGB", (red, green, Image.new("L", (width, height))))
@@ -30,7 +27,7 @@ def root(tmp_path):
     return tmp_path
 
 
-def test_reads_pairs_in_the_order_of_classes(root):
+def test_pairs_are_in_order_of_classes(root):
     (root / "train" / "cat" / "notes.txt").write_text("no image")
     splits = load_dataset("imagenet", root)
     assert splits.classes == ("cat", "dog")
@@ -49,7 +46,7 @@ def test_workers_change_nothing(root):
     assert torch.equal(epoch(train, 0), epoch(train, 2))
 
 
-def test_each_epoch_sees_other_views_and_the_same_ones_again(root):
+def test_epochs_have_different_but_reproducible_views(root):
     train = load_dataset("imagenet", root).train
     loader = DataLoader(train, batch_size=6, num_workers=1, persistent_workers=True)
     views = []
@@ -60,7 +57,7 @@ def test_each_epoch_sees_other_views_and_the_same_ones_again(root):
     assert not torch.equal(views[0], views[1])
 
 
-def test_test_images_are_always_the_same(root):
+def test_images_do_not_change(root):
     test = load_dataset("imagenet", root).test
     before = test[0][0]
     test.set_epoch(5)
@@ -68,7 +65,7 @@ def test_test_images_are_always_the_same(root):
 
 
 @pytest.mark.parametrize("extent", [(500, 300), (300, 500), (256, 256), (100, 60)])
-def test_the_test_view_is_the_centre_of_the_resized_image(extent):
+def test_view_is_center_of_resized_image(extent):
     seen = center_crop(gradient(*extent), generator(), size=224)
     assert seen.size == (224, 224)
     red, green, _ = seen.getpixel((112, 112))
@@ -76,7 +73,7 @@ def test_the_test_view_is_the_centre_of_the_resized_image(extent):
     assert abs(green - 128) <= 3
 
 
-def test_boxes_have_the_allowed_areas_and_aspects():
+def test_boxes_have_allowed_areas_and_aspects():
     draws = generator()
     boxes = torch.tensor([random_box((400, 300), draws) for _ in range(500)], dtype=torch.float)
     left, top, right, bottom = boxes.T
@@ -91,11 +88,11 @@ def test_boxes_have_the_allowed_areas_and_aspects():
     assert 1.25 < aspect.max() < 1.35
 
 
-def test_an_image_too_narrow_for_any_box_gives_its_centre():
+def test_image_too_narrow_for_any_box_gives_its_center():
     assert random_box((1000, 10), generator()) == (493, 0, 506, 10)
 
 
-def test_half_of_the_training_views_are_mirrored():
+def test_half_of_training_views_are_mirrored():
     view, draws = partial(random_resized_crop, size=8), generator()
     rising = [
         seen.getpixel((7, 4))[0] > seen.getpixel((0, 4))[0]
@@ -104,44 +101,44 @@ def test_half_of_the_training_views_are_mirrored():
     assert 30 < sum(rising) < 70
 
 
-def test_a_damaged_image_is_named(root):
+def test_damaged_image_names_file(root):
     path = root / "val" / "dog" / "1.jpeg"
     path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(DataError, match=r"1\.jpeg: expected a complete image, found one that cannot be decoded"):
         load_dataset("imagenet", root).test[3]
 
 
-def test_a_class_missing_from_the_test_images_is_named(root):
+def test_class_missing_from_test_images_is_named(root):
     (root / "val" / "dog").rename(root / "val" / "dig")
     with pytest.raises(DataError, match=r"expected the 2 class folders .* missing: dog; unknown: dig"):
         load_dataset("imagenet", root)
 
 
-def test_an_empty_class_is_named(root):
+def test_empty_class_is_named(root):
     (root / "train" / "ant").mkdir()
     with pytest.raises(DataError, match=r"ant: expected images \(.jpeg, .*\), found nothing"):
         load_dataset("imagenet", root)
 
 
-def test_without_test_images_says_so(root):
+def test_missing_test_images_raise(root):
     (root / "val").rename(root / "elsewhere")
     with pytest.raises(DataError, match="expected subfolders train and val"):
         load_dataset("imagenet", root)
 
 
-def test_needs_a_directory(tmp_path):
+def test_missing_directory_raises(tmp_path):
     with pytest.raises(MissingData, match="needs data_dir"):
         load_dataset("imagenet")
     with pytest.raises(DataError, match="train: expected a folder with one subfolder of images per class"):
         load_dataset("imagenet", tmp_path)
 
 
-def test_any_folder_is_a_data_set_of_the_size_asked_for(root):
+def test_any_folder_is_data_set_of_requested_size(root):
     splits = load_dataset("folder", root, image_size=40)
     assert (splits.name, splits.image_size, splits.train[0][0].shape) == ("folder", 40, (3, 40, 40))
 
 
-def test_the_first_frame_of_a_gif_is_read_and_other_files_are_named(root):
+def test_first_frame_of_gif_is_read_and_other_files_are_named(root):
     for path in (root / "train" / "cat").iterdir():
         path.unlink()
     frames = [Image.new("RGB", (30, 30), color) for color in ("red", "blue")]
@@ -153,7 +150,7 @@ def test_the_first_frame_of_a_gif_is_read_and_other_files_are_named(root):
         load_dataset("folder", root)
 
 
-def test_tiny_imagenet_is_read_as_it_is_published(tmp_path):
+def test_published_tiny_imagenet_is_read(tmp_path):
     for name in ("n01", "n02"):
         (tmp_path / "train" / name / "images").mkdir(parents=True)
         (tmp_path / "train" / name / f"{name}_boxes.txt").touch()

@@ -27,7 +27,7 @@ LAYOUTS = pytest.mark.parametrize("layout", [0, 1], ids=["binary", "python"])
 
 @BOTH
 @LAYOUTS
-def test_reads_the_official_layouts_of_cifar(tmp_path, cifar, layout):
+def test_official_cifar_layouts_are_read(tmp_path, cifar, layout):
     write_cifar(tmp_path, cifar, layout)
     splits = load_published(cifar, tmp_path, download=False)
     files = len(cifar.layouts[layout].train)
@@ -38,13 +38,13 @@ def test_reads_the_official_layouts_of_cifar(tmp_path, cifar, layout):
 
 
 @LAYOUTS
-def test_takes_the_folder_of_cifar_itself_as_well(tmp_path, layout):
+def test_cifar_folder_itself_is_accepted(tmp_path, layout):
     cifar = small(CIFAR10)
     assert len(load_published(cifar, write_cifar(tmp_path, cifar, layout), download=False).test.labels) == RECORDS
 
 
 @LAYOUTS
-def test_unpacks_the_users_archive_into_the_cache(tmp_path, cache, layout):
+def test_users_archive_is_unpacked_into_cache(tmp_path, cache, layout):
     cifar, archive = published_locally(tmp_path, layout)
     splits = load_published(cifar, tmp_path, download=False)
     assert len(splits.train.labels) == 5 * RECORDS
@@ -62,14 +62,14 @@ def published_locally(tmp_path, layout):
     return replace(cifar, layouts=(chosen,)), archive
 
 
-def test_another_archive_of_that_name_is_refused(tmp_path):
+def test_other_archive_of_same_name_is_rejected(tmp_path):
     cifar, archive = published_locally(tmp_path, 0)
     archive.write_bytes(b"another")
     with pytest.raises(DataError, match=r"expected cifar-10-binary\.tar\.gz with MD5"):
         load_published(cifar, tmp_path, download=False)
 
 
-def test_downloads_unpacks_and_keeps_only_the_files(tmp_path, server, cache):
+def test_downloads_unpacks_and_keeps_only_files(tmp_path, server, cache):
     cifar, archive = published_locally(tmp_path, 0)
     server.files["cifar.tar.gz"] = archive.read_bytes()
     layout = replace(cifar.layouts[0], remotes=(remote(server.url("cifar.tar.gz"), archive.read_bytes()),))
@@ -80,7 +80,7 @@ def test_downloads_unpacks_and_keeps_only_the_files(tmp_path, server, cache):
     assert torch.equal(load_published(cifar, download=False).train.images, first.train.images)
 
 
-def test_without_a_net_says_what_to_put_where(cache, tmp_path):
+def test_offline_error_names_file_and_directory(cache, tmp_path):
     with pytest.raises(MissingData) as caught:
         load_dataset("cifar10", download=False)
     message = str(caught.value)
@@ -90,7 +90,7 @@ def test_without_a_net_says_what_to_put_where(cache, tmp_path):
         load_dataset("fashion-mnist", tmp_path, download=False)
 
 
-def test_a_server_that_has_it_not_is_named_with_the_way_out(server):
+def test_missing_remote_file_names_url_and_remedy(server):
     layout = replace(CIFAR100.layouts[0], remotes=(remote(server.url("gone.tar.gz"), b""),))
     with pytest.raises(MissingData, match=r"(?s)404 Client Error.*Put into .*gone\.tar\.gz  MD5"):
         load_published(replace(CIFAR100, layouts=(layout,)))
@@ -98,14 +98,14 @@ def test_a_server_that_has_it_not_is_named_with_the_way_out(server):
 
 @BOTH
 @LAYOUTS
-def test_a_missing_file_is_named(tmp_path, cifar, layout):
+def test_missing_file_is_named(tmp_path, cifar, layout):
     name = cifar.layouts[layout].test[0]
     (write_cifar(tmp_path, cifar, layout) / name).unlink()
     with pytest.raises(DataError, match=f"found no {name}"):
         load_published(cifar, tmp_path)
 
 
-def test_a_truncated_binary_file_is_named(tmp_path):
+def test_truncated_binary_file_is_named(tmp_path):
     cifar = small(CIFAR10)
     path = write_cifar(tmp_path, cifar, 0) / "data_batch_3.bin"
     path.write_bytes(path.read_bytes()[:-3073])
@@ -126,7 +126,7 @@ def test_a_truncated_binary_file_is_named(tmp_path):
         ({"data": pixels(20, 0)}, r"'labels' as integer of shape \(20,\), found nothing"),
     ],
 )
-def test_a_wrong_pickle_is_named(tmp_path, content, message):
+def test_invalid_pickle_is_named(tmp_path, content, message):
     cifar = small(CIFAR10)
     path = write_cifar(tmp_path, cifar, 1) / "test_batch"
     path.write_bytes(pickle.dumps(content, protocol=4))
@@ -134,7 +134,7 @@ def test_a_wrong_pickle_is_named(tmp_path, content, message):
         load_published(cifar, tmp_path)
 
 
-def test_the_classes_are_as_published():
+def test_classes_are_as_published():
     assert len(set(CIFAR10.classes)) == 10
     assert len(set(CIFAR100.classes)) == 100
     assert list(CIFAR100.classes) == sorted(CIFAR100.classes)
@@ -142,7 +142,7 @@ def test_the_classes_are_as_published():
 
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("folder", ["", "FashionMNIST/raw"])
-def test_reads_the_files_of_fashion_mnist_compressed_or_not(tmp_path, folder, compressed):
+def test_fashion_mnist_is_read_compressed_or_not(tmp_path, folder, compressed):
     write_fashion(tmp_path / folder, compressed=compressed)
     splits = load_dataset("fashion-mnist", tmp_path, download=False)
     assert splits.train.images.shape == (20, 1, 28, 28)
@@ -158,7 +158,7 @@ def published(server):
     return replace(FASHION_MNIST, layouts=(replace(FASHION_MNIST.layouts[0], remotes=remotes),))
 
 
-def test_downloads_what_is_not_there(published, server, cache):
+def test_missing_files_are_downloaded(published, server, cache):
     first = load_published(published)
     assert {path.name for path in (cache / "fashion-mnist").glob("*.gz")} == set(server.files)
     assert torch.equal(load_published(published, download=False).train.images, first.train.images)
@@ -167,7 +167,7 @@ def test_downloads_what_is_not_there(published, server, cache):
     assert server.requests[4:] == ["t10k-labels-idx1-ubyte.gz"]
 
 
-def test_two_at_once_download_once(published, server):
+def test_concurrent_readers_download_once(published, server):
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda _: load_published(published), range(2))
     assert torch.equal(first.train.images, second.train.images)

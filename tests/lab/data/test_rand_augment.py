@@ -1,4 +1,4 @@
-"""Against Pillow, the reference of RandAugment's operations."""
+"""Compared with Pillow, the reference for RandAugment's operations."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def ours(name, images, sign=1.0):
         ("sharpness", lambda image: ImageEnhance.Sharpness(image).enhance(1.45), 1),
     ],
 )
-def test_colours_are_those_of_pillow(images, name, reference, tolerance):
+def test_colors_match_pillow(images, name, reference, tolerance):
     assert (ours(name, images) - with_pillow(images, reference)).abs().max() <= tolerance
 
 
@@ -54,7 +54,7 @@ def test_colours_are_those_of_pillow(images, name, reference, tolerance):
         ("translate-y", (1, 0, 0, 0, 1, 0.165 * 24)),
     ],
 )
-def test_shapes_are_those_of_pillow(images, name, matrix):
+def test_shapes_match_pillow(images, name, matrix):
     expected = with_pillow(
         images, lambda image: image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
     )
@@ -62,13 +62,13 @@ def test_shapes_are_those_of_pillow(images, name, matrix):
     assert (ours(name, images) - expected)[inside].abs().max() <= 2
 
 
-def test_rotation_is_that_of_pillow(images):
+def test_rotation_matches_pillow(images):
     expected = with_pillow(images, lambda image: image.rotate(15, Image.Resampling.BILINEAR))
     inside = (slice(None), slice(None), slice(5, 19), slice(5, 19))
     assert min((ours("rotate", images, sign) - expected)[inside].abs().max() for sign in (-1.0, 1.0)) <= 2
 
 
-def test_every_image_has_its_own_operations_and_a_seed_repeats_them(images):
+def test_images_have_own_operations_reproducible_by_seed(images):
     many = images[:1].expand(200, -1, -1, -1)
     first, again = (rand_augment(many, torch.Generator().manual_seed(1), count=1, magnitude=9) for _ in range(2))
     assert torch.equal(first, again)
@@ -76,6 +76,6 @@ def test_every_image_has_its_own_operations_and_a_seed_repeats_them(images):
     assert len(OPERATIONS) - 1 <= len(first.unique(dim=0)) <= 2 * len(OPERATIONS)
 
 
-def test_gray_images_are_augmented_too(images):
+def test_gray_images_are_augmented(images):
     gray = images[:, :1]
     assert rand_augment(gray, torch.Generator().manual_seed(1), count=2, magnitude=9).shape == gray.shape

@@ -6,7 +6,7 @@ from tests.lab.data.files import write_fashion
 
 
 def tiny(data_dir):
-    """A data set of the user's own, named in the tests below."""
+    """A user-defined data set, referred to by name below."""
     part = Labelled(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]))
     return Splits(part, part, name=str(data_dir), classes=("a", "b"), mean=(0.0,), std=(1.0,))
 
@@ -15,7 +15,7 @@ def not_a_data_set(data_dir):
     return [1]
 
 
-def test_the_digits_have_the_documented_sizes_and_constants_and_are_stratified():
+def test_digits_sizes_constants_and_stratification():
     splits = load_dataset("digits")
     assert splits.train.images.shape == (1000, 1, 8, 8)
     assert splits.test.images.shape == (797, 1, 8, 8)
@@ -27,39 +27,39 @@ def test_the_digits_have_the_documented_sizes_and_constants_and_are_stratified()
     assert torch.allclose(*shares, atol=2e-3)
 
 
-def test_loading_the_digits_leaves_the_global_generator_alone():
+def test_loading_digits_does_not_change_global_generator():
     before = torch.random.get_rng_state()
     load_dataset("digits")
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_names_may_be_spelled_with_underscores(tmp_path):
+def test_names_accept_underscores(tmp_path):
     write_fashion(tmp_path)
     assert load_dataset("Fashion_MNIST", str(tmp_path)).name == "fashion-mnist"
 
 
-def test_takes_any_importable_function(tmp_path):
+def test_importable_function_is_accepted(tmp_path):
     assert load_dataset("tests.lab.data.test_registry:tiny", tmp_path).name == str(tmp_path)
 
 
-def test_an_unknown_name_gets_the_nearest():
+def test_unknown_name_suggests_nearest():
     with pytest.raises(ValueError, match=r"dataset must be one of .*, got 'cifer10'; did you mean cifar10 or"):
         load_dataset("cifer10")
 
 
 @pytest.mark.parametrize("name", ["no_such_module:function", "tests.lab.data.test_registry:no_such", ":", "a b:c"])
-def test_a_function_that_is_not_there_is_said(name):
+def test_missing_function_raises(name):
     with pytest.raises(ValueError, match=f"dataset must be an importable module:function, got '{name}'"):
         load_dataset(name)
 
 
-def test_a_function_must_return_splits():
+def test_function_must_return_splits():
     with pytest.raises(
         ValueError, match=r"not_a_data_set must return sparsesam\.lab\.data\.Splits or FolderSplits, got list"
     ):
         load_dataset("tests.lab.data.test_registry:not_a_data_set")
 
 
-def test_the_directory_must_exist(tmp_path):
+def test_directory_must_exist(tmp_path):
     with pytest.raises(ValueError, match=r"data_dir must be an existing directory, got '.*nowhere'"):
         load_dataset("cifar10", tmp_path / "nowhere")

@@ -10,12 +10,12 @@ def splits(**changes):
     return Splits(**{**content, "classes": ("a", "b"), "mean": (0.5,), "std": (0.5,), **changes})
 
 
-def test_tells_what_a_model_must_know():
+def test_sizes_that_model_needs():
     made = splits()
     assert (made.num_classes, made.in_channels, made.image_size) == (2, 1, 8)
 
 
-def test_takes_a_plain_pair():
+def test_plain_pair_is_accepted():
     assert splits(test=(torch.zeros(1, 1, 8, 8, dtype=torch.uint8), torch.tensor([1]))).test.labels.tolist() == [1]
 
 
@@ -33,6 +33,6 @@ def test_takes_a_plain_pair():
         ((torch.zeros(0, 1, 8, 8, dtype=torch.uint8), torch.zeros(0, dtype=torch.long)), "at least one, got none"),
     ],
 )
-def test_says_what_is_wrong(train, message):
+def test_invalid_content_raises(train, message):
     with pytest.raises(DataError, match=f"mine: .*{message}"):
         splits(train=train)

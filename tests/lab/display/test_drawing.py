@@ -1,4 +1,4 @@
-"""Figures as files: complete, without warnings, with the legend beside the data and not upon it."""
+"""Figures as files: complete, without warnings, with the legend beside the data."""
 
 import warnings
 
@@ -42,7 +42,7 @@ def figures_of_all_analyses():
                 yield from analysis.figures(name, measured)
 
 
-def test_every_figure_of_the_analyses_is_drawn_without_warnings(every_figure, tmp_path):
+def test_every_figure_of_analyses_is_drawn_without_warnings(every_figure, tmp_path):
     assert {one.kind for one in every_figure} == {"lines", "points", "bars", "heatmap", "surface", "contour"}
     write_figures(every_figure, tmp_path)
     for one in every_figure:
@@ -67,7 +67,7 @@ def test_files_are_named_by_figure_and_panel(tmp_path):
     assert b"<svg" in (tmp_path / "figures" / "a-name.svg").read_bytes()
 
 
-def test_the_same_figure_gives_the_same_file(tmp_path):
+def test_same_figure_gives_same_file(tmp_path):
     line = figure({"": [Series("SAM", "blue", [1, 2], [0.5, 0.1])]})
     for folder in ("a", "b"):
         write_figures([line], tmp_path / folder)
@@ -76,7 +76,7 @@ def test_the_same_figure_gives_the_same_file(tmp_path):
 
 
 @pytest.mark.parametrize("count", [2, 12, 40])
-def test_nothing_is_cut_and_the_legend_does_not_cover_the_data(count):
+def test_nothing_is_cut_and_legend_does_not_cover_data(count):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     series = [Series(f"SSAM-F, sparsity 0.9, rho {i}", "blue", [1, 2], [i, 2 * i], i) for i in range(count)]
@@ -92,7 +92,7 @@ def test_nothing_is_cut_and_the_legend_does_not_cover_the_data(count):
 
 
 @pytest.mark.parametrize("marked", range(3))
-def test_the_word_at_a_marked_point_is_within_the_axes_and_covers_no_point(marked):
+def test_label_of_marked_point_is_within_axes_and_covers_no_point(marked):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     places = [1.0, 1.9, 2.0]
@@ -119,7 +119,7 @@ def test_the_word_at_a_marked_point_is_within_the_axes_and_covers_no_point(marke
         assert not box.contains(*axes.transData.transform((x, 90 + i)))
 
 
-def test_a_plot_has_a_row_for_each_figure_and_leaves_out_single_points(tmp_path):
+def test_plot_has_row_per_figure_without_single_points(tmp_path):
     from PIL import Image
 
     line = figure({"": [Series("SAM", "blue", [1, 2], [0.5, 0.1])]})
@@ -145,6 +145,6 @@ def test_images_are_drawn_row_by_row(tmp_path, channels):
     assert picture[np.ix_(*middle)].tolist() == [[200, 50], [120, 255]]
 
 
-def test_a_suffix_that_cannot_be_drawn_is_refused(tmp_path):
+def test_unsupported_suffix_raises(tmp_path):
     with pytest.raises(ValueError, match=r"plot must end in \.png, \.svg, \.pdf, got 'a\.gif'"):
         check_plot(tmp_path.__class__("a.gif"))

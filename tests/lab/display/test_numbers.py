@@ -37,11 +37,11 @@ def test_numbers_have_no_needless_digits(value, text):
         (None, 1.0, "–"),
     ],
 )
-def test_an_error_has_two_digits_and_the_value_as_many_decimals(value, error, text):
+def test_error_has_two_digits_and_value_same_decimals(value, error, text):
     assert plus_minus(value, error) == text
 
 
-def test_shares_are_percentages_with_one_decimal_and_two_near_a_hundred():
+def test_shares_are_percentages_with_one_decimal_or_two_near_hundred():
     assert percent(0.97812) == "97.8 %"
     assert percent(0.97812, 0.0041) == "97.8 ± 0.4 %"
     assert percent(0.99312, 0.0012) == "99.31 ± 0.12 %"
@@ -52,5 +52,5 @@ def test_ratios_have_two_decimals():
     assert (ratio(2.0), ratio(None)) == ("2.00", "–")
 
 
-def test_what_is_no_finite_number_is_none():
+def test_non_finite_number_is_none():
     assert [number(value) for value in (1, 2.5, True, "3", math.inf, 10**400, None)] == [1.0, 2.5, *[None] * 5]

@@ -1,4 +1,4 @@
-"""A network whose run tells through a named pipe that it has begun."""
+"""A network whose run signals through a named pipe that it has started."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A network whose second rank is killed in the middle of a step, once."""
+"""A network whose second rank is killed once in the middle of a step."""
 
 import os
 import signal

@@ -22,7 +22,7 @@ def train(out, observer=None, *, resume=False, logger="none", record_times=False
 
 
 def state(out):
-    """Everything that a finished run saved, but for the time it took."""
+    """Everything that a finished run saved, except the time it took."""
     content = checkpoint.load(out / "last.pt")
     content["training"].pop("sums")
     return content
@@ -40,7 +40,7 @@ def same(first, second):
 
 
 class InterruptAt(RunObserver):
-    """Sends itself Ctrl-C, or another signal, after the given number of steps."""
+    """Sends SIGINT, or another signal, to its own process after the given number of steps."""
 
     def __init__(self, step, kind=signal.SIGINT):
         self.at, self.kind = step, kind

@@ -20,7 +20,7 @@ def batches(splits, rank=0, world=1, **settings):
     return Batches(replace(SHORT, **settings), splits, CPU, rank=rank, world=world)
 
 
-def test_ranks_together_see_what_one_process_sees(splits):
+def test_ranks_together_see_batches_of_one_process(splits):
     whole = list(batches(splits).train(epoch=1))
     parts = [list(batches(splits, rank, 3).train(epoch=1)) for rank in range(3)]
     for step, expected in enumerate(whole):
@@ -29,7 +29,7 @@ def test_ranks_together_see_what_one_process_sees(splits):
         assert all(part[step].global_size == len(expected.labels) for part in parts)
 
 
-def test_an_epoch_can_begin_anywhere(splits):
+def test_epoch_can_start_anywhere(splits):
     whole = list(batches(splits).train(epoch=2))
     rest = list(batches(splits).train(epoch=2, first_step=3))
     assert all(torch.equal(a.images, b.images) for a, b in zip(whole[3:], rest, strict=True))
@@ -40,14 +40,14 @@ def test_epochs_differ_in_order(splits):
     assert not torch.equal(first, second)
 
 
-def test_every_training_image_comes_once_in_an_epoch(splits):
+def test_every_training_image_appears_once_per_epoch(splits):
     made = batches(splits, augment="none")
     seen = torch.cat([batch.images for batch in made.train(0)])
     assert len(seen) == 72
     assert len(seen.unique(dim=0)) == len(made.augment.plain(made.sets["train"].tensors[0]).unique(dim=0))
 
 
-def test_label_noise_and_corruption_reach_the_training_images_only(splits):
+def test_label_noise_and_corruption_change_only_training_images(splits):
     clean, noisy = batches(splits), batches(splits, label_noise=0.25, corruption_rate=0.5)
     assert (clean.sets["train"].tensors[1] != noisy.sets["train"].tensors[1]).sum() == 18
     assert (clean.sets["train"].tensors[0] != noisy.sets["train"].tensors[0]).flatten(1).any(1).sum() <= 36
@@ -56,18 +56,18 @@ def test_label_noise_and_corruption_reach_the_training_images_only(splits):
     )
 
 
-def test_test_images_are_shared_out(splits):
+def test_images_are_split_over_ranks(splits):
     counts = [sum(len(b.labels) for b in batches(splits, rank, 3).evaluation("test")) for rank in range(3)]
     assert counts == [14, 13, 13]
 
 
-def test_fewer_images_than_processes_is_refused(splits):
+def test_fewer_images_than_processes_raises(splits):
     with pytest.raises(ValueError, match="batch_size must be at least one image per process, 32, got 16"):
         batches(splits, 0, 32)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_damaged_image_is_named_in_one_line(tmp_path, workers):
+def test_damaged_image_is_named_in_one_line(tmp_path, workers):
     for part in ("train", "val"):
         (tmp_path / part / "cat").mkdir(parents=True)
         Image.effect_noise((64, 64), 50).save(tmp_path / part / "cat" / "1.jpeg")

@@ -19,7 +19,7 @@ def jobs(tmp_path, **variants):
     ]
 
 
-def test_every_variant_is_measured_once_in_every_round(tmp_path):
+def test_every_variant_is_measured_once_per_round(tmp_path):
     made = jobs(tmp_path, SGD={}, SAM={"optimizer": "sam"}, F={"optimizer": "ssam-f", "mask_epochs": 1})
     found = calibrate(made, PLACE, tmp_path / "runs")
     assert [one.label for one in found.variants.values()] == ["SGD", "SAM", "F"]
@@ -30,7 +30,7 @@ def test_every_variant_is_measured_once_in_every_round(tmp_path):
     assert 1.2 < found.of(made[2].config).seconds_per_epoch / found.of(made[0].config).seconds_per_epoch < 4
 
 
-def test_a_calibration_is_read_again_and_fits_only_its_variants(tmp_path):
+def test_saved_calibration_is_reused_for_same_variants_only(tmp_path):
     made = jobs(tmp_path, SGD={})
     found = calibrate(made, PLACE, tmp_path)
     again = read_calibration(tmp_path)
@@ -46,20 +46,20 @@ def test_a_calibration_is_read_again_and_fits_only_its_variants(tmp_path):
     assert read_calibration(tmp_path / "elsewhere") is None
 
 
-def test_epochs_before_the_first_ascent_cost_what_plain_ones_do(tmp_path):
+def test_epochs_before_first_ascent_cost_as_much_as_plain_ones(tmp_path):
     made = jobs(tmp_path, SGD={}, late={"optimizer": "sam", "ascent_start": 3.0})
     found = calibrate(made, PLACE, tmp_path)
     late = found.of(made[2].config)
     assert late.seconds_per_epoch < 0.9 * 5 * max(late.seconds_per_step)
 
 
-def test_settings_that_are_refused_name_the_variant_and_leave_nothing(tmp_path):
+def test_invalid_settings_name_variant_and_leave_no_files(tmp_path):
     made = jobs(tmp_path, SGD={}, bad={"optimizer": "ssam-f", "pattern": "2:4", "sparsity": 0.9})
     with pytest.raises(ValueError, match=r"^bad: sparsity must be left out"):
         calibrate(made, PLACE, tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_variant_that_diverges_is_left_to_its_run(tmp_path):
+def test_diverging_variant_is_left_to_its_run(tmp_path):
     made = jobs(tmp_path, SGD={}, bad={"lr": 1e30})
     assert [one.label for one in calibrate(made, PLACE, tmp_path).variants.values()] == ["SGD"]

@@ -13,19 +13,19 @@ from sparsesam.lab.models import small_cnn
 from tests.lab.experiment.runs import same, state, train
 
 
-class Hostile:
+class Malicious:
     def __reduce__(self):
         return os.system, ("echo this must never run",)
 
 
-def test_content_comes_back(tmp_path):
+def test_round_trip(tmp_path):
     checkpoint.save(tmp_path / "a.pt", {"weights": torch.arange(3)})
     assert torch.equal(checkpoint.load(tmp_path / "a.pt")["weights"], torch.arange(3))
 
 
 @contextmanager
 def files_no_larger_than(size):
-    """A disk that is full after so many bytes of a file."""
+    """A disk that is full after this many bytes of a file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -34,7 +34,7 @@ def files_no_larger_than(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_disk_that_is_full_halfway_leaves_the_checkpoint_before(tmp_path):
+def test_full_disk_keeps_previous_checkpoint(tmp_path):
     checkpoint.save(tmp_path / "a.pt", {"weights": torch.arange(3)})
     full = pytest.raises(
         CheckpointError, match=r"a\.pt could not be written .*File too large.*previous checkpoint is intact"
@@ -45,26 +45,26 @@ def test_a_disk_that_is_full_halfway_leaves_the_checkpoint_before(tmp_path):
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_a_hostile_pickle_is_refused_and_not_run(tmp_path, capfd):
-    torch.save({"format": checkpoint.FORMAT, "x": Hostile()}, tmp_path / "a.pt")
+def test_malicious_pickle_is_rejected_and_not_run(tmp_path, capfd):
+    torch.save({"format": checkpoint.FORMAT, "x": Malicious()}, tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match="loading it could run code"):
         checkpoint.load(tmp_path / "a.pt")
     assert "never" not in capfd.readouterr().out
 
 
-def test_another_version_is_refused(tmp_path):
+def test_other_version_is_rejected(tmp_path):
     torch.save({"format": checkpoint.FORMAT, "version": 99}, tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match="must be of version 3, got 99"):
         checkpoint.load(tmp_path / "a.pt")
 
 
-def test_another_file_is_refused(tmp_path):
+def test_other_file_is_rejected(tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match="must be a checkpoint of `sparsesam train`"):
         checkpoint.load(tmp_path / "a.pt")
 
 
-def test_a_cut_off_file_is_refused(tmp_path):
+def test_truncated_file_is_rejected(tmp_path):
     checkpoint.save(tmp_path / "a.pt", {"weights": torch.zeros(1000)})
     whole = (tmp_path / "a.pt").read_bytes()
     (tmp_path / "a.pt").write_bytes(whole[: len(whole) // 2])
@@ -72,12 +72,12 @@ def test_a_cut_off_file_is_refused(tmp_path):
         checkpoint.load(tmp_path / "a.pt")
 
 
-def test_a_missing_file_is_told(tmp_path):
+def test_missing_file_is_reported(tmp_path):
     with pytest.raises(CheckpointError, match="does not exist"):
         checkpoint.load(tmp_path / "a.pt")
 
 
-def test_three_changed_bytes_are_noticed(tmp_path):
+def test_three_changed_bytes_are_detected(tmp_path):
     checkpoint.save(tmp_path / "a.pt", {"weights": torch.zeros(1000)})
     content = bytearray((tmp_path / "a.pt").read_bytes())
     middle = content.find(bytes(4000))
@@ -88,7 +88,7 @@ def test_three_changed_bytes_are_noticed(tmp_path):
         checkpoint.load(tmp_path / "a.pt")
 
 
-def test_a_damaged_best_checkpoint_names_the_last_one(tmp_path):
+def test_damaged_best_checkpoint_names_last_one(tmp_path):
     checkpoint.save(tmp_path / "best.pt", {"model": {}})
     whole = (tmp_path / "best.pt").read_bytes()
     (tmp_path / "best.pt").write_bytes(whole[: len(whole) // 2])
@@ -102,7 +102,7 @@ def other(num_classes=10):
 
 
 @pytest.mark.parametrize("form", ["state_dict", "nested", "wrapped", "safetensors"])
-def test_weights_are_read_from_the_usual_files(tmp_path, form):
+def test_weights_are_read_from_common_formats(tmp_path, form):
     weights = other().state_dict()
     file = tmp_path / ("a.safetensors" if form == "safetensors" else "a.pt")
     if form == "safetensors":
@@ -116,7 +116,7 @@ def test_weights_are_read_from_the_usual_files(tmp_path, form):
     assert same(dict(model.state_dict()), dict(weights))
 
 
-def test_a_run_begins_with_the_weights_of_another(tmp_path):
+def test_run_starts_with_weights_of_another(tmp_path):
     train(tmp_path / "first", ema=0.9)
     train(tmp_path / "second", init_from=str(tmp_path / "first" / "last.pt"), lr=0.0, weight_decay=0.0, momentum=0.0)
     average = {name: value for name, value in read_weights(tmp_path / "first" / "last.pt").items() if "weight" in name}
@@ -125,7 +125,7 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path):
     assert same(read_weights(tmp_path / "second"), read_weights(tmp_path / "second" / "best.pt"))
 
 
-def test_a_classifier_of_another_size_keeps_its_random_weights(tmp_path):
+def test_classifier_of_another_size_keeps_random_weights(tmp_path):
     torch.save(other(7).state_dict(), tmp_path / "a.pt")
     model = small_cnn(10)
     before = model[-1].weight.clone()
@@ -134,13 +134,13 @@ def test_a_classifier_of_another_size_keeps_its_random_weights(tmp_path):
     assert torch.equal(model[0].weight, other(7)[0].weight)
 
 
-def test_another_architecture_is_refused(tmp_path):
+def test_other_architecture_is_rejected(tmp_path):
     torch.save(torch.nn.Linear(3, 4).state_dict(), tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match=r"does not fit the model.*the file has weight, bias"):
         initialize(small_cnn(), tmp_path / "a.pt")
 
 
-def test_files_that_hold_no_weights_are_refused(tmp_path):
+def test_files_without_weights_are_rejected(tmp_path):
     torch.save([1, 2], tmp_path / "list.pt")
     (tmp_path / "text.pt").write_text("weights")
     (tmp_path / "text.safetensors").write_text("weights")

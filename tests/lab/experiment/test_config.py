@@ -22,7 +22,7 @@ USED = [
 ]
 
 
-def test_an_unknown_name_suggests_the_nearest():
+def test_unknown_name_suggests_nearest():
     with pytest.raises(ValueError, match=r"unknown option 'sparsty'; did you mean sparsity"):
         from_mapping(TrainConfig, {"sparsty": 0.5})
 
@@ -38,47 +38,47 @@ def test_an_unknown_name_suggests_the_nearest():
         ("ascent_fraction", 0.0, r"in \(0, 1\]"),
     ],
 )
-def test_a_value_out_of_range_is_refused(name, value, rule):
+def test_value_out_of_range_is_rejected(name, value, rule):
     with pytest.raises(ValueError, match=f"{name} must be {rule}, got {value}"):
         TrainConfig(**{name: value})
 
 
-def test_a_choice_that_is_none_of_the_allowed_is_refused_wherever_it_comes_from():
+def test_invalid_choice_is_rejected():
     with pytest.raises(ValueError, match=r"optimizer must be one of 'sgd', .*, got 'ssam_f'"):
         from_mapping(TrainConfig, {"optimizer": "ssam_f"})
 
 
-def test_the_hash_tells_configs_apart_and_equals_for_equal_ones():
+def test_hash_differs_between_configs_and_equals_for_equal_ones():
     assert TrainConfig().content_hash == TrainConfig().content_hash
     assert TrainConfig(rho=0.2).content_hash != TrainConfig().content_hash
     same = from_mapping(TrainConfig, {"betas": [0.9, 0.999], "label_noise": 0, "rho": "1e-1"})
     assert same.content_hash == TrainConfig().content_hash
 
 
-def test_the_default_directory_tells_what_runs_there():
+def test_default_directory_describes_run():
     config = replace(TrainConfig(), model="my.module:net")
     assert str(RunEnvironment().directory(config)) == f"runs/digits-my.module.net-ssam-f-{config.content_hash}"
 
 
-def test_the_command_to_go_on_names_the_data():
+def test_resume_command_names_data():
     assert RunEnvironment(data_dir=Path("my data")).resume_command(Path("runs/a")) == (
         "sparsesam train --resume --out runs/a --data-dir 'my data'"
     )
 
 
-def test_milestones_out_of_order_are_refused():
+def test_unordered_milestones_are_rejected():
     with pytest.raises(ValueError, match=r"lr_milestones must be epochs in increasing order, got \[5.0, 3.0\]"):
         TrainConfig(lr_schedule="step", lr_milestones=(5, 3))
 
 
 @pytest.mark.parametrize(("optimizer", "settings"), UNUSED)
-def test_settings_that_a_run_does_not_use_do_not_tell_runs_apart(optimizer, settings):
+def test_unused_settings_do_not_change_hash(optimizer, settings):
     plain = TrainConfig(optimizer=optimizer)
     assert replace(plain, **settings).content_hash == plain.content_hash
     assert replace(plain, **settings).canonical == plain.canonical
 
 
 @pytest.mark.parametrize(("optimizer", "settings"), USED)
-def test_settings_that_a_run_uses_do(optimizer, settings):
+def test_used_settings_change_hash(optimizer, settings):
     plain = TrainConfig(optimizer=optimizer)
     assert replace(plain, **settings).content_hash != plain.content_hash

@@ -25,22 +25,22 @@ def cost(tmp_path, **settings):
     ],
     ids=str,
 )
-def test_passes_are_counted_in_units_of_a_plain_one(tmp_path, settings, expected):
+def test_passes_are_counted_in_units_of_plain_pass(tmp_path, settings, expected):
     assert cost(tmp_path, **settings) == pytest.approx(expected, rel=1e-6)
 
 
-def test_what_the_engine_leaves_out_is_not_counted(tmp_path):
+def test_work_skipped_by_engine_is_not_counted(tmp_path):
     settings = {"optimizer": "ssam-random", "pattern": "filter", "sparsity": 0.9, "norm": "masked", "mask_epochs": None}
     assert cost(tmp_path, **settings) < 1.9
 
 
-def test_masks_count_too(tmp_path):
+def test_masks_are_counted(tmp_path):
     # Eight samples of a batch of sixteen, once in eight steps; rules for layers may cost more than a plain pass.
     found = cost(tmp_path, optimizer="ssam-f", mask_epochs=None, fisher_samples=8)
     assert 2 + 0.5 / 8 * 0.5 < found < 2 + 0.5 / 8 * 3
 
 
-def test_an_interrupted_run_counts_the_same(tmp_path):
+def test_interrupted_run_counts_the_same(tmp_path):
     from sparsesam.lab.experiment.errors import Interrupted
     from tests.lab.experiment.runs import InterruptAt
 
@@ -50,7 +50,7 @@ def test_an_interrupted_run_counts_the_same(tmp_path):
     assert train(tmp_path / "parts", resume=True, optimizer="ssam-f").forward_backwards == whole.forward_backwards
 
 
-def test_operations_of_a_linear_layer_are_counted_exactly_and_nothing_changes():
+def test_linear_layer_operations_are_exact_and_nothing_changes():
     model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(12), nn.Linear(12, 5))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     # Forward and weight gradient, 12 * 5 each, and the input gradient for the normalization's weights.
@@ -70,5 +70,5 @@ def test_operations_of_a_linear_layer_are_counted_exactly_and_nothing_changes():
         ({"optimizer": "sam", "ascent_start": 8, "epochs": 10}, 1.2),
     ],
 )
-def test_passes_by_the_settings(settings, passes):
+def test_passes_from_settings(settings, passes):
     assert passes_per_step(TrainConfig(**settings)) == pytest.approx(passes)

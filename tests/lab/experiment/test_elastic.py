@@ -23,17 +23,17 @@ TORCHRUN = {
 }
 
 
-def test_torchrun_says_how_many_processes_there_are():
+def test_torchrun_sets_number_of_processes():
     place = under_torchrun(RunEnvironment(), TORCHRUN)
     assert (place.devices, place.num_nodes, place.resume) == (4, 2, False)
     assert under_torchrun(RunEnvironment(devices=3), {}) == RunEnvironment(devices=3)
 
 
-def test_a_restart_resumes():
+def test_restart_resumes():
     assert under_torchrun(RunEnvironment(), {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}).resume
 
 
-def test_machines_with_unequal_numbers_of_processes_are_refused():
+def test_unequal_numbers_of_processes_are_rejected():
     with pytest.raises(ValueError, match="nproc-per-node"):
         under_torchrun(RunEnvironment(), {**TORCHRUN, "WORLD_SIZE": "6"})
 
@@ -60,7 +60,7 @@ def torchrun(out, *, kill="no", **changed):
     options = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     root = Path(__file__).parents[3]
-    # Otherwise torch's restarted processes look for each other at the addresses of the lost ones.
+    # Otherwise torch's restarted processes look for each other at the old addresses.
     fresh_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     environment = {**os.environ, **fresh_store, "KILL": kill, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"}
     return subprocess.run(
@@ -74,7 +74,7 @@ def torchrun(out, *, kill="no", **changed):
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_started_again_and_the_weights_are_those_of_the_undisturbed_run(tmp_path):
+def test_killed_rank_restarts_and_weights_equal_uninterrupted(tmp_path):
     for name, kill in (("whole", "no"), ("killed", "yes")):
         done = torchrun(tmp_path / name, kill=kill)
         assert done.returncode == 0, done.stderr
@@ -86,7 +86,7 @@ def test_a_killed_rank_is_started_again_and_the_weights_are_those_of_the_undistu
 
 
 @pytest.mark.slow
-def test_the_engine_changes_nothing_on_two_ranks(tmp_path):
+def test_engine_changes_nothing_on_two_ranks(tmp_path):
     model = "tests.lab.experiment.plain_model:build_with_late_normalization"
     for engine in ("true", "false"):
         done = torchrun(tmp_path / engine, optimizer="sam-on", model=model, norm="masked", engine=engine)

@@ -1,4 +1,4 @@
-"""Processes that are killed: a run resumes to the same weights, a sweep takes its workers along."""
+"""Killed processes: a run resumes to the same weights, and a sweep's workers end with it."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("step", [2, 5, 8])  # before the first checkpoint, at the end of an epoch, within one
-def test_a_killed_run_resumes_to_the_same_weights(tmp_path, whole, step):
+def test_killed_run_resumes_to_same_weights(tmp_path, whole, step):
     command = [sys.executable, "-m", "tests.lab.experiment.killed", str(tmp_path), str(step)]
     assert subprocess.run(command, env=ENVIRONMENT).returncode == -signal.SIGKILL
     assert not (tmp_path / "result.json").exists()

@@ -5,7 +5,7 @@ import pytest
 from tests.lab.experiment.runs import train
 
 
-def test_tensorboard_has_the_curves_of_a_run(tmp_path):
+def test_tensorboard_has_curves_of_run(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     train(tmp_path, logger="tensorboard", optimizer="ssam-f")
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -19,7 +19,7 @@ def test_wandb_logs_offline(tmp_path):
     assert list((tmp_path / "wandb").glob("offline-run-*"))
 
 
-def test_mlflow_logs_into_the_run_s_directory(tmp_path):
+def test_mlflow_logs_into_run_directory(tmp_path):
     mlflow = pytest.importorskip("mlflow")
     train(tmp_path, logger="mlflow")
     client = mlflow.tracking.MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
@@ -28,7 +28,7 @@ def test_mlflow_logs_into_the_run_s_directory(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_logger_that_is_not_installed_is_told_before_anything_is_written(tmp_path, monkeypatch, name):
+def test_missing_logger_is_reported_before_anything_is_written(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=f"--logger {name} needs {name}: pip install pytorch-lightning {name}"):
         train(tmp_path / "run", logger=name)

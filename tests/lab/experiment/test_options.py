@@ -1,4 +1,4 @@
-"""Each option by itself: it trains for a few steps, or is refused with its reason."""
+"""Each option separately: it trains for a few steps, or is rejected with a reason."""
 
 import math
 
@@ -31,7 +31,7 @@ TRAINS = [
     {"clip_grad_norm": 0.1, "accumulate": 4, "precision": "fp16"},
     {"lr_schedule": "step", "lr_milestones": [1, 2]},
 ]
-REFUSED = [
+REJECTED = [
     ({"pattern": "filter", "ascent": "implicit"}, 'norm must be "masked" with ascent="implicit"'),
     ({"optimizer": "sam", "ascent": "implicit"}, "ascent must not be 'implicit' for sam"),
     ({"pattern": "fliter"}, "pattern must be a Pattern or one of 'filter'"),
@@ -61,9 +61,9 @@ def test_trains(tmp_path, settings):
 
 
 @pytest.mark.parametrize(
-    ("settings", "reason"), REFUSED, ids=lambda value: named(value) if isinstance(value, dict) else ""
+    ("settings", "reason"), REJECTED, ids=lambda value: named(value) if isinstance(value, dict) else ""
 )
-def test_is_refused_with_the_reason(tmp_path, settings, reason):
+def test_is_rejected_with_reason(tmp_path, settings, reason):
     with pytest.raises(ValueError, match=reason):
         train(tmp_path / "run", **{"optimizer": "ssam-f", **settings})
     assert not (tmp_path / "run").exists()

@@ -18,12 +18,12 @@ def test_names_versions_machine_and_threads():
     assert {"command", "commit", "machine", "cpu"} <= origin.keys()
 
 
-def test_can_be_written_as_json():
+def test_is_json_serializable():
     assert json.loads(json.dumps(provenance())) == provenance()
 
 
-def test_benchmarks_can_ask_for_it_without_the_packages_of_the_command_line():
+def test_available_without_experiment_extra():
     blocked = "import sys; sys.modules.update(dict.fromkeys(('rich', 'matplotlib', 'lightning_fabric', 'joblib')))"
-    asked = "from sparsesam.lab.experiment import provenance; print(provenance()['torch'])"
-    found = subprocess.run([sys.executable, "-c", f"{blocked}; {asked}"], capture_output=True, text=True, check=True)
+    script = "from sparsesam.lab.experiment import provenance; print(provenance()['torch'])"
+    found = subprocess.run([sys.executable, "-c", f"{blocked}; {script}"], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == torch.__version__

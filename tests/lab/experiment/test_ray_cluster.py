@@ -1,4 +1,4 @@
-"""A sweep on a Ray cluster of two machines, of which one is lost."""
+"""A sweep on a Ray cluster of two machines, one of which is lost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from sparsesam.lab.experiment.run_directory import read_records
 
 SCRIPT = """
-import os, sys, threading, time
+import os, select, sys, threading
 from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster
@@ -20,7 +20,11 @@ from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.sweep import Sweep, sweep_jobs
 
 out = Path(sys.argv[1])
-config = TrainConfig(model="tests.lab.experiment.slow_network:network", train_size=72, test_size=40, epochs=6,
+for name in ("WAITING", "LOST"):
+    os.environ[name] = f"{out.parent}/{name}"
+    os.mkfifo(os.environ[name])
+waiting = os.fdopen(os.open(os.environ["WAITING"], os.O_RDWR))
+config = TrainConfig(model="tests.lab.experiment.waiting_network:network", train_size=72, test_size=40, epochs=6,
                      batch_size=16, optimizer="sam", rho=0.1)
 jobs = Sweep("lost", {"SAM": config}, [0, 1, 2, 3]).jobs(out)
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
@@ -29,11 +33,13 @@ ray.init(address=cluster.address)
 
 
 def lose_a_machine():
-    # As soon as two runs have saved an epoch, one on each machine.
-    while sum((job.directory / "last.pt").exists() for job in jobs) < 2:
-        time.sleep(0.05)
+    # Two runs wait in their second epoch, one on each machine.
+    runs = [os.pidfd_open(int(waiting.readline())) for _ in range(2)]
+    assert all((job.directory / "last.pt").exists() for job in jobs[:2])
     cluster.remove_node(other, allow_graceful=False)
+    select.select(runs, [], [])  # one of them has ended
     (out / "lost").touch()
+    os.open(os.environ["LOST"], os.O_RDWR)
 
 
 threading.Thread(target=lose_a_machine, daemon=True).start()
@@ -49,7 +55,7 @@ cluster.shutdown()
 
 
 @pytest.mark.slow
-def test_runs_of_a_lost_machine_run_again_and_none_counts_twice(tmp_path):
+def test_runs_of_lost_machine_are_repeated_and_counted_once(tmp_path):
     pytest.importorskip("ray")
     root = Path(__file__).parents[3]
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0"}

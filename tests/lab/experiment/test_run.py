@@ -28,11 +28,11 @@ def with_dropout(num_classes):
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Dropout(0.5), torch.nn.Linear(64, num_classes))
 
 
-def own_digits(data_dir):
+def user_digits(data_dir):
     return load_dataset("digits", data_dir)
 
 
-def test_leaves_settings_records_checkpoints_and_a_result_with_provenance(tmp_path):
+def test_writes_settings_records_checkpoints_and_result_with_provenance(tmp_path):
     result = train(tmp_path, logger="tensorboard")
     assert RunDirectory(tmp_path).saved_config() == SHORT
     header, *epochs, last = read_records(tmp_path / "records.jsonl")
@@ -47,7 +47,7 @@ def test_leaves_settings_records_checkpoints_and_a_result_with_provenance(tmp_pa
     assert not (tmp_path / "running.json").exists()
 
 
-def test_keeps_the_best_weights_apart_from_the_last(tmp_path):
+def test_best_weights_are_kept_besides_last(tmp_path):
     train(tmp_path, lr=0.5)
     accuracies = [r["test_accuracy"] for r in read_records(tmp_path / "records.jsonl") if r["kind"] == "epoch"]
     best = checkpoint.load(tmp_path / "best.pt")
@@ -57,7 +57,7 @@ def test_keeps_the_best_weights_apart_from_the_last(tmp_path):
 
 @pytest.mark.parametrize("name", STATEFUL)
 @pytest.mark.parametrize("step", [2, 5])  # within the first epoch, and at its end
-def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, name, step):
+def test_resumed_run_equals_uninterrupted(tmp_path, name, step):
     train(tmp_path / "whole", **STATEFUL[name])
     with pytest.raises(Interrupted, match=r"continue with: sparsesam train --resume --out"):
         train(tmp_path / "parts", InterruptAt(step), **STATEFUL[name])
@@ -65,7 +65,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, name, step):
     assert same(state(tmp_path / "parts"), state(tmp_path / "whole"))
 
 
-def test_the_records_of_a_resumed_run_have_every_epoch_once(tmp_path):
+def test_records_of_resumed_run_have_every_epoch_once(tmp_path):
     with pytest.raises(Interrupted):
         train(tmp_path, InterruptAt(7))
     with (tmp_path / "records.jsonl").open("a") as file:
@@ -75,14 +75,14 @@ def test_the_records_of_a_resumed_run_have_every_epoch_once(tmp_path):
     assert kinds == [("run", None), ("epoch", 1), ("resume", None), ("epoch", 2), ("epoch", 3), ("result", None)]
 
 
-def test_without_a_perturbation_every_optimizer_is_its_base(tmp_path):
+def test_without_perturbation_every_optimizer_is_its_base(tmp_path):
     train(tmp_path / "sgd")
     for name in ("sam", "ssam-f", "ssam-d"):
         train(tmp_path / name, optimizer=name, rho=0.0)
         assert same(state(tmp_path / name)["training"]["model"], state(tmp_path / "sgd")["training"]["model"])
 
 
-def test_a_seed_repeats_and_another_differs(tmp_path):
+def test_same_seed_repeats_and_another_differs(tmp_path):
     for name, seed in (("once", 5), ("again", 5), ("other", 6)):
         train(tmp_path / name, seed=seed, label_noise=0.3, corruption_rate=0.5)
     once, again, other = (state(tmp_path / name)["training"]["model"] for name in ("once", "again", "other"))
@@ -90,19 +90,19 @@ def test_a_seed_repeats_and_another_differs(tmp_path):
     assert not torch.equal(once["0.weight"], other["0.weight"])
 
 
-def test_leaves_the_global_generator_and_threads_alone(tmp_path):
+def test_global_generator_and_threads_are_unchanged(tmp_path):
     before = torch.random.get_rng_state()
     train(tmp_path)
     assert torch.equal(before, torch.random.get_rng_state())
     assert torch.get_num_threads() == 1
 
 
-def test_max_steps_ends_a_run_early(tmp_path):
+def test_max_steps_ends_run_early(tmp_path):
     assert train(tmp_path, max_steps=7).steps == 7
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision_trains_and_keeps_float32_weights(tmp_path, precision):
+def test_mixed_precision_keeps_float32_weights(tmp_path, precision):
     result = train(
         tmp_path, precision=precision, optimizer="sam", max_steps=2, model="tests.lab.experiment.test_run:with_dropout"
     )
@@ -112,9 +112,9 @@ def test_mixed_precision_trains_and_keeps_float32_weights(tmp_path, precision):
     assert (content["scaler"] is not None) == (precision == "fp16")
 
 
-def test_a_loss_that_is_not_finite_stops_with_the_last_good_state_and_a_hint(tmp_path):
+def test_non_finite_loss_stops_with_last_good_state_and_hint(tmp_path):
     with pytest.raises(DivergedError, match=r"lower lr \(1e\+30\).*no epoch was complete"):
-        train(tmp_path / "at once", lr=1e30)
+        train(tmp_path / "first step", lr=1e30)
     with pytest.raises(Interrupted):
         train(tmp_path / "later", InterruptAt(6))
     config = RunDirectory(tmp_path / "later").config
@@ -125,12 +125,12 @@ def test_a_loss_that_is_not_finite_stops_with_the_last_good_state_and_a_hint(tmp
     assert (tmp_path / "later" / "last.pt").read_bytes() == before
 
 
-def test_two_runs_in_one_directory_are_refused(tmp_path):
+def test_two_runs_in_one_directory_are_rejected(tmp_path):
     with RunDirectory(tmp_path).locked(), pytest.raises(RunError, match=r"in use by process \d+ on "):
         train(tmp_path)
 
 
-def test_a_directory_with_a_run_is_not_overwritten(tmp_path):
+def test_directory_with_run_is_not_overwritten(tmp_path):
     with pytest.raises(Interrupted):
         train(tmp_path, InterruptAt(6))
     with pytest.raises(ValueError, match="has an unfinished run; continue it with --resume"):
@@ -142,7 +142,7 @@ def test_a_directory_with_a_run_is_not_overwritten(tmp_path):
         train(tmp_path, resume=True)
 
 
-def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, monkeypatch):
+def test_full_disk_keeps_last_good_checkpoint(tmp_path, monkeypatch):
     with pytest.raises(Interrupted):
         train(tmp_path, InterruptAt(6))
     before = (tmp_path / "last.pt").read_bytes()
@@ -160,12 +160,12 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, monkeypatch):
     train(tmp_path, resume=True)
 
 
-def test_the_users_own_data_set_and_model_can_be_named_by_module_and_function(tmp_path):
+def test_user_data_set_and_model_by_module_and_function(tmp_path):
     module = "tests.lab.experiment.test_run"
-    assert train(tmp_path, dataset=f"{module}:own_digits", model=f"{module}:with_dropout").parameters == 650
+    assert train(tmp_path, dataset=f"{module}:user_digits", model=f"{module}:with_dropout").parameters == 650
 
 
-def test_subsets_are_the_same_for_every_seed():
+def test_subsets_are_same_for_every_seed():
     from sparsesam.lab.experiment.batches import subset
 
     assert torch.equal(subset(100, 10), subset(100, 10))
@@ -173,8 +173,8 @@ def test_subsets_are_the_same_for_every_seed():
     assert replace(SHORT, seed=1).content_hash != SHORT.content_hash
 
 
-def test_training_figures_are_of_the_whole_batch_also_where_the_ascent_sees_a_part(tmp_path):
-    """At rho 0 the ascent goes nowhere, so that the loss at w + e is the one at w."""
+def test_training_metrics_cover_whole_batch_with_ascent_fraction(tmp_path):
+    """With rho 0 the loss at w + e is the one at w."""
     for fraction in (1.0, 0.25):
         train(tmp_path / str(fraction), optimizer="sam", rho=0.0, ascent_fraction=fraction)
     whole, part = (
@@ -184,7 +184,7 @@ def test_training_figures_are_of_the_whole_batch_also_where_the_ascent_sees_a_pa
         assert [record[name] for record in part] == pytest.approx([record[name] for record in whole], rel=1e-5)
 
 
-def test_normalization_statistics_are_of_the_whole_batch_also_where_the_ascent_sees_a_part(tmp_path):
+def test_normalization_statistics_cover_whole_batch_with_ascent_fraction(tmp_path):
     for fraction in (1.0, 0.25):
         train(tmp_path / str(fraction), optimizer="sam", rho=0.0, ascent_fraction=fraction)
     whole, part = (state(tmp_path / name)["training"]["model"] for name in ("1.0", "0.25"))
@@ -194,7 +194,7 @@ def test_normalization_statistics_are_of_the_whole_batch_also_where_the_ascent_s
         torch.testing.assert_close(part[name], whole[name])
 
 
-def test_times_of_the_steps_are_recorded_on_demand(tmp_path):
+def test_step_times_are_recorded_on_request(tmp_path):
     result = train(tmp_path / "with", optimizer="ssam-f", record_times=True)
     records = [r for r in read_records(tmp_path / "with" / "records.jsonl") if r["kind"] == "epoch"]
     seconds = [one for record in records for one in record["step_seconds"]]
@@ -209,7 +209,7 @@ def test_times_of_the_steps_are_recorded_on_demand(tmp_path):
     assert read_records(tmp_path / "without" / "records.jsonl")[1]["step_seconds"] == []
 
 
-def test_an_interrupted_epoch_keeps_the_times_of_its_steps(tmp_path):
+def test_interrupted_epoch_keeps_step_times(tmp_path):
     with pytest.raises(Interrupted):
         train(tmp_path, InterruptAt(2), record_times=True)
     train(tmp_path, resume=True, record_times=True)
@@ -217,7 +217,7 @@ def test_an_interrupted_epoch_keeps_the_times_of_its_steps(tmp_path):
     assert [len(record["step_seconds"]) for record in records] == [5, 5, 5]
 
 
-def test_a_run_that_ends_while_it_is_tested_repeats_the_epoch(tmp_path, monkeypatch):
+def test_run_killed_during_test_repeats_epoch(tmp_path, monkeypatch):
     place = RunEnvironment(out=tmp_path, threads=1, logger="none", checkpoint_steps=1)
 
     def killed(self, split):
@@ -231,13 +231,13 @@ def test_a_run_that_ends_while_it_is_tested_repeats_the_epoch(tmp_path, monkeypa
     assert [record.epoch for record in read_epochs(tmp_path / "records.jsonl")] == [1, 2, 3]
 
 
-def test_a_run_with_one_step_per_epoch_can_be_stopped(tmp_path):
+def test_run_with_one_step_per_epoch_can_be_stopped(tmp_path):
     with pytest.raises(Interrupted):
         train(tmp_path, InterruptAt(2), train_size=16, epochs=9)
-    assert checkpoint.load(tmp_path / "last.pt")["training"]["position"]["epoch"] == 3  # it was told after its second
+    assert checkpoint.load(tmp_path / "last.pt")["training"]["position"]["epoch"] == 3  # interrupted after its second
 
 
-def test_an_extension_from_a_damaged_checkpoint_is_refused_and_leaves_the_run(tmp_path):
+def test_extension_from_damaged_checkpoint_is_rejected_and_keeps_run(tmp_path):
     train(tmp_path)
     whole = (tmp_path / "last.pt").read_bytes()
     (tmp_path / "last.pt").write_bytes(whole[: len(whole) // 2])
@@ -248,7 +248,7 @@ def test_an_extension_from_a_damaged_checkpoint_is_refused_and_leaves_the_run(tm
     assert (tmp_path / "result.json").read_text() == result
 
 
-def test_a_run_that_diverged_says_why_until_it_goes_on(tmp_path):
+def test_diverged_run_reports_reason_until_continued(tmp_path):
     with pytest.raises(DivergedError):
         train(tmp_path, lr=1e30)
     assert "DivergedError" in json.loads((tmp_path / "failure.json").read_text())["error"]

@@ -12,14 +12,14 @@ from tests.lab.experiment.runs import InterruptAt, same, train
 SPARSE = {"optimizer": "ssam-f", "mask_steps": 3, "model": "tests.lab.inspection.networks:linear"}
 
 
-def test_records_come_back_in_the_order_written(tmp_path):
+def test_records_keep_order(tmp_path):
     path = tmp_path / "deep" / "records.jsonl"
     append_records(path, [{"a": 1}, {"a": None}])
     append_records(path, [{"b": [0.5]}])
     assert read_records(path) == [{"a": 1}, {"a": None}, {"b": [0.5]}]
 
 
-def test_a_record_that_is_not_json_leaves_the_file_as_it_was(tmp_path):
+def test_record_that_is_not_json_leaves_file_unchanged(tmp_path):
     path = tmp_path / "records.jsonl"
     append_records(path, [{"a": 1}])
     with pytest.raises(ValueError, match="not JSON compliant"):
@@ -27,7 +27,7 @@ def test_a_record_that_is_not_json_leaves_the_file_as_it_was(tmp_path):
     assert read_records(path) == [{"a": 1}]
 
 
-def test_masks_come_back_as_they_were_written(tmp_path):
+def test_masks_round_trip(tmp_path):
     masks = {
         "a.weight": torch.rand(5, 3, generator=torch.Generator().manual_seed(0)) > 0.5,
         "b": torch.zeros(9, dtype=torch.bool),
@@ -38,7 +38,7 @@ def test_masks_come_back_as_they_were_written(tmp_path):
     assert same(list(read_masks(tmp_path)), [(7, {"a": ~masks["a.weight"]}), (12, masks)])
 
 
-def test_a_run_writes_the_mask_of_every_refresh(tmp_path):
+def test_run_writes_mask_of_every_refresh(tmp_path):
     train(tmp_path, **SPARSE)
     snapshots = list(read_masks(tmp_path))
     assert [step for step, _ in snapshots] == [0, 3, 6, 9, 12]
@@ -48,7 +48,7 @@ def test_a_run_writes_the_mask_of_every_refresh(tmp_path):
 
 
 @pytest.mark.parametrize("step", [1, 2, 9])
-def test_a_resumed_run_has_the_masks_of_the_uninterrupted_one(tmp_path, step):
+def test_resumed_run_has_masks_of_uninterrupted(tmp_path, step):
     train(tmp_path / "whole", **SPARSE)
     with pytest.raises(Interrupted):
         train(tmp_path / "parts", InterruptAt(step), **SPARSE)
@@ -62,19 +62,19 @@ def test_a_resumed_run_has_the_masks_of_the_uninterrupted_one(tmp_path, step):
     assert not list((tmp_path / "parts" / "masks").glob("*.part"))
 
 
-def test_runs_without_a_mask_write_none(tmp_path):
+def test_runs_without_mask_write_none(tmp_path):
     train(tmp_path, optimizer="sam", model=SPARSE["model"])
     assert not (tmp_path / "masks").exists()
 
 
-def test_masks_are_recorded_unasked_only_where_they_are_small():
+def test_masks_are_recorded_by_default_only_if_small():
     config = TrainConfig(epochs=200)
     assert masks_are_small(config, 28_000, 400)
     assert not masks_are_small(config, 11_000_000, 400)
     assert masks_are_small(TrainConfig(epochs=200, mask_epochs=None), 11_000_000, 400)
 
 
-def test_a_file_that_holds_no_masks_is_told_by_name(tmp_path):
+def test_file_without_masks_is_named(tmp_path):
     (tmp_path / "masks").mkdir()
     (tmp_path / "masks" / "00000003.npz").write_bytes(b"nothing")
     with pytest.raises(RunError, match=r"00000003\.npz must contain the masks of a run"):

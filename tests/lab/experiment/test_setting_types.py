@@ -16,7 +16,7 @@ from sparsesam.lab.experiment.setting_types import convert
         ("all", bool | Literal["all"], "all"),
     ],
 )
-def test_values_take_the_type_of_their_setting(value, hint, expected):
+def test_values_are_converted_to_type_of_setting(value, hint, expected):
     found = convert("name", value, hint)
     assert found == expected
     assert type(found) is type(expected)
@@ -34,6 +34,6 @@ def test_values_take_the_type_of_their_setting(value, hint, expected):
         ([0.9], tuple[float, float], r"a list of 2 numbers, got \[0.9\]"),
     ],
 )
-def test_others_are_refused_with_the_rule(value, hint, rule):
+def test_invalid_values_are_rejected_with_rule(value, hint, rule):
     with pytest.raises(ValueError, match=f"name must be {rule}"):
         convert("name", value, hint)

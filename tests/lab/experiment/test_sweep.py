@@ -31,7 +31,7 @@ def read(tmp_path, **content):
     return read_sweep(written(tmp_path, **content), overrides={}, seeds=None)
 
 
-def test_a_sweep_is_variants_times_grid_times_seeds(tmp_path):
+def test_sweep_is_variants_times_grid_times_seeds(tmp_path):
     sweep = read(
         tmp_path, variants={"A": {"optimizer": "sgd"}, "B": {"optimizer": "sam"}}, grid={"lr": [0.1, 0.2]}, seeds=3
     )
@@ -49,7 +49,7 @@ def rows(jobs):
     return {label.strip(): [cell.strip() for cell in cells] for label, *cells in lines}
 
 
-def test_points_of_a_grid_that_a_variant_does_not_use_are_one_run(tmp_path):
+def test_grid_points_that_variant_does_not_use_are_one_run(tmp_path):
     variants = {"SGD": {"optimizer": "sgd"}, "SAM": {"optimizer": "sam"}, "fixed": {"optimizer": "sam", "rho": 0.5}}
     sweep = read(tmp_path, variants=variants, grid={"rho": [0.1, 0.2]})
     assert list(sweep.variants) == ["SGD", "SAM rho 0.1", "SAM rho 0.2", "fixed"]
@@ -64,7 +64,7 @@ def test_identical_runs_are_trained_once(tmp_path):
     assert rows(jobs)["the same"][-1] == "1"
 
 
-def test_a_log_has_a_line_for_each_run_with_the_time_remaining(tmp_path, capsys):
+def test_log_has_line_per_run_with_time_remaining(tmp_path, capsys):
     file = written(tmp_path, variants={"SGD": {"optimizer": "sgd"}, "bad": {"optimizer": "sgd", "lr": 1e30}}, seeds=2)
     assert main(["sweep", str(file), "--out", str(tmp_path / "runs"), "--jobs", "1"]) == 1
     printed = capsys.readouterr().out
@@ -87,7 +87,7 @@ def warning_model(num_classes):
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, num_classes))
 
 
-def test_a_file_that_does_not_exist_is_told_with_those_that_do(tmp_path):
+def test_missing_file_lists_available_ones(tmp_path):
     written(tmp_path)
     with pytest.raises(ValueError, match=r"swep\.yaml does not exist.*did you mean .*sweep\.yaml"):
         read_sweep(tmp_path / "swep.yaml", overrides={}, seeds=None)
@@ -95,7 +95,7 @@ def test_a_file_that_does_not_exist_is_told_with_those_that_do(tmp_path):
         read_sweep(tmp_path / "elsewhere" / "nofile.yaml", overrides={}, seeds=None)
 
 
-def test_unknown_settings_are_refused_with_the_nearest(tmp_path):
+def test_unknown_settings_are_rejected_with_nearest(tmp_path):
     with pytest.raises(ValueError, match=r"sweep.yaml: unknown option 'rhoo'; did you mean rho"):
         read(tmp_path, grid={"rhoo": [1]})
     with pytest.raises(ValueError, match=r"unknown option 'gird'; did you mean grid"):
@@ -126,13 +126,13 @@ def killed(num_classes):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_killed_worker_ends_the_sweep_in_a_line(tmp_path):
+def test_killed_worker_ends_sweep_with_one_line(tmp_path):
     jobs = read(tmp_path, settings={**SETTINGS, "model": f"{__name__}:killed"}, seeds=2).jobs(tmp_path / "runs")
     with pytest.raises(RunError, match=r"a worker process was killed.*run the same command again to continue"):
         sweep_jobs(jobs, RunEnvironment(), workers=2)
 
 
-def test_accuracy_cost_and_seeds_are_summed_up(tmp_path):
+def test_accuracy_cost_and_seeds_are_summarized(tmp_path):
     jobs = read(tmp_path, variants={"SGD": {"optimizer": "sgd"}, "SAM": {"optimizer": "sam"}}, seeds=2).jobs(tmp_path)
     for job, accuracy, passes in zip(jobs, (0.5, 0.8, 0.7, 0.9), (1.0, 2.0, 1.0, 2.0), strict=True):
         job.directory.mkdir(exist_ok=True)
@@ -141,14 +141,14 @@ def test_accuracy_cost_and_seeds_are_summed_up(tmp_path):
     assert rows(jobs) == {"SGD": ["60.0 ± 14.1 %", "1.00", "–", "2"], "SAM": ["85.0 ± 7.1 %", "2.00", "–", "2"]}
 
 
-def test_gpus_are_claimed_one_each(tmp_path):
+def test_each_run_claims_one_gpu(tmp_path):
     with claimed_gpu(2, tmp_path) as first, claimed_gpu(2, tmp_path) as second:
         assert {first, second} == {"0,", "1,"}
     with claimed_gpu(2, tmp_path) as again:
         assert again == "0,"
 
 
-def test_the_packaged_demo_compares_four_optimizers():
+def test_packaged_demo_compares_four_optimizers():
     sweep = read_sweep("demo", overrides={"epochs": 1}, seeds=2)
     assert list(sweep.variants) == ["SGD", "SAM", "SSAM-F", "recommended"]
     assert all(config.epochs == 1 and config.label_noise == 0.3 for config in sweep.variants.values())
@@ -156,7 +156,7 @@ def test_the_packaged_demo_compares_four_optimizers():
 
 
 @pytest.mark.parametrize("backend", ["loky", pytest.param("ray", marks=pytest.mark.slow)])
-def test_runs_in_other_processes_leave_the_same_results(tmp_path, backend):
+def test_runs_in_other_processes_give_same_results(tmp_path, backend):
     if backend == "ray":
         pytest.importorskip("ray")
     file = written(tmp_path, variants={"SGD": {"optimizer": "sgd"}, "SAM": {"optimizer": "sam"}})

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from sparsesam.lab.data import load_dataset
 from sparsesam.lab.experiment import checkpoint, read_records
@@ -19,7 +20,7 @@ def epochs(out):
     return [record for record in read_records(out / "records.jsonl") if record["kind"] == "epoch"]
 
 
-def test_the_best_weights_are_chosen_on_validation_images(tmp_path):
+def test_best_weights_are_chosen_on_validation_images(tmp_path):
     result = train(tmp_path, val_size=50, epochs=6, lr=0.3)
     accuracies = [record["val_accuracy"] for record in epochs(tmp_path)]
     best = checkpoint.load(tmp_path / "best.pt")
@@ -29,7 +30,7 @@ def test_the_best_weights_are_chosen_on_validation_images(tmp_path):
     assert train(tmp_path / "without", max_steps=1).best_chosen_on == "test"
 
 
-def test_validation_images_are_not_trained_on_and_are_those_of_every_seed():
+def test_validation_images_are_held_out_and_same_for_every_seed():
     splits = load_dataset("digits")
     made = [
         Batches(replace(SHORT, val_size=60, train_size=None, seed=seed), splits, torch.device("cpu")) for seed in (0, 1)
@@ -43,19 +44,28 @@ def test_validation_images_are_not_trained_on_and_are_those_of_every_seed():
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "sam", "ssam-f"])
-def test_accumulated_parts_give_the_gradient_of_the_whole_batch(tmp_path, optimizer):
+def test_accumulated_parts_give_gradient_of_whole_batch(tmp_path, optimizer):
     for parts in (1, 3):
         train(tmp_path / str(parts), optimizer=optimizer, model=PLAIN, accumulate=parts)
     one, three = (state(tmp_path / name)["training"]["model"] for name in ("1", "3"))
     torch.testing.assert_close(one, three, rtol=1e-9, atol=1e-11)
 
 
-def test_parts_of_a_batch_that_does_not_divide_differ_by_at_most_one_image(tmp_path):
-    """A part of one image would stop a network with batch normalization."""
-    train(tmp_path, optimizer="sgd", model="vgg-small", batch_size=13, train_size=26, accumulate=4, max_steps=2)
+def test_uneven_micro_batches_differ_by_at_most_one_image(tmp_path):
+    """Batch normalization would fail on a micro-batch of one image."""
+    sizes = []
+
+    def record(module, args):
+        if isinstance(module, nn.BatchNorm2d) and module.training:
+            sizes.append(len(args[0]))
+
+    with nn.modules.module.register_module_forward_pre_hook(record):
+        train(tmp_path, optimizer="sgd", model="vgg-small", batch_size=13, train_size=26, accumulate=4, max_steps=2)
+    assert set(sizes) == {3, 4, 13}  # the cost is measured with a whole batch
+    assert sizes.count(3) == 3 * sizes.count(4)
 
 
-def test_the_gradient_of_the_step_is_clipped_and_the_perturbation_is_not(tmp_path):
+def test_step_gradient_is_clipped_and_perturbation_is_not(tmp_path):
     """Without momentum, a step is at most lr times the largest norm."""
     settings = {"optimizer": "sam", "model": PLAIN, "momentum": 0.0, "weight_decay": 0.0, "lr_schedule": "constant"}
     train(tmp_path / "start", **settings, lr=0.0, max_steps=1)
@@ -65,14 +75,14 @@ def test_the_gradient_of_the_step_is_clipped_and_the_perturbation_is_not(tmp_pat
     assert moved == pytest.approx(0.01, rel=1e-4)
 
 
-def test_a_step_schedule_lowers_the_learning_rate_at_its_milestones(tmp_path):
+def test_step_schedule_lowers_learning_rate_at_milestones(tmp_path):
     train(tmp_path, lr=0.1, epochs=4, lr_schedule="step", lr_milestones=[1, 3], lr_gamma=0.5)
     assert [record["lr"] for record in epochs(tmp_path)] == pytest.approx([0.1, 0.05, 0.05, 0.025])
     config = TrainConfig(lr_schedule="step", lr_milestones=(2,), warmup_epochs=1)
     assert [lr_factor(config, step, 4) for step in (0, 3, 7, 8)] == pytest.approx([0.25, 1, 1, 0.1])
 
 
-def test_a_larger_number_of_epochs_extends_a_finished_run(tmp_path):
+def test_more_epochs_extend_finished_run(tmp_path):
     train(tmp_path, epochs=2)
     assert train(tmp_path, resume=True, epochs=3).epochs == 3
     kinds = [record["kind"] for record in read_records(tmp_path / "records.jsonl")]
@@ -81,7 +91,7 @@ def test_a_larger_number_of_epochs_extends_a_finished_run(tmp_path):
     assert (extended["epochs_before"], extended["config"]["epochs"], extended["step"]) == (2, 3, 10)
 
 
-def test_a_run_keeps_its_name(tmp_path, monkeypatch):
+def test_run_keeps_its_name(tmp_path, monkeypatch):
     from sparsesam.lab.experiment.config import RunEnvironment
     from sparsesam.lab.experiment.run import run_training
 

@@ -13,7 +13,7 @@ from tests.lab.experiment.runs import state
 
 @pytest.mark.xdist_group("ranks")  # one rendezvous at a time
 @pytest.mark.parametrize("optimizer", two_ranks.BUILDERS)
-def test_two_ranks_reach_the_weights_of_one_with_equal_masks(optimizer, tmp_path):
+def test_two_ranks_reach_weights_of_one_with_equal_masks(optimizer, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir(), two.mkdir()
     subprocess.run(
@@ -27,7 +27,7 @@ def test_two_ranks_reach_the_weights_of_one_with_equal_masks(optimizer, tmp_path
     assert len(left) == 2
     for found in left:
         assert all(torch.equal(found["masks"][name], mask) for name, mask in expected["masks"].items())
-        if optimizer == "sam-on":  # what is not perturbed comes before what is
+        if optimizer == "sam-on":  # unperturbed layers come before perturbed ones
             assert found["engine"]["engine"] == "on"
             assert "used again" in found["engine"]["1.0.weight"]
     weights = (state(folder / "run")["training"]["model"] for folder in (two, one))

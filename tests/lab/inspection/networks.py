@@ -8,7 +8,7 @@ from sparsesam.lab.data import Splits
 
 
 def linear(num_classes):
-    """The one for everything that must be quick: 650 weights, smooth."""
+    """Small and smooth, for tests that must be fast: 650 weights."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))
 
 
@@ -17,7 +17,7 @@ def normalized(num_classes):
 
 
 class _Noisy(nn.Module):
-    """Dropout that does not ask whether it is in training."""
+    """Dropout in training and evaluation mode."""
 
     def forward(self, x):
         return dropout(x, 0.5)

@@ -15,14 +15,14 @@ def epochs_of(out):
 
 
 @pytest.mark.parametrize("settings", [{"label_smoothing": 0.1}, {"ema": 0.9}], ids=["smoothed", "moving average"])
-def test_the_objective_is_the_runs_own_test_loss(tmp_path, settings):
+def test_objective_is_test_loss_of_run(tmp_path, settings):
     train(tmp_path, model=MODEL, **settings)
     objective = load_run(tmp_path, split="test", samples=None).objective
     with objective.measuring():
         assert objective.loss() == pytest.approx(epochs_of(tmp_path)[-1]["test_loss"], rel=1e-5)
 
 
-def test_the_best_weights_have_the_best_accuracy_and_the_mask_of_their_time(tmp_path):
+def test_best_weights_have_best_accuracy_and_mask_of_their_epoch(tmp_path):
     train(tmp_path, model=MODEL, optimizer="ssam-f", mask_steps=2, lr=0.5, epochs=4)
     accuracies = [record["test_accuracy"] for record in epochs_of(tmp_path)]
     run = load_run(tmp_path, split="test", samples=None, checkpoint="best", batch_size=40)
@@ -36,7 +36,7 @@ def test_the_best_weights_have_the_best_accuracy_and_the_mask_of_their_time(tmp_
     assert same(run.masks, dict(read_masks(tmp_path))[run.mask_step])
 
 
-def test_training_images_have_the_runs_noise_and_no_augmentation(tmp_path):
+def test_training_images_have_noise_of_run_and_no_augmentation(tmp_path):
     train(tmp_path / "noisy", model=MODEL, label_noise=0.5, label_smoothing=0.1, seed=3)
     run = load_run(tmp_path / "noisy", samples=None, batch_size=1000)
     [(images, labels)] = run.objective.batches
@@ -48,7 +48,7 @@ def test_training_images_have_the_runs_noise_and_no_augmentation(tmp_path):
         assert run.objective.loss() == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_the_sample_is_fixed_by_its_seed(tmp_path):
+def test_sample_is_fixed_by_seed(tmp_path):
     train(tmp_path, model=MODEL)
     first, again, other = (load_run(tmp_path, samples=10, seed=seed).objective.batches for seed in (0, 0, 1))
     assert first[0][0].shape[0] == 10
@@ -56,7 +56,7 @@ def test_the_sample_is_fixed_by_its_seed(tmp_path):
     assert not same(first, other)
 
 
-def test_the_mask_is_that_of_the_checkpoint_and_plain_runs_have_none(tmp_path):
+def test_mask_is_that_of_checkpoint_and_none_for_plain_runs(tmp_path):
     train(tmp_path / "sparse", model=MODEL, optimizer="ssam-d", sparsity=0.75, mask_steps=2)
     run = load_run(tmp_path / "sparse")
     assert same(run.masks, list(read_masks(tmp_path / "sparse"))[-1][1])
@@ -65,7 +65,7 @@ def test_the_mask_is_that_of_the_checkpoint_and_plain_runs_have_none(tmp_path):
     assert load_run(tmp_path / "plain").masks is None
 
 
-def test_an_unfinished_run_will_do(tmp_path):
+def test_unfinished_run_is_accepted(tmp_path):
     with pytest.raises(Interrupted):
         train(tmp_path, InterruptAt(7), model=MODEL)
     run = load_run(tmp_path)
@@ -73,14 +73,14 @@ def test_an_unfinished_run_will_do(tmp_path):
     assert same(dict(run.model.state_dict()), checkpoint.load(tmp_path / "last.pt")["training"]["model"])
 
 
-def test_loading_leaves_the_global_generator_alone(tmp_path):
+def test_loading_does_not_change_global_generator(tmp_path):
     train(tmp_path, model=MODEL)
     before = torch.random.get_rng_state()
     load_run(tmp_path).objective  # noqa: B018
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_a_directory_without_a_run_or_a_checkpoint_is_told(tmp_path):
+def test_directory_without_run_or_checkpoint_raises(tmp_path):
     with pytest.raises(ValueError, match=r"has no run: there is no config\.yaml"):
         load_run(tmp_path)
     train(tmp_path, model=MODEL)
@@ -89,7 +89,7 @@ def test_a_directory_without_a_run_or_a_checkpoint_is_told(tmp_path):
         load_run(tmp_path).model  # noqa: B018
 
 
-def test_a_checkpoint_that_does_not_fit_is_told_by_file_and_parameter(tmp_path):
+def test_mismatched_checkpoint_names_file_and_parameter(tmp_path):
     train(tmp_path, model=MODEL)
     config = tmp_path / "config.yaml"
     config.write_text(config.read_text().replace(MODEL, "tests.lab.inspection.networks:linear"))
@@ -97,7 +97,7 @@ def test_a_checkpoint_that_does_not_fit_is_told_by_file_and_parameter(tmp_path):
         load_run(tmp_path).model  # noqa: B018
 
 
-def test_bad_choices_are_refused(tmp_path):
+def test_invalid_choices_raise(tmp_path):
     train(tmp_path, model=MODEL)
     with pytest.raises(ValueError, match="samples must be at least 1, or null, got 0"):
         load_run(tmp_path, samples=0)

@@ -1,4 +1,4 @@
-"""The numbers of parameters in the literature. Models are built without memory, on the meta device."""
+"""Published numbers of parameters. Models are built on the meta device."""
 
 import pytest
 import torch
@@ -23,13 +23,13 @@ from sparsesam.lab.models import build_model
         ("vit-b-16", 1000, 224, 86_567_656),
     ],
 )
-def test_has_the_published_number_of_parameters(name, num_classes, image_size, published):
+def test_number_of_parameters_matches_publication(name, num_classes, image_size, published):
     with torch.device("meta"):
         model = build_model(name, num_classes, 3, image_size)
     assert sum(p.numel() for p in model.parameters()) == published
 
 
-def test_the_papers_one_block_vit_has_the_sizes_of_its_table():
+def test_papers_one_block_vit_has_sizes_of_its_table():
     with torch.device("meta"):
         parameters = dict(build_model("vit-one-block-8192").named_parameters())
     block = {name: tuple(p.shape) for name, p in parameters.items() if "blocks" in name and p.dim() == 2}
@@ -42,7 +42,7 @@ def test_the_papers_one_block_vit_has_the_sizes_of_its_table():
     assert parameters["position.table"].shape == (1, 32 * 32 + 1, 8192)
 
 
-def test_pooling_and_projection_of_the_papers_vit_can_be_chosen():
+def test_pooling_and_projection_of_papers_vit_are_options():
     with torch.device("meta"):
         names = {
             name: set(dict(build_model(f"vit-one-block-8192{name}").named_parameters()))

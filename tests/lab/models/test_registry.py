@@ -11,7 +11,7 @@ LARGE = sorted(set(MODELS) - set(SMALL))
 
 
 def mine(num_classes, image_size):
-    """A model of the user's own, named in the tests below."""
+    """A user-defined model, referred to by name below."""
     return nn.Sequential(nn.Flatten(), nn.Linear(image_size**2, num_classes))
 
 
@@ -34,7 +34,7 @@ def no_model(num_classes):
 
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize(("in_channels", "image_size"), [(1, 8), (1, 28), (3, 32)])
-def test_small_models_take_every_small_data_set(name, in_channels, image_size):
+def test_small_models_accept_every_small_data_set(name, in_channels, image_size):
     model = build_model(name, 7, in_channels, image_size)
     scores = model(torch.randn(2, in_channels, image_size, image_size, generator=torch.Generator().manual_seed(0)))
     assert scores.shape == (2, 7)
@@ -45,27 +45,27 @@ def test_small_models_take_every_small_data_set(name, in_channels, image_size):
 
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("image_size", [32, 224])
-def test_large_models_take_cifar_and_imagenet(name, image_size):
+def test_large_models_accept_cifar_and_imagenet(name, image_size):
     with torch.device("meta"):
         assert build_model(name, 100, 3, image_size)(torch.empty(2, 3, image_size, image_size)).shape == (2, 100)
 
 
-def test_names_may_be_spelled_with_underscores():
+def test_names_accept_underscores():
     assert isinstance(build_model("Small_CNN", in_channels=1), nn.Sequential)
 
 
-def test_an_unknown_name_gets_the_nearest():
+def test_unknown_name_suggests_nearest():
     with pytest.raises(ValueError, match=r"model must be one of .*, got 'resnet81'; did you mean resnet18"):
         build_model("resnet81")
 
 
-def test_takes_any_importable_function():
+def test_importable_function_is_accepted():
     assert build_model("tests.lab.models.test_registry:mine", 5, 1, 8)(torch.zeros(2, 1, 8, 8)).shape == (2, 5)
     assert build_model("tests.lab.models.test_registry:mine_with_anything", 5).out_features == 5
 
 
 @pytest.mark.parametrize("name", ["no_such_module:function", "tests.lab.models.test_registry:no_such"])
-def test_a_function_that_is_not_there_is_said(name):
+def test_missing_function_raises(name):
     with pytest.raises(ValueError, match=f"model must be an importable module:function, got '{name}'"):
         build_model(name)
 
@@ -79,7 +79,7 @@ def test_a_function_that_is_not_there_is_said(name):
         ("SMALL", "must be a function, got list"),
     ],
 )
-def test_a_function_that_builds_no_classifier_is_refused(name, message):
+def test_function_that_builds_no_classifier_raises(name, message):
     with pytest.raises(ValueError, match=f"{name} {message}"):
         build_model(f"tests.lab.models.test_registry:{name}")
 
@@ -90,7 +90,7 @@ def test_sizes_must_be_positive(argument):
         build_model("small-cnn", **{argument: 0})
 
 
-def test_models_of_timm_are_built_by_name():
+def test_timm_models_are_built_by_name():
     pytest.importorskip("timm")
     assert build_model("timm/resnet18", 7, 1, 32)(torch.zeros(2, 1, 32, 32)).shape == (2, 7)
     assert build_model("timm/vit_tiny_patch16_224", 7, 3, 32)(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
@@ -98,7 +98,7 @@ def test_models_of_timm_are_built_by_name():
         build_model("timm/resnet_18")
 
 
-def test_timm_is_asked_for_by_name(monkeypatch):
+def test_missing_timm_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(ImportError, match="timm/resnet18 needs timm: pip install timm"):
         build_model("timm/resnet18")

@@ -5,35 +5,35 @@ from sparsesam.lab.models import resnet18, wide_resnet
 from sparsesam.lab.models.resnet import PreActivationBlock
 
 
-def test_stem_keeps_the_resolution():
+def test_stem_keeps_resolution():
     stem = resnet18()[:3]
     assert stem(torch.zeros(1, 3, 32, 32)).shape == (1, 64, 32, 32)
 
 
-def test_every_parameter_receives_a_gradient():
+def test_every_parameter_receives_gradient():
     model = resnet18()
     model(torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))).square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 
 
-def test_large_images_get_the_imagenet_stem():
+def test_large_images_use_imagenet_stem():
     with torch.device("meta"):
         stem = resnet18(image_size=224)[:4]
         assert stem(torch.empty(1, 3, 224, 224)).shape == (1, 64, 56, 56)
 
 
-def test_the_names_of_the_parts_are_the_usual_ones():
+def test_submodules_have_usual_names():
     parts = {name.partition(".")[0] for name, _ in resnet18().named_parameters()}
     assert parts == {"conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "fc"}
 
 
-def test_convolutions_start_as_he_et_al_say():
+def test_convolutions_use_he_initialization():
     torch.manual_seed(0)
     weight = resnet18().layer4[1].conv2.weight
     assert abs(weight.std().item() / (2 / (512 * 9)) ** 0.5 - 1) < 0.01
 
 
-def test_where_the_shape_stays_the_shortcut_is_the_input():
+def test_shortcut_is_input_where_shape_stays():
     block = PreActivationBlock(4, 4, 1).eval()
     torch.nn.init.zeros_(block.conv2.weight)
     x = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -52,6 +52,6 @@ def test_stages_widen_and_halve():
     assert shapes == [(32, 32, 32), (64, 16, 16), (128, 8, 8)]
 
 
-def test_refuses_a_depth_that_no_blocks_make():
+def test_impossible_depth_raises():
     with pytest.raises(ValueError, match=r"depth must be 6 n \+ 4 .* got 20"):
         wide_resnet(20, 2)

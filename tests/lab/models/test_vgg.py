@@ -4,7 +4,7 @@ from torch import nn
 from sparsesam.lab.models import build_model, small_cnn
 
 
-def test_small_images_get_one_linear_layer_and_large_ones_the_published_head():
+def test_small_images_use_one_linear_layer_and_large_ones_published_head():
     with torch.device("meta"):
         small, large = build_model("vgg11-bn"), build_model("vgg11-bn", 1000, image_size=224)
     assert isinstance(small.classifier, nn.Linear)
@@ -17,12 +17,12 @@ def test_has_eight_normalized_convolutions():
     assert kinds.count(nn.Conv2d) == kinds.count(nn.BatchNorm2d) == 8
 
 
-def test_no_pool_is_left_to_shrink_a_single_pixel():
+def test_single_pixel_is_not_pooled():
     with torch.device("meta"):
         assert build_model("vgg11-bn", in_channels=1, image_size=8)(torch.empty(2, 1, 8, 8)).shape == (2, 10)
 
 
-def test_the_published_head_can_be_had_on_small_images():
+def test_published_head_is_available_for_small_images():
     with torch.device("meta"):
         model = build_model("vgg11-bn-4096")
         layers = [(one.in_features, one.out_features) for one in model.classifier if isinstance(one, nn.Linear)]

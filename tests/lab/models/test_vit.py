@@ -17,14 +17,14 @@ def test_attention_is_softmax_of_scaled_products():
     assert torch.allclose(attention(x), attention.proj(torch.cat(heads, dim=-1)))
 
 
-def test_every_matrix_belongs_to_a_plain_layer():
+def test_every_matrix_belongs_to_plain_layer():
     modules = dict(build_model("vit-tiny-small").named_modules())
     owners = {type(module).__name__ for module in modules.values() for _ in module.parameters(recurse=False)}
     assert owners == {"Conv2d", "Linear", "LayerNorm", "ClassToken", "PositionEmbedding"}
     assert not any(isinstance(module, nn.MultiheadAttention) for module in modules.values())
 
 
-def test_the_order_of_patches_matters_only_through_their_positions():
+def test_order_of_patches_matters_only_through_positions():
     torch.manual_seed(0)
     model = vit(4, 1, 8, patch_size=4, dim=12, depth=2, heads=3).eval()
     images = torch.randn(2, 1, 8, 8)
@@ -34,17 +34,17 @@ def test_the_order_of_patches_matters_only_through_their_positions():
     assert torch.allclose(model(images), model(swapped), atol=1e-6)
 
 
-def test_patches_must_tile_the_image():
+def test_patches_must_tile_image():
     with pytest.raises(ValueError, match="image_size must be a multiple of the patch size 16, got 40"):
         build_model("vit-b-16", image_size=40)
 
 
-def test_heads_must_divide_the_dimension():
+def test_heads_must_divide_dimension():
     with pytest.raises(ValueError, match="heads must divide dim, got heads=5 for dim=12"):
         vit(4, 1, 8, patch_size=4, dim=12, depth=1, heads=5)
 
 
-def test_the_head_may_look_at_the_mean_over_the_patches():
+def test_head_can_use_mean_over_patches():
     torch.manual_seed(0)
     model = vit(4, 1, 8, patch_size=4, dim=12, depth=1, heads=3, pool="mean", projects=False).eval()
     images = torch.randn(2, 1, 8, 8)

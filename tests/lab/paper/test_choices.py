@@ -14,7 +14,7 @@ def mark_of(label, name, value):
 
 
 @pytest.mark.parametrize("label", recipes())
-def test_every_setting_of_every_recipe_is_marked(label):
+def test_every_setting_of_every_recipe_has_source(label):
     one = recipe(label).at("full")
     marked = {(choice.name, value) for choice in settings_of(one) for value in choice.values}
     for row, column in one.cells:
@@ -41,11 +41,11 @@ def test_every_setting_of_every_recipe_is_marked(label):
         ("corruption", "corruption", "mixed", "ours, because"),
     ],
 )
-def test_where_settings_come_from(label, name, value, mark):
+def test_sources_of_settings(label, name, value, mark):
     assert mark_of(label, name, value).startswith(mark)
 
 
-def test_what_the_issue_lists_is_said():
+def test_choices_beyond_settings_are_listed():
     names = {choice.name for one in recipes().values() for choice in other_choices(one.at("full"))}
     assert names == {one["name"] for one in read_choices()["choices"]}
     for name in (
@@ -62,30 +62,30 @@ def test_what_the_issue_lists_is_said():
         assert name in names
 
 
-def test_a_setting_means_nothing_where_it_has_no_effect():
+def test_settings_without_effect_are_not_listed():
     settings = {choice.name for choice in settings_of(recipe("rho-imagenet").at("full"))}
     assert "rho" in settings
     assert not settings & {"fisher_samples", "drop", "sparsity", "betas", "corruption", "seed"}
 
 
-def test_rules_are_about_settings_that_there_are():
+def test_rules_refer_to_existing_settings():
     fields = {one.name for one in dataclasses.fields(TrainConfig)}
     assert set(read_choices()["settings"]) <= fields
 
 
-def test_a_value_that_nothing_is_said_about_is_refused():
+def test_value_without_source_raises():
     one = recipe("rho-imagenet").at("full")
     full = {**one.full, "settings": {**one.full["settings"], "nesterov": True}}
     with pytest.raises(ValueError, match="does not say where nesterov=True comes from"):
         settings_of(dataclasses.replace(one, full=full))
 
 
-def test_what_is_overridden_is_ours():
+def test_overridden_settings_are_ours():
     (choice,) = [one for one in settings_of(recipe("rho-imagenet").at("full", {"epochs": 3})) if one.name == "epochs"]
     assert (choice.values, choice.mark) == (("3",), "ours, because --set says so")
 
 
-def test_the_command_shows_marks_choices_and_what_the_text_leaves_open(capsys, monkeypatch):
+def test_command_shows_sources_choices_and_open_questions(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["paper", "show", "table 4", "--scale", "full"]) == 0
     printed = capsys.readouterr().out

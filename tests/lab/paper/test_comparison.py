@@ -11,7 +11,7 @@ def compared(tmp_path, values, label="mask-strategy", measure="test_accuracy", *
     return RecipeRuns(one, jobs)
 
 
-def test_ours_with_an_interval_beside_the_paper_s(tmp_path):
+def test_ours_with_interval_beside_papers(tmp_path):
     drawn = compared(tmp_path, SEEDS | APART).table()
     assert drawn.title.startswith("Table 9")
     assert list(drawn.columns[1].cells)[:3] == ["81.00 (78.52 to 83.48)", "91.10 (88.37 to 93.83)", "–"]
@@ -19,7 +19,7 @@ def test_ours_with_an_interval_beside_the_paper_s(tmp_path):
     assert drawn.caption == "6 of 21 runs"
 
 
-def test_what_was_overridden_and_what_the_laptop_changes_is_said(tmp_path):
+def test_overrides_and_laptop_settings_are_listed(tmp_path):
     words = " ".join(compared(tmp_path, SEEDS, epochs=2).sentences())
     assert "Overridden by --set in every run: epochs=2." in words
     assert "30 % of the training labels are wrong" in words
@@ -28,31 +28,31 @@ def test_what_was_overridden_and_what_the_laptop_changes_is_said(tmp_path):
     assert "Overridden" not in " ".join(compared(tmp_path / "other", {}).sentences())
 
 
-def test_rows_that_the_seeds_cannot_tell_apart_are_named(tmp_path):
+def test_rows_that_seeds_cannot_distinguish_are_named(tmp_path):
     (sentence,) = [one for one in compared(tmp_path, SEEDS | APART | ALIKE).sentences() if one.startswith("digits")]
     assert sentence == (
         "digits: SAM is best, but does not differ significantly from SSAM-F random mask with these seeds."
     )
 
 
-def test_rows_that_are_all_apart_are_said_to_be(tmp_path):
+def test_rows_that_all_differ_are_reported(tmp_path):
     (sentence,) = [one for one in compared(tmp_path, SEEDS | APART).sentences() if one.startswith("digits")]
     assert sentence == "digits: SAM is best; it differs significantly from every other row."
 
 
-def test_one_seed_tells_nothing_apart(tmp_path):
-    told = list(compared(tmp_path, {("sgd", 0): 0.8, ("sam", 0): 0.9}).sentences())
-    assert any("one seed shows no significant difference" in one for one in told)
-    assert any("one seed has no interval" in one for one in told)
+def test_one_seed_distinguishes_nothing(tmp_path):
+    sentences = list(compared(tmp_path, {("sgd", 0): 0.8, ("sam", 0): 0.9}).sentences())
+    assert any("one seed shows no significant difference" in one for one in sentences)
+    assert any("one seed has no interval" in one for one in sentences)
 
 
-def test_times_say_how_they_were_measured(tmp_path):
+def test_times_state_how_they_were_measured(tmp_path):
     values = {("sam", 0): 3.0, ("ssam-f", 0): 1.5}
-    told = compared(tmp_path, values, "nm_vit", "warm_seconds_per_step")
-    assert any(one.startswith("Times are measured in separate short runs") for one in told.sentences())
-    assert list(told.table().columns[2].cells) == ["×1.00", "×2.00", "×2.00"]
-    assert list(told.table().columns[4].cells) == ["×1", "×1.2", "×1.2"]
+    comparison = compared(tmp_path, values, "nm_vit", "warm_seconds_per_step")
+    assert any(one.startswith("Times are measured in separate short runs") for one in comparison.sentences())
+    assert list(comparison.table().columns[2].cells) == ["×1.00", "×2.00", "×2.00"]
+    assert list(comparison.table().columns[4].cells) == ["×1", "×1.2", "×1.2"]
 
 
-def test_what_the_text_leaves_open_is_said(tmp_path):
+def test_open_questions_of_text_are_listed(tmp_path):
     assert any("The text names two units" in one for one in compared(tmp_path, {}, "cifar_structure").sentences())

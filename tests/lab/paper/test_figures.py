@@ -34,7 +34,7 @@ def few_points(monkeypatch):
 
 
 @pytest.mark.parametrize("label", DRAWN)
-def test_each_figure_is_trained_analysed_and_drawn(label, tmp_path, capsys, few_points):
+def test_each_figure_is_trained_analyzed_and_drawn(label, tmp_path, capsys, few_points):
     file = tmp_path / "figure.png"
     assert main(["paper", "run", label, *SMOKE, "--out", str(tmp_path), "--plot", str(file)]) == 0
     assert file.read_bytes().startswith(b"\x89PNG")
@@ -44,7 +44,7 @@ def test_each_figure_is_trained_analysed_and_drawn(label, tmp_path, capsys, few_
 
 
 @pytest.mark.parametrize(("scale", "dotted"), [("laptop", False), ("full", True)])
-def test_accuracy_against_sparsity_has_a_line_for_each_method_and_the_papers_dotted(tmp_path, scale, dotted):
+def test_accuracy_against_sparsity_has_line_per_method_and_papers_dotted(tmp_path, scale, dotted):
     chosen = recipes()["sparsity-acc"].at(scale)
     jobs = chosen.sweep([0, 1]).jobs(tmp_path)
     for place, job in enumerate(jobs):
@@ -59,11 +59,11 @@ def test_accuracy_against_sparsity_has_a_line_for_each_method_and_the_papers_dot
     assert any(one.faint for one in series.values()) is dotted
 
 
-def test_every_drawing_belongs_to_a_recipe():
+def test_every_drawing_belongs_to_recipe():
     assert {one.figure for one in recipes().values()} - {None} == {*FIGURES, "corruption"}
 
 
-def test_an_analysis_is_kept_and_made_anew_when_the_run_is_another(tmp_path, few_points):
+def test_analysis_is_kept_until_run_changes(tmp_path, few_points):
     command = ["paper", "run", "hessian", *SMOKE, "--out", str(tmp_path)]
     main(command)
     files = sorted(tmp_path.glob("*/analyses/hessian.json"))
@@ -77,7 +77,7 @@ def test_an_analysis_is_kept_and_made_anew_when_the_run_is_another(tmp_path, few
     assert json.loads(files[0].read_text())["made"]["step"] == content["made"]["step"]
 
 
-def test_pictures_are_refused_before_anything_is_trained(tmp_path, capsys):
+def test_unsupported_plots_are_rejected_before_training(tmp_path, capsys):
     assert main(["paper", "run", "hessian", "--plot", "figure.gif", "--out", str(tmp_path)]) == 2
     assert "plot must end in .png" in capsys.readouterr().err
     assert main(["paper", "run", "table 9", "--plot", "figure.png", "--out", str(tmp_path)]) == 2

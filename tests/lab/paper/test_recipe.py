@@ -14,7 +14,7 @@ SCALES = ("laptop", "full")
 
 @pytest.mark.parametrize("label", recipes())
 @pytest.mark.parametrize("scale", SCALES)
-def test_every_cell_is_a_run_that_exists(label, scale):
+def test_every_cell_is_valid_run(label, scale):
     one = recipe(label).at(scale)
     for row, column in one.cells:
         assert len(one.rows[row]["paper"]) <= len(one.at("full").columns)
@@ -26,7 +26,7 @@ def test_every_cell_is_a_run_that_exists(label, scale):
         assert scale == "full" or config.dataset == "digits"
 
 
-def test_the_paper_s_hyper_parameters_at_full_scale():
+def test_papers_hyperparameters_at_full_scale():
     resnet = recipe("resnet_cifar").at("full")
     c10, c100, *_ = resnet.columns
     sam = resnet.config("SAM", c100)
@@ -41,13 +41,13 @@ def test_the_paper_s_hyper_parameters_at_full_scale():
     assert noise.config("SAM", noise.columns[0]).augment == "no-cutout"
 
 
-def test_the_paper_s_numbers():
+def test_papers_numbers():
     assert recipe("resnet_cifar").rows["SSAM-F 50 %"]["paper"] == [96.81, 81.24, 97.71, 85.16]
     assert recipe("mask-strategy").rows["SSAM-D drop the sharpest"]["paper"] == [76.68]
     assert recipe("ablation-num-samples").rows["90 % N_F 4096"]["paper"] == [96.59, 110.65]
 
 
-def test_columns_that_measure_the_same_runs_add_none():
+def test_columns_that_measure_same_runs_add_none():
     one = recipe("smallbsz4ga")
     variants = one.sweep([0]).variants
     assert len(variants) == 12  # time and speed are of the same six runs
@@ -55,7 +55,7 @@ def test_columns_that_measure_the_same_runs_add_none():
 
 
 @pytest.mark.parametrize("label", recipes())
-def test_times_come_from_short_runs_of_their_own(label):
+def test_times_come_from_separate_short_runs(label):
     for one in (recipe(label).at(scale) for scale in SCALES):
         timed = one.timed()
         assert all(config.max_steps is not None for config in timed)
@@ -76,14 +76,14 @@ def results_of(tmp_path, label, values, measure="test_accuracy", settings=None, 
     return one, jobs
 
 
-def test_ours_are_the_mean_over_the_seeds_with_its_interval(tmp_path):
+def test_ours_are_mean_over_seeds_with_interval(tmp_path):
     one, jobs = results_of(tmp_path, "mask-strategy", {("sam", 0): 0.5, ("sam", 1): 0.7})
     cell = RecipeRuns(one, jobs).numbers()["SAM", "digits"]
     assert (cell.mean, len(cell.values)) == (pytest.approx(0.6), 2)
     assert str(cell) == "60.00 (0.00 to 100.00)"
 
 
-def test_a_speed_is_the_reference_s_time_divided_by_one_s_own(tmp_path):
+def test_speed_is_time_of_reference_divided_by_own(tmp_path):
     values = {("sam", 0): 3.0, ("ssam-f", 0): 1.5}
     one, jobs = results_of(tmp_path, "nm_vit", values, "warm_seconds_per_step")
     seconds, speed = one.columns
@@ -93,8 +93,8 @@ def test_a_speed_is_the_reference_s_time_divided_by_one_s_own(tmp_path):
     assert one.rows["SSAM-F implicit 2:4"]["paper"] == [3.53, 1.2]
 
 
-def test_table_4_has_rows_for_both_units_of_the_text():
-    """Whole tensors cannot reach any sparsity, filters can."""
+def test_table_4_has_rows_for_both_units_of_text():
+    """Whole tensors cannot reach every sparsity, filters can."""
     one = recipe("cifar_structure").at("full")
     assert {one.config(row, one.columns[0]).pattern for row in one.row_labels[2:]} == {"filter", "tensor"}
     assert one.rows["SSAM-F explicit 98 %, by filter"]["paper"] == one.rows["SSAM-F explicit 98 %, by tensor"]["paper"]
@@ -111,7 +111,7 @@ def test_table_4_has_rows_for_both_units_of_the_text():
     assert worst["tensor"] > 1e-2
 
 
-def test_sparsity_acc_has_the_rows_of_the_paper_s_tables_and_no_others():
+def test_sparsity_acc_has_only_rows_of_papers_tables():
     one = recipe("sparsity-acc").at("full")
     assert [row for row in one.row_labels if row.startswith("SSAM-F")] == [
         f"SSAM-F {share} %" for share in (50, 80, 90, 95, 98, 99)
@@ -123,13 +123,13 @@ def test_sparsity_acc_has_the_rows_of_the_paper_s_tables_and_no_others():
         assert one.rows[row]["paper"][:2] == resnet.rows[row]["paper"][2:]
 
 
-def test_the_timed_vit_runs_in_the_precision_that_sparse_tensor_cores_have():
+def test_timed_vit_uses_precision_of_sparse_tensor_cores():
     for label in ("nm_vit", "speedup"):
         one = recipe(label).at("full")
         assert {one.config(row, column).precision for row, column in one.cells} == {"bf16"}
 
 
-def test_the_vit_is_trained_as_in_its_table():
+def test_vit_training_matches_its_table():
     one = recipe("nm_vit").at("full")
     config = one.config("SAM", one.columns[0])
     assert (config.epochs, config.batch_size, config.base, config.lr) == (10, 16, "adam", 1e-3)
@@ -154,18 +154,18 @@ def test_the_vit_is_trained_as_in_its_table():
         ("Tab. 13", "ablation-num-samples"),
     ],
 )
-def test_names_that_people_look_for(name, label):
+def test_recipes_are_found_by_common_names(name, label):
     assert recipe(name).label == label
 
 
-def test_no_two_recipes_answer_to_one_name():
+def test_names_of_recipes_are_unique():
     names = [name for one in recipes().values() for name in one.names]
     assert len(names) == len(set(names))
     for one in recipes().values():
         assert all(recipe(name) is one for name in one.names)
 
 
-def test_an_unknown_name_suggests_the_nearest():
+def test_unknown_name_suggests_nearest():
     with pytest.raises(ValueError, match="did you mean nm_cifar"):
         recipe("nm_cfar")
     with pytest.raises(ValueError, match="did you mean hessian"):
@@ -181,13 +181,13 @@ def test_an_unknown_name_suggests_the_nearest():
         ("mask-strategy", "seed", "use --seeds for the number"),
     ],
 )
-def test_what_rows_or_columns_vary_cannot_be_set(label, name, words):
+def test_settings_varied_by_rows_or_columns_cannot_be_set(label, name, words):
     with pytest.raises(ValueError, match=words):
         recipe(label).at("laptop", {name: 0.5}).check_overrides()
     recipe(label).at("laptop", {"epochs": 2}).check_overrides()
 
 
-def test_figures_that_need_the_same_networks_share_them():
+def test_figures_that_need_same_networks_share_them():
     assert recipe("hessian").directory == recipe("landscape").directory
     assert recipe("hessian").at("full").sweep([0]).variants == recipe("landscape").at("full").sweep([0]).variants
     assert recipe("sparsity-acc").at("full").directory.parts[-2:] == ("sparsity-acc", "full")
@@ -196,16 +196,16 @@ def test_figures_that_need_the_same_networks_share_them():
 @pytest.mark.parametrize(
     ("label", "name", "value"), [("rho-imagenet", "optimizer", "sgd"), ("ablation-update-mask", "mask_steps", 2)]
 )
-def test_a_setting_that_makes_rows_the_same_run_is_refused(label, name, value):
+def test_setting_that_makes_rows_identical_raises(label, name, value):
     with pytest.raises(ValueError, match="several cells would show the same run"):
         recipe(label).at("laptop", {name: value}).check_overrides()
 
 
-def test_a_figure_and_a_table_of_one_label_are_told_apart_by_the_prefix_in_the_paper():
+def test_figure_and_table_of_one_label_differ_by_prefix():
     assert recipe("fig:corruption").place == "Figure 3"
     assert recipe("tab:corruption").place == recipe("corruption").place == "Table 8"
 
 
-def test_notes_about_the_full_scale_are_not_printed_at_another():
+def test_notes_about_full_scale_are_printed_only_there():
     assert any("4096" in note for note in recipe("vgg_cifar").at("full").remarks)
     assert not any("4096" in note for note in recipe("vgg_cifar").remarks)

@@ -74,7 +74,7 @@ def write_analysis(run, name, result, **made):
 
 
 def write_every_analysis(run):
-    """All that `sparsesam analyze` writes."""
+    """Everything that `sparsesam analyze` writes."""
     for name, result in analyses().items():
         write_analysis(run, name, result, **({"other": str(run)} if name == "landscape-between" else {}))
 

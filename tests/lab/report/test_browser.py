@@ -1,4 +1,4 @@
-"""The page as a reader has it, in a headless Chromium."""
+"""The page as a reader sees it, in headless Chromium."""
 
 import csv
 import io
@@ -24,7 +24,7 @@ OPTIONS = [
     "--disable-component-update",
     "--disable-sync",
     "--disable-gpu",
-    "--enable-unsafe-swiftshader",  # surfaces need WebGL, and there is no graphics card
+    "--enable-unsafe-swiftshader",  # surfaces need WebGL, and there is no GPU
 ]
 EVIL = "<script>window.harmed = true</script><img src=x onerror='window.harmed = true'>"
 
@@ -42,7 +42,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Every section has something to show, and a model has a name that would do harm as HTML."""
+    """Runs with content for every section, and a model whose name contains HTML."""
     folder = tmp_path_factory.mktemp("runs")
     for seed in range(2):
         write_run(folder / f"sgd{seed}", optimizer="sgd", seed=seed, accuracy=0.80 + seed / 50, model=EVIL)
@@ -66,26 +66,26 @@ def report(runs, tmp_path_factory):
 
 
 class Reader:
-    """Opens pages, and remembers what they complained about and what they asked the network for."""
+    """Opens pages, and records their errors and network requests."""
 
     def __init__(self, browser):
-        self.browser, self.contexts, self.told = browser, [], []
+        self.browser, self.contexts, self.events = browser, [], []
 
     def open(self, path, **options):
         usual = {"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"}
         self.contexts.append(self.browser.new_context(**{**usual, **options}))
         page = self.contexts[-1].new_page()
-        page.set_default_timeout(90_000)  # without a graphics card and beside other work, a surface takes its time
-        page.on("console", lambda message: self.told.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: self.told.append(str(error)))
-        page.on("request", lambda request: self.told.append(request.url) if _is_elsewhere(request.url) else None)
+        page.set_default_timeout(90_000)  # without a GPU and under load, a surface takes long to draw
+        page.on("console", lambda message: self.events.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: self.events.append(str(error)))
+        page.on("request", lambda request: self.events.append(request.url) if _is_elsewhere(request.url) else None)
         page.goto(path.as_uri())
         return page
 
     def close(self):
         for context in self.contexts:
             context.close()
-        assert self.told == []
+        assert self.events == []
 
 
 def _is_elsewhere(url):
@@ -138,7 +138,7 @@ def test_every_figure_is_drawn(drawn, runs):
     for figure in figures:
         marks = drawn.locator(f"#figure-{figure.name}").locator(MARKS[figure.kind])
         assert marks.count() > 0, figure.name
-    # A canvas could be empty: the surface has many colours.
+    # A canvas could be empty: the surface has many colors.
     shot = drawn.locator("#figure-landscape-2d-surface .plot").screenshot()
     assert len(_colors(shot)) > 200
 
@@ -149,13 +149,13 @@ def _colors(png):
     return Image.open(io.BytesIO(png)).convert("RGB").resize((200, 200)).getcolors(40_000)
 
 
-def test_names_of_runs_do_no_harm(drawn):
+def test_names_of_runs_are_escaped(drawn):
     assert drawn.evaluate("window.harmed") is None
     assert drawn.locator("h1").inner_text() == EVIL
     assert drawn.locator("img").count() == 0
 
 
-def test_tables_sort_by_their_headings_with_the_keyboard_too(drawn):
+def test_tables_sort_by_headings_also_with_keyboard(drawn):
     heading = drawn.locator("#table-accuracy th", has=drawn.get_by_role("button", name="test accuracy", exact=True))
     names = drawn.locator("#table-accuracy tbody th")
     heading.get_by_role("button").click()
@@ -167,14 +167,14 @@ def test_tables_sort_by_their_headings_with_the_keyboard_too(drawn):
     assert names.all_inner_texts() == ["SSAM-F", "SAM", "SGD"]
 
 
-def test_rows_without_a_number_sort_last(drawn):
+def test_rows_without_number_sort_last(drawn):
     sparsity = drawn.locator("#table-accuracy").get_by_role("button", name="sparsity")
     for _ in range(2):
         sparsity.click()
         assert drawn.locator("#table-accuracy tbody th").all_inner_texts()[-1] == "SGD"
 
 
-def test_the_theme_follows_the_system_and_the_button(opened, report):
+def test_theme_follows_system_and_button(opened, report):
     page = opened(report, color_scheme="dark")
     background = "getComputedStyle(document.body).backgroundColor"
     line = "getComputedStyle(document.querySelector('#figure-accuracy-against-cost .xtick text')).fill"
@@ -216,11 +216,11 @@ def overlap(first, second):
     return first[0] < second[2] and second[0] < first[2] and first[1] < second[3] and second[1] < first[3]
 
 
-def test_the_page_scrolls_only_downwards(looked_at):
+def test_page_scrolls_only_vertically(looked_at):
     assert looked_at.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
 
 
-def test_title_plot_legend_and_caption_of_a_figure_do_not_overlap(looked_at):
+def test_title_plot_legend_and_caption_do_not_overlap(looked_at):
     parts = {selector: boxes(looked_at, selector) for selector in (".bar h4", ".plot", ".legend", "figcaption")}
     for figure in parts[".plot"]:
         present = [box for found in parts.values() for box in found[figure]]
@@ -228,7 +228,7 @@ def test_title_plot_legend_and_caption_of_a_figure_do_not_overlap(looked_at):
             assert not any(overlap(box, other) for other in present[:place]), figure
 
 
-def test_every_text_of_a_chart_is_within_its_figure(looked_at):
+def test_texts_of_chart_are_within_figure(looked_at):
     texts, frames = boxes(looked_at, ".plot svg text"), boxes(looked_at, ".plot")
     assert sum(map(len, texts.values())) > 100
     for figure, found in texts.items():
@@ -240,7 +240,7 @@ def test_every_text_of_a_chart_is_within_its_figure(looked_at):
             assert box[3] <= bottom + 1, figure
 
 
-def test_ticks_do_not_run_into_each_other(looked_at):
+def test_ticks_do_not_overlap(looked_at):
     for selector in (".xtick text", ".ytick text"):
         for figure, found in boxes(looked_at, selector).items():
             if "layers" not in figure and "terms" not in figure:  # names at an angle, whose boxes are too large
@@ -249,7 +249,7 @@ def test_ticks_do_not_run_into_each_other(looked_at):
                     assert not any(overlap(box, other) for other in inner[:place]), figure
 
 
-def test_the_word_beside_the_recommended_point_covers_no_other_point(looked_at):
+def test_label_of_recommended_point_covers_no_other_point(looked_at):
     figure = "accuracy-against-cost"
     (word,) = boxes(looked_at, ".annotation-text-g")[figure]
     points = boxes(looked_at, ".scatterlayer path.point")[figure]
@@ -257,7 +257,7 @@ def test_the_word_beside_the_recommended_point_covers_no_other_point(looked_at):
     assert not any(overlap(word, point) for point in points)
 
 
-def test_the_swatches_of_a_legend_differ(looked_at):
+def test_swatches_of_legend_differ(looked_at):
     script = """() => [...document.querySelectorAll(".legend")].map(legend =>
         [...legend.querySelectorAll("svg")].map(swatch => swatch.innerHTML))"""
     legends = [swatches for swatches in looked_at.evaluate(script) if swatches]
@@ -266,7 +266,7 @@ def test_the_swatches_of_a_legend_differ(looked_at):
         assert len(set(swatches)) == len(swatches)
 
 
-def test_the_first_screen_has_the_accuracy_and_the_chart(opened, tmp_path):
+def test_first_screen_has_accuracy_and_chart(opened, tmp_path):
     for optimizer, accuracy in (("sgd", 0.8), ("sam", 0.95)):
         write_run(tmp_path / "runs" / optimizer, optimizer=optimizer, accuracy=accuracy, label_noise=0.3)
     write_report([tmp_path / "runs"], tmp_path / "report.html")
@@ -281,7 +281,7 @@ def test_the_first_screen_has_the_accuracy_and_the_chart(opened, tmp_path):
         assert plot["y"] + plot["height"] < height
 
 
-def test_hashes_stay_in_one_piece(looked_at):
+def test_hashes_do_not_wrap(looked_at):
     script = """() => [...document.querySelectorAll("#table-runs tbody th, #table-origins td")].map(cell => {
         const range = document.createRange();
         range.selectNodeContents(cell);
@@ -289,12 +289,12 @@ def test_hashes_stay_in_one_piece(looked_at):
     assert set(looked_at.evaluate(script)) == {1}
 
 
-def test_epochs_are_whole(looked_at):
+def test_epochs_are_integers(looked_at):
     epochs = looked_at.locator("#figure-test-accuracy .xtick text").all_text_contents()
     assert epochs == ["1", "2", "3"]
 
 
-def test_tools_appear_only_under_the_pointer(opened, report):
+def test_tools_appear_only_on_hover(opened, report):
     page = opened(report, **DESKTOP)
     figure = page.locator("figure").first
     figure.locator(".main-svg").first.wait_for(state="attached")
@@ -320,7 +320,7 @@ def test_svg_and_csv_are_saved(drawn):
     assert rows[1:] == [["SGD", "1", "81"], ["SAM", "2", "90"], ["SSAM-F", "2", "95"]]
 
 
-def test_a_surface_is_saved_and_turned_with_the_keyboard(drawn):
+def test_surface_is_saved_and_rotated_with_keyboard(drawn):
     figure = drawn.locator("#figure-landscape-2d-surface")
     eye = "document.querySelector('#figure-landscape-2d-surface .plot').layout.scene.camera.eye.x"
     before = drawn.evaluate(eye)
@@ -346,7 +346,7 @@ def test_series_can_be_hidden_and_panels_chosen(drawn):
     assert drawn.evaluate("document.querySelector('#figure-mask-density .plot').data[0].name") == "SSAM-F"
 
 
-def test_the_first_tab_leads_past_the_navigation(opened, report):
+def test_first_tab_skips_navigation(opened, report):
     page = opened(report)
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
@@ -355,7 +355,7 @@ def test_the_first_tab_leads_past_the_navigation(opened, report):
     assert page.evaluate("document.getElementById('main').contains(document.activeElement)")
 
 
-def test_on_paper_everything_is_drawn_in_light(opened, runs, tmp_path):
+def test_print_shows_everything_in_light_theme(opened, runs, tmp_path):
     write_report([runs / "sgd0", runs / "sam0"], tmp_path / "report.html")
     page = opened(tmp_path / "report.html", color_scheme="dark", viewport={"width": 1280, "height": 300})
     assert page.locator("figure:not(:has(.main-svg))").count() > 0
@@ -364,7 +364,7 @@ def test_on_paper_everything_is_drawn_in_light(opened, runs, tmp_path):
     assert page.locator("figure:not(:has(.main-svg))").count() == 0
 
 
-def test_a_hundred_runs_are_a_page_below_10_mb_that_opens(opened, tmp_path):
+def test_page_of_hundred_runs_is_below_10_mb_and_opens(opened, tmp_path):
     write_runs(tmp_path / "runs", runs=100, epochs=100)
     path = tmp_path / "report.html"
     write_report([tmp_path / "runs"], path)

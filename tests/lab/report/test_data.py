@@ -20,7 +20,7 @@ def with_passes(path, passes):
     return path
 
 
-def test_times_of_runs_that_were_not_measured_together_are_not_compared(tmp_path):
+def test_times_not_measured_together_are_not_compared(tmp_path):
     found, values = cost(
         write_run(tmp_path / "a", optimizer="sgd", seconds=2.0),
         write_run(tmp_path / "b", optimizer="sam", seconds=1.5),
@@ -30,7 +30,7 @@ def test_times_of_runs_that_were_not_measured_together_are_not_compared(tmp_path
     assert "not in time" in found.explanation
 
 
-def test_times_of_a_calibration_are_compared(tmp_path):
+def test_times_of_calibration_are_compared(tmp_path):
     runs = [write_run(tmp_path / name, optimizer=name, seed=3) for name in ("sgd", "sam")]
     write_calibration(tmp_path, runs, [2.0, 3.5])
     found, values = cost(*runs)
@@ -39,20 +39,20 @@ def test_times_of_a_calibration_are_compared(tmp_path):
     assert "measured together, in turns on a chip" in found.explanation
 
 
-def test_a_longer_run_costs_more(tmp_path):
+def test_longer_run_costs_more(tmp_path):
     runs = [write_run(tmp_path / str(epochs), optimizer="sgd", epochs=epochs) for epochs in (3, 6)]
     assert sorted(cost(*runs)[1].values()) == [1.0, 2.0]
     write_calibration(tmp_path, runs, [2.0, 2.0])
     assert sorted(cost(*runs)[1].values()) == [1.0, 2.0]
 
 
-def test_a_calibration_that_lacks_a_variant_is_not_mixed_with_other_times(tmp_path):
+def test_calibration_that_lacks_variant_is_not_mixed_with_other_times(tmp_path):
     runs = [write_run(tmp_path / name, optimizer=name) for name in ("sgd", "sam", "asam")]
     write_calibration(tmp_path, runs[:2], [2.0, 3.5])
     assert cost(*runs)[1] == {"SGD": 1.0, "SAM": 2.0, "ASAM": 2.0}
 
 
-def test_passes_are_those_that_were_counted(tmp_path):
+def test_counted_passes_are_used(tmp_path):
     found, values = cost(
         with_passes(write_run(tmp_path / "a", optimizer="sgd"), 0.9),
         with_passes(write_run(tmp_path / "b", optimizer="ssam-f"), 1.8),
@@ -65,7 +65,7 @@ def test_passes_are_those_that_were_counted(tmp_path):
 
 
 def recommended(tmp_path, **accuracies):
-    """Of the optimizers with these accuracies, one for each seed."""
+    """Of the optimizers with these accuracies, one per seed."""
     paths = [
         write_run(tmp_path / f"{name}{seed}", optimizer=name.replace("_", "-"), seed=seed, accuracy=accuracy)
         for name, values in accuracies.items()
@@ -75,7 +75,7 @@ def recommended(tmp_path, **accuracies):
     return task.recommendation
 
 
-def test_the_most_accurate_is_chosen_if_nothing_cheaper_comes_close(tmp_path):
+def test_most_accurate_is_chosen_if_nothing_cheaper_is_close(tmp_path):
     found = recommended(tmp_path, sgd=[0.80, 0.81], sam=[0.90, 0.92])
     assert found.chosen is found.best
     assert found.sentence == (
@@ -83,24 +83,24 @@ def test_the_most_accurate_is_chosen_if_nothing_cheaper_comes_close(tmp_path):
     )
 
 
-def test_the_cheapest_that_the_seeds_cannot_tell_from_the_best_is_chosen(tmp_path):
+def test_cheapest_that_seeds_cannot_distinguish_from_best_is_chosen(tmp_path):
     found = recommended(tmp_path, sgd=[0.90, 0.92, 0.91], sam=[0.91, 0.92, 0.93])
     assert (found.chosen.label, found.best.label) == ("SGD", "SAM")
     assert "the difference is not significant" in found.sentence
 
 
-def test_differences_are_taken_seed_by_seed(tmp_path):
+def test_differences_are_paired_by_seed(tmp_path):
     found = recommended(tmp_path, sgd=[0.80, 0.90, 0.85], sam=[0.81, 0.9101, 0.8599])
     assert found.chosen.label == "SAM"
 
 
-def test_two_seeds_say_too_little_to_choose_the_cheaper_one(tmp_path):
+def test_two_seeds_are_too_few_to_choose_cheaper_one(tmp_path):
     found = recommended(tmp_path, sgd=[0.9099, 0.91], sam=[0.90, 0.921])
     assert found.chosen.label == "SAM"
 
 
 @pytest.mark.parametrize("accuracies", [{}, {"sam": [0.9, 0.91]}])
-def test_a_single_variant_is_not_recommended(tmp_path, accuracies):
+def test_single_variant_is_not_recommended(tmp_path, accuracies):
     if accuracies:
         assert recommended(tmp_path, **accuracies) is None
 
@@ -108,7 +108,7 @@ def test_a_single_variant_is_not_recommended(tmp_path, accuracies):
 # ---- the times that sweeps measured
 
 
-def test_the_file_beside_the_runs_is_read_once(tmp_path):
+def test_file_beside_runs_is_read_once(tmp_path):
     runs = [write_run(tmp_path / name, optimizer=name) for name in ("sgd", "sam")]
     write_calibration(tmp_path, runs, [1.0, 2.0])
     data = ReportData(runs)
@@ -117,7 +117,7 @@ def test_the_file_beside_the_runs_is_read_once(tmp_path):
     assert data.problems == []
 
 
-def test_a_file_in_another_format_is_noted(tmp_path):
+def test_file_in_another_format_is_noted(tmp_path):
     run = write_run(tmp_path / "a")
     for content in ("{", json.dumps({"variants": 3})):
         (tmp_path / "calibration.json").write_text(content)

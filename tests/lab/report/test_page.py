@@ -2,7 +2,7 @@ from sparsesam.lab.display import Axis, Figure, Series
 from sparsesam.lab.report.page import BUDGET, MOST_POINTS, downsampled, points_per_curve
 
 
-def test_a_long_curve_is_downsampled_with_both_ends():
+def test_long_curve_is_downsampled_with_both_ends():
     count = 10 * MOST_POINTS
     curve = Series("SAM", "blue", list(range(count)), list(range(count)), bars=[(0.0, 1.0)] * count)
     kept = downsampled(curve, MOST_POINTS)
@@ -18,7 +18,7 @@ def test_other_curves_and_surfaces_are_complete():
     assert downsampled(surface, MOST_POINTS) is surface
 
 
-def test_many_curves_share_the_budget():
+def test_many_curves_share_budget():
     curve = Series("SAM", "blue", list(range(1000)), list(range(1000)))
 
     def points(curves):

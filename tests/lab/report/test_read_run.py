@@ -6,7 +6,7 @@ from sparsesam.lab.report.read_run import RunRecord, find_runs
 from tests.lab.report.made_runs import write_analysis, write_run
 
 
-def test_a_finished_run(tmp_path):
+def test_finished_run(tmp_path):
     run = RunRecord(write_run(tmp_path / "a", optimizer="sam", accuracy=0.8))
     assert (run.status, run.reason, run.problems) == ("finished", "", [])
     assert run.measured("test_accuracy") == 0.8
@@ -15,12 +15,12 @@ def test_a_finished_run(tmp_path):
     assert run.provenance["cpu"] == "a chip"
 
 
-def test_a_failed_run_says_why(tmp_path):
+def test_failed_run_reports_reason(tmp_path):
     run = RunRecord(write_run(tmp_path / "a", failure="DivergedError: the loss is nan"))
     assert (run.status, run.reason) == ("failed", "DivergedError: the loss is nan")
 
 
-def test_an_unfinished_run_says_how_far_it_came_and_how_to_go_on(tmp_path):
+def test_unfinished_run_reports_progress_and_resume_command(tmp_path):
     run = RunRecord(write_run(tmp_path / "a", epochs=2, planned=5, finished=False))
     assert run.status == "unfinished"
     assert run.reason == f"stopped after epoch 2 of 5; continue with: sparsesam train --resume --out {tmp_path / 'a'}"
@@ -28,7 +28,7 @@ def test_an_unfinished_run_says_how_far_it_came_and_how_to_go_on(tmp_path):
     assert "process 7 on here is running it, or was killed" in RunRecord(tmp_path / "a").reason
 
 
-def test_half_a_line_is_noted_and_the_others_are_read(tmp_path):
+def test_truncated_line_is_noted_and_others_are_read(tmp_path):
     path = write_run(tmp_path / "a", finished=False)
     with (path / "records.jsonl").open("a") as file:
         file.write('{"kind": "epoch", "epo')
@@ -38,7 +38,7 @@ def test_half_a_line_is_noted_and_the_others_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[1]", "", "nonsense", "null", '{"kind": "epoch"}', '{"kind": "epoch", "epoch": []}'])
-def test_records_of_any_kind_are_survived_and_noted(tmp_path, text):
+def test_unexpected_records_are_noted(tmp_path, text):
     path = write_run(tmp_path / "a", finished=False)
     (path / "records.jsonl").write_text(text)
     run = RunRecord(path)
@@ -47,13 +47,13 @@ def test_records_of_any_kind_are_survived_and_noted(tmp_path, text):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"result": 3}', "\x00"])
-def test_an_unreadable_result_leaves_an_unfinished_run(tmp_path, text):
+def test_unreadable_result_means_unfinished_run(tmp_path, text):
     path = write_run(tmp_path / "a")
     (path / "result.json").write_text(text)
     assert RunRecord(path).status == "unfinished"
 
 
-def test_settings_that_cannot_be_read_come_from_the_records(tmp_path):
+def test_unreadable_settings_are_taken_from_records(tmp_path):
     path = write_run(tmp_path / "a", optimizer="sam")
     (path / "config.yaml").write_text("optimizer: [")
     run = RunRecord(path)
@@ -61,13 +61,13 @@ def test_settings_that_cannot_be_read_come_from_the_records(tmp_path):
     assert "config.yaml cannot be read: while parsing" in run.problems[0]
 
 
-def test_a_run_of_an_older_version_has_today_s_defaults_for_what_it_lacks(tmp_path):
+def test_older_run_uses_current_defaults_for_missing_settings(tmp_path):
     path = write_run(tmp_path / "a")
     (path / "config.yaml").write_text("optimizer: sam\n")
     assert RunRecord(path).config.ascent_every == 1
 
 
-def test_settings_of_another_version_are_a_problem(tmp_path):
+def test_settings_of_another_version_are_reported(tmp_path):
     path = write_run(tmp_path / "a")
     (path / "config.yaml").write_text("optimizer: sam\ntemperature: 3\n")
     run = RunRecord(path)
@@ -75,14 +75,14 @@ def test_settings_of_another_version_are_a_problem(tmp_path):
     assert "not valid in this version of sparsesam: unknown option 'temperature'" in run.problems[0]
 
 
-def test_a_pipe_in_place_of_the_records_is_not_waited_for(tmp_path):
+def test_pipe_in_place_of_records_does_not_block(tmp_path):
     path = write_run(tmp_path / "a", finished=False)
     (path / "records.jsonl").unlink()
     os.mkfifo(path / "records.jsonl")
     assert RunRecord(path).epochs == {}
 
 
-def test_analyses_are_read_and_the_unreadable_noted(tmp_path):
+def test_analyses_are_read_and_unreadable_ones_noted(tmp_path):
     path = write_run(tmp_path / "a")
     write_analysis(path, "hessian", {"trace": None})
     (path / "analyses" / "masks.json").write_text("{")
@@ -92,35 +92,35 @@ def test_analyses_are_read_and_the_unreadable_noted(tmp_path):
     assert [problem.partition(" ")[0] for problem in run.problems] == ["analyses/bound.json", "masks.json"]
 
 
-def test_a_directory_of_analyses_alone_is_no_run(tmp_path):
+def test_directory_of_analyses_is_not_a_run(tmp_path):
     write_analysis(tmp_path / "theory", "convergence", {})
     assert RunRecord(tmp_path / "theory").status == "analyses only"
 
 
-def test_runs_are_found_below_a_directory_and_given_themselves(tmp_path):
+def test_runs_are_found_below_directory_or_given_directly(tmp_path):
     first, second = write_run(tmp_path / "sweep" / "a"), write_run(tmp_path / "sweep" / "deep" / "b")
     assert find_runs([tmp_path / "sweep"]) == [first, second]
     assert find_runs([second]) == [second]
 
 
-def test_a_run_given_twice_is_there_once(tmp_path):
+def test_run_given_twice_appears_once(tmp_path):
     run = write_run(tmp_path / "a")
     assert find_runs([run, tmp_path, tmp_path / "a" / ".." / "a"]) == [run]
 
 
-def test_a_run_that_died_before_its_settings_were_written_is_found(tmp_path):
+def test_run_without_settings_is_found(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "failure.json").write_text("{}")
     assert find_runs([tmp_path]) == [tmp_path / "a"]
 
 
-def test_links_in_circles_end(tmp_path):
+def test_circular_links_terminate(tmp_path):
     run = write_run(tmp_path / "a")
     os.symlink(tmp_path, tmp_path / "circle")
     assert find_runs([tmp_path]) == [run]
 
 
-def test_places_without_runs_are_refused(tmp_path):
+def test_directories_without_runs_raise(tmp_path):
     with pytest.raises(ValueError, match="has no runs; a run's directory contains a config"):
         find_runs([tmp_path])
     with pytest.raises(ValueError, match=r"RUNS must be directories, got .*nowhere"):

@@ -34,7 +34,7 @@ def test_results_come_first_and_failures_last(tmp_path):
     assert list(sections(tmp_path)[1]) == [DIGITS, "runs", "provenance", "unfinished"]
 
 
-def test_several_tasks_have_an_overview_and_a_section_each(tmp_path):
+def test_several_tasks_have_overview_and_section_each(tmp_path):
     for noise in (0.0, 0.2):
         for optimizer, accuracy in (("sgd", 0.7), ("sam", 0.8 - noise)):
             write_run(tmp_path / f"{optimizer}{noise}", optimizer=optimizer, label_noise=noise, accuracy=accuracy)
@@ -46,7 +46,7 @@ def test_several_tasks_have_an_overview_and_a_section_each(tmp_path):
     ]
 
 
-def test_all_blocks_are_named_apart(tmp_path):
+def test_all_blocks_have_unique_names(tmp_path):
     write_every_analysis(write_run(tmp_path / "a"))
     write_every_analysis(write_run(tmp_path / "b", label_noise=0.2))
     everything = [
@@ -57,7 +57,7 @@ def test_all_blocks_are_named_apart(tmp_path):
         assert len(set(names)) == len(names)
 
 
-def test_missing_analyses_are_told_as_commands(tmp_path):
+def test_missing_analyses_are_listed_as_commands(tmp_path):
     run = write_run(tmp_path / "a")
     write_analysis(run, "hessian", analyses()["hessian"])
     commands = missing_analyses(sections(tmp_path)[0])
@@ -69,7 +69,7 @@ def test_missing_analyses_are_told_as_commands(tmp_path):
 # ---- results -----------------------------------------------------------------------------------------------------
 
 
-def test_the_accuracy_table_has_mean_deviation_cost_and_seeds(tmp_path):
+def test_accuracy_table_has_mean_deviation_cost_and_seeds(tmp_path):
     write_run(tmp_path / "a", optimizer="sgd", accuracy=0.8)
     for seed, accuracy in enumerate((0.90, 0.92)):
         write_run(tmp_path / f"b{seed}", optimizer="ssam-f", sparsity=0.5, seed=seed, accuracy=accuracy)
@@ -82,7 +82,7 @@ def test_the_accuracy_table_has_mean_deviation_cost_and_seeds(tmp_path):
     ]
 
 
-def test_the_first_figure_has_intervals_and_marks_the_recommended_point(tmp_path):
+def test_first_figure_has_intervals_and_marks_recommended_point(tmp_path):
     for seed, accuracy in enumerate((0.90, 0.91, 0.92)):
         write_run(tmp_path / f"a{seed}", optimizer="sgd", seed=seed, accuracy=accuracy - 0.1)
         write_run(tmp_path / f"b{seed}", optimizer="sam", seed=seed, accuracy=accuracy)
@@ -103,7 +103,7 @@ def test_duplicates_are_counted_once_and_listed(tmp_path):
     assert [row[2] for row in texts(blocks(found["runs"])["runs"])] == ["SAM", "SAM, not counted twice"]
 
 
-def test_runs_that_failed_or_are_unfinished_are_listed_with_their_reason(tmp_path):
+def test_failed_and_unfinished_runs_are_listed_with_reason(tmp_path):
     write_run(tmp_path / "a", failure="DivergedError: nan")
     write_run(tmp_path / "b", seed=1, epochs=1, planned=3, finished=False)
     rows = texts(blocks(sections(tmp_path)[1]["unfinished"])["not-finished"])
@@ -131,7 +131,7 @@ def test_single_points_are_not_drawn(tmp_path):
     assert [one for one in blocks(sections(tmp_path)[1][DIGITS]).values() if isinstance(one, Figure)] == []
 
 
-def test_sparsities_are_drawn_beside_the_plain_level(tmp_path):
+def test_sparsities_are_drawn_beside_plain_level(tmp_path):
     write_run(tmp_path / "a", optimizer="sgd", accuracy=0.7)
     for sparsity in (0.5, 0.9):
         write_run(tmp_path / str(sparsity), optimizer="ssam-d", sparsity=sparsity)
@@ -156,7 +156,7 @@ def paper_tables(place):
     return list(blocks(found["paper"]).values()) if "paper" in found else []
 
 
-def test_the_paper_s_numbers_stand_beside_ours_in_its_directory_whatever_was_set(tmp_path):
+def test_papers_numbers_are_shown_in_recipe_directory_with_any_settings(tmp_path):
     write_recipe(tmp_path / "paper" / "mask-strategy" / "laptop", "mask-strategy", "laptop", epochs=2)
     (table,) = paper_tables(tmp_path)
     sgd, sam, *_ = texts(table)
@@ -165,14 +165,14 @@ def test_the_paper_s_numbers_stand_beside_ours_in_its_directory_whatever_was_set
     assert "Ours were run with epochs 2 instead of the recipe’s." in table.caption
 
 
-def test_a_table_run_elsewhere_is_known_by_all_its_cells(tmp_path):
+def test_recipe_run_elsewhere_is_recognized_by_all_its_cells(tmp_path):
     write_recipe(tmp_path / "all", "mask-strategy", "laptop")
     write_recipe(tmp_path / "most", "mask-strategy", "laptop", leave_out=("SAM, digits",))
     assert [table.name for table in paper_tables(tmp_path / "all")] == ["paper-mask-strategy-laptop"]
     assert paper_tables(tmp_path / "most") == []
 
 
-def test_a_table_that_has_hardly_begun_is_shown_in_its_directory(tmp_path):
+def test_incomplete_recipe_is_shown_in_its_directory(tmp_path):
     out = tmp_path / "mask-strategy" / "laptop"
     job = recipe("mask-strategy").sweep([0]).jobs(out)[0]
     settings = {name: one for name, one in vars(job.config).items() if name != "epochs"}
@@ -195,7 +195,7 @@ ANALYZED = {
 BOUNDS = {"bound", "bound-terms"}
 
 
-def test_every_analysis_has_its_tables_and_figures(tmp_path):
+def test_every_analysis_has_tables_and_figures(tmp_path):
     write_every_analysis(write_run(tmp_path / "a", optimizer="ssam-f", sparsity=0.5))
     data, found = sections(tmp_path)
     assert data.problems == []
@@ -203,21 +203,21 @@ def test_every_analysis_has_its_tables_and_figures(tmp_path):
     assert not blocks(found[DIGITS]).keys() & BOUNDS
 
 
-def test_vacuous_bounds_are_one_line_unless_asked_for(tmp_path):
+def test_vacuous_bounds_are_one_line_unless_requested(tmp_path):
     write_every_analysis(write_run(tmp_path / "a", optimizer="ssam-f", sparsity=0.5))
     notes = [note for part in sections(tmp_path)[1][DIGITS].parts for note in part.notes]
     assert sum("vacuous for every run" in note for note in notes) == 1
     assert blocks(sections(tmp_path, bounds=True)[1][DIGITS]).keys() >= BOUNDS
 
 
-def test_an_analysis_without_a_run_has_a_section_of_its_own(tmp_path):
+def test_analysis_without_run_has_own_section(tmp_path):
     write_run(tmp_path / "a")
     write_analysis(tmp_path / "theory", "convergence", analyses()["convergence"])
     assert "convergence" in blocks(sections(tmp_path)[1]["other-analyses"])
 
 
 @pytest.mark.parametrize("result", [{}, {"every": 3}, {"loss": [[1]], "x": [0, 1], "y": [0]}, {"density": "no"}])
-def test_analyses_of_another_format_are_noted_and_left_out(tmp_path, result):
+def test_analyses_of_another_format_are_noted_and_skipped(tmp_path, result):
     run = write_run(tmp_path / "a")
     for name in ("landscape-2d", "gradients", "masks", "fisher", "bound", "sharpness", "hessian", "convergence"):
         write_analysis(run, name, result)
@@ -232,7 +232,7 @@ def landscape(factor):
     return content
 
 
-def test_landscapes_of_a_task_have_one_scale(tmp_path):
+def test_landscapes_of_task_share_scale(tmp_path):
     for place, factor in enumerate((1.0, 3.0)):
         run = write_run(tmp_path / str(place), optimizer=("sgd", "sam")[place])
         write_analysis(run, "landscape-2d", landscape(factor))
@@ -251,7 +251,7 @@ def test_losses_far_apart_are_drawn_as_logarithms(tmp_path):
     assert surface.panels["SSAM-F"][0].z[0][:2] == [6.0, None]
 
 
-def test_provenance_is_told_once_per_machine(tmp_path):
+def test_provenance_is_shown_once_per_machine(tmp_path):
     write_run(tmp_path / "a")
     other = write_run(tmp_path / "b", seed=1)
     content = json.loads((other / "result.json").read_text())

@@ -32,7 +32,7 @@ def test_one_seed_has_no_deviation(tmp_path):
     assert sam.deviation("test_accuracy") is None
 
 
-def test_identical_settings_and_seed_count_once_the_finished_run_first(tmp_path):
+def test_identical_runs_count_once_preferring_finished_one(tmp_path):
     (sam,) = variants_of(
         write_run(tmp_path / "a", optimizer="sam", failure="it broke"),
         write_run(tmp_path / "b", optimizer="sam", accuracy=0.9),
@@ -43,7 +43,7 @@ def test_identical_settings_and_seed_count_once_the_finished_run_first(tmp_path)
     assert sam.deviation("test_accuracy") is None
 
 
-def test_labels_name_what_differs_among_variants_of_one_optimizer_and_is_no_default(tmp_path):
+def test_labels_name_settings_that_differ_from_others_and_default(tmp_path):
     variants = variants_of(
         write_run(tmp_path / "a", optimizer="sgd", weight_decay=1e-4),
         write_run(tmp_path / "b", optimizer="ssam-f"),
@@ -54,7 +54,7 @@ def test_labels_name_what_differs_among_variants_of_one_optimizer_and_is_no_defa
     assert set(differing_settings([one.config for one in variants])) == {"optimizer", "sparsity", "weight_decay"}
 
 
-def test_a_name_given_by_a_sweep_is_kept_unless_its_runs_have_different_ones(tmp_path):
+def test_name_given_by_sweep_is_kept_unless_runs_have_different_ones(tmp_path):
     paths = [write_run(tmp_path / str(seed), optimizer="sam", seed=seed) for seed in range(2)]
     for path, name in zip(paths, ("careful", "careful"), strict=True):
         rename(path, name)
@@ -68,7 +68,7 @@ def rename(path, name):
     (path / "result.json").write_text(json.dumps({**content, "name": name}))
 
 
-def test_settings_that_the_result_does_not_depend_on_make_no_difference(tmp_path):
+def test_settings_without_effect_on_result_make_no_difference(tmp_path):
     (sgd,) = variants_of(
         write_run(tmp_path / "a", optimizer="sgd", rho=0.1),
         write_run(tmp_path / "b", optimizer="sgd", rho=0.2),
@@ -76,7 +76,7 @@ def test_settings_that_the_result_does_not_depend_on_make_no_difference(tmp_path
     assert (len(sgd.runs), len(sgd.duplicates)) == (1, 1)
 
 
-def test_tasks_are_kept_apart_and_named_without_their_defaults(tmp_path):
+def test_tasks_are_separate_and_named_without_defaults(tmp_path):
     tasks = tasks_of(
         write_run(tmp_path / "a", optimizer="sam"),
         write_run(tmp_path / "b", optimizer="sam", label_noise=0.4),
@@ -86,7 +86,7 @@ def test_tasks_are_kept_apart_and_named_without_their_defaults(tmp_path):
     assert [one.label for task in tasks for one in task.variants] == ["SAM", "SAM"]
 
 
-def test_runs_of_one_variant_are_told_apart_by_their_seed(tmp_path):
+def test_runs_of_variant_are_distinguished_by_seed(tmp_path):
     (sam,) = variants_of(
         write_run(tmp_path / "a", optimizer="sam", seed=0),
         write_run(tmp_path / "b", optimizer="sam", seed=1),
@@ -95,7 +95,7 @@ def test_runs_of_one_variant_are_told_apart_by_their_seed(tmp_path):
     assert sam.label_of(sam.runs[0], sam.runs[:1]) == "SAM"
 
 
-def test_variants_are_in_order_whatever_their_directories_are_called(tmp_path):
+def test_order_of_variants_does_not_depend_on_directories(tmp_path):
     variants = variants_of(
         write_run(tmp_path / "a", optimizer="ssam-d", mask_epochs=10),
         write_run(tmp_path / "b", optimizer="ssam-d", mask_epochs=2),

@@ -8,11 +8,11 @@ from tests.lab.report.made_runs import write_run
 
 
 def without_plotly(page):
-    """All but the one huge script."""
+    """The page without the plotly script."""
     return re.sub(r"<script>/\*\*.*?</script>", "", page, flags=re.DOTALL)
 
 
-def test_the_command_writes_the_page_and_says_what_is_in_it(tmp_path, capsys):
+def test_command_writes_page_and_summarizes_it(tmp_path, capsys):
     write_run(tmp_path / "runs" / "a")
     write_run(tmp_path / "runs" / "b", seed=1, failure="it broke")
     page = tmp_path / "new" / "report.html"
@@ -21,18 +21,18 @@ def test_the_command_writes_the_page_and_says_what_is_in_it(tmp_path, capsys):
     assert page.read_text().startswith("<!doctype html>")
 
 
-def test_no_runs_end_with_a_reason(tmp_path, capsys):
+def test_no_runs_exits_with_reason(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
     assert "has no runs" in capsys.readouterr().err
 
 
-def test_the_page_is_not_written_over_a_directory(tmp_path):
+def test_page_is_not_written_over_directory(tmp_path):
     write_run(tmp_path / "a")
     with pytest.raises(ValueError, match="out must be a file"):
         write_report([tmp_path / "a"], tmp_path)
 
 
-def test_what_runs_are_called_is_text(tmp_path):
+def test_names_of_runs_are_escaped(tmp_path):
     evil = "<script>alert(1)</script><img src=x onerror=alert(1)>"
     path = tmp_path / "<b>\"'&amp;"
     write_run(path, model=evil, epochs=1, planned=2, finished=False)
@@ -46,13 +46,13 @@ def test_what_runs_are_called_is_text(tmp_path):
     assert "<b>" not in page
 
 
-def test_a_name_that_is_no_text_does_no_harm(tmp_path):
+def test_name_that_is_not_text_is_harmless(tmp_path):
     write_run(tmp_path / b"caf\xe9".decode(errors="surrogateescape"))
     write_report([tmp_path], tmp_path / "report.html")
     assert "caf?" in (tmp_path / "report.html").read_text()
 
 
-def test_figures_are_written_beside_the_page(tmp_path):
+def test_figures_are_written_beside_page(tmp_path):
     for optimizer in ("sgd", "sam"):
         write_run(tmp_path / "runs" / optimizer, optimizer=optimizer)
     write_report([tmp_path / "runs"], tmp_path / "report.html", figures=tmp_path / "figures")
@@ -60,7 +60,7 @@ def test_figures_are_written_beside_the_page(tmp_path):
     assert {"test-accuracy.csv", "test-accuracy.svg", "test-accuracy.pdf", "accuracy-against-cost.pdf"} <= made
 
 
-def test_the_template_is_in_the_package():
+def test_template_is_packaged():
     from importlib import resources
 
     assets = resources.files("sparsesam.lab.report") / "assets"

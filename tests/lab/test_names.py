@@ -1,4 +1,4 @@
-"""The example of docs/command-line.md, as a user would type it."""
+"""Models and data sets named as module:function, and the example of docs/command-line.md."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from sparsesam.lab.names import call_function, find_function
 DOCS = Path(__file__).parents[2] / "docs" / "command-line.md"
 
 
-def test_the_documented_model_and_data_set_train(tmp_path, monkeypatch, capsys):
+def test_documented_model_and_data_set_train(tmp_path, monkeypatch, capsys):
     text = DOCS.read_text()
     (code,) = re.findall(r"In `my_task\.py`:\n\n```python\n(.*?)```", text, re.DOTALL)
     (command,) = re.findall(r"PYTHONPATH=\. sparsesam (train --dataset my_task:.*)", text)
@@ -23,7 +23,7 @@ def test_the_documented_model_and_data_set_train(tmp_path, monkeypatch, capsys):
     assert accuracy > 95
 
 
-def test_errors_of_a_function_are_one_line(capsys):
+def test_errors_of_function_are_one_line(capsys):
     def broken():
         raise KeyError("two\nlines")
 
@@ -31,7 +31,7 @@ def test_errors_of_a_function_are_one_line(capsys):
         call_function("model", "a:b", broken)
     with pytest.raises(ValueError, match="dataset must be an importable module:function, got 'nowhere:f'"):
         find_function("dataset", "nowhere:f")
-    assert main(["train", "--model", "tests.lab.test_plug_in:DOCS"]) == 2
+    assert main(["train", "--model", "tests.lab.test_names:DOCS"]) == 2
     printed = capsys.readouterr().err
     assert "must be a function, got PosixPath" in printed
     assert printed.count("\n") == 1

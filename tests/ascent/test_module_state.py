@@ -1,4 +1,4 @@
-"""What a module's output depends on, or what it gives away, beside its arguments and its result."""
+"""State that a module reads or writes besides its arguments and its result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEAD = sparsesam.fixed_mask("head.*")
 
 
 class Body(nn.Module):
-    """A layer, and a function of the module and of what comes out of it."""
+    """A layer, followed by a function of the module and its output."""
 
     def __init__(self, act, held=None):
         super().__init__()
@@ -45,17 +45,17 @@ def make(act, held=None):
     return Net(Body(act, held)).double()
 
 
-def counts_in_a_list(body, h):
+def counts_in_list(body, h):
     body.held[0] += 1
     return h * body.held[0]
 
 
-def counts_in_an_object(body, h):
+def counts_in_object(body, h):
     body.held.count += 1
     return h * body.held.count
 
 
-def writes_to_a_tensor_in_a_dictionary(body, h):
+def writes_to_tensor_in_dictionary(body, h):
     body.held["mean"].mul_(0.5).add_(h.detach().mean())
     return h + body.held["mean"]
 
@@ -64,7 +64,7 @@ def draws(body, h):
     return h * body.held.random()
 
 
-def takes_the_next(body, h):
+def takes_next(body, h):
     return h * next(body.held)
 
 
@@ -84,27 +84,27 @@ def counter():
 
 
 STATES = {
-    "a number in a list": (counts_in_a_list, lambda: [0]),
-    "an attribute of an object": (counts_in_an_object, lambda: SimpleNamespace(count=0)),
-    "an attribute of an object of one's own": (counts_in_an_object, lambda: type("State", (), {"count": 0})()),
-    "a tensor in a dictionary": (writes_to_a_tensor_in_a_dictionary, lambda: {"mean": torch.zeros(()).double()}),
-    "a generator of Python's": (draws, lambda: random.Random(0)),
-    "a generator of numpy's": (draws, lambda: np.random.default_rng(0)),
-    "an iterator": (takes_the_next, lambda: itertools.count(1)),
+    "number in a list": (counts_in_list, lambda: [0]),
+    "attribute of a namespace": (counts_in_object, lambda: SimpleNamespace(count=0)),
+    "attribute of a custom object": (counts_in_object, lambda: type("State", (), {"count": 0})()),
+    "tensor in a dictionary": (writes_to_tensor_in_dictionary, lambda: {"mean": torch.zeros(()).double()}),
+    "Python generator": (draws, lambda: random.Random(0)),
+    "numpy generator": (draws, lambda: np.random.default_rng(0)),
+    "iterator": (takes_next, lambda: itertools.count(1)),
 }
 
 
 @pytest.mark.filterwarnings("ignore:Pickle, copy")
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("name", STATES)
-def test_state_that_a_module_holds(name, loop):
+def test_state_in_module(name, loop):
     act, held = STATES[name]
     opt = compare(lambda: make(act, held()), HEAD, loop)
     assert not is_reused(opt, "body.layer.weight")
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_state_that_a_function_holds(loop):
+def test_state_in_function(loop):
     ends = []
     for engine in (True, False):
         model = make(calls, counter())
@@ -114,7 +114,7 @@ def test_state_that_a_function_holds(loop):
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_teacher_out_of_sight_that_follows_the_body(loop):
+def test_hidden_teacher_that_follows_body(loop):
     def averaged(opt, model, x, y):
         with torch.no_grad():
             for slow, fast in zip(model.body.held[0].parameters(), model.body.layer.parameters(), strict=True):
@@ -130,7 +130,7 @@ def test_a_teacher_out_of_sight_that_follows_the_body(loop):
     compare(lambda: make(taught, [nn.Linear(6, 6).double().requires_grad_(False)]), HEAD, by_closure)
 
 
-def test_settings_that_stay_do_not_stand_in_the_way():
+def test_constant_settings_do_not_prevent_reuse():
     settings = {"config": SimpleNamespace(sizes=[1, 2], act=torch.tanh), "of": (nn.Linear, F.relu)}
     opt = compare(lambda: make(lambda body, h: h, settings), HEAD, cases.with_closure)
     assert is_reused(opt, "body.layer.weight")
@@ -148,7 +148,7 @@ class Renormalized(nn.BatchNorm1d):
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_normalization_of_ones_own(loop):
+def test_custom_normalization(loop):
     compare(lambda: Net(nn.Sequential(nn.Linear(6, 6), Renormalized(6))).double(), HEAD, loop)
 
 
@@ -158,7 +158,7 @@ def test_a_normalization_of_ones_own(loop):
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("norm", ["masked", "full"])
 @pytest.mark.parametrize("two_phases", [False, True])
-def test_a_loss_that_a_module_puts_into_a_global_list(two_phases, norm, inner):
+def test_loss_appended_to_global_list(two_phases, norm, inner):
     losses = []
 
     def noted(body, h):
@@ -177,12 +177,12 @@ def test_a_loss_that_a_module_puts_into_a_global_list(two_phases, norm, inner):
 
 
 def globals_of(function):
-    """The function as a global one: what it closes over is not seen."""
+    """Turn the function into a global one: the engine cannot see its closure variables."""
     return type("Global", (), {"__call__": staticmethod(function), "__deepcopy__": lambda self, _: self})()
 
 
 @pytest.mark.parametrize("two_phases", [False, True])
-def test_a_value_that_a_module_takes_from_a_global_place(two_phases):
+def test_value_read_from_global(two_phases):
     place = {}
 
     class Conditioned(Net):
@@ -216,7 +216,7 @@ class Scaled(torch.autograd.Function):
 
 @pytest.mark.parametrize("norm", ["masked", "full"])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_gradient_that_is_scaled_anew_in_each_forward(loop, norm):
+def test_gradient_scale_that_changes_in_each_forward(loop, norm):
     class Reversing(Net):
         def __init__(self):
             super().__init__(nn.Linear(6, 6))
@@ -233,7 +233,7 @@ def test_a_gradient_that_is_scaled_anew_in_each_forward(loop, norm):
 
 
 @pytest.mark.parametrize("two_phases", [False, True])
-def test_random_numbers_of_a_seed_of_their_own(two_phases):
+def test_random_numbers_with_own_seed(two_phases):
     seeds = iter(range(100))
 
     def loop(opt, model, x, y):
@@ -248,7 +248,7 @@ def test_random_numbers_of_a_seed_of_their_own(two_phases):
 
 
 @pytest.mark.parametrize("two_phases", [False, True])
-def test_a_batch_in_the_memory_of_numpy_that_is_written_anew(two_phases):
+def test_numpy_batch_that_is_overwritten(two_phases):
     array = np.zeros((8, 6))
     batch = torch.from_numpy(array)
     calls = itertools.count()

@@ -1,4 +1,4 @@
-"""Compiled blocks keep the engine at work, with the same result and without compiling anew in each step."""
+"""Compiled blocks keep the engine active, with the same result and without recompiling in each step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _nothing_compiled():
 
 
 class Block(nn.Module):
-    """With saved intermediate values of its own, which a compiled backward would overwrite."""
+    """Saves intermediate values of its own, which a compiled backward would overwrite."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ def make():
     return nn.Sequential(nn.Linear(6, 8), *(Block() for _ in range(3)), nn.Linear(8, 3)).double()
 
 
-def by_helper(model):
+def with_compile_blocks(model):
     return sparsesam.compile_blocks(model, backend=BACKEND)
 
 
@@ -85,8 +85,8 @@ def last_layers(model):
 
 @pytest.mark.parametrize("norm", ["masked", "full"])
 @pytest.mark.parametrize("loop", [with_closure, in_two_phases])
-@pytest.mark.parametrize("compile_parts", [by_helper, in_place, as_children])
-def test_compiled_blocks_are_used_again(compile_parts, loop, norm):
+@pytest.mark.parametrize("compile_parts", [with_compile_blocks, in_place, as_children])
+def test_compiled_blocks_are_reused(compile_parts, loop, norm):
     plain = make()
     train(plain, loop, mask=sparsesam.fixed_mask("3.*", "4.*"), norm=norm, engine=False)
     model = compile_parts(make())
@@ -96,20 +96,20 @@ def test_compiled_blocks_are_used_again(compile_parts, loop, norm):
     assert report["engine"] == "on"
     assert "used again" in report[name]
     assert compiled[0] > 0
-    assert compiled == [compiled[0]] * 4  # nothing is compiled anew
+    assert compiled == [compiled[0]] * 4  # nothing is recompiled
     torch.testing.assert_close(cases.weights_of(model), cases.weights_of(plain), rtol=1e-9, atol=1e-11)
 
 
-def test_filter_masks_of_layers_between_compiled_blocks():
+def test_filter_masks_between_compiled_blocks():
     masks = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in make().named_parameters()}
     masks["0.weight"][:4] = True
     masks["2.inner.weight"][:4] = True
-    plain, model = make(), by_helper(make())
+    plain, model = make(), with_compile_blocks(make())
     train(plain, with_closure, mask=sparsesam.fixed_mask(masks), engine=False)
     opt, compiled = train(model, with_closure, mask=sparsesam.fixed_mask(masks))
     report = opt.engine_report()
     assert "4 of 8 filters" in report["0.weight"]
-    assert "full weight gradient" in report["2.inner.weight"]  # inside of a compiled block
+    assert "full weight gradient" in report["2.inner.weight"]  # inside a compiled block
     assert compiled == [compiled[0]] * 4
     torch.testing.assert_close(cases.weights_of(model), cases.weights_of(plain), rtol=1e-9, atol=1e-11)
 
@@ -120,8 +120,8 @@ def clipped(opt, model, x, y):
 
 
 @pytest.mark.parametrize("loop", [with_closure, clipped])
-def test_a_backward_that_was_compiled_for_single_use_is_used_once(loop):
-    """The user's own backward came first, and torch compiled it to overwrite what it saved."""
+def test_backward_compiled_for_single_use_is_used_once(loop):
+    """The user's own backward ran first, and torch compiled it to overwrite what it saved."""
     plain, model = make(), make()
     for block in model[1:4]:
         block.compile(backend=BACKEND)
@@ -137,15 +137,15 @@ def test_a_backward_that_was_compiled_for_single_use_is_used_once(loop):
     torch.testing.assert_close(cases.weights_of(model), cases.weights_of(plain), rtol=1e-9, atol=1e-11)
 
 
-def test_a_user_who_compiled_with_the_helper_may_run_a_backward_first():
-    model = by_helper(make())
+def test_backward_before_step_works_with_compile_blocks():
+    model = with_compile_blocks(make())
     F.cross_entropy(model(cases.vectors()[0]), cases.vectors()[1]).backward()
     opt, _ = train(model, with_closure, mask=last_layers(model))
     assert opt.engine_report()["engine"] == "on"
 
 
 @pytest.mark.parametrize("compile_model", [lambda model: torch.compile(model, backend=BACKEND), nn.Module.compile])
-def test_a_model_compiled_as_a_whole_is_told_what_to_do(compile_model):
+def test_fully_compiled_model_reports_remedy(compile_model):
     model = make()
     whole = compile_model(model, backend=BACKEND) if compile_model is nn.Module.compile else compile_model(model)
     whole = model if whole is None else whole
@@ -160,8 +160,8 @@ def test_a_model_compiled_as_a_whole_is_told_what_to_do(compile_model):
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_call_of_step_is_right(backend):
-    """The step itself is left out of the graph; compiled, it would move the weights twice."""
+def test_compiled_step_call_is_correct(backend):
+    """The step itself is excluded from the graph; compiled, it would move the weights twice."""
     ends = []
     for is_compiled in (True, False):
         model = make()
@@ -177,7 +177,7 @@ def test_a_compiled_call_of_step_is_right(backend):
     assert cases.same_bits(*ends)
 
 
-def test_compiling_an_unrelated_model_is_not_disturbed():
+def test_compiling_unrelated_model_is_unaffected():
     model, other = make(), torch.compile(nn.Linear(6, 3).double(), backend=BACKEND)
     opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("3.*", "4.*"), norm="masked")
     counts = []
@@ -201,21 +201,21 @@ def compiled_in(model):
     return {name for name, module in model.named_modules() if module._compiled_call_impl is not None}
 
 
-def test_the_repeated_blocks_are_compiled():
+def test_repeated_blocks_are_compiled():
     model = sparsesam.compile_blocks(resnet18(), backend="eager")
     assert compiled_in(model) == {f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in (0, 1)}
 
 
-def test_of_nested_blocks_the_outermost():
+def test_outermost_of_nested_blocks_are_compiled():
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3)
     assert compiled_in(sparsesam.compile_blocks(model, backend="eager")) == {f"layers.{place}" for place in range(3)}
 
 
-def test_without_repeated_blocks_the_children():
+def test_children_are_compiled_without_repeated_blocks():
     assert compiled_in(sparsesam.compile_blocks(cases.mlp(), backend="eager")) == {"0", "2", "4"}
 
 
-def test_a_second_call_changes_nothing():
+def test_second_call_changes_nothing():
     model = sparsesam.compile_blocks(make(), backend="eager")
     before = [module._compiled_call_impl for module in model.modules()]
     assert sparsesam.compile_blocks(model, backend="eager") is model
@@ -235,8 +235,8 @@ def test_bad_input(model, error, words):
         sparsesam.compile_blocks(model)
 
 
-def test_a_copy_is_compiled_too_or_not_at_all():
-    """torch leaves the compiled call out of copies: the engine is at work either way."""
-    model = copy.deepcopy(by_helper(make()))
+def test_copies_work_compiled_or_not():
+    """torch drops the compiled call from copies: the engine is active either way."""
+    model = copy.deepcopy(with_compile_blocks(make()))
     opt, _ = train(model, with_closure, mask=last_layers(model))
     assert opt.engine_report()["engine"] == "on"

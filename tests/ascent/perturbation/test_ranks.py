@@ -1,16 +1,16 @@
-"""Steps of one pass on two ranks reach the weights that one rank reaches with the whole batch."""
+"""One-pass steps on two ranks reach the weights that one rank reaches with the whole batch."""
 
 from __future__ import annotations
 
-import os
-
+import pytest
 import torch
-from torch import distributed as dist
-from torch import multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsesam
 from tests import cases
+from tests.distributed.processes import run_ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
 
 MASK = {"sparsity": 0.5, "refresh": sparsesam.every_steps(2)}
 KINDS = {
@@ -34,30 +34,22 @@ def train(wrap, part):
     return reached
 
 
-def worker(rank, folder):
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    torch.save(train(DistributedDataParallel, lambda batch: [t.chunk(2)[rank] for t in batch]), f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+def replicated(rank):
+    return train(DistributedDataParallel, lambda batch: [t.chunk(2)[rank] for t in batch])
 
 
-def test_two_ranks_equal_one(tmp_path):
-    mp.spawn(worker, (str(tmp_path),), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+def test_two_ranks_equal_one():
+    first, second = run_ranks(replicated, 2)
     alone = train(lambda model: model, lambda batch: batch)
     for kind in KINDS:
         assert cases.same_bits(first[kind].values(), second[kind].values())
         torch.testing.assert_close(dict(first[kind]), dict(alone[kind]), rtol=1e-9, atol=1e-11)
 
 
-def sharded_worker(rank, folder):
+def sharded(rank):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     reached = {}
     for kind in ("momentum", "extrapolation"):
         model = cases.mlp()
@@ -69,14 +61,11 @@ def sharded_worker(rank, folder):
             x, y = (t.chunk(2)[rank] for t in cases.vectors(16, seed=seed))
             opt.step(cases.closure_for(model, opt, x, y))
         reached[kind] = {name: value.full_tensor() for name, value in model.state_dict().items()}
-    torch.save(reached, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return reached
 
 
 @cases.needs_fsdp2_on_a_cpu
-def test_shards_equal_one_rank(tmp_path):
-    mp.spawn(sharded_worker, (str(tmp_path),), nprocs=2)
-    sharded = torch.load(tmp_path / "0.pt", weights_only=True)
+def test_shards_equal_one_rank():
     alone = train(lambda model: model, lambda batch: batch)
-    for kind, weights in sharded.items():
+    for kind, weights in run_ranks(sharded, 2)[0].items():
         torch.testing.assert_close(dict(weights), dict(alone[kind]), rtol=1e-9, atol=1e-11)

@@ -1,4 +1,4 @@
-"""A closure's backward waits until it returns, and nothing that a closure does can tell."""
+"""A closure's backward is deferred until the closure returns, without an effect that the closure could observe."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests import cases
 from tests.ascent.test_user_code import compare, is_reused, make, single_precision, some_filters
 
 LOOPS = {}
-#: torch 2.6 does not show this function to modes, so that nothing is left out there.
-FUNCTION_IS_SEEN = "handle_torch_function" in inspect.getsource(torch.autograd.backward)
+#: torch 2.6 hides this function from modes, so nothing is skipped there.
+FUNCTION_IS_VISIBLE = "handle_torch_function" in inspect.getsource(torch.autograd.backward)
 
 
 def loop(*, narrowed=False, reused=True):
-    """Register what a closure does with its forward and its backward, and what the engine may leave out in it."""
+    """Register what a closure does with its forward and backward, and what the engine may skip in it."""
 
     def wrap(body):
         LOOPS[body.__name__] = (body, narrowed, reused)
@@ -43,11 +43,11 @@ def loss_of(model, x, y):
     return F.cross_entropy(model(x), y)
 
 
-# ---- what only reads values leaves the backward narrowed ---------------------------------------------------------
+# ---- only reads values: the backward stays narrowed -------------------------------------------------------------
 
 
 @loop(narrowed=True)
-def returns_the_loss(opt, model, x, y):
+def returns_loss(opt, model, x, y):
     loss = loss_of(model, x, y)
     loss.backward()
     return loss
@@ -66,14 +66,14 @@ def logs_loss_and_accuracy(opt, model, x, y):
     return loss.item()
 
 
-@loop(narrowed=FUNCTION_IS_SEEN, reused=FUNCTION_IS_SEEN)
-def backward_by_the_function(opt, model, x, y):
+@loop(narrowed=FUNCTION_IS_VISIBLE, reused=FUNCTION_IS_VISIBLE)
+def calls_autograd_backward(opt, model, x, y):
     loss = loss_of(model, x, y)
     torch.autograd.backward([loss])
     return loss.detach()
 
 
-@loop(narrowed=FUNCTION_IS_SEEN, reused=FUNCTION_IS_SEEN)
+@loop(narrowed=FUNCTION_IS_VISIBLE, reused=FUNCTION_IS_VISIBLE)
 def two_losses_in_one_backward(opt, model, x, y):
     out = model(x)
     losses = [F.cross_entropy(out, y), out.square().mean()]
@@ -82,8 +82,8 @@ def two_losses_in_one_backward(opt, model, x, y):
 
 
 @loop(narrowed=True)
-def a_leaf_of_the_users_own(opt, model, x, y):
-    """It gets the gradients of both passes, as without the engine."""
+def leaf_outside_of_model(opt, model, x, y):
+    """It receives the gradients of both passes, as without the engine."""
     if not hasattr(model, "kept"):
         model.kept = [torch.ones(3, dtype=torch.float64, requires_grad=True)]
     loss = F.cross_entropy(model(x) * model.kept[0], y)
@@ -91,11 +91,11 @@ def a_leaf_of_the_users_own(opt, model, x, y):
     return loss
 
 
-# ---- what looks at gradients finds all of them -------------------------------------------------------------------
+# ---- reads gradients: all of them are there ----------------------------------------------------------------------
 
 
 @loop()
-def clips_the_norm(opt, model, x, y):
+def clips_norm(opt, model, x, y):
     loss = loss_of(model, x, y)
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 0.05)
@@ -111,7 +111,7 @@ def clips_by_value(opt, model, x, y):
 
 
 @loop(reused=False)  # the weight is read before the forward
-def writes_to_a_weight_by_out(opt, model, x, y):
+def writes_to_weight_with_out(opt, model, x, y):
     values = model.head.weight.detach().square()
     loss = loss_of(model, x, y)
     loss.backward()
@@ -121,7 +121,7 @@ def writes_to_a_weight_by_out(opt, model, x, y):
 
 
 @loop()
-def reads_an_unperturbed_gradient_every_third_step(opt, model, x, y):
+def reads_unperturbed_gradient_every_third_step(opt, model, x, y):
     loss = loss_of(model, x, y)
     loss.backward()
     if opt.steps % 3 == 2:
@@ -138,7 +138,7 @@ def steps_another_optimizer(opt, model, x, y):
 
 
 @loop()
-def writes_a_gradient(opt, model, x, y):
+def writes_gradient(opt, model, x, y):
     loss = loss_of(model, x, y)
     loss.backward()
     model.head.weight.grad = torch.ones_like(model.head.weight)
@@ -165,7 +165,7 @@ def differentiates_again(opt, model, x, y):
 
 
 @loop(reused=False)
-def gradients_by_autograd_grad(opt, model, x, y):
+def calls_autograd_grad(opt, model, x, y):
     loss = loss_of(model, x, y)
     parameters = list(model.parameters())
     for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
@@ -174,7 +174,7 @@ def gradients_by_autograd_grad(opt, model, x, y):
 
 
 @loop(reused=False)
-def a_penalty_after_the_backward(opt, model, x, y):
+def penalty_after_backward(opt, model, x, y):
     loss = loss_of(model, x, y)
     loss.backward()
     (gradient,) = torch.autograd.grad(model.head.weight.square().sum(), model.head.weight)
@@ -182,11 +182,11 @@ def a_penalty_after_the_backward(opt, model, x, y):
     return loss
 
 
-# ---- what writes to a value writes after the backward ------------------------------------------------------------
+# ---- writes to values, after the backward ------------------------------------------------------------------------
 
 
 @loop()
-def writes_to_an_output(opt, model, x, y):
+def writes_to_output(opt, model, x, y):
     out = model(x)
     loss = F.cross_entropy(out.tanh(), y)
     loss.backward()
@@ -195,7 +195,7 @@ def writes_to_an_output(opt, model, x, y):
 
 
 @loop()
-def writes_to_a_weight(opt, model, x, y):
+def writes_to_weight(opt, model, x, y):
     loss = loss_of(model, x, y)
     loss.backward()
     with torch.no_grad():
@@ -204,7 +204,7 @@ def writes_to_a_weight(opt, model, x, y):
 
 
 @loop()
-def writes_to_a_value_without_torch_knowing(opt, model, x, y):
+def writes_through_data(opt, model, x, y):
     h = model.body(x).tanh()
     loss = F.cross_entropy(model.head(h), y)
     loss.backward()
@@ -222,7 +222,7 @@ def writes_through_numpy(opt, model, x, y):
 
 
 @loop()
-def freezes_a_layer(opt, model, x, y):
+def freezes_layer(opt, model, x, y):
     loss = loss_of(model, x, y)
     loss.backward()
     model.middle.requires_grad_(False)
@@ -231,18 +231,18 @@ def freezes_a_layer(opt, model, x, y):
 
 
 @loop()
-def clears_part_of_the_gradient(opt, model, x, y):
+def clears_part_of_gradient(opt, model, x, y):
     loss = loss_of(model, x, y)
     loss.backward()
     model.head.bias.grad = None
     return loss
 
 
-# ---- what sees when the backward runs ----------------------------------------------------------------------------
+# ---- observes when the backward runs ----------------------------------------------------------------------------
 
 
 @loop(reused=False)
-def a_hook_on_a_value(opt, model, x, y):
+def hook_on_activation(opt, model, x, y):
     seen = []
     h = model.body(x).tanh()
     h.register_hook(lambda g: seen.append(g.norm()))
@@ -252,7 +252,7 @@ def a_hook_on_a_value(opt, model, x, y):
 
 
 @loop()
-def a_hook_on_a_perturbed_weight(opt, model, x, y):
+def hook_on_perturbed_weight(opt, model, x, y):
     seen = []
     handle = model.head.weight.register_hook(lambda g: seen.append(float(g.norm())))
     loss = loss_of(model, x, y)
@@ -264,7 +264,7 @@ def a_hook_on_a_perturbed_weight(opt, model, x, y):
 
 
 @loop()
-def a_hook_on_an_unperturbed_weight(opt, model, x, y):
+def hook_on_unperturbed_weight(opt, model, x, y):
     seen = []
     handle = model.body.weight.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.norm())))
     loss = loss_of(model, x, y)
@@ -275,7 +275,7 @@ def a_hook_on_an_unperturbed_weight(opt, model, x, y):
 
 
 @loop(reused=False)
-def a_hook_on_a_node(opt, model, x, y):
+def hook_on_graph_node(opt, model, x, y):
     seen = []
     loss = loss_of(model, x, y)
     loss.grad_fn.register_hook(lambda *_: seen.append(1))
@@ -285,7 +285,7 @@ def a_hook_on_a_node(opt, model, x, y):
 
 
 @loop(reused=False)
-def retains_a_gradient(opt, model, x, y):
+def retains_grad(opt, model, x, y):
     out = model(x)
     out.retain_grad()
     loss = F.cross_entropy(out, y)
@@ -308,7 +308,7 @@ class Reversed(torch.autograd.Function):
 
 
 @loop()
-def a_function_with_a_state_of_its_own(opt, model, x, y):
+def stateful_autograd_function(opt, model, x, y):
     Reversed.strength = 0.5
     loss = F.cross_entropy(Reversed.apply(model(x)), y)
     before = getattr(Reversed, "calls", 0)
@@ -327,7 +327,7 @@ def anomaly_detection(opt, model, x, y):
 
 
 @loop(reused=False)
-def catches_what_backward_raises(opt, model, x, y):
+def catches_backward_error(opt, model, x, y):
     loss = loss_of(model, x, y)
     try:
         x.sum().backward()
@@ -343,7 +343,7 @@ MASKS = {"head": lambda: sparsesam.fixed_mask("head.*"), "filters": lambda: some
 @pytest.mark.parametrize("norm", ["masked", "full"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", LOOPS)
-def test_what_a_closure_does_around_its_backward(name, mask, norm):
+def test_closure_code_around_backward(name, mask, norm):
     body, narrowed, reused = LOOPS[name]
     opt = compare(make, MASKS[mask](), lambda *given: run(body, *given), norm=norm)
     report = opt.engine_report()
@@ -353,7 +353,7 @@ def test_what_a_closure_does_around_its_backward(name, mask, norm):
 
 
 @pytest.mark.parametrize("place", ["input", "output"])
-def test_gradients_of_other_leaves_add_up_over_the_passes(place):
+def test_gradients_of_other_leaves_accumulate_over_passes(place):
     found = []
     for engine in (True, False):
         model, scale = make(), torch.ones(1, dtype=torch.float64, requires_grad=True)
@@ -368,7 +368,7 @@ def test_gradients_of_other_leaves_add_up_over_the_passes(place):
     torch.testing.assert_close(*found, rtol=1e-12, atol=0)
 
 
-def test_a_backward_within_autocast_stays_there():
+def test_backward_within_autocast_stays_in_autocast():
     def body(opt, model, x, y):
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_of(model, x, y)
@@ -378,7 +378,7 @@ def test_a_backward_within_autocast_stays_there():
     compare(lambda: make().float(), MASKS["head"](), lambda *given: run(body, *given), data=single_precision)
 
 
-def test_what_a_backward_raises_comes_out():
+def test_backward_error_propagates():
     model = make()
     opt = cases.ssam(model)
 
@@ -394,11 +394,11 @@ def test_what_a_backward_raises_comes_out():
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         run(body, opt, model, *cases.vectors(8))
     assert cases.same_bits(before, cases.weights_of(model))
-    run(returns_the_loss, opt, model, *cases.vectors(8))
+    run(returns_loss, opt, model, *cases.vectors(8))
     assert opt.engine_report()["engine"] == "on"
 
 
-def test_a_closure_that_raises_after_its_backward_leaves_nothing_behind():
+def test_closure_raising_after_backward_leaves_no_state():
     model = make()
     opt = cases.ssam(model)
 
@@ -409,11 +409,11 @@ def test_a_closure_that_raises_after_its_backward_leaves_nothing_behind():
     with pytest.raises(ZeroDivisionError, match="own"):
         run(body, opt, model, *cases.vectors(8))
     assert not torch.overrides._get_current_function_mode_stack()
-    run(returns_the_loss, opt, model, *cases.vectors(8))
+    run(returns_loss, opt, model, *cases.vectors(8))
     assert opt.engine_report()["engine"] == "on"
 
 
-def test_the_graph_of_the_first_pass_is_gone_before_the_second():
+def test_graph_of_first_pass_is_freed_before_second():
     model, alive = make(), []
     opt = cases.ssam(model, some_filters(model, "middle", "head"))
 
@@ -435,11 +435,11 @@ def some_vectors(count, _, seed):
     return cases.vectors(count, seed=seed)
 
 
-def test_small_modules_of_torch_are_run_again(monkeypatch):
-    """Checking that they need not be would take longer."""
+def test_small_torch_modules_are_rerun(monkeypatch):
+    """Checking whether they can be skipped would take longer."""
     monkeypatch.setattr(prefix, "SMALLEST_WORK", 8 * 6 * 43)
     for count, reused in ((8, True), (7, False)):
         data = functools.partial(some_vectors, count)
-        opt = compare(make, MASKS["head"](), lambda *given: run(returns_the_loss, *given), data=data)
+        opt = compare(make, MASKS["head"](), lambda *given: run(returns_loss, *given), data=data)
         assert opt.engine_report()["engine"] == "on"
         assert is_reused(opt) == reused

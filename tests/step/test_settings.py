@@ -15,7 +15,7 @@ from tests import cases, oracles
 
 
 def counted(model, opt, x, y):
-    """A closure, and how often it has been called."""
+    """A closure and the list of its calls."""
     calls = []
 
     def note():
@@ -39,14 +39,14 @@ def run(steps=6, masks=False, **options):
     return model, opt, passes, moves
 
 
-def test_every_kth_step_ascends_and_the_others_are_the_base_optimizers():
+def test_every_kth_step_ascends_and_others_are_plain():
     _, _, passes, moves = run(every=3)
     assert passes == [2, 1, 1, 2, 1, 1]
     assert [bool(move.any()) for move in moves] == [True, False, False, True, False, False]
 
 
 @pytest.mark.parametrize("masks", [False, True])
-def test_the_last_perturbation_is_used_again_in_between(masks):
+def test_last_perturbation_is_reused_between_ascents(masks):
     _, _, passes, moves = run(every=3, off_steps="reuse", masks=masks)
     assert passes == [2, 1, 1, 2, 1, 1]
     torch.testing.assert_close(moves[1], moves[0], rtol=1e-9, atol=1e-12)
@@ -54,12 +54,12 @@ def test_the_last_perturbation_is_used_again_in_between(masks):
     assert not torch.allclose(moves[3], moves[0])
 
 
-def test_start_is_the_first_step_with_a_perturbation():
+def test_start_is_first_step_with_perturbation():
     _, _, passes, _ = run(start=4)
     assert passes == [1, 1, 1, 1, 2, 2]
 
 
-def test_a_new_mask_ends_the_reuse_of_the_last_perturbation():
+def test_new_mask_ends_reuse_of_last_perturbation():
     model = cases.mlp()
     mask = sparsesam.random_mask(sparsity=0.5, refresh=sparsesam.manual())
     opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=mask, every=4, off_steps="reuse")
@@ -67,7 +67,7 @@ def test_a_new_mask_ends_the_reuse_of_the_last_perturbation():
     opt.step(closure)
     opt.refresh_mask(now=True)
     saved = [state["sparsesam_last"] for state in opt.state_dict()["state"].values()]
-    assert all(not bool(last.any()) for last in saved)  # it was of the old mask
+    assert all(not bool(last.any()) for last in saved)  # it belonged to the old mask
     calls.clear()
     opt.step(closure)
     assert len(calls) == 2  # an ascent of its own
@@ -75,7 +75,7 @@ def test_a_new_mask_ends_the_reuse_of_the_last_perturbation():
 
 @pytest.mark.parametrize("clone", ["checkpoint", "deepcopy"])
 @pytest.mark.parametrize("options", [{}, {"norm": "masked", "ascent": "implicit-dense"}])
-def test_a_reused_perturbation_survives_a_resume(options, clone):
+def test_reused_perturbation_survives_resume(options, clone):
     model, opt, _, _ = run(steps=4, every=3, off_steps="reuse", masks=True, **options)
     if clone == "deepcopy":
         twin, other = copy.deepcopy((model, opt))
@@ -94,7 +94,7 @@ def test_a_reused_perturbation_survives_a_resume(options, clone):
     assert cases.same_bits(cases.weights_of(model), cases.weights_of(twin))
 
 
-def test_masks_that_fall_due_between_ascents_are_made_at_the_next():
+def test_masks_due_between_ascents_are_made_at_next_ascent():
     model = cases.mlp()
     rule = sparsesam.random_mask(sparsity=0.5, refresh=sparsesam.every_steps(2))
     opt = sparsesam.SSAM(cases.sgd(model), model, mask=rule, every=3)
@@ -106,13 +106,13 @@ def test_masks_that_fall_due_between_ascents_are_made_at_the_next():
     assert changed == [3, 6]
 
 
-def test_momentum_as_the_direction_takes_one_pass():
+def test_momentum_as_direction_takes_one_pass():
     _, _, passes, moves = run(ascent="momentum")
     assert passes == [1] * 6
-    assert [bool(move.any()) for move in moves] == [False] + [True] * 5  # at first there is no momentum
+    assert [bool(move.any()) for move in moves] == [False] + [True] * 5  # there is no momentum yet
 
 
-def test_ssam_d_takes_the_momentum_for_its_gradient():
+def test_ssam_d_uses_momentum_as_gradient():
     model = cases.mlp()
     rule = sparsesam.dynamic_mask(sparsity=0.5, refresh=sparsesam.every_steps(1))
     opt = sparsesam.SSAM(cases.sgd(model), model, mask=rule, ascent="momentum")
@@ -121,7 +121,7 @@ def test_ssam_d_takes_the_momentum_for_its_gradient():
     assert opt.sparsity == pytest.approx(0.5, abs=0.01)
 
 
-def test_two_phase_loops_can_ask_whether_the_first_pass_is_needed():
+def test_two_phase_loop_can_query_whether_first_pass_is_needed():
     def loop(opt, model, x, y):
         opt.zero_grad()
         if opt.needs_first_pass:
@@ -141,7 +141,7 @@ def test_two_phase_loops_can_ask_whether_the_first_pass_is_needed():
         assert cases.same_bits(cases.weights_of(model), cases.weights_of(twin))
 
 
-# ---- a part of the batch ---------------------------------------------------------------------------------
+# ---- ascent_fraction --------------------------------------------------------------------------------------
 
 
 def by_batch(model, opt):
@@ -155,8 +155,8 @@ def by_batch(model, opt):
     return closure
 
 
-def part_wise(model, opt, x, y, kept):
-    """The same by hand: ascend by the first samples, descend by all."""
+def written_out(model, opt, x, y, kept):
+    """The same written out: ascend by the first samples, descend by all."""
     opt.zero_grad()
     F.cross_entropy(model(x[:kept]), y[:kept]).backward()
     with opt.perturbed():
@@ -166,7 +166,7 @@ def part_wise(model, opt, x, y, kept):
 
 @pytest.mark.parametrize("masked", ["*", "4.*", "2.*"])
 @pytest.mark.parametrize("engine", [True, False])
-def test_ascent_by_a_part_of_the_batch(masked, engine):
+def test_ascent_fraction_equals_written_out_steps(masked, engine):
     model = cases.mlp()
     twin = copy.deepcopy(model)
     opt = cases.ssam(model, masked, ascent_fraction=0.25, engine=engine)
@@ -174,7 +174,7 @@ def test_ascent_by_a_part_of_the_batch(masked, engine):
     for seed in range(4):
         x, y = cases.vectors(16, seed=seed)
         opt.step(by_batch(model, opt), batch=(x, y))
-        part_wise(twin, other, x, y, 4)
+        written_out(twin, other, x, y, 4)
     torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-9, atol=1e-11)
 
 
@@ -189,7 +189,7 @@ class Split(nn.Module):
 
 
 @pytest.mark.parametrize("engine", [True, False])
-def test_normalization_statistics_are_those_of_the_whole_batch(engine):
+def test_normalization_statistics_cover_whole_batch(engine):
     torch.manual_seed(0)
     model = Split().double()
     opt = cases.ssam(model, ascent_fraction=0.25, engine=engine)
@@ -202,7 +202,7 @@ def test_normalization_statistics_are_those_of_the_whole_batch(engine):
     assert model.head[1].num_batches_tracked == 1
 
 
-def test_the_loss_returned_is_that_of_the_whole_batch():
+def test_returned_loss_covers_whole_batch():
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model, rho=0.3, ascent_fraction=0.25)
     x, y = cases.vectors(16)
@@ -221,8 +221,8 @@ def test_the_loss_returned_is_that_of_the_whole_batch():
 
 
 @pytest.mark.parametrize("masked", ["head.*", "*"])
-def test_a_part_of_the_batch_with_batch_normalization(masked):
-    """The engine changes nothing here either: the ascent's part is normalized by itself."""
+def test_ascent_fraction_with_batch_normalization(masked):
+    """The engine changes nothing here either: the fraction of the ascent is normalized separately."""
     ends = []
     for engine in (True, False):
         torch.manual_seed(0)
@@ -250,7 +250,7 @@ def test_bad_values(options, words):
         sparsesam.SAM(cases.sgd(model), model, **options)
 
 
-def test_a_part_of_the_batch_needs_the_batch():
+def test_ascent_fraction_needs_batch():
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model, ascent_fraction=0.5)
     with pytest.raises(ValueError, match="batch must be given"):
@@ -261,7 +261,7 @@ def test_a_part_of_the_batch_needs_the_batch():
 @pytest.mark.parametrize(
     "mask", [None, sparsesam.random_mask(sparsity=0.5), sparsesam.random_mask(pattern="filter", sparsity=0.5)]
 )
-def test_a_resumed_run_uses_the_last_perturbation_again(implementation, mask):
+def test_resumed_run_reuses_last_perturbation(implementation, mask):
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()

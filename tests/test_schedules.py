@@ -1,0 +1,41 @@
+"""Schedules of rho, and rho set by the user."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import sparsesam
+from tests import cases, oracles
+
+
+@pytest.mark.parametrize(
+    ("schedule", "factors"),
+    [
+        (sparsesam.Constant(), [1, 1, 1, 1]),
+        (sparsesam.Warmup(2), [0.5, 1, 1, 1]),
+        (sparsesam.Cosine(2, final=0.5), [1, 0.75, 0.5, 0.5]),
+        (sparsesam.InverseSqrt(), [1, 2**-0.5, 3**-0.5, 0.5]),
+    ],
+)
+def test_rho_schedules_start_from_rho_of_each_group(schedule, factors):
+    model = cases.mlp()
+    groups = [{"params": model[0].parameters(), "rho": 0.4}, {"params": model[2:].parameters()}]
+    opt = sparsesam.SAM(torch.optim.SGD(groups, lr=0.1), model, rho=0.1, rho_schedule=schedule)
+    x, y = cases.vectors()
+    for factor in factors:
+        opt.step(cases.closure_for(model, opt, x, y))
+        assert [group["rho"] for group in opt.param_groups] == pytest.approx([0.4 * factor, 0.1 * factor])
+
+
+def test_rho_of_groups_can_be_set_from_outside():
+    model = cases.mlp()
+    opt = sparsesam.SAM(cases.sgd(model), model, rho=0.1)
+    opt.param_groups[0]["rho"] = 0.7
+    x, y = cases.vectors()
+    before = cases.weights_of(model)
+    F.cross_entropy(model(x), y).backward()
+    with opt.perturbed():
+        moves = [now - then for now, then in zip(cases.weights_of(model), before, strict=True)]
+    assert oracles.flat(moves).norm().item() == pytest.approx(0.7)
