@@ -48,8 +48,9 @@ def main() -> None:
 def run_task(task: Task, options: argparse.Namespace) -> None:
     file = options.records / f"{task.name}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
-    origin = {**provenance(), "commit": os.environ.get("STUDY_COMMIT") or provenance()["commit"]}
-    append(file, {"task": task.name, "method": "", "stage": "provenance", "settings": {}, **origin})
+    made = provenance()
+    made["commit"] = os.environ.get("STUDY_COMMIT") or made["commit"]
+    append(file, {"task": task.name, "method": "", "stage": "provenance", "settings": {}, **made})
     for method in [options.tune] if options.tune else task.core if options.core else task.names:
         while due := jobs_due(task, method, read(file)):
             for job in due:

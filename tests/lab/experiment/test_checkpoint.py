@@ -153,3 +153,10 @@ def test_files_that_hold_no_weights_are_refused(tmp_path):
             read_weights(tmp_path / name)
     with pytest.raises(ValueError, match=r"has no best\.pt"):
         read_weights(tmp_path)
+
+
+def test_a_checkpoint_without_weights_is_refused(tmp_path):
+    for content in ({"config": {}}, {"training": {"ema": None}}):
+        checkpoint.save(tmp_path / "last.pt", content)
+        with pytest.raises(CheckpointError, match=r"last\.pt has no model, "):
+            checkpoint.load(tmp_path / "last.pt")

@@ -19,7 +19,7 @@ from sparsesam.lab.display import Cell, Table, cells, number, number_cell
 from sparsesam.lab.experiment.confidence import confidence_interval
 from sparsesam.lab.experiment.config import TrainConfig, from_mapping
 from sparsesam.lab.experiment.sweep import Sweep
-from sparsesam.lab.names import nearest
+from sparsesam.utils.checks import nearest
 
 Scale = Literal["laptop", "full"]
 #: Results by canonical config with seed 0, and by seed.

@@ -12,7 +12,7 @@ from sparsesam.lab.report.page import Part
 from sparsesam.lab.report.read_run import RunRecord
 from sparsesam.lab.report.variants import changed_settings, differing_settings, show_setting
 
-_ORIGIN = ("cpu", "machine", "threads", "python", "torch", "numpy", "sparsesam", "commit")
+_PROVENANCE = ("cpu", "machine", "threads", "python", "torch", "numpy", "sparsesam", "commit")
 #: Settings that are always shown.
 _ALWAYS = ("dataset", "model", "base", "lr", "batch_size")
 
@@ -58,15 +58,15 @@ def _row(run: RunRecord, name: str, label: str) -> list[Cell]:
 
 
 def provenance_parts(data: ReportData) -> list[Part]:
-    return [Part("", [_origins(data), _settings(data)])]
+    return [Part("", [_machines(data), _settings(data)])]
 
 
-def _origins(data: ReportData) -> Table:
+def _machines(data: ReportData) -> Table:
     known = [run.provenance for run in data.directories if run.provenance]
-    counts = Counter(tuple(_text(provenance.get(name)) for name in _ORIGIN) for provenance in known)
-    rows = [cells(*origin, number_cell(count)) for origin, count in counts.items()]
+    counts = Counter(tuple(_text(provenance.get(name)) for name in _PROVENANCE) for provenance in known)
+    rows = [cells(*texts, number_cell(count)) for texts, count in counts.items()]
     caption = "+changes: the working tree had uncommitted changes."
-    return Table("origins", caption, [*_ORIGIN, "runs"], rows)
+    return Table("origins", caption, [*_PROVENANCE, "runs"], rows)
 
 
 def _settings(data: ReportData) -> Table:
