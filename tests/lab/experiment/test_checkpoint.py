@@ -19,8 +19,8 @@ class Hostile:
 
 
 def test_content_comes_back(tmp_path):
-    checkpoint.save(tmp_path / "a.pt", {"weights": torch.arange(3)})
-    assert torch.equal(checkpoint.load(tmp_path / "a.pt")["weights"], torch.arange(3))
+    checkpoint.save(tmp_path / "a.pt", {"model": torch.arange(3), "epoch": 1})
+    assert torch.equal(checkpoint.load(tmp_path / "a.pt")["model"], torch.arange(3))
 
 
 @contextmanager
@@ -35,13 +35,13 @@ def files_no_larger_than(size):
 
 
 def test_a_disk_that_is_full_halfway_leaves_the_checkpoint_before(tmp_path):
-    checkpoint.save(tmp_path / "a.pt", {"weights": torch.arange(3)})
+    checkpoint.save(tmp_path / "a.pt", {"model": torch.arange(3), "epoch": 1})
     full = pytest.raises(
         CheckpointError, match=r"a\.pt could not be written .*File too large.*previous checkpoint is intact"
     )
     with files_no_larger_than(20_000), full:
         checkpoint.save(tmp_path / "a.pt", {"weights": torch.zeros(100_000)})
-    assert torch.equal(checkpoint.load(tmp_path / "a.pt")["weights"], torch.arange(3))
+    assert torch.equal(checkpoint.load(tmp_path / "a.pt")["model"], torch.arange(3))
     assert not list(tmp_path.glob("*.part"))
 
 
