@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from sparsesam.analysis import AnalysisResult
 from sparsesam.analysis.landscape import ProgressCallback
-from sparsesam.lab.display import Cell, Figure, Series, SeriesStyle, Table, number_cell, table_of_rows
+from sparsesam.lab.display import Cell, Figure, Series, SeriesStyle, Table, table_of_rows
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.run_directory import write_atomically
 from sparsesam.lab.experiment.setting_types import option
@@ -103,13 +103,7 @@ class Analysis(ABC, Generic[ResultT]):
 
     @classmethod
     def table(cls, name: str, results: Sequence[LabeledResult[ResultT]]) -> Table:
-        rows: dict[str, dict[str, Cell]] = {}
-        for one in results:
-            values = cls.summary(one.result).items()
-            rows[one.label] = {
-                title: value if isinstance(value, Cell) else number_cell(value) for title, value in values
-            }
-        return table_of_rows(name, cls.caption, rows)
+        return table_of_rows(name, cls.caption, {one.label: cls.summary(one.result) for one in results})
 
     @classmethod
     @abstractmethod

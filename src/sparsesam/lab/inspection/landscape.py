@@ -138,7 +138,10 @@ def _surface_figures(name: str, results: Sequence[LabeledResult[Landscape]]) -> 
     if name == "landscape-eigenvectors":
         direction, words, end = "eigenvector", "the Hessian’s two leading eigenvectors", " along eigenvectors"
     x, y, z = Axis(f"{direction} 1"), Axis(f"{direction} 2"), Axis("log10 of the loss" if log else "loss")
-    series = [_surface(one, log) for one in results]
+    series = []
+    for one in results:
+        loss = np.log10(np.where(one.result.loss > 0, one.result.loss, np.nan)) if log else one.result.loss
+        series.append(one.series(one.result.x, one.result.y, z=loss))
     shown: dict[str, Any] = {"x": x, "y": y, "z": z, "panels": {one.name: [one] for one in series}, "range_z": range_z}
     scale = f"Along {words}; all runs on one scale."
     turn = f"{scale} On the page, drag to rotate it, or use the arrow keys."
@@ -150,12 +153,6 @@ def _surface_figures(name: str, results: Sequence[LabeledResult[Landscape]]) -> 
         Figure(f"{name}-contours", f"Contours{end}", middle, kind="contour", **shown),
         Figure(f"{name}-cut", f"Cut through the middle{end}", cut, x, z, cuts),
     ]
-
-
-def _surface(one: LabeledResult[Landscape], log: bool) -> Series:
-    landscape = one.result
-    loss = np.log10(np.where(landscape.loss > 0, landscape.loss, np.nan)) if log else landscape.loss
-    return one.series(landscape.x, landscape.y, z=loss)
 
 
 def _cut(surface: Series) -> Series:

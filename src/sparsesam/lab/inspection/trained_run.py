@@ -83,13 +83,10 @@ class ResultDirectory:
     """The subject of analyses that need no run. ``style_name`` is the optimizer whose color its figures have."""
 
     argument: ClassVar[tuple[str, str]] = ("DIR", "directory for the result")
+    style_name: str = ""
 
     def __init__(self, path: Path, on: EvalSettings) -> None:
         self.path, self.directory, self.on = path, RunDirectory(path), on
-
-    @property
-    def style_name(self) -> str:
-        return ""
 
     def origin(self) -> Origin:
         """Returns what results are measured on."""
@@ -104,10 +101,7 @@ class RecordedRun(ResultDirectory):
     def __init__(self, path: Path, on: EvalSettings) -> None:
         super().__init__(path, on)
         self.config = RunDirectory.existing(path).saved_config()
-
-    @property
-    def style_name(self) -> str:
-        return self.config.optimizer
+        self.style_name = self.config.optimizer
 
 
 class TrainedRun(RecordedRun):

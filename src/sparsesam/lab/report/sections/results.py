@@ -35,7 +35,7 @@ def overview_parts(data: ReportData) -> list[Part]:
         if shown is not None:
             accuracy = Cell(shown.accuracy_text, order=shown.accuracy)
             costs = Cell(cost.show(shown), order=cost.values[shown])
-            rows.append(cells(task.label, accuracy, shown.label, costs, number_cell(len(known))))
+            rows.append(cells(task.label, accuracy, shown.label, costs, len(known)))
     caption = (
         "The best choice for each task: the cheapest variant not significantly different from the best. "
         "Mean ± standard deviation over seeds."
@@ -88,7 +88,7 @@ def _row(variant: Variant, cost: VariantCosts) -> list[Cell]:
         variant.label,
         Cell(variant.accuracy_text, order=variant.accuracy),
         number_cell(cost.values[variant], ratio),
-        number_cell(variant.mean("sparsity")),
+        variant.mean("sparsity"),
         number_cell(variant.mean("best_test_accuracy"), percent),
         number_cell(variant.mean("train_accuracy"), percent),
         Cell(finished_of(finished, len(variant.runs), failed), order=finished),

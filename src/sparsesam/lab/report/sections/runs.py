@@ -50,10 +50,10 @@ def _row(run: RunRecord, name: str, label: str) -> list[Cell]:
         name,
         number_cell(known[-1] if known else None, percent),
         label,
-        number_cell(run.seed),
+        run.seed,
         Cell(run.status, status=run.status),
         Cell(f"{len(run.epochs)} of {planned}", order=len(run.epochs)),
-        number_cell(sum(run.curve("seconds").values()) if run.epochs else None),
+        sum(run.curve("seconds").values()) if run.epochs else None,
     )
 
 
@@ -64,7 +64,7 @@ def provenance_parts(data: ReportData) -> list[Part]:
 def _machines(data: ReportData) -> Table:
     known = [run.provenance for run in data.directories if run.provenance]
     counts = Counter(tuple(_text(provenance.get(name)) for name in _PROVENANCE) for provenance in known)
-    rows = [cells(*texts, number_cell(count)) for texts, count in counts.items()]
+    rows = [cells(*texts, count) for texts, count in counts.items()]
     caption = "+changes: the working tree had uncommitted changes."
     return Table("origins", caption, [*_PROVENANCE, "runs"], rows)
 
