@@ -1,8 +1,7 @@
 """Comparable times for the variants of a sweep: measured together, interleaved, on one machine.
 
 Runs of a sweep take place at different times and in parallel, so their own times cannot be compared. Before the sweep,
-the variants are interleaved, a few steps each, for several rounds; the times are written to ``calibration.json`` beside the
-runs.
+the variants take a few steps each, for several rounds; the times are written to ``calibration.json`` beside the runs.
 """
 
 from __future__ import annotations

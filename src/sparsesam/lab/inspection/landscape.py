@@ -14,13 +14,12 @@ import numpy as np
 from sparsesam.analysis import Landscape, hessian_eigenvalues, loss_between, loss_landscape
 from sparsesam.analysis.landscape import ProgressCallback
 from sparsesam.lab.display import Axis, Cell, Figure, Series
+from sparsesam.lab.display.figure import needs_log
 from sparsesam.lab.experiment.errors import Interrupted
 from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import Analysis, LabeledResult, Summary
 from sparsesam.lab.inspection.trained_run import Origin, TrainedRun
 
-#: The logarithm is drawn if the largest loss is this many times the median: the rest would look flat.
-_WIDE_RANGE = 100
 _SAME_NUMBERS = "The same random numbers for all runs, scaled to each run’s own filters."
 
 
@@ -129,11 +128,11 @@ def _line_figures(name: str, results: Sequence[LabeledResult[Landscape]]) -> lis
 
 def _surface_figures(name: str, results: Sequence[LabeledResult[Landscape]]) -> list[Figure]:
     """Returns surface, contours and a cut, with all runs on one scale so that they can be compared."""
-    losses = np.sort([loss for one in results for loss in one.result.loss.ravel() if np.isfinite(loss)])
-    if not len(losses):
+    losses = [loss for one in results for loss in one.result.loss[np.isfinite(one.result.loss)].tolist()]
+    if not losses:
         return []
-    log = bool(losses[0] > 0 and losses[-1] > _WIDE_RANGE * losses[len(losses) // 2])
-    range_z = (math.log10(losses[0]), math.log10(losses[-1])) if log else (float(losses[0]), float(losses[-1]))
+    log, low, high = needs_log(losses), min(losses), max(losses)
+    range_z = (math.log10(low), math.log10(high)) if log else (low, high)
     direction, words, end = "direction", "filter-normalized random directions", ""
     if name == "landscape-eigenvectors":
         direction, words, end = "eigenvector", "the Hessian’s two leading eigenvectors", " along eigenvectors"

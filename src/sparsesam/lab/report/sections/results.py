@@ -6,6 +6,7 @@ import math
 import statistics
 
 from sparsesam.lab.display import Axis, Cell, Figure, Series, Table, cells, error_bars, finished_of, number_cell
+from sparsesam.lab.display.figure import needs_log
 from sparsesam.lab.display.numbers import Number, percent, plural, ratio
 from sparsesam.lab.experiment.confidence import confidence_interval
 from sparsesam.lab.report.data import ReportData, Task, VariantCosts
@@ -19,8 +20,6 @@ _CURVES = {
     "test_loss": "test loss",
     "train_accuracy": "training accuracy",
 }
-#: The axis is logarithmic if the largest loss is this many times the median: the rest would look flat.
-_WIDE_RANGE = 100
 
 
 def overview_parts(data: ReportData) -> list[Part]:
@@ -137,8 +136,7 @@ def curves_part(task: Task) -> Part:
     for measure, words in _CURVES.items():
         is_share = measure.endswith("accuracy")
         series = [one for variant in task.variants for one in _curves(variant, measure, 100.0 if is_share else None)]
-        values = [value for one in series for value in one.y]
-        log = not is_share and min(values, default=0) > 0 and max(values) > _WIDE_RANGE * statistics.median(values)
+        log = not is_share and needs_log(value for one in series for value in one.y)
         mean = (
             "Mean over the finished seeds, with ± one standard deviation. " if any(one.bars for one in series) else ""
         )
