@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from sparsesam.analysis.landscape import ProgressCallback
+from sparsesam.analysis import ProgressCallback
 from sparsesam.lab.commands.parser import Namespace, Parser, add_options
 from sparsesam.lab.display import assign_styles, check_plot, to_rich, write_plot
 from sparsesam.lab.inspection import ANALYSES, LabeledResult, TrainedRun

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparsesam.analysis import AnalysisResult, Convergence, measure_convergence, nonconvex_logistic
-from sparsesam.analysis.landscape import ProgressCallback
+from sparsesam.analysis import AnalysisResult, Convergence, ProgressCallback, measure_convergence, nonconvex_logistic
 from sparsesam.lab.display import Axis, Cell, Figure, Series, SeriesStyle, error_bars, numbers
 from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import Analysis, LabeledResult, Summary

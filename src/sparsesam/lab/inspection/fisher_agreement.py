@@ -8,8 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from sparsesam.analysis import FisherAgreement, fisher_vs_hessian
-from sparsesam.analysis.landscape import ProgressCallback
+from sparsesam.analysis import FisherAgreement, ProgressCallback, fisher_vs_hessian
 from sparsesam.lab.display import Axis, Cell, Figure, Series, number_cell, percent
 from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import LabeledResult, LayerAnalysis, Summary

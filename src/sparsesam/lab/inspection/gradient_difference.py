@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sparsesam.analysis import GradientDifference, gradient_difference
-from sparsesam.analysis.landscape import ProgressCallback
+from sparsesam.analysis import GradientDifference, ProgressCallback, gradient_difference
 from sparsesam.lab.display import Axis, Figure, Series, number_cell, percent
 from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import LabeledResult, RadiusAnalysis, Summary

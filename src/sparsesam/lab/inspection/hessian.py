@@ -12,12 +12,12 @@ from sparsesam.analysis import (
     AnalysisResult,
     HessianSpectrum,
     HessianTrace,
+    ProgressCallback,
     SpectralDensity,
     hessian_eigenvalues,
     hessian_trace,
     spectral_density,
 )
-from sparsesam.analysis.landscape import ProgressCallback
 from sparsesam.lab.display import Axis, Cell, Figure, Series, error_bars, number_cell, plus_minus
 from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import LabeledResult, LayerAnalysis, Summary

@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sparsesam.analysis import Landscape, hessian_eigenvalues, loss_between, loss_landscape
-from sparsesam.analysis.landscape import ProgressCallback
+from sparsesam.analysis import Landscape, ProgressCallback, hessian_eigenvalues, loss_between, loss_landscape
 from sparsesam.lab.display import Axis, Cell, Figure, Series
 from sparsesam.lab.display.figure import needs_log
 from sparsesam.lab.experiment.errors import Interrupted

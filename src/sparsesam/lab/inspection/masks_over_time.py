@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparsesam.analysis import MaskHistory, masks_over_time
-from sparsesam.analysis.landscape import ProgressCallback
+from sparsesam.analysis import MaskHistory, ProgressCallback, masks_over_time
 from sparsesam.lab.display import Axis, Figure, Series, number_cell, percent
 from sparsesam.lab.experiment.run_directory import read_masks
 from sparsesam.lab.inspection.analysis import Analysis, LabeledResult, Summary

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from sparsesam.analysis import AnalysisResult, Sharpness, sharpness
-from sparsesam.analysis.landscape import ProgressCallback
+from sparsesam.analysis import AnalysisResult, ProgressCallback, Sharpness, sharpness
 from sparsesam.lab.display import Axis, Figure, Series
 from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import LabeledResult, RadiusAnalysis, Summary, every_and_masked

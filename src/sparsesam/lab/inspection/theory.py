@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from sparsesam.analysis import AnalysisResult, GeneralizationBound, generalization_bound
-from sparsesam.analysis.landscape import ProgressCallback
+from sparsesam.analysis import AnalysisResult, GeneralizationBound, ProgressCallback, generalization_bound
 from sparsesam.analysis.theory import CAVEATS
 from sparsesam.lab.display import Axis, Cell, Figure, Series, significant
 from sparsesam.lab.experiment.setting_types import option
