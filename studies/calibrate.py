@@ -1,6 +1,6 @@
 """Cost of a step of each method: ``python -m studies.calibrate``, on an otherwise idle machine.
 
-The methods of a task take a few steps each in turn. A method's cost is the CPU time of its turns divided by SGD's; the
+The methods of a task are interleaved, a few steps at a time. A method's cost is its CPU time divided by SGD's; the
 lower quartile of each is used, because other load only adds time. Mask updates are timed separately and spread over the
 steps between them.
 Writes records/cost.jsonl.
@@ -34,8 +34,8 @@ class Stopwatch:
         self.share = 1 - task.methods[method].get("start", 0.0)  # share of the training that is perturbed
         perturbed = {key: value for key, value in job.settings.items() if key != "ascent_start"}
         self.training = prepare(replace(job, settings=perturbed), data_dir)
-        config, batches = self.training.config, self.training.batches
-        self.period = config.mask_steps or (config.mask_epochs or 0) * batches.steps  # 0: only the first mask
+        mask = getattr(self.training.optimizer, "mask", None)
+        self.period = 0 if mask is None else mask.refresh.every or 0  # steps between masks; 0: only the first mask
         self.steps: list[float] = []
 
     def run(self, steps: int) -> None:

@@ -154,7 +154,7 @@ def by_length(training: Training) -> None:
 
     def step_and_measure(*args: Any, **options: Any) -> Any:
         result = step(*args, **options)
-        lengths.append(float(get_total_norm(list((opt._context.saved.back or {}).values()))))
+        lengths.append(opt.last_update_norm or 0.0)
         for group in opt.param_groups:
             group["rho"] = wanted * len(lengths) / (sum(lengths) or math.inf)
         return result

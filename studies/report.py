@@ -170,8 +170,8 @@ def ordering_table(every: list[Results]) -> list[str]:
             if min(len(results.accuracy[better]), len(results.accuracy[worse])) < 5:
                 continue
             difference = paired(results.accuracy[better], results.accuracy[worse])
-            told = verdict(difference, within=equal_within, one_sided=">=" in claim)
-            rows.append((results.tasks[0].name, claim, difference, difference.count, told))
+            judgment = verdict(difference, within=equal_within, one_sided=">=" in claim)
+            rows.append((results.tasks[0].name, claim, difference, difference.count, judgment))
     return table("task | claim | difference, points | n | verdict", rows)
 
 
@@ -269,10 +269,10 @@ def _frontier(results: Results) -> Series:
     )
     best = [point for place, point in enumerate(points) if all(point[1] > other for _, other in points[:place])]
     costs, accuracies = zip(*best, strict=True)
-    return Series("nothing cheaper is better", "ink", costs, accuracies, faint=True)
+    return Series("Pareto front", "ink", costs, accuracies, faint=True)
 
 
-def draw(every: list[Results], file: Path) -> None:
+def draw_chart(every: list[Results], file: Path) -> None:
     """Draw accuracy against cost, a panel for each task, two in a row; a line joins the Pareto-optimal methods."""
     styles = dict(zip(_DRAWN, assign_styles(list(_DRAWN.values())), strict=True))
     panels = {}
@@ -315,7 +315,7 @@ def main() -> None:
             lines += ["Flatness of the training loss at the end:", "", *flatness, ""]
         lines += ["<details><summary>Tuning</summary>", "", *strength_table(results), "", "</details>", ""]
     options.out.write_text("\n".join(lines))
-    draw(every, options.chart)
+    draw_chart(every, options.chart)
 
 
 if __name__ == "__main__":

@@ -48,8 +48,9 @@ def main() -> None:
 def run_task(task: Task, options: argparse.Namespace) -> None:
     file = options.records / f"{task.name}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
-    origin = {**provenance(), "commit": os.environ.get("STUDY_COMMIT") or provenance()["commit"]}
-    append(file, {"task": task.name, "method": "", "stage": "provenance", "settings": {}, **origin})
+    made = provenance()
+    made["commit"] = os.environ.get("STUDY_COMMIT") or made["commit"]
+    append(file, {"task": task.name, "method": "", "stage": "provenance", "settings": {}, **made})
     for method in [options.tune] if options.tune else task.core if options.core else task.names:
         while due := jobs_due(task, method, read(file)):
             for job in due:
@@ -117,9 +118,8 @@ def extrapolated_length(optimizer: object) -> float | None:
     """Returns ||e|| of the next step, for an extrapolation by a number of updates."""
     if not isinstance(optimizer, sparsesam.ExtrapolatedSAM):
         return None
-    updates = (optimizer._context.saved.back or {}).values()
-    steps = float(optimizer.param_groups[0]["rho"])
-    return steps * float(torch.stack([update.norm() for update in updates]).norm()) if updates else None
+    norm = optimizer.last_update_norm
+    return None if norm is None else float(optimizer.param_groups[0]["rho"]) * norm
 
 
 def flatness(model: torch.nn.Module, batches: Any) -> dict[str, float]:

@@ -20,7 +20,7 @@ from PIL import Image
 
 from sparsesam.lab import cli
 from sparsesam.lab.display import assign_styles, write_plot
-from sparsesam.lab.inspection import ANALYSES, Measured
+from sparsesam.lab.inspection import ANALYSES, LabeledResult
 
 ROOT = Path(__file__).parents[1]
 PAGE, PICTURES = ROOT / "docs" / "analyses.md", ROOT / "docs" / "gallery"
@@ -70,12 +70,12 @@ def draw(name: str, file: Path) -> None:
     (kind,) = [analysis for analysis in ANALYSES.values() if name in analysis.files]
     files = {run: Path("runs", run, "analyses", f"{name}.json") for run in ("sgd", "sam", "ssam-f", "")}
     found = {run: json.loads(path.read_text()) for run, path in files.items() if path.exists()}
-    measured = [
-        Measured(run.upper(), kind.read(content["result"]), style, (content["made"]["other"] or "")[5:].upper())
+    results = [
+        LabeledResult(run.upper(), kind.read(content["result"]), style, (content["made"]["other"] or "")[5:].upper())
         for (run, content), style in zip(found.items(), assign_styles(list(found)), strict=True)
     ]
     figure_name, panel = SHOWN[name]
-    (figure,) = [figure for figure in kind.figures(name, measured) if figure.name == figure_name]
+    (figure,) = [figure for figure in kind.figures(name, results) if figure.name == figure_name]
     if panel is not None:
         figure = dataclasses.replace(figure, panels={"": figure.panels[panel]})
     write_plot([figure], file)

@@ -117,7 +117,7 @@ def _grouped(everything: Sequence[Recipe], *, settings: bool) -> Iterable[tuple[
     found: dict[tuple[str, str, str], list[str]] = {}
     for one in everything:
         for choice in settings_of(one) if settings else other_choices(one):
-            if choice.mark == UNMENTIONED:  # one row stands for all of them, so new settings do not change the page
+            if choice.mark == UNMENTIONED:  # one row for all of them, so that new settings do not change the page
                 continue
             found.setdefault((choice.name, ", ".join(choice.values), choice.mark), []).append(one.place)
     order = {name: place for place, name in enumerate(dict.fromkeys(name for name, _, _ in found))}

@@ -16,7 +16,7 @@ LESS = {
     "landscape": ["--points", "3", "--samples", "32"],
     "hessian": ["--samples", "32", "--trace-probes", "2", "--density-probes", "1", "--density-steps", "5"],
     "fisher": ["--samples", "32", "--probes", "2"],
-    "convergence": ["--steps", "20", "--repeats", "2"],
+    "convergence": ["--steps", "20", "--runs", "2"],
     "masks": [],
 }
 

@@ -21,7 +21,7 @@ from sparsesam.analysis.hessian import (
     spectral_density,
 )
 from sparsesam.analysis.hessian_operator import HessianOperator
-from sparsesam.analysis.landscape import Landscape, loss_between, loss_landscape, random_directions
+from sparsesam.analysis.landscape import Landscape, ProgressCallback, loss_between, loss_landscape, random_directions
 from sparsesam.analysis.masks_over_time import MaskHistory, masks_over_time
 from sparsesam.analysis.objective import Objective, ObjectiveSummary, check_state, select_parameters
 from sparsesam.analysis.results import AnalysisResult
@@ -30,9 +30,9 @@ from sparsesam.analysis.theory import GeneralizationBound, complexity_terms, gen
 
 __all__ = [
     "AnalysisResult", "Convergence", "FisherAgreement", "GeneralizationBound", "GradientDifference", "HessianOperator",
-    "HessianSpectrum", "HessianTrace", "Landscape", "MaskHistory", "Objective", "ObjectiveSummary", "Sharpness",
-    "SmoothProblem", "SpectralDensity", "check_state", "compare_gradients", "complexity_terms", "fisher_vs_hessian",
-    "generalization_bound", "gradient_difference", "hessian_diagonal", "hessian_eigenvalues", "hessian_trace",
-    "loss_between", "loss_landscape", "masks_over_time", "measure_convergence", "nonconvex_logistic",
+    "HessianSpectrum", "HessianTrace", "Landscape", "MaskHistory", "Objective", "ObjectiveSummary", "ProgressCallback",
+    "Sharpness", "SmoothProblem", "SpectralDensity", "check_state", "compare_gradients", "complexity_terms",
+    "fisher_vs_hessian", "generalization_bound", "gradient_difference", "hessian_diagonal", "hessian_eigenvalues",
+    "hessian_trace", "loss_between", "loss_landscape", "masks_over_time", "measure_convergence", "nonconvex_logistic",
     "random_directions", "select_parameters", "sharpness", "spectral_density",
 ]  # fmt: skip

@@ -33,7 +33,7 @@ from sparsesam.masks.fixed import NORMALIZATION
 from sparsesam.utils.checks import check_choice, check_count, check_like_parameters
 
 Direction = dict[str, Tensor]
-Progress = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _ONE_DIMENSIONAL_NOTES = {
@@ -76,7 +76,7 @@ def loss_landscape(
     one_dimensional: Literal["ignore", "normalize"] = "ignore",
     state_file: str | os.PathLike[str] | None = None,
     save_every: float = 10.0,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Landscape:
     """Evaluate the loss on ``points`` (by ``points``) points over ``span`` along filter-normalized random directions.
 
@@ -109,7 +109,7 @@ def loss_between(
     points: int = 51,
     span: tuple[float, float] = (0.0, 1.0),
     state_file: str | os.PathLike[str] | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Landscape:
     """Evaluate the loss on the line from one state dict (x = 0) to another (x = 1) of the same model.
 
@@ -211,7 +211,7 @@ def _evaluate(
     notes: list[str],
     *,
     state_file: str | os.PathLike[str] | None,
-    progress: Progress | None,
+    progress: ProgressCallback | None,
     save_every: float = 10.0,
     seed: int | None = None,
 ) -> Landscape:

@@ -1,1 +1,1 @@
-"""Data, models, experiments, run inspection, the report and the command line: everything that stands on the library."""
+"""Data, models, experiments, run inspection, the report and the command line, all built on the library."""

@@ -24,20 +24,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from sparsesam.lab.commands.parser import Parser
         from sparsesam.lab.experiment.errors import Interrupted, RunError
-        from sparsesam.lab.names import nearest
+        from sparsesam.lab.names import unknown_name
     except ImportError as error:
         if command == "doctor":  # it works without these packages and reports what is missing
             find(command).run()
             return 0
         return _say(f"the command line needs {error.name}: {_NEEDS}", 2)
     if command not in COMMANDS:
-        return _say(f"unknown command {command!r}; {nearest(command, COMMANDS)}", 2)
+        return _say(unknown_name("command", command, COMMANDS), 2)
     try:
         module = find(command)
         parser = Parser(f"sparsesam {command}", module.HELP)
         module.add_arguments(parser)
-        if hasattr(module, "check"):
-            module.check(rest)
         try:
             options = parser.parse_args(rest)
         except SystemExit as error:  # the parser has already printed its help or an error

@@ -1,35 +1,15 @@
-"""Suggestions for misspelled names, and lookup of the user's own functions, ``module:function``."""
+"""Lookup of names with suggestions, and of the user's own functions, ``module:function``."""
 
 from __future__ import annotations
 
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
-from difflib import SequenceMatcher
 from typing import Any, TypeVar, cast
 
+from sparsesam.utils.checks import nearest
+
 T = TypeVar("T")
-
-
-def nearest(name: str, known: Iterable[str], *, otherwise: str = "--help lists all") -> str:
-    """Returns "did you mean …?" with the most similar names, or ``otherwise`` if none is similar.
-
-    Names are similar if few letters differ (``optimiser``), if one is a prefix of the other (``clip-grad`` and
-    ``clip-grad-norm``), or if one is the initials of the other (``learning-rate`` and ``lr``).
-    """
-    scores = {one: _similarity(name.lower().replace("_", "-"), one.lower().replace("_", "-")) for one in known}
-    best = max(scores.values(), default=0.0)
-    found = sorted((one for one in scores if scores[one] >= max(0.65, best - 0.08)), key=lambda one: -scores[one])
-    return f"did you mean {' or '.join(found[:3])}?" if found else otherwise
-
-
-def _similarity(name: str, known: str) -> float:
-    ratio = SequenceMatcher(None, name, known).ratio()
-    for short, long in ((name, known), (known, name)):
-        if "-" in long and short == "".join(word[:1] for word in long.split("-")):
-            return max(ratio, 0.95)
-    begin_alike = known.startswith(name) or (name.startswith(known) and len(known) > 2)
-    return max(ratio, 0.85) if begin_alike else ratio
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
@@ -38,11 +18,16 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return meant and f"; {meant}"
 
 
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
+    """Returns the message for an unknown option, command or analysis."""
+    return f"unknown {kind} {name!r}; {nearest(name, known, otherwise='--help lists all')}"
+
+
 def check_names(given: Iterable[str], known: Iterable[str]) -> None:
     """Raise ValueError for a setting that does not exist."""
     for name in given:
         if name not in known:
-            raise ValueError(f"unknown option {name!r}; {nearest(name, known)}")
+            raise ValueError(unknown_name("option", name, known))
 
 
 def look_up(setting: str, name: str, known: Mapping[str, T], *, others: str) -> T:
@@ -50,7 +35,7 @@ def look_up(setting: str, name: str, known: Mapping[str, T], *, others: str) -> 
     key = name.lower().replace("_", "-")
     if key not in known:
         values = f"{', '.join(known)}, {others} or a module:function"
-        raise ValueError(f"{setting} must be one of {values}, got {name!r}; {nearest(key, known)}")
+        raise ValueError(f"{setting} must be one of {values}, got {name!r}{suggestion(key, known)}")
     return known[key]
 
 

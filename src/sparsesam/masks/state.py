@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,18 @@ from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.scores import ScoreContext
 from sparsesam.utils.checks import NonFiniteScoreError
+
+_around_refresh: ContextVar[Callable[[], AbstractContextManager[Any]]] = ContextVar("refresh", default=nullcontext)
+
+
+@contextmanager
+def around_refresh(enter: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Within the block, each computation of masks runs inside of ``enter()``, which may measure it."""
+    token = _around_refresh.set(enter)
+    try:
+        yield
+    finally:
+        _around_refresh.reset(token)
 
 
 class MaskState:
@@ -86,7 +100,8 @@ class MaskState:
         """Returns the masks, which must be equal on all ranks: all use the same generator and the same scores."""
 
         def make() -> dict[str, PackedMask]:
-            return {name: PackedMask.pack(mask) for name, mask in rule.make(context).items()}
+            with _around_refresh.get()():
+                return {name: PackedMask.pack(mask) for name, mask in rule.make(context).items()}
 
         if context.shards is not None:
             if not rule.knows_shards:

@@ -33,7 +33,7 @@ def check_like_parameters(
     """Raise ValueError for a tensor that has no parameter of the same name and shape."""
     for name, tensor in given.items():
         if name not in parameters:
-            raise ValueError(f"{argument} has {name!r}, which is no {what}; {nearest(name, parameters)}")
+            raise ValueError(f"{argument} has {name!r}, which is not a {what}; {nearest(name, parameters)}")
         if tensor.shape != parameters[name].shape:
             raise ValueError(
                 f"{argument}[{name!r}] must have the parameter's shape {tuple(parameters[name].shape)}, "
@@ -41,8 +41,27 @@ def check_like_parameters(
             )
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    return "the nearest are " + ", ".join(difflib.get_close_matches(name, list(known), n=3, cutoff=0.0))
+def nearest(name: str, known: Iterable[str], *, otherwise: str | None = None) -> str:
+    """Returns "did you mean …?" with the most similar names; if none is similar, ``otherwise`` or some names."""
+    scores = {one: similarity(name, one) for one in known}
+    order = sorted(scores, key=lambda one: -scores[one])
+    found = [one for one in order[:3] if scores[one] >= max(0.65, scores[order[0]] - 0.08)]
+    if found:
+        return f"did you mean {' or '.join(found)}?"
+    return f"known are {', '.join(order[:3])}{', …' if len(order) > 3 else ''}" if otherwise is None else otherwise
+
+
+def similarity(name: str, known: str) -> float:
+    """Returns 0 to 1. High if few letters differ (``optimiser``), if one name is a prefix of the other (``clip-grad``
+    and ``clip-grad-norm``), or if one is the initials of the other (``learning-rate`` and ``lr``).
+    """
+    name, known = (one.lower().replace("_", "-") for one in (name, known))
+    ratio = difflib.SequenceMatcher(None, name, known).ratio()
+    for short, long in ((name, known), (known, name)):
+        if "-" in long and short == "".join(word[:1] for word in long.split("-")):
+            return max(ratio, 0.95)
+    begin_alike = known.startswith(name) or (name.startswith(known) and len(known) > 2)
+    return max(ratio, 0.85) if begin_alike else ratio
 
 
 class NonFiniteScoreError(ValueError):

@@ -163,7 +163,7 @@ def test_bound_counts_every_training_image(runs):
 
 
 def test_convergence_needs_no_run(tmp_path, capsys):
-    assert analyze("convergence", tmp_path, "--steps", 20, "--repeats", 2) == 0
+    assert analyze("convergence", tmp_path, "--steps", 20, "--runs", 2) == 0
     found = result_of(tmp_path, "convergence")
     for method in ("SAM", "SSAM"):
         assert found[method.lower()] == analysis.measure_convergence(method, steps=20, runs=2).to_dict()
@@ -209,7 +209,7 @@ def test_pictures_of_two_runs(runs, tmp_path, words):
 
 def test_pictures_of_masks_and_convergence(runs, tmp_path):
     assert analyze("masks", runs / "ssam-f", "--plot", tmp_path / "masks.svg") == 0
-    assert analyze("convergence", tmp_path, "--steps", 9, "--repeats", 1, "--plot", tmp_path / "curves.pdf") == 0
+    assert analyze("convergence", tmp_path, "--steps", 9, "--runs", 1, "--plot", tmp_path / "curves.pdf") == 0
     assert "<svg" in (tmp_path / "masks.svg").read_text()
     assert (tmp_path / "curves.pdf").read_bytes().startswith(b"%PDF")
 
@@ -255,7 +255,7 @@ def test_unfinished_run_is_analyzed(tmp_path):
 def test_unknown_kind_or_option_suggests_nearest(runs, capsys):
     assert refused(capsys, "landscap", runs / "sgd") == (
         2,
-        "sparsesam: unknown analysis 'landscap'; did you mean landscape?",
+        "sparsesam analyze: unknown analysis 'landscap'; did you mean landscape?",
     )
     code, line = refused(capsys, "landscape", runs / "sgd", "--point", 3)
     assert code == 2

@@ -8,7 +8,7 @@ import torch
 
 from sparsesam.lab.display.drawing import check_plot, draw, write_figures, write_images, write_plot
 from sparsesam.lab.display.figure import Axis, Figure, Series, SeriesStyle
-from sparsesam.lab.inspection import ANALYSES, Measured
+from sparsesam.lab.inspection import ANALYSES, LabeledResult
 from tests.lab.report.made_runs import analyses
 
 pytest.importorskip("matplotlib")
@@ -37,7 +37,7 @@ def figures_of_all_analyses():
             if name in analyses():
                 result = analysis.read(analyses()[name])
                 measured = [
-                    Measured(f"run {place}, long name", result, SeriesStyle("blue", place)) for place in range(3)
+                    LabeledResult(f"run {place}, long name", result, SeriesStyle("blue", place)) for place in range(3)
                 ]
                 yield from analysis.figures(name, measured)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
 from sparsesam.lab.experiment import checkpoint
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.observers import RunObserver
+from sparsesam.lab.experiment.result import RunResult
 from sparsesam.lab.experiment.run import run_training
 
 SHORT = TrainConfig(train_size=72, test_size=40, epochs=3, batch_size=16, fisher_samples=8, optimizer="sgd", rho=0.1)
@@ -19,6 +20,11 @@ SHORT = TrainConfig(train_size=72, test_size=40, epochs=3, batch_size=16, fisher
 def train(out, observer=None, *, resume=False, logger="none", record_times=False, **settings):
     place = RunEnvironment(out=out, resume=resume, logger=logger, threads=1, record_times=record_times)
     return run_training(replace(SHORT, **settings), place, observer)
+
+
+def result_with(**values):
+    """The result in a ``result.json``, with only these values known."""
+    return {**dict.fromkeys(one.name for one in fields(RunResult)), **values}
 
 
 def state(out):

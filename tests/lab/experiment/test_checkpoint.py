@@ -19,8 +19,8 @@ class Malicious:
 
 
 def test_round_trip(tmp_path):
-    checkpoint.save(tmp_path / "a.pt", {"weights": torch.arange(3)})
-    assert torch.equal(checkpoint.load(tmp_path / "a.pt")["weights"], torch.arange(3))
+    checkpoint.save(tmp_path / "a.pt", {"model": torch.arange(3), "epoch": 1})
+    assert torch.equal(checkpoint.load(tmp_path / "a.pt")["model"], torch.arange(3))
 
 
 @contextmanager
@@ -35,13 +35,13 @@ def files_no_larger_than(size):
 
 
 def test_full_disk_keeps_previous_checkpoint(tmp_path):
-    checkpoint.save(tmp_path / "a.pt", {"weights": torch.arange(3)})
+    checkpoint.save(tmp_path / "a.pt", {"model": torch.arange(3), "epoch": 1})
     full = pytest.raises(
         CheckpointError, match=r"a\.pt could not be written .*File too large.*previous checkpoint is intact"
     )
     with files_no_larger_than(20_000), full:
         checkpoint.save(tmp_path / "a.pt", {"weights": torch.zeros(100_000)})
-    assert torch.equal(checkpoint.load(tmp_path / "a.pt")["weights"], torch.arange(3))
+    assert torch.equal(checkpoint.load(tmp_path / "a.pt")["model"], torch.arange(3))
     assert not list(tmp_path.glob("*.part"))
 
 
@@ -153,3 +153,10 @@ def test_files_without_weights_are_rejected(tmp_path):
             read_weights(tmp_path / name)
     with pytest.raises(ValueError, match=r"has no best\.pt"):
         read_weights(tmp_path)
+
+
+def test_a_checkpoint_without_weights_is_refused(tmp_path):
+    for content in ({"config": {}}, {"training": {"ema": None}}):
+        checkpoint.save(tmp_path / "last.pt", content)
+        with pytest.raises(CheckpointError, match=r"last\.pt has no model, "):
+            checkpoint.load(tmp_path / "last.pt")

@@ -17,6 +17,7 @@ from sparsesam.lab.commands.sweep import sweep_table
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import RunError
 from sparsesam.lab.experiment.sweep import claimed_gpu, read_sweep, sweep_jobs
+from tests.lab.experiment.runs import result_with
 
 SETTINGS = {"train_size": 64, "test_size": 40, "epochs": 1, "batch_size": 32, "fisher_samples": 8}
 
@@ -136,7 +137,7 @@ def test_accuracy_cost_and_seeds_are_summarized(tmp_path):
     jobs = read(tmp_path, variants={"SGD": {"optimizer": "sgd"}, "SAM": {"optimizer": "sam"}}, seeds=2).jobs(tmp_path)
     for job, accuracy, passes in zip(jobs, (0.5, 0.8, 0.7, 0.9), (1.0, 2.0, 1.0, 2.0), strict=True):
         job.directory.mkdir(exist_ok=True)
-        result = {"test_accuracy": accuracy, "forward_backwards_per_step": passes, "sparsity": None}
+        result = result_with(test_accuracy=accuracy, forward_backwards_per_step=passes)
         (job.directory / "result.json").write_text(json.dumps({"result": result}))
     assert rows(jobs) == {"SGD": ["60.0 ± 14.1 %", "1.00", "–", "2"], "SAM": ["85.0 ± 7.1 %", "2.00", "–", "2"]}
 
@@ -171,4 +172,4 @@ def test_runs_in_other_processes_give_same_results(tmp_path, backend):
     here = read(tmp_path, variants={"SGD": {"optimizer": "sgd"}, "SAM": {"optimizer": "sam"}})
     there, mine = here.jobs(tmp_path / "runs"), here.jobs(tmp_path / "mine")
     sweep_jobs(mine, RunEnvironment(), workers=1)
-    assert [job.result["test_loss"] for job in there] == [job.result["test_loss"] for job in mine]
+    assert [job.result.test_loss for job in there] == [job.result.test_loss for job in mine]

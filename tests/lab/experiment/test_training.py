@@ -1,5 +1,6 @@
 """Validation, accumulation, clipping and schedules, by their effect on the weights and records."""
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -98,3 +99,15 @@ def test_run_keeps_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_training(replace(SHORT, max_steps=1), RunEnvironment(name="my run", logger="none"))
     assert read_records(tmp_path / "runs" / "my run" / "records.jsonl")[0]["name"] == "my run"
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "sam", "ssam-f", "ssam-d", "auto"])
+def test_the_optimizer_of_a_training_pickles(optimizer):
+    from sparsesam.lab.experiment.config import RunEnvironment
+    from sparsesam.lab.experiment.run import make_fabric, make_training
+
+    config, environment = replace(SHORT, optimizer=optimizer, clip_grad_norm=1.0), RunEnvironment(accelerator="cpu")
+    training = make_training(config, load_dataset("digits"), make_fabric(config, environment), environment)
+    training.advance(lambda: True)
+    copy = pickle.loads(pickle.dumps(training.optimizer))
+    assert copy.state_dict().keys() == training.optimizer.state_dict().keys()

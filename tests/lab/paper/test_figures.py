@@ -8,6 +8,7 @@ from sparsesam.lab.cli import main
 from sparsesam.lab.paper.comparison import RecipeRuns
 from sparsesam.lab.paper.figures import FIGURES
 from sparsesam.lab.paper.recipe import Recipe, recipes
+from tests.lab.experiment.runs import result_with
 
 SMOKE = ["--set", "epochs=1", "train_size=48", "fisher_samples=8", "--seeds", "1", "--jobs", "1"]
 #: Thirteen wide networks take longer than a smoke test should.
@@ -49,7 +50,7 @@ def test_accuracy_against_sparsity_has_line_per_method_and_papers_dotted(tmp_pat
     jobs = chosen.sweep([0, 1]).jobs(tmp_path)
     for place, job in enumerate(jobs):
         job.directory.mkdir()
-        result = {"test_accuracy": 0.9 - place / 1000}
+        result = result_with(test_accuracy=0.9 - place / 1000)
         (job.directory / "result.json").write_text(json.dumps({"result": result}))
     (figure,), _ = FIGURES["sparsity"](RecipeRuns(chosen, jobs))
     assert list(figure.panels) == [column.label for column in chosen.columns]

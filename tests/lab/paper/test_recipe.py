@@ -8,6 +8,7 @@ from sparsesam.lab.models import MODELS, build_model
 from sparsesam.lab.paper.comparison import RecipeRuns
 from sparsesam.lab.paper.recipe import TIMES, recipe, recipes
 from sparsesam.masks.patterns import as_pattern
+from tests.lab.experiment.runs import result_with
 
 SCALES = ("laptop", "full")
 
@@ -71,7 +72,8 @@ def results_of(tmp_path, label, values, measure="test_accuracy", settings=None, 
         found = values.get((job.config.optimizer, job.config.seed))
         if found is not None and chosen(job.config):
             job.directory.mkdir()
-            content = {"result": {measure: found}, "provenance": {"cpu": "a CPU", "threads": 1, "torch": "2.x"}}
+            made = {"cpu": "a CPU", "threads": 1, "torch": "2.x"}
+            content = {"result": result_with(**{measure: found}), "provenance": made}
             (job.directory / "result.json").write_text(json.dumps(content))
     return one, jobs
 

@@ -12,10 +12,11 @@ from sparsesam import analysis
 from sparsesam.lab.experiment.calibration import key
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.cost import passes_per_step
-from sparsesam.lab.inspection.curvature import HessianResult
-from sparsesam.lab.inspection.theorems import BoundResult, ConvergenceResult
+from sparsesam.lab.inspection.convergence import ConvergenceResult
+from sparsesam.lab.inspection.hessian import HessianResult
+from sparsesam.lab.inspection.sharpness import SharpnessResult
+from sparsesam.lab.inspection.theory import BoundResult
 from sparsesam.lab.inspection.trained_run import Origin
-from sparsesam.lab.inspection.within_rho import SharpnessResult
 from sparsesam.lab.report.read_run import RunRecord
 
 PROVENANCE = {"cpu": "a chip", "machine": "Linux", "threads": 1, "torch": "2", "python": "3", "commit": "abc"}

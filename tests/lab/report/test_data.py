@@ -36,7 +36,7 @@ def test_times_of_calibration_are_compared(tmp_path):
     found, values = cost(*runs)
     assert values == {"SGD": 1.0, "SAM": 1.75}
     assert found.axis == "time of a run / SGD’s"
-    assert "measured together, in turns on a chip" in found.explanation
+    assert "measured together, interleaved on a chip" in found.explanation
 
 
 def test_longer_run_costs_more(tmp_path):

@@ -12,61 +12,55 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from sparsesam.analysis import ProgressCallback
 from sparsesam.lab.commands.parser import Namespace, Parser, add_options
 from sparsesam.lab.display import assign_styles, check_plot, to_rich, write_plot
-from sparsesam.lab.inspection import ANALYSES, EvalSettings, Measured
-from sparsesam.lab.inspection.analysis import Progress as OnProgress
-from sparsesam.lab.names import nearest
+from sparsesam.lab.inspection import ANALYSES, LabeledResult, TrainedRun
+from sparsesam.lab.inspection.trained_run import EvalSettings
 
 HELP = "Analyze trained runs: print a table, and write RUN/analyses/NAME.json (docs/analyze.md)."
 
 
 def add_arguments(parser: Parser) -> None:
     parser.usage = f"%(prog)s {{{','.join(ANALYSES)}}} RUN… [--OPTION VALUE …]"
-    commands = parser.add_subparsers(dest="kind", required=True, metavar="ANALYSIS", parser_class=Parser)
+    commands = parser.add_subparsers(dest="analysis", required=True, metavar="ANALYSIS", parser_class=Parser)
     for kind, analysis in ANALYSES.items():
         description = f"{analysis.help[0].upper()}{analysis.help[1:]}."
         command = commands.add_parser(
             kind, prog=f"sparsesam analyze {kind}", description=description, help=analysis.help
         )
-        metavar, text = analysis.argument
+        metavar, text = analysis.subject_type.argument
         command.add_argument("paths", type=Path, nargs="+", metavar=metavar, help=text)
         add_options(command, analysis, flags=True)
-        if analysis.uses_checkpoint:
+        if issubclass(analysis.subject_type, TrainedRun):
             add_options(command, EvalSettings, flags=True)
         command.add_argument("--plot", type=Path | None, default=None, help="also plot it to FILE.png, .svg or .pdf")
-
-
-def check(arguments: list[str]) -> None:
-    """Suggest similar names for an unknown analysis; argparse would list all of them."""
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in ANALYSES:
-        raise ValueError(f"unknown analysis {arguments[0]!r}; {nearest(arguments[0], ANALYSES)}")
 
 
 def run(options: Namespace) -> None:
     if options.plot is not None:
         check_plot(options.plot)
-    analysis, on = _from_options(ANALYSES[options.kind], options), _from_options(EvalSettings, options)
-    analysis, subjects, notes = analysis.prepare([analysis.load_subject(path, on) for path in options.paths])
-    optimizers = [getattr(getattr(subject, "config", None), "optimizer", "") for subject in subjects]
-    measured = []
-    for subject, style in zip(subjects, assign_styles(optimizers), strict=True):  # each result is saved at once
+    analysis, on = _from_options(ANALYSES[options.analysis], options), _from_options(EvalSettings, options)
+    analysis, subjects, notes = analysis.prepare([analysis.subject_type(path, on) for path in options.paths])
+    styles = assign_styles([subject.style_name for subject in subjects])
+    results = []
+    for subject, style in zip(subjects, styles, strict=True):  # each result is saved at once
         with _progress_bar(f"{analysis.name} of {subject.path}") as progress:
             result = analysis.measure_and_write(subject, progress)
-        measured.append(Measured(str(subject.path), result, style, analysis.origin(subject).other or ""))
+        results.append(LabeledResult(str(subject.path), result, style, analysis.origin(subject).other or ""))
     console = Console(highlight=False)
-    console.print(to_rich(analysis.table(analysis.name, measured), analysis.name, transposed=True))
-    for note in (*notes, *analysis.notes(measured)):
+    console.print(to_rich(analysis.table(analysis.name, results), analysis.name, transposed=True))
+    for note in (*notes, *analysis.notes(results)):
         console.print(f"- {note}")
     for subject in subjects:
         console.print(f"written: {subject.path / 'analyses' / analysis.name}.json", soft_wrap=True)
     if options.plot is not None:
-        write_plot(analysis.figures(analysis.name, measured), options.plot)
+        write_plot(analysis.figures(analysis.name, results), options.plot)
         console.print(f"plot: {options.plot}", soft_wrap=True)
 
 
 @contextmanager
-def _progress_bar(title: str) -> Iterator[OnProgress]:
+def _progress_bar(title: str) -> Iterator[ProgressCallback]:
     """Shows a progress bar if stderr is a terminal."""
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task(title, total=None)

@@ -12,7 +12,7 @@ from sparsesam.lab.commands.parser import Namespace, Parser
 from sparsesam.lab.display import plural
 
 HELP = "Write the weights of a run as a plain state_dict (.pt, .pth) or as safetensors (.safetensors)."
-FORMATS = (".pt", ".pth", ".safetensors")
+WEIGHT_FORMATS = (".pt", ".pth", ".safetensors")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -23,8 +23,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace) -> None:
     out: Path = options.out
-    if out.suffix not in FORMATS:
-        raise ValueError(f"--out must end in {', '.join(FORMATS)}, got {out}")
+    if out.suffix not in WEIGHT_FORMATS:
+        raise ValueError(f"--out must end in {', '.join(WEIGHT_FORMATS)}, got {out}")
     trained = load_trained(options)
     tensors = trained.weights
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from sparsesam.lab.experiment.setting_types import PositiveFloat, PositiveInt
 from sparsesam.lab.paper.choices import other_choices, settings_of
 from sparsesam.lab.paper.comparison import RecipeRuns
 from sparsesam.lab.paper.dry_run import PAPER_TFLOPS, cost_table, dry_run
-from sparsesam.lab.paper.figures import draw
+from sparsesam.lab.paper.figures import draw_figure
 from sparsesam.lab.paper.recipe import Scale, recipe, recipes
 
 HELP = (
@@ -77,7 +77,7 @@ def _run(runs: RecipeRuns, options: Namespace, out: Path) -> None:
         _say(f"runs: {out}")
         report_failures(jobs)
     if file is not None:
-        for sentence in draw(runs, file):
+        for sentence in draw_figure(runs, file):
             _say(f"- {sentence}")
         _say(f"figure: {file}")
 

@@ -1,6 +1,7 @@
 """The argument parser of the command line: argparse with options generated from dataclasses.
 
-Values from the command line and from YAML are converted and checked by `sparsesam.lab.experiment.setting_types`.
+Values from the command line and from YAML are converted and checked by `sparsesam.lab.experiment.setting_types`. Not
+jsonargparse: it starts 0.1 to 0.2 s slower, and ranges, grouped help, names and suggestions would still be our code.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import yaml
 
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, names_of
 from sparsesam.lab.experiment.setting_types import alternatives, choices, convert
-from sparsesam.lab.names import check_names, nearest
+from sparsesam.lab.names import check_names, unknown_name
 
 __all__ = ["Namespace", "Parser", "add_options", "add_settings", "settings_from"]
 
@@ -49,11 +50,15 @@ class Parser(ArgumentParser):
         found, unknown = super().parse_known_args(args, namespace)
         names = [one.lstrip("-").partition("=")[0] for one in unknown if one.startswith("-")]
         if names:
-            meant = [f"unknown option {name!r}; {nearest(name.replace('_', '-'), self.known)}" for name in names]
-            self.error("; ".join(meant))
+            self.error("; ".join(unknown_name("option", name, self.known) for name in names))
         if unknown:
             self.error(f"unexpected argument {unknown[0]!r}; --help shows the usage")
         return found, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Suggest similar names for an unknown subcommand; argparse would list all of them."""
+        if action.choices is not None and value not in action.choices:
+            self.error(unknown_name(action.dest, value, action.choices))
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")

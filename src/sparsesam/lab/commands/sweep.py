@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -163,7 +163,7 @@ class SweepProgress:
         if self.console.is_terminal:
             return
         if (result := job.result) is not None:
-            ending = f"test {result['test_accuracy']:.2%}, {duration(result['seconds'])} of training"
+            ending = f"test {result.test_accuracy:.2%}, {duration(result.seconds)} of training"
         else:
             ending = "interrupted" if job.failure is None else f"failed: {job.failure}"
         self._print(f"{job.label}, seed {job.config.seed}: {ending}; {self._status()}")
@@ -207,7 +207,7 @@ def sweep_table(title: str, jobs: Sequence[Job], calibration: SweepCalibration |
         variants.setdefault(job.label, []).append(job)
     results = {label: [found for job in members if (found := job.result)] for label, members in variants.items()}
     if calibration is None:
-        costs = {label: _mean(results[label], "forward_backwards_per_step") for label in variants}
+        costs = {label: _mean([one.forward_backwards_per_step for one in results[label]]) for label in variants}
     else:
         costs = {label: calibration.seconds_per_epoch(members[0].config) for label, members in variants.items()}
     first, unit = next(iter(costs.items()))
@@ -216,19 +216,19 @@ def sweep_table(title: str, jobs: Sequence[Job], calibration: SweepCalibration |
         table.add_column(heading, justify="right" if heading else "left", overflow="fold")
     for label, members in variants.items():
         finished, cost = results[label], costs[label]
-        accuracies = [result["test_accuracy"] for result in finished]
+        accuracies = [result.test_accuracy for result in finished]
         deviation = statistics.stdev(accuracies) if len(accuracies) > 1 else None
         seeds = finished_of(len(finished), len(members), sum(job.failure is not None for job in members))
         running = [f"in epoch {job.epochs_done + 1}/{job.config.epochs}" for job in members if job.is_running]
         table.add_row(
             label,
-            percent(_mean(finished, "test_accuracy"), deviation),
+            percent(_mean(accuracies), deviation),
             ratio(cost / unit if cost and unit else None),
-            significant(finished[0]["sparsity"] if finished else None),
+            significant(finished[0].sparsity if finished else None),
             ", ".join([seeds, *running]),
         )
     return table
 
 
-def _mean(results: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    return statistics.fmean(result[name] for result in results) if results else None
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None

@@ -3,9 +3,9 @@
 from sparsesam.lab.data.augment import Augment, standard_augmentation
 from sparsesam.lab.data.corruption import CORRUPTIONS, corrupt, flip_labels
 from sparsesam.lab.data.download import cache_dir
-from sparsesam.lab.data.image_folder import ImageFolder
+from sparsesam.lab.data.image_folder import FolderSplits, ImageFolder
 from sparsesam.lab.data.registry import DATASETS, load_dataset
-from sparsesam.lab.data.splits import DataError, FolderSplits, Labelled, MissingData, Splits
+from sparsesam.lab.data.splits import DataError, Labelled, MissingData, Splits
 
 __all__ = [
     "CORRUPTIONS", "DATASETS", "Augment", "DataError", "FolderSplits", "ImageFolder", "Labelled", "MissingData",

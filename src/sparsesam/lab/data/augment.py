@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from sparsesam.lab.data.image_folder import FolderSplits
 from sparsesam.lab.data.rand_augment import rand_augment
-from sparsesam.lab.data.splits import FolderSplits, Splits
+from sparsesam.lab.data.splits import Splits
 
 
 @dataclass(frozen=True)

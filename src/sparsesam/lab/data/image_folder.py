@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from sparsesam.integrations.extras import required_by
-from sparsesam.lab.data.splits import DataError, FolderSplits, MissingData
+from sparsesam.lab.data.splits import DataError, DatasetInfo, MissingData
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -56,6 +57,15 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
     def set_epoch(self, epoch: int) -> None:
         """Select the views of an epoch; call it before iterating over the epoch."""
         self._epoch.fill_(epoch)
+
+
+@dataclass(frozen=True)
+class FolderSplits(DatasetInfo):
+    """A data set too large for memory: map-style datasets, decoded in a DataLoader's workers."""
+
+    train: ImageFolder
+    test: ImageFolder
+    image_size: int
 
 
 def load_image_folder(name: str, data_dir: Path | None, image_size: int | None = None) -> FolderSplits:

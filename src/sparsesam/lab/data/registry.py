@@ -11,9 +11,9 @@ import torch
 
 from sparsesam.integrations.extras import required_by
 from sparsesam.lab.data.hugging_face import load_hugging_face
-from sparsesam.lab.data.image_folder import load_image_folder
+from sparsesam.lab.data.image_folder import FolderSplits, load_image_folder
 from sparsesam.lab.data.published import CIFAR10, CIFAR100, FASHION_MNIST, load_published
-from sparsesam.lab.data.splits import FolderSplits, Labelled, Splits
+from sparsesam.lab.data.splits import Labelled, Splits
 from sparsesam.lab.names import accepted, call_function, find_function, look_up
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from sparsesam.lab.data.image_folder import ImageFolder
 
 
 class DataError(ValueError):
@@ -90,12 +87,3 @@ class Splits(DatasetInfo):
     @property
     def image_size(self) -> int:
         return self.train.images.shape[-1]
-
-
-@dataclass(frozen=True)
-class FolderSplits(DatasetInfo):
-    """A data set too large for memory: map-style datasets, decoded in a DataLoader's workers."""
-
-    train: ImageFolder
-    test: ImageFolder
-    image_size: int

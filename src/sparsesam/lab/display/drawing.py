@@ -16,7 +16,7 @@ from torch import Tensor
 from sparsesam.integrations.extras import required_by
 from sparsesam.lab.display.figure import COLORS, PALETTE_SIZE, Figure, Series
 
-FORMATS = (".png", ".svg", ".pdf")
+PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 #: A matplotlib object; matplotlib is imported only when something is drawn.
 Canvas = Any
@@ -36,8 +36,8 @@ _STYLE = {
 
 def check_plot(file: Path) -> None:
     """Raise before anything is measured if ``file`` cannot be drawn."""
-    if file.suffix.lower() not in FORMATS:
-        raise ValueError(f"plot must end in {', '.join(FORMATS)}, got {str(file)!r}")
+    if file.suffix.lower() not in PLOT_FORMATS:
+        raise ValueError(f"plot must end in {', '.join(PLOT_FORMATS)}, got {str(file)!r}")
     _import_matplotlib()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -160,6 +161,12 @@ class Figure:
                 for x, y, bar in zip(series.x, series.y, bars, strict=True):
                     writer.writerow([*start, x, y, *((bar or (None, None)) if with_bars else ())])
         return file.getvalue()
+
+
+def needs_log(values: Iterable[float]) -> bool:
+    """Whether the largest of positive values is over 100 times the median: linearly, the rest would look flat."""
+    ordered = sorted(values)
+    return bool(ordered) and ordered[0] > 0 and ordered[-1] > 100 * statistics.median(ordered)
 
 
 def error_bars(

@@ -41,8 +41,10 @@ class Table:
         return [name for name, *cells in columns if any(cell.order is not None for cell in cells)]
 
 
-def cells(*texts: str | Cell) -> list[Cell]:
-    return [text if isinstance(text, Cell) else Cell(text) for text in texts]
+def cells(*values: str | Number | Cell) -> list[Cell]:
+    """Returns a cell for each value; numbers are formatted and sorted as numbers."""
+    made = [Cell(value) if isinstance(value, str) else value for value in values]
+    return [value if isinstance(value, Cell) else number_cell(value) for value in made]
 
 
 def number_cell(value: Number, show: Callable[[Number], str] = significant) -> Cell:
@@ -50,10 +52,10 @@ def number_cell(value: Number, show: Callable[[Number], str] = significant) -> C
     return Cell(show(value), order=value)
 
 
-def table_of_rows(name: str, caption: str, rows: Mapping[str, Mapping[str, Cell]]) -> Table:
+def table_of_rows(name: str, caption: str, rows: Mapping[str, Mapping[str, Cell | Number]]) -> Table:
     """Returns a table with a row for each label."""
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-    filled = [[Cell(label), *(row.get(column, Cell("–")) for column in columns)] for label, row in rows.items()]
+    filled = [cells(label, *(row.get(column) for column in columns)) for label, row in rows.items()]
     return Table(name, caption, ["run", *columns], filled)
 
 

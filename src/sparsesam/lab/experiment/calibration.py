@@ -1,8 +1,7 @@
-"""Comparable times for the variants of a sweep: measured together, in turns, on one machine.
+"""Comparable times for the variants of a sweep: measured together, interleaved, on one machine.
 
 Runs of a sweep take place at different times and in parallel, so their own times cannot be compared. Before the sweep,
-every variant takes a few steps in turn, for several rounds; the times are written to ``calibration.json`` beside the
-runs.
+the variants take a few steps each, for several rounds; the times are written to ``calibration.json`` beside the runs.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class SweepCalibration:
     """Times by the ``content_hash`` of the config with seed 0."""
 
     variants: Mapping[str, VariantTime]
-    origin: Mapping[str, Any]
+    provenance: Mapping[str, Any]
 
     def of(self, config: TrainConfig) -> VariantTime | None:
         return self.variants.get(key(config))
@@ -65,7 +64,7 @@ class SweepCalibration:
     def fits(self, configs: Sequence[TrainConfig]) -> bool:
         """Whether it contains all configs, measured on the same kind of machine with the same versions."""
         here = provenance()
-        same = all(self.origin.get(name) == here[name] for name in ("cpu", "machine", "torch", "sparsesam"))
+        same = all(self.provenance.get(name) == here[name] for name in ("cpu", "machine", "torch", "sparsesam"))
         return same and all(key(config) in self.variants for config in configs)
 
 
@@ -97,7 +96,7 @@ def calibrate(jobs: Sequence[Job], environment: RunEnvironment, folder: Path) ->
         "rounds": ROUNDS,
         "threads": threads,
         "variants": {name: asdict(one) for name, one in found.variants.items()},
-        "provenance": found.origin,
+        "provenance": found.provenance,
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / FILE, json.dumps(content, indent=1) + "\n")

@@ -69,6 +69,10 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
             f"{path} must be of version {VERSION}, got {content.get('version')}; "
             "continue with the version of sparsesam that wrote it, or start again in another directory"
         )
+    # last.pt has the state of the training, best.pt only the weights of an epoch.
+    needed = ("model", "ema", "optimizer", "position") if "training" in content else ("model", "epoch")
+    if missing := [name for name in needed if name not in content.get("training", content)]:
+        raise CheckpointError(f"{path} has no {', '.join(missing)}; use a file as `sparsesam train` writes it")
     return content
 
 

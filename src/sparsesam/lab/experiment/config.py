@@ -33,7 +33,7 @@ from sparsesam.lab.names import check_names
 
 #: Optimizers that take one pass per step.
 PLAIN = ("sgd", "adam", "adamw")
-Settings = TypeVar("Settings", "TrainConfig", "RunEnvironment")
+ConfigT = TypeVar("ConfigT", "TrainConfig", "RunEnvironment")
 Magnitude = Annotated[float, Range("in [0, 10]", lambda value: 0 <= value <= 10)]
 
 #: Part of every hash; increase it when the default of a setting changes.
@@ -257,7 +257,7 @@ def names_of(kind: type[TrainConfig] | type[RunEnvironment]) -> list[str]:
     return [one.name for one in dataclasses.fields(kind)]
 
 
-def from_mapping(kind: type[Settings], values: Mapping[str, Any]) -> Settings:
+def from_mapping(kind: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
     """Build settings from the content of a YAML file; ValueError suggests names for an unknown one."""
     check_names(values, names_of(kind))
     return kind(**values)

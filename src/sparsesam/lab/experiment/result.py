@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from sparsesam.lab.experiment.run_directory import read_records
+from sparsesam.lab.experiment.errors import RunError
+from sparsesam.lab.experiment.run_directory import read_json, read_records
 from sparsesam.lab.experiment.training import Sums, Training
 
 #: Steps excluded from warm times, in which caches, allocators and autotuners warm up.
@@ -17,7 +18,7 @@ WARM_UP = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Measured:
+class _Metrics:
     """Fields shared by the record of an epoch and the result of a run. Accuracies are fractions.
 
     ``forward_backwards`` is the cost of the run so far in forward-backward passes over a batch
@@ -34,7 +35,7 @@ class _Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpochRecord(_Measured):
+class EpochRecord(_Metrics):
     """A line of ``records.jsonl``. ``step`` and ``forward_backwards`` cover the run so far, all else the epoch.
 
     ``mask_seconds`` has the time of each mask update, ``step_seconds`` that of each step (with ``record_times``).
@@ -91,7 +92,7 @@ def read_epochs(path: Path) -> list[EpochRecord]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunResult(_Measured):
+class RunResult(_Metrics):
     """Losses and accuracies are those of the last epoch; times are those of training steps, including mask updates.
 
     ``best_test_accuracy`` is the test accuracy of ``best.pt``, the epoch with the best accuracy on
@@ -113,12 +114,21 @@ class RunResult(_Measured):
     parameters: int
 
 
+def read_result(path: Path) -> RunResult | None:
+    """Read a run's ``result.json``; None if it does not exist."""
+    content = read_json(path)
+    try:
+        return None if content is None else RunResult(**content["result"])
+    except (KeyError, TypeError) as error:
+        raise RunError(f"{path} is not a result of this version of sparsesam ({error}); delete it") from error
+
+
 def run_result(training: Training, epochs: Sequence[EpochRecord]) -> RunResult:
     """Build the result from the records of all epochs."""
     last, best, steps_per_epoch = epochs[-1], best_of(epochs), training.batches.steps
     warm = _warm_median([seconds for record in epochs for seconds in record.step_seconds], WARM_UP)
     return RunResult(
-        **{one.name: getattr(last, one.name) for one in fields(_Measured)},
+        **{one.name: getattr(last, one.name) for one in fields(_Metrics)},
         best_test_accuracy=best.test_accuracy,
         best_chosen_on="test" if best.val_accuracy is None else "val",
         best_epoch=best.epoch,

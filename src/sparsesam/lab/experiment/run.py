@@ -63,7 +63,7 @@ def run_training(
         with directory.locked() if main else nullcontext():
             if environment.resume:  # first, so that an unreadable checkpoint leaves the run unchanged
                 _restore(training, directory)
-            recorder = Recorder(training, directory, environment) if main else None
+            recorder = RunRecorder(training, directory, environment) if main else None
             try:
                 _train(training, directory, environment, [recorder, *observers] if recorder else [], stop)
                 result = fabric.broadcast(run_result(training, recorder.epochs) if recorder else None)
@@ -163,7 +163,7 @@ def _train(
                 observer.end(complete=complete)
 
 
-class Recorder(RunObserver):
+class RunRecorder(RunObserver):
     """Writes the settings, records, masks, checkpoints and result of a run; used on rank 0 only."""
 
     def __init__(self, training: Training, directory: RunDirectory, environment: RunEnvironment) -> None:
@@ -174,7 +174,7 @@ class Recorder(RunObserver):
         self.saved_at, self.masks = training.steps_taken, training.cost.masks
         extended = directory.begin(config, resume=environment.resume)
         self.epochs = read_epochs(directory.records)
-        self.origin = {
+        self.header = {
             "config": asdict(config),
             "hash": config.content_hash,
             "name": environment.name,
@@ -182,7 +182,7 @@ class Recorder(RunObserver):
         }
         kind = "extend" if extended is not None else "resume" if training.steps_taken else "run"
         before = {} if extended is None else {"epochs_before": extended}
-        directory.append({"kind": kind, "step": training.steps_taken, **before, **self.origin})
+        directory.append({"kind": kind, "step": training.steps_taken, **before, **self.header})
 
     def step(self, training: Training) -> None:
         # Before the checkpoint: a resumed run removes and recomputes the masks made after it.
@@ -200,19 +200,19 @@ class Recorder(RunObserver):
         if best_of(self.epochs) is record:
             tested = self.training.module if self.training.ema is None else self.training.ema.module
             figures = {name: getattr(record, name) for name in ("epoch", "val_accuracy", "test_accuracy")}
-            content = {"config": self.origin["config"], "model": tested.state_dict(), **figures}
+            content = {"config": self.header["config"], "model": tested.state_dict(), **figures}
             checkpoint.save(self.directory.best, content)
         self.directory.append({"kind": "epoch", **asdict(record)})
         self._save()
 
     def _save(self) -> None:
-        content = {"config": self.origin["config"], "training": self.training.state_dict()}
+        content = {"config": self.header["config"], "training": self.training.state_dict()}
         checkpoint.save(self.directory.last, content)
         self.saved_at = self.training.steps_taken
 
     def finish(self, result: RunResult) -> None:
         self.directory.append({"kind": "result", "step": result.steps, **asdict(result)})
-        self.directory.finish({"result": asdict(result), **self.origin})
+        self.directory.finish({"result": asdict(result), **self.header})
 
 
 def masks_are_small(config: TrainConfig, weights: int, steps_per_epoch: int) -> bool:

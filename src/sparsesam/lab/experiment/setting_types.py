@@ -96,7 +96,7 @@ def choices(hint: Any) -> list[Any]:
     return [value for one in literals for value in typing.get_args(one)]
 
 
-_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", Path: "a path"}
+_WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", Path: "a path"}
 
 
 def _word(kind: Any) -> str:

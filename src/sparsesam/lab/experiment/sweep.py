@@ -24,6 +24,7 @@ from joblib.externals.loky.process_executor import TerminatedWorkerError
 from sparsesam.integrations.extras import required_by
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, from_mapping, unused
 from sparsesam.lab.experiment.errors import Interrupted, RunError
+from sparsesam.lab.experiment.result import RunResult, read_result
 from sparsesam.lab.experiment.run_directory import RunDirectory, read_json, read_records
 from sparsesam.lab.names import check_names, suggestion
 
@@ -72,9 +73,8 @@ class Job:
         return None if content is None else str(content["error"])
 
     @property
-    def result(self) -> dict[str, Any] | None:
-        content = read_json(RunDirectory(self.directory).result)
-        return None if content is None else content["result"]
+    def result(self) -> RunResult | None:
+        return read_result(RunDirectory(self.directory).result)
 
     @property
     def epochs_done(self) -> int:

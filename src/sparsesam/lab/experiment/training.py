@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from sparsesam.lab.experiment.cost import StepCost, StepName, plain_pass_operati
 from sparsesam.lab.experiment.errors import DivergedError
 from sparsesam.lab.experiment.optimizers import lr_factor, make_optimizer
 from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
-from sparsesam.masks.scores import ScoreContext
+from sparsesam.masks.state import around_refresh
 
 #: Reading the loss synchronizes with the GPU and all ranks, so there it is read only every `SYNC_EVERY` steps.
 SYNC_EVERY = 20
@@ -77,9 +77,6 @@ class Training:
         self.optimizer = make_optimizer(
             config, compiled, fisher_data=batches.unaugmented(), steps_per_epoch=batches.steps
         )
-        rule = getattr(self.optimizer, "mask", None)
-        if rule is not None:
-            self._measure_masks(rule)
         precision = fabric.strategy.precision
         self.scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
         self._rate = [group["lr"] for group in self.optimizer.param_groups]
@@ -102,6 +99,11 @@ class Training:
     def epoch_ended(self) -> bool:
         """Whether the last step completed an epoch or the run."""
         return self.steps_taken % self.batches.steps == 0 or self.finished
+
+    @property
+    def _refreshes_every_step(self) -> bool:
+        rule = getattr(self.optimizer, "mask", None)
+        return rule is not None and rule.refresh.every == 1
 
     @property
     def sparsity(self) -> float | None:
@@ -164,21 +166,16 @@ class Training:
             torch.cuda.synchronize(self.fabric.device)
         return self.clock()
 
-    def _measure_masks(self, rule: sparsesam.MaskRule) -> None:
-        """Patch the rule's ``make`` to measure cost and time; the optimizer keeps the rule itself, not a wrapper."""
-        make = rule.make
-
-        def measured(context: ScoreContext) -> dict[str, Tensor]:
-            start = self._now()
-            with nullcontext() if self.cost.masks else MultiplyAdds() as counter:
-                masks = make(context)
-            if counter is not None:
-                self.cost.per_mask = counter.products / self.cost.unit
-            self.cost.masks += 1
-            self.sums.mask_seconds.append(self._now() - start)
-            return masks
-
-        object.__setattr__(rule, "make", measured)  # rules are frozen
+    @contextmanager
+    def _measured_refresh(self) -> Iterator[None]:
+        """Measure the time of a mask update, and the cost of the first one."""
+        start = self._now()
+        with nullcontext() if self.cost.masks else MultiplyAdds() as counter:
+            yield
+        if counter is not None:
+            self.cost.per_mask = counter.products / self.cost.unit
+        self.cost.masks += 1
+        self.sums.mask_seconds.append(self._now() - start)
 
     def _step(self, batch: Batch) -> Tensor:
         """Take one step; returns this rank's sum of losses and number of correct predictions over the whole batch.
@@ -196,7 +193,7 @@ class Training:
             figures = self._passes(batch)
         self.cost.images[kind] += batch.global_size
         masks = self.cost.masks - masks
-        if counter is not None and (not masks or self.config.mask_steps == 1):
+        if counter is not None and (not masks or self._refreshes_every_step):
             # Count a step without a mask update if there is one: in steps with an update the engine skips nothing.
             operations = counter.products / self.cost.unit - masks * self.cost.per_mask
             self.cost.per_image[kind] = operations / len(batch.images)
@@ -220,7 +217,8 @@ class Training:
 
         whole = (batch.images, batch.labels)
         if isinstance(self.optimizer, sparsesam.SharpnessAware):
-            self.optimizer.step(closure, batch=whole, scaler=self.scaler)  # type: ignore[arg-type]
+            with around_refresh(self._measured_refresh):
+                self.optimizer.step(closure, batch=whole, scaler=self.scaler)  # type: ignore[arg-type]
         else:
             closure(whole)
             if self.scaler is None:

@@ -8,13 +8,16 @@ typed result, summarizes it for a table, and describes its figures, which ``--pl
 
 from typing import Any
 
-from sparsesam.lab.inspection.analysis import Analysis, Measured
-from sparsesam.lab.inspection.curvature import FisherAnalysis, HessianAnalysis
+from sparsesam.lab.inspection.analysis import Analysis, LabeledResult
+from sparsesam.lab.inspection.convergence import ConvergenceAnalysis
+from sparsesam.lab.inspection.fisher_agreement import FisherAnalysis
+from sparsesam.lab.inspection.gradient_difference import GradientAnalysis
+from sparsesam.lab.inspection.hessian import HessianAnalysis
 from sparsesam.lab.inspection.landscape import LandscapeAnalysis
-from sparsesam.lab.inspection.masks import MaskAnalysis
-from sparsesam.lab.inspection.theorems import BoundAnalysis, ConvergenceAnalysis
-from sparsesam.lab.inspection.trained_run import EvalSettings, TrainedRun, load_run
-from sparsesam.lab.inspection.within_rho import GradientAnalysis, SharpnessAnalysis
+from sparsesam.lab.inspection.masks_over_time import MaskAnalysis
+from sparsesam.lab.inspection.sharpness import SharpnessAnalysis
+from sparsesam.lab.inspection.theory import BoundAnalysis
+from sparsesam.lab.inspection.trained_run import TrainedRun, load_run
 
 ANALYSES: dict[str, type[Analysis[Any]]] = {
     "landscape": LandscapeAnalysis,
@@ -27,4 +30,4 @@ ANALYSES: dict[str, type[Analysis[Any]]] = {
     "convergence": ConvergenceAnalysis,
 }
 
-__all__ = ["ANALYSES", "Analysis", "EvalSettings", "Measured", "TrainedRun", "load_run"]
+__all__ = ["ANALYSES", "Analysis", "LabeledResult", "TrainedRun", "load_run"]

@@ -5,26 +5,25 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from sparsesam.analysis import AnalysisResult
-from sparsesam.lab.display import Cell, Figure, Series, SeriesStyle, Table, number_cell, table_of_rows
+from sparsesam.analysis import AnalysisResult, ProgressCallback
+from sparsesam.lab.display import Cell, Figure, Series, SeriesStyle, Table, table_of_rows
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.run_directory import write_atomically
-from sparsesam.lab.inspection.trained_run import EvalSettings, Origin, TrainedRun
+from sparsesam.lab.experiment.setting_types import option
+from sparsesam.lab.inspection.trained_run import Origin, ResultDirectory, TrainedRun
 
-Progress = Callable[[int, int], None]
 Summary = dict[str, Cell | float | None]
 ResultT = TypeVar("ResultT", bound=AnalysisResult)
+MeasureT = TypeVar("MeasureT")
 
 
 @dataclass(frozen=True)
-class Measured(Generic[ResultT]):
+class LabeledResult(Generic[ResultT]):
     """A result with the label and style of its run. ``other`` is the label of the second run with ``--between``."""
 
     label: str
@@ -41,16 +40,15 @@ class Measured(Generic[ResultT]):
 class Analysis(ABC, Generic[ResultT]):
     """A dataclass whose fields are the options of ``sparsesam analyze``, generic in the type of its result.
 
-    ``files`` are the possible names of its results in ``RUN/analyses``. With ``uses_checkpoint``, the fields of
-    `EvalSettings` are options too.
+    ``files`` are the possible names of its results in ``RUN/analyses``, ``subject_type`` is what it measures.
     """
 
     help: ClassVar[str]
     title: ClassVar[str]
     caption: ClassVar[str]
     files: ClassVar[tuple[str, ...]]
-    uses_checkpoint: ClassVar[bool] = True
-    argument: ClassVar[tuple[str, str]] = ("RUN", "directory of a run")
+    result_type: ClassVar[type[AnalysisResult]]
+    subject_type: ClassVar[type[ResultDirectory]] = TrainedRun
 
     @property
     def name(self) -> str:
@@ -64,23 +62,15 @@ class Analysis(ABC, Generic[ResultT]):
 
     # ---- measuring
 
-    def load_subject(self, path: Path, on: EvalSettings) -> Any:
-        """Returns what is measured: by default, the run in a directory."""
-        return TrainedRun(path, on)
-
     def prepare(self, subjects: Sequence[Any]) -> tuple[Analysis[Any], Sequence[Any], Sequence[str]]:
-        """Returns the analysis with options shared by all runs, the subjects to measure, and notes on those left out.
-
-        By default all runs use the first one's rho, unless one was given.
-        """
-        shared = {"rho": subjects[0].config.rho} if getattr(self, "rho", 0.0) is None else {}
-        return dataclasses.replace(self, **shared), subjects, ()
+        """Returns the analysis with shared options, the subjects to measure, and notes on those left out."""
+        return self, subjects, ()
 
     @abstractmethod
-    def measure(self, subject: Any, progress: Progress) -> ResultT:
+    def measure(self, subject: Any, progress: ProgressCallback) -> ResultT:
         """Measure one subject; ``progress(done, total)`` is called in between."""
 
-    def measure_and_write(self, subject: Any, progress: Progress = lambda done, total: None) -> ResultT:
+    def measure_and_write(self, subject: Any, progress: ProgressCallback = lambda done, total: None) -> ResultT:
         """Measure and write the result with its provenance to ``analyses/NAME.json`` (docs/analyze.md)."""
         start = time.perf_counter()
         result = self.measure(subject, progress)
@@ -95,16 +85,15 @@ class Analysis(ABC, Generic[ResultT]):
 
     def origin(self, subject: Any) -> Origin:
         """Returns the checkpoint and the images that the result was measured on."""
-        return subject.origin() if self.uses_checkpoint else Origin(seed=getattr(self, "seed", None))
+        origin: Origin = subject.origin()
+        return origin
 
     # ---- showing
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> ResultT:
         """Build a result from the content of its file; ValueError if the format is wrong."""
-        (result_type,) = typing.get_args(cls.__orig_bases__[0])  # type: ignore[attr-defined]
-        result: ResultT = result_type.from_dict(content)
-        return result
+        return cls.result_type.from_dict(content)  # type: ignore[return-value]
 
     @classmethod
     @abstractmethod
@@ -112,26 +101,66 @@ class Analysis(ABC, Generic[ResultT]):
         """Returns the values of a result for the table."""
 
     @classmethod
-    def table(cls, name: str, measured: Sequence[Measured[ResultT]]) -> Table:
-        rows: dict[str, dict[str, Cell]] = {}
-        for one in measured:
-            values = cls.summary(one.result).items()
-            rows[one.label] = {
-                title: value if isinstance(value, Cell) else number_cell(value) for title, value in values
-            }
-        return table_of_rows(name, cls.caption, rows)
+    def table(cls, name: str, results: Sequence[LabeledResult[ResultT]]) -> Table:
+        return table_of_rows(name, cls.caption, {one.label: cls.summary(one.result) for one in results})
 
     @classmethod
     @abstractmethod
-    def figures(cls, name: str, measured: Sequence[Measured[ResultT]]) -> list[Figure]:
+    def figures(cls, name: str, results: Sequence[LabeledResult[ResultT]]) -> list[Figure]:
         """Returns figures of all runs together; ``name`` is the name of the results' files."""
 
     @classmethod
-    def notes(cls, measured: Sequence[Measured[ResultT]]) -> list[str]:
+    def notes(cls, results: Sequence[LabeledResult[ResultT]]) -> list[str]:
         """Returns each note once, with the runs it applies to unless it applies to all."""
         labels: dict[str, dict[str, None]] = {}
-        for one in measured:
+        for one in results:
             for note in one.result.remarks():
                 labels.setdefault(note, {})[one.label] = None
-        everyone = len({one.label for one in measured})
+        everyone = len({one.label for one in results})
         return [note if len(of) == everyone else f"{', '.join(of)}: {note}" for note, of in labels.items()]
+
+    @classmethod
+    def why_hidden(cls, results: Sequence[LabeledResult[ResultT]]) -> str:
+        """Returns a sentence to show in the report instead of the results; empty to show them."""
+        return ""
+
+
+@dataclass(frozen=True)
+class RadiusAnalysis(Analysis[ResultT]):
+    """An analysis within ``rho`` of the weights. All runs use the first one's rho, unless one is given."""
+
+    rho: float | None = option(None, "norm of the perturbation; default the first run's")
+
+    def prepare(
+        self, subjects: Sequence[TrainedRun]
+    ) -> tuple[RadiusAnalysis[ResultT], Sequence[TrainedRun], Sequence[str]]:
+        rho = subjects[0].config.rho if self.rho is None else self.rho
+        return dataclasses.replace(self, rho=rho), subjects, ()
+
+
+@dataclass(frozen=True)
+class LayerAnalysis(Analysis[ResultT]):
+    """An analysis of all parameters or, with ``layers``, of some; the latter's result is ``NAME-layers.json``."""
+
+    layers: str | None = option(None, "only parameters whose names match a pattern, such as 'layer4.*,fc.*'")
+
+    @property
+    def name(self) -> str:
+        return self.files[0] if self.layers is None else self.files[1]
+
+    @classmethod
+    def title_of(cls, title: str, name: str) -> str:
+        """Returns the title of a figure of the results in ``NAME.json``."""
+        return f"{title}, some layers" if name == cls.files[1] else title
+
+
+def every_and_masked(
+    run: TrainedRun, progress: ProgressCallback, measure: Callable[..., MeasureT]
+) -> tuple[MeasureT, MeasureT | None]:
+    """Returns ``measure()`` for every weight and ``measure(masks=masks)``, None if the masks keep no weight."""
+    masks = run.masks or {}
+    every = measure()
+    progress(1, 2)
+    masked = measure(masks=masks) if any(bool(mask.any()) for mask in masks.values()) else None
+    progress(2, 2)
+    return every, masked

@@ -11,15 +11,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sparsesam.analysis import Landscape, hessian_eigenvalues, loss_between, loss_landscape
+from sparsesam.analysis import Landscape, ProgressCallback, hessian_eigenvalues, loss_between, loss_landscape
 from sparsesam.lab.display import Axis, Cell, Figure, Series
+from sparsesam.lab.display.figure import needs_log
 from sparsesam.lab.experiment.errors import Interrupted
 from sparsesam.lab.experiment.setting_types import option
-from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, Summary
+from sparsesam.lab.inspection.analysis import Analysis, LabeledResult, Summary
 from sparsesam.lab.inspection.trained_run import Origin, TrainedRun
 
-#: The logarithm is drawn if the largest loss is this many times the median: the rest would look flat.
-_WIDE_RANGE = 100
 _SAME_NUMBERS = "The same random numbers for all runs, scaled to each run’s own filters."
 
 
@@ -29,6 +28,7 @@ class LandscapeAnalysis(Analysis[Landscape]):
     title = "Loss landscapes"
     caption = "The loss at the run’s weights, and the smallest and largest loss on the grid."
     files = ("landscape-2d", "landscape-eigenvectors", "landscape-1d", "landscape-between")
+    result_type = Landscape
 
     dimensions: Literal[1, 2] = option(2, "a line or a square")
     points: int | None = option(None, "points per dimension; default 50, or 51 with --between")
@@ -64,7 +64,7 @@ class LandscapeAnalysis(Analysis[Landscape]):
             raise ValueError(f"--between needs two runs, got {len(subjects)}")
         return dataclasses.replace(self, other=subjects[1]), subjects[:1], ()
 
-    def measure(self, subject: TrainedRun, progress: Progress) -> Landscape:
+    def measure(self, subject: TrainedRun, progress: ProgressCallback) -> Landscape:
         state = subject.directory.analyses / f"{self.name}.unfinished.npz"
         try:
             result = self._landscape(subject, progress, state)
@@ -73,7 +73,7 @@ class LandscapeAnalysis(Analysis[Landscape]):
         state.unlink(missing_ok=True)
         return result
 
-    def _landscape(self, run: TrainedRun, progress: Progress, state: Path) -> Landscape:
+    def _landscape(self, run: TrainedRun, progress: ProgressCallback, state: Path) -> Landscape:
         low, high = self.span or ((0.0, 1.0) if self.between else (-1.0, 1.0))
         common: dict[str, Any] = {"span": (low, high), "state_file": state, "progress": progress}
         if self.other is not None:
@@ -105,14 +105,14 @@ class LandscapeAnalysis(Analysis[Landscape]):
         }
 
     @classmethod
-    def figures(cls, name: str, measured: Sequence[Measured[Landscape]]) -> list[Figure]:
-        lines = [one for one in measured if not len(one.result.y)]
-        surfaces = [one for one in measured if len(one.result.y)]
+    def figures(cls, name: str, results: Sequence[LabeledResult[Landscape]]) -> list[Figure]:
+        lines = [one for one in results if not len(one.result.y)]
+        surfaces = [one for one in results if len(one.result.y)]
         return [*_surface_figures(name, surfaces), *_line_figures(name, lines)]
 
 
-def _line_figures(name: str, measured: Sequence[Measured[Landscape]]) -> list[Figure]:
-    if not measured:
+def _line_figures(name: str, results: Sequence[LabeledResult[Landscape]]) -> list[Figure]:
+    if not results:
         return []
     title, caption, axis = "Loss along a line", _SAME_NUMBERS, "distance along the direction"
     if name == "landscape-between":
@@ -120,23 +120,26 @@ def _line_figures(name: str, measured: Sequence[Measured[Landscape]]) -> list[Fi
         axis = "position from first run (0) to second (1)"
     series = [
         one.series(one.result.x, one.result.loss, name=f"{one.label} to {one.other}" if one.other else "")
-        for one in measured
+        for one in results
     ]
     return [Figure(f"{name}-line", title, caption, Axis(axis), Axis("loss"), {"": series})]
 
 
-def _surface_figures(name: str, measured: Sequence[Measured[Landscape]]) -> list[Figure]:
+def _surface_figures(name: str, results: Sequence[LabeledResult[Landscape]]) -> list[Figure]:
     """Returns surface, contours and a cut, with all runs on one scale so that they can be compared."""
-    losses = np.sort([loss for one in measured for loss in one.result.loss.ravel() if np.isfinite(loss)])
-    if not len(losses):
+    losses = [loss for one in results for loss in one.result.loss[np.isfinite(one.result.loss)].tolist()]
+    if not losses:
         return []
-    log = bool(losses[0] > 0 and losses[-1] > _WIDE_RANGE * losses[len(losses) // 2])
-    range_z = (math.log10(losses[0]), math.log10(losses[-1])) if log else (float(losses[0]), float(losses[-1]))
+    log, low, high = needs_log(losses), min(losses), max(losses)
+    range_z = (math.log10(low), math.log10(high)) if log else (low, high)
     direction, words, end = "direction", "filter-normalized random directions", ""
     if name == "landscape-eigenvectors":
         direction, words, end = "eigenvector", "the Hessian’s two leading eigenvectors", " along eigenvectors"
     x, y, z = Axis(f"{direction} 1"), Axis(f"{direction} 2"), Axis("log10 of the loss" if log else "loss")
-    series = [_surface(one, log) for one in measured]
+    series = []
+    for one in results:
+        loss = np.log10(np.where(one.result.loss > 0, one.result.loss, np.nan)) if log else one.result.loss
+        series.append(one.series(one.result.x, one.result.y, z=loss))
     shown: dict[str, Any] = {"x": x, "y": y, "z": z, "panels": {one.name: [one] for one in series}, "range_z": range_z}
     scale = f"Along {words}; all runs on one scale."
     turn = f"{scale} On the page, drag to rotate it, or use the arrow keys."
@@ -148,12 +151,6 @@ def _surface_figures(name: str, measured: Sequence[Measured[Landscape]]) -> list
         Figure(f"{name}-contours", f"Contours{end}", middle, kind="contour", **shown),
         Figure(f"{name}-cut", f"Cut through the middle{end}", cut, x, z, cuts),
     ]
-
-
-def _surface(one: Measured[Landscape], log: bool) -> Series:
-    landscape = one.result
-    loss = np.log10(np.where(landscape.loss > 0, landscape.loss, np.nan)) if log else landscape.loss
-    return one.series(landscape.x, landscape.y, z=loss)
 
 
 def _cut(surface: Series) -> Series:

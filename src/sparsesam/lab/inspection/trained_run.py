@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,32 @@ def load_run(path: Path | str, *, weights: Path | None = None, **options: Any) -
     return TrainedRun(Path(path), EvalSettings(**options), weights)
 
 
-class TrainedRun:
+class ResultDirectory:
+    """The subject of analyses that need no run. ``style_name`` is the optimizer whose color its figures have."""
+
+    argument: ClassVar[tuple[str, str]] = ("DIR", "directory for the result")
+    style_name: str = ""
+
+    def __init__(self, path: Path, on: EvalSettings) -> None:
+        self.path, self.directory, self.on = path, RunDirectory(path), on
+
+    def origin(self) -> Origin:
+        """Returns what results are measured on."""
+        return Origin()
+
+
+class RecordedRun(ResultDirectory):
+    """The subject of analyses that need a run, but none of its checkpoints."""
+
+    argument = ("RUN", "directory of a run")
+
+    def __init__(self, path: Path, on: EvalSettings) -> None:
+        super().__init__(path, on)
+        self.config = RunDirectory.existing(path).saved_config()
+        self.style_name = self.config.optimizer
+
+
+class TrainedRun(RecordedRun):
     """``config`` is read at once; ``model``, ``objective``, ``masks`` and what they need when first used.
 
     ``masks`` are the masks in use at the checkpoint, None for a run without masks. ``step`` counts the training steps
@@ -87,9 +112,8 @@ class TrainedRun:
     """
 
     def __init__(self, path: Path, on: EvalSettings, weights: Path | None = None) -> None:
-        self.directory, self.path, self.on = RunDirectory.existing(path), path, on
+        super().__init__(path, on)
         self.file = weights or (self.directory.best if on.checkpoint == "best" else self.directory.last)
-        self.config = self.directory.saved_config()
         self.environment = RunEnvironment(data_dir=on.data_dir, download=on.download, accelerator=on.device)
         self.notes: list[str] = []
 
@@ -118,7 +142,7 @@ class TrainedRun:
     @property
     def step(self) -> int:
         steps = self.batches.steps
-        if self.on.checkpoint == "best":
+        if "training" not in self._content:
             return min(int(self._content["epoch"]) * steps, self.config.total_steps(steps))
         position = self._content["training"]["position"]
         return int(position["epoch"] * steps + position["step"])
@@ -133,7 +157,7 @@ class TrainedRun:
 
     @cached_property
     def _masks(self) -> tuple[int | None, dict[str, Tensor] | None]:
-        if self.on.checkpoint == "last":
+        if "training" in self._content:
             return _masks_of(self._content)
         before = [(step, file) for step, file in self.directory.mask_files() if step < self.step]
         if before:
@@ -183,7 +207,6 @@ class TrainedRun:
         return self.config.label_smoothing if self.on.split == "train" else 0.0
 
     def origin(self) -> Origin:
-        """Returns what results are measured on."""
         return Origin(
             checkpoint=self.on.checkpoint,
             step=self.step,
@@ -199,6 +222,8 @@ class TrainedRun:
 
 
 def _masks_of(content: dict[str, Any]) -> tuple[int | None, dict[str, Tensor] | None]:
+    if "training" not in content:
+        return None, None
     _, own, tensors = split_own(content["training"]["optimizer"])
     if own is None or own["mask"] is None or not own["mask"]["is_made"]:
         return None, None

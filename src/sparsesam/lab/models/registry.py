@@ -12,7 +12,8 @@ from sparsesam.integrations.extras import required_by
 from sparsesam.lab.models.resnet import BasicBlock, Bottleneck, resnet, resnet18, wide_resnet
 from sparsesam.lab.models.vgg import small_cnn, vgg
 from sparsesam.lab.models.vit import vit, vit_tiny_small
-from sparsesam.lab.names import accepted, call_function, find_function, look_up, nearest
+from sparsesam.lab.names import accepted, call_function, find_function, look_up
+from sparsesam.utils.checks import nearest
 
 _VGG11 = ((64,), (128,), (256, 256), (512, 512), (512, 512))
 #: The SSAM paper's model for timing N:M products, one very wide block: 1x1 patches, one head, mlp ratio 1. The paper

@@ -14,7 +14,7 @@ import yaml
 from sparsesam.lab.experiment.config import DEFAULTS, TrainConfig, unused
 from sparsesam.lab.paper.recipe import Recipe
 
-_ORIGINS = {
+_SOURCES = {
     "paper": "from the paper: {}",
     "authors": "from the authors' published settings: {}",
     "ours": "ours, because {}",
@@ -22,11 +22,11 @@ _ORIGINS = {
 
 
 #: The mark of settings at their default.
-UNMENTIONED = _ORIGINS["ours"].format("the text does not mention it")
+UNMENTIONED = _SOURCES["ours"].format("the text does not mention it")
 
 
 @dataclass(frozen=True)
-class Choice:
+class SettingSource:
     """A setting or another decision; ``mark`` says where its ``values`` come from."""
 
     name: str
@@ -34,7 +34,7 @@ class Choice:
     mark: str
 
 
-def settings_of(recipe: Recipe) -> list[Choice]:
+def settings_of(recipe: Recipe) -> list[SettingSource]:
     """Returns every setting that the runs of the recipe use, once for each mark it has."""
     found: dict[str, dict[str, list[str]]] = {name: {} for name in DEFAULTS if name != "seed"}
     for row, column in recipe.cells:
@@ -42,17 +42,17 @@ def settings_of(recipe: Recipe) -> list[Choice]:
         for name in found.keys() - set(unused(config)):
             found[name].setdefault(_mark(name, recipe, config), []).append(str(getattr(config, name)))
     return [
-        Choice(name, tuple(dict.fromkeys(values)), mark)
+        SettingSource(name, tuple(dict.fromkeys(values)), mark)
         for name, marks in found.items()
         for mark, values in marks.items()
     ]
 
 
-def other_choices(recipe: Recipe) -> list[Choice]:
+def other_choices(recipe: Recipe) -> list[SettingSource]:
     """Returns the decisions behind a recipe that are not settings; without runs, those that name the recipe."""
     configs = [recipe.config(row, column) for row, column in recipe.cells]
     return [
-        Choice(one["name"], (one["what"],), _ORIGINS[one["from"]].format(one["say"]))
+        SettingSource(one["name"], (one["what"],), _SOURCES[one["from"]].format(one["say"]))
         for one in read_choices()["choices"]
         if any(_fits(one.get("when", {}), recipe, config) for config in configs)
         or (not configs and recipe.label in _listed(one.get("when", {}).get("recipe", [])))
@@ -61,13 +61,13 @@ def other_choices(recipe: Recipe) -> list[Choice]:
 
 def _mark(name: str, recipe: Recipe, config: TrainConfig) -> str:
     if name in recipe.overrides:
-        return _ORIGINS["ours"].format("--set says so")
+        return _SOURCES["ours"].format("--set says so")
     if recipe.scale == "laptop":
-        return _ORIGINS["ours"].format("the laptop scale is to take minutes on a CPU")
+        return _SOURCES["ours"].format("the laptop scale must take minutes on a CPU")
     value = getattr(config, name)
     for rule in read_choices()["settings"].get(name, []):
         if rule.get("value", value) == value and _fits(rule.get("when", {}), recipe, config):
-            return _ORIGINS[rule["from"]].format(rule["say"])
+            return _SOURCES[rule["from"]].format(rule["say"])
     if value == DEFAULTS[name]:
         return UNMENTIONED
     raise ValueError(f"{recipe.label}: choices.yaml does not say where {name}={value} comes from")

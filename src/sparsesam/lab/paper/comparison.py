@@ -34,7 +34,7 @@ class RecipeRuns:
         return self.recipe.numbers(self._finished())
 
     def _finished(self) -> Finished:
-        return finished_results((job.config, job.result) for job in self.jobs)
+        return finished_results((job.config, vars(job.result) if job.is_finished else None) for job in self.jobs)
 
     def table(self) -> Table:
         """Returns the comparison for the terminal."""
@@ -96,8 +96,8 @@ def _best_of(column: Column, found: Mapping[str, MeanOverSeeds]) -> str:
 
 
 def _machine(job: Job) -> str:
-    origin = json.loads(RunDirectory(job.directory).result.read_text()).get("provenance", {})
-    threads = origin.get("threads")
-    parts = [origin.get("gpu"), origin.get("cpu"), plural(threads, "thread") if threads else None]
-    parts.append(f"torch {origin['torch']}" if "torch" in origin else None)
+    made = json.loads(RunDirectory(job.directory).result.read_text()).get("provenance", {})
+    threads = made.get("threads")
+    parts = [made.get("gpu"), made.get("cpu"), plural(threads, "thread") if threads else None]
+    parts.append(f"torch {made['torch']}" if "torch" in made else None)
     return ", ".join(str(part) for part in parts if part) or "an unknown machine"

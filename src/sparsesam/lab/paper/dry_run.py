@@ -6,12 +6,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from rich.table import Table
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from sparsesam.lab.data import Labelled, Splits
@@ -23,6 +21,7 @@ from sparsesam.lab.experiment.optimizers import make_optimizer
 from sparsesam.lab.experiment.run import make_fabric, make_training
 from sparsesam.lab.models import build_model
 from sparsesam.lab.paper.recipe import Recipe
+from sparsesam.utils.memory import SavedBytes, free_bytes
 
 STEPS = 2
 #: Images per step on a CPU if the ascent uses the whole batch; smaller ascent fractions need at least one image.
@@ -106,19 +105,11 @@ def measured_model(name: str, shape: Shape) -> MeasuredModel:
     with torch.device("meta"):
         model = build_model(name, *shape[:3])
         images = torch.empty(2, shape.channels, shape.side, shape.side)
-    saved: dict[int, torch.UntypedStorage] = {}  # holds the storages alive, so that addresses are not reused
-
-    def keep(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-        return tensor
-
-    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+    saved = SavedBytes(model.parameters())
+    with FlopCounterMode(display=False) as counter, saved.counted():
         model(images)
-    for parameter in model.parameters():
-        saved.pop(parameter.untyped_storage()._cdata, None)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    saved_bytes = sum(storage.nbytes() for storage in saved.values())
-    return MeasuredModel(parameters, counter.get_total_flops() / len(images), saved_bytes / len(images))
+    return MeasuredModel(parameters, counter.get_total_flops() / len(images), saved.total / len(images))
 
 
 def _memory(config: TrainConfig, model: MeasuredModel) -> float:
@@ -203,27 +194,17 @@ def _random_splits(config: TrainConfig) -> Splits:
 
 def _why_not(config: TrainConfig, estimate: RunCost, device: torch.device) -> str:
     """Returns why this machine should not take the steps; empty if it should."""
-    free: float | None
-    if device.type == "cuda":
-        free, needed = torch.cuda.mem_get_info(device)[0], estimate.memory
-    else:
+    needed = estimate.memory
+    if device.type != "cuda":
         model = measured_model(config.model, shape_of(config))
         flops = STEPS * 6 * CPU_BATCH * model.forward_flops
         if flops > CPU_FLOPS:
             return f"two steps take {flops / 1e12:.0f} TFLOP, too much for a CPU"
-        free, needed = _free_memory(), 36.0 * model.parameters + 2 * CPU_BATCH * model.saved_bytes
+        needed = 36.0 * model.parameters + 2 * CPU_BATCH * model.saved_bytes
+    free = free_bytes(device)
     if free is not None and needed > free:
         return f"two steps need about {needed / 2**30:.0f} GiB, but {free / 2**30:.0f} are free"
     return ""
-
-
-def _free_memory() -> float | None:
-    """Returns the bytes available without swapping; None if the system does not report them."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
 
 
 def cost_table(recipe: Recipe, runs: Sequence[DryRun], *, seeds: int, tflops: float) -> Table:

@@ -17,10 +17,10 @@ from sparsesam.lab.display import Axis, Bar, Figure, Series, SeriesStyle, assign
 from sparsesam.lab.experiment.result import EpochRecord, read_epochs
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Job
-from sparsesam.lab.inspection import Analysis, Measured, TrainedRun, load_run
-from sparsesam.lab.inspection.curvature import HessianAnalysis
+from sparsesam.lab.inspection import Analysis, LabeledResult, TrainedRun, load_run
+from sparsesam.lab.inspection.gradient_difference import GradientAnalysis
+from sparsesam.lab.inspection.hessian import HessianAnalysis
 from sparsesam.lab.inspection.landscape import LandscapeAnalysis
-from sparsesam.lab.inspection.within_rho import GradientAnalysis
 from sparsesam.lab.paper.comparison import RecipeRuns
 from sparsesam.lab.paper.recipe import Column
 
@@ -28,7 +28,7 @@ from sparsesam.lab.paper.recipe import Column
 CORRUPTED = ("resolution", "occlusion", "gaussian-noise", "fog")
 
 
-def draw(trained: RecipeRuns, file: Path) -> list[str]:
+def draw_figure(trained: RecipeRuns, file: Path) -> list[str]:
     """Measure what the figure shows, draw it to ``file``, and return sentences with its numbers."""
     assert trained.recipe.figure is not None
     if trained.recipe.figure == "corruption":
@@ -47,13 +47,13 @@ def _gradients(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
         run = load_run(job.directory, data_dir=trained.data_dir, samples=size, batch_size=size, statistics="batch")
         return _kept(run, GradientAnalysis(rho=job.config.rho, **trained.recipe.analysis))
 
-    found = {column.label: _measured(trained, column, measure) for column in trained.recipe.columns}
-    drawn = {label: GradientAnalysis.figures("gradients", measured)[0] for label, measured in found.items()}
+    found = {column.label: _measure_rows(trained, column, measure) for column in trained.recipe.columns}
+    drawn = {label: GradientAnalysis.figures("gradients", results)[0] for label, results in found.items()}
     panels = {label: figure.panels["every weight"] for label, figure in drawn.items()}
     sentences = [
         f"{label}, {one.label}: r < 0 for {one.result.every.share_below_zero:.1%} of the weights"
-        for label, measured in found.items()
-        for one in measured
+        for label, results in found.items()
+        for one in results
     ]
     sentences.append("r is measured on one training batch at the end of training, with a logarithm to base 10.")
     return [replace(next(iter(drawn.values())), panels=panels)], sentences
@@ -110,7 +110,7 @@ def _sparsity(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
 
 def _landscape(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
     """The training loss on a grid of points x points over [-1, 1]² along filter-normalized random directions."""
-    found = _measured_on_samples(trained, partial(LandscapeAnalysis, points=50))
+    found = _measure_on_samples(trained, partial(LandscapeAnalysis, points=50))
     sentences = [
         f"{one.label}: loss {one.result.center_loss:.4g} in the middle, "
         f"{np.max(one.result.loss, where=np.isfinite(one.result.loss), initial=-np.inf):.4g} at the highest point"
@@ -121,7 +121,7 @@ def _landscape(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
 
 def _hessian(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
     """The spectral density, with the largest eigenvalue and its ratio to the fifth in the legend."""
-    found = _measured_on_samples(trained, HessianAnalysis)
+    found = _measure_on_samples(trained, HessianAnalysis)
     sentences = []
     for one in found:
         spectrum = one.result.eigenvalues
@@ -177,16 +177,16 @@ def _styles(trained: RecipeRuns) -> dict[str, SeriesStyle]:
     return dict(zip(rows, assign_styles([trained.recipe.config(row, column).optimizer for row in rows]), strict=True))
 
 
-def _measured(trained: RecipeRuns, column: Column, measure: Callable[[Job], Any]) -> list[Measured[Any]]:
+def _measure_rows(trained: RecipeRuns, column: Column, measure: Callable[[Job], Any]) -> list[LabeledResult[Any]]:
     """Measure the first seed's run of each row: the paper's figures show one network."""
-    return [Measured(row, measure(trained.of(row, column)[0]), style) for row, style in _styles(trained).items()]
+    return [LabeledResult(row, measure(trained.of(row, column)[0]), style) for row, style in _styles(trained).items()]
 
 
-def _measured_on_samples(trained: RecipeRuns, make: Callable[..., Analysis[Any]]) -> list[Measured[Any]]:
+def _measure_on_samples(trained: RecipeRuns, make: Callable[..., Analysis[Any]]) -> list[LabeledResult[Any]]:
     """Measure on 2048 training images, unless the recipe has another number."""
     options, (column,) = trained.recipe.analysis, trained.recipe.columns
     on, analysis = {"samples": options.pop("samples", 2048), "data_dir": trained.data_dir}, make(**options)
-    return _measured(trained, column, lambda job: _kept(load_run(job.directory, **on), analysis))
+    return _measure_rows(trained, column, lambda job: _kept(load_run(job.directory, **on), analysis))
 
 
 def _kept(run: TrainedRun, analysis: Analysis[Any]) -> Any:

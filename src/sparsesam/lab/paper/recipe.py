@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 import yaml
 
-from sparsesam.lab.display import Cell, Table, cells, number, number_cell
+from sparsesam.lab.display import Cell, Table, cells, number
 from sparsesam.lab.experiment.confidence import confidence_interval
 from sparsesam.lab.experiment.config import TrainConfig, from_mapping
 from sparsesam.lab.experiment.sweep import Sweep
-from sparsesam.lab.names import nearest
+from sparsesam.utils.checks import nearest
 
 Scale = Literal["laptop", "full"]
 #: Results by canonical config with seed 0, and by seed.
@@ -206,7 +206,7 @@ class Recipe:
             printed = itertools.zip_longest(theirs, self.rows[row]["paper"][: len(theirs)])
             paper = [Cell(column.show_paper(number), order=number) for column, number in printed]
             seeds = max((len(cell.values) for cell in found if cell), default=0)
-            lines.append(cells(row, *ours, *paper, number_cell(seeds)))
+            lines.append(cells(row, *ours, *paper, seeds))
         headings = [*(f"ours: {column.label}" for column in columns), *(f"paper: {column.label}" for column in theirs)]
         return Table(f"paper-{self.label}-{self.scale}", caption, ["", *headings, "our seeds"], lines)
 

@@ -84,9 +84,9 @@ class Task:
         for calibration in self.calibrations:
             if plain is not None and all(calibration.of(variant.config) for variant in finished):
                 seconds = {variant: calibration.seconds_per_epoch(variant.config) for variant in self.variants}
-                cpu = calibration.origin.get("cpu")
+                cpu = calibration.provenance.get("cpu")
                 where = f" on {cpu}." if cpu else "."
-                explanation = "Cost is time, including masks: all variants were measured together, in turns" + where
+                explanation = "Cost is time, including masks: all variants were measured together, interleaved" + where
                 return VariantCosts("time", name, explanation, _relative(seconds, plain))
         explanation = (
             "Cost is counted in forward-backward passes, including masks, not in time: these runs were not measured "

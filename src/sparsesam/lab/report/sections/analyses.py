@@ -7,8 +7,7 @@ from typing import Any
 
 from sparsesam.lab.display import Figure, SeriesStyle, Table
 from sparsesam.lab.display.figure import PALETTE_SIZE
-from sparsesam.lab.inspection import ANALYSES, Analysis, Measured
-from sparsesam.lab.inspection.theorems import BoundAnalysis
+from sparsesam.lab.inspection import ANALYSES, Analysis, LabeledResult
 from sparsesam.lab.inspection.trained_run import Origin
 from sparsesam.lab.report.data import ReportData, Task
 from sparsesam.lab.report.page import Part
@@ -18,17 +17,16 @@ def analysis_parts(data: ReportData, task: Task | None, *, show_bounds: bool) ->
     """Returns one part for each analysis of the task's runs, or of directories without a run."""
     parts = []
     for analysis in ANALYSES.values():
-        found = {name: measured for name in analysis.files if (measured := _measured(data, analysis, name, task))}
+        found = {name: results for name in analysis.files if (results := _read_results(data, analysis, name, task))}
         if not found:
             continue
-        everything = [one for measured in found.values() for one in measured]
-        vacuous = BoundAnalysis.all_vacuous(everything) if analysis is BoundAnalysis else ""
-        if vacuous and not show_bounds:
-            parts.append(Part("", notes=[f"{vacuous} `sparsesam report --bounds` shows the terms."]))
+        everything = [one for results in found.values() for one in results]
+        if (reason := analysis.why_hidden(everything)) and not show_bounds:
+            parts.append(Part("", notes=[reason]))
             continue
         blocks: list[Table | Figure] = []
-        for name, measured in found.items():
-            blocks += [analysis.table(name, measured), *analysis.figures(name, measured)]
+        for name, results in found.items():
+            blocks += [analysis.table(name, results), *analysis.figures(name, results)]
         parts.append(Part(analysis.title, blocks, notes=analysis.notes(everything)))
     return parts
 
@@ -37,13 +35,15 @@ def missing_analyses(data: ReportData) -> list[str]:
     """Returns the commands of the analyses that no run has."""
     present = {name for run in data.directories for name in run.analyses}
     return [
-        f"sparsesam analyze {kind} {analysis.argument[0]}"
+        f"sparsesam analyze {kind} {analysis.subject_type.argument[0]}"
         for kind, analysis in ANALYSES.items()
         if not present.intersection(analysis.files)
     ]
 
 
-def _measured(data: ReportData, analysis: type[Analysis[Any]], name: str, task: Task | None) -> list[Measured[Any]]:
+def _read_results(
+    data: ReportData, analysis: type[Analysis[Any]], name: str, task: Task | None
+) -> list[LabeledResult[Any]]:
     """Read the results of an analysis in the runs of a task, or in directories without settings.
 
     Files in another format are noted as problems.
@@ -64,7 +64,7 @@ def _measured(data: ReportData, analysis: type[Analysis[Any]], name: str, task: 
             variant = task.variant_of(run)
             label, place = variant.label_of(run, having), [one for one in having if one in variant.runs].index(run)
             style = variant.style._replace(number=variant.style.number + PALETTE_SIZE * place)
-        found.append(Measured(label, result, style, _label_at(data, Path(other)) if other else ""))
+        found.append(LabeledResult(label, result, style, _label_at(data, Path(other)) if other else ""))
     return found
 
 

@@ -6,6 +6,7 @@ import math
 import statistics
 
 from sparsesam.lab.display import Axis, Cell, Figure, Series, Table, cells, error_bars, finished_of, number_cell
+from sparsesam.lab.display.figure import needs_log
 from sparsesam.lab.display.numbers import Number, percent, plural, ratio
 from sparsesam.lab.experiment.confidence import confidence_interval
 from sparsesam.lab.report.data import ReportData, Task, VariantCosts
@@ -19,8 +20,6 @@ _CURVES = {
     "test_loss": "test loss",
     "train_accuracy": "training accuracy",
 }
-#: The axis is logarithmic if the largest loss is this many times the median: the rest would look flat.
-_WIDE_RANGE = 100
 
 
 def overview_parts(data: ReportData) -> list[Part]:
@@ -35,7 +34,7 @@ def overview_parts(data: ReportData) -> list[Part]:
         if shown is not None:
             accuracy = Cell(shown.accuracy_text, order=shown.accuracy)
             costs = Cell(cost.show(shown), order=cost.values[shown])
-            rows.append(cells(task.label, accuracy, shown.label, costs, number_cell(len(known))))
+            rows.append(cells(task.label, accuracy, shown.label, costs, len(known)))
     caption = (
         "The best choice for each task: the cheapest variant not significantly different from the best. "
         "Mean ± standard deviation over seeds."
@@ -88,7 +87,7 @@ def _row(variant: Variant, cost: VariantCosts) -> list[Cell]:
         variant.label,
         Cell(variant.accuracy_text, order=variant.accuracy),
         number_cell(cost.values[variant], ratio),
-        number_cell(variant.mean("sparsity")),
+        variant.mean("sparsity"),
         number_cell(variant.mean("best_test_accuracy"), percent),
         number_cell(variant.mean("train_accuracy"), percent),
         Cell(finished_of(finished, len(variant.runs), failed), order=finished),
@@ -137,8 +136,7 @@ def curves_part(task: Task) -> Part:
     for measure, words in _CURVES.items():
         is_share = measure.endswith("accuracy")
         series = [one for variant in task.variants for one in _curves(variant, measure, 100.0 if is_share else None)]
-        values = [value for one in series for value in one.y]
-        log = not is_share and min(values, default=0) > 0 and max(values) > _WIDE_RANGE * statistics.median(values)
+        log = not is_share and needs_log(value for one in series for value in one.y)
         mean = (
             "Mean over the finished seeds, with ± one standard deviation. " if any(one.bars for one in series) else ""
         )

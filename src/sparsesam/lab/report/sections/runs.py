@@ -12,7 +12,7 @@ from sparsesam.lab.report.page import Part
 from sparsesam.lab.report.read_run import RunRecord
 from sparsesam.lab.report.variants import changed_settings, differing_settings, show_setting
 
-_ORIGIN = ("cpu", "machine", "threads", "python", "torch", "numpy", "sparsesam", "commit")
+_PROVENANCE = ("cpu", "machine", "threads", "python", "torch", "numpy", "sparsesam", "commit")
 #: Settings that are always shown.
 _ALWAYS = ("dataset", "model", "base", "lr", "batch_size")
 
@@ -50,23 +50,23 @@ def _row(run: RunRecord, name: str, label: str) -> list[Cell]:
         name,
         number_cell(known[-1] if known else None, percent),
         label,
-        number_cell(run.seed),
+        run.seed,
         Cell(run.status, status=run.status),
         Cell(f"{len(run.epochs)} of {planned}", order=len(run.epochs)),
-        number_cell(sum(run.curve("seconds").values()) if run.epochs else None),
+        sum(run.curve("seconds").values()) if run.epochs else None,
     )
 
 
 def provenance_parts(data: ReportData) -> list[Part]:
-    return [Part("", [_origins(data), _settings(data)])]
+    return [Part("", [_machines(data), _settings(data)])]
 
 
-def _origins(data: ReportData) -> Table:
+def _machines(data: ReportData) -> Table:
     known = [run.provenance for run in data.directories if run.provenance]
-    counts = Counter(tuple(_text(provenance.get(name)) for name in _ORIGIN) for provenance in known)
-    rows = [cells(*origin, number_cell(count)) for origin, count in counts.items()]
+    counts = Counter(tuple(_text(provenance.get(name)) for name in _PROVENANCE) for provenance in known)
+    rows = [cells(*texts, count) for texts, count in counts.items()]
     caption = "+changes: the working tree had uncommitted changes."
-    return Table("origins", caption, [*_ORIGIN, "runs"], rows)
+    return Table("origins", caption, [*_PROVENANCE, "runs"], rows)
 
 
 def _settings(data: ReportData) -> Table:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparsesam.analysis import MaskHistory, masks_over_time
+from sparsesam.analysis import MaskHistory, ProgressCallback, masks_over_time
 from sparsesam.lab.display import Axis, Figure, Series, number_cell, percent
 from sparsesam.lab.experiment.run_directory import read_masks
-from sparsesam.lab.inspection.analysis import Analysis, Measured, Progress, Summary
-from sparsesam.lab.inspection.trained_run import TrainedRun
+from sparsesam.lab.inspection.analysis import Analysis, LabeledResult, Summary
+from sparsesam.lab.inspection.trained_run import RecordedRun
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,10 @@ class MaskAnalysis(Analysis[MaskHistory]):
     title = "Masks over time"
     caption = "Shares of all weights. The overlap is the mean Jaccard index of a mask with the previous one."
     files = ("masks",)
-    uses_checkpoint = False
+    result_type = MaskHistory
+    subject_type = RecordedRun
 
-    def prepare(self, subjects: Sequence[TrainedRun]) -> tuple[MaskAnalysis, Sequence[TrainedRun], Sequence[str]]:
+    def prepare(self, subjects: Sequence[RecordedRun]) -> tuple[MaskAnalysis, Sequence[RecordedRun], Sequence[str]]:
         """Leave out runs without masks; ValueError if no run has masks."""
         reasons = [_why_no_masks(run) for run in subjects]
         if all(reasons):
@@ -30,7 +31,7 @@ class MaskAnalysis(Analysis[MaskHistory]):
         having = [run for run, reason in zip(subjects, reasons, strict=True) if not reason]
         return self, having, [f"left out: {reason}" for reason in reasons if reason]
 
-    def measure(self, subject: TrainedRun, progress: Progress) -> MaskHistory:
+    def measure(self, subject: RecordedRun, progress: ProgressCallback) -> MaskHistory:
         return masks_over_time(read_masks(subject.path))
 
     @classmethod
@@ -45,17 +46,17 @@ class MaskAnalysis(Analysis[MaskHistory]):
         }
 
     @classmethod
-    def figures(cls, name: str, measured: Sequence[Measured[MaskHistory]]) -> list[Figure]:
+    def figures(cls, name: str, results: Sequence[LabeledResult[MaskHistory]]) -> list[Figure]:
         caption = "The share of perturbed weights of each parameter, for each mask."
         x, y, z = Axis("step"), Axis("parameter"), Axis("density")
-        panels = {one.label: [_density(one)] for one in measured}
+        panels = {one.label: [_density(one)] for one in results}
         density = Figure("mask-density", "Density per layer", caption, x, y, panels, "heatmap", z, (0.0, 1.0))
         caption = "Jaccard index of each mask with the previous one; dotted: random masks of the same densities."
-        panels = {"": [series for one in measured for series in _overlap(one)]}
+        panels = {"": [series for one in results for series in _overlap(one)]}
         return [density, Figure("mask-overlap", "Overlap", caption, Axis("step", whole=True), Axis("overlap"), panels)]
 
 
-def _why_no_masks(run: TrainedRun) -> str:
+def _why_no_masks(run: RecordedRun) -> str:
     if run.directory.mask_files():
         return ""
     if not run.config.optimizer.startswith("ssam"):
@@ -63,13 +64,13 @@ def _why_no_masks(run: TrainedRun) -> str:
     return f"{run.path} recorded no masks; train it with --record-masks true"
 
 
-def _density(one: Measured[MaskHistory]) -> Series:
+def _density(one: LabeledResult[MaskHistory]) -> Series:
     layers = one.result.density_by_layer
     # Steps are category names: masks are unevenly spaced, and each is drawn equally wide.
     return one.series([str(step) for step in one.result.steps], layers, z=layers.values())
 
 
-def _overlap(one: Measured[MaskHistory]) -> list[Series]:
+def _overlap(one: LabeledResult[MaskHistory]) -> list[Series]:
     steps, result = one.result.steps[1:], one.result
     chance = one.series(steps, result.overlap_by_chance, name=f"{one.label}, by chance", faint=True)
     return [one.series(steps, result.overlap), chance]

@@ -1,0 +1,65 @@
+"""The difference between SAM's and SGD's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from sparsesam.analysis import GradientDifference, ProgressCallback, gradient_difference
+from sparsesam.lab.display import Axis, Figure, Series, number_cell, percent
+from sparsesam.lab.experiment.setting_types import option
+from sparsesam.lab.inspection.analysis import LabeledResult, RadiusAnalysis, Summary
+from sparsesam.lab.inspection.trained_run import TrainedRun
+
+_GROUPS = {"every": "every weight", "inside": "inside the mask", "outside": "outside the mask"}
+
+
+@dataclass(frozen=True)
+class GradientAnalysis(RadiusAnalysis[GradientDifference]):
+    help = "difference between SAM's and SGD's gradient for each weight, inside and outside the mask"
+    title = "Gradient difference"
+    caption = "The share of weights with r < 0, among those with a defined r."
+    files = ("gradients",)
+    result_type = GradientDifference
+
+    logarithm: Literal["10", "e"] = option("10", "base of the logarithm in r")
+
+    def measure(self, subject: TrainedRun, progress: ProgressCallback) -> GradientDifference:
+        return gradient_difference(subject.objective, masks=subject.masks, **self.options)
+
+    @classmethod
+    def summary(cls, result: GradientDifference) -> Summary:
+        groups = {title: getattr(result, name) for name, title in _GROUPS.items()}
+        return {
+            **{f"r < 0, {title}": number_cell(one and one.share_below_zero, percent) for title, one in groups.items()},
+            "median r": result.every.quantiles["0.5"],
+            "gradient norm": result.gradient_norm,
+            "rho": result.rho,
+        }
+
+    @classmethod
+    def figures(cls, name: str, results: Sequence[LabeledResult[GradientDifference]]) -> list[Figure]:
+        logarithm = " or ".join(sorted({one.result.logarithm for one in results}))
+        caption = (
+            f"r = {logarithm} |(g_SAM − g_SGD) / g_SGD| of each weight. Left of 0, the difference is smaller than the "
+            "gradient itself: the perturbation matters little there."
+        )
+        panels = {title: panel for group, title in _GROUPS.items() if (panel := _histograms(results, group))}
+        x, y = Axis("r"), Axis("share of weights per bin")
+        histogram = Figure("gradient-difference", "Histogram of r", caption, x, y, panels)
+        caption = "The share of each layer’s weights with r < 0."
+        x, y = Axis("parameter"), Axis("share with r < 0 (%)")
+        layers = [(one, one.result.layers) for one in results]
+        bars = [one.series(of, [100 * layer.share_below_zero for layer in of.values()]) for one, of in layers]
+        return [histogram, Figure("gradient-difference-layers", "By layer", caption, x, y, {"": bars}, kind="bars")]
+
+
+def _histograms(results: Sequence[LabeledResult[GradientDifference]], group: str) -> list[Series]:
+    series = []
+    for one in results:
+        differences, edges = getattr(one.result, group), one.result.edges
+        if differences is not None:
+            shares = differences.histogram / max(differences.weights, 1)
+            series.append(one.series((edges[1:] + edges[:-1]) / 2, shares))
+    return series

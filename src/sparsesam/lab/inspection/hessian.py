@@ -1,0 +1,97 @@
+"""The Hessian's eigenvalues, trace and spectral density."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sparsesam.analysis import (
+    AnalysisResult,
+    HessianSpectrum,
+    HessianTrace,
+    ProgressCallback,
+    SpectralDensity,
+    hessian_eigenvalues,
+    hessian_trace,
+    spectral_density,
+)
+from sparsesam.lab.display import Axis, Cell, Figure, Series, error_bars, number_cell, plus_minus
+from sparsesam.lab.experiment.setting_types import option
+from sparsesam.lab.inspection.analysis import LabeledResult, LayerAnalysis, Summary
+from sparsesam.lab.inspection.trained_run import TrainedRun
+
+#: Below this share of its peak, the density shows only the tails of the smoothing Gaussians.
+_FLOOR = 1e-6
+
+
+@dataclass(frozen=True)
+class HessianResult(AnalysisResult):
+    eigenvalues: HessianSpectrum
+    trace: HessianTrace
+    density: SpectralDensity
+
+
+@dataclass(frozen=True)
+class HessianAnalysis(LayerAnalysis[HessianResult]):
+    help = "the Hessian's largest eigenvalues, trace and spectral density"
+    title = "Hessian"
+    caption = "Curvature: a smaller lambda_1 and a smaller trace mean a flatter minimum. ± is the standard error."
+    files = ("hessian", "hessian-layers")
+    result_type = HessianResult
+
+    count: int = option(5, "number of eigenvalues; the ratio lambda_1 / lambda_5 needs five")
+    tolerance: float = option(1e-3, "relative error of the eigenvalues")
+    trace_probes: int = option(100, "most random vectors for the trace; stops early at a standard error of 1 %")
+    density_probes: int = option(4, "random vectors for the density")
+    density_steps: int = option(80, "Lanczos steps per random vector of the density")
+    keep_graph: bool = option(False, "keep the graphs of the batches: half the time, several times the memory")
+
+    def measure(self, subject: TrainedRun, progress: ProgressCallback) -> HessianResult:
+        common: dict[str, Any] = {"parameters": self.layers, "keep_graph": self.keep_graph, "seed": subject.on.seed}
+        objective = subject.objective
+        eigenvalues = hessian_eigenvalues(objective, self.count, tolerance=self.tolerance, **common)
+        progress(1, 3)
+        trace = hessian_trace(objective, probes=self.trace_probes, tolerance=0.01, **common)
+        progress(2, 3)
+        density = spectral_density(objective, steps=self.density_steps, probes=self.density_probes, **common)
+        progress(3, 3)
+        return HessianResult(eigenvalues, trace, density)
+
+    @classmethod
+    def summary(cls, result: HessianResult) -> Summary:
+        spectrum, trace, density = result.eigenvalues, result.trace, result.density
+        return {
+            "lambda_1": spectrum.eigenvalues[0],
+            "lambda_1 / lambda_5": spectrum.ratio,
+            "trace": number_cell(trace.trace, lambda value: plus_minus(value, trace.standard_error)),
+            "smallest Ritz value": min(float(nodes.min()) for nodes in density.nodes),
+            "weights": spectrum.size,
+            "products": spectrum.products + trace.products + density.products,
+            "converged": Cell("yes" if spectrum.converged else "no"),
+        }
+
+    @classmethod
+    def figures(cls, name: str, results: Sequence[LabeledResult[HessianResult]]) -> list[Figure]:
+        eigenvalue, share = Axis("eigenvalue"), Axis("share of eigenvalues per unit", log=True)
+        title, caption = cls.title_of("Largest eigenvalues", name), "Bars are estimated errors."
+        panels = {"": [_eigenvalues(one) for one in results]}
+        rank = Axis("rank", whole=True)
+        largest = Figure(f"{name}-eigenvalues", title, caption, rank, eigenvalue, panels, kind="points")
+        caption = "Stochastic Lanczos quadrature; the further right the density extends, the sharper the minimum."
+        panels = {"": [_density(one) for one in results]}
+        title = cls.title_of("Spectral density", name)
+        return [largest, Figure(f"{name}-density", title, caption, eigenvalue, share, panels)]
+
+
+def _eigenvalues(one: LabeledResult[HessianResult]) -> Series:
+    spectrum = one.result.eigenvalues
+    values, errors = spectrum.eigenvalues.tolist(), spectrum.error_bounds.tolist()
+    return one.series(range(1, len(values) + 1), values, bars=error_bars(values, errors))
+
+
+def _density(one: LabeledResult[HessianResult]) -> Series:
+    density = one.result.density
+    return one.series(density.grid, np.where(density.density > _FLOOR * density.density.max(), density.density, np.nan))

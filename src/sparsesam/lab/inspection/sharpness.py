@@ -1,0 +1,58 @@
+"""The largest loss within rho of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from sparsesam.analysis import AnalysisResult, ProgressCallback, Sharpness, sharpness
+from sparsesam.lab.display import Axis, Figure, Series
+from sparsesam.lab.experiment.setting_types import option
+from sparsesam.lab.inspection.analysis import LabeledResult, RadiusAnalysis, Summary, every_and_masked
+from sparsesam.lab.inspection.trained_run import TrainedRun
+
+
+@dataclass(frozen=True)
+class SharpnessResult(AnalysisResult):
+    """``masked`` is None for runs without a mask."""
+
+    every: Sharpness
+    masked: Sharpness | None
+
+
+@dataclass(frozen=True)
+class SharpnessAnalysis(RadiusAnalysis[SharpnessResult]):
+    help = "the largest increase of the loss within rho, for all weights and for those of the mask"
+    title = "Sharpness"
+    caption = "The largest increase of the loss that gradient ascent found within rho: a lower bound on the maximum."
+    files = ("sharpness",)
+    result_type = SharpnessResult
+
+    steps: int = option(20, "gradient ascent steps")
+
+    def measure(self, subject: TrainedRun, progress: ProgressCallback) -> SharpnessResult:
+        measure = partial(sharpness, subject.objective, seed=subject.on.seed, **self.options)
+        return SharpnessResult(*every_and_masked(subject, progress, measure))
+
+    @classmethod
+    def summary(cls, result: SharpnessResult) -> Summary:
+        row: Summary = {"loss": result.every.loss}
+        for label, measured in (("every weight", result.every), ("mask only", result.masked)):
+            row[f"increase, {label}"] = None if measured is None else measured.increase
+            row[f"by SAM’s step, {label}"] = None if measured is None else measured.one_step
+        return {**row, "rho": result.every.rho}
+
+    @classmethod
+    def figures(cls, name: str, results: Sequence[LabeledResult[SharpnessResult]]) -> list[Figure]:
+        panels = {"every weight": [_path(one, one.result.every) for one in results]}
+        masked = [_path(one, one.result.masked) for one in results if one.result.masked is not None]
+        if masked:
+            panels["the mask’s weights"] = masked
+        caption = "The largest increase of the loss after each gradient ascent step."
+        x, y = Axis("gradient ascent steps", whole=True), Axis("increase of the loss")
+        return [Figure("sharpness-path", "Gradient ascent", caption, x, y, panels)]
+
+
+def _path(one: LabeledResult[SharpnessResult], measured: Sharpness) -> Series:
+    return one.series(range(len(measured.path)), [loss - measured.loss for loss in measured.path])

@@ -1,0 +1,97 @@
+"""The generalization bound of theorem 3."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from sparsesam.analysis import AnalysisResult, GeneralizationBound, ProgressCallback, generalization_bound
+from sparsesam.analysis.theory import CAVEATS
+from sparsesam.lab.display import Axis, Cell, Figure, Series, significant
+from sparsesam.lab.experiment.setting_types import option
+from sparsesam.lab.inspection.analysis import LabeledResult, RadiusAnalysis, Summary, every_and_masked
+from sparsesam.lab.inspection.trained_run import TrainedRun
+
+
+@dataclass(frozen=True)
+class BoundResult(AnalysisResult):
+    """``masked`` is None for runs without a mask."""
+
+    every: GeneralizationBound
+    masked: GeneralizationBound | None
+
+    @property
+    def bounds(self) -> list[GeneralizationBound]:
+        return [self.every, *([] if self.masked is None else [self.masked])]
+
+
+@dataclass(frozen=True)
+class BoundAnalysis(RadiusAnalysis[BoundResult]):
+    help = "the bound of theorem 3 term by term, for all weights and for those of the mask"
+    title = "Generalization bound"
+    caption = "Test loss ≤ largest loss within rho + complexity. Vacuous if not below the loss of a uniform prediction."
+    files = ("bound",)
+    result_type = BoundResult
+
+    delta: float = option(0.05, "the bound holds with probability 1 - delta")
+    steps: int = option(20, "gradient ascent steps to find the largest loss")
+
+    def measure(self, subject: TrainedRun, progress: ProgressCallback) -> BoundResult:
+        if subject.on.split != "train":
+            raise ValueError(
+                f"split must be train for the bound, which depends on the training loss, got {subject.on.split}"
+            )
+        n, classes = subject.batches.count, subject.splits.num_classes
+        measure = partial(generalization_bound, subject.objective, n=n, classes=classes, **self.options)
+        return BoundResult(*every_and_masked(subject, progress, measure))
+
+    @classmethod
+    def summary(cls, result: BoundResult) -> Summary:
+        every, masked = result.every, result.masked
+        return {
+            "bound": every.bound,
+            "= largest loss within rho": every.max_loss,
+            "+ complexity": every.complexity,
+            "loss of a uniform prediction": every.threshold,
+            "informative": Cell("no, vacuous", status="failed") if every.vacuous else Cell("yes", status="finished"),
+            "bound, mask only": None if masked is None else masked.bound,
+            "dimension term": every.dimension_term,
+            "confidence term": every.confidence_term,
+            "remainder": every.remainder,
+            "k": every.k,
+            "n": every.n,
+            "delta": every.delta,
+            "rho": every.rho,
+            "||w||²": every.squared_norm,
+        }
+
+    @classmethod
+    def figures(cls, name: str, results: Sequence[LabeledResult[BoundResult]]) -> list[Figure]:
+        caption = "complexity = sqrt((dimension + confidence + remainder) / (n − 1))."
+        x, y = Axis("term"), Axis("value", log=True)
+        panels = {"": [_terms(one, bound) for one in results for bound in one.result.bounds]}
+        return [Figure("bound-terms", "Terms of the complexity", caption, x, y, panels, kind="bars")]
+
+    @classmethod
+    def notes(cls, results: Sequence[LabeledResult[BoundResult]]) -> list[str]:
+        """Returns the notes that apply to every bound; those on a run's own numbers are in its file."""
+        return list(CAVEATS)
+
+    @classmethod
+    def why_hidden(cls, results: Sequence[LabeledResult[BoundResult]]) -> str:
+        bounds = [bound for one in results for bound in one.result.bounds]
+        if not all(bound.vacuous for bound in bounds):
+            return ""
+        least = min(bounds, key=lambda bound: bound.bound)
+        return (
+            f"Generalization bound (theorem 3): vacuous for every run; the smallest is {significant(least.bound)}, "
+            f"while a uniform prediction has a loss of {significant(least.threshold)}. `sparsesam report --bounds` "
+            "shows the terms."
+        )
+
+
+def _terms(one: LabeledResult[BoundResult], bound: GeneralizationBound) -> Series:
+    terms = [bound.dimension_term, bound.confidence_term, bound.remainder]
+    name = f"{one.label} (masked)" if bound.masked else ""
+    return one.series(["dimension", "confidence", "remainder"], terms, name=name, faint=bound.masked)
