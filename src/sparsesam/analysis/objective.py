@@ -19,7 +19,7 @@ from sparsesam.masks.fisher_problem import Problem
 from sparsesam.masks.fixed import NORMALIZATION
 from sparsesam.utils.batches import batch_size, to_device
 from sparsesam.utils.checks import check_choice, check_like_parameters
-from sparsesam.utils.preserve_model_state import preserve_model_state
+from sparsesam.utils.restore import Snapshot, preserve_model_state
 
 Statistics = Literal["frozen", "recomputed", "batch"]
 ParameterFilter = Callable[[str], bool] | Iterable[str] | str | None
@@ -224,23 +224,23 @@ def moving(tensors: Sequence[Tensor]) -> Iterator[Callable[..., None]]:
     A direction has a tensor or None for each of them. On exit the tensors are restored bit for bit, also after
     exceptions; KeyboardInterrupt (Ctrl-C) is raised only after that.
     """
-    own = [tensor.detach().clone() for tensor in tensors]
+    own = Snapshot(tensors)
 
     @torch.no_grad()
     def move(*steps: tuple[Sequence[Tensor | None], float]) -> None:
-        for place, tensor in enumerate(tensors):
-            tensor.copy_(own[place])
-            for direction, distance in steps:
-                if (along := direction[place]) is not None:
+        own.restore()
+        for direction, distance in steps:
+            for tensor, along in zip(tensors, direction, strict=True):
+                if along is not None:
                     tensor.add_(along, alpha=distance)
 
     try:
         yield move
     finally:
         try:
-            move()
+            own.restore()
         except BaseException:  # Ctrl-C during the restore
-            move()
+            own.restore()
             raise
 
 

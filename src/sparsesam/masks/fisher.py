@@ -27,7 +27,7 @@ from sparsesam.masks.layer_rules import Recorder, add_squares, function_name
 from sparsesam.utils.batches import batch_size, leads_with, slice_batch, to_device
 from sparsesam.utils.checks import NonFiniteScoreError, check_count
 from sparsesam.utils.memory import SavedBytes, fitting, free_bytes
-from sparsesam.utils.preserve_model_state import preserve_model_state
+from sparsesam.utils.restore import preserve_model_state
 
 
 @dataclass(frozen=True)
