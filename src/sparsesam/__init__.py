@@ -7,7 +7,7 @@ from sparsesam.masks.fixed import NORMALIZATION, FixedMask, fixed_mask, normaliz
 from sparsesam.masks.mask import DynamicMask, Mask, MaskRule, RandomMask, Refresh, every_epochs, every_steps, manual
 from sparsesam.masks.patterns import NM, NMFilters, Pattern, PerLayer, Structured, Unstructured, as_pattern
 from sparsesam.masks.recipes import dynamic_mask, fisher_mask, random_mask
-from sparsesam.masks.scores import BatchFisher, Fisher, GradientMagnitude, Inverted, Score, ScoreContext
+from sparsesam.masks.scores import BatchFisher, Fisher, GradientEnergy, GradientMagnitude, Inverted, Score, ScoreContext
 from sparsesam.optimizer import SAM, SSAM, ExtrapolatedSAM
 from sparsesam.recommended import recommended
 from sparsesam.schedules import Constant, Cosine, InverseSqrt, RhoSchedule, Warmup
@@ -29,6 +29,7 @@ __all__ = [
     "Fisher",
     "FisherDiagonal",
     "FixedMask",
+    "GradientEnergy",
     "GradientMagnitude",
     "InverseSqrt",
     "Inverted",

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsesam.analysis.results import AnalysisResult
 from sparsesam.distributed import unwrap
-from sparsesam.masks.fisher_problem import Problem
+from sparsesam.masks.fisher_problem import LossFn, ModelLoss, Problem
 from sparsesam.masks.fixed import NORMALIZATION
 from sparsesam.utils.batches import batch_size, to_device
 from sparsesam.utils.checks import check_choice, check_like_parameters
@@ -57,9 +57,9 @@ class Objective:
         self,
         model: nn.Module,
         batches: Iterable[Any],
-        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        loss_fn: LossFn | None = None,
         *,
-        model_loss: Callable[[nn.Module, Any], Tensor] | None = None,
+        model_loss: ModelLoss | None = None,
         statistics: Statistics = "frozen",
         allow_random: bool = False,
     ) -> None:

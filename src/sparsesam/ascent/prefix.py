@@ -31,8 +31,8 @@ from sparsesam.ascent.graph import (
 from sparsesam.ascent.module_state import Inputs, ModuleState, unsupported_leaf
 from sparsesam.ascent.plan import Plan
 from sparsesam.ascent.survey import Survey
-from sparsesam.utils.rng import RNGSnapshot, RNGState, other_generators, same_state
 from sparsesam.utils.restore import statistics_of
+from sparsesam.utils.rng import RNGSnapshot, RNGState, other_generators, same_state
 
 Agree = Callable[[bool], bool]
 #: multiplications below which a module is not worth a check of 50 microseconds

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from sparsesam.distributed.shards import Shards, local_part
 from sparsesam.masks.fisher_problem import LossFn, ModelLoss, Problem, SampleLabels
-from sparsesam.masks.layer_rules import Recorder, add_squares, function_name
+from sparsesam.masks.layer_rules import CallRecorder, add_squares, function_name
 from sparsesam.utils.batches import batch_size, leads_with, slice_batch, to_device
 from sparsesam.utils.checks import NonFiniteScoreError, check_count
 from sparsesam.utils.memory import SavedBytes, fitting, free_bytes
@@ -57,7 +57,7 @@ def fisher_diagonal(
 ) -> FisherDiagonal:
     """Computes the diagonal of the Fisher information over the samples of ``batches``, one gradient per sample.
 
-    The model runs in evaluation mode with frozen statistics and is left as it was found.
+    The model runs in evaluation mode with frozen statistics and is restored afterwards.
 
     Args:
         model: any module.
@@ -177,7 +177,7 @@ class _Measurement:
     def _add_at_once(self, batch: Any, size: int, into: Mapping[str, Tensor], *, is_trial: bool = False) -> str | None:
         """Add the squared gradients of all samples by the fast path; if it cannot be used, return why."""
         self._differentiate(False)
-        recorder = Recorder(self.wanted, size)
+        recorder = CallRecorder(self.wanted, size)
         with recorder:
             output = self.problem.output(self.model, batch)
             flat, structure = tree_flatten(output)

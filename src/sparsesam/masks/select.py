@@ -19,7 +19,7 @@ from sparsesam.distributed.shards import Shards
 from sparsesam.utils.checks import NonFiniteScoreError
 
 Tensors = Mapping[str, Tensor]
-Masks = dict[str, Tensor]  # bool
+BoolMasks = dict[str, Tensor]  # bool
 _DIGIT = 11  # bits
 
 

@@ -19,7 +19,7 @@ def check_choice(argument: str, value: object, allowed: Iterable[str]) -> None:
 def check_count(argument: str, value: object, remedy: str, *, least: int = 1) -> None:
     """Raise ValueError unless the value is an integer (of Python or NumPy) of at least ``least``."""
     if not isinstance(value, Integral) or value < least:
-        raise ValueError(f"{argument} must be a whole number of at least {least}, got {value}; {remedy}")
+        raise ValueError(f"{argument} must be an integer of at least {least}, got {value}; {remedy}")
 
 
 def is_within(value: object, low: float, high: float) -> bool:
@@ -33,7 +33,7 @@ def check_like_parameters(
     """Raise ValueError for a tensor that has no parameter of the same name and shape."""
     for name, tensor in given.items():
         if name not in parameters:
-            raise ValueError(f"{argument} has {name!r}, which is no {what}; {nearest(name, parameters)}")
+            raise ValueError(f"{argument} has {name!r}, which is not a {what}; {nearest(name, parameters)}")
         if tensor.shape != parameters[name].shape:
             raise ValueError(
                 f"{argument}[{name!r}] must have the parameter's shape {tuple(parameters[name].shape)}, "
