@@ -104,7 +104,7 @@ def test_wrong_grid_and_directions_are_named():
         loss_landscape(objective, points=1)
     with pytest.raises(ValueError, match="span"):
         loss_landscape(objective, span=(1, 1))
-    with pytest.raises(ValueError, match="no parameter"):
+    with pytest.raises(ValueError, match="not a parameter"):
         loss_landscape(objective, dimensions=1, directions=[{"x": torch.zeros(1)}])
     with pytest.raises(ValueError, match="shape"):
         loss_landscape(objective, dimensions=1, directions=[{"0.bias": torch.zeros(1)}])

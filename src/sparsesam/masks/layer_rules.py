@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from sparsesam.utils.batches import leads_with
+from sparsesam.utils.convolutions import expand_arguments
 
 ArgKey = int | str  # an argument: its name, or its position if its rule does not need names
 
@@ -159,24 +160,16 @@ def convolution(call: RecordedCall, input: Tensor, grad: Tensor, sample: int) ->
     gradients: dict[ArgKey, Tensor] = {"bias": grad.flatten(2).sum((0, 2))}
     if "weight" not in call.parameters:
         return gradients
-    weight, dimensions = call.arguments["weight"].to(grad.dtype), grad.dim() - 2
+    weight = call.arguments["weight"].to(grad.dtype)
     options: dict[ArgKey, Any] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, **call.arguments}
-    stride, padding, dilation = (_each(options[key], dimensions) for key in ("stride", "padding", "dilation"))
-    if options["padding"] == "same":  # if uneven, more at the end
-        total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-        input = F.pad(input, [side for t in reversed(total) for side in (t // 2, t - t // 2)])
+    input, stride, padding, dilation = expand_arguments(
+        input, weight, options["stride"], options["padding"], options["dilation"]
+    )
     gradients["weight"] = torch.ops.aten.convolution_backward(
         grad, input, weight, None,
-        stride, padding, dilation, False, [0] * dimensions, options["groups"], [False, True, False],
+        stride, padding, dilation, False, [0] * len(stride), options["groups"], [False, True, False],
     )[1]  # fmt: skip
     return gradients
-
-
-def _each(option: int | str | Sequence[int], dimensions: int) -> list[int]:
-    """Expand an option to all dimensions; with "same" and "valid" the kernel itself pads nothing."""
-    if isinstance(option, str):
-        return [0] * dimensions
-    return [option] * dimensions if isinstance(option, int) else list(option)
 
 
 def _add_embedding_squares(call: RecordedCall, grad: Tensor, into: Tensor) -> None:

@@ -28,7 +28,7 @@ def is_within(value: object, low: float, high: float) -> bool:
 
 
 def check_like_parameters(
-    argument: str, given: Mapping[str, Tensor], parameters: Mapping[str, Tensor], what: str = "parameter here"
+    argument: str, given: Mapping[str, Tensor], parameters: Mapping[str, Tensor], what: str = "parameter"
 ) -> None:
     """Raise ValueError for a tensor that has no parameter of the same name and shape."""
     for name, tensor in given.items():

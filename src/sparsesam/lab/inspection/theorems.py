@@ -17,7 +17,7 @@ from sparsesam.analysis import (
     measure_convergence,
     nonconvex_logistic,
 )
-from sparsesam.analysis.theory import CAVEATS
+from sparsesam.analysis.bound import CAVEATS
 from sparsesam.lab.display import Axis, Cell, Figure, Series, SeriesStyle, error_bars, numbers, significant
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.setting_types import option

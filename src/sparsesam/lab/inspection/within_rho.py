@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from sparsesam.analysis import AnalysisResult, GradientDifference, Sharpness, gradient_difference, sharpness
 from sparsesam.lab.display import Axis, Figure, Series, number_cell, percent
@@ -25,7 +25,6 @@ class GradientAnalysis(Analysis[GradientDifference]):
     files = ("gradients",)
 
     rho: float | None = option(None, "norm of SAM's perturbation; default the first run's")
-    logarithm: Literal["10", "e"] = option("10", "base of the logarithm in r")
 
     def measure(self, subject: TrainedRun, progress: Progress) -> GradientDifference:
         return gradient_difference(subject.objective, masks=subject.masks, **self.options)
