@@ -12,6 +12,7 @@ other matrices.
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.timing import arguments, begin
-from sparsesam.analysis import Objective, hessian_eigenvalues
+from benchmarks.timing import arguments, begin, medians
+from sparsesam.analysis import HessianOperator, Objective, hessian_eigenvalues
 from sparsesam.lab.data.registry import load_digits
 from sparsesam.lab.models import resnet18, small_cnn
 
@@ -100,6 +101,20 @@ def pyhessian_way(
     return counted, np.sort(np.array(values, dtype=np.float64))[::-1]
 
 
+def product_times(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
+    """Returns median CPU seconds of one Hessian-vector product."""
+    from curvlinops import HessianLinearOperator
+
+    objective = Objective(model, [(x, y)], F.cross_entropy)
+    once, kept = (HessianOperator(objective, keep_graph=keep) for keep in (False, True))
+    parameters = list(model.parameters())
+    theirs = HessianLinearOperator(model, nn.CrossEntropyLoss(), parameters, [(x, y)], check_deterministic=False)
+    operators = {"sparsesam": once, "sparsesam, keep_graph": kept, "curvlinops": theirs}
+    vector = torch.randn(once.size)
+    with kept.measuring():
+        return medians({name: partial(one.__matmul__, vector) for name, one in operators.items()}, 9, time.process_time)
+
+
 def attempt(run: Callable[[int], tuple[int, Array]], reference: Array) -> Try:
     products, error = 0, 0.0
     for seed in SEEDS:
@@ -160,6 +175,8 @@ def report(name: str, model: nn.Module, x: Tensor, y: Tensor, reference: Array, 
             rows[f"{label}, cheapest that reaches 1e-3"] = min(reaching, key=lambda one: one.products)
     for label, row in rows.items():
         print(f"  {label:50} {row.products:5d} products   relative error {row.error:.1e}")
+    for label, seconds in product_times(model, x, y).items():
+        print(f"  {label:50} {1e3 * seconds:8.1f} ms a product")
     print()
     return own.reached and all(own.products <= row.products for row in usual.values())
 

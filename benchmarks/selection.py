@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,6 +43,23 @@ def topk_of_concatenation(scores: Mapping[str, Tensor], count: int, *, ordered: 
     return {name: part.view(scores[name].shape) for name, part in zip(scores, parts, strict=True)}
 
 
+def partition_of_everything(scores: Mapping[str, Tensor], count: int, among: Mapping[str, Tensor]) -> Scores:
+    """The simple form of top_mask: np.partition of all allowed scores gives the threshold. Ties are not resolved."""
+    entries = np.concatenate([np.compress(among[name].view(-1), one.view(-1)) for name, one in scores.items()])
+    place = len(entries) - count
+    entries.partition(place)
+    threshold = float(entries[place])
+    return {name: (one >= threshold).logical_and_(among[name]) for name, one in scores.items()}
+
+
+def simple_drop_and_grow(masks: Mapping[str, Tensor], keep: Scores, generator: torch.Generator) -> Scores:
+    kept = sum(int(mask.count_nonzero()) for mask in masks.values())
+    left = partition_of_everything(keep, kept // 2, masks)
+    free = {name: ~mask for name, mask in left.items()}
+    grown = partition_of_everything(random_scores(keep, generator=generator), kept - kept // 2, free)
+    return {name: mask.logical_or_(left[name]) for name, mask in grown.items()}
+
+
 def show(title: str, times: Mapping[str, float], size: int, *, against: str | None = None) -> None:
     print(f"\n{title}")
     for name, seconds in times.items():
@@ -56,6 +74,7 @@ def main() -> None:
 
     plain = squared_gaussians(generator)
     size = sum(score.numel() for score in plain.values())
+    everything = {name: torch.ones_like(score, dtype=torch.bool) for name, score in plain.items()}
     for title, scores in (
         ("squared gaussians", plain),
         ("30 % zeros", squared_gaussians(generator, zeros=0.3)),
@@ -63,6 +82,7 @@ def main() -> None:
         contenders: dict[str, Callable[[], object]] = {
             "torch.topk of the concatenation": partial(topk_of_concatenation, scores, size // 2),
             "the same, sorted=False": partial(topk_of_concatenation, scores, size // 2, ordered=False),
+            "np.partition of all scores": partial(partition_of_everything, scores, size // 2, everything),
             "top_mask": partial(top_mask, scores, size // 2),
         }
         times = medians(contenders, options.rounds, options.clock)
@@ -74,6 +94,7 @@ def main() -> None:
         "Unstructured drop_and_grow, random growth": lambda: Unstructured().drop_and_grow(
             masks, keep, generator, sparsity=0.5, ratio=0.5
         ),
+        "the same by np.partition of all scores": partial(simple_drop_and_grow, masks, keep, generator),
         "Unstructured drop_and_grow, growth by score": lambda: Unstructured().drop_and_grow(
             masks, keep, plain, sparsity=0.5, ratio=0.5
         ),

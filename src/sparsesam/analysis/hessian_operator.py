@@ -3,6 +3,8 @@
 The matrix is never formed. A product is one double backward over the objective's batches,
 
     H v = sum_b share_b * grad_w <grad_w loss_b, v>.
+
+Measured (python -m benchmarks.hessian): a product takes 0.8 to 0.9 of curvlinops' time, 0.4 to 0.6 with keep_graph.
 """
 
 from __future__ import annotations
