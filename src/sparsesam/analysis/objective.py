@@ -18,7 +18,7 @@ from sparsesam.distributed import unwrap
 from sparsesam.masks.fisher_problem import LossFn, ModelLoss, Problem
 from sparsesam.masks.fixed import NORMALIZATION
 from sparsesam.utils.batches import batch_size, to_device
-from sparsesam.utils.checks import check_choice, check_like_parameters
+from sparsesam.utils.checks import check_bool, check_choice, check_like_parameters
 from sparsesam.utils.restore import Snapshot, preserve_model_state
 
 Statistics = Literal["frozen", "recomputed", "batch"]
@@ -187,9 +187,7 @@ def select_parameters(model: nn.Module, parameters: ParameterFilter = None) -> d
 def check_masks(masks: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns one bool mask for each parameter, on its device: all False for parameters without a mask."""
     check_like_parameters("masks", masks, parameters)
-    for name, mask in masks.items():
-        if mask.dtype != torch.bool:
-            raise ValueError(f"masks[{name!r}] must be a bool tensor, got {mask.dtype}; use mask.bool()")
+    check_bool("masks", masks)
     return {
         name: masks[name].to(p.device) if name in masks else torch.zeros_like(p, dtype=torch.bool)
         for name, p in parameters.items()

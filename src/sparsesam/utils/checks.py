@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 
+import torch
 from torch import Tensor
 
 
@@ -39,6 +40,13 @@ def check_like_parameters(
                 f"{argument}[{name!r}] must have the parameter's shape {tuple(parameters[name].shape)}, "
                 f"got {tuple(tensor.shape)}"
             )
+
+
+def check_bool(argument: str, masks: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for a mask that is not a bool tensor."""
+    for name, mask in masks.items():
+        if mask.dtype != torch.bool:
+            raise ValueError(f"{argument}[{name!r}] must be a bool tensor, got {mask.dtype}; use mask.bool()")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

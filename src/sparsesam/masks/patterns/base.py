@@ -10,6 +10,7 @@ import torch
 
 from sparsesam.distributed.shards import Shards
 from sparsesam.masks.select import BoolMasks, Tensors, check_alike, count_true, random_scores, top_mask
+from sparsesam.utils.checks import check_bool
 
 # Scores, whose largest are chosen, or a generator, which draws uniformly over the pattern's units.
 Choice = Tensors | torch.Generator
@@ -117,9 +118,7 @@ def _check_arguments(masks: Tensors, keep: Choice, grow: Choice, ratio: float) -
     for label, choice in (("keep", keep), ("grow", grow)):
         if not isinstance(choice, torch.Generator):
             check_alike(masks, choice, label=label)
-    for name, mask in masks.items():
-        if mask.dtype != torch.bool:
-            raise ValueError(f"masks[{name!r}] must be a bool tensor, got {mask.dtype}; convert with .bool()")
+    check_bool("masks", masks)
 
 
 @dataclass(frozen=True)
