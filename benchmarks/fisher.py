@@ -88,7 +88,7 @@ class ModularBlock(nn.Module):
         return cast(Tensor, self.relu2(y + self.shortcut(x)))
 
 
-def backpack_way(source: nn.Module) -> Callable[[Tensor, Tensor], Squares]:
+def with_backpack(source: nn.Module) -> Callable[[Tensor, Tensor], Squares]:
     """SumGradSquared on a copy, converted by BackPACK's own converter."""
     from backpack import backpack, extend  # type: ignore[import-untyped]
     from backpack.extensions import SumGradSquared  # type: ignore[import-untyped]
@@ -114,7 +114,7 @@ def backpack_way(source: nn.Module) -> Callable[[Tensor, Tensor], Squares]:
     return run
 
 
-def opacus_way(source: nn.Module) -> Callable[[Tensor, Tensor], Squares]:
+def with_opacus(source: nn.Module) -> Callable[[Tensor, Tensor], Squares]:
     """Per-sample gradients of a copy by GradSampleModule, squared and averaged.
 
     Opacus does not support batch normalization; its parameters are left out, so Opacus does less than the others.
@@ -168,7 +168,7 @@ def main() -> None:
         "batch-1 loop, in place": lambda: batch_one_loop(model, x, y),
     }
     if not options.quick:
-        for name, make in (("BackPACK", backpack_way), ("Opacus", opacus_way)):
+        for name, make in (("BackPACK", with_backpack), ("Opacus", with_opacus)):
             contenders[name] = partial(make(model), x, y)
     expected = batch_one_loop(model, x, y)
     print(f"ResNet-18, {options.samples} images 3x32x32, median of {options.rounds} interleaved rounds")

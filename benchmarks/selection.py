@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,6 +43,23 @@ def topk_of_concatenation(scores: Mapping[str, Tensor], count: int, *, ordered: 
     return {name: part.view(scores[name].shape) for name, part in zip(scores, parts, strict=True)}
 
 
+def partition_of_everything(scores: Mapping[str, Tensor], count: int, among: Mapping[str, Tensor]) -> Scores:
+    """The simple form of top_mask: np.partition of all allowed scores gives the threshold. Ties are not resolved."""
+    entries = np.concatenate([np.compress(among[name].view(-1), one.view(-1)) for name, one in scores.items()])
+    place = len(entries) - count
+    entries.partition(place)
+    threshold = float(entries[place])
+    return {name: (one >= threshold).logical_and_(among[name]) for name, one in scores.items()}
+
+
+def simple_drop_and_grow(masks: Mapping[str, Tensor], keep: Scores, generator: torch.Generator) -> Scores:
+    kept = sum(int(mask.count_nonzero()) for mask in masks.values())
+    left = partition_of_everything(keep, kept // 2, masks)
+    free = {name: ~mask for name, mask in left.items()}
+    grown = partition_of_everything(random_scores(keep, generator=generator), kept - kept // 2, free)
+    return {name: mask.logical_or_(left[name]) for name, mask in grown.items()}
+
+
 def show(title: str, times: Mapping[str, float], size: int, *, against: str | None = None) -> None:
     print(f"\n{title}")
     for name, seconds in times.items():
@@ -56,6 +74,7 @@ def main() -> None:
 
     plain = squared_gaussians(generator)
     size = sum(score.numel() for score in plain.values())
+    everything = {name: torch.ones_like(score, dtype=torch.bool) for name, score in plain.items()}
     for title, scores in (
         ("squared gaussians", plain),
         ("30 % zeros", squared_gaussians(generator, zeros=0.3)),
@@ -63,60 +82,53 @@ def main() -> None:
         contenders: dict[str, Callable[[], object]] = {
             "torch.topk of the concatenation": partial(topk_of_concatenation, scores, size // 2),
             "the same, sorted=False": partial(topk_of_concatenation, scores, size // 2, ordered=False),
+            "np.partition of all scores": partial(partition_of_everything, scores, size // 2, everything),
             "top_mask": partial(top_mask, scores, size // 2),
         }
         times = medians(contenders, options.rounds, options.clock)
         show(f"top half of {size:,} scores, {title}", times, size, against="torch.topk of the concatenation")
 
-    masks = Unstructured().select(plain, 0.5)
-    keep = squared_gaussians(generator)
+    entries, two_of_four, filters = Unstructured(), NM(2, 4), Structured("filter")
+    masks, keep = entries.select(plain, 0.5), squared_gaussians(generator)
+    drop_and_grow = partial(entries.drop_and_grow, sparsity=0.5, ratio=0.5)
     contenders = {
-        "Unstructured drop_and_grow, random growth": lambda: Unstructured().drop_and_grow(
-            masks, keep, generator, sparsity=0.5, ratio=0.5
+        "Unstructured drop_and_grow, random growth": partial(drop_and_grow, masks, keep, generator),
+        "the same by np.partition of all scores": partial(simple_drop_and_grow, masks, keep, generator),
+        "Unstructured drop_and_grow, growth by score": partial(drop_and_grow, masks, keep, plain),
+        "Unstructured draw": partial(entries.draw, plain, generator, 0.5),
+        "random_scores": partial(random_scores, plain, generator=generator),
+        "2:4 select": partial(two_of_four.select, plain),
+        "2:4 input select": partial(NM(2, 4, axis="input").select, plain),
+        "2:4 filters select": partial(NMFilters(2, 4).select, plain),
+        "filter select": partial(filters.select, plain, 0.5),
+        "column select": partial(Structured("column").select, plain, 0.5),
+        "tensor select": partial(Structured("tensor").select, plain, 0.5),
+        "2:4 drop_and_grow, random growth": partial(
+            two_of_four.drop_and_grow, two_of_four.select(plain), keep, generator, ratio=0.5
         ),
-        "Unstructured drop_and_grow, growth by score": lambda: Unstructured().drop_and_grow(
-            masks, keep, plain, sparsity=0.5, ratio=0.5
+        "filter drop_and_grow, random growth": partial(
+            filters.drop_and_grow, filters.select(plain, 0.5), keep, generator, sparsity=0.5, ratio=0.5
         ),
-        "Unstructured draw": lambda: Unstructured().draw(plain, generator, 0.5),
-        "random_scores": lambda: random_scores(plain, generator=generator),
-        "2:4 select": lambda: NM(2, 4).select(plain),
-        "2:4 input select": lambda: NM(2, 4, axis="input").select(plain),
-        "2:4 filters select": lambda: NMFilters(2, 4).select(plain),
-        "filter select": lambda: Structured("filter").select(plain, 0.5),
-        "column select": lambda: Structured("column").select(plain, 0.5),
-        "tensor select": lambda: Structured("tensor").select(plain, 0.5),
     }
-    two_of_four, filters = NM(2, 4).select(plain), Structured("filter").select(plain, 0.5)
-    contenders["2:4 drop_and_grow, random growth"] = lambda: NM(2, 4).drop_and_grow(
-        two_of_four, keep, generator, ratio=0.5
-    )
-    contenders["filter drop_and_grow, random growth"] = lambda: Structured("filter").drop_and_grow(
-        filters, keep, generator, sparsity=0.5, ratio=0.5
-    )
     show(f"{size:,} weights, sparsity 0.5, ratio 0.5", medians(contenders, options.rounds, options.clock), size)
 
     units = {f"p{i}": torch.rand(10_000, 1 + i % 7, generator=generator) for i in range(100)}
     number = sum(score.numel() for score in units.values())
-    run = {"filter select": lambda: Structured("filter").select(units, 0.5)}
-    show("1,000,000 filters of seven sizes", medians(run, options.rounds, options.clock), number)
+    times = medians({"filter select": partial(filters.select, units, 0.5)}, options.rounds, options.clock)
+    show("1,000,000 filters of seven sizes", times, number)
 
     for millions in (11, 50, 200):
         if millions > options.largest:
             continue
         scores = squared_gaussians(generator, copies=max(1, round(millions * 1e6 / size)))
         total = sum(score.numel() for score in scores.values())
-        half = top_mask(scores, total // 2)
+        masks = top_mask(scores, total // 2)
         contenders = {
             "top_mask": partial(top_mask, scores, total // 2),
-            "Unstructured drop_and_grow, random growth": partial(
-                Unstructured().drop_and_grow, half, scores, generator, sparsity=0.5, ratio=0.5
-            ),
+            "Unstructured drop_and_grow, random growth": partial(drop_and_grow, masks, scores, generator),
         }
-        show(
-            f"growth with size: {total:,} weights",
-            medians(contenders, max(3, options.rounds // 2), options.clock),
-            total,
-        )
+        times = medians(contenders, max(3, options.rounds // 2), options.clock)
+        show(f"growth with size: {total:,} weights", times, total)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from sparsesam.lab.experiment.provenance import provenance
 
 
 def arguments(doc: str | None, **numbers: int) -> argparse.ArgumentParser:
-    """Of a benchmark: options with these default numbers, and with rounds, which seconds count."""
+    """Returns a parser with these integer options, and --cpu-time if there are rounds."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -26,7 +26,7 @@ def arguments(doc: str | None, **numbers: int) -> argparse.ArgumentParser:
 
 
 def begin(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse, take as many threads as asked for, print where this runs; ``clock`` is the one that was asked for."""
+    """Parse the arguments, set threads, print provenance; ``clock`` follows --cpu-time."""
     options = parser.parse_args()
     if hasattr(options, "threads"):
         torch.set_num_threads(options.threads)

@@ -70,9 +70,9 @@ def test_sparsity(make, sparsity):
         (lambda: sparsesam.fixed_mask(), "fixed_mask"),
         (lambda: sparsesam.fixed_mask({"0.weight": torch.ones(2)}), "bool"),
         (lambda: sparsesam.Warmup(0), "steps"),
-        (lambda: sparsesam.Warmup(1.5), "steps must be a whole number"),
+        (lambda: sparsesam.Warmup(1.5), "steps must be an integer"),
         (lambda: sparsesam.Cosine(5, final=-1), "final"),
-        (lambda: sparsesam.NM(0.5, 2), "n must be a whole number"),
+        (lambda: sparsesam.NM(0.5, 2), "n must be an integer"),
         (lambda: sam(ascent_fraction="half"), "ascent_fraction must be .* got half"),
         (lambda: sam(ascent="implicit-dense"), "ascent must be one of 'explicit', .* got 'implicit-dense'"),
         (lambda: sam(ascent="extrapolation"), "ascent must be one of 'explicit', .* got 'extrapolation'"),
@@ -156,14 +156,14 @@ def test_model_that_is_not_a_module():
 def test_every_and_start_must_be_integers(option):
     model = cases.mlp()
     (name,) = option
-    with pytest.raises(ValueError, match=f"{name} must be a whole number"):
+    with pytest.raises(ValueError, match=f"{name} must be an integer"):
         sparsesam.SAM(cases.sgd(model), model, **option)
 
 
 def test_refresh_intervals_must_be_integers():
-    with pytest.raises(ValueError, match=r"every must be a whole number of at least 1, got 1\.5"):
+    with pytest.raises(ValueError, match=r"every must be an integer of at least 1, got 1\.5"):
         sparsesam.every_steps(1.5)
-    with pytest.raises(ValueError, match="epochs must be a whole number"):
+    with pytest.raises(ValueError, match="epochs must be an integer"):
         sparsesam.every_epochs(0.5, steps_per_epoch=10)
     assert sparsesam.every_epochs(np.int64(2), steps_per_epoch=3).every == 6
 

@@ -58,5 +58,5 @@ def test_bad_input():
         perturbation(gradients, rho=0.1, norm="l1")
     with pytest.raises(ValueError, match="rho must be at least 0, got -1"):
         perturbation(gradients, rho=-1)
-    with pytest.raises(ValueError, match="masks has 'v', which is no parameter; known are w"):
+    with pytest.raises(ValueError, match="masks has 'v', which is not a parameter; known are w"):
         perturbation(gradients, rho=0.1, masks={"v": torch.ones(2)})

@@ -7,7 +7,7 @@ from sparsesam.masks.fixed import NORMALIZATION, FixedMask, fixed_mask, normaliz
 from sparsesam.masks.mask import DynamicMask, Mask, MaskRule, RandomMask, Refresh, every_epochs, every_steps, manual
 from sparsesam.masks.patterns import NM, NMFilters, Pattern, PerLayer, Structured, Unstructured, as_pattern
 from sparsesam.masks.recipes import dynamic_mask, fisher_mask, random_mask
-from sparsesam.masks.scores import BatchFisher, Fisher, GradientMagnitude, Inverted, Score, ScoreContext
+from sparsesam.masks.scores import BatchFisher, Fisher, GradientEnergy, GradientMagnitude, Inverted, Score, ScoreContext
 from sparsesam.optimizer import SAM, SSAM, ExtrapolatedSAM
 from sparsesam.recommended import recommended
 from sparsesam.schedules import Constant, Cosine, InverseSqrt, RhoSchedule, Warmup
@@ -16,47 +16,10 @@ from sparsesam.step.sharpness_aware import SharpnessAware
 __version__ = "0.1.0"
 
 __all__ = [
-    "NM",
-    "NORMALIZATION",
-    "SAM",
-    "SSAM",
-    "BatchFisher",
-    "BudgetMask",
-    "Constant",
-    "Cosine",
-    "DynamicMask",
-    "ExtrapolatedSAM",
-    "Fisher",
-    "FisherDiagonal",
-    "FixedMask",
-    "GradientMagnitude",
-    "InverseSqrt",
-    "Inverted",
-    "Mask",
-    "MaskRule",
-    "NMFilters",
-    "Pattern",
-    "PerLayer",
-    "RandomMask",
-    "Refresh",
-    "RhoSchedule",
-    "Score",
-    "ScoreContext",
-    "SharpnessAware",
-    "Structured",
-    "Unstructured",
-    "Warmup",
-    "as_pattern",
-    "budget_mask",
-    "compile_blocks",
-    "dynamic_mask",
-    "every_epochs",
-    "every_steps",
-    "fisher_diagonal",
-    "fisher_mask",
-    "fixed_mask",
-    "manual",
-    "normalization_layers",
-    "random_mask",
-    "recommended",
-]
+    "NM", "NORMALIZATION", "SAM", "SSAM", "BatchFisher", "BudgetMask", "Constant", "Cosine", "DynamicMask",
+    "ExtrapolatedSAM", "Fisher", "FisherDiagonal", "FixedMask", "GradientEnergy", "GradientMagnitude", "InverseSqrt",
+    "Inverted", "Mask", "MaskRule", "NMFilters", "Pattern", "PerLayer", "RandomMask", "Refresh", "RhoSchedule", "Score",
+    "ScoreContext", "SharpnessAware", "Structured", "Unstructured", "Warmup", "as_pattern", "budget_mask",
+    "compile_blocks", "dynamic_mask", "every_epochs", "every_steps", "fisher_diagonal", "fisher_mask", "fixed_mask",
+    "manual", "normalization_layers", "random_mask", "recommended",
+]  # fmt: skip

@@ -32,7 +32,9 @@ def perturbation(
         raise ValueError(f"rho must be at least 0, got {rho}; 0 is the plain gradient, 0.05 is a usual start")
     unknown = set(masks or {}) - set(gradients)
     if unknown:
-        raise ValueError(f"masks has {sorted(unknown)[0]!r}, which is no parameter; known are {', '.join(gradients)}")
+        raise ValueError(
+            f"masks has {sorted(unknown)[0]!r}, which is not a parameter; known are {', '.join(gradients)}"
+        )
     masked = {name: g * masks[name].to(g.dtype) if masks and name in masks else g for name, g in gradients.items()}
     counted = gradients if norm == "full" else masked
     squares = torch.stack([g.square().sum() for g in counted.values()]).sum()

@@ -78,15 +78,7 @@ class SAM(SharpnessAware):
     ) -> None:
         check_choice("ascent", ascent, get_args(SAMAscent))
         settings = Settings(
-            norm="full",
-            ascent=ascent,
-            rho_schedule=rho_schedule,
-            every=every,
-            off_steps=off_steps,
-            start=start,
-            ascent_fraction=ascent_fraction,
-            ascent_scope=ascent_scope,
-            engine=engine,
+            "full", ascent, rho_schedule, every, off_steps, start, ascent_fraction, ascent_scope, engine
         )
         super().__init__(base, model, settings, rho=rho, mask=None, adaptive=adaptive, eta=eta)
 
@@ -139,17 +131,7 @@ class SSAM(SharpnessAware):
     ) -> None:
         require_mask_rule(mask)
         check_choice("ascent", ascent, get_args(SSAMAscent))
-        settings = Settings(
-            norm=norm,
-            ascent=ascent,
-            rho_schedule=rho_schedule,
-            every=every,
-            off_steps=off_steps,
-            start=start,
-            ascent_fraction=ascent_fraction,
-            ascent_scope=ascent_scope,
-            engine=engine,
-        )
+        settings = Settings(norm, ascent, rho_schedule, every, off_steps, start, ascent_fraction, ascent_scope, engine)
         super().__init__(base, model, settings, rho=rho, mask=mask, adaptive=adaptive, eta=eta)
 
 

@@ -15,16 +15,16 @@ def test_restarts_change_cost_not_result():
     matrix = matrix_with(np.concatenate([np.linspace(-1, 1, 195), [2, 2.5, 3, 4, 8]]))
     start = torch.randn(200, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for most in (200, 14):
-        pairs = top_eigenpairs(lambda v: matrix @ v.double(), start, 5, which="largest", tolerance=1e-8, max_basis=most)
+        pairs = top_eigenpairs(lambda v: matrix @ v.double(), start, 5, tolerance=1e-8, max_basis=most)
         assert np.allclose(pairs.values, [8, 4, 3, 2.5, 2], rtol=1e-7)
 
 
 def test_repeated_and_few_distinct_eigenvalues_terminate():
     matrix = torch.diag(torch.tensor([3.0, 3, 3, 1, 1, 1, 1, 1], dtype=torch.float64))
     start = torch.ones(8, dtype=torch.float64)
-    pairs = top_eigenpairs(lambda v: matrix @ v, start, 5, which="largest", tolerance=1e-6)
+    pairs = top_eigenpairs(lambda v: matrix @ v, start, 5, tolerance=1e-6)
     assert np.allclose(pairs.values[0], 3)
-    zero = top_eigenpairs(lambda v: 0 * v, start, 3, which="largest", tolerance=1e-6)
+    zero = top_eigenpairs(lambda v: 0 * v, start, 3, tolerance=1e-6)
     assert np.allclose(zero.values, 0)
 
 

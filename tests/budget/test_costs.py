@@ -250,7 +250,7 @@ class Undecided(nn.Module):
         ),
         (
             lambda: layer_costs(chain(), torch.randn(2, 6), repeats=0),
-            "repeats must be a whole number of at least 1, got 0",
+            "repeats must be an integer of at least 1, got 0",
         ),
         (lambda: layer_costs(nn.Tanh(), torch.randn(2, 6)), "model must have parameters that require a gradient"),
         (lambda: layer_costs(Undecided(), torch.randn(2, 6), how="count"), "same calls in each forward"),

@@ -216,3 +216,20 @@ def test_custom_mask():
     step(model, opt)
     for name, parameter in model.named_parameters():
         assert int(opt.masks[name].sum()) == round(0.25 * parameter.numel())
+
+
+@pytest.mark.parametrize(
+    ("score", "of_gradient"),
+    [(sparsesam.GradientMagnitude(), torch.abs), (sparsesam.GradientEnergy(), torch.square)],
+    ids=["magnitude", "energy"],
+)
+def test_a_gradient_score_ranks_filters_by_its_mean(score, of_gradient):
+    pattern = sparsesam.Structured("filter")
+    model, opt = wrap(sparsesam.Mask(score, pattern, 0.5), cases.convnet(torch.float64))
+    x, y = cases.images(dtype=torch.float64)
+    F.cross_entropy(model(x), y).backward()
+    scores = {name: of_gradient(p.grad) for name, p in model.named_parameters()}
+    with opt.perturbed():
+        F.cross_entropy(model(x), y).backward()
+    expected = pattern.select(scores, 0.5)
+    assert all(torch.equal(mask, expected[name]) for name, mask in opt.masks.items())

@@ -84,5 +84,5 @@ def test_chunk_is_passed_from_mask_to_measurement():
 
 @pytest.mark.parametrize("chunk", [0, -1])
 def test_chunk_below_one_raises(chunk):
-    with pytest.raises(ValueError, match="chunk must be a whole number of at least 1"):
+    with pytest.raises(ValueError, match="chunk must be an integer of at least 1"):
         sparsesam.fisher_mask(cases.images(), F.cross_entropy, sparsity=0.5, chunk=chunk)

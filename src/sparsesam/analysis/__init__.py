@@ -8,9 +8,10 @@ Every analysis takes an `Objective`: a model, its loss and a fixed list of batch
     hessian_eigenvalues(objective).ratio
 """
 
+from sparsesam.analysis.bound import GeneralizationBound, complexity_terms, generalization_bound
 from sparsesam.analysis.convergence import Convergence, SmoothProblem, measure_convergence, nonconvex_logistic
-from sparsesam.analysis.fisher_agreement import FisherAgreement, fisher_vs_hessian
-from sparsesam.analysis.gradient_difference import GradientDifference, compare_gradients, gradient_difference
+from sparsesam.analysis.fisher import FisherAgreement, fisher_vs_hessian
+from sparsesam.analysis.gradients import GradientDifference, compare_gradients, gradient_difference
 from sparsesam.analysis.hessian import (
     HessianSpectrum,
     HessianTrace,
@@ -22,11 +23,10 @@ from sparsesam.analysis.hessian import (
 )
 from sparsesam.analysis.hessian_operator import HessianOperator
 from sparsesam.analysis.landscape import Landscape, ProgressCallback, loss_between, loss_landscape, random_directions
-from sparsesam.analysis.masks_over_time import MaskHistory, masks_over_time
+from sparsesam.analysis.masks import MaskHistory, masks_over_time
 from sparsesam.analysis.objective import Objective, ObjectiveSummary, check_state, select_parameters
 from sparsesam.analysis.results import AnalysisResult
 from sparsesam.analysis.sharpness import Sharpness, sharpness
-from sparsesam.analysis.theory import GeneralizationBound, complexity_terms, generalization_bound
 
 __all__ = [
     "AnalysisResult", "Convergence", "FisherAgreement", "GeneralizationBound", "GradientDifference", "HessianOperator",

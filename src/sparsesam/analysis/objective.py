@@ -15,11 +15,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsesam.analysis.results import AnalysisResult
 from sparsesam.distributed.ddp import unwrap
-from sparsesam.masks.fisher_problem import Problem
+from sparsesam.masks.fisher_problem import LossFn, ModelLoss, Problem
 from sparsesam.masks.fixed import NORMALIZATION
 from sparsesam.utils.batches import batch_size, to_device
-from sparsesam.utils.checks import check_choice, check_like_parameters
-from sparsesam.utils.preserve_model_state import preserve_model_state
+from sparsesam.utils.checks import check_bool, check_choice, check_like_parameters
+from sparsesam.utils.restore import Snapshot, preserve_model_state
 
 Statistics = Literal["frozen", "recomputed", "batch"]
 ParameterFilter = Callable[[str], bool] | Iterable[str] | str | None
@@ -57,9 +57,9 @@ class Objective:
         self,
         model: nn.Module,
         batches: Iterable[Any],
-        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        loss_fn: LossFn | None = None,
         *,
-        model_loss: Callable[[nn.Module, Any], Tensor] | None = None,
+        model_loss: ModelLoss | None = None,
         statistics: Statistics = "frozen",
         allow_random: bool = False,
     ) -> None:
@@ -187,9 +187,7 @@ def select_parameters(model: nn.Module, parameters: ParameterFilter = None) -> d
 def check_masks(masks: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns one bool mask for each parameter, on its device: all False for parameters without a mask."""
     check_like_parameters("masks", masks, parameters)
-    for name, mask in masks.items():
-        if mask.dtype != torch.bool:
-            raise ValueError(f"masks[{name!r}] must be a bool tensor, got {mask.dtype}; use mask.bool()")
+    check_bool("masks", masks)
     return {
         name: masks[name].to(p.device) if name in masks else torch.zeros_like(p, dtype=torch.bool)
         for name, p in parameters.items()
@@ -224,23 +222,23 @@ def moving(tensors: Sequence[Tensor]) -> Iterator[Callable[..., None]]:
     A direction has a tensor or None for each of them. On exit the tensors are restored bit for bit, also after
     exceptions; KeyboardInterrupt (Ctrl-C) is raised only after that.
     """
-    own = [tensor.detach().clone() for tensor in tensors]
+    own = Snapshot(tensors)
 
     @torch.no_grad()
     def move(*steps: tuple[Sequence[Tensor | None], float]) -> None:
-        for place, tensor in enumerate(tensors):
-            tensor.copy_(own[place])
-            for direction, distance in steps:
-                if (along := direction[place]) is not None:
+        own.restore()
+        for direction, distance in steps:
+            for tensor, along in zip(tensors, direction, strict=True):
+                if along is not None:
                     tensor.add_(along, alpha=distance)
 
     try:
         yield move
     finally:
         try:
-            move()
+            own.restore()
         except BaseException:  # Ctrl-C during the restore
-            move()
+            own.restore()
             raise
 
 

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from sparsesam.ascent.semi_structured import input_gradient
 from sparsesam.masks.packed import PackedMask
+from sparsesam.utils.convolutions import expand_arguments
 
 
 @dataclass(frozen=True)
@@ -238,24 +239,11 @@ def _convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor:
-    dimensions = weight.dim() - 2
-    if input.dim() == dimensions + 1:  # one sample without a batch dimension
+    if input.dim() == weight.dim() - 1:  # one sample without a batch dimension
         return _convolution(convolve, want, switch, input[None], weight, bias, stride, padding, dilation, groups)[0]
-    dilation = _tuple(dilation, dimensions)
-    if padding == "same":
-        input = F.pad(input, _same_padding(weight, dilation))
-    padding = [0] * dimensions if isinstance(padding, str) else _tuple(padding, dimensions)
-    layer = _Convolution(convolve, _tuple(stride, dimensions), padding, dilation, groups)
+    input, stride, padding, dilation = expand_arguments(input, weight, stride, padding, dilation)
+    layer = _Convolution(convolve, stride, padding, dilation, groups)
     return _Ascent.apply(input, weight, bias, layer, want, switch)  # type: ignore[no-any-return]
-
-
-def _tuple(value: Any, dimensions: int) -> list[int]:
-    return [value] * dimensions if isinstance(value, int) else list(value) * (dimensions if len(value) == 1 else 1)
-
-
-def _same_padding(weight: Tensor, dilation: list[int]) -> list[int]:
-    totals = [spread * (size - 1) for size, spread in zip(weight.shape[2:], dilation, strict=True)]
-    return [pad for total in reversed(totals) for pad in (total // 2, total - total // 2)]
 
 
 #: Torch functions with a narrowed backward, and the function that replaces each, called with the same arguments.

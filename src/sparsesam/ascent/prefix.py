@@ -32,8 +32,8 @@ from sparsesam.ascent.module_state import Inputs, ModuleState, unsupported_leaf
 from sparsesam.ascent.plan import Plan
 from sparsesam.ascent.replaced_calls import is_compiled_in_place
 from sparsesam.ascent.survey import Survey, has_forward_hooks
+from sparsesam.utils.restore import statistics_of
 from sparsesam.utils.rng import RNGSnapshot, RNGState, other_generators, same_state
-from sparsesam.utils.statistics import statistics_of
 
 Agree = Callable[[bool], bool]
 #: multiplications below which a module is not worth a check of 50 microseconds

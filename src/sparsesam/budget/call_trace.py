@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from sparsesam.ascent.graph import tensors_in
+from sparsesam.ascent.graph import leaf_of, nodes_of, tensors_in
 from sparsesam.ascent.layers import LAYERS, Switch, WeightGradient
 from sparsesam.ascent.plan import weight_gradient
 from sparsesam.masks.packed import PackedMask
@@ -153,7 +153,7 @@ class Trace(TorchFunctionMode):
         self._count = 0  # calls so far
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._leaves: dict[int, Tensor] = {}
-        self._nodes: dict[int, Any] = {}
+        self._nodes: set[Any] = set()
         self._last = 0.0
         self._token = object()  # marks tensors as seen by this pass; they may outlive it
         self._filters = _some_filters(model, most=kind == "three quarters")
@@ -246,14 +246,10 @@ class Trace(TorchFunctionMode):
 
     def _watch(self, made: list[Tensor], one: CallCost) -> None:
         """Attribute the backward nodes that this call created to it."""
-        waiting = [tensor.grad_fn for tensor in made]
-        while waiting:
-            node = waiting.pop()
-            if node is None or id(node) in self._nodes or hasattr(node, "variable"):
-                continue
-            self._nodes[id(node)] = node
-            node.register_hook(partial(self._ran, one))
-            waiting += [following for following, _ in node.next_functions]
+        for node in nodes_of([tensor.grad_fn for tensor in made], self._nodes):
+            self._nodes.add(node)
+            if leaf_of(node) is None:
+                node.register_hook(partial(self._ran, one))
 
     def _ran(self, one: CallCost, *_: Any) -> None:
         one.backwards[self.kind][-1] += self.clock() - self._last

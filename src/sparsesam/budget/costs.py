@@ -30,7 +30,7 @@ from sparsesam.ascent.perturbation.pieces import Target
 from sparsesam.budget.call_trace import PASS_KINDS, CallCost, Clock, How, Trace, stopwatch
 from sparsesam.distributed.ddp import unwrap
 from sparsesam.utils.checks import check_choice, check_count
-from sparsesam.utils.preserve_model_state import preserve_model_state
+from sparsesam.utils.restore import preserve_model_state
 from sparsesam.utils.rng import RNGState
 
 Flags = npt.NDArray[np.bool_]

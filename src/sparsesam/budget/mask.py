@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, get_args
 
@@ -21,11 +21,10 @@ from sparsesam.budget.choice import (
     unit_sums,
 )
 from sparsesam.budget.costs import LayerCost, LayerCosts, layer_costs
+from sparsesam.masks.fisher_problem import LossFn, ModelLoss
 from sparsesam.masks.mask import MaskRule, Refresh, manual
 from sparsesam.masks.scores import Fisher, GradientEnergy, Score, ScoreContext
 from sparsesam.utils.checks import check_choice, is_within
-
-LossFn = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ def budget_mask(
     how: Literal["time", "cpu-time", "count"] = "time",
     refresh: Refresh | None = None,
     seed: int = 0,
-    model_loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    model_loss: ModelLoss | None = None,
 ) -> BudgetMask:
     """Perturbs what fits into a step of ``budget`` times the base optimizer's cost; needs ``norm="masked"``.
 

@@ -22,8 +22,8 @@ from sparsesam.integrations.extras import required_by
 from sparsesam.integrations.metrics import gradient_norm, step_metrics
 from sparsesam.step.gradients import OutsideGradients
 from sparsesam.step.sharpness_aware import SharpnessAware
+from sparsesam.utils.restore import Snapshot, statistics_of
 from sparsesam.utils.rng import RNGSnapshot, RNGState
-from sparsesam.utils.statistics import Snapshot, statistics_of
 
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningModule, Trainer

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sparsesam.masks.mask import MaskRule, Refresh, manual
 from sparsesam.masks.scores import ScoreContext
-from sparsesam.utils.checks import check_like_parameters, nearest
+from sparsesam.utils.checks import check_bool, check_like_parameters, nearest
 
 #: Parameters that a mask can be made for.
 _PERTURBED = "parameter to perturb (trainable, in a group of the optimizer without perturb=False)"
@@ -77,9 +77,7 @@ class FixedMask(MaskRule):
                 "masks, names or types must be given, got none of them; "
                 'for example fixed_mask("layer4.*", "fc.*") or fixed_mask(types=(torch.nn.LayerNorm,))'
             )
-        for name, mask in self.masks.items():
-            if mask.dtype != torch.bool:
-                raise ValueError(f"masks[{name!r}] must be a bool tensor, got {mask.dtype}; use mask.bool()")
+        check_bool("masks", self.masks)
 
     def make(self, context: ScoreContext) -> dict[str, Tensor]:
         check_like_parameters("masks", self.masks, context.parameters, _PERTURBED)

@@ -1,8 +1,8 @@
 """Squared per-sample gradients, from the calls of torch functions that have parameters as arguments.
 
-A `Recorder` records these calls in one forward over all samples, and one backward computes the gradient g of the summed
-loss at their results; inputs and g have the samples in dimension 0. A rule computes d loss_b / d parameter of a sample
-b from a call and its g, and `add_squares` adds, in place,
+A `CallRecorder` records these calls in one forward over all samples, and one backward computes the gradient g of the
+summed loss at their results; inputs and g have the samples in dimension 0. A rule computes d loss_b / d parameter of a
+sample b from a call and its g, and `add_squares` adds, in place,
 
     into += sum_b (sum_calls d loss_b / d parameter)^2
 
@@ -24,8 +24,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from sparsesam.utils.batches import leads_with
+from sparsesam.utils.convolutions import expand_arguments
 
-Place = int | str  # of an argument: its name, or its position if its rule does not need names
+ArgKey = int | str  # an argument: its name, or its position if its rule does not need names
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class RecordedCall:
     """One call of a torch function that has parameters among its arguments."""
 
     function: Callable[..., Tensor]
-    arguments: dict[Place, Any]
-    parameters: dict[Place, str]  # names of the wanted parameters
-    samples: Place | None  # the argument that holds the samples
+    arguments: dict[ArgKey, Any]
+    parameters: dict[ArgKey, str]  # names of the wanted parameters
+    samples: ArgKey | None  # the argument that holds the samples
     result: GradientEdge
     version: int
 
@@ -47,7 +48,7 @@ class RecordedCall:
         return self.input is None or self.input._version == self.version
 
 
-class Recorder(TorchFunctionMode):
+class CallRecorder(TorchFunctionMode):
     """Records, during one forward, the calls of torch functions that have wanted parameters as arguments.
 
     Parameters do not require gradients meanwhile. A result that requires none is made a leaf, so that nothing upstream
@@ -92,7 +93,7 @@ def function_name(function: Any) -> str:
     return getattr(function, "__name__", str(function))
 
 
-def _is_plain(arguments: dict[Place, Any]) -> bool:
+def _is_plain(arguments: dict[ArgKey, Any]) -> bool:
     """Whether an embedding's gradient is a dense sum over its tokens; always true for other functions."""
     return not any(arguments.get(option) for option in ("max_norm", "scale_grad_by_freq", "sparse"))
 
@@ -135,7 +136,7 @@ def _as(dtype: torch.dtype, value: Any) -> Any:
 # ---- rules: the gradients of a call's parameters from one sample's input and gradient ----------------------------
 
 
-def linear(call: RecordedCall, input: Tensor, grad: Tensor, sample: int) -> dict[Place, Tensor]:
+def linear(call: RecordedCall, input: Tensor, grad: Tensor, sample: int) -> dict[ArgKey, Tensor]:
     """dW = g^T a and db = sum of g over the positions of a sample, a (1, ..., K), g (1, ..., O)."""
     positions = grad.reshape(-1, grad.shape[-1])
     weight = positions.t() @ input.reshape(-1, input.shape[-1]) if "weight" in call.parameters else positions
@@ -150,33 +151,25 @@ def _add_linear_squares(call: RecordedCall, grad: Tensor, into: Mapping[str, Ten
         total += squares @ call.input.to(total.dtype).square() if place == "weight" else squares.sum(1)
 
 
-def convolution(call: RecordedCall, input: Tensor, grad: Tensor, sample: int) -> dict[Place, Tensor]:
+def convolution(call: RecordedCall, input: Tensor, grad: Tensor, sample: int) -> dict[ArgKey, Tensor]:
     """dW = sum over positions of g x (the input's patch there), computed by torch's own kernel.
 
     Unfolding and a matrix product are up to 1.6 times faster if there are few positions, and up to twice slower
     otherwise; choosing between the two made the Fisher information of ResNet-18 4 % faster.
     """
-    gradients: dict[Place, Tensor] = {"bias": grad.flatten(2).sum((0, 2))}
+    gradients: dict[ArgKey, Tensor] = {"bias": grad.flatten(2).sum((0, 2))}
     if "weight" not in call.parameters:
         return gradients
-    weight, dimensions = call.arguments["weight"].to(grad.dtype), grad.dim() - 2
-    options: dict[Place, Any] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, **call.arguments}
-    stride, padding, dilation = (_each(options[key], dimensions) for key in ("stride", "padding", "dilation"))
-    if options["padding"] == "same":  # if uneven, more at the end
-        total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-        input = F.pad(input, [side for t in reversed(total) for side in (t // 2, t - t // 2)])
+    weight = call.arguments["weight"].to(grad.dtype)
+    options: dict[ArgKey, Any] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, **call.arguments}
+    input, stride, padding, dilation = expand_arguments(
+        input, weight, options["stride"], options["padding"], options["dilation"]
+    )
     gradients["weight"] = torch.ops.aten.convolution_backward(
         grad, input, weight, None,
-        stride, padding, dilation, False, [0] * dimensions, options["groups"], [False, True, False],
+        stride, padding, dilation, False, [0] * len(stride), options["groups"], [False, True, False],
     )[1]  # fmt: skip
     return gradients
-
-
-def _each(option: int | str | Sequence[int], dimensions: int) -> list[int]:
-    """Expand an option to all dimensions; with "same" and "valid" the kernel itself pads nothing."""
-    if isinstance(option, str):
-        return [0] * dimensions
-    return [option] * dimensions if isinstance(option, int) else list(option)
 
 
 def _add_embedding_squares(call: RecordedCall, grad: Tensor, into: Tensor) -> None:
@@ -191,7 +184,7 @@ def _add_embedding_squares(call: RecordedCall, grad: Tensor, into: Tensor) -> No
     into.index_add_(0, found % len(into), sums.square_())
 
 
-def by_autograd(call: RecordedCall, input: Any, grad: Tensor, sample: int) -> dict[Place, Tensor]:
+def by_autograd(call: RecordedCall, input: Any, grad: Tensor, sample: int) -> dict[ArgKey, Tensor]:
     """Call the function again with a single sample, and differentiate it."""
     arguments = {place: input if place == call.samples else value for place, value in call.arguments.items()}
     arguments = {place: _as(grad.dtype, value) for place, value in arguments.items()}
@@ -215,7 +208,7 @@ ARGUMENTS: dict[Any, tuple[str, ...]] = {
     F.embedding: ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"),
     **dict.fromkeys(_CONVOLUTIONS, ("input", "weight", "bias", "stride", "padding", "dilation", "groups")),
 }
-Rule = Callable[[RecordedCall, Any, Tensor, int], dict[Place, Tensor]]
+Rule = Callable[[RecordedCall, Any, Tensor, int], dict[ArgKey, Tensor]]
 _AGAIN = (
     *(F.embedding, F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm, F.rms_norm),
     *(Tensor.expand, Tensor.add, torch.add, Tensor.mul, torch.mul, Tensor.matmul, Tensor.__matmul__, torch.matmul),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
-from torch import Tensor, nn
-
+from sparsesam.masks.fisher_problem import LossFn, ModelLoss
 from sparsesam.masks.mask import DynamicMask, Mask, RandomMask, Refresh, manual
 from sparsesam.masks.patterns import Pattern, as_pattern
 from sparsesam.masks.scores import BatchFisher, Fisher, GradientMagnitude, Inverted, Score
@@ -22,14 +20,14 @@ _GROWTHS: dict[str, Score | None] = {"random": None, "gradient": GradientMagnitu
 
 def fisher_mask(
     data: Any = None,
-    loss_fn: Callable[..., Tensor] | None = None,
+    loss_fn: LossFn | None = None,
     *,
     sparsity: float | None = None,
     samples: int = 128,
     pattern: Pattern | str = "unstructured",
     refresh: Refresh | None = None,
     labels: Literal["data", "sampled"] = "data",
-    model_loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    model_loss: ModelLoss | None = None,
     chunk: int | None = None,
     seed: int = 0,
 ) -> Mask:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol
@@ -14,7 +14,7 @@ from torch import distributed as dist
 from sparsesam.distributed.agreement import communication_device, on_every_rank
 from sparsesam.distributed.shards import Shards, local_part
 from sparsesam.masks.fisher import FisherDiagonal, fisher_diagonal, sharded_fisher
-from sparsesam.masks.fisher_problem import Problem
+from sparsesam.masks.fisher_problem import LossFn, ModelLoss, Problem
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.samples import draw_batches
 from sparsesam.utils.batches import to_device
@@ -79,9 +79,9 @@ class Fisher:
     """
 
     data: Any
-    loss_fn: Callable[..., Tensor] | None = None
+    loss_fn: LossFn | None = None
     samples: int = 128
-    model_loss: Callable[[nn.Module, Any], Tensor] | None = None
+    model_loss: ModelLoss | None = None
     labels: Literal["data", "sampled"] = "data"
     chunk: int | None = None
     needs_gradient: ClassVar[bool] = False
@@ -100,8 +100,8 @@ class Fisher:
 class BatchFisher:
     """Fisher information of the batch being trained on: ``opt.step(closure, batch=(x, y))``."""
 
-    loss_fn: Callable[..., Tensor] | None = None
-    model_loss: Callable[[nn.Module, Any], Tensor] | None = None
+    loss_fn: LossFn | None = None
+    model_loss: ModelLoss | None = None
     labels: Literal["data", "sampled"] = "data"
     chunk: int | None = None
     needs_gradient: ClassVar[bool] = False

@@ -16,7 +16,7 @@ from sparsesam.step.gradients import OldGradient, OutsideGradients, Treatment, g
 from sparsesam.step.passes import Phase, Step
 from sparsesam.step.settings import StepKind
 from sparsesam.utils.batches import batch_size, slice_batch
-from sparsesam.utils.statistics import Snapshot, statistics_of
+from sparsesam.utils.restore import Snapshot, statistics_of
 
 Closure = Callable[..., Any]
 Pass = Callable[[Any], Any]  # a call of the closure with a batch or a part of it

@@ -21,8 +21,8 @@ from sparsesam.step.checkpoint import SavedState
 from sparsesam.step.gradients import GradientUse
 from sparsesam.step.parameters import PerturbedParams
 from sparsesam.step.settings import Settings
+from sparsesam.utils.restore import statistics_versions
 from sparsesam.utils.rng import RNGState
-from sparsesam.utils.statistics import statistics_versions
 
 
 class StepContext:

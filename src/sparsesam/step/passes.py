@@ -24,7 +24,7 @@ from sparsesam.step.context import StepContext
 from sparsesam.step.gradients import OldGradient, gradients_of, require_gradients
 from sparsesam.step.parameters import PerturbedParam, PerturbedParams
 from sparsesam.step.settings import StepKind
-from sparsesam.utils.statistics import Snapshot, statistics_of
+from sparsesam.utils.restore import Snapshot, statistics_of
 
 
 class Phase(enum.Enum):

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 
+import torch
 from torch import Tensor
 
 
@@ -19,7 +20,7 @@ def check_choice(argument: str, value: object, allowed: Iterable[str]) -> None:
 def check_count(argument: str, value: object, remedy: str, *, least: int = 1) -> None:
     """Raise ValueError unless the value is an integer (of Python or NumPy) of at least ``least``."""
     if not isinstance(value, Integral) or value < least:
-        raise ValueError(f"{argument} must be a whole number of at least {least}, got {value}; {remedy}")
+        raise ValueError(f"{argument} must be an integer of at least {least}, got {value}; {remedy}")
 
 
 def is_within(value: object, low: float, high: float) -> bool:
@@ -28,7 +29,7 @@ def is_within(value: object, low: float, high: float) -> bool:
 
 
 def check_like_parameters(
-    argument: str, given: Mapping[str, Tensor], parameters: Mapping[str, Tensor], what: str = "parameter here"
+    argument: str, given: Mapping[str, Tensor], parameters: Mapping[str, Tensor], what: str = "parameter"
 ) -> None:
     """Raise ValueError for a tensor that has no parameter of the same name and shape."""
     for name, tensor in given.items():
@@ -39,6 +40,13 @@ def check_like_parameters(
                 f"{argument}[{name!r}] must have the parameter's shape {tuple(parameters[name].shape)}, "
                 f"got {tuple(tensor.shape)}"
             )
+
+
+def check_bool(argument: str, masks: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for a mask that is not a bool tensor."""
+    for name, mask in masks.items():
+        if mask.dtype != torch.bool:
+            raise ValueError(f"{argument}[{name!r}] must be a bool tensor, got {mask.dtype}; use mask.bool()")
 
 
 def nearest(name: str, known: Iterable[str], *, otherwise: str | None = None) -> str:

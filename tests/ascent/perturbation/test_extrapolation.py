@@ -187,7 +187,7 @@ def test_closure_adding_to_older_gradients_raises():
         return loss
 
     here = cases.weights_of(model)
-    with pytest.raises(RuntimeError, match="added to gradients"):
+    with pytest.raises(RuntimeError, match="accumulated into existing gradients"):
         opt.step(closure)
     assert cases.same_bits(here, cases.weights_of(model))
 

@@ -50,9 +50,9 @@ def refused(capsys, *words):
 
 
 def test_gradients_inside_and_outside_mask(runs, capsys):
-    assert analyze("gradients", runs / "sgd", runs / "ssam-f", *SAMPLES, "--rho", 0.1, "--logarithm", "e") == 0
+    assert analyze("gradients", runs / "sgd", runs / "ssam-f", *SAMPLES, "--rho", 0.1) == 0
     run = load_run(runs / "ssam-f", samples=40)
-    expected = analysis.gradient_difference(run.objective, 0.1, masks=run.masks, logarithm="e").to_dict()
+    expected = analysis.gradient_difference(run.objective, 0.1, masks=run.masks).to_dict()
     found = result_of(runs / "ssam-f", "gradients")
     assert found == expected
     assert found["inside"]["weights"] == round(650 * 0.25)

@@ -34,7 +34,7 @@ TRAINS = [
 REJECTED = [
     ({"pattern": "filter", "ascent": "implicit"}, 'norm must be "masked" with ascent="implicit"'),
     ({"optimizer": "sam", "ascent": "implicit"}, "ascent must not be 'implicit' for sam"),
-    ({"pattern": "fliter"}, "pattern must be a Pattern or one of 'filter'"),
+    ({"pattern": "fliter"}, "pattern must be a Pattern or one of .*did you mean filter"),
     ({"pattern": "2:4", "sparsity": 0.9}, "sparsity must be left out"),
     ({"corruption": "fgo", "corruption_rate": 0.2}, "corruption must be one of .*did you mean fog"),
     ({"corruption": "snow"}, "corruption must be one of"),

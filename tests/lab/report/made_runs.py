@@ -12,10 +12,10 @@ from sparsesam import analysis
 from sparsesam.lab.experiment.calibration import key
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.cost import passes_per_step
+from sparsesam.lab.inspection.bound import BoundResult
 from sparsesam.lab.inspection.convergence import ConvergenceResult
 from sparsesam.lab.inspection.hessian import HessianResult
 from sparsesam.lab.inspection.sharpness import SharpnessResult
-from sparsesam.lab.inspection.theory import BoundResult
 from sparsesam.lab.inspection.trained_run import Origin
 from sparsesam.lab.report.read_run import RunRecord
 

@@ -9,14 +9,14 @@ typed result, summarizes it for a table, and describes its figures, which ``--pl
 from typing import Any
 
 from sparsesam.lab.inspection.analysis import Analysis, LabeledResult
+from sparsesam.lab.inspection.bound import BoundAnalysis
 from sparsesam.lab.inspection.convergence import ConvergenceAnalysis
-from sparsesam.lab.inspection.fisher_agreement import FisherAnalysis
-from sparsesam.lab.inspection.gradient_difference import GradientAnalysis
+from sparsesam.lab.inspection.fisher import FisherAnalysis
+from sparsesam.lab.inspection.gradients import GradientAnalysis
 from sparsesam.lab.inspection.hessian import HessianAnalysis
 from sparsesam.lab.inspection.landscape import LandscapeAnalysis
-from sparsesam.lab.inspection.masks_over_time import MaskAnalysis
+from sparsesam.lab.inspection.masks import MaskAnalysis
 from sparsesam.lab.inspection.sharpness import SharpnessAnalysis
-from sparsesam.lab.inspection.theory import BoundAnalysis
 from sparsesam.lab.inspection.trained_run import TrainedRun, load_run
 
 ANALYSES: dict[str, type[Analysis[Any]]] = {

@@ -18,7 +18,7 @@ from sparsesam.lab.experiment.result import EpochRecord, read_epochs
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Job
 from sparsesam.lab.inspection import Analysis, LabeledResult, TrainedRun, load_run
-from sparsesam.lab.inspection.gradient_difference import GradientAnalysis
+from sparsesam.lab.inspection.gradients import GradientAnalysis
 from sparsesam.lab.inspection.hessian import HessianAnalysis
 from sparsesam.lab.inspection.landscape import LandscapeAnalysis
 from sparsesam.lab.paper.comparison import RecipeRuns

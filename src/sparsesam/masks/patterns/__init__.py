@@ -12,7 +12,7 @@ from typing import get_args
 from sparsesam.masks.patterns.base import Pattern, PerLayer, Unstructured
 from sparsesam.masks.patterns.n_of_m import NM, NMFilters
 from sparsesam.masks.patterns.structured import Structured, Unit
-from sparsesam.utils.checks import similarity
+from sparsesam.utils.checks import nearest
 
 __all__ = ["NM", "NMFilters", "Pattern", "PerLayer", "Structured", "Unstructured", "as_pattern"]
 
@@ -37,7 +37,7 @@ def as_pattern(value: Pattern | str) -> Pattern:
                 return NMFilters(n, m)
             return NM(n, m, axis="input" if match[3] == "input" else "output")
     known = ("unstructured", *get_args(Unit), "2:4", "2:4 input", "2:4 filters")
-    nearest = sorted(known, key=lambda name: -similarity(str(value), name))
     raise ValueError(
-        f"pattern must be a Pattern or one of {', '.join(map(repr, nearest))}, with any n:m for 2:4, got {value!r}"
+        f"pattern must be a Pattern or one of {', '.join(map(repr, known))}, with any n:m for 2:4, got {value!r}; "
+        f"{nearest(str(value).lower(), known)}"
     )

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from sparsesam.distributed.shards import Shards
-from sparsesam.masks.select import Masks, Tensors, check_alike, count_true, random_scores, top_mask
+from sparsesam.masks.select import BoolMasks, Tensors, check_alike, count_true, random_scores, top_mask
+from sparsesam.utils.checks import check_bool
 
 # Scores, whose largest are chosen, or a generator, which draws uniformly over the pattern's units.
 Choice = Tensors | torch.Generator
@@ -47,7 +48,7 @@ class Pattern(ABC):
             raise ValueError(f"sparsity must be given with {self}, got None; 0.5 perturbs half of the weights")
         return found
 
-    def select(self, scores: Tensors, sparsity: float | None = None, *, shards: Shards | None = None) -> Masks:
+    def select(self, scores: Tensors, sparsity: float | None = None, *, shards: Shards | None = None) -> BoolMasks:
         """Returns the best allowed mask with at most round((1 - sparsity) * d) ones, d the number of scores.
 
         Ties go to the earlier position; -inf is never chosen. Masks are contiguous bool tensors of the
@@ -57,7 +58,7 @@ class Pattern(ABC):
 
     def draw(
         self, like: Tensors, generator: torch.Generator, sparsity: float | None = None, *, shards: Shards | None = None
-    ) -> Masks:
+    ) -> BoolMasks:
         """Draw an allowed mask at random, uniformly over the pattern's units, with the budget of `select`."""
         return self._grow(generator, None, like, self.check_sparsity(sparsity), shards or Shards.whole(like))
 
@@ -70,7 +71,7 @@ class Pattern(ABC):
         sparsity: float | None = None,
         ratio: float,
         shards: Shards | None = None,
-    ) -> Masks:
+    ) -> BoolMasks:
         """Drop, then grow (Algorithm 2, option II).
 
         N_drop = round(ratio * kept) of the kept weights are dropped, those with the smallest ``keep``; then the mask
@@ -91,11 +92,11 @@ class Pattern(ABC):
         return self._grow(grow, self._drop(keep, masks, sparsity, ratio, shards), masks, sparsity, shards)
 
     @abstractmethod
-    def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> Masks:
+    def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> BoolMasks:
         """Returns the best allowed masks, shaped like ``like``, that contain ``first``; may modify ``first``."""
 
     @abstractmethod
-    def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> Masks:
+    def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
         """Returns the masks without the share ``ratio`` of kept weights with the smallest ``keep``."""
 
 
@@ -117,9 +118,7 @@ def _check_arguments(masks: Tensors, keep: Choice, grow: Choice, ratio: float) -
     for label, choice in (("keep", keep), ("grow", grow)):
         if not isinstance(choice, torch.Generator):
             check_alike(masks, choice, label=label)
-    for name, mask in masks.items():
-        if mask.dtype != torch.bool:
-            raise ValueError(f"masks[{name!r}] must be a bool tensor, got {mask.dtype}; convert with .bool()")
+    check_bool("masks", masks)
 
 
 @dataclass(frozen=True)
@@ -128,10 +127,10 @@ class Unstructured(Pattern):
 
     knows_shards = True
 
-    def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> Masks:
+    def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> BoolMasks:
         return top_mask(scores_of(choice, like, shards), weight_budget(shards, sparsity), first=first, shards=shards)
 
-    def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> Masks:
+    def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
         left = min(left_after_drop(count_true(masks, shards), ratio), weight_budget(shards, sparsity))
         return top_mask(scores_of(keep, masks, shards), left, among=masks, shards=shards)
 
@@ -155,15 +154,15 @@ class PerLayer(Pattern):
         """The implied sparsity of the inner pattern."""
         return self.inner.implied_sparsity
 
-    def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> Masks:
-        masks: Masks = {}
+    def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> BoolMasks:
+        masks: BoolMasks = {}
         for name, tensor in like.items():
             own = None if first is None else {name: first[name]}
             masks |= self.inner._grow(_only(name, choice), own, {name: tensor}, sparsity, shards.only(name))
         return masks
 
-    def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> Masks:
-        left: Masks = {}
+    def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
+        left: BoolMasks = {}
         for name, mask in masks.items():
             left |= self.inner._drop(_only(name, keep), {name: mask}, sparsity, ratio, shards.only(name))
         return left

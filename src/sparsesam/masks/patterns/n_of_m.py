@@ -17,10 +17,10 @@ from torch import Tensor
 from sparsesam.distributed.shards import ShardLayout, Shards
 from sparsesam.masks.patterns.base import Choice, Pattern, left_after_drop, scores_of
 from sparsesam.masks.patterns.structured import Units
-from sparsesam.masks.select import Masks, Tensors, check_scores, count_true, top_mask
+from sparsesam.masks.select import BoolMasks, Tensors, check_scores, count_true, top_mask
 from sparsesam.utils.checks import check_choice, check_count
 
-Axis = Literal["output", "input"]
+GroupAxis = Literal["output", "input"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class NM(_NOfM):
     and refills every group to n.
     """
 
-    axis: Axis = "output"
+    axis: GroupAxis = "output"
     remainder: Literal["dense", "error"] = "dense"
     vectors: Literal["dense", "none"] = "dense"
 
@@ -61,11 +61,11 @@ class NM(_NOfM):
             raise ValueError(
                 f"n must be between 0 and m={self.m}, got {self.n}; n of every m consecutive entries are kept"
             )
-        check_choice("axis", self.axis, get_args(Axis))
+        check_choice("axis", self.axis, get_args(GroupAxis))
         check_choice("remainder", self.remainder, ("dense", "error"))
         check_choice("vectors", self.vectors, ("dense", "none"))
 
-    def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> Masks:
+    def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> BoolMasks:
         scores = scores_of(choice, like, shards)
         check_scores(scores, shards)
         groups = self._groups(shards)
@@ -78,7 +78,7 @@ class NM(_NOfM):
             group.of(masks[name]).copy_(group.layout.of(chosen) if group.is_cut else chosen)
         return masks
 
-    def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> Masks:
+    def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
         outside = self._outside_groups(masks, self._groups(shards))  # fixed by the pattern, never dropped
         fixed = count_true(outside, shards)
         left = fixed + left_after_drop(count_true(masks, shards) - fixed, ratio)
@@ -104,7 +104,7 @@ class NM(_NOfM):
         cut = shards.sum_of(*(int(counts.remainder(self.m).any()) for counts in held)) if held else []
         return {name: _Groups(layout, is_cut > 0) for (name, layout), is_cut in zip(inside.items(), cut, strict=True)}
 
-    def _outside_groups(self, masks: Tensors, groups: Mapping[str, _Groups]) -> Masks:
+    def _outside_groups(self, masks: Tensors, groups: Mapping[str, _Groups]) -> BoolMasks:
         """Returns contiguous copies of the masks, cleared in groups, and in vectors unless these are dense."""
         outside = {}
         for name, mask in masks.items():
@@ -143,13 +143,13 @@ class NMFilters(_NOfM):
     def __post_init__(self) -> None:
         self._inner()
 
-    def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> Masks:
+    def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> BoolMasks:
         units = Units("filter", shards)
         scores = _rows(units, units.scores(choice))
         kept = None if first is None else _rows(units, units.kept(first))
         return _expand(units, self._inner()._grow(scores, kept, scores, sparsity, Shards.whole(scores)), like)
 
-    def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> Masks:
+    def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
         units = Units("filter", shards)
         scores, kept = _rows(units, units.scores(keep)), _rows(units, units.kept(masks))
         return _expand(units, self._inner()._drop(scores, kept, sparsity, ratio, Shards.whole(kept)), masks)
@@ -164,7 +164,7 @@ def _rows(units: Units, values: Tensors) -> dict[str, Tensor]:
     return {name: value[:, None] if is_matrix[name] else value for name, value in values.items()}
 
 
-def _expand(units: Units, rows: Mapping[str, Tensor], like: Tensors) -> Masks:
+def _expand(units: Units, rows: Mapping[str, Tensor], like: Tensors) -> BoolMasks:
     return units.expand({name: row.reshape(-1) for name, row in rows.items()}, like)
 
 
@@ -176,7 +176,7 @@ def as_matrix(tensor: Tensor) -> Tensor:
     return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
 
 
-def choose_in_groups(scores: Tensor, first: Tensor, n: int, m: int, axis: Axis) -> Tensor:
+def choose_in_groups(scores: Tensor, first: Tensor, n: int, m: int, axis: GroupAxis) -> Tensor:
     """Mark the ``n`` largest of every ``m`` consecutive scores; ties go to the earlier position.
 
     ``scores`` and ``first`` are matrices (O, K) that divide into groups along ``axis``. Entries of ``first`` are chosen
@@ -206,7 +206,7 @@ def _ranks(members: Tensor) -> Tensor:
     return ranks
 
 
-def _members(matrix: Tensor, m: int, axis: Axis) -> Tensor:
+def _members(matrix: Tensor, m: int, axis: GroupAxis) -> Tensor:
     """Returns a view (m, ...): the first members of all groups, the second members, and so on."""
     dim = 0 if axis == "output" else 1
     grouped: Tensor = matrix.unflatten(dim, (-1, m))

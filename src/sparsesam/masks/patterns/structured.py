@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsesam.distributed.shards import Shards
 from sparsesam.masks.patterns.base import Choice, Pattern, left_after_drop, weight_budget
-from sparsesam.masks.select import Masks, Tensors, check_scores, count_true, random_scores
+from sparsesam.masks.select import BoolMasks, Tensors, check_scores, count_true, random_scores
 from sparsesam.utils.checks import check_choice
 
 Unit = Literal["tensor", "filter", "column"]
@@ -38,13 +38,13 @@ class Structured(Pattern):
     def __post_init__(self) -> None:
         check_choice("unit", self.unit, get_args(Unit))
 
-    def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> Masks:
+    def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> BoolMasks:
         units = Units(self.unit, shards)
         kept = None if first is None else units.kept(first)
         budget = weight_budget(shards, sparsity)
         return units.expand(fill_greedily(units.scores(choice), units.sizes, budget, first=kept), like)
 
-    def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> Masks:
+    def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
         units = Units(self.unit, shards)
         left = min(left_after_drop(count_true(masks, shards), ratio), weight_budget(shards, sparsity))
         return units.expand(fill_greedily(units.scores(keep), units.sizes, left, among=units.kept(masks)), masks)
@@ -79,7 +79,7 @@ class Units:
         means = {name: total / max(1, self.sizes[name]) for name, total in sums.items()}
         return {name: mean.masked_fill(mean.isnan(), -math.inf) for name, mean in means.items()}
 
-    def kept(self, masks: Tensors) -> Masks:
+    def kept(self, masks: Tensors) -> BoolMasks:
         """Returns one bool per unit; raises ValueError if a mask keeps only a part of a unit."""
         found = {}
         for name, mask in masks.items():
@@ -93,7 +93,7 @@ class Units:
             found[name] = some.double()
         return {name: total > 0 for name, total in self._gathered(found).items()}
 
-    def expand(self, kept: Tensors, like: Tensors) -> Masks:
+    def expand(self, kept: Tensors, like: Tensors) -> BoolMasks:
         """Returns masks shaped like ``like``, in which each entry has the value of its unit."""
         masks = {}
         for name, tensor in like.items():
@@ -139,7 +139,7 @@ def fill_greedily(
     *,
     among: Tensors | None = None,
     first: Tensors | None = None,
-) -> Masks:
+) -> BoolMasks:
     """Take units by decreasing score, each if it still fits: sum of sizes <= budget.
 
     Ties go to the earlier unit; -inf is never taken. Afterwards no other unit (with a score above -inf, and in

@@ -1,16 +1,15 @@
 """How much SAM's gradient differs from SGD's, for each weight (figure 1 of the paper):
 
-    r = log |(g_SAM - g_SGD) / g_SGD|
+    r = log10 |(g_SAM - g_SGD) / g_SGD|
 
-The paper writes "log"; here it is the logarithm to base 10 by default. r < 0 means a difference
-smaller than the gradient itself, whatever the base.
+The paper writes "log" without a base. r < 0 means a difference smaller than the gradient itself, whatever the base.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +25,6 @@ from sparsesam.analysis.objective import (
     select_parameters,
 )
 from sparsesam.analysis.results import AnalysisResult, Array
-from sparsesam.utils.checks import check_choice
-
-Logarithm = Literal["10", "e"]
 
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
@@ -76,7 +72,6 @@ def gradient_difference(
     rho: float = 0.05,
     *,
     masks: Mapping[str, Tensor] | None = None,
-    logarithm: Logarithm = "10",
     parameters: ParameterFilter = None,
 ) -> GradientDifference:
     """Compare the objective's gradient at w with that at w + rho * g / ||g||, SAM's ascent of every weight.
@@ -97,7 +92,7 @@ def gradient_difference(
             move((plain, rho / length))
             _, perturbed = objective.gradient(tensors)
     gradients = (dict(zip(chosen, one, strict=True)) for one in (plain, perturbed))
-    found = compare_gradients(*gradients, masks=masks, logarithm=logarithm)
+    found = compare_gradients(*gradients, masks=masks)
     return replace(found, rho=rho, measured_on=objective.summary())
 
 
@@ -106,28 +101,25 @@ def compare_gradients(
     perturbed: Mapping[str, Tensor],
     *,
     masks: Mapping[str, Tensor] | None = None,
-    logarithm: Logarithm = "10",
 ) -> GradientDifference:
     """Compare two given gradients by parameter name, for example those of one training step."""
-    check_choice("logarithm", logarithm, get_args(Logarithm))
     if plain.keys() != perturbed.keys() or any(plain[name].shape != perturbed[name].shape for name in plain):
         raise ValueError("the two gradients must have the same names and shapes")
     if not plain:
         raise ValueError("the gradients are empty; give {name: tensor}")
-    edges = np.linspace(-6, 4, 101) * (1 if logarithm == "10" else np.log(10))
-    log = np.log10 if logarithm == "10" else np.log
+    edges = np.linspace(-6, 4, 101)
     g, h = ({name: _flat(tensors[name].double()) for name in plain} for tensors in (plain, perturbed))
     every_g, every_h = (np.concatenate(list(one.values())) for one in (g, h))
     inside = outside = None
     if masks is not None:
         kept = np.concatenate([_flat(mask) for mask in check_masks(masks, plain).values()])
-        inside, outside = (_differences(every_g[one], every_h[one], edges, log) for one in (kept, ~kept))
+        inside, outside = (_differences(every_g[one], every_h[one], edges) for one in (kept, ~kept))
     return GradientDifference(
-        logarithm="log10" if logarithm == "10" else "natural logarithm",
+        logarithm="log10",
         rho=None,
         edges=edges,
-        every=_differences(every_g, every_h, edges, log),
-        layers={name: _differences(g[name], h[name], edges, log) for name in plain},
+        every=_differences(every_g, every_h, edges),
+        layers={name: _differences(g[name], h[name], edges) for name in plain},
         inside=inside,
         outside=outside,
         gradient_norm=norm(plain.values()),
@@ -135,10 +127,10 @@ def compare_gradients(
     )
 
 
-def _differences(g: Array, h: Array, edges: Array, log: np.ufunc) -> Differences:
+def _differences(g: Array, h: Array, edges: Array) -> Differences:
     """``g`` is the plain gradient, ``h`` the perturbed one."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        r = log(np.abs((h - g) / g))
+        r = np.log10(np.abs((h - g) / g))
     not_finite, both_zero = ~(np.isfinite(g) & np.isfinite(h)), (g == 0) & (h == 0)
     r[not_finite] = np.nan
     finite, defined = r[np.isfinite(r)], int((~np.isnan(r)).sum())

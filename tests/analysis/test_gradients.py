@@ -41,13 +41,6 @@ def test_share_quantiles_and_histogram_match_definition():
     assert json.dumps(found.to_dict(), allow_nan=False)
 
 
-def test_natural_logarithm_scales_r_and_keeps_share():
-    objective = Objective(mlp(), batches(), F.cross_entropy)
-    ten, natural = (gradient_difference(objective, 0.5, logarithm=base).every for base in ("10", "e"))
-    assert natural.mean == pytest.approx(ten.mean * np.log(10))
-    assert natural.share_below_zero == ten.share_below_zero
-
-
 def test_inside_and_outside_of_mask_add_up():
     model = mlp()
     found = gradient_difference(Objective(model, batches(), F.cross_entropy), 0.5, masks=half_masks(model))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from sparsesam.analysis import AnalysisResult, GeneralizationBound, ProgressCallback, generalization_bound
-from sparsesam.analysis.theory import CAVEATS
+from sparsesam.analysis.bound import CAVEATS
 from sparsesam.lab.display import Axis, Cell, Figure, Series, significant
 from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import LabeledResult, RadiusAnalysis, Summary, every_and_masked

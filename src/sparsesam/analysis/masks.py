@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsesam.analysis.results import AnalysisResult, Array
+from sparsesam.utils.checks import check_bool
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,7 @@ def _flat(step: int, masks: Mapping[str, Tensor], shapes: Mapping[str, torch.Siz
         raise ValueError("the first snapshot holds no masks: opt.masks is empty until the mask is first used")
     if {name: mask.shape for name, mask in masks.items()} != shapes:
         raise ValueError(f"the snapshot of step {step} has different names or shapes than the first")
-    if any(mask.dtype != torch.bool for mask in masks.values()):
-        raise ValueError(f"the masks of step {step} must be bool tensors; use mask.bool()")
+    check_bool(f"masks of step {step}: masks", masks)
     return torch.cat([masks[name].detach().reshape(-1).cpu() for name in shapes])
 
 

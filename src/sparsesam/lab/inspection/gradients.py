@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from sparsesam.analysis import GradientDifference, ProgressCallback, gradient_difference
 from sparsesam.lab.display import Axis, Figure, Series, number_cell, percent
-from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import LabeledResult, RadiusAnalysis, Summary
 from sparsesam.lab.inspection.trained_run import TrainedRun
 
@@ -22,8 +20,6 @@ class GradientAnalysis(RadiusAnalysis[GradientDifference]):
     caption = "The share of weights with r < 0, among those with a defined r."
     files = ("gradients",)
     result_type = GradientDifference
-
-    logarithm: Literal["10", "e"] = option("10", "base of the logarithm in r")
 
     def measure(self, subject: TrainedRun, progress: ProgressCallback) -> GradientDifference:
         return gradient_difference(subject.objective, masks=subject.masks, **self.options)

@@ -1,0 +1,109 @@
+"""Copies of tensors and of a model's state, to restore them after passes that must not change them."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from sparsesam.utils.rng import RNGState
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class Snapshot:
+    """Copies of tensors, to be restored later."""
+
+    @torch.no_grad()
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        # Grouped by device and dtype, so that an accelerator copies each group in one launch.
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for one in tensors:
+            groups.setdefault((one.device, one.dtype), []).append(one)
+        self._saved = [(group, [torch.empty_like(one) for one in group]) for group in groups.values()]
+        for group, values in self._saved:
+            torch._foreach_copy_(values, group)
+
+    @torch.no_grad()
+    def restore(self, *, only_changed: bool = False) -> None:
+        """Write the values back; ``only_changed``: not to tensors that still have them.
+
+        A graph that saved a tensor is valid until the tensor is written to, even with the same values. Values are
+        compared because batch normalization writes without raising version counters; an accelerator synchronizes.
+        """
+        for group, values in self._saved:
+            if only_changed:
+                for tensor, value in zip(group, values, strict=True):
+                    if not torch.equal(tensor, value):
+                        tensor.copy_(value)
+            else:
+                torch._foreach_copy_(group, values)
+
+
+def statistics_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Returns the running statistics of layers in training mode.
+
+    Layers are recognized by the names of their buffers, so that custom normalization layers are included.
+    """
+    return [
+        buffer
+        for module in modules
+        if getattr(module, "training", False)  # frozen ScriptModules lack this attribute
+        for name, buffer in module._buffers.items()  # as named_buffers() does, which is slow for every step
+        if buffer is not None and name in _STATISTICS
+    ]
+
+
+def statistics_versions(model: nn.Module) -> list[int]:
+    """Returns version counters, which differ after a forward of torch's normalization layers in training mode.
+
+    Batch normalization raises only that of num_batches_tracked, instance normalization those of mean and variance.
+    """
+    return [buffer._version for buffer in statistics_of(model.modules())]
+
+
+@contextmanager
+def preserve_model_state(model: nn.Module, *, evaluate: bool = True, freeze: bool = True) -> Iterator[None]:
+    """Enable gradients in the block; on exit, restore training modes, requires_grad, buffers and random states.
+
+    ``evaluate``: run in evaluation mode. ``freeze``: no parameter requires a gradient within the block.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        rng = RNGState(model.parameters())
+        stack.callback(rng.write, rng.read())
+        stack.callback(torch.clear_autocast_cache)
+        torch.clear_autocast_cache()
+        # torch's fused transformer kernels run only without gradients and hide the layers.
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+            # cuDNN has no backward of a recurrent layer in evaluation mode, and no second derivative in any mode.
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
+            # Compiled graphs do not run the hooks and have no second derivative.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            stack.enter_context(model.no_sync())
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+            # Not eval(): some modules change their weights there (merged adapters).
+            module.training = module.training and not evaluate
+        for parameter in model.parameters() if freeze else ():
+            stack.callback(parameter.requires_grad_, parameter.requires_grad)
+            parameter.requires_grad_(False)
+        buffers = [
+            (module._buffers, name, buffer)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        stack.callback(Snapshot(buffer for *_, buffer in buffers).restore, only_changed=True)
+        for holder, name, buffer in buffers:
+            stack.callback(operator.setitem, holder, name, buffer)
+        yield
