@@ -50,6 +50,8 @@ class Switch:
 
 #: bytes of an input above which gradients are computed a few samples at a time
 LARGE = 8 << 20
+#: samples whose windows are multiplied at a time
+_IN_CACHE = 4
 #: dtypes in which sums over samples need no wider accumulator
 _EXACT = (torch.float32, torch.float64)
 
@@ -204,20 +206,21 @@ def _scatter_input_gradient(dy: Tensor, weight: Tensor, x: Tensor, stride: list[
 
 
 def _input_gradient_of_windows(windows: Tensor, weight: Tensor, x: Tensor) -> Tensor:
-    """dX = Wᵀ · windows, sample by sample, so that the data of a sample stays in cache."""
+    """dX = Wᵀ · windows, a few samples at a time, so that their data stays in cache."""
     dx, matrix = torch.empty_like(x), weight.flip(2, 3).transpose(0, 1).flatten(1)
-    for place, part in zip(dx.flatten(2), windows, strict=True):
-        torch.mm(matrix, part.reshape(matrix.shape[1], -1), out=place)
+    for place, part in zip(dx.flatten(2).split(_IN_CACHE), windows.split(_IN_CACHE), strict=True):
+        columns = part.reshape(len(part), matrix.shape[1], -1)
+        torch.bmm(matrix.expand(len(part), -1, -1), columns, out=place)
     return dx
 
 
 def _weight_gradient_of_windows(windows: Tensor, weight: Tensor, x: Tensor) -> Tensor:
     """dW = the sum of windows · xᵀ over the samples."""
     filters, channels, *kernel = weight.shape
-    dw = x.new_zeros(weight[:, 0].numel(), channels)
-    for given, part in zip(x.flatten(2), windows, strict=True):
-        dw.addmm_(part.reshape(len(dw), -1), given.t())
-    return dw.view(filters, *kernel, channels).permute(0, 3, 1, 2).flip(2, 3)
+    sums = x.new_zeros(min(_IN_CACHE, len(x)), weight[:, 0].numel(), channels)
+    for given, part in zip(x.flatten(2).split(_IN_CACHE), windows.split(_IN_CACHE), strict=True):
+        sums[: len(part)].baddbmm_(part.reshape(len(part), sums.shape[1], -1), given.transpose(1, 2))
+    return sums.sum(0).view(filters, *kernel, channels).permute(0, 3, 1, 2).flip(2, 3)
 
 
 # Arguments have torch's names, because calls may pass them by keyword.
