@@ -1,8 +1,8 @@
 """Cost of a step of each method: ``python -m studies.calibrate``, on an otherwise idle machine.
 
 The methods of a task are interleaved, a few steps at a time. A method's cost is its CPU time divided by SGD's; the
-lower quartile of each is used, because other load only adds time. Mask updates are timed separately and spread over the
-steps between them.
+lower quartile of each is used, because other load only adds time. Mask refreshes are timed separately and spread over
+the steps between them.
 Writes records/cost.jsonl.
 """
 
@@ -39,7 +39,7 @@ class Stopwatch:
         self.steps: list[float] = []
 
     def run(self, steps: int) -> None:
-        """Take steps and record the CPU seconds per step, without mask updates."""
+        """Take steps and record the CPU seconds per step, without mask refreshes."""
         masks = sum(self.training.sums.mask_seconds)
         start, target = time.process_time(), self.training.steps_taken + steps
         while self.training.steps_taken < target:
@@ -49,7 +49,7 @@ class Stopwatch:
 
     @property
     def mask_seconds(self) -> float:
-        """Seconds of mask updates per step."""
+        """Seconds of mask refreshes per step."""
         made = self.training.sums.mask_seconds
         return median(made[1:] or made) / self.period if made and self.period else 0.0
 

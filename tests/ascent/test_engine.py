@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -475,3 +476,34 @@ def test_adaptive_and_normalization_only():
     model = make(["norm", "residual", "norm"])
     masks = {name: torch.full_like(p, ".norm." in name, dtype=torch.bool) for name, p in model.named_parameters()}
     compare(model, masks, adaptive=True)
+
+
+class RemembersItsOutputs(nn.Linear):
+    """Holds weak references, which keep nothing alive."""
+
+    def forward(self, x):
+        output = super().forward(x)
+        OUTPUTS.append(weakref.ref(output))
+        return output
+
+
+OUTPUTS: list[weakref.ref] = []
+
+
+def test_first_pass_on_part_of_batch_frees_its_activations():
+    OUTPUTS.clear()
+    torch.manual_seed(0)
+    model = nn.Sequential(RemembersItsOutputs(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    opt = cases.ssam(model, "2.*", ascent_fraction=0.5)
+    alive = []
+
+    def closure(batch):
+        opt.zero_grad()
+        alive.append(sum(output() is not None for output in OUTPUTS))
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        return loss
+
+    opt.step(closure, batch=cases.vectors())
+    assert opt.engine_report()["engine"].startswith("on")
+    assert alive == [0, 0]

@@ -83,7 +83,7 @@ class Objective:
             batches=len(self.batches),
             samples=self.samples,
             statistics=self.statistics,
-            random_loss="one draw, the same at every point" if self.allow_random else "refused",
+            random_loss="one draw, the same at every point" if self.allow_random else "rejected",
         )
 
     def batch_loss(self, index: int) -> Tensor:

@@ -60,6 +60,7 @@ class _ModelInfo:
     """What follows from the current model, masks and hooks; kept until ``key`` changes."""
 
     key: list[Any]
+    modules: list[nn.Module]
     alive: Any  # references to what the key names by id
     plan: Plan
     found: Survey
@@ -125,7 +126,7 @@ class Engine:
             elif ascent == "explicit" and not plan.is_partial and not found.has_clean_parameters:
                 reason = "every parameter is perturbed, and no mask is made of whole filters"
             hooks = hooks_left_out(self.model, plan)
-            self._info = _ModelInfo(key, (modules, tensors, masks), plan, found, reason, hooks)
+            self._info = _ModelInfo(key, modules, (tensors, masks), plan, found, reason, hooks)
         return self._info
 
     # ---- the two passes ----------------------------------------------------------------------------------
@@ -172,7 +173,7 @@ class Engine:
         is_full = why_full is not None or not plan.is_partial
         if is_full and self.ddp is not None and invalidates_graphs(self.ddp):
             prefix.drop("DistributedDataParallel broadcasts buffers between the passes, which needs torch 2.11")
-        first = FirstPass(self.model, plan, prefix, in_closure=in_closure, why_full=why_full)
+        first = FirstPass(info.modules, plan, prefix, in_closure=in_closure, why_full=why_full)
         if info.hooks is not None:  # other ranks, which may have none, wait for this rank in the same collectives
             first.backward.disable(info.hooks)
 
@@ -181,10 +182,12 @@ class Engine:
             calls[module] = partial(_call_layer, first, module, weight)
         for module in found.without_mode:
             calls[module] = _pause_mode(first, calls.get(module), module in found.clean)
-        calls[self.model] = partial(self._call_model, first, calls.get(self.model, _plain_call))
+        may_be_compiled = has_compiled()
+        if may_be_compiled or is_distributed():
+            calls[self.model] = partial(self._call_model, first, calls.get(self.model, _plain_call))
         with replaced_calls(calls) as seen, first.active():
             yield first
-        if not seen and has_compiled():  # no module was called: the model is part of a compiled function
+        if may_be_compiled and not seen:  # no module was called: the model is part of a compiled function
             self._off = COMPILED
         first.finish()
         self.last, self.why_not = first, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ class FirstPass(TorchFunctionMode):
 
     def __init__(
         self,
-        model: nn.Module,
+        modules: Sequence[nn.Module],
         plan: Plan,
         prefix: Prefix,
         *,
@@ -37,7 +37,7 @@ class FirstPass(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.plan, self.prefix = plan, prefix
-        self.backward = NarrowedBackward(model, plan, prefix, in_closure=in_closure, why_full=why_full)
+        self.backward = NarrowedBackward(modules, plan, prefix, in_closure=in_closure, why_full=why_full)
         self.averages = self.backward.is_narrow
         self.layers_called: set[int] = set()
         self._in_closure = in_closure
@@ -95,8 +95,9 @@ class FirstPass(TorchFunctionMode):
                 self.__enter__()
 
     def closure_returns(self) -> None:
-        """Run the deferred backward."""
-        self.paused(self.backward.run_deferred)
+        """Run the deferred backward, which this mode need not observe."""
+        self._leave()
+        self.backward.run_deferred()
 
     def finish(self) -> None:
         """End the pass."""

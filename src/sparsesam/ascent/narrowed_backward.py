@@ -7,7 +7,7 @@ deferred until it returns. If the closure first does anything that could notice,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,13 +43,15 @@ class NarrowedBackward:
     gradient is computed; None: the backward is narrowed, as long as nothing prevents it.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, prefix: Prefix, *, in_closure: bool, why_full: str | None) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], plan: Plan, prefix: Prefix, *, in_closure: bool, why_full: str | None
+    ) -> None:
         self.why_full = why_full
         self.is_complete = True  # every gradient was computed
         self.closure_continues = False  # calls functions after its backward that may need the gradients
         self.calls = 0
         self.switch = Switch()  # for the layers that compute only a part of their gradient
-        self._model, self._plan, self._prefix, self._in_closure = model, plan, prefix, in_closure
+        self._modules, self._plan, self._prefix, self._in_closure = modules, plan, prefix, in_closure
         self._deferred: Callable[..., Any] | None = None
         self._training: list[tuple[nn.Module, bool]] = []  # modules and their mode at the deferred call
         self._other_leaves: list[Tensor] = []  # leaf tensors outside the model
@@ -100,7 +102,7 @@ class NarrowedBackward:
         if self.is_narrow and self._in_closure and self._plan.is_explicit:
             reason = self._why_not_deferred(losses, nodes)
             if reason is None:
-                self._training = [(module, _is_training(module)) for module in self._model.modules()]
+                self._training = [(module, _is_training(module)) for module in self._modules]
                 return None
             self.use_full(reason)
         return self.run_deferred()

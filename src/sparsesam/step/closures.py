@@ -98,7 +98,7 @@ def _first_pass(step: Step, run: Pass, batch: Any) -> Any:
     _check_gradients(step, old.treatment(), loss)
     if statistics is not None:
         statistics.restore()
-    return loss
+    return _without_graph(loss)  # otherwise it would keep activations during the second pass
 
 
 def _check_gradients(step: Step, treatment: Treatment, loss: Any) -> None:

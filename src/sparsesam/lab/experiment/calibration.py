@@ -36,8 +36,8 @@ ROUND_STEPS, ROUND_SECONDS = 20, 0.15
 
 @dataclass(frozen=True)
 class VariantTime:
-    """``seconds_per_step`` has one value per round, without mask updates; ``seconds_per_epoch`` is from the medians,
-    including mask updates and averaged with the epochs before ``ascent_start``.
+    """``seconds_per_step`` has one value per round, without mask refreshes; ``seconds_per_epoch`` is from the medians,
+    including mask refreshes and averaged with the epochs before ``ascent_start``.
     """
 
     label: str
@@ -135,7 +135,7 @@ class _Stepper:
     """Takes the steps of one variant, a round at a time."""
 
     def __init__(self, config: TrainConfig, splits: Splits | FolderSplits, environment: RunEnvironment) -> None:
-        # No mask updates after the first, except where `take_turn` requests them.
+        # No mask refreshes after the first, except where `take_turn` requests them.
         endless = replace(config, epochs=10**6, max_steps=None, ascent_start=0.0, mask_epochs=10**6, mask_steps=None)
         self.training = make_training(endless, splits, make_fabric(endless, environment), environment)
         if self.training.fabric.device.type == "cpu" and torch.get_num_threads() == 1:
@@ -145,7 +145,7 @@ class _Stepper:
         self.masks: list[float] = []
 
     def take_turn(self) -> None:
-        """Take a round of steps, then the steps with a mask update."""
+        """Take a round of steps, then the steps with a mask refresh."""
         seconds, steps = self._take(ROUND_STEPS, ROUND_SECONDS)
         self.rounds.append(seconds / steps)
         if getattr(self.training.optimizer, "mask", None) is not None:

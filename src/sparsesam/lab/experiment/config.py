@@ -109,8 +109,8 @@ class TrainConfig:
     )
     ascent_start: NonNegativeFloat = option(0.0, "perturb from this epoch on, counted from 0")
     engine: bool = option(True, "skip computations of the ascent that the perturbation does not need")
-    mask_epochs: PositiveInt | None = option(1, "T_m: epochs between mask updates; null: keep the first mask")
-    mask_steps: PositiveInt | None = option(None, "steps between mask updates, instead of epochs")
+    mask_epochs: PositiveInt | None = option(1, "T_m: epochs between mask refreshes; null: keep the first mask")
+    mask_steps: PositiveInt | None = option(None, "steps between mask refreshes, instead of epochs")
     fisher_samples: PositiveInt = option(128, "N_F: number of images for the Fisher information")
     fisher_batch: PositiveInt | None = option(
         None, "images per batch of the Fisher information; null: up to 128, fewer if memory is short"
@@ -151,7 +151,7 @@ class TrainConfig:
         return min(whole, self.max_steps or whole)
 
     def steps_between_masks(self, steps_per_epoch: int) -> int:
-        """Returns the steps between mask updates: those of all ``epochs`` if the first mask is kept."""
+        """Returns the steps between mask refreshes: those of all ``epochs`` if the first mask is kept."""
         return self.mask_steps or (self.mask_epochs or self.epochs) * steps_per_epoch
 
     @property

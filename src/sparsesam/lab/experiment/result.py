@@ -38,7 +38,7 @@ class _Metrics:
 class EpochRecord(_Metrics):
     """A line of ``records.jsonl``. ``step`` and ``forward_backwards`` cover the run so far, all else the epoch.
 
-    ``mask_seconds`` has the time of each mask update, ``step_seconds`` that of each step (with ``record_times``).
+    ``mask_seconds`` has the time of each mask refresh, ``step_seconds`` that of each step (with ``record_times``).
     """
 
     epoch: int
@@ -93,12 +93,12 @@ def read_epochs(path: Path) -> list[EpochRecord]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult(_Metrics):
-    """Losses and accuracies are those of the last epoch; times are those of training steps, including mask updates.
+    """Losses and accuracies are those of the last epoch; times are those of training steps, including mask refreshes.
 
     ``best_test_accuracy`` is the test accuracy of ``best.pt``, the epoch with the best accuracy on
     ``best_chosen_on``: the validation images, or the test images if the run has no validation images.
     ``seconds_per_mask`` excludes the first mask if there are more. The warm times (with ``record_times``) are medians
-    over the steps after the first few, without mask updates.
+    over the steps after the first few, without mask refreshes.
     """
 
     best_test_accuracy: float

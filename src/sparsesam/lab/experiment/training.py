@@ -45,7 +45,7 @@ class Sums:
 class Training:
     """Model, optimizer and state of one run. `advance` takes steps until the epoch ends or ``stop`` returns True.
 
-    ``record_times`` records the seconds of every step, excluding mask updates and waiting for images; on a GPU it
+    ``record_times`` records the seconds of every step, excluding mask refreshes and waiting for images; on a GPU it
     synchronizes each step.
     """
 
@@ -168,7 +168,7 @@ class Training:
 
     @contextmanager
     def _measured_refresh(self) -> Iterator[None]:
-        """Measure the time of a mask update, and the cost of the first one."""
+        """Measure the time of a mask refresh, and the cost of the first one."""
         start = self._now()
         with nullcontext() if self.cost.masks else MultiplyAdds() as counter:
             yield
@@ -194,7 +194,7 @@ class Training:
         self.cost.images[kind] += batch.global_size
         masks = self.cost.masks - masks
         if counter is not None and (not masks or self._refreshes_every_step):
-            # Count a step without a mask update if there is one: in steps with an update the engine skips nothing.
+            # Count a step without a mask refresh if there is one: in steps with a refresh the engine skips nothing.
             operations = counter.products / self.cost.unit - masks * self.cost.per_mask
             self.cost.per_image[kind] = operations / len(batch.images)
         if self.scaler is not None:

@@ -61,7 +61,7 @@ class RecipeRuns:
         if any(column.is_timed for column in recipe.columns):
             yield (
                 "Times are measured in separate short runs, one at a time: medians over the steps after the first "
-                "five, without mask updates and loading of images; for mask updates, medians without the first."
+                "five, without mask refreshes and loading of images; for mask refreshes, medians without the first."
             )
         cells = self.numbers()
         seeds = sorted({len(cell.values) for cell in cells.values()})

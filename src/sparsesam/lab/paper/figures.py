@@ -140,7 +140,7 @@ def _speedup(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
         seconds = np.mean([np.cumsum([0.0, *one]) for one in steps], axis=0)
         lines.append(style.series(row, range(len(seconds)), seconds))
     x, y = Axis("training iteration", whole=True), Axis("running time (s)")
-    sentences = ["The time of the steps themselves, without loading images and mask updates."]
+    sentences = ["The time of the steps themselves, without loading images and mask refreshes."]
     return [Figure("speedup", "Running time", "", x, y, {"": lines})], sentences
 
 

@@ -24,7 +24,7 @@ from sparsesam.utils.checks import nearest
 Scale = Literal["laptop", "full"]
 #: Results by canonical config with seed 0, and by seed.
 Finished = dict[TrainConfig, dict[int, Mapping[str, Any]]]
-#: Measures of time, from short separate runs, after warm-up; step times exclude mask updates.
+#: Measures of time, from short separate runs, after warm-up; step times exclude mask refreshes.
 TIMES = ("warm_seconds_per_step", "warm_seconds_per_epoch", "seconds_per_mask")
 
 

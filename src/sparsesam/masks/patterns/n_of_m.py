@@ -43,7 +43,7 @@ class NM(_NOfM):
         n: entries kept in each group.
         m: entries of a group.
         axis: groups run along ``"output"``, O, the dimension contracted in dX = dY · W, or ``"input"``, C * kh * kw.
-        remainder: a last group with fewer than m entries is kept whole, ``"dense"``, or refused, ``"error"``.
+        remainder: a last group with fewer than m entries is kept whole, ``"dense"``, or raises an error, ``"error"``.
         vectors: tensors with fewer than two dimensions are kept whole, ``"dense"``, or not perturbed, ``"none"``.
 
     `drop_and_grow` drops N_drop = round(ratio * kept) of the kept entries in full groups, over all tensors together,
