@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import sparsesam
+from sparsesam.ascent import engine, prefix
 from tests import cases
 from tests.cases import in_two_phases, with_closure
 
@@ -507,3 +508,46 @@ def test_first_pass_on_part_of_batch_frees_its_activations():
     opt.step(closure, batch=cases.vectors())
     assert opt.engine_report()["engine"].startswith("on")
     assert alive == [0, 0]
+
+
+@pytest.mark.parametrize("norm", ["masked", "full"])
+@pytest.mark.parametrize("loop", [with_closure, in_two_phases])
+def test_engine_is_off_where_it_cannot_pay(monkeypatch, loop, norm):
+    """A model so small that the checks take longer; a larger batch turns the engine on again after a while."""
+    monkeypatch.setattr(prefix, "SMALLEST_WORK", 3_000_000)
+    monkeypatch.setattr(engine, "_STEPS_WITHOUT", 2)
+    model = cases.mlp()
+    twin = copy.deepcopy(model)
+    opt = cases.ssam(model, "4.*", norm=norm)
+    other = cases.ssam(twin, "4.*", norm=norm, engine=False)
+    states = []
+    for count in (8, 8, 8, 8, 65536, 65536):
+        loop(opt, model, *cases.vectors(count))
+        loop(other, twin, *cases.vectors(count))
+        states.append(opt.engine_report()["engine"])
+    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-9, atol=1e-11)
+    off = f"off: {engine.TOO_SMALL}"
+    assert [state == off for state in states] == [False, True, True, False, True, True]
+    for _ in range(2):
+        loop(opt, model, *cases.vectors(65536))
+        assert "used again" in opt.engine_report()["0.weight"]
+
+
+def test_large_layer_without_a_module_is_not_small(monkeypatch):
+    """Its gradient is left out, although no module before the perturbed one is worth a check."""
+    monkeypatch.setattr(prefix, "SMALLEST_WORK", 3_000_000)
+
+    class Functional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.weight = nn.Linear(6, 6), nn.Parameter(torch.randn(6, 6))
+            self.head = nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.head(torch.tanh(F.linear(self.first(x), self.weight)))
+
+    model = Functional().double()
+    opt = cases.ssam(model)
+    for _ in range(3):
+        with_closure(opt, model, *cases.vectors())
+        assert opt.engine_report()["weight"].startswith("not perturbed: no weight gradient")

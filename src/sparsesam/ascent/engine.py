@@ -51,6 +51,10 @@ COMPILED = (
 SHARDED = "parameters are sharded (fully_shard, DTensor): hooks gather them in every forward and backward"
 
 
+TOO_SMALL = "what could be left out takes less time than the engine's checks; it looks again after some steps"
+#: steps without the engine after such a step
+_STEPS_WITHOUT = 100
+
 NOT_YET_KNOWN = "the first step with DistributedDataParallel finds out whether the closure reads gradients"
 READS_GRADIENTS = "the closure reads gradients, on some rank, and DistributedDataParallel must average them before"
 
@@ -84,6 +88,7 @@ class Engine:
         elif is_compiled(wrapped):
             self._off = self._off or COMPILED
         self._info: _ModelInfo | None = None
+        self._steps_without = 0
         self._closure_reads_gradients: bool | None = None  # on any rank; None: not known yet
         self._rng = RNGState(model.parameters())
 
@@ -153,6 +158,9 @@ class Engine:
         ``off``: why nothing can be left out; None: it can. Yields what the block leaves out; None: nothing.
         """
         reason = off or self.why_off()
+        if reason is None and self._steps_without > 0:
+            self._steps_without -= 1
+            reason = TOO_SMALL
         info = self._inspect(masks, ascent, norm) if reason is None else None
         if info is not None:
             reason = info.why_off
@@ -191,6 +199,9 @@ class Engine:
             self._off = COMPILED
         first.finish()
         self.last, self.why_not = first, None
+        # Ranks must all leave out the same, and an implicit ascent needs the engine.
+        if ascent == "explicit" and not plan.sliced and not is_distributed() and prefix.is_too_small(plan):
+            self._steps_without = _STEPS_WITHOUT
         if why_full == NOT_YET_KNOWN and self.ddp is not None:
             device, group = plan.needed[0].device, self.ddp.process_group
             self._closure_reads_gradients = not all_agree(not first.backward.closure_continues, device, group)

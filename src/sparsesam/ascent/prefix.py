@@ -9,6 +9,7 @@ The graph of the output still exists: the first backward did not run through it,
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -83,6 +84,8 @@ class Prefix:
         self._statistics: set[int] = set()  # running statistics of recorded modules
         self._ends: set[Any] = set()  # nodes of reused outputs
         self._inside = False
+        self._small: set[nn.Module] = set()  # modules called that are too small to record
+        self._small_work = 0.0  # their multiplications; inf once a larger one is called
         self._refusal: str | None = None
         self._others: tuple[Any, bytes] | None = None  # states before the first module that may draw from them
 
@@ -125,11 +128,23 @@ class Prefix:
 
     def _is_small(self, module: nn.Module, args: tuple[Any, ...]) -> bool:
         """Whether running the module takes no longer than checking whether its output can be reused."""
-        weights = self._of_torch.get(module)
-        if weights is None or len(args) != 1 or not isinstance(args[0], Tensor):
+        weights, work = self._of_torch.get(module), math.inf
+        if weights is not None and len(args) == 1 and isinstance(args[0], Tensor):
+            with torch._C.DisableTorchFunction():
+                work = args[0].numel() * (weights + 1)  # an upper bound on multiplications
+        if work >= SMALLEST_WORK:
+            self._small_work = math.inf
             return False
-        with torch._C.DisableTorchFunction():
-            return args[0].numel() * (weights + 1) < SMALLEST_WORK  # an upper bound on multiplications
+        self._small.add(module)
+        self._small_work += work
+        return True
+
+    def is_too_small(self, plan: Plan) -> bool:
+        """Whether all that the pass could leave out takes less time than finding out."""
+        if self.why_not is not None or not self._small or self._small_work >= SMALLEST_WORK:
+            return False
+        left_out = plan.names.keys() - set(map(id, plan.needed))
+        return left_out <= {id(parameter) for module in self._small for parameter in module.parameters()}
 
     def _why_not_recorded(self, inputs: Inputs | None, state: ModuleState, output: Any) -> str | None:
         if inputs is None:
