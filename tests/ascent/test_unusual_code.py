@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import sparsesam
+from sparsesam.ascent import layers
 from tests import cases
 
 HEAD = sparsesam.fixed_mask("head.*")
@@ -307,3 +308,154 @@ def test_model_called_inside_a_compiled_function():
         other.step(cases.closure_for(plain, other, x, y))
     torch.testing.assert_close(cases.weights_of(model), cases.weights_of(plain), rtol=1e-9, atol=1e-11)
     assert "compile_blocks" in opt.engine_report()["engine"]
+
+
+# ---- one module, several calls ---------------------------------------------------------------------------------
+
+
+class CalledTwice(nn.Module):
+    """Both calls get equal values from different weights; the output of the first is then changed, or exposed."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second, self.body, self.head = copy.deepcopy(self.first), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.change = change
+
+    def forward(self, x):
+        u = self.body(self.first(x))
+        self.change(u)
+        return self.head(u * 2 + self.body(self.second(x)).sin())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda u: None, lambda u: u.mul_(0.5), lambda u: u.detach().numpy(), lambda u: u.data.mul_(0.5)],
+    ids=["not", "in place", "numpy", "data"],
+)
+def test_each_call_of_a_module_is_compared_with_its_own_record(change):
+    compare(lambda: CalledTwice(change))
+
+
+# ---- more about normalization statistics -----------------------------------------------------------------------
+
+
+class Normalized(nn.Module):
+    """Adds to the output of batch normalization what ``read`` returns, called before the layer or after it."""
+
+    def __init__(self, read, *, before=False):
+        super().__init__()
+        self.layer, self.norm, self.read, self.before = nn.Linear(6, 6), nn.BatchNorm1d(6), read, before
+
+    def forward(self, x):
+        early = self.read(self.norm, x) if self.before else None
+        h = self.norm(self.layer(x))
+        return h + (early if self.before else self.read(self.norm, h))
+
+
+class ReadsBetween(Net):
+    """The same outside of the module, whose output is reused."""
+
+    def __init__(self, read, *, before=False):
+        super().__init__(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)))
+        self.read, self.before = read, before
+
+    def forward(self, x):
+        early = self.read(self.body[1], x) if self.before else None
+        h = self.body(x)
+        return self.head(torch.tanh(h + (early if self.before else self.read(self.body[1], h))))
+
+
+READS = {
+    "number of batches": lambda norm, h: norm.num_batches_tracked * 0.1,
+    "in evaluation mode": lambda norm, h: F.batch_norm(h, norm.running_mean, norm.running_var, training=False),
+    "as argument of an in-place function": lambda norm, h: torch.zeros_like(h).add_(norm.running_mean),
+    "data": lambda norm, h: norm.running_mean.data,
+    "detached": lambda norm, h: norm.running_mean.detach(),
+}
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("place", [Normalized, ReadsBetween])
+def test_statistics_are_read(place, read, before):
+    compare(
+        lambda: place(READS[read], before=before) if place is ReadsBetween else Net(place(READS[read], before=before))
+    )
+
+
+# ---- what is still reused --------------------------------------------------------------------------------------
+
+
+def reused(opt):
+    return {name for name, line in opt.engine_report().items() if "used again" in line}
+
+
+class OwnNorm(nn.BatchNorm1d):
+    def forward(self, x):
+        h = super().forward(x)
+        return h + 0 * self.running_mean
+
+
+def test_layer_that_reads_its_own_statistics_runs_again_alone():
+    opt = compare(lambda: Net(nn.Sequential(nn.Linear(6, 6), OwnNorm(6), nn.Linear(6, 6))))
+    assert reused(opt) == set()  # the sequence holds it
+    opt = compare(lambda: TwoBlocks(nn.Linear(6, 6), OwnNorm(6)))
+    assert reused(opt) == {"first.weight", "first.bias"}
+
+
+class TwoBlocks(nn.Module):
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second, self.head = first, second, nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.second(self.first(x)))
+
+
+def test_blocks_beside_a_hooked_one_are_reused():
+    def make_model():
+        model = Net(nn.Sequential(nn.Sequential(nn.Linear(6, 6)), nn.Sequential(nn.Linear(6, 6), nn.Tanh())))
+        model.body[1][0].register_forward_hook(lambda *_: None)
+        return model
+
+    assert "body.0.0.weight" in reused(compare(make_model))
+
+
+def test_module_that_holds_itself():
+    def make_model():
+        held = {}
+        held["itself"] = held
+        return Net(Holder(held))
+
+    def body(model, x, y):
+        assert x.data is not None
+        return loss_of(model, x * 1, y)
+
+    assert "body.layer.weight" in reused(compare(make_model, body=body))
+
+
+def test_memory_of_freed_tensors_does_not_count():
+    def body(model, x, y):
+        for _ in range(20):
+            (x * 2).numpy()
+        return loss_of(model, x, y)
+
+    assert "body.weight" in reused(compare(Net, body=body))
+
+
+# ---- implicit ascents ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", ["masked", "full"])
+def test_unperturbed_layer_computes_no_weight_gradient_in_an_implicit_ascent(monkeypatch, norm):
+    calls = []
+    plain = layers._Linear.dw
+    monkeypatch.setattr(layers._Linear, "dw", lambda *args: calls.append(1) or plain(*args))
+    model = cases.mlp()
+    groups = [{"params": model[0].parameters()}, {"params": model[4].parameters(), "perturb": False}]
+    mask = sparsesam.random_mask(sparsity=0.5, pattern="filter")
+    opt = sparsesam.SSAM(torch.optim.SGD(groups, lr=0.1), model, mask=mask, ascent="implicit-dense", norm=norm)
+    cases.with_closure(opt, model, *cases.vectors())
+    assert "not perturbed: no weight gradient" in opt.engine_report()["4.weight"]
+    assert len(calls) == 0  # no input gradient passes the last layer, so that nothing before it has one

@@ -263,12 +263,15 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 }
 
 
+_CONVOLUTIONS: tuple[Any, ...] = tuple(one._conv_forward for one in (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+
+
 def is_layer(module: nn.Module) -> bool:
     """Whether the module computes what torch's linear or convolution layer does; its class may be a subclass."""
     cls: Any = type(module)
     if "forward" in module.__dict__ or cls.forward not in _FUNCTIONS:
         return False
-    return cls.forward is nn.Linear.forward or cls._conv_forward.__module__ == nn.Conv2d.__module__
+    return cls.forward is nn.Linear.forward or cls._conv_forward in _CONVOLUTIONS
 
 
 def layer_forward(module: Any, x: Tensor, want: WeightGradient, switch: Switch) -> Tensor:

@@ -130,6 +130,8 @@ def _contents(holder: Any) -> Sequence[Any] | None:
         buffers = () if _ignores_statistics(holder) else holder._buffers.values()
         training = getattr(holder, "training", False)  # frozen ScriptModules lack this attribute
         return [training, *holder._parameters.values(), *buffers, *holder._modules.values(), *own]
+    if isinstance(holder, ReplacedCall):  # held by the user's own wrapper around a forward
+        return [holder.module, holder.own]
     if isinstance(holder, (list, tuple, set, frozenset)):
         return list(holder)
     if isinstance(holder, dict):

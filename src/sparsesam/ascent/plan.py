@@ -65,7 +65,7 @@ def make_plan(model: nn.Module, masks: Mapping[str, PackedMask | None], ascent: 
             moved[id(parameter)] = parameter
         if id(parameter) in moved or (takes_part and norm == "full"):
             needed.append(parameter)
-        want = None if mask is None else weight_gradient(mask, parameter, ascent, norm)
+        want = None if mask is None else weight_gradient(mask, parameter, ascent, norm, takes_part=takes_part)
         if want is not None:
             sliced[id(parameter)] = want
     moved_memory = frozenset(memory_of(parameter) for parameter in moved.values()) - {None}
@@ -74,11 +74,16 @@ def make_plan(model: nn.Module, masks: Mapping[str, PackedMask | None], ascent: 
     return Plan(names, tuple(needed), frozenset(moved) | frozenset(shared), moved_memory, sliced)
 
 
-def weight_gradient(mask: PackedMask, weight: Tensor, ascent: Ascent, norm: Norm) -> WeightGradient | None:
-    """Returns how a layer can compute its gradients at lower cost; None: it cannot."""
+def weight_gradient(
+    mask: PackedMask, weight: Tensor, ascent: Ascent, norm: Norm, *, takes_part: bool = True
+) -> WeightGradient | None:
+    """Returns how a layer can compute its gradients at lower cost; None: it cannot.
+
+    ``takes_part``: the optimizer perturbs this weight, unless the mask is empty.
+    """
     if mask.is_full or weight.dim() < 2:
         return None
     if ascent == "explicit" and (mask.rows is None or norm == "full" or weight.is_complex()):
         return None
-    dense = ascent == "implicit-dense" or (mask.is_empty and norm == "full")
+    dense = takes_part and (ascent == "implicit-dense" or (mask.is_empty and norm == "full"))
     return WeightGradient(mask, implicit=ascent != "explicit", dense=dense)

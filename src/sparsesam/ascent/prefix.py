@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -52,6 +54,8 @@ class _Record:
     context: tuple[Any, ...]
     drew: tuple[RNGSnapshot, RNGSnapshot] | None
     made_between: tuple[int, int]  # sequence numbers of its graph's nodes
+    number: int  # of the call, among those of this module
+    statistics: list[Tensor]  # updated by the call
 
     def __post_init__(self) -> None:
         self.tensors = _tensors(self.output)
@@ -59,12 +63,12 @@ class _Record:
         self.first_nodes = {leaf.grad_fn for leaf in self.inputs.leaves if isinstance(leaf, Tensor)}
         self.last_nodes = [tensor.grad_fn for tensor in self.tensors]
 
-    def why_changed(self, exposed: set[int | None]) -> str | None:
+    def why_changed(self, exposed: set[int]) -> str | None:
         """Returns why the output may not be what the module returned; None: it is. ``exposed`` is memory."""
         if any(map(_was_touched, self.tensors, self.versions)):
             return "an output of a module is written to in place, or has a hook"
-        held = tensors_in(self.tensors, self.inputs.leaves, self.state.values) if exposed else ()
-        if any(memory_of(tensor) in exposed for tensor in held):
+        held = [*self.tensors, *self.inputs.leaves, *self.state.values, *self.statistics] if exposed else []
+        if any(memory_of(one) in exposed for one in held if isinstance(one, Tensor)):
             return "the memory of a tensor is accessed directly (.data, numpy, data_ptr)"
         return None
 
@@ -80,10 +84,12 @@ class Prefix:
         self.why_not: str | None = None
         self._trainable, self._moved, self._rng, self._agree = plan.names, plan.moved, rng, agree
         self._records: list[_Record] = []
-        self._exposed: set[int | None] = set()  # memory that may change without torch's knowledge
-        self._statistics: set[int] = set()  # running statistics of recorded modules
+        self._exposed: dict[int, StorageWeakRef] = {}  # memory that may change without torch's knowledge
+        self._statistics: set[int | None] = set()  # memory of the running statistics of recorded modules
         self._ends: set[Any] = set()  # nodes of reused outputs
         self._inside = False
+        self._calls: Counter[nn.Module] = Counter()  # outermost calls in this pass
+        self._own: set[int | None] = set()  # memory of the running statistics of the current module
         self._small: set[nn.Module] = set()  # modules called that are too small to record
         self._small_work = 0.0  # their multiplications; inf once a larger one is called
         self._refusal: str | None = None
@@ -92,17 +98,18 @@ class Prefix:
     # ---- first pass --------------------------------------------------------------------------------------
 
     def record(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not self.is_open or self._inside or self._is_small(module, args):
+        if not self.is_open or self._inside:
             return forward(*args, **kwargs)
-        if _is_in_other_run() or self._has_hooks_inside(module):
+        self._calls[module] += 1
+        if self._is_small(module, args) or _is_in_other_run() or self._has_hooks_inside(module):
             return forward(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             inputs = Inputs.of(args, kwargs)
             state, context, before = ModuleState(module), _context(), self._rng.read()
             if module not in self._of_torch:
                 self._others = self._others or other_generators()
-            # A number of batches, of dimension 0, is read by its layer alone.
-            self._statistics.update(id(one) for one in statistics_of(self.modules[module]) if one.dim() > 0)
+            statistics = statistics_of(self.modules[module])
+            self._own = set(map(memory_of, statistics)) - {None}
             number = _next_sequence_nr()
         self._inside, self._refusal = True, None
         try:
@@ -117,7 +124,9 @@ class Prefix:
                 after = self._rng.read()
                 drew = None if same_state(before, after) else (before, after)
                 numbers = (number, _next_sequence_nr())
-                self._records.append(_Record(module, output, inputs, state, context, drew, numbers))
+                call = self._calls[module]
+                self._records.append(_Record(module, output, inputs, state, context, drew, numbers, call, statistics))
+                self._statistics |= self._own
         return output
 
     def _has_hooks_inside(self, module: nn.Module) -> bool:
@@ -188,16 +197,22 @@ class Prefix:
     def expose(self, tensor: Any) -> None:
         """Reuse neither what holds a tensor whose memory is accessed directly, nor the current module."""
         self.refuse_current_call("it accesses the memory of a tensor directly (.data, numpy, data_ptr)")
-        if isinstance(tensor, Tensor):
-            self._exposed.add(memory_of(tensor))
+        memory = memory_of(tensor) if isinstance(tensor, Tensor) else None
+        if memory is not None:
+            self._exposed[memory] = StorageWeakRef(tensor.untyped_storage())  # the address may be used again
             self.require_statistics_unread(None, tensor)
 
     def require_statistics_unread(self, function: Any, *arguments: Any) -> None:
         """Drop the records if other code reads running statistics, which a reused module does not update again."""
-        if self._statistics and not (self._inside and _updates_statistics(function)):
-            read = (one for tensor in tensors_in(*arguments) for one in (tensor, tensor._base))
-            if any(id(one) in self._statistics for one in read):
-                self.drop("normalization statistics are read outside of their layer")
+        own = self._own if self._inside else set[int | None]()
+        if not (self._statistics or own):
+            return
+        seen = _read_by(function, *arguments) if self._inside else arguments
+        read = set(map(memory_of, tensors_in(*seen)))
+        if not own.isdisjoint(read):
+            self.refuse_current_call("it reads its running statistics")
+        if not self._statistics.isdisjoint(read):
+            self.drop("normalization statistics are read outside of their layer")
 
     def drop(self, reason: str) -> None:
         """Drop all records, because graphs or values may have changed."""
@@ -226,16 +241,21 @@ class Prefix:
     def check_values(self) -> None:
         """Between the passes, drop outputs that may have changed since their module returned."""
         self.close()
-        exposed = self._exposed - {None}
+        self._calls.clear()
+        exposed = {memory for memory, storage in self._exposed.items() if not storage.expired()}
         reasons = [record.why_changed(exposed) for record in self._records]
         for reason in filter(None, reasons):
             self.note(reason)
         self._records = [record for record, reason in zip(self._records, reasons, strict=True) if reason is None]
 
     def reuse(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._inside or _is_in_other_run():
+        if self._inside:
             return forward(*args, **kwargs)
-        record = next((one for one in self._records if one.module is module), None)
+        self._calls[module] += 1
+        if _is_in_other_run():
+            return forward(*args, **kwargs)
+        number = self._calls[module]
+        record = next((one for one in self._records if one.module is module and one.number == number), None)
         reason: str | None = "it was not recorded"
         if record is not None:
             self._records.remove(record)
@@ -246,6 +266,8 @@ class Prefix:
         if record is None or reason is not None:
             if record is not None:
                 self.note(f"{type(module).__name__}: {reason}")
+            if agree is None and self._has_hooks_inside(module):  # modules in it were recorded
+                return forward(*args, **kwargs)
             self._inside = True
             try:
                 return forward(*args, **kwargs)
@@ -322,12 +344,19 @@ def _was_touched(tensor: Tensor, version: int) -> bool:
     return tensor._version != version or bool(tensor._backward_hooks) or tensor.retains_grad
 
 
-def _updates_statistics(function: Any) -> bool:
-    """Whether a layer in training mode calls this to update its running statistics, not to read them."""
-    if function in (F.batch_norm, F.instance_norm, torch.batch_norm_gather_stats_with_counts):
-        return True
+def _read_by(function: Any, *arguments: Any) -> tuple[Any, ...]:
+    """Returns the arguments whose values a function of a module reads; not running statistics that it only updates."""
     name = getattr(function, "__name__", "")
-    return name.endswith("_") and not name.endswith("__")  # in place
+    if function in (F.batch_norm, F.instance_norm):
+        args, kwargs = arguments
+        key, default = ("training", False) if function is F.batch_norm else ("use_input_stats", True)
+        if args[5] if len(args) > 5 else kwargs.get(key, default):
+            return args[:1], args[3:], {key: one for key, one in kwargs.items() if not key.startswith("running_")}
+    elif name == "__float__" or function is torch.batch_norm_gather_stats_with_counts:
+        return ()  # a layer with momentum=None reads its number of batches
+    elif name.endswith("_") and not name.endswith("__") and arguments and arguments[0]:
+        return arguments[0][1:], *arguments[1:]  # in place
+    return arguments
 
 
 def _next_sequence_nr() -> int:

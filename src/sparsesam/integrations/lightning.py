@@ -63,7 +63,7 @@ class AccumulatedAscent(Callback):
         if batch_idx % trainer.accumulate_grad_batches == 0:
             if self._outside is not None:  # the last step had no second pass
                 self._outside.release()
-            self._batches, self._outside = [], OutsideGradients(pl_module, optimizer.base)
+            self._batches, self._outside = [], OutsideGradients(pl_module, optimizer.base).watch()
         if optimizer.closure_accumulates:
             takes_index = len(inspect.signature(pl_module.training_step).parameters) > 1
             arguments = (batch, batch_idx) if takes_index else (batch,)
@@ -80,6 +80,9 @@ class AccumulatedAscent(Callback):
 
     def on_exception(self, trainer: Trainer, *_: Any) -> None:
         self.on_train_batch_end(trainer)
+        self.on_train_end()
+
+    def on_train_end(self, *_: Any) -> None:
         if self._outside is not None:
             self._outside.release()
 

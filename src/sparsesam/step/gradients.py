@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from sparsesam.ascent.first_pass import outside_first_pass
 from sparsesam.distributed.shards import is_sharded
@@ -154,23 +156,36 @@ class OutsideGradients:
 
     def __init__(self, model: nn.Module, base: Optimizer) -> None:
         own = {id(parameter) for group in base.param_groups for parameter in group["params"]}
-        outside = [one for one in model.parameters() if one.requires_grad and id(one) not in own]
+        outside = [one for one in model.parameters() if one.requires_grad and id(one) not in own and not is_lazy(one)]
         # fully_shard sets gradients without autograd's accumulators.
         self._sharded = [(one, one.grad, _copied_gradient(one)) for one in outside if is_sharded(one)]
-        self._before: dict[Tensor, Tensor | None] = {}
         self._accumulators = [(one, _accumulator_of(one)) for one in outside if not is_sharded(one)]
-        self._hooks = [node.register_prehook(partial(self._note, one)) for one, node in self._accumulators]
+        self._before: dict[Tensor, Tensor | None] = {}
+        self._hooks: list[RemovableHandle] = []
+
+    def watch(self) -> OutsideGradients:
+        """Register the hooks."""
+        try:
+            for one, node in self._accumulators:
+                self._hooks.append(node.register_prehook(partial(self._note, one)))
+        except BaseException:  # Ctrl-C
+            self.release()
+            raise
+        return self
 
     def _note(self, parameter: Tensor, _: Any) -> None:
-        with torch._C.DisableTorchFunction():
-            self._before.setdefault(parameter, _copied_gradient(parameter))
+        if parameter not in self._before:
+            with torch._C.DisableTorchFunction():
+                self._before[parameter] = _copied_gradient(parameter)
 
     def restore(self) -> None:
-        for parameter, gradient in self._before.items():
-            parameter.grad = gradient
-        for parameter, old, copied in self._sharded:
-            parameter.grad = copied if parameter.grad is old else None  # another one: it was cleared
+        """Remove the hooks and restore the gradients."""
+        before, sharded = self._before, self._sharded
         self.release()
+        for parameter, gradient in before.items():
+            parameter.grad = gradient
+        for parameter, old, copied in sharded:
+            parameter.grad = copied if parameter.grad is old else None  # another one: it was cleared
 
     def release(self) -> None:
         """Remove the hooks and leave the gradients as they are."""
@@ -179,7 +194,7 @@ class OutsideGradients:
         self._hooks, self._before, self._sharded, self._accumulators = [], {}, [], []
 
     def __enter__(self) -> None:
-        pass
+        self.watch()
 
     def __exit__(self, *_: object) -> None:
         self.restore()
