@@ -53,7 +53,7 @@ class FirstPass(TorchFunctionMode):
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(self, func, args, kwargs)
-        # An attribute is no value of a weight; where it is a view (.T), its use is seen.
+        # Reading an attribute does not use a weight's values; a view (.T) is noticed where it is used.
         if func is torch._C._set_grad_enabled or getattr(func, "__name__", "") in ("__get__", "__set__"):
             return func(*args, **kwargs)
         self.prefix.require_statistics_unread(func, args, kwargs)

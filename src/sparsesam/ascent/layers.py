@@ -173,12 +173,10 @@ class _Ascent(torch.autograd.Function):
             dw = torch.zeros_like(weight).index_copy_(0, rows, layer.dw(*kept, x))
         elif need_w and (want.dense or not is_blocked):
             dw = layer.dw(dy, weight, x)
-        if is_blocked:
-            dx = None
-        elif need_x and want.implicit:
-            dx = layer.dx(*kept, x, want.mask if rows is None else None)
-        elif need_x:
+        if need_x and not want.implicit:
             dx = layer.dx(dy, weight, x)
+        elif need_x and not is_blocked:
+            dx = layer.dx(*kept, x, want.mask if rows is None else None)
         if need_b:
             db = dy.transpose(0, 1).flatten(1).sum(1)
         return dx, dw, db, None, None, None
