@@ -10,8 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sparsesam
-from sparsesam.ascent import prefix
-from sparsesam.ascent.perturbation import pieces
+from sparsesam import perturbation
 
 #: earlier versions fail in torch itself (2.6, 2.7), or train plain SGD differently from one process (2.8)
 needs_fsdp2_on_a_cpu = pytest.mark.skipif(torch.__version__ < "2.9", reason="fully_shard on a CPU needs torch 2.9")
@@ -113,12 +112,7 @@ def same_bits(left, right):
 
 def moved_as_on(implementation):
     """Within the block, weights on a CPU are moved tensor by tensor ("host") or batched, as on an accelerator."""
-    return mock.patch.object(pieces, "HOSTS", ("cpu",) if implementation == "host" else ())
-
-
-def small_modules_are_reused():
-    """Within the block the engine reuses modules of any size, since the models of tests are small."""
-    return mock.patch.object(prefix, "SMALLEST_WORK", 0)
+    return mock.patch.object(perturbation, "HOSTS", ("cpu",) if implementation == "host" else ())
 
 
 def every_other_filter(model, *prefixes):

@@ -266,7 +266,7 @@ def test_momentum_already_has_sign_of_base():
     x, y = cases.vectors()
     model = cases.mlp()
     base = cases.sgd(model, maximize=True)
-    opt = sparsesam.SAM(base, model, rho=0.1, ascent="momentum-climbing")
+    opt = sparsesam.MomentumSAM(base, model, rho=0.1)
     opt.step(cases.closure_for(model, opt, x, y))
     buffers = [base.state[p]["momentum_buffer"].clone() for p in model.parameters()]
     before = cases.weights_of(model)

@@ -324,7 +324,7 @@ def test_weights_are_restored_when_second_pass_raises(sparsity, error):
 
 @pytest.mark.parametrize("after", range(6))
 def test_weights_are_restored_when_ascent_is_interrupted(after, monkeypatch):
-    from sparsesam.ascent.perturbation import explicit
+    from sparsesam import perturbation as explicit
 
     model = cases.convnet()
     opt = half_masked(model)

@@ -1,6 +1,5 @@
 """Sharpness-aware training that perturbs only the weights that matter."""
 
-from sparsesam.ascent.compile_blocks import compile_blocks
 from sparsesam.budget import BudgetMask, budget_mask
 from sparsesam.masks.fisher import FisherDiagonal, fisher_diagonal
 from sparsesam.masks.fixed import NORMALIZATION, FixedMask, fixed_mask, normalization_layers
@@ -8,17 +7,18 @@ from sparsesam.masks.mask import DynamicMask, Mask, MaskRule, RandomMask, Refres
 from sparsesam.masks.patterns import NM, NMFilters, Pattern, PerLayer, Structured, Unstructured, as_pattern
 from sparsesam.masks.recipes import dynamic_mask, fisher_mask, random_mask
 from sparsesam.masks.scores import BatchFisher, Fisher, GradientEnergy, GradientMagnitude, Inverted, Score, ScoreContext
-from sparsesam.optimizer import SAM, SSAM, ExtrapolatedSAM
 from sparsesam.recommended import recommended
+from sparsesam.sam import SAM, SSAM, SharpnessAware
+from sparsesam.savings import Savings
 from sparsesam.schedules import Constant, Cosine, InverseSqrt, RhoSchedule, Warmup
-from sparsesam.step.sharpness_aware import SharpnessAware
+from sparsesam.variants import GSAM, WSAM, ExtrapolatedSAM, MomentumSAM
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "NM", "NORMALIZATION", "SAM", "SSAM", "BatchFisher", "BudgetMask", "Constant", "Cosine", "DynamicMask",
+    "GSAM", "NM", "NORMALIZATION", "SAM", "SSAM", "WSAM", "BatchFisher", "BudgetMask", "Constant", "Cosine", "DynamicMask",
     "ExtrapolatedSAM", "Fisher", "FisherDiagonal", "FixedMask", "GradientEnergy", "GradientMagnitude", "InverseSqrt",
-    "Inverted", "Mask", "MaskRule", "NMFilters", "Pattern", "PerLayer", "RandomMask", "Refresh", "RhoSchedule", "Score",
+    "Inverted", "Mask", "MaskRule", "MomentumSAM", "NMFilters", "Pattern", "PerLayer", "RandomMask", "Refresh", "RhoSchedule", "Savings", "Score",
     "ScoreContext", "SharpnessAware", "Structured", "Unstructured", "Warmup", "as_pattern", "budget_mask",
     "compile_blocks", "dynamic_mask", "every_epochs", "every_steps", "fisher_diagonal", "fisher_mask", "fixed_mask",
     "manual", "normalization_layers", "random_mask", "recommended",

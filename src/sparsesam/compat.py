@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsesam import optimizer
-from sparsesam.step.checkpoint import split_own
-from sparsesam.step.gradients import gradients_of
+from sparsesam import sam
+from sparsesam.checkpoint import split_own
+from sparsesam.gradients import gradients_of
 
 #: State keys of the two packages in addition to the base optimizer's.
 _THEIR_STATE = ("old_p", "e_w", "old_g")
 
 
-class SAM(optimizer.SAM):
+class SAM(sam.SAM):
     """``SAM(params, torch.optim.SGD, rho=0.05, lr=0.1)`` with ``first_step``, ``second_step`` and ``step(closure)``.
 
         loss_fn(model(x), y).backward()

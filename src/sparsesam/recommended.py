@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import Optimizer
 
-from sparsesam.optimizer import SAM, ExtrapolatedSAM
-from sparsesam.step.parameters import check_model
-from sparsesam.step.sharpness_aware import SharpnessAware
+from sparsesam.groups import check_model
+from sparsesam.sam import SAM, SharpnessAware
+from sparsesam.variants import ExtrapolatedSAM
 
 
 def recommended(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from torch import nn
 
-from sparsesam.utils.rng import other_generators
+from sparsesam.utils.restore import other_generators
 from tests import cases
 
 DRAWS = {

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sparsesam.analysis.objective import Objective, ParameterFilter, select_parameters
-from sparsesam.ascent.graph import leaf_of, nodes_of
+from sparsesam.utils.graph import leaf_of, nodes_of
 
 _KINKED = "Relu Threshold MaxPool Hardtanh Abs Hardswish Hardsigmoid Clamp L1Loss AdaptiveMax".lower().split()
 

@@ -22,11 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from sparsesam.ascent.graph import leaf_of, nodes_of, tensors_in
-from sparsesam.ascent.layers import LAYERS, Switch, WeightGradient
-from sparsesam.ascent.plan import weight_gradient
+from sparsesam.filters import LAYERS, Switch, WeightGradient, weight_gradient
 from sparsesam.masks.packed import PackedMask
 from sparsesam.utils.batches import call_model
+from sparsesam.utils.graph import leaf_of, nodes_of, tensors_in
 
 How = Literal["time", "cpu-time", "count"]
 #: which gradients the pass computes: all; only input gradients; weight gradients for some of the filters only

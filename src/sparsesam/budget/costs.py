@@ -25,13 +25,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from sparsesam.ascent.perturbation.explicit import Perturbation
-from sparsesam.ascent.perturbation.pieces import Target
 from sparsesam.budget.call_trace import PASS_KINDS, CallCost, Clock, How, Trace, stopwatch
 from sparsesam.distributed.ddp import unwrap
+from sparsesam.perturbation import Perturbation, Target
 from sparsesam.utils.checks import check_choice, check_count
-from sparsesam.utils.restore import preserve_model_state
-from sparsesam.utils.rng import RNGState
+from sparsesam.utils.restore import RNGState, preserve_model_state
 
 Flags = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from sparsesam.distributed.agreement import is_distributed
+
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Returns the user's module inside DistributedDataParallel, DataParallel and torch.compile."""
@@ -22,21 +24,23 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
-def running_ddp(model: nn.Module) -> DistributedDataParallel | None:
-    """Returns the DistributedDataParallel whose forward is running, if it contains the model."""
-    active = getattr(DistributedDataParallel, "_active_ddp_module", None)
-    holds = active is not None and any(module is model for module in active.modules())
-    return active if holds else None
+def needs_every_gradient(ddp: DistributedDataParallel | None) -> bool:
+    """Whether a backward that leaves out gradients would disturb the synchronization of the ranks.
+
+    If the optimizer was not given the DistributedDataParallel itself, there may be one that waits for every gradient.
+    """
+    if ddp is None:
+        return is_distributed()
+    return bool(ddp.static_graph) or bool(ddp._comm_hooks)
 
 
-def is_first_of_static_graph(ddp: DistributedDataParallel) -> bool:
-    """Whether its next backward records the static graph, and so must be complete and synchronized."""
-    return bool(ddp.static_graph) and not getattr(ddp, "_static_graph_delay_allreduce_enqueued", True)
-
-
-def invalidates_graphs(ddp: DistributedDataParallel) -> bool:
-    """Whether its forward raises the versions of buffers, so that a graph that saved them can no longer be used."""
-    return torch.__version__ < "2.11" and bool(ddp.broadcast_buffers) and any(True for _ in ddp.module.buffers())
+def refuse_join(ddp: DistributedDataParallel | None) -> None:
+    """Raise within torch's Join, where ranks without inputs would not take part in our collectives."""
+    if ddp is not None and ddp._join_config.enable:
+        raise RuntimeError(
+            "Join is not supported: ranks without inputs would not take part in the optimizer's own communication; "
+            "give all ranks the same number of batches (DistributedSampler(drop_last=True))"
+        )
 
 
 def unsynchronized(ddp: DistributedDataParallel | None) -> AbstractContextManager[None]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from sparsesam.step.sharpness_aware import SharpnessAware
-from sparsesam.utils.rng import RNGSnapshot, RNGState
+from sparsesam.sam import SharpnessAware
+from sparsesam.utils.restore import RNGSnapshot, RNGState
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from sparsesam.integrations.accelerate import AccumulatedPasses
 from sparsesam.integrations.extras import required_by
 from sparsesam.integrations.metrics import step_metrics
-from sparsesam.step.sharpness_aware import SharpnessAware
+from sparsesam.sam import SharpnessAware
 
 with required_by("sparsesam.integrations.hugging_face", '"sparsesam[huggingface]"'):
     from transformers import Trainer

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from sparsesam.gradients import OutsideGradients
 from sparsesam.integrations.extras import required_by
 from sparsesam.integrations.metrics import gradient_norm, step_metrics
-from sparsesam.step.gradients import OutsideGradients
-from sparsesam.step.sharpness_aware import SharpnessAware
-from sparsesam.utils.restore import Snapshot, statistics_of
-from sparsesam.utils.rng import RNGSnapshot, RNGState
+from sparsesam.sam import SharpnessAware
+from sparsesam.utils.restore import RNGSnapshot, RNGState, Snapshot, statistics_of
 
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningModule, Trainer

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from sparsesam.step.gradients import gradients_of
-from sparsesam.step.parameters import option_keys
-from sparsesam.step.sharpness_aware import SharpnessAware
+from sparsesam.gradients import gradients_of
+from sparsesam.groups import option_keys
+from sparsesam.sam import SharpnessAware
 
 
 def step_metrics(optimizer: SharpnessAware) -> dict[str, float]:

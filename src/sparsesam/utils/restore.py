@@ -1,4 +1,4 @@
-"""Copies of tensors and of a model's state, to restore them after passes that must not change them."""
+"""What is restored after a pass: copies of tensors, a model's state, the states of random generators."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
-
-from sparsesam.utils.rng import RNGState
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -107,3 +105,30 @@ def preserve_model_state(model: nn.Module, *, evaluate: bool = True, freeze: boo
         for holder, name, buffer in buffers:
             stack.callback(operator.setitem, holder, name, buffer)
         yield
+
+
+RNGSnapshot = tuple[Tensor, ...]
+
+
+class RNGState:
+    """Reads and sets the states of torch's global generators, from which dropout draws."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        devices = {tensor.device for tensor in tensors}
+        self._devices = sorted((d for d in devices if d.type in ("cuda", "xpu", "mps")), key=str)
+
+    def read(self) -> RNGSnapshot:
+        return (torch.get_rng_state(), *(_module(d).get_rng_state(*_index(d)) for d in self._devices))
+
+    def write(self, state: RNGSnapshot) -> None:
+        torch.set_rng_state(state[0])
+        for device, saved in zip(self._devices, state[1:], strict=True):
+            _module(device).set_rng_state(saved, *_index(device))
+
+
+def _module(device: torch.device):  # type: ignore[no-untyped-def]
+    return getattr(torch, device.type)
+
+
+def _index(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)

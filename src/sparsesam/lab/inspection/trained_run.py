@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Subset
 
 from sparsesam.analysis import AnalysisResult, Objective, check_state
 from sparsesam.analysis.objective import Statistics
+from sparsesam.checkpoint import split_own
 from sparsesam.lab import models
 from sparsesam.lab.data import FolderSplits, Splits
 from sparsesam.lab.experiment import checkpoint
@@ -23,7 +24,6 @@ from sparsesam.lab.experiment.errors import CheckpointError
 from sparsesam.lab.experiment.run import make_fabric
 from sparsesam.lab.experiment.run_directory import RunDirectory, read_mask_file
 from sparsesam.lab.experiment.setting_types import PositiveInt, check_settings, option
-from sparsesam.step.checkpoint import split_own
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,297 @@
+"""From a direction to w + e: the masks, the length of e, the move. `sam.py` runs the passes around it."""
+
+from __future__ import annotations
+
+import enum
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from sparsesam.checkpoint import OwnState
+from sparsesam.distributed.shards import Shards, as_shard_of, local_part
+from sparsesam.masks.packed import PackedMask
+from sparsesam.masks.scores import ScoreContext
+from sparsesam.options import Options
+from sparsesam.perturbation import Perturbation, Target, entries_of, is_usable
+from sparsesam.savings import Shortcuts
+from sparsesam.utils.restore import RNGSnapshot
+from sparsesam.wrapper import OptimizerWrapper, PerturbedParam, PerturbedParams, inside_wrappers
+
+
+class Phase(enum.Enum):
+    FIRST = enum.auto()  # the first pass is running
+    BETWEEN = enum.auto()  # the first pass is done
+    PERTURBED = enum.auto()  # weights are at w + e
+    READY = enum.auto()  # weights are at w again, gradients are those at w + e
+
+
+class StepKind(enum.Enum):
+    ASCEND = enum.auto()
+    REUSE = enum.auto()  # one pass, at w + the last e
+    PLAIN = enum.auto()  # one pass, at w
+
+
+#: By parameter name; None: the whole parameter is perturbed.
+Masks = dict[str, PackedMask | None]
+
+
+class Step:
+    """The state of one step: made at its beginning, dropped at its end.
+
+    ``first_passes`` is the number of passes before the last; ``params`` are perturbed under ``masks`` (None: whole).
+    """
+
+    def __init__(self, kind: StepKind, first_passes: int, params: PerturbedParams) -> None:
+        self.kind, self.first_passes, self.params = kind, first_passes, params
+        self.masks: Masks = {}
+        self.shortcuts: Shortcuts | None = None
+        self.phase: Phase | None = None
+        self.rng: RNGSnapshot | None = None  # random states at the start of the first pass
+        self.first: dict[Tensor, Tensor] = {}  # gradients of the first pass, if `combine` needs them
+        self.weights: dict[str, Tensor] = {}  # w at the kept entries, for variants that need it
+        self.ascent_failed = self.is_empty = False  # the norm was not finite; the closure computed no gradient
+        self.repeats = False  # a trainer reruns earlier micro-batches in a one-pass step
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the first pass left out no gradient."""
+        return self.shortcuts is None or self.shortcuts.is_complete
+
+    def release(self) -> None:
+        if self.shortcuts is not None:
+            self.shortcuts.release()
+
+
+class PerturbingOptimizer(OptimizerWrapper):
+    """An optimizer with masks, which moves its weights to w + e."""
+
+    # ---- what a variant changes ------------------------------------------------------------------------------
+
+    #: Whether the first backward must compute every gradient, also of weights that are not perturbed.
+    needs_every_gradient: ClassVar[bool] = False
+    #: Tensors by parameter that checkpoints save, ``{kind: "whole" or "kept"}``; kept entries follow the mask.
+    saved_tensors: ClassVar[dict[str, Literal["whole", "kept"]]] = {}
+
+    def passes(self) -> int:
+        """Returns the number of passes of a step that ascends."""
+        return 2
+
+    def direction(self, params: PerturbedParams) -> dict[str, Tensor]:
+        """Returns the direction of the ascent by parameter name; here the gradient."""
+        return {p.name: p.parameter.grad for p in params if p.parameter.grad is not None}
+
+    def signed_rho(self, param: PerturbedParam) -> float | Tensor:
+        """Returns rho, negative where the perturbation goes against the direction."""
+        return -param.rho if param.maximize else param.rho
+
+    def mask_changes(self, params: PerturbedParams, old: Masks, new: Masks) -> None:
+        """Called after a refresh. The kept entries in ``own.tensors`` belong to the old masks: they are dropped."""
+        for kind in self.own.tensors.keys() - self.own.whole:
+            self.own.tensors[kind] = {}
+
+    # ---- state -----------------------------------------------------------------------------------------------
+
+    options: Options
+    _step: Step | None  # the step in progress
+
+    def _start(self, own: OwnState) -> None:
+        super()._start(own)
+        self._step = None
+        self._perturbation = Perturbation()
+        self._last_norm: float | Tensor | None = None
+        self._warned: set[str] = set()
+
+    @property
+    def steps(self) -> int:
+        """The number of steps taken."""
+        return self.own.counters.steps
+
+    @property
+    def skipped_ascents(self) -> int:
+        """The number of steps taken without perturbation because the ascent gradient was zero or not finite."""
+        return self.own.counters.read().skipped_ascents
+
+    @property
+    def skipped_steps(self) -> int:
+        """The number of steps without an update: both gradients were not finite, or the closure computed none."""
+        return self.own.counters.skipped_steps
+
+    @property
+    def skipped_refreshes(self) -> int:
+        """The number of refreshes that kept the old mask because the scores were not finite."""
+        return self.own.masks.skipped
+
+    @property
+    def masks(self) -> dict[str, Tensor]:
+        """The current masks, ``{parameter name: bool tensor}``; empty before a mask's first use."""
+        if self.mask is None:
+            return {p.name: torch.ones_like(p.parameter, dtype=torch.bool) for p in self._perturbed_params()}
+        masks, parameters = self.own.masks.masks or {}, self._parameters
+        return {name: as_shard_of(parameters[name], mask.unpack()) for name, mask in masks.items()}
+
+    @property
+    def sparsity(self) -> float | None:
+        """The share of weights that the current masks do not perturb; None before a mask's first use."""
+        return self.own.masks.sparsity
+
+    @property
+    def last_ascent_norm(self) -> float | None:
+        """||g|| of the last ascent, as ``norm`` and ``adaptive`` define it; None before the first."""
+        return None if self._last_norm is None else float(self._last_norm)
+
+    def _kind_of(self, step: int) -> StepKind:
+        """Returns the kind of step 0, 1, 2, …"""
+        options = self.options
+        if step >= options.start and (step - options.start) % options.every == 0:
+            return StepKind.ASCEND
+        if step < options.start or options.off_steps == "skip":
+            return StepKind.PLAIN
+        # There is no last perturbation yet, or a new mask dropped it.
+        return StepKind.REUSE if self.own.tensors["last"] else StepKind.ASCEND
+
+    @property
+    def needs_first_pass(self) -> bool:
+        """Whether the next step needs a gradient at w before ``perturbed()``."""
+        return self._kind_of(self.steps) is StepKind.ASCEND and self.passes() > 1
+
+    @property
+    def is_one_pass(self) -> bool:
+        """Whether the next step has only one pass, at w + e."""
+        return not self.needs_first_pass and self._kind_of(self.steps) is not StepKind.PLAIN
+
+    @property
+    def is_perturbed(self) -> bool:
+        """Whether the weights are at w + e."""
+        return self._step is not None and self._step.phase is Phase.PERTURBED
+
+    @property
+    def in_second_pass(self) -> bool:
+        """Whether the second pass of a step is running: compute metrics and log while this is False.
+
+        A one-pass step has no second pass; its metrics are those at w + e.
+        """
+        step = self._step
+        return step is not None and step.phase is Phase.PERTURBED and (step.first_passes > 0 or step.repeats)
+
+    def repeat_micro_batches(self) -> None:
+        """For trainers that run earlier micro-batches of a step again: from here on, `in_second_pass` is True."""
+        if self._step is not None:
+            self._step.repeats = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.is_perturbed:
+            raise RuntimeError("an optimizer cannot be copied inside perturbed(): its weights are at w + e")
+        return super().__getstate__()
+
+    def _mode(self, name: str) -> Callable[[], None]:
+        switch = super()._mode(name)
+        # A trainer may call train() before every pass: then nothing changes.
+        is_there = all(group.get("train_mode") is (name == "train") for group in self.param_groups)
+        if self.is_perturbed and not is_there:
+            raise RuntimeError(
+                f"{name}() inside perturbed() would move weights that are at w + e; call it after the block"
+            )
+        return switch
+
+    # ---- masks -----------------------------------------------------------------------------------------------
+
+    @inside_wrappers
+    def refresh_mask(self, *, now: bool = False, batch: Any = None) -> None:
+        """Refresh the mask in the next ascent, or ``now`` (for SSAM-D: after a backward pass)."""
+        if self.mask is None:
+            raise RuntimeError("refresh_mask() needs a mask; without one, every weight is perturbed")
+        self.own.masks.asked = True
+        if now:
+            if self._step is not None and not self._step.is_complete and self.own.masks.needs_gradient:
+                raise RuntimeError("refresh_mask(now=True) needs every gradient; call it outside of a first_pass()")
+            self._refresh(self._perturbed_params(), batch)
+
+    def _refresh_due(self, params: PerturbedParams) -> bool:
+        return self.mask is not None and self.own.masks.due(self.steps, params.names)
+
+    def _masks_of(self, params: PerturbedParams) -> Masks:
+        masks = self.own.masks.masks or {}
+        return {p.name: masks.get(p.name) for p in params}
+
+    def _refresh(self, params: PerturbedParams, batch: Any) -> None:
+        old = self._masks_of(params)
+        self.own.masks.refresh(
+            ScoreContext(
+                self.model,
+                {p.name: p.parameter for p in params},
+                self.own.masks.generator,
+                self.steps,
+                directions=self._directions(params) if self.own.masks.needs_gradient else {},
+                previous=self.own.masks.masks,
+                batch=batch,
+                shards=params.shards,
+                ranks=None if self._ddp is None else self._ddp.process_group,
+            )
+        )
+        self._perturbation.index.clear()
+        self.mask_changes(params, old, self._masks_of(params))
+
+    # ---- the move --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def ascend(self, step: Step) -> None:
+        """Move the weights by e along `direction`."""
+        directions = self._directions(step.params)
+        targets = [self.target(step, p, directions[p.name]) for p in step.params if p.name in directions]
+        if not self._moves(step) or (step.params.shards is None and all(t.is_unmoved for t in targets)):
+            self.own.counters.skipped_ascents += self._moves(step)  # weights are to be moved, and have no gradient
+            return
+        norm = self._last_norm = self._norm(targets, step.params.shards)
+        if isinstance(norm, Tensor):  # on a device: the same rule, without synchronizing
+            self.own.counters.skip_where(~is_usable(norm))
+        elif norm == 0 or not math.isfinite(norm):
+            self.own.counters.skipped_ascents += 1
+            step.ascent_failed = norm != 0
+            if step.ascent_failed:
+                self._warn_once(
+                    f"the ascent gradient's norm is {norm}: this step is taken without perturbation and counted in "
+                    "opt.skipped_ascents. Expected at times with a GradScaler; otherwise lower the learning rate or rho."
+                )
+            return
+        keeps = "last" in self.own.tensors
+        before = [entries.clone() for entries in entries_of(targets)] if keeps else []
+        self._perturbation.move(targets, norm)
+        if keeps:
+            e = torch._foreach_sub(entries_of(targets), before)
+            self.own.tensors["last"] = dict(zip([target.name for target in targets], e, strict=True))
+
+    def target(self, step: Step, param: PerturbedParam, direction: Tensor) -> Target:
+        mask = None if self.options.ascent == "implicit-dense" else step.masks[param.name]
+        weight = param.parameter if step.params.shards is None else local_part(param.parameter)
+        rho = self.signed_rho(param)
+        return Target(param.name, weight, direction, mask, rho / max(1, step.first_passes), param.eta)
+
+    def _directions(self, params: PerturbedParams) -> dict[str, Tensor]:
+        """Returns the directions as dense tensors, or this rank's parts of them."""
+        found = self.direction(params)
+        if params.shards is not None:
+            found = {p.name: local_part(found[p.name], p.parameter) for p in params if p.name in found}
+        return {name: g.to_dense() if g.is_sparse else g for name, g in found.items()}
+
+    def _norm(self, targets: Sequence[Target], shards: Shards | None) -> float | Tensor:
+        """Returns the norm of the targets' directions, over all ranks if they are sharded."""
+        if shards is None:
+            return self._perturbation.norm(targets, self.options.norm)
+        counted = set(shards.counted(target.name for target in targets))
+        return shards.norm(self._perturbation.norm([t for t in targets if t.name in counted], self.options.norm))
+
+    def _moves(self, step: Step) -> bool:
+        """Whether any weight is to be moved, on any rank."""
+        if step.params.shards is not None:
+            return not self.own.masks.is_empty and any(isinstance(p.rho, Tensor) or p.rho != 0 for p in step.params)
+        return any(not self.target(step, p, p.parameter).is_unmoved for p in step.params)
+
+    def _warn_once(self, text: str) -> None:
+        kind = text.split(":")[0]
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(text, RuntimeWarning, stacklevel=4)

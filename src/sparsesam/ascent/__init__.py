@@ -1,1 +1,0 @@
-"""Computes the perturbation, and leaves out what the masks make unnecessary."""

@@ -1,0 +1,263 @@
+"""What the passes of a step do to gradients: missing, left over from before, outside the optimizer; parts of a batch.
+
+Trainers that accumulate over micro-batches add to existing gradients. Such a micro-batch must not be taken for a whole
+step: the second pass would see the last micro-batch only.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
+
+from sparsesam.distributed.ddp import unsynchronized
+from sparsesam.distributed.shards import is_sharded
+from sparsesam.utils.batches import batch_size, scalar_loss, slice_batch
+
+
+def gradients_of(base: Optimizer) -> Iterator[Tensor]:
+    for group in base.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                yield parameter.grad
+
+
+def has_gradients(base: Optimizer) -> bool:
+    return next(gradients_of(base), None) is not None
+
+
+def require_gradients(base: Optimizer, which: str) -> None:
+    if not has_gradients(base):
+        raise RuntimeError(
+            f"the {which} pass made no gradients: the closure (or your loop) must call backward() on a loss that "
+            "depends on the optimizer's parameters, and must not clear the gradients afterwards"
+        )
+
+
+# ---- gradients from before a pass ----------------------------------------------------------------------------
+
+
+class Treatment(enum.Enum):
+    CLEARED = enum.auto()  # or there was no gradient
+    ADDED_TO = enum.auto()
+    UNTOUCHED = enum.auto()  # neither cleared nor added to
+
+
+class OldGradient:
+    """Watches the gradient of the smallest parameter that has one now, until `release`.
+
+    A hook checks the gradient just before autograd adds to it. Sharded parameters are not watched, because autograd
+    does not write their gradients.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        self._treatment: Treatment | None = None
+        with_gradient = [p for p in parameters if p.grad is not None and p.requires_grad and not is_sharded(p)]
+        self._watched = min(with_gradient, key=Tensor.numel, default=None)
+        self._versions = self._gradient_versions()
+        self._gradient = None if self._watched is None else self._watched.grad
+        if self._watched is not None:
+            self._accumulator = _accumulator_of(self._watched)
+            self._handle = self._accumulator.register_prehook(self._before_accumulation)
+
+    def treatment(self) -> Treatment:
+        """Returns what happened to the gradient first: it was cleared, added to, or left untouched."""
+        if self._watched is None:
+            return Treatment.CLEARED
+        if self._treatment is not None:
+            return self._treatment
+        index = next(i for i, p in enumerate(self._parameters) if p is self._watched)
+        versions = self._gradient_versions()
+        if self._watched.grad is not self._gradient or versions[index] != self._versions[index]:
+            return Treatment.CLEARED  # or assigned by hand
+        if versions == self._versions:
+            return Treatment.UNTOUCHED
+        return Treatment.ADDED_TO if self._is_there() else Treatment.CLEARED
+
+    def release(self) -> None:
+        if self._watched is not None:
+            self._handle.remove()
+
+    def _before_accumulation(self, _: Any) -> None:
+        if self._treatment is None:
+            self._treatment = Treatment.ADDED_TO if self._is_there() else Treatment.CLEARED
+
+    def _is_there(self) -> bool:
+        gradient = None if self._watched is None else self._watched.grad
+        if gradient is None:
+            return False
+        return bool(gradient._nnz() if gradient.is_sparse else gradient.any())
+
+    def _gradient_versions(self) -> list[int | None]:
+        return [None if p.grad is None else p.grad._version for p in self._parameters]
+
+
+class UnusedGradients:
+    """Gradients of perturbed() that wait for a step: if a first pass adds to them instead, step() was not called."""
+
+    _old: OldGradient | None = None
+
+    def watch(self, parameters: Sequence[Tensor]) -> None:
+        self._old = OldGradient(parameters)
+
+    def forget(self) -> None:
+        if self._old is not None:
+            self._old.release()
+            self._old = None
+
+    def require_none(self) -> None:
+        old = self._old
+        self.forget()
+        if old is not None and old.treatment() is Treatment.ADDED_TO:
+            raise RuntimeError(
+                "this first pass added to the gradient of the last perturbed(), which no step() has used: with micro-"
+                "batches, run all of them in the first pass and all again in one perturbed() block, then step(). To "
+                "skip a step, call opt.zero_grad(). For trainers see docs/moving-over.md"
+            )
+
+
+class OutsideGradients:
+    """Restores gradients of trainable parameters outside the optimizer to what they were before a first pass added.
+
+    The optimizer clears only its own gradients between the passes; the others too shall receive the gradient of the
+    second pass only. Hooks copy a gradient when it is first added to, so that the pass may clear it.
+    """
+
+    def __init__(self, model: nn.Module, base: Optimizer) -> None:
+        own = {id(parameter) for group in base.param_groups for parameter in group["params"]}
+        outside = [p for p in model.parameters() if p.requires_grad and id(p) not in own and not is_lazy(p)]
+        # fully_shard sets gradients without autograd's accumulators.
+        self._sharded = [(p, p.grad, _copied_gradient(p)) for p in outside if is_sharded(p)]
+        self._accumulators = [(p, _accumulator_of(p)) for p in outside if not is_sharded(p)]
+        self._before: dict[Tensor, Tensor | None] = {}
+        self._hooks: list[RemovableHandle] = []
+
+    def watch(self) -> OutsideGradients:
+        """Register the hooks."""
+        try:
+            for parameter, node in self._accumulators:
+                self._hooks.append(node.register_prehook(partial(self._note, parameter)))
+        except BaseException:  # Ctrl-C
+            self.release()
+            raise
+        return self
+
+    def _note(self, parameter: Tensor, _: Any) -> None:
+        if parameter not in self._before:
+            self._before[parameter] = _copied_gradient(parameter)
+
+    def restore(self) -> None:
+        """Remove the hooks and restore the gradients."""
+        before, sharded = self._before, self._sharded
+        self.release()
+        for parameter, gradient in before.items():
+            parameter.grad = gradient
+        for parameter, old, copied in sharded:
+            parameter.grad = copied if parameter.grad is old else None  # another one: it was cleared
+
+    def release(self) -> None:
+        """Remove the hooks and leave the gradients as they are."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._before, self._sharded, self._accumulators = [], {}, [], []
+
+    def __enter__(self) -> None:
+        self.watch()
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+
+def _copied_gradient(parameter: Tensor) -> Tensor | None:
+    return None if parameter.grad is None else parameter.grad.clone()
+
+
+def _accumulator_of(parameter: Tensor) -> Any:
+    """The node that adds to its gradient; it lives as long as somebody holds it."""
+    with torch.enable_grad():
+        copied: Any = parameter.expand_as(parameter)
+    return copied.grad_fn.next_functions[0][0]
+
+
+# ---- calls of a closure --------------------------------------------------------------------------------------
+
+
+def takes_batch(closure: Callable[..., Any]) -> bool:
+    """Whether the closure takes the batch; a closure for torch.optim takes no argument."""
+    closure = closure.functions[0] if isinstance(closure, Objective) else closure
+    return any(
+        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        for p in inspect.signature(closure).parameters.values()
+    )
+
+
+def part_of(batch: Any, fraction: float) -> Any:
+    """Returns the first samples of the batch, this share of them but at least one."""
+    if fraction == 1:
+        return batch
+    size = batch_size(batch)
+    return slice_batch(batch, slice(0, max(1, math.ceil(fraction * size))), size)
+
+
+def without_graph(result: Any) -> Any:
+    """Returns what a closure returned with all tensors detached, also those in dictionaries, lists and tuples."""
+    return result.detach() if isinstance(result, Tensor) else tree_map(_detached, result)
+
+
+def _detached(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.detach()
+    if not isinstance(leaf, dict | list):
+        return leaf
+    # torch's pytrees treat a dict or list subclass as a leaf unless it is registered.
+    copied = copy.copy(leaf)
+    for key, value in list(leaf.items() if isinstance(leaf, dict) else enumerate(leaf)):
+        copied[key] = without_graph(value)
+    return copied
+
+
+class Objective:
+    """The closure that `SharpnessAware.minimize` makes of functions that return a loss."""
+
+    def __init__(self, optimizer: Any, loss: Any, *, has_aux: bool, scaler: torch.amp.GradScaler | None) -> None:
+        self._optimizer, self._has_aux, self._scaler = optimizer, has_aux, scaler
+        self._is_list = isinstance(loss, list | tuple)
+        self.functions = list(loss) if self._is_list else [loss]
+        if not self.functions or not all(map(callable, self.functions)):
+            raise TypeError(f"loss must be a function that returns the loss, or a list of them, got {loss!r}")
+
+    def __call__(self, *batch: Any) -> Any:
+        """Add up losses and gradients of the functions."""
+        optimizer, total, extras = self._optimizer, None, []
+        optimizer.base.zero_grad()
+        for number, function in enumerate(self.functions, start=1):
+            is_last = number == len(self.functions)
+            with unsynchronized(None if is_last else optimizer._ddp):
+                result = function(*batch)
+                if number == 1 and has_gradients(optimizer.base):
+                    raise RuntimeError(
+                        "loss must not call backward(): minimize() differentiates what it returns. For a closure that "
+                        "calls backward() itself, use opt.step(closure)"
+                    )
+                value, aux = result if self._has_aux else (result, None)
+                value = scalar_loss(value, "loss")
+                optimizer.backward(value if self._scaler is None else self._scaler.scale(value))
+            value = value.detach()
+            total = value if total is None else total + value
+            extras.append(without_graph(aux))
+            del result, aux
+        if not self._has_aux:
+            return total
+        return total, extras if self._is_list else extras[0]

@@ -1,0 +1,580 @@
+"""The step, top to bottom: a pass at w, the ascent to w + e, a pass there, back to w, the base optimizer's update.
+
+    opt.minimize(lambda: loss_fn(model(x), y))     shortest and cheapest: the optimizer differentiates
+    opt.step(closure)                              torch.optim's contract: the closure calls backward() itself
+    with opt.first_pass(): …                       in two phases, for loops that need to do something in between
+    with opt.perturbed(): …
+    opt.step()
+
+All three give the same result. `variants.py` has other methods of the family, each a small subclass.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+
+from sparsesam.ascent import PerturbingOptimizer, Phase, Step, StepKind
+from sparsesam.checkpoint import OwnState
+from sparsesam.distributed.ddp import refuse_join
+from sparsesam.distributed.shards import local_part, reshard
+from sparsesam.gradients import (
+    Objective,
+    OldGradient,
+    OutsideGradients,
+    Treatment,
+    UnusedGradients,
+    gradients_of,
+    has_gradients,
+    part_of,
+    require_gradients,
+    takes_batch,
+    without_graph,
+)
+from sparsesam.groups import check_model, scale_strength
+from sparsesam.masks.mask import MaskRule
+from sparsesam.masks.state import MaskState
+from sparsesam.options import Ascent, AscentScope, OffSteps, Options, require_mask_rule
+from sparsesam.perturbation import Norm, entries_of
+from sparsesam.savings import Savings, Shortcuts
+from sparsesam.schedules import RhoSchedule
+from sparsesam.utils.restore import RNGState, Snapshot, statistics_of, statistics_versions
+from sparsesam.wrapper import inside_wrappers
+
+
+class SharpnessAware(PerturbingOptimizer):
+    """Base class of all methods. Arguments of every method, besides its own:
+
+    Args:
+        base: the optimizer that takes the step. Its parameter groups may hold ``rho``, ``adaptive``, ``eta`` and
+            ``perturb=False`` of their own (as ``sam_rho`` and so on if the base has an option of that name, like
+            Adadelta); a group that is not perturbed does not count in the norm.
+        model: the module whose parameters ``base`` holds.
+        rho: the length of e. Without a schedule, ``group["rho"]`` may be changed at any time.
+        mask: which weights to perturb: `fisher_mask` (SSAM-F), `dynamic_mask` (SSAM-D), `random_mask`, `fixed_mask`,
+            `budget_mask`, or a `Mask` composed of a score, a pattern and a refresh rule; None: all.
+        adaptive: ASAM, e = rho * T² g / ||T g|| with T = |w| + eta on weights and 1 on biases; ``"all"``: on biases
+            too. It needs a rho about ten times larger.
+        eta: the eta of ASAM.
+        norm: ``"full"`` divides by ||g||, ``"masked"`` by ||m ⊙ g||: gradients outside the mask are then not needed.
+        ascent: ``"explicit"`` masks the gradient. ``"implicit"`` also computes the ascent's input gradients with the
+            masked weights of linear and convolution layers, dX = dY · (W ⊙ m); ``"implicit-dense"`` does only that and
+            perturbs every weight along the result (the paper's form).
+        rho_schedule: a function of the step that returns a factor on each group's initial rho, such as `Cosine`.
+        every: ascend in every k-th step.
+        off_steps: what the other steps do: ``"skip"``, the base optimizer's step; ``"reuse"``, one pass at w + the
+            last e.
+        start: the first step that ascends, counted from 0.
+        ascent_fraction: ascend along the gradient of this part of the batch; needs ``batch=…``.
+        ascent_scope: with DistributedDataParallel, ascend along the gradient averaged over all ranks, ``"global"``, or
+            along each rank's own, ``"local"`` (m-sharpness), which is sent only in steps that make a mask from it.
+        engine: ``False`` runs two plain passes; the result is the same.
+    """
+
+    # ---- what a variant changes, besides `passes`, `direction` and their neighbours in ascent.py ------------
+
+    def combine(self, first: list[Tensor] | None, second: list[Tensor]) -> None:
+        """Change the gradient of the last pass in place; ``first`` is that at w, None in steps without it."""
+
+    def after_update(self) -> None:
+        """Called after the base optimizer's update."""
+
+    # ---- construction ----------------------------------------------------------------------------------------
+
+    closure_accumulates: bool = False
+    """For trainers whose closure adds to the gradients of earlier micro-batches. Gradients are cleared before the
+    second pass, so the closure must rerun the earlier micro-batches there. If False, such a closure raises an error.
+    """
+    _copied = ("base", "model", "defaults", "own", "options")
+
+    def __init__(
+        self,
+        base: Optimizer,
+        model: nn.Module,
+        rho: float = 0.05,
+        *,
+        mask: MaskRule | None = None,
+        adaptive: bool | Literal["all"] = False,
+        eta: float = 0.01,
+        norm: Norm = "full",
+        ascent: Ascent = "explicit",
+        rho_schedule: RhoSchedule | None = None,
+        every: int = 1,
+        off_steps: OffSteps = "skip",
+        start: int = 0,
+        ascent_fraction: float = 1.0,
+        ascent_scope: AscentScope = "global",
+        engine: bool = True,
+    ) -> None:
+        check_model(model)
+        self.options = Options(
+            norm, ascent, rho_schedule, every, off_steps, start, ascent_fraction, ascent_scope, engine
+        )
+        self.options.check_model(model)
+        self.options.check_mask(mask)
+        if self.passes() == 1:
+            self.options.check_one_pass(type(self).__name__)
+        kinds = {**self.saved_tensors, **({"last": "kept"} if off_steps == "reuse" else {})}
+        whole = {kind for kind, form in kinds.items() if form == "whole" or ascent == "implicit-dense"}
+        own = OwnState(self.strength, MaskState(mask), {kind: {} for kind in kinds}, frozenset(whole))
+        options = {"strength": rho, "adaptive": adaptive, "eta": eta, "perturb": True}
+        super().__init__(base, model, own, options)
+
+    def _start(self, own: OwnState) -> None:
+        super()._start(own)
+        self._rng = RNGState(self.model.parameters())
+        self._unused = UnusedGradients()
+        self._statistics: list[int] | None = statistics_versions(self.model)
+        self._savings = Savings(0.0, 0, 0, "no step taken yet")
+
+    # ---- one step --------------------------------------------------------------------------------------------
+
+    @inside_wrappers
+    def minimize(
+        self,
+        loss: Callable[..., Any] | Sequence[Callable[..., Any]],
+        *,
+        has_aux: bool = False,
+        batch: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> Any:
+        """Take one step on a function that returns the loss; the optimizer differentiates it, once for each pass.
+
+        The first backward computes only the gradients of `ascent_inputs`. Returns the loss at w, as `step` does.
+        Gradients are cleared before each pass; to clip them, register a step pre-hook on the base optimizer.
+
+        Args:
+            loss: returns a scalar loss, and does not call ``backward()``. Of a list, the losses are added up, one after
+                another, as in gradient accumulation.
+            has_aux: the function returns ``(loss, aux)``, and so does ``minimize``, with ``aux`` of the same pass; a
+                list of them for a list of functions.
+            batch: as in `step`; a function that has a parameter is called with it.
+            scaler: scales the loss of each pass; call ``scaler.update()`` afterwards.
+        """
+        return self.step(Objective(self, loss, has_aux=has_aux, scaler=scaler), batch=batch, scaler=scaler)
+
+    @inside_wrappers
+    @_disable_dynamo  # as torch.optim does; compiled, the weights would be moved twice
+    @torch.no_grad()
+    def step(
+        self,
+        closure: Callable[..., Any] | None = None,
+        *,
+        batch: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> Any:
+        """Take one step.
+
+        The closure clears the gradients, computes the loss, calls ``backward()`` and returns the loss. It is called
+        once for each pass, with the same random numbers. ``step`` returns what the closure returned at w, with all
+        tensors (also those in dictionaries, lists and tuples) detached; at w + e if that pass is the only one, or if
+        ``ascent_fraction`` is below 1. Without a closure, both passes must have run already, the second inside
+        ``perturbed()``.
+
+        ``batch`` is for a mask that measures Fisher information on the current batch, and for ``ascent_fraction``: a
+        closure that has a parameter is called with the batch, or with the ascent's part of it. ``scaler`` is for a
+        closure that scales its loss; call ``scaler.update()`` afterwards, as usual.
+        """
+        if self.is_perturbed:
+            raise RuntimeError("step() inside perturbed() would update the weights at w + e; call it after the block")
+        if self._step is not None and self._step.phase is Phase.READY:
+            return self._finish(self._step, closure)
+        if closure is None:
+            if self._step is None and self._only_makes_state():
+                self.base.step()
+                return None
+            raise RuntimeError(
+                "step() needs a gradient at w + e: pass a closure, or run the second pass in "
+                "`with opt.perturbed(): loss_fn(model(x), y).backward()` before step()"
+            )
+        with self._ended_on_error():
+            step = self._begin(batch)
+            self._statistics = None
+            with torch.enable_grad():
+                result = without_graph(self._run_passes(step, closure, batch))
+            if step.is_empty:
+                self.own.counters.skipped_steps += 1
+                self._warn_once("the closure computed no gradient: no step is taken (opt.skipped_steps)")
+            elif scaler is not None:
+                scaler.step(self)  # calls step() without a closure, or not at all after an overflow
+            else:
+                self.update()
+        self._end()
+        return result
+
+    def _run_passes(self, step: Step, closure: Callable[..., Any], batch: Any) -> Any:
+        """Call the closure once for each pass."""
+        fraction, narrows = self.options.ascent_fraction, isinstance(closure, Objective)
+        with_batch = batch is not None and takes_batch(closure)
+        part = whole = (batch,) if with_batch else ()
+        watched = [] if narrows or step.params.shards is not None else [p.parameter for p in step.params]
+        result = None
+        if step.first_passes:
+            statistics = Snapshot([])
+            if fraction < 1:
+                if not with_batch:
+                    raise ValueError(
+                        f"batch must be given with ascent_fraction={fraction}, and the closure must take it: "
+                        "opt.step(closure, batch=(x, y)) with def closure(batch): ..."
+                    )
+                # The running statistics are updated by the last pass, which sees the whole batch.
+                part, statistics = (part_of(batch, fraction),), Snapshot(statistics_of(self.model.modules()))
+            with self._checked(step, watched), self._first_pass(step, narrows=narrows):
+                result = without_graph(closure(*part))  # otherwise it would keep activations during the second pass
+            statistics.restore()
+            step.is_empty |= result is None and step.is_complete and not has_gradients(self.base)
+            if step.is_empty:
+                return result
+        clears = step.first_passes > 0 or (step.kind is not StepKind.PLAIN and self.closure_accumulates)
+        is_watched = step.kind is not StepKind.PLAIN and not clears
+        with self._checked(step, watched if is_watched else []):
+            with self._perturbed(step, batch, clears=clears, statistics_return=step.first_passes > 0 and fraction == 1):
+                for _ in range(step.first_passes - 1):
+                    closure(*part)
+                    self.ascend(step)
+                    self._restart(step)
+                last = closure(*whole)
+        step.is_empty |= (last is None or self.steps > 0) and not has_gradients(self.base)
+        return result if step.first_passes and fraction == 1 else last
+
+    @contextmanager
+    def _checked(self, step: Step, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """Raise if the block adds to existing gradients; note if it neither adds to them nor clears them."""
+        old = OldGradient(parameters)
+        try:
+            yield
+        finally:
+            old.release()
+        if old.treatment() is Treatment.ADDED_TO and not self.closure_accumulates:
+            raise RuntimeError(
+                "the closure accumulated into existing gradients, but at w + e only the closure's own gradients are "
+                "computed, not the accumulated ones. Clear them in the closure (opt.zero_grad()); to accumulate, give "
+                "opt.minimize() a list of functions, or in a loop run all micro-batches in the first pass and again "
+                "in `with opt.perturbed():`. For trainers and closures of other packages see docs/moving-over.md"
+            )
+        step.is_empty |= old.treatment() is Treatment.UNTOUCHED and not self.closure_accumulates
+
+    # ---- the two passes --------------------------------------------------------------------------------------
+
+    @inside_wrappers
+    @contextmanager
+    def first_pass(self, *, batch: Any = None) -> Iterator[None]:
+        """Run the first pass in this block, with ``opt.backward(loss)`` in place of ``loss.backward()``.
+
+        `backward` computes only the gradients that the ascent needs; ``loss.backward()`` computes all. Gradients of
+        parameters outside the optimizer are restored. Micro-batches may share a block or have one each.
+        """
+        step = self._step
+        if step is not None and step.phase is Phase.BETWEEN and any(p.parameter.grad is not None for p in step.params):
+            self._require_unchanged(step)
+            if step.shortcuts is not None:
+                step.shortcuts.give_up_tape("several blocks: activations of the first are not kept")
+        else:
+            step = self._begin(batch)
+        with self._ended_on_error(), self._first_pass(step, narrows=True):
+            yield
+        step.phase = Phase.BETWEEN
+
+    @inside_wrappers
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """``loss.backward()``; inside `first_pass`, only of the gradients that the ascent needs."""
+        step = self._step
+        if step is None or step.phase is not Phase.FIRST or step.shortcuts is None:
+            loss.backward(**options)
+        else:
+            step.shortcuts.backward(loss, options)
+
+    @property
+    def ascent_inputs(self) -> list[Tensor] | None:
+        """Inside `first_pass`: the parameters whose gradient is needed, for ``loss.backward(inputs=…)``; None: all."""
+        step = self._step
+        return None if step is None or step.shortcuts is None else step.shortcuts.inputs
+
+    @inside_wrappers
+    @contextmanager
+    def perturbed(self, *, batch: Any = None) -> Iterator[None]:
+        """Within the block the weights are at w + e and gradients start from zero; run the second pass there.
+
+        Random numbers are those of `first_pass`. On exit, exceptions included, the weights are restored bit for bit,
+        and the running statistics are those after the first pass.
+        """
+        if self.options.ascent_fraction < 1:
+            raise ValueError(
+                f"ascent_fraction={self.options.ascent_fraction} needs opt.step(closure, batch=...); in a loop with "
+                "perturbed() leave it at 1 and run your first pass on a part of the batch"
+            )
+        if self.is_perturbed:
+            raise RuntimeError("perturbed() must not be entered twice; leave the first block before the next ascent")
+        with self._ended_on_error():
+            self._unused.require_none()
+            step = self._step
+            if step is None or step.phase is not Phase.BETWEEN:
+                step = self._begin(batch, shortcuts=False)
+            else:
+                self._require_unchanged(step)
+            if step.first_passes > 1:
+                raise RuntimeError(
+                    f"a step of {type(self).__name__} has {step.first_passes + 1} passes: use minimize()"
+                )
+            is_moved = self._statistics not in (None, statistics_versions(self.model))
+            with self._perturbed(step, batch, clears=True, statistics_return=step.first_passes > 0 or is_moved):
+                yield
+        self._statistics = statistics_versions(self.model)
+        self._unused.watch([] if step.params.shards is not None else [p.parameter for p in step.params])
+
+    @contextmanager
+    def _first_pass(self, step: Step, *, narrows: bool) -> Iterator[None]:
+        step.phase = Phase.FIRST
+        if step.rng is None:
+            step.rng = self._rng.read()
+        with OutsideGradients(self.model, self.base):
+            if step.shortcuts is None:
+                yield
+                return
+            # A mask computed from the gradient needs the gradient averaged over all ranks.
+            is_local = self.options.ascent_scope == "local" and not self._refresh_due(step.params)
+            with step.shortcuts.first_pass(narrows=narrows, is_local=is_local):
+                yield
+
+    @contextmanager
+    def _perturbed(self, step: Step, batch: Any, *, clears: bool, statistics_return: bool) -> Iterator[None]:
+        step.phase = Phase.PERTURBED
+        statistics = statistics_of(self.model.modules()) if statistics_return else []
+        written = Snapshot([*step.params.renormalized, *statistics])
+        hook = self.model.register_state_dict_pre_hook(_WarnOfPerturbedWeights())
+        is_complete = False
+        try:
+            self._ascend(step, batch)
+            if step.params.shards is not None:
+                reshard(self.model)
+            if clears:
+                self._restart(step)
+            with nullcontext() if step.shortcuts is None else step.shortcuts.second_pass():
+                yield
+            is_complete = True
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error) and sys.version_info >= (3, 11):
+                error.add_note(
+                    "sparsesam: the weights were moved to w + e between the passes; the second pass must run its "
+                    "own forward instead of a graph kept from the first."
+                )
+            raise
+        finally:
+            hook.remove()
+            try:
+                self._restore(step, written)
+            except BaseException:  # Ctrl-C while restoring
+                self._restore(step, written)
+                raise
+            step.phase = Phase.READY if is_complete else Phase.BETWEEN
+        self._combine(step)
+
+    def _require_unchanged(self, step: Step) -> None:
+        """Use the current params and masks; raise if they need gradients that the first pass left out."""
+        params = self._perturbed_params()
+        masks = self._masks_of(params)
+        is_same = masks.keys() == step.masks.keys() and all(step.masks[name] is mask for name, mask in masks.items())
+        if not step.is_complete and (not is_same or self.own.masks.asked):
+            raise RuntimeError(
+                "masks or parameter groups changed between first_pass() and perturbed(), and gradients of the newly "
+                "perturbed weights were not computed; make such changes before first_pass()"
+            )
+        step.params, step.masks = params, masks
+
+    def _restart(self, step: Step) -> None:
+        """Clear the gradients, and return to the random states of the first pass."""
+        self.base.zero_grad()
+        self._unused.forget()
+        if step.rng is not None:
+            self._rng.write(step.rng)
+
+    def _restore(self, step: Step, written: Snapshot) -> None:
+        self._perturbation.undo()
+        if step.params.shards is not None:
+            reshard(self.model)
+        written.restore()
+
+    # ---- to w + e --------------------------------------------------------------------------------------------
+
+    def _begin(self, batch: Any, *, shortcuts: bool = True) -> Step:
+        """Start a step: set rho, list and check the parameters to perturb, make a mask that needs no gradient."""
+        self._end()
+        refuse_join(self._ddp)
+        if self.options.rho_schedule is not None:
+            for group in self.param_groups:
+                self._complete(group)
+                scale_strength(group, self._keys["strength"], self.options.rho_schedule(self.steps + 1))
+        params, kind = self._perturbed_params(), self._kind_of(self.steps)
+        step = Step(kind, self.passes() - 1 if kind is StepKind.ASCEND else 0, params)
+        why_full = "every gradient is needed" if self.needs_every_gradient else None
+        if step.first_passes and self._refresh_due(params):
+            if self.own.masks.needs_gradient:
+                why_full = "the mask is made from the gradients of this step"
+            else:
+                self._refresh(params, batch)
+        step.masks = self._masks_of(params)
+        if step.first_passes and why_full is None and not self._moves(step):
+            step.kind, step.first_passes = StepKind.PLAIN, 0
+        if step.first_passes and shortcuts:
+            step.shortcuts = Shortcuts(self.model, self._ddp, params, step.masks, self.options, why_full=why_full)
+        self._step = step
+        return step
+
+    @torch.no_grad()
+    def _ascend(self, step: Step, batch: Any) -> None:
+        """Move the weights to w + e, after refreshing a mask that is made from the gradient."""
+        if step.kind is StepKind.PLAIN:
+            return
+        if step.kind is StepKind.REUSE:
+            last = self.own.tensors["last"]
+            targets = [self.target(step, p, p.parameter) for p in step.params if p.name in last]
+            saved = [entries.clone() for entries in entries_of(targets)]
+            e = [last[target.name].to(w).view(w.shape) for target, w in zip(targets, saved, strict=True)]
+            self._perturbation.move_to(targets, torch._foreach_add(saved, e), saved=saved)
+            return
+        if self.options.is_implicit and not self._refresh_due(step.params):
+            if step.shortcuts is None:
+                raise RuntimeError(
+                    f"ascent={self.options.ascent!r} did not see the first pass: in a loop with perturbed(), run it in "
+                    "`with opt.first_pass():`"
+                )
+            step.shortcuts.check_implicit(self._warn_once)
+        elif step.first_passes and step.is_complete:
+            require_gradients(self.base, "first")
+        if self._refresh_due(step.params):
+            if not step.first_passes and self.own.masks.needs_gradient and not self.direction(step.params):
+                return  # a momentum exists from the second step on
+            self._refresh(step.params, batch)
+            step.masks = self._masks_of(step.params)
+        if step.first_passes and type(self).combine is not SharpnessAware.combine:
+            clone = self._ddp is not None  # whose gradients may be views of buckets
+            with_gradient = (p for group in self.param_groups for p in group["params"] if p.grad is not None)
+            step.first = {p: p.grad.clone() if clone else p.grad for p in with_gradient}
+        self.ascend(step)
+
+    # ---- the update ------------------------------------------------------------------------------------------
+
+    def _combine(self, step: Step) -> None:
+        if type(self).combine is SharpnessAware.combine:
+            return
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        first = [local_part(step.first.get(p, torch.zeros_like(p)), p) for p in params] if step.first_passes else None
+        self.combine(first, [local_part(p.grad, p) for p in params])
+        step.first = {}
+
+    def update(self) -> None:
+        """Run the base optimizer's update, with the gradient at w + e."""
+        step = self._step
+        assert step is not None, "an update ends a step"
+        require_gradients(self.base, "second")
+        self._unused.forget()
+        if step.ascent_failed and not all(bool(gradient.isfinite().all()) for gradient in gradients_of(self.base)):
+            self.own.counters.skipped_steps += 1
+            self._warn_once("both gradients of a step are not finite: weights are not updated (opt.skipped_steps)")
+        else:
+            self.base.step()
+            self.after_update()
+        self.own.counters.steps += 1
+
+    def _finish(self, step: Step, closure: Callable[[], Any] | None) -> Any:
+        """Take the step after perturbed(). Lightning's manual optimization passes a closure that computes nothing."""
+        result, step.is_empty = None, True
+        with self._ended_on_error():
+            if closure is not None:
+                step.is_empty = False
+                with self._checked(step, [p.parameter for p in step.params]), torch.enable_grad():
+                    result = without_graph(closure())
+            if not step.is_empty:
+                raise RuntimeError(
+                    "step(closure) after perturbed(): the gradient at w + e already exists; call step() without a "
+                    "closure, or leave both passes to step(closure)"
+                )
+            self.update()
+        self._end()
+        self._statistics = statistics_versions(self.model)
+        return result
+
+    @contextmanager
+    def _ended_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._end()
+            raise
+
+    def _end(self) -> None:
+        step, self._step = self._step, None
+        if step is not None and step.shortcuts is not None:
+            self._savings = step.shortcuts.savings()
+            step.shortcuts.release()
+
+    def savings(self) -> Savings:
+        """Returns what the last step left out; its ``str`` says it in three lines."""
+        return self._savings
+
+    @inside_wrappers
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+        self._unused.forget()
+        if self._step is not None and self._step.phase in (Phase.BETWEEN, Phase.READY):
+            self._end()  # its gradient is gone
+
+
+class SAM(SharpnessAware):
+    """Implements sharpness-aware minimization, min_w max_{||e|| <= rho} f(w + e), around any first-order optimizer.
+
+        e = rho * g / ||g||
+        w <- base's update of w with the gradient at w + e
+
+    Foret et al. 2021. The arguments are those of `SharpnessAware`.
+
+    Examples:
+        >>> base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        >>> opt = sparsesam.SAM(base, model, rho=0.05)
+        >>> loss = opt.minimize(lambda: loss_fn(model(x), y))  # the loss at w
+    """
+
+
+class SSAM(SharpnessAware):
+    """Implements sparse SAM: only the weights where the mask m is 1 are perturbed.
+
+        e = rho * m ⊙ g / ||g||            norm="full", the paper's: shorter by the factor ||m ⊙ g|| / ||g||
+        e = rho * m ⊙ g / ||m ⊙ g||        norm="masked": gradients outside the mask need not be computed
+
+    Mi et al. 2022. The paper's first mask is random; here SSAM-F measures Fisher information before the first step.
+    The arguments are those of `SharpnessAware`.
+
+    Examples:
+        >>> mask = sparsesam.fisher_mask(train_set, loss_fn, sparsity=0.5, samples=16)
+        >>> opt = sparsesam.SSAM(base, model, rho=0.1, mask=mask)
+        >>> loss = opt.minimize(lambda: loss_fn(model(x), y))
+        >>> round(opt.sparsity, 2)
+        0.5
+    """
+
+    def __init__(self, base: Optimizer, model: nn.Module, rho: float = 0.05, *, mask: MaskRule, **options: Any) -> None:
+        require_mask_rule(mask)
+        super().__init__(base, model, rho, mask=mask, **options)
+
+
+class _WarnOfPerturbedWeights:
+    """A hook of the model inside perturbed(). A copy of the model that is made there gets a function without effect."""
+
+    def __call__(self, *_: object) -> None:
+        warnings.warn(
+            "the model's state_dict() holds the perturbed weights w + e here; save it after the step, or outside of "
+            "perturbed() and of the closure",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type, (slice(None),)  # the class slice, which takes any three arguments

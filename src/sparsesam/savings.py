@@ -1,0 +1,187 @@
+"""What a step leaves out, and says that it left out. Only the cost changes, never the result.
+
+first backward     computes the gradients that the ascent needs, if the optimizer runs it (`minimize`, `backward`)
+kept filters       their layers compute only their part of dW in that backward               (filters.py)
+second forward     operations before the first perturbed weight return their first outputs   (replay.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from sparsesam.distributed.ddp import average_gradients, needs_every_gradient, unsynchronized
+from sparsesam.filters import FilterLayers, WeightGradient, weight_gradient
+from sparsesam.masks.packed import PackedMask
+from sparsesam.options import Options
+from sparsesam.replay import Tape
+from sparsesam.utils.graph import nodes_of
+from sparsesam.wrapper import PerturbedParams
+
+
+class Savings(NamedTuple):
+    """What the last step left out.
+
+    ``gradients`` is the share of the trainable weights whose gradient the first backward did not compute; ``reused``
+    of ``operations`` in the first forward, up to the first that reads a perturbed weight, were not run again;
+    ``ended`` says where that ended and why.
+    """
+
+    gradients: float
+    reused: int
+    operations: int
+    ended: str
+
+    def __str__(self) -> str:
+        return (
+            f"first backward: {self.gradients:.0%} of the weight gradients left out\n"
+            f"second forward: {self.reused} of {self.operations} recorded operations reused\n"
+            f"reuse ended:    {self.ended}"
+        )
+
+
+class Shortcuts:
+    """What one step leaves out; made at its beginning, released at its end.
+
+    ``inputs`` are the parameters whose gradient the ascent needs; None: all, and nothing is left out of the backward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ddp: DistributedDataParallel | None,
+        params: PerturbedParams,
+        masks: Mapping[str, PackedMask | None],
+        options: Options,
+        *,
+        why_full: str | None,
+    ) -> None:
+        self._model, self._ddp, self._options = model, ddp, options
+        moved = {p.name: p.parameter for p in params if _moves(masks[p.name], p.rho, options)}
+        needs_all = options.norm == "full" or options.ascent == "implicit-dense"
+        self._needed = [p.parameter for p in params if needs_all or p.name in moved]
+        why_full = why_full or _why_nothing(options, params) or (None if moved else "nothing is perturbed")
+        self._wanted = {} if why_full is not None else self._gradients_wanted(params, masks)
+        self.layers = FilterLayers(self._wanted) if self._wanted else None
+        self._trainable = [p for p in model.parameters() if p.requires_grad]
+        is_partial = len(self._needed) < len(self._trainable) or self.layers is not None
+        self.inputs: list[Tensor] | None = None
+        if why_full is None and is_partial and not needs_every_gradient(ddp):
+            self.inputs = self._needed
+        self.why_no_tape = why_full
+        if why_full is None and len(moved) == sum(1 for _ in model.parameters()):
+            self.why_no_tape = "every parameter is perturbed"
+        elif why_full is None and options.ascent_fraction < 1:
+            self.why_no_tape = "the ascent uses only a part of the batch"
+        self.tape = None if self.why_no_tape else Tape(moved, start=None if ddp is None else ddp.module)
+        self.is_complete = True  # no gradient was left out
+
+    def _gradients_wanted(
+        self, params: PerturbedParams, masks: Mapping[str, PackedMask | None]
+    ) -> dict[Tensor, WeightGradient]:
+        """Which layers have a cheaper backward. In an implicit ascent, weights outside the masks stop the gradient."""
+        options, wanted, names = self._options, {}, {id(p.parameter): p.name for p in params}
+        for parameter in self._model.parameters():
+            name = names.get(id(parameter))
+            mask = PackedMask(parameter.shape, 0, None) if name is None else masks[name]
+            if parameter.requires_grad and mask is not None and (name is not None or options.is_implicit):
+                takes_part = name is not None
+                want = weight_gradient(
+                    mask, parameter, ascent=options.ascent, norm=options.norm, takes_part=takes_part
+                )
+                if want is not None:
+                    wanted[parameter] = want
+        return wanted
+
+    def give_up_tape(self, reason: str) -> None:
+        if self.tape is not None:
+            self.tape.release()
+            self.tape, self.why_no_tape = None, reason
+
+    @contextmanager
+    def first_pass(self, *, narrows: bool, is_local: bool) -> Iterator[None]:
+        """``narrows``: the optimizer may run the backward. ``is_local``: gradients are not averaged over ranks."""
+        is_implicit = self._options.is_implicit and self.layers is not None
+        if not narrows:
+            self.inputs = None
+        # DistributedDataParallel would wait for the gradients that are left out.
+        averages = self._ddp is not None and not is_local and (self.inputs is not None or is_implicit)
+        with ExitStack() as stack:
+            stack.enter_context(unsynchronized(self._ddp if averages or is_local else None))
+            if self.layers is not None:
+                stack.enter_context(self.layers)
+            if is_implicit and self.layers is not None:  # asked for by name: every backward of this pass is implicit
+                stack.enter_context(self.layers.narrowed())
+            if self.tape is not None:
+                stack.enter_context(self.tape.recording())
+            yield
+        if averages and self._ddp is not None:
+            average_gradients(self._ddp, self._needed)
+
+    def backward(self, loss: Tensor, options: dict[str, Any]) -> None:
+        """The backward of the first pass."""
+        inputs = [p for p in self.inputs or () if p.requires_grad]
+        # torch refuses to differentiate a reentrant checkpoint in part.
+        if not inputs or has_reentrant_checkpoint(loss):
+            loss.backward(**options)
+            return
+        self.is_complete = False
+        with nullcontext() if self.layers is None else self.layers.narrowed():
+            loss.backward(inputs=inputs, **options)
+
+    def check_implicit(self, warn: Callable[[str], None]) -> None:
+        """Raise unless the first pass computed gradients through masked weights; warn of weights where it did not."""
+        ascent, called = self._options.ascent, set() if self.layers is None else self.layers.called
+        wanted = [p for p, want in self._wanted.items() if not want.mask.is_empty]
+        explicit = [p for p in wanted if id(p) not in called]
+        if wanted and len(explicit) == len(wanted):
+            raise RuntimeError(
+                f"ascent={ascent!r} did not see the first pass: it must use the weights of the model given to the "
+                f"optimizer, {type(self._model).__name__}, in torch's linear and convolution functions"
+            )
+        if explicit:
+            names = {id(p): name for name, p in self._model.named_parameters()}
+            shown = ", ".join(names[id(p)] for p in explicit[:5]) + (" and more" if len(explicit) > 5 else "")
+            warn(f"ascent={ascent!r} acts in linear and convolution layers: the ascent was explicit for {shown}")
+
+    @contextmanager
+    def second_pass(self) -> Iterator[None]:
+        with nullcontext() if self.tape is None else self.tape.replaying():
+            yield
+
+    def savings(self) -> Savings:
+        computed = sum(p.numel() for p in self._trainable)
+        if not self.is_complete:
+            kept = {p: want.mask.count for p, want in self._wanted.items() if not want.dense}
+            computed = sum(kept.get(p, p.numel()) for p in self._needed)
+        total = sum(p.numel() for p in self._trainable)
+        left_out = 1 - computed / total if total else 0.0
+        if self.tape is None:
+            return Savings(left_out, 0, 0, str(self.why_no_tape))
+        return Savings(left_out, self.tape.reused, self.tape.operations, self.tape.ended)
+
+    def release(self) -> None:
+        if self.tape is not None:
+            self.tape.release()
+
+
+def _moves(mask: PackedMask | None, rho: float | Tensor, options: Options) -> bool:
+    is_empty = mask is not None and mask.is_empty and options.ascent != "implicit-dense"
+    return not is_empty and (isinstance(rho, Tensor) or rho != 0)
+
+
+def _why_nothing(options: Options, params: PerturbedParams) -> str | None:
+    if not options.engine:
+        return "engine=False"
+    if params.shards is not None:
+        return "parameters are sharded (fully_shard, DTensor): they are gathered in every forward and backward"
+    return None
+
+
+def has_reentrant_checkpoint(loss: Tensor) -> bool:
+    """Whether a reentrant torch.utils.checkpoint is in the graph of the loss."""
+    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes_of([loss.grad_fn]))

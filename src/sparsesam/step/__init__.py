@@ -1,1 +1,0 @@
-"""The optimizer step: both passes, the base optimizer's update, and the state kept between steps."""

@@ -1,0 +1,305 @@
+"""A torch optimizer around a base optimizer, which shares the base's parameter groups, state and checkpoints."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from sparsesam.checkpoint import OWN, OwnState, SharedState, split_own, with_own
+from sparsesam.distributed.ddp import unwrap
+from sparsesam.distributed.shards import Shards, local_part, refuse_fsdp1
+from sparsesam.gradients import gradients_of
+from sparsesam.groups import check_base, check_call, check_group, is_on_accelerator, named, option_keys
+from sparsesam.masks.mask import MaskRule
+
+
+class PerturbedParam(NamedTuple):
+    """A parameter that is perturbed.
+
+    ``rho`` is a tensor if its group holds one on an accelerator (for CUDA graphs), which the host does not read.
+    ``eta`` is ASAM's where T = |w| + eta, None where T = 1. ``maximize``: the base optimizer maximizes the loss, so
+    the perturbation goes against the gradient.
+    """
+
+    name: str
+    parameter: Tensor
+    rho: float | Tensor
+    eta: float | None
+    maximize: bool
+
+
+class PerturbedParams:
+    """The trainable parameters of the perturbed groups; valid while `is_current`.
+
+    ``shards`` is their layout over the ranks; None: every rank holds whole tensors. ``renormalized`` are weights of
+    embeddings with ``max_norm``: a forward rescales their rows in place, whatever the mask keeps.
+    """
+
+    def __init__(self, model: nn.Module, base: Optimizer, names: Mapping[Tensor, str], keys: Mapping[str, str]) -> None:
+        self._base, self._keys, self._groups = base, keys, list(base.param_groups)  # references: no id is reused
+        self._depends_on = _what_it_depends_on(base, keys)
+        self._params = list(_listed(base, names, keys))
+        self.shards = Shards.of({param.name: param.parameter for param in self})
+        self.renormalized = [
+            weight
+            for module in model.modules()
+            for name, weight in module._parameters.items()
+            if name == "weight" and weight is not None and getattr(module, "max_norm", None) is not None
+        ]
+        self.names = {param.name for param in self}
+
+    @property
+    def is_current(self) -> bool:
+        """Whether groups, their options and requires_grad flags are unchanged."""
+        return _what_it_depends_on(self._base, self._keys) == self._depends_on
+
+    def __iter__(self) -> Iterator[PerturbedParam]:
+        return iter(self._params)
+
+
+def _listed(base: Optimizer, names: Mapping[Tensor, str], keys: Mapping[str, str]) -> Iterator[PerturbedParam]:
+    for group in base.param_groups:
+        rho, adaptive, eta, perturb = (group[key] for key in keys.values())
+        # torch's optimizers hold it in their groups, others (pytorch-optimizer) in an attribute.
+        maximize = bool(group.get("maximize", getattr(base, "maximize", False)))
+        for parameter in group["params"] if perturb else ():
+            if parameter.requires_grad:
+                name = names[parameter]
+                scales = adaptive == "all" or (adaptive and not name.rpartition(".")[2].endswith("bias"))  # as in ASAM
+                yield PerturbedParam(name, parameter, _read(rho), float(eta) if scales else None, maximize)
+
+
+def _read(option: Any) -> Any:
+    """Returns the value of a CPU tensor as a number; anything else unchanged."""
+    return float(option) if isinstance(option, Tensor) and not is_on_accelerator(option) else option
+
+
+def _what_it_depends_on(base: Optimizer, keys: Mapping[str, str]) -> list[Any]:
+    options = (*keys.values(), "maximize")
+    return [
+        (
+            id(group),
+            [id(group[key]) if is_on_accelerator(group.get(key)) else _read(group.get(key)) for key in options],
+            list(map(id, group["params"])),
+            [parameter.requires_grad for parameter in group["params"]],
+        )
+        for group in base.param_groups
+    ]
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+#: Attribute of the base with the options of its last wrapper. A later wrapper (a notebook cell that is run again)
+#: replaces them, but not options that the user set in a group.
+_WRAPPED_WITH = "_sparsesam_options"
+
+
+def inside_wrappers(method: Method) -> Method:
+    """Make a method act on the optimizer itself when it is called on the wrapper that Lightning or Fabric returns.
+
+    That wrapper inherits from the optimizer's class and holds the optimizer in ``_optimizer``: it forwards reads of
+    attributes, but not writes.
+    """
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(self.__dict__.get("_optimizer", self), *args, **kwargs)
+
+    return cast(Method, call)
+
+
+class OptimizerWrapper(Optimizer):
+    """Wraps any optimizer, with additional options in the parameter groups and additional state in checkpoints.
+
+    ``param_groups`` and ``state`` are the base optimizer's own, so a scheduler may be attached to either of the two.
+    """
+
+    #: The option that holds the strength of the perturbation in each parameter group.
+    strength = "rho"
+
+    #: What pickled copies hold; everything else is made anew.
+    _copied = ("base", "model", "defaults", "own")
+    own: OwnState
+    _wrapped: weakref.ref[nn.Module] | None = None  # the model as given, possibly a DistributedDataParallel
+    _params: PerturbedParams | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> OptimizerWrapper:  # (typing.Self needs Python 3.11)
+        cls._check_call(args, kwargs)
+        return super().__new__(cls)
+
+    @classmethod
+    def _check_call(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        check_call(cls.__name__, args, kwargs)
+
+    def __init__(self, base: Optimizer, model: nn.Module, own: OwnState, options: dict[str, Any]) -> None:
+        check_base(base)
+        if isinstance(base, OptimizerWrapper):
+            raise TypeError(f"base must be a plain optimizer, got {type(base).__name__}; wrap its base instead")
+        self.base = base
+        self.model = unwrap(model)
+        given = {self._keys[option]: value for option, value in options.items()}
+        self.defaults = {**base.defaults, **given}
+        # torch's hooks, without Optimizer.__init__, which would create a second set of parameter groups.
+        Optimizer.__setstate__(self, {})
+        earlier = base.__dict__.get(_WRAPPED_WITH, {})
+        for group in base.param_groups:
+            for key, value in earlier.items():
+                before = group.pop(f"initial_{key}", group.get(key))  # a schedule may have changed it
+                group.pop(key, None)
+                if before is not None and before != value:
+                    group[key] = before
+            self._complete(group)
+        base.__dict__[_WRAPPED_WITH] = given
+        self._keep_place()
+        self._names = named(self.model, base)
+        refuse_fsdp1(self._names)
+        self._wrapped = weakref.ref(model)
+        self._start(own)
+
+    def _start(self, own: OwnState) -> None:
+        """Continue from this state; also called for a copy and for a loaded checkpoint."""
+        self.own = own
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: self.__dict__[key] for key in self._copied}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Optimizer.__setstate__(self, state)
+        self._names = named(self.model, self.base)
+        self._start(state["own"])
+
+    def __repr__(self) -> str:
+        options = {key: self.defaults[key] for key in self._keys.values()}
+        settings = ", ".join(f"{key}={value!r}" for key, value in options.items() if key != self._keys["perturb"])
+        mask = "" if self.mask is None else f", mask={type(self.mask).__name__}"
+        base = repr(self.base).replace(f"    {OWN}: {self.base.param_groups[0].get(OWN)}\n", "")
+        return f"{type(self).__name__}({settings}{mask}) around {base}"
+
+    @property
+    def mask(self) -> MaskRule | None:
+        """The rule that makes the masks; None: every weight is perturbed."""
+        return self.own.masks.rule
+
+    @property
+    def _keys(self) -> dict[str, str]:
+        return option_keys(self.base, self.strength)
+
+    @property
+    def _ddp(self) -> DistributedDataParallel | None:
+        """The DistributedDataParallel that the optimizer was given as its model."""
+        wrapped = None if self._wrapped is None else self._wrapped()
+        return wrapped if isinstance(wrapped, DistributedDataParallel) else None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.base.param_groups
+
+    @property
+    def state(self) -> SharedState:  # type: ignore[override]
+        return SharedState(self.base.state, self.own.kinds)
+
+    @property
+    def train(self) -> Callable[[], None]:
+        """The base optimizer's own ``train()``, where it has one (schedule-free optimizers)."""
+        return self._mode("train")
+
+    @property
+    def eval(self) -> Callable[[], None]:
+        """The base optimizer's own ``eval()``, where it has one (schedule-free optimizers)."""
+        return self._mode("eval")
+
+    def _mode(self, name: str) -> Callable[[], None]:
+        switch: Callable[[], None] = getattr(self.base, name)  # so that hasattr(opt, "train") is that of the base
+        return switch
+
+    @inside_wrappers
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.base.add_param_group(param_group)
+        try:
+            self._names = named(self.model, self.base)
+            self._complete(self.base.param_groups[-1])
+        except ValueError:
+            self.base.param_groups.pop()
+            raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the base optimizer's state dict with sparsesam's state added; safe for ``weights_only=True``."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        values, tensors = self.own.state_dict({p.name: p.parameter for p in self._perturbed_params()})
+        state = with_own(self.base.state_dict(), {**values, "names": self._names_in_order}, tensors)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            state = after(self, state) or state
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of this optimizer, or of the bare base optimizer (a run that began without SAM)."""
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        # By position, as torch.optim does: torch.distributed.checkpoint has reordered everything for this optimizer.
+        plain, own, tensors = split_own(state_dict, self._names_in_order)
+        if own is None:
+            warnings.warn(
+                "the checkpoint is from a bare base optimizer: its state is loaded, step counters and masks are reset",
+                stacklevel=2,
+            )
+        else:
+            self.own.check(own, tensors, self.model)
+        # A scheduled rho restarts from its initial value.
+        keys = self._keys.values()
+        options = [{key: group.get(f"initial_{key}", group[key]) for key in keys} for group in self.param_groups]
+        self.base.load_state_dict(plain)
+        for group, mine in zip(self.param_groups, options, strict=True):
+            for key, value in mine.items():
+                group.setdefault(key, value)
+        self._keep_place()
+        self._names = named(self.model, self.base)
+        self._start(self.own.reset() if own is None else self.own.loaded(own, tensors, self._parameters))
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    @property
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        return {name: parameter for parameter, name in self._names.items()}
+
+    @property
+    def _names_in_order(self) -> list[str]:
+        return [self._names[parameter] for group in self.param_groups for parameter in group["params"]]
+
+    def _keep_place(self) -> None:
+        """Add the key to the groups: torch's flattened state dicts load only the keys that they find there."""
+        if self.base.param_groups:
+            self.base.param_groups[0].setdefault(OWN, None)
+
+    def _only_makes_state(self) -> bool:
+        """Whether this is the step by which torch.distributed.checkpoint initializes the base optimizer's state.
+
+        It sets every learning rate and every gradient to zero, so that no weight changes.
+        """
+        rates = [float(group["lr"]) for group in self.param_groups if "lr" in group]
+        still = not self.base.state and bool(rates) and not any(rates)
+        return still and all(not bool(local_part(gradient).any()) for gradient in gradients_of(self.base))
+
+    def _perturbed_params(self) -> PerturbedParams:
+        """Returns the parameters to perturb, after completing and checking their groups."""
+        if self._params is None or not self._params.is_current:
+            for group in self.param_groups:
+                self._complete(group)
+            refuse_fsdp1(self._names)
+            if any(parameter not in self._names for group in self.param_groups for parameter in group["params"]):
+                self._names = named(self.model, self.base)
+            self._params = PerturbedParams(self.model, self.base, self._names, self._keys)
+        return self._params
+
+    def _complete(self, group: dict[str, Any]) -> None:
+        for key in self._keys.values():
+            group.setdefault(key, self.defaults[key])
+        check_group(group, self._keys)
