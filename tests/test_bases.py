@@ -262,7 +262,7 @@ def test_groups_may_differ_in_maximize():
     assert [bool(dot > 0) for dot in dots] == [False, False, True, True, True, True]
 
 
-def test_momentum_already_has_sign_of_base():
+def test_momentum_sam_goes_against_momentum_also_where_base_maximizes():
     x, y = cases.vectors()
     model = cases.mlp()
     base = cases.sgd(model, maximize=True)
@@ -272,7 +272,7 @@ def test_momentum_already_has_sign_of_base():
     before = cases.weights_of(model)
     with opt.perturbed():
         dots = [((now - w) * b).sum() for now, w, b in zip(cases.weights_of(model), before, buffers, strict=True)]
-    assert all(dot > 0 for dot in dots)
+    assert all(dot < 0 for dot in dots)
 
 
 # ---- weights that a forward writes to -------------------------------------------------------------------------

@@ -47,8 +47,8 @@ def test_strength_is_that_of_chosen_method():
 def test_noisy_labels_look_further_ahead_with_batch_normalization(kind, layer, steps):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sequential(layer))
     base = kind(model.parameters(), lr=0.1)
-    assert sparsesam.recommended(base, model, noisy_labels=True).param_groups[0]["rho"] == steps
-    assert sparsesam.recommended(base, model).param_groups[0]["rho"] == 10
+    assert sparsesam.recommended(base, model, noisy_labels=True).param_groups[0]["steps_ahead"] == steps
+    assert sparsesam.recommended(base, model).param_groups[0]["steps_ahead"] == 10
 
 
 @pytest.mark.parametrize("cost", [1.5, 2.0])

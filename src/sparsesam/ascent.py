@@ -9,15 +9,21 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from sparsesam.checkpoint import OwnState
 from sparsesam.distributed.shards import Shards, as_shard_of, local_part
+from sparsesam.gradients import require_gradients
+from sparsesam.groups import check_model
+from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.scores import ScoreContext
-from sparsesam.options import Options
-from sparsesam.perturbation import Perturbation, Target, entries_of, is_usable
+from sparsesam.masks.state import MaskState
+from sparsesam.options import Ascent, AscentScope, OffSteps, Options
+from sparsesam.perturbation import Norm, Perturbation, Target, entries_of, is_usable
 from sparsesam.savings import Shortcuts
+from sparsesam.schedules import RhoSchedule
 from sparsesam.utils.restore import RNGSnapshot
 from sparsesam.wrapper import OptimizerWrapper, PerturbedParam, PerturbedParams, inside_wrappers
 
@@ -67,7 +73,33 @@ class Step:
 
 
 class PerturbingOptimizer(OptimizerWrapper):
-    """An optimizer with masks, which moves its weights to w + e."""
+    """An optimizer with masks, which moves its weights to w + e. Every method has these arguments:
+
+    Args:
+        base: the optimizer that takes the step. Its parameter groups may hold ``rho``, ``adaptive``, ``eta`` and
+            ``perturb=False`` of their own (as ``sam_rho`` and so on if the base has an option of that name, like
+            Adadelta); a group that is not perturbed does not count in the norm.
+        model: the module whose parameters ``base`` holds.
+        rho: the length of e. Without a schedule, ``group["rho"]`` may be changed at any time.
+        mask: which weights to perturb: `fisher_mask` (SSAM-F), `dynamic_mask` (SSAM-D), `random_mask`, `fixed_mask`,
+            `budget_mask`, or a `Mask` composed of a score, a pattern and a refresh rule; None: all.
+        adaptive: ASAM, e = rho * T² g / ||T g|| with T = |w| + eta on weights and 1 on biases; ``"all"``: on biases
+            too. It needs a rho about ten times larger.
+        eta: the eta of ASAM.
+        norm: ``"full"`` divides by ||g||, ``"masked"`` by ||m ⊙ g||: gradients outside the mask are then not needed.
+        ascent: ``"explicit"`` masks the gradient. ``"implicit"`` also computes the ascent's input gradients with the
+            masked weights of linear and convolution layers, dX = dY · (W ⊙ m); ``"implicit-dense"`` does only that and
+            perturbs every weight along the result (the paper's form).
+        rho_schedule: a function of the step that returns a factor on each group's initial rho, such as `Cosine`.
+        every: ascend in every k-th step.
+        off_steps: what the other steps do: ``"skip"``, the base optimizer's step; ``"reuse"``, one pass at w + the
+            last e.
+        start: the first step that ascends, counted from 0.
+        ascent_fraction: ascend along the gradient of this part of the batch; needs ``batch=…``.
+        ascent_scope: with DistributedDataParallel, ascend along the gradient averaged over all ranks, ``"global"``, or
+            along each rank's own, ``"local"`` (m-sharpness), which is sent only in steps that make a mask from it.
+        engine: ``False`` runs two plain passes; the result is the same.
+    """
 
     # ---- what a variant changes ------------------------------------------------------------------------------
 
@@ -88,15 +120,57 @@ class PerturbingOptimizer(OptimizerWrapper):
         """Returns rho, negative where the perturbation goes against the direction."""
         return -param.rho if param.maximize else param.rho
 
+    def combine(self, first: list[Tensor] | None, second: list[Tensor]) -> None:
+        """Change the gradient of the last pass in place; ``first`` is that at w, None in steps without it."""
+
+    def after_update(self) -> None:
+        """Called after the base optimizer's update."""
+
     def mask_changes(self, params: PerturbedParams, old: Masks, new: Masks) -> None:
         """Called after a refresh. The kept entries in ``own.tensors`` belong to the old masks: they are dropped."""
         for kind in self.own.tensors.keys() - self.own.whole:
             self.own.tensors[kind] = {}
 
+    @property
+    def combines(self) -> bool:
+        return type(self).combine is not PerturbingOptimizer.combine
+
     # ---- state -----------------------------------------------------------------------------------------------
 
-    options: Options
+    _copied = ("base", "model", "defaults", "own", "options")
     _step: Step | None  # the step in progress
+
+    def __init__(
+        self,
+        base: Optimizer,
+        model: nn.Module,
+        rho: float = 0.05,
+        *,
+        mask: MaskRule | None = None,
+        adaptive: bool | Literal["all"] = False,
+        eta: float = 0.01,
+        norm: Norm = "full",
+        ascent: Ascent = "explicit",
+        rho_schedule: RhoSchedule | None = None,
+        every: int = 1,
+        off_steps: OffSteps = "skip",
+        start: int = 0,
+        ascent_fraction: float = 1.0,
+        ascent_scope: AscentScope = "global",
+        engine: bool = True,
+    ) -> None:
+        check_model(model)
+        self.options = Options(
+            norm, ascent, rho_schedule, every, off_steps, start, ascent_fraction, ascent_scope, engine
+        )
+        self.options.check_model(model)
+        self.options.check_mask(mask)
+        self.options.check_method(type(self).__name__, self.passes(), everything=self.needs_every_gradient)
+        kinds = {**self.saved_tensors, **({"last": "kept"} if off_steps == "reuse" else {})}
+        whole = {kind for kind, form in kinds.items() if form == "whole" or ascent == "implicit-dense"}
+        own = OwnState(self.strength, MaskState(mask), {kind: {} for kind in kinds}, frozenset(whole))
+        options = {"strength": rho, "adaptive": adaptive, "eta": eta, "perturb": True}
+        super().__init__(base, model, own, options)
 
     def _start(self, own: OwnState) -> None:
         super()._start(own)
@@ -238,6 +312,38 @@ class PerturbingOptimizer(OptimizerWrapper):
     # ---- the move --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    def _ascend(self, step: Step, batch: Any) -> None:
+        """Move the weights to w + e, after refreshing a mask that is made from the gradient."""
+        if step.kind is StepKind.PLAIN:
+            return
+        if step.kind is StepKind.REUSE:
+            last = self.own.tensors["last"]
+            targets = [self.target(step, p, p.parameter) for p in step.params if p.name in last]
+            saved = [entries.clone() for entries in entries_of(targets)]
+            e = [last[target.name].to(w).view(w.shape) for target, w in zip(targets, saved, strict=True)]
+            self._perturbation.move_to(targets, torch._foreach_add(saved, e), saved=saved)
+            return
+        if self.options.is_implicit and not self._refresh_due(step.params):
+            if step.shortcuts is None:
+                raise RuntimeError(
+                    f"ascent={self.options.ascent!r} did not see the first pass: in a loop with perturbed(), run it in "
+                    "`with opt.first_pass():`"
+                )
+            step.shortcuts.check_implicit(self._warn_once)
+        elif step.first_passes and step.is_complete:
+            require_gradients(self.base, "first")
+        if self._refresh_due(step.params):
+            if not step.first_passes and self.own.masks.needs_gradient and not self.direction(step.params):
+                return  # a momentum exists from the second step on
+            self._refresh(step.params, batch)
+            step.masks = self._masks_of(step.params)
+        if step.first_passes and self.combines:
+            clone = self._ddp is not None  # whose gradients may be views of buckets
+            with_gradient = (p for group in self.param_groups for p in group["params"] if p.grad is not None)
+            step.first = {p: p.grad.clone() if clone else p.grad for p in with_gradient}
+        self.ascend(step)
+
+    @torch.no_grad()
     def ascend(self, step: Step) -> None:
         """Move the weights by e along `direction`."""
         directions = self._directions(step.params)
@@ -254,7 +360,7 @@ class PerturbingOptimizer(OptimizerWrapper):
             if step.ascent_failed:
                 self._warn_once(
                     f"the ascent gradient's norm is {norm}: this step is taken without perturbation and counted in "
-                    "opt.skipped_ascents. Expected at times with a GradScaler; otherwise lower the learning rate or rho."
+                    "opt.skipped_ascents. Expected at times with a GradScaler; otherwise lower the learning rate."
                 )
             return
         keeps = "last" in self.own.tensors
@@ -268,7 +374,8 @@ class PerturbingOptimizer(OptimizerWrapper):
         mask = None if self.options.ascent == "implicit-dense" else step.masks[param.name]
         weight = param.parameter if step.params.shards is None else local_part(param.parameter)
         rho = self.signed_rho(param)
-        return Target(param.name, weight, direction, mask, rho / max(1, step.first_passes), param.eta)
+        rho = rho / step.first_passes if step.first_passes > 1 else rho
+        return Target(param.name, weight, direction, mask, rho, param.eta)
 
     def _directions(self, params: PerturbedParams) -> dict[str, Tensor]:
         """Returns the directions as dense tensors, or this rank's parts of them."""

@@ -11,6 +11,7 @@ import enum
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from sparsesam.distributed.ddp import unsynchronized
 from sparsesam.distributed.shards import is_sharded
 from sparsesam.utils.batches import batch_size, scalar_loss, slice_batch
 
@@ -244,7 +244,8 @@ class Objective:
         optimizer.base.zero_grad()
         for number, function in enumerate(self.functions, start=1):
             is_last = number == len(self.functions)
-            with unsynchronized(None if is_last else optimizer._ddp):
+            ddp = None if is_last else optimizer._ddp
+            with nullcontext() if ddp is None else ddp.no_sync():
                 result = function(*batch)
                 if number == 1 and has_gradients(optimizer.base):
                     raise RuntimeError(
@@ -252,7 +253,8 @@ class Objective:
                         "calls backward() itself, use opt.step(closure)"
                     )
                 value, aux = result if self._has_aux else (result, None)
-                value = scalar_loss(value, "loss")
+                if not isinstance(value, Tensor) or value.dim() > 0:
+                    value = scalar_loss(value, "loss")
                 optimizer.backward(value if self._scaler is None else self._scaler.scale(value))
             value = value.detach()
             total = value if total is None else total + value

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from sparsesam.perturbation import is_on_accelerator
+
 
 def option_keys(base: Optimizer, strength: str) -> dict[str, str]:
     """Returns the parameter group keys of our options; ``strength`` is the method's own, usually ``"rho"``.
@@ -61,10 +63,6 @@ def check_group(group: Mapping[str, Any], keys: Mapping[str, str]) -> None:
         raise ValueError(f"{keys['eta']} must be a finite number of at least 0, got {eta}; ASAM uses 0.01")
     if adaptive not in (False, True, "all"):
         raise ValueError(f'{keys["adaptive"]} must be False, True (weights only) or "all", got {adaptive!r}')
-
-
-def is_on_accelerator(value: object) -> bool:
-    return isinstance(value, Tensor) and value.device.type != "cpu"
 
 
 def check_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

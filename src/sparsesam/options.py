@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from torch import nn
@@ -30,8 +30,10 @@ class Options:
     ascent_fraction: float = 1.0
     ascent_scope: AscentScope = "global"
     engine: bool = True
+    is_implicit: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "is_implicit", self.ascent != "explicit")
         check_choice("norm", self.norm, get_args(Norm))
         check_choice("ascent", self.ascent, get_args(Ascent))
         check_choice("ascent_scope", self.ascent_scope, get_args(AscentScope))
@@ -52,10 +54,6 @@ class Options:
             )
         if self.is_implicit and not self.engine:
             raise ValueError(f"engine must be True with ascent={self.ascent!r}, whose gradients the engine computes")
-
-    @property
-    def is_implicit(self) -> bool:
-        return self.ascent != "explicit"
 
     def check_model(self, model: object) -> None:
         if self.ascent_scope == "local" and not isinstance(model, nn.parallel.DistributedDataParallel):
@@ -80,13 +78,14 @@ class Options:
                 "what the mask saves"
             )
 
-    def check_one_pass(self, method: str) -> None:
-        """Raise for options of a first pass, which the method does not have."""
+    def check_method(self, method: str, passes: int, *, everything: bool) -> None:
+        """Raise for options that the method cannot have."""
         for option, default in (("ascent_fraction", 1.0), ("off_steps", "skip"), ("ascent", "explicit")):
-            if getattr(self, option) != default:
-                raise ValueError(
-                    f"{option}={getattr(self, option)!r} has no use with {method}, which has no first pass; leave it out"
-                )
+            value = getattr(self, option)
+            if passes == 1 and value != default:
+                raise ValueError(f"{option}={value!r} has no use with {method}, which has no first pass; leave it out")
+        if everything and self.is_implicit:
+            raise ValueError(f'ascent must be "explicit" with {method}, which needs every gradient at w')
 
 
 def require_mask_rule(mask: object) -> None:

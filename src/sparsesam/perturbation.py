@@ -72,6 +72,10 @@ class Target:
         return self.weight.device.type in HOSTS
 
 
+def is_on_accelerator(value: object) -> bool:
+    return isinstance(value, Tensor) and value.device.type != "cpu"
+
+
 # ---- maths: tensors in, tensors out; compiles with fullgraph=True -------------------------------------------
 
 
@@ -166,7 +170,7 @@ class Perturbation:
 
     @torch.no_grad()
     def move_to(self, targets: Sequence[Target], values: Sequence[Tensor], *, saved: Sequence[Tensor]) -> None:
-        """Move the kept entries to these values; ``saved`` holds what they are now. All as `entries_of` returns them."""
+        """Move the kept entries to these values; ``saved`` holds what they are now. Both are like `entries_of`."""
         self._undo.append(partial(put_entries_of, targets, saved))
         put_entries_of(targets, values)
         torch.clear_autocast_cache()
@@ -203,7 +207,7 @@ def put_entries_of(targets: Sequence[Target], values: Sequence[Tensor]) -> None:
     """Write values, laid out as `entries_of` returns them, to the weights."""
     dense = [(target.weight, value) for target, value in zip(targets, values, strict=True) if target.is_dense]
     if dense:
-        torch._foreach_copy_(*map(list, zip(*dense, strict=True)))
+        torch._foreach_copy_([weight for weight, _ in dense], [value for _, value in dense])
     for target, value in zip(targets, values, strict=True):
         if not target.is_dense:
             put_entries(target.weight, target.mask, value)

@@ -12,10 +12,9 @@ All three give the same result. `variants.py` has other methods of the family, e
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,94 +38,21 @@ from sparsesam.gradients import (
     takes_batch,
     without_graph,
 )
-from sparsesam.groups import check_model, scale_strength
+from sparsesam.groups import scale_strength
 from sparsesam.masks.mask import MaskRule
-from sparsesam.masks.state import MaskState
-from sparsesam.options import Ascent, AscentScope, OffSteps, Options, require_mask_rule
-from sparsesam.perturbation import Norm, entries_of
+from sparsesam.options import require_mask_rule
 from sparsesam.savings import Savings, Shortcuts
-from sparsesam.schedules import RhoSchedule
-from sparsesam.utils.restore import RNGState, Snapshot, statistics_of, statistics_versions
+from sparsesam.utils.restore import RNGState, Snapshot, WarnOfPerturbedWeights, statistics_of, statistics_versions
 from sparsesam.wrapper import inside_wrappers
 
 
 class SharpnessAware(PerturbingOptimizer):
-    """Base class of all methods. Arguments of every method, besides its own:
-
-    Args:
-        base: the optimizer that takes the step. Its parameter groups may hold ``rho``, ``adaptive``, ``eta`` and
-            ``perturb=False`` of their own (as ``sam_rho`` and so on if the base has an option of that name, like
-            Adadelta); a group that is not perturbed does not count in the norm.
-        model: the module whose parameters ``base`` holds.
-        rho: the length of e. Without a schedule, ``group["rho"]`` may be changed at any time.
-        mask: which weights to perturb: `fisher_mask` (SSAM-F), `dynamic_mask` (SSAM-D), `random_mask`, `fixed_mask`,
-            `budget_mask`, or a `Mask` composed of a score, a pattern and a refresh rule; None: all.
-        adaptive: ASAM, e = rho * T² g / ||T g|| with T = |w| + eta on weights and 1 on biases; ``"all"``: on biases
-            too. It needs a rho about ten times larger.
-        eta: the eta of ASAM.
-        norm: ``"full"`` divides by ||g||, ``"masked"`` by ||m ⊙ g||: gradients outside the mask are then not needed.
-        ascent: ``"explicit"`` masks the gradient. ``"implicit"`` also computes the ascent's input gradients with the
-            masked weights of linear and convolution layers, dX = dY · (W ⊙ m); ``"implicit-dense"`` does only that and
-            perturbs every weight along the result (the paper's form).
-        rho_schedule: a function of the step that returns a factor on each group's initial rho, such as `Cosine`.
-        every: ascend in every k-th step.
-        off_steps: what the other steps do: ``"skip"``, the base optimizer's step; ``"reuse"``, one pass at w + the
-            last e.
-        start: the first step that ascends, counted from 0.
-        ascent_fraction: ascend along the gradient of this part of the batch; needs ``batch=…``.
-        ascent_scope: with DistributedDataParallel, ascend along the gradient averaged over all ranks, ``"global"``, or
-            along each rank's own, ``"local"`` (m-sharpness), which is sent only in steps that make a mask from it.
-        engine: ``False`` runs two plain passes; the result is the same.
-    """
-
-    # ---- what a variant changes, besides `passes`, `direction` and their neighbours in ascent.py ------------
-
-    def combine(self, first: list[Tensor] | None, second: list[Tensor]) -> None:
-        """Change the gradient of the last pass in place; ``first`` is that at w, None in steps without it."""
-
-    def after_update(self) -> None:
-        """Called after the base optimizer's update."""
-
-    # ---- construction ----------------------------------------------------------------------------------------
+    """Base class of all methods: the passes of a step. Its arguments are those of `PerturbingOptimizer`."""
 
     closure_accumulates: bool = False
     """For trainers whose closure adds to the gradients of earlier micro-batches. Gradients are cleared before the
     second pass, so the closure must rerun the earlier micro-batches there. If False, such a closure raises an error.
     """
-    _copied = ("base", "model", "defaults", "own", "options")
-
-    def __init__(
-        self,
-        base: Optimizer,
-        model: nn.Module,
-        rho: float = 0.05,
-        *,
-        mask: MaskRule | None = None,
-        adaptive: bool | Literal["all"] = False,
-        eta: float = 0.01,
-        norm: Norm = "full",
-        ascent: Ascent = "explicit",
-        rho_schedule: RhoSchedule | None = None,
-        every: int = 1,
-        off_steps: OffSteps = "skip",
-        start: int = 0,
-        ascent_fraction: float = 1.0,
-        ascent_scope: AscentScope = "global",
-        engine: bool = True,
-    ) -> None:
-        check_model(model)
-        self.options = Options(
-            norm, ascent, rho_schedule, every, off_steps, start, ascent_fraction, ascent_scope, engine
-        )
-        self.options.check_model(model)
-        self.options.check_mask(mask)
-        if self.passes() == 1:
-            self.options.check_one_pass(type(self).__name__)
-        kinds = {**self.saved_tensors, **({"last": "kept"} if off_steps == "reuse" else {})}
-        whole = {kind for kind, form in kinds.items() if form == "whole" or ascent == "implicit-dense"}
-        own = OwnState(self.strength, MaskState(mask), {kind: {} for kind in kinds}, frozenset(whole))
-        options = {"strength": rho, "adaptive": adaptive, "eta": eta, "perturb": True}
-        super().__init__(base, model, own, options)
 
     def _start(self, own: OwnState) -> None:
         super()._start(own)
@@ -213,10 +139,17 @@ class SharpnessAware(PerturbingOptimizer):
     def _run_passes(self, step: Step, closure: Callable[..., Any], batch: Any) -> Any:
         """Call the closure once for each pass."""
         fraction, narrows = self.options.ascent_fraction, isinstance(closure, Objective)
+        if isinstance(closure, Objective) and len(closure.functions) > 1 and step.shortcuts is not None:
+            step.shortcuts.give_up_tape("several functions: activations of the first are not kept")
         with_batch = batch is not None and takes_batch(closure)
         part = whole = (batch,) if with_batch else ()
         watched = [] if narrows or step.params.shards is not None else [p.parameter for p in step.params]
-        result = None
+        if step.kind is StepKind.PLAIN:
+            last = closure(*whole)
+            step.phase, step.is_empty = Phase.READY, self._found_nothing(last)
+            self._combine(step)
+            return last
+        first = None
         if step.first_passes:
             statistics = Snapshot([])
             if fraction < 1:
@@ -228,22 +161,25 @@ class SharpnessAware(PerturbingOptimizer):
                 # The running statistics are updated by the last pass, which sees the whole batch.
                 part, statistics = (part_of(batch, fraction),), Snapshot(statistics_of(self.model.modules()))
             with self._checked(step, watched), self._first_pass(step, narrows=narrows):
-                result = without_graph(closure(*part))  # otherwise it would keep activations during the second pass
+                first = without_graph(closure(*part))  # otherwise it would keep activations during the second pass
             statistics.restore()
-            step.is_empty |= result is None and step.is_complete and not has_gradients(self.base)
+            step.is_empty |= self._found_nothing(first)
             if step.is_empty:
-                return result
-        clears = step.first_passes > 0 or (step.kind is not StepKind.PLAIN and self.closure_accumulates)
-        is_watched = step.kind is not StepKind.PLAIN and not clears
-        with self._checked(step, watched if is_watched else []):
-            with self._perturbed(step, batch, clears=clears, statistics_return=step.first_passes > 0 and fraction == 1):
-                for _ in range(step.first_passes - 1):
-                    closure(*part)
-                    self.ascend(step)
-                    self._restart(step)
-                last = closure(*whole)
-        step.is_empty |= (last is None or self.steps > 0) and not has_gradients(self.base)
-        return result if step.first_passes and fraction == 1 else last
+                return first
+        clears = step.first_passes > 0 or self.closure_accumulates
+        returns = step.first_passes > 0 and fraction == 1
+        with self._checked(step, [] if clears else watched), self._perturbed(step, batch, clears, returns):
+            for _ in range(step.first_passes - 1):
+                closure(*part)
+                self.ascend(step)
+                self._restart(step)
+            last = closure(*whole)
+        step.is_empty |= self._found_nothing(last)
+        return first if returns else last
+
+    def _found_nothing(self, result: Any) -> bool:
+        """Whether a closure computed no gradient on purpose; in the first step, that is taken for a mistake."""
+        return (result is None or self.steps > 0) and not has_gradients(self.base)
 
     @contextmanager
     def _checked(self, step: Step, parameters: Sequence[Tensor]) -> Iterator[None]:
@@ -325,7 +261,7 @@ class SharpnessAware(PerturbingOptimizer):
                     f"a step of {type(self).__name__} has {step.first_passes + 1} passes: use minimize()"
                 )
             is_moved = self._statistics not in (None, statistics_versions(self.model))
-            with self._perturbed(step, batch, clears=True, statistics_return=step.first_passes > 0 or is_moved):
+            with self._perturbed(step, batch, True, step.first_passes > 0 or is_moved):
                 yield
         self._statistics = statistics_versions(self.model)
         self._unused.watch([] if step.params.shards is not None else [p.parameter for p in step.params])
@@ -345,11 +281,12 @@ class SharpnessAware(PerturbingOptimizer):
                 yield
 
     @contextmanager
-    def _perturbed(self, step: Step, batch: Any, *, clears: bool, statistics_return: bool) -> Iterator[None]:
+    def _perturbed(self, step: Step, batch: Any, clears: bool, returns: bool) -> Iterator[None]:
+        """``clears``: gradients start from zero. ``returns``: running statistics are restored."""
         step.phase = Phase.PERTURBED
-        statistics = statistics_of(self.model.modules()) if statistics_return else []
+        statistics = statistics_of(self.model.modules()) if returns else []
         written = Snapshot([*step.params.renormalized, *statistics])
-        hook = self.model.register_state_dict_pre_hook(_WarnOfPerturbedWeights())
+        hook = self.model.register_state_dict_pre_hook(WarnOfPerturbedWeights())
         is_complete = False
         try:
             self._ascend(step, batch)
@@ -407,63 +344,33 @@ class SharpnessAware(PerturbingOptimizer):
     def _begin(self, batch: Any, *, shortcuts: bool = True) -> Step:
         """Start a step: set rho, list and check the parameters to perturb, make a mask that needs no gradient."""
         self._end()
-        refuse_join(self._ddp)
+        if self._ddp is not None:
+            refuse_join(self._ddp)
         if self.options.rho_schedule is not None:
             for group in self.param_groups:
                 self._complete(group)
-                scale_strength(group, self._keys["strength"], self.options.rho_schedule(self.steps + 1))
+                scale_strength(group, self.strength_key, self.options.rho_schedule(self.steps + 1))
         params, kind = self._perturbed_params(), self._kind_of(self.steps)
         step = Step(kind, self.passes() - 1 if kind is StepKind.ASCEND else 0, params)
-        why_full = "every gradient is needed" if self.needs_every_gradient else None
-        if step.first_passes and self._refresh_due(params):
-            if self.own.masks.needs_gradient:
-                why_full = "the mask is made from the gradients of this step"
-            else:
-                self._refresh(params, batch)
+        is_due = step.first_passes > 0 and self._refresh_due(params)
+        if is_due and not self.own.masks.needs_gradient:
+            self._refresh(params, batch)
+            is_due = False
         step.masks = self._masks_of(params)
-        if step.first_passes and why_full is None and not self._moves(step):
+        if step.first_passes and not is_due and not self._moves(step):
             step.kind, step.first_passes = StepKind.PLAIN, 0
         if step.first_passes and shortcuts:
-            step.shortcuts = Shortcuts(self.model, self._ddp, params, step.masks, self.options, why_full=why_full)
+            model, ddp, everything = self.model, self._ddp, self.needs_every_gradient
+            step.shortcuts = Shortcuts(
+                model, ddp, params, step.masks, self.options, everything=everything, is_due=is_due
+            )
         self._step = step
         return step
-
-    @torch.no_grad()
-    def _ascend(self, step: Step, batch: Any) -> None:
-        """Move the weights to w + e, after refreshing a mask that is made from the gradient."""
-        if step.kind is StepKind.PLAIN:
-            return
-        if step.kind is StepKind.REUSE:
-            last = self.own.tensors["last"]
-            targets = [self.target(step, p, p.parameter) for p in step.params if p.name in last]
-            saved = [entries.clone() for entries in entries_of(targets)]
-            e = [last[target.name].to(w).view(w.shape) for target, w in zip(targets, saved, strict=True)]
-            self._perturbation.move_to(targets, torch._foreach_add(saved, e), saved=saved)
-            return
-        if self.options.is_implicit and not self._refresh_due(step.params):
-            if step.shortcuts is None:
-                raise RuntimeError(
-                    f"ascent={self.options.ascent!r} did not see the first pass: in a loop with perturbed(), run it in "
-                    "`with opt.first_pass():`"
-                )
-            step.shortcuts.check_implicit(self._warn_once)
-        elif step.first_passes and step.is_complete:
-            require_gradients(self.base, "first")
-        if self._refresh_due(step.params):
-            if not step.first_passes and self.own.masks.needs_gradient and not self.direction(step.params):
-                return  # a momentum exists from the second step on
-            self._refresh(step.params, batch)
-            step.masks = self._masks_of(step.params)
-        if step.first_passes and type(self).combine is not SharpnessAware.combine:
-            clone = self._ddp is not None  # whose gradients may be views of buckets
-            with_gradient = (p for group in self.param_groups for p in group["params"] if p.grad is not None)
-            step.first = {p: p.grad.clone() if clone else p.grad for p in with_gradient}
-        self.ascend(step)
 
     # ---- the update ------------------------------------------------------------------------------------------
 
     def _combine(self, step: Step) -> None:
-        if type(self).combine is SharpnessAware.combine:
+        if not self.combines:
             return
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         first = [local_part(step.first.get(p, torch.zeros_like(p)), p) for p in params] if step.first_passes else None
@@ -512,9 +419,10 @@ class SharpnessAware(PerturbingOptimizer):
 
     def _end(self) -> None:
         step, self._step = self._step, None
-        if step is not None and step.shortcuts is not None:
-            self._savings = step.shortcuts.savings()
-            step.shortcuts.release()
+        if step is not None and step.first_passes:
+            why = "the first pass was not in `with opt.first_pass():`"
+            self._savings = Savings(0.0, 0, 0, why) if step.shortcuts is None else step.shortcuts.savings()
+            step.release()
 
     def savings(self) -> Savings:
         """Returns what the last step left out; its ``str`` says it in three lines."""
@@ -563,18 +471,3 @@ class SSAM(SharpnessAware):
     def __init__(self, base: Optimizer, model: nn.Module, rho: float = 0.05, *, mask: MaskRule, **options: Any) -> None:
         require_mask_rule(mask)
         super().__init__(base, model, rho, mask=mask, **options)
-
-
-class _WarnOfPerturbedWeights:
-    """A hook of the model inside perturbed(). A copy of the model that is made there gets a function without effect."""
-
-    def __call__(self, *_: object) -> None:
-        warnings.warn(
-            "the model's state_dict() holds the perturbed weights w + e here; save it after the step, or outside of "
-            "perturbed() and of the closure",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type, (slice(None),)  # the class slice, which takes any three arguments

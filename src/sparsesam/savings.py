@@ -12,9 +12,10 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsesam.distributed.ddp import average_gradients, needs_every_gradient, unsynchronized
+from sparsesam.distributed.ddp import average_gradients, needs_every_gradient
 from sparsesam.filters import FilterLayers, WeightGradient, weight_gradient
 from sparsesam.masks.packed import PackedMask
 from sparsesam.options import Options
@@ -47,6 +48,7 @@ class Savings(NamedTuple):
 class Shortcuts:
     """What one step leaves out; made at its beginning, released at its end.
 
+    ``everything``: the method needs every gradient. ``is_due``: a mask will be made from the gradients of this step.
     ``inputs`` are the parameters whose gradient the ascent needs; None: all, and nothing is left out of the backward.
     """
 
@@ -58,41 +60,43 @@ class Shortcuts:
         masks: Mapping[str, PackedMask | None],
         options: Options,
         *,
-        why_full: str | None,
+        everything: bool,
+        is_due: bool,
     ) -> None:
         self._model, self._ddp, self._options = model, ddp, options
         moved = {p.name: p.parameter for p in params if _moves(masks[p.name], p.rho, options)}
         needs_all = options.norm == "full" or options.ascent == "implicit-dense"
         self._needed = [p.parameter for p in params if needs_all or p.name in moved]
-        why_full = why_full or _why_nothing(options, params) or (None if moved else "nothing is perturbed")
-        self._wanted = {} if why_full is not None else self._gradients_wanted(params, masks)
+        why = _why_nothing(options, params, is_due) or (None if moved else "nothing is perturbed")
+        self._wanted = {} if everything or why is not None else self._gradients_wanted(params, masks)
         self.layers = FilterLayers(self._wanted) if self._wanted else None
         self._trainable = [p for p in model.parameters() if p.requires_grad]
         is_partial = len(self._needed) < len(self._trainable) or self.layers is not None
         self.inputs: list[Tensor] | None = None
-        if why_full is None and is_partial and not needs_every_gradient(ddp):
+        # Without knowing the DistributedDataParallel, one must reckon with one that waits for every gradient.
+        needs_all = (dist.is_available() and dist.is_initialized()) if ddp is None else needs_every_gradient(ddp)
+        if why is None and is_partial and not everything and not needs_all:
             self.inputs = self._needed
-        self.why_no_tape = why_full
-        if why_full is None and len(moved) == sum(1 for _ in model.parameters()):
-            self.why_no_tape = "every parameter is perturbed"
-        elif why_full is None and options.ascent_fraction < 1:
-            self.why_no_tape = "the ascent uses only a part of the batch"
-        self.tape = None if self.why_no_tape else Tape(moved, start=None if ddp is None else ddp.module)
+        if why is None and len(moved) == sum(1 for _ in model.parameters()):
+            why = "every parameter is perturbed"
+        elif why is None and options.ascent_fraction < 1:
+            why = "the ascent uses only a part of the batch"
+        self.why_no_tape = why
+        self.tape = None if why else Tape(moved, start=None if ddp is None else ddp.module)
         self.is_complete = True  # no gradient was left out
 
     def _gradients_wanted(
         self, params: PerturbedParams, masks: Mapping[str, PackedMask | None]
     ) -> dict[Tensor, WeightGradient]:
         """Which layers have a cheaper backward. In an implicit ascent, weights outside the masks stop the gradient."""
-        options, wanted, names = self._options, {}, {id(p.parameter): p.name for p in params}
+        wanted: dict[Tensor, WeightGradient] = {}
+        options, names = self._options, {id(p.parameter): p.name for p in params}
         for parameter in self._model.parameters():
             name = names.get(id(parameter))
             mask = PackedMask(parameter.shape, 0, None) if name is None else masks[name]
             if parameter.requires_grad and mask is not None and (name is not None or options.is_implicit):
                 takes_part = name is not None
-                want = weight_gradient(
-                    mask, parameter, ascent=options.ascent, norm=options.norm, takes_part=takes_part
-                )
+                want = weight_gradient(mask, parameter, ascent=options.ascent, norm=options.norm, takes_part=takes_part)
                 if want is not None:
                     wanted[parameter] = want
         return wanted
@@ -111,7 +115,8 @@ class Shortcuts:
         # DistributedDataParallel would wait for the gradients that are left out.
         averages = self._ddp is not None and not is_local and (self.inputs is not None or is_implicit)
         with ExitStack() as stack:
-            stack.enter_context(unsynchronized(self._ddp if averages or is_local else None))
+            if self._ddp is not None and (averages or is_local):
+                stack.enter_context(self._ddp.no_sync())
             if self.layers is not None:
                 stack.enter_context(self.layers)
             if is_implicit and self.layers is not None:  # asked for by name: every backward of this pass is implicit
@@ -174,9 +179,11 @@ def _moves(mask: PackedMask | None, rho: float | Tensor, options: Options) -> bo
     return not is_empty and (isinstance(rho, Tensor) or rho != 0)
 
 
-def _why_nothing(options: Options, params: PerturbedParams) -> str | None:
+def _why_nothing(options: Options, params: PerturbedParams, is_due: bool) -> str | None:
     if not options.engine:
         return "engine=False"
+    if is_due:
+        return "the mask is made from the gradients of this step"
     if params.shards is not None:
         return "parameters are sharded (fully_shard, DTensor): they are gathered in every forward and backward"
     return None

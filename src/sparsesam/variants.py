@@ -147,7 +147,8 @@ class ExtrapolatedSAM(OnePass):
         return float(torch.stack([part.norm() for part in back]).norm()) if back else None
 
     def ascend(self, step: Step) -> None:
-        back, groups = self.own.tensors["back"], {}
+        back = self.own.tensors["back"]
+        groups: dict[float, list[Target]] = {}
         for target in self._tracked(step):
             if target.rho != 0 and target.name in back:
                 groups.setdefault(float(target.rho), []).append(target)
@@ -168,8 +169,8 @@ class ExtrapolatedSAM(OnePass):
         for target, weight in zip(tracked, entries_of(tracked), strict=True):
             if target.name not in step.weights:
                 old = back.pop(target.name, None)
-                is_fit = old is not None and old.shape == weight.shape and old.dtype == weight.dtype
-                step.weights[target.name] = old.copy_(weight) if is_fit else weight.clone()
+                fits = old is not None and old.shape == weight.shape and old.dtype == weight.dtype
+                step.weights[target.name] = old.copy_(weight) if old is not None and fits else weight.clone()
         super().update()
         buffers = [step.weights[target.name] for target in tracked]
         if buffers:
@@ -274,7 +275,7 @@ class WSAM(TwoGradients):
         if not isinstance(gamma, int | float) or not 0 <= gamma < 1:
             raise ValueError(f"gamma must be in [0, 1), got {gamma}; 0.5 weighs the loss at w + e alone, 0.9 is usual")
         self.gamma, self.decouple = gamma, decouple
-        self._sharpness: list[Tensor] = []
+        self._sharpness: Sequence[Tensor] = []
         super().__init__(base, model, rho, **options)
 
     def step(self, closure: Any = None, **options: Any) -> Any:

@@ -17,8 +17,9 @@ from sparsesam.checkpoint import OWN, OwnState, SharedState, split_own, with_own
 from sparsesam.distributed.ddp import unwrap
 from sparsesam.distributed.shards import Shards, local_part, refuse_fsdp1
 from sparsesam.gradients import gradients_of
-from sparsesam.groups import check_base, check_call, check_group, is_on_accelerator, named, option_keys
+from sparsesam.groups import check_base, check_call, check_group, named, option_keys
 from sparsesam.masks.mask import MaskRule
+from sparsesam.perturbation import is_on_accelerator
 
 
 class PerturbedParam(NamedTuple):
@@ -125,7 +126,7 @@ class OptimizerWrapper(Optimizer):
     strength = "rho"
 
     #: What pickled copies hold; everything else is made anew.
-    _copied = ("base", "model", "defaults", "own")
+    _copied: tuple[str, ...] = ("base", "model", "defaults", "own")
     own: OwnState
     _wrapped: weakref.ref[nn.Module] | None = None  # the model as given, possibly a DistributedDataParallel
     _params: PerturbedParams | None = None
@@ -187,9 +188,14 @@ class OptimizerWrapper(Optimizer):
         """The rule that makes the masks; None: every weight is perturbed."""
         return self.own.masks.rule
 
-    @property
+    @functools.cached_property
     def _keys(self) -> dict[str, str]:
         return option_keys(self.base, self.strength)
+
+    @property
+    def strength_key(self) -> str:
+        """The key of the perturbation's strength in each parameter group, usually ``"rho"``."""
+        return self._keys["strength"]
 
     @property
     def _ddp(self) -> DistributedDataParallel | None:

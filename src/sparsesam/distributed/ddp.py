@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-
-from sparsesam.distributed.agreement import is_distributed
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -24,28 +21,18 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
-def needs_every_gradient(ddp: DistributedDataParallel | None) -> bool:
-    """Whether a backward that leaves out gradients would disturb the synchronization of the ranks.
-
-    If the optimizer was not given the DistributedDataParallel itself, there may be one that waits for every gradient.
-    """
-    if ddp is None:
-        return is_distributed()
+def needs_every_gradient(ddp: DistributedDataParallel) -> bool:
+    """Whether a backward that leaves out gradients would disturb the synchronization of the ranks."""
     return bool(ddp.static_graph) or bool(ddp._comm_hooks)
 
 
-def refuse_join(ddp: DistributedDataParallel | None) -> None:
+def refuse_join(ddp: DistributedDataParallel) -> None:
     """Raise within torch's Join, where ranks without inputs would not take part in our collectives."""
-    if ddp is not None and ddp._join_config.enable:
+    if ddp._join_config.enable:
         raise RuntimeError(
             "Join is not supported: ranks without inputs would not take part in the optimizer's own communication; "
             "give all ranks the same number of batches (DistributedSampler(drop_last=True))"
         )
-
-
-def unsynchronized(ddp: DistributedDataParallel | None) -> AbstractContextManager[None]:
-    """Within the block, gradients are not synchronized."""
-    return nullcontext() if ddp is None else ddp.no_sync()
 
 
 def average_gradients(ddp: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:

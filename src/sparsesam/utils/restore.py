@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import operator
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +107,21 @@ def preserve_model_state(model: nn.Module, *, evaluate: bool = True, freeze: boo
         for holder, name, buffer in buffers:
             stack.callback(operator.setitem, holder, name, buffer)
         yield
+
+
+class WarnOfPerturbedWeights:
+    """A hook of the model inside perturbed(). A copy of the model that is made there gets a function without effect."""
+
+    def __call__(self, *_: object) -> None:
+        warnings.warn(
+            "the model's state_dict() holds the perturbed weights w + e here; save it after the step, or outside of "
+            "perturbed() and of the closure",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type, (slice(None),)  # the class slice, which takes any three arguments
 
 
 RNGSnapshot = tuple[Tensor, ...]
