@@ -14,7 +14,7 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 MASK = {"sparsity": 0.5, "refresh": sparsesam.every_steps(2)}
 KINDS = {
-    "momentum": lambda base, model: sparsesam.SAM(base, model, rho=0.5, ascent="momentum"),
+    "momentum": lambda base, model: sparsesam.MomentumSAM(base, model, rho=0.5),
     "extrapolation": lambda base, model: sparsesam.ExtrapolatedSAM(base, model, 5.0),
     "masked extrapolation": lambda base, model: sparsesam.ExtrapolatedSAM(
         base, model, 5.0, mask=sparsesam.dynamic_mask(**MASK)

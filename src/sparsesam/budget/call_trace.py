@@ -262,7 +262,7 @@ def _some_filters(model: nn.Module, *, most: bool) -> dict[int, WeightGradient]:
         if parameter.dim() > 1 and parameter.requires_grad:
             kept = torch.full_like(parameter, most, dtype=torch.bool)
             kept[::4] = not most
-            want = weight_gradient(PackedMask.pack(kept), parameter, "explicit", "masked")
+            want = weight_gradient(PackedMask.pack(kept), parameter, ascent="explicit", norm="masked")
             if want is not None:
                 found[id(parameter)] = want
     return found

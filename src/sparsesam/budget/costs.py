@@ -192,7 +192,7 @@ def _moving(model: nn.Module, clock: Clock, repeats: int) -> float:
     for _ in range(repeats):
         start = clock()
         with torch.no_grad():
-            perturbation.apply([target], perturbation.norm([target], "masked"))
+            perturbation.move([target], perturbation.norm([target], "masked"))
             perturbation.undo()
         spent.append(clock() - start)
     return statistics.median(spent) / weight.numel()

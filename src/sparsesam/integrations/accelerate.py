@@ -41,7 +41,8 @@ class AccumulatedPasses:
 
         def forward_backward() -> Tensor:
             loss = compute_loss()
-            self._accelerator.backward(loss)
+            inputs = self._optimizer.ascent_inputs  # only what the ascent needs
+            self._accelerator.backward(loss, **({} if inputs is None else {"inputs": inputs}))
             return loss.detach()
 
         here, there = self.run(forward_backward)

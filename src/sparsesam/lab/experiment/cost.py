@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from sparsesam.ascent.kinds import ONE_PASS
 from sparsesam.budget.call_trace import MultiplyAdds
 from sparsesam.lab.experiment.config import TrainConfig
 
@@ -24,7 +23,7 @@ def passes_per_step(config: TrainConfig, *, epochs: float | None = None) -> floa
 
     ``epochs`` overrides the number of epochs of the config.
     """
-    if config.is_plain or config.optimizer == "auto" or config.ascent in ONE_PASS:
+    if config.is_plain or config.optimizer == "auto" or config.ascent in ("momentum", "extrapolation"):
         return 1.0
     ascending = max(0.0, 1 - config.ascent_start / (epochs or config.epochs))
     return 1 + config.ascent_fraction * ascending / config.ascent_every

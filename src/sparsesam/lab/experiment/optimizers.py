@@ -41,10 +41,11 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, fisher_data: Any, s
         "ascent_fraction": config.ascent_fraction,
         "engine": config.engine,
     }
+    if config.ascent == "momentum":
+        del common["ascent"]
+        return sparsesam.MomentumSAM(base, model, mask=mask, norm=config.norm, **common)
     if mask is not None:
         return sparsesam.SSAM(base, model, mask=mask, norm=config.norm, **common)
-    if config.ascent.startswith("implicit"):
-        raise ValueError(f"ascent must not be {config.ascent!r} for {config.optimizer}: it needs a mask")
     return sparsesam.SAM(base, model, **common)
 
 
