@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparsesam.ascent.semi_structured import input_gradient
 from sparsesam.masks.packed import PackedMask
+from sparsesam.semi_structured import input_gradient
 from sparsesam.utils.convolutions import expand_arguments
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import sparsesam
-from sparsesam.ascent.semi_structured import Hardware
 from sparsesam.masks.fisher import fisher_diagonal
+from sparsesam.semi_structured import Hardware
 
 if TYPE_CHECKING:
     from sparsesam.lab.commands.parser import Namespace, Parser

@@ -1,0 +1,292 @@
+"""Linear and convolution layers whose backward computes only the gradients that the ascent needs under a mask.
+
+For y = W x with kept output rows R (filters), and dY the gradient of y:
+
+    dW[R] = dY[R] · xᵀ                      zero in the other rows
+    dX    = Wᵀ · dY                         explicit
+    dX    = W[R]ᵀ · dY[R]                   implicit, whole rows
+    dX    = (W ⊙ m)ᵀ · dY                   implicit, any mask; nothing, if the mask is empty
+
+In the block of a `FilterLayers` mode, ``F.linear`` and ``torch.conv1d`` to ``conv3d`` with one of its weights compute
+the same values as ever, and record a backward that can be narrowed. It computes less only in the block of
+``narrowed()``, where the optimizer itself differentiates. Slicing rows keeps every product dense.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from sparsesam.masks.packed import PackedMask
+from sparsesam.semi_structured import input_gradient
+from sparsesam.utils.convolutions import expand_arguments
+
+
+@dataclass(frozen=True)
+class WeightGradient:
+    """Which gradients of one weight tensor the ascent needs."""
+
+    mask: PackedMask
+    implicit: bool  # dX is computed with the masked weights; with an empty mask, not at all
+    dense: bool  # dW is computed for every entry, whatever the mask
+
+
+def weight_gradient(
+    mask: PackedMask, weight: Tensor, *, ascent: str, norm: str, takes_part: bool = True
+) -> WeightGradient | None:
+    """Returns how a layer can compute its gradients at lower cost; None: it cannot.
+
+    ``takes_part``: the optimizer perturbs this weight, unless the mask is empty.
+    """
+    if mask.is_full or weight.dim() < 2:
+        return None
+    if ascent == "explicit" and (mask.rows is None or norm == "full" or weight.is_complex()):
+        return None
+    dense = takes_part and (ascent == "implicit-dense" or (mask.is_empty and norm == "full"))
+    return WeightGradient(mask, implicit=ascent != "explicit", dense=dense)
+
+
+@dataclass
+class Switch:
+    """On while the backward of the ascent runs."""
+
+    on: bool = False
+
+
+class FilterLayers(TorchFunctionMode):
+    """In its block, linear and convolution layers with one of these weights have a backward that can be narrowed.
+
+    A weight is recognized by its identity, whoever makes the call. Other uses of it have their plain backward, and so
+    have layers in compiled code, function transforms, traced code and checkpoints, and under other hooks on saved
+    tensors. ``called`` has the ids of the weights whose layer was called otherwise.
+    """
+
+    def __init__(self, wanted: Mapping[Tensor, WeightGradient]) -> None:
+        super().__init__()
+        self.called: set[int] = set()
+        self._wanted = {id(weight): (want, weight) for weight, want in wanted.items()}  # keeps weights and so ids alive
+        self._switch = Switch()
+
+    @contextmanager
+    def narrowed(self) -> Iterator[None]:
+        """In the block, a backward, and what is differentiated within it, computes only what the ascent needs."""
+        self._switch.on = True
+        try:
+            yield
+        finally:
+            self._switch.on = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # first, so that torch.compile traces nothing else of this mode
+            return func(*args, **kwargs)
+        if func in LAYERS:
+            weight = args[1] if len(args) > 1 else kwargs.get("weight")
+            want, _ = self._wanted.get(id(weight), (None, None))
+            if want is not None and _is_plain_call(func, (*args, *kwargs.values())):
+                self.called.add(id(weight))
+                return LAYERS[func](want, self._switch, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _is_plain_call(func: Any, arguments: tuple[Any, ...]) -> bool:
+    """Whether a call of a layer records a graph of ordinary tensors, which only this forward and its backward use."""
+    tensors = [one for one in arguments if isinstance(one, Tensor)]
+    return (
+        torch.is_grad_enabled()
+        and any(one.requires_grad for one in tensors)
+        and all(type(one) in (Tensor, nn.Parameter) and one.layout is torch.strided for one in tensors)
+        and not any(one.is_nested or (one.is_complex() and func is not F.linear) for one in tensors)
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch.autograd.forward_ad._current_level < 0
+        and torch._C._get_tracing_state() is None
+        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        and torch._C._current_graph_task_id() < 0  # not in a backward, where a checkpoint runs its forward again
+    )
+
+
+#: dX, dW and db; None: not asked for
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+#: bytes of a convolution's input above which a CPU computes its gradients a few samples at a time
+LARGE = 8 << 20
+#: samples whose windows are multiplied at a time
+_IN_CACHE = 4
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a layer; a convolution has a geometry: stride, padding, dilation and groups."""
+
+    function: Callable[..., Tensor]
+    parameter: Tensor
+    want: WeightGradient
+    switch: Switch
+    geometry: tuple[Any, ...] = ()
+
+    def plain(self, dy: Tensor, weight: Tensor, x: Tensor, need: Sequence[bool]) -> Gradients:
+        """Returns the needed gradients; supports double backward."""
+        if self.geometry:
+            *sizes, groups = self.geometry
+            biases, zeros = [len(weight)] if need[2] else None, [0] * len(sizes[0])
+            backward = torch.ops.aten.convolution_backward
+            return backward(dy, x, weight, biases, *sizes, False, zeros, groups, need)  # type: ignore[no-any-return]
+        dx = dy @ weight.conj() if need[0] else None
+        return dx, dy.t() @ x.conj() if need[1] else None, dy.sum(0) if need[2] else None
+
+    def narrowed(self, dy: Tensor, weight: Tensor, x: Tensor, need: Sequence[bool]) -> Gradients:
+        """Returns those that the ascent needs; dW is zero in rows that are not kept."""
+        mask, implicit, rows = self.want.mask, self.want.implicit, self.want.mask.rows
+        dense = self.want.dense or _has_hooks(self.parameter)
+        need_x, need_w, need_b = need
+        db = dy.sum([place for place in range(dy.dim()) if place != 1]) if need_b else None
+        if implicit and mask.is_empty:
+            return None, self._gradients(dy, weight, x, (False, need_w and dense))[1], db
+        if rows is None or (self.geometry and self.geometry[3] > 1):  # filters of a group have inputs of their own
+            return *self._gradients(dy, weight, x, (need_x, need_w), mask if implicit else None)[:2], db
+        kept = dy.index_select(1, rows), weight.index_select(0, rows)
+        dx, dw, _ = self._gradients(*kept, x, (need_x and implicit, need_w and not dense))
+        if dw is not None:
+            dw = torch.zeros_like(weight).index_copy_(0, rows, dw)
+        of_all = self._gradients(dy, weight, x, (need_x and not implicit, need_w and dense))
+        return dx if implicit else of_all[0], of_all[1] if dense else dw, db
+
+    def _gradients(
+        self, dy: Tensor, weight: Tensor, x: Tensor, need: tuple[bool, bool], mask: PackedMask | None = None
+    ) -> Gradients:
+        """Returns dX, through the masked weights, and dW, by the fastest way."""
+        need_x, need_w = need
+        if not (need_x or need_w):
+            return None, None, None
+        if not self.geometry:
+            dx, dw, _ = self.plain(dy, weight, x, (need_x and mask is None, need_w, False))
+            return input_gradient(dy, weight, mask) if need_x and mask is not None else dx, dw, None
+        weight = weight if mask is None else weight * mask.unpack(weight.device)
+        if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
+            return self.plain(dy, weight, x, (need_x, need_w, False))
+        stride, padding, *_ = self.geometry
+        if weight[0, 0].numel() == 1 and max(stride) > 1 and not any(padding):
+            # oneDNN takes as long for a strided 1x1 kernel as for one without stride, so here it gets the pixels read.
+            seen = (slice(None), slice(None), *(slice(None, None, step) for step in stride))
+            unstrided = replace(self, geometry=([1] * len(stride), *self.geometry[1:]))
+            some, dw, _ = unstrided._gradients(dy, weight, x[seen].contiguous(), need)
+            if some is None:
+                return None, dw, None
+            dx = torch.zeros_like(x)
+            dx[seen] = some
+            return dx, dw, None
+        # oneDNN copies x, dY and dX into its own layout. glibc returns buffers of that size to the system after each
+        # call, and the page faults of the next call may take as long as the product itself.
+        count = max(1, LARGE // 2 * len(x) // x.nbytes if x.nbytes > LARGE else len(x))
+        gradients = self.plain
+        if self._has_few_windows(weight, x):
+            count, gradients = _IN_CACHE, self._of_windows
+        if count >= len(x):
+            return gradients(dy, weight, x, (need_x, need_w, False))
+        dx, dw = torch.empty_like(x) if need_x else None, torch.zeros_like(weight) if need_w else None
+        for place in range(0, len(x), count):
+            some_dx, some_dw, _ = gradients(
+                dy[place : place + count], weight, x[place : place + count], (need_x, need_w, False)
+            )
+            if dx is not None and some_dx is not None:
+                dx[place : place + count] = some_dx
+            if dw is not None and some_dw is not None:
+                dw += some_dw
+        return dx, dw, None
+
+    def _has_few_windows(self, weight: Tensor, x: Tensor) -> bool:
+        """Whether the windows of dY take no more memory than a large x, so that matrix products with them are faster.
+
+        oneDNN takes as long for one filter as for sixteen.
+        """
+        stride, padding, dilation, groups = self.geometry
+        is_plain = groups == 1 and weight.dim() == 4 and {*stride, *dilation} == {1}
+        fits = all(pad < size for pad, size in zip(padding, weight.shape[2:], strict=True))
+        return is_plain and fits and x.nbytes > LARGE and x.is_contiguous() and weight[:, 0].numel() <= x.shape[1]
+
+    def _of_windows(self, dy: Tensor, weight: Tensor, x: Tensor, need: Sequence[bool]) -> Gradients:
+        """dX = Wᵀ · windows and dW = windows · xᵀ; a window has the outputs that one input pixel contributes to."""
+        filters, channels, height, width = weight.shape
+        top, left = height - 1 - self.geometry[1][0], width - 1 - self.geometry[1][1]
+        parts = F.pad(dy, (left, left, top, top)).unfold(2, height, 1).unfold(3, width, 1).permute(0, 1, 4, 5, 2, 3)
+        windows = parts.reshape(len(x), filters * height * width, -1)
+        dx = dw = None
+        if need[0]:
+            matrix = weight.flip(2, 3).transpose(0, 1).flatten(1)
+            dx = torch.bmm(matrix.expand(len(x), -1, -1), windows).view_as(x)
+        if need[1]:
+            products = torch.bmm(windows, x.flatten(2).transpose(1, 2)).sum(0)
+            dw = products.view(filters, height, width, channels).permute(0, 3, 1, 2).flip(2, 3)
+        return dx, dw, None
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        y = call.function(x, weight, bias, *call.geometry)
+        # A view that is made in here could not be written in place.
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:  # no gradient reaches this output
+            return None, None, None, None
+        call: _Call = ctx.call
+        x, weight = ctx.saved_tensors
+        shape, gradients = x.shape, call.narrowed if call.switch.on else call.plain
+        if not call.geometry:  # gradients of a linear layer are those of matrices
+            x, dy = (one.reshape(math.prod(one.shape[:-1]), one.shape[-1]) for one in (x, dy))
+        dx, dw, db = gradients(dy, weight, x, ctx.needs_input_grad[:3])
+        return None if dx is None else dx.view(shape), dw, db, None
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def _apply(call: _Call, x: Tensor, bias: Tensor | None) -> Tensor:
+    tensors: tuple[Tensor | None, ...] = (x, call.parameter, bias)
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        # What autocast would do within the call, where no gradient is recorded, and its cache would keep that.
+        dtype = torch.get_autocast_dtype(kind)
+        tensors = tuple(one if one is None or one.dtype == torch.float64 else one.to(dtype) for one in tensors)
+    return _Layer.apply(*tensors, call)  # type: ignore[no-any-return]
+
+
+# Arguments have torch's names, because calls may pass them by keyword.
+def _linear(want: WeightGradient, switch: Switch, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _apply(_Call(F.linear, weight, want, switch), input, bias)
+
+
+def _convolution(
+    convolve: Callable[..., Tensor], want: WeightGradient, switch: Switch,
+    input: Tensor, weight: Tensor, bias: Tensor | None = None,
+    stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
+) -> Tensor:  # fmt: skip
+    is_one = input.dim() == weight.dim() - 1  # one sample without a batch dimension
+    batch, *sizes = expand_arguments(input.unsqueeze(0) if is_one else input, weight, stride, padding, dilation)
+    if padding == "same" and set(sizes[0]) != {1}:  # torch's error
+        return convolve(input, weight, bias, stride, padding, dilation, groups)
+    y = _apply(_Call(convolve, weight, want, switch, (*sizes, groups)), batch, bias)
+    return y.squeeze(0) if is_one else y
+
+
+#: Torch functions with a narrowed backward, and what replaces each: called with the gradient that is wanted, a switch,
+#: and the same arguments.
+LAYERS: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    F.linear: _linear,
+    **{convolve: partial(_convolution, convolve) for convolve in (torch.conv1d, torch.conv2d, torch.conv3d)},
+}
