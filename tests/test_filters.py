@@ -458,6 +458,15 @@ def test_autocast_keeps_weights_differentiable_for_other_uses():
         assert torch.autograd.grad(torch.mm(x.detach(), weight).sum(), weight)[0].abs().sum() > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_autocast_leaves_other_dtypes(dtype):
+    _, x, weight, _ = linear_case(7, 6)
+    x, weight = x.detach().to(dtype), nn.Parameter(weight.detach().to(dtype))
+    with FilterLayers(wanted_for(weight, ascent="implicit")) as layers, torch.autocast("cpu", dtype=torch.bfloat16):
+        assert F.linear(x, weight).dtype == dtype
+    assert layers.called
+
+
 # ---- what the ascent needs -----------------------------------------------------------------------------------------
 
 

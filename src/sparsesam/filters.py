@@ -251,8 +251,8 @@ def _apply(call: _Call, x: Tensor, bias: Tensor | None) -> Tensor:
     kind = x.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         # What autocast would do within the call, where no gradient is recorded, and its cache would keep that.
-        dtype = torch.get_autocast_dtype(kind)
-        tensors = tuple(one if one is None or one.dtype == torch.float64 else one.to(dtype) for one in tensors)
+        dtype, kept = torch.get_autocast_dtype(kind), (torch.float64, torch.complex64, torch.complex128)
+        tensors = tuple(one if one is None or one.dtype in kept else one.to(dtype) for one in tensors)
     return _Layer.apply(*tensors, call)  # type: ignore[no-any-return]
 
 
