@@ -26,10 +26,10 @@ from benchmarks.cases import SGD, Case, Wrap, cifar_batch, sam, ssam
 from benchmarks.dispatch import LaunchCounter
 from benchmarks.timing import device_name, interleaved, print_provenance, ratios
 from sparsesam.ascent.perturbation import pieces
-from sparsesam.semi_structured import Hardware, choose_backend
 from sparsesam.lab.models import resnet18
 from sparsesam.lab.models.vit import vit
 from sparsesam.masks.packed import PackedMask
+from sparsesam.semi_structured import Hardware, choose_backend
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -8,15 +8,16 @@ For y = W x with kept output rows R (filters), and dY the gradient of y:
     dX    = (W ⊙ m)ᵀ · dY                   implicit, any mask; nothing, if the mask is empty
 
 In the block of a `FilterLayers` mode, ``F.linear`` and ``torch.conv1d`` to ``conv3d`` with one of its weights compute
-the same values as ever, and record a backward that can be narrowed. It computes less only in the block of ``narrowed()``,
-in which the optimizer itself differentiates; elsewhere it is the plain one. Slicing rows keeps every product dense.
+the same values as ever, and record a backward that can be narrowed. It computes less only in the block of
+``narrowed()``, where the optimizer itself differentiates. Slicing rows keeps every product dense.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -102,24 +103,29 @@ def _is_plain_call(func: Any, arguments: tuple[Any, ...]) -> bool:
     tensors = [one for one in arguments if isinstance(one, Tensor)]
     return (
         torch.is_grad_enabled()
-        and any(one.requires_grad for one in tensors)
         and all(type(one) in (Tensor, nn.Parameter) and one.layout is torch.strided for one in tensors)
         and not any(one.is_nested or (one.is_complex() and func is not F.linear) for one in tensors)
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch.autograd.forward_ad._current_level < 0
-        and torch._C._get_tracing_state() is None
-        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        and torch._C._current_graph_task_id() < 0  # not in a backward, where a checkpoint runs its forward again
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined]
+        and not _are_saved_tensors_hooked()
     )
 
 
-#: dX, dW and db; None: not asked for
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+def _are_saved_tensors_hooked() -> bool:
+    """A checkpoint's hooks compare what two runs of the same code save, and one may run outside of the mode."""
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks("saved tensors have hooks"):
+            return False
+    except RuntimeError:  # how torch says that there are hooks; torch 2.6 has no other way
+        return True
+
 
 #: bytes of a convolution's input above which a CPU computes its gradients a few samples at a time
 LARGE = 8 << 20
-#: samples whose windows are multiplied at a time
-_IN_CACHE = 4
+
+#: the needed ones of dX, dW and db
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,7 @@ class _Call:
     switch: Switch
     geometry: tuple[Any, ...] = ()
 
-    def plain(self, dy: Tensor, weight: Tensor, x: Tensor, need: Sequence[bool]) -> Gradients:
+    def plain(self, dy: Tensor, weight: Tensor, x: Tensor, need: tuple[bool, ...]) -> Gradients:
         """Returns the needed gradients; supports double backward."""
         if self.geometry:
             *sizes, groups = self.geometry
@@ -142,90 +148,75 @@ class _Call:
         dx = dy @ weight.conj() if need[0] else None
         return dx, dy.t() @ x.conj() if need[1] else None, dy.sum(0) if need[2] else None
 
-    def narrowed(self, dy: Tensor, weight: Tensor, x: Tensor, need: Sequence[bool]) -> Gradients:
+    def narrowed(self, dy: Tensor, weight: Tensor, x: Tensor, need: tuple[bool, ...]) -> Gradients:
         """Returns those that the ascent needs; dW is zero in rows that are not kept."""
         mask, implicit, rows = self.want.mask, self.want.implicit, self.want.mask.rows
         dense = self.want.dense or _has_hooks(self.parameter)
         need_x, need_w, need_b = need
         db = dy.sum([place for place in range(dy.dim()) if place != 1]) if need_b else None
         if implicit and mask.is_empty:
-            return None, self._gradients(dy, weight, x, (False, need_w and dense))[1], db
+            return None, self._some(dy, weight, x, False, need_w and dense)[1], db
         if rows is None or (self.geometry and self.geometry[3] > 1):  # filters of a group have inputs of their own
-            return *self._gradients(dy, weight, x, (need_x, need_w), mask if implicit else None)[:2], db
+            return *self._some(dy, weight, x, need_x, need_w, mask if implicit else None), db
         kept = dy.index_select(1, rows), weight.index_select(0, rows)
-        dx, dw, _ = self._gradients(*kept, x, (need_x and implicit, need_w and not dense))
+        dx, dw = self._some(*kept, x, need_x and implicit, need_w and not dense)
         if dw is not None:
             dw = torch.zeros_like(weight).index_copy_(0, rows, dw)
-        of_all = self._gradients(dy, weight, x, (need_x and not implicit, need_w and dense))
-        return dx if implicit else of_all[0], of_all[1] if dense else dw, db
+        dx_of_all, dw_of_all = self._some(dy, weight, x, need_x and not implicit, need_w and dense)
+        return dx if implicit else dx_of_all, dw_of_all if dense else dw, db
 
-    def _gradients(
-        self, dy: Tensor, weight: Tensor, x: Tensor, need: tuple[bool, bool], mask: PackedMask | None = None
-    ) -> Gradients:
-        """Returns dX, through the masked weights, and dW, by the fastest way."""
-        need_x, need_w = need
+    def _some(
+        self, dy: Tensor, weight: Tensor, x: Tensor, need_x: bool, need_w: bool, mask: PackedMask | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Returns dX, through the masked weights, and dW, if they are needed."""
         if not (need_x or need_w):
-            return None, None, None
+            return None, None
         if not self.geometry:
             dx, dw, _ = self.plain(dy, weight, x, (need_x and mask is None, need_w, False))
-            return input_gradient(dy, weight, mask) if need_x and mask is not None else dx, dw, None
+            return input_gradient(dy, weight, mask) if need_x and mask is not None else dx, dw
         weight = weight if mask is None else weight * mask.unpack(weight.device)
-        if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
-            return self.plain(dy, weight, x, (need_x, need_w, False))
-        stride, padding, *_ = self.geometry
-        if weight[0, 0].numel() == 1 and max(stride) > 1 and not any(padding):
-            # oneDNN takes as long for a strided 1x1 kernel as for one without stride, so here it gets the pixels read.
-            seen = (slice(None), slice(None), *(slice(None, None, step) for step in stride))
-            unstrided = replace(self, geometry=([1] * len(stride), *self.geometry[1:]))
-            some, dw, _ = unstrided._gradients(dy, weight, x[seen].contiguous(), need)
-            if some is None:
-                return None, dw, None
-            dx = torch.zeros_like(x)
-            dx[seen] = some
-            return dx, dw, None
-        # oneDNN copies x, dY and dX into its own layout. glibc returns buffers of that size to the system after each
-        # call, and the page faults of the next call may take as long as the product itself.
-        count = max(1, LARGE // 2 * len(x) // x.nbytes if x.nbytes > LARGE else len(x))
-        gradients = self.plain
-        if self._has_few_windows(weight, x):
-            count, gradients = _IN_CACHE, self._of_windows
-        if count >= len(x):
-            return gradients(dy, weight, x, (need_x, need_w, False))
-        dx, dw = torch.empty_like(x) if need_x else None, torch.zeros_like(weight) if need_w else None
-        for place in range(0, len(x), count):
-            some_dx, some_dw, _ = gradients(
-                dy[place : place + count], weight, x[place : place + count], (need_x, need_w, False)
-            )
-            if dx is not None and some_dx is not None:
-                dx[place : place + count] = some_dx
-            if dw is not None and some_dw is not None:
-                dw += some_dw
-        return dx, dw, None
+        count, gradients = max(1, len(x)), self.plain
+        if x.device.type == "cpu" and x.nbytes > LARGE and x.dtype in (torch.float32, torch.float64):
+            # oneDNN copies x, dY and dX into its own layout. glibc returns buffers of that size to the system after
+            # each call, and the page faults of the next call may take as long as the product itself.
+            count = max(1, LARGE // 2 * len(x) // x.nbytes)
+            if _has_few_windows(self.geometry, weight, x):
+                count, gradients = 4, partial(_window_gradients, self.geometry[1])
+        dx, dw = torch.empty_like(x) if need_x and count < len(x) else None, None
+        for place in range(0, max(1, len(x)), count):
+            at = slice(place, place + count)
+            dx_part, dw_part, _ = gradients(dy[at], weight, x[at], (need_x, need_w, False))
+            if dx is None or dx_part is None:
+                dx = dx_part
+            else:
+                dx[at] = dx_part
+            dw = dw_part if dw is None or dw_part is None else dw.add_(dw_part)
+        return dx, dw
 
-    def _has_few_windows(self, weight: Tensor, x: Tensor) -> bool:
-        """Whether the windows of dY take no more memory than a large x, so that matrix products with them are faster.
 
-        oneDNN takes as long for one filter as for sixteen.
-        """
-        stride, padding, dilation, groups = self.geometry
-        is_plain = groups == 1 and weight.dim() == 4 and {*stride, *dilation} == {1}
-        fits = all(pad < size for pad, size in zip(padding, weight.shape[2:], strict=True))
-        return is_plain and fits and x.nbytes > LARGE and x.is_contiguous() and weight[:, 0].numel() <= x.shape[1]
+def _has_few_windows(geometry: tuple[Any, ...], weight: Tensor, x: Tensor) -> bool:
+    """Whether the windows of dY take no more memory than a large x, so that matrix products with them are faster.
 
-    def _of_windows(self, dy: Tensor, weight: Tensor, x: Tensor, need: Sequence[bool]) -> Gradients:
-        """dX = Wᵀ · windows and dW = windows · xᵀ; a window has the outputs that one input pixel contributes to."""
-        filters, channels, height, width = weight.shape
-        top, left = height - 1 - self.geometry[1][0], width - 1 - self.geometry[1][1]
-        parts = F.pad(dy, (left, left, top, top)).unfold(2, height, 1).unfold(3, width, 1).permute(0, 1, 4, 5, 2, 3)
-        windows = parts.reshape(len(x), filters * height * width, -1)
-        dx = dw = None
-        if need[0]:
-            matrix = weight.flip(2, 3).transpose(0, 1).flatten(1)
-            dx = torch.bmm(matrix.expand(len(x), -1, -1), windows).view_as(x)
-        if need[1]:
-            products = torch.bmm(windows, x.flatten(2).transpose(1, 2)).sum(0)
-            dw = products.view(filters, height, width, channels).permute(0, 3, 1, 2).flip(2, 3)
-        return dx, dw, None
+    oneDNN takes as long for one filter as for sixteen.
+    """
+    stride, padding, dilation, groups = geometry
+    is_plain = groups == 1 and weight.dim() == 4 and {*stride, *dilation} == {1} and x.is_contiguous()
+    fits = all(pad < size for pad, size in zip(padding, weight.shape[2:], strict=True))
+    return is_plain and fits and weight[:, 0].numel() <= x.shape[1]
+
+
+def _window_gradients(padding: list[int], dy: Tensor, weight: Tensor, x: Tensor, need: tuple[bool, ...]) -> Gradients:
+    """dX = Wᵀ · windows and dW = windows · xᵀ; a window has the outputs that one input pixel contributes to."""
+    filters, channels, height, width = weight.shape
+    top, left = height - 1 - padding[0], width - 1 - padding[1]
+    parts = F.pad(dy, (left, left, top, top)).unfold(2, height, 1).unfold(3, width, 1).permute(0, 1, 4, 5, 2, 3)
+    windows = parts.reshape(len(x), filters * height * width, -1)
+    matrix = weight.flip(2, 3).transpose(0, 1).flatten(1).expand(len(x), -1, -1)
+    dx = torch.bmm(matrix, windows).view_as(x) if need[0] else None
+    if not need[1]:
+        return dx, None, None
+    dw = torch.bmm(windows, x.flatten(2).transpose(1, 2)).sum(0).view(filters, height, width, channels)
+    return dx, dw.permute(0, 3, 1, 2).flip(2, 3), None
 
 
 class _Layer(torch.autograd.Function):
@@ -246,7 +237,7 @@ class _Layer(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         shape, gradients = x.shape, call.narrowed if call.switch.on else call.plain
         if not call.geometry:  # gradients of a linear layer are those of matrices
-            x, dy = (one[None] if one.dim() == 1 else one.flatten(0, -2) for one in (x, dy))
+            x, dy = (one.reshape(math.prod(one.shape[:-1]), one.shape[-1]) for one in (x, dy))
         dx, dw, db = gradients(dy, weight, x, ctx.needs_input_grad[:3])
         return None if dx is None else dx.view(shape), dw, db, None
 
@@ -260,8 +251,8 @@ def _apply(call: _Call, x: Tensor, bias: Tensor | None) -> Tensor:
     kind = x.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         # What autocast would do within the call, where no gradient is recorded, and its cache would keep that.
-        dtype = torch.get_autocast_dtype(kind)
-        tensors = tuple(one if one is None or one.dtype == torch.float64 else one.to(dtype) for one in tensors)
+        dtype, kept = torch.get_autocast_dtype(kind), (torch.float64, torch.complex64, torch.complex128)
+        tensors = tuple(one if one is None or one.dtype in kept else one.to(dtype) for one in tensors)
     return _Layer.apply(*tensors, call)  # type: ignore[no-any-return]
 
 

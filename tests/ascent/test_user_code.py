@@ -417,6 +417,7 @@ PRIVATE = {
     "torch._functorch.config.donated_buffer",
     "torch.autograd._get_sequence_nr",
     "torch.autograd.forward_ad._current_level",
+    "torch.ops.aten._unsafe_view",
     "torch.overrides._get_current_function_mode",
     "torch.utils._python_dispatch",
     "torch.utils._pytree",

@@ -11,13 +11,19 @@ from torch.nn import functional as F
 def expand_arguments(
     input: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any
 ) -> tuple[Tensor, list[int], list[int], list[int]]:
-    """Returns the input, with padding="same" added to it, and stride, padding and dilation of each dimension."""
+    """Returns the input, and stride, padding and dilation of each dimension.
+
+    With an uneven padding="same" the input has one more zero at its end, as torch adds it.
+    """
     dimensions = weight.dim() - 2
 
     def each(option: Any) -> list[int]:
-        return [option] * dimensions if isinstance(option, int) else list(option) * (dimensions // len(option))
+        sizes = [option] if isinstance(option, int) else list(option)
+        return sizes * dimensions if len(sizes) == 1 else sizes
 
-    if padding == "same":  # if uneven, more at the end
+    if padding == "same":
         totals = [spread * (size - 1) for size, spread in zip(weight.shape[2:], each(dilation), strict=True)]
-        input = F.pad(input, [side for total in reversed(totals) for side in (total // 2, total - total // 2)])
-    return input, each(stride), each(0 if isinstance(padding, str) else padding), each(dilation)
+        padding = [total // 2 for total in totals]
+        if any(total % 2 for total in totals):
+            input = F.pad(input, [side for total in reversed(totals) for side in (0, total % 2)])
+    return input, each(stride), each(0 if padding == "valid" else padding), each(dilation)

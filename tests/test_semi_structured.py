@@ -12,9 +12,9 @@ from torch.sparse.semi_structured import SparseSemiStructuredTensorCUSPARSELT as
 from torch.sparse.semi_structured import SparseSemiStructuredTensorCUTLASS as Cutlass
 
 import sparsesam
-from sparsesam.semi_structured import Hardware, choose_backend, input_gradient, to_pack
 from sparsesam.lab.models.vit import vit
 from sparsesam.masks.packed import PackedMask
+from sparsesam.semi_structured import Hardware, choose_backend, input_gradient, to_pack
 
 AMPERE = Hardware((8, 0), has_cusparselt=True, allows_tf32=True)
 HOPPER = Hardware((9, 0), has_cusparselt=True, allows_tf32=True)

@@ -1,0 +1,153 @@
+"""The implicit perturbation of whole models against a masked-dense reference: dX = dY · (W ⊙ m)."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import sparsesam
+from tests import cases, oracles
+
+
+class Reference(nn.Module):
+    """y = W x whose input gradient goes through W ⊙ m only; the weight gradient stays dense."""
+
+    def __init__(self, layer, mask):
+        super().__init__()
+        self.layer, self.mask = layer, mask
+
+    def forward(self, x):
+        weight, bias = self.layer.weight, self.layer.bias
+        through, around = weight * self.mask, weight - weight * self.mask
+        if isinstance(self.layer, nn.Linear):
+            return F.linear(x, through) + F.linear(x.detach(), around, bias)
+        convolve = self.layer._conv_forward
+        return convolve(x, through, None) + convolve(x.detach(), around, bias)
+
+
+class Sequence(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+
+    def forward(self, x):
+        return self.layers(x).mean(1)
+
+
+def convolutional(kind, pool, **options):
+    return nn.Sequential(
+        kind(3, 4, 3), nn.Tanh(), kind(4, 8, 3, **options), nn.Tanh(), pool(1), nn.Flatten(), nn.Linear(8, 3)
+    )
+
+
+MODELS = {
+    "conv1d": lambda: (convolutional(nn.Conv1d, nn.AdaptiveAvgPool1d, stride=2), torch.randn(5, 3, 9)),
+    "conv2d": lambda: (convolutional(nn.Conv2d, nn.AdaptiveAvgPool2d, padding="same"), torch.randn(5, 3, 9, 9)),
+    "circular": lambda: (
+        convolutional(nn.Conv2d, nn.AdaptiveAvgPool2d, padding=1, padding_mode="circular"),
+        torch.randn(5, 3, 9, 9),
+    ),
+    "groups": lambda: (convolutional(nn.Conv2d, nn.AdaptiveAvgPool2d, groups=2), torch.randn(5, 3, 9, 9)),
+    "conv3d": lambda: (convolutional(nn.Conv3d, nn.AdaptiveAvgPool3d, padding=1), torch.randn(3, 3, 5, 5, 5)),
+    "sequence": lambda: (Sequence(), torch.randn(7, 4, 6)),
+}
+
+
+def masks_of(model, kind):
+    generator = torch.Generator().manual_seed(3)
+    masks = {}
+    for index, (name, p) in enumerate(model.named_parameters()):
+        mask = torch.ones_like(p, dtype=torch.bool)
+        if p.dim() > 1:
+            if kind == "filters":
+                mask[torch.rand(len(p), generator=generator) < 0.5] = False
+            elif kind == "2:4":
+                mask = sparsesam.NM(2, 4).select({name: torch.rand(p.shape, generator=generator)})[name]
+            elif kind == "tensor":
+                mask[:] = index != 2
+        masks[name] = mask
+    return masks
+
+
+def reference_gradients(model, masks, x, y):
+    twin = copy.deepcopy(model)
+    names = {id(p): name for name, p in twin.named_parameters()}
+    for parent in list(twin.modules()):
+        for name, child in list(parent.named_children()):
+            if hasattr(child, "weight") and child.weight.dim() > 1:
+                setattr(parent, name, Reference(child, masks[names[id(child.weight)]]))
+    F.cross_entropy(twin(x), y).backward()
+    grads = {names[id(p)]: p.grad for p in twin.parameters()}
+    return {
+        name: grads[name] if grads[name] is not None else torch.zeros_like(p) for name, p in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", ["filters", "2:4", "tensor"])
+@pytest.mark.parametrize("ascent", ["implicit", "implicit-dense"])
+def test_perturbation_equals_reference(name, kind, ascent):
+    torch.manual_seed(0)
+    model, x = MODELS[name]()
+    model, x = model.double(), x.double()
+    y = torch.randint(0, 3, (len(x),))
+    masks = masks_of(model, kind)
+    opt = cases.ssam(model, masks, ascent=ascent)
+    opt.refresh_mask(now=True)
+
+    gradient = reference_gradients(model, masks, x, y)
+    kept = oracles.flat([gradient[n] * (m if ascent == "implicit" else 1) for n, m in masks.items()])
+    expected = 0.3 * kept / kept.norm()
+
+    before = oracles.flat(cases.weights_of(model))
+    opt.zero_grad()
+    with opt.first_pass():
+        opt.backward(F.cross_entropy(model(x), y))
+    with opt.perturbed():
+        moved = oracles.flat(cases.weights_of(model)) - before
+        twin = copy.deepcopy(model)
+        F.cross_entropy(model(x), y).backward()
+    torch.testing.assert_close(moved, expected, rtol=1e-9, atol=1e-11)
+    twin.zero_grad()
+    F.cross_entropy(twin(x), y).backward()  # the second pass is an ordinary one
+    there, ordinary = (oracles.flat([p.grad for p in one.parameters()]) for one in (model, twin))
+    torch.testing.assert_close(there, ordinary, rtol=1e-9, atol=1e-11)
+
+
+def test_full_mask_makes_implicit_equal_explicit():
+    results = []
+    for ascent in ("explicit", "implicit"):
+        model = cases.mlp()
+        opt = cases.ssam(model, "*", ascent=ascent)
+        for seed in range(3):
+            x, y = cases.vectors(seed=seed)
+            opt.minimize(lambda model=model, x=x, y=y: F.cross_entropy(model(x), y))
+        results.append(cases.weights_of(model))
+    assert cases.same_bits(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    model = cases.convnet()
+    opt = cases.ssam(model, sparsesam.random_mask(sparsity=0.5, pattern="filter"), rho=0.05, ascent="implicit")
+    x, y = cases.images()
+
+    def loss_of():
+        with torch.autocast("cpu", dtype=dtype):
+            return F.cross_entropy(model(x), y)
+
+    losses = [opt.minimize(loss_of).item() for _ in range(8)]
+    assert losses[-1] < losses[0]
+
+
+def test_implicit_needs_masked_norm():
+    model = cases.mlp()
+    rule = sparsesam.random_mask(sparsity=0.5, pattern="filter")
+    with pytest.raises(ValueError, match='norm must be "masked"'):
+        sparsesam.SSAM(cases.sgd(model), model, mask=rule, ascent="implicit")
+    with pytest.raises(ValueError, match="ascent must be one of"):
+        sparsesam.SSAM(cases.sgd(model), model, mask=rule, ascent="best")
