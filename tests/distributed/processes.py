@@ -67,13 +67,12 @@ def _serve(rank, ranks, store, pipe):
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    with cases.small_modules_are_reused():
-        while True:
-            try:
-                function, arguments = pipe.recv()
-            except EOFError:  # the tests are over
-                os._exit(0)
-            pipe.send(_called(rank, function, arguments))
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:  # the tests are over
+            os._exit(0)
+        pipe.send(_called(rank, function, arguments))
 
 
 def _called(rank, function, arguments):

@@ -1,4 +1,4 @@
-"""The engine under DistributedDataParallel: active on every rank, with the result of two plain passes."""
+"""What is left out under DistributedDataParallel: the result is that of two plain passes, on every rank."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsesam
-from sparsesam.ascent.engine import READS_GRADIENTS
 from tests import cases
-from tests.cases import in_two_phases, with_closure
+from tests.cases import with_closure
 from tests.distributed.processes import run_ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -76,7 +77,7 @@ class WithUnused(Net):
 
 
 class HookOnOneRank(Net):
-    """As for a logger on the first rank: it computes everything, and must not block the others."""
+    """As for a logger on the first rank."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +86,7 @@ class HookOnOneRank(Net):
 
 
 class CountingOnOneRank(SyncBatchNorm):
-    """Changes an attribute, so that its output cannot be reused there; the other ranks must run it too."""
+    """Changes an attribute on one rank."""
 
     calls = 0
 
@@ -98,7 +99,7 @@ class CountingOnOneRank(SyncBatchNorm):
 
 
 class DrawingOnOneRank(SyncBatchNorm):
-    """After a draw from Python's generator nothing of the first pass is reused there."""
+    """Draws from Python's generator on one rank."""
 
     def forward(self, x):
         if dist.get_rank() == 1:
@@ -106,6 +107,24 @@ class DrawingOnOneRank(SyncBatchNorm):
         return super().forward(x)
 
     forward.__module__ = nn.SyncBatchNorm.__module__
+
+
+def by_minimize(opt, model, x, y):
+    opt.minimize(lambda: F.cross_entropy(model(x), y))
+
+
+def by_list(opt, model, x, y):
+    parts = zip(x.chunk(2), y.chunk(2), strict=True)
+    opt.minimize([lambda a=a, b=b: F.cross_entropy(model(a), b) / 2 for a, b in parts])
+
+
+def in_two_phases(opt, model, x, y):
+    opt.zero_grad()
+    with opt.first_pass():
+        opt.backward(F.cross_entropy(model(x), y))
+    with opt.perturbed():
+        F.cross_entropy(model(x), y).backward()
+    opt.step()
 
 
 def accumulated(opt, model, x, y):
@@ -141,21 +160,29 @@ def run_parts(model, parts):
 
 LAST = {"mask": ("head.*",), "norm": "masked"}
 CASES = {
-    "default": (Net, {}, with_closure, LAST),
+    "default": (Net, {}, by_minimize, LAST),
+    "closure": (Net, {}, with_closure, LAST),
     "two phases": (Net, {}, in_two_phases, LAST),
+    "list": (Net, {}, by_list, LAST),
     "clipped": (Net, {}, clipped, LAST),
     "one rank reads gradients": (Net, {}, inspected_on_one_rank, LAST),
-    "hook on one rank": (HookOnOneRank, {}, with_closure, LAST),
+    "hook on one rank": (HookOnOneRank, {}, by_minimize, LAST),
     "hook on one rank, two phases": (HookOnOneRank, {}, in_two_phases, LAST),
-    "full norm": (Net, {}, with_closure, {**LAST, "norm": "full"}),
-    "local ascent": (Net, {}, with_closure, {**LAST, "ascent_scope": "local"}),
-    "no broadcast": (Net, {"broadcast_buffers": False}, with_closure, LAST),
-    "static graph": (Net, {"static_graph": True}, with_closure, LAST),
-    "unused parameters": (WithUnused, {"find_unused_parameters": True}, with_closure, LAST),
+    "full norm": (Net, {}, by_minimize, {**LAST, "norm": "full"}),
+    "filters": (Net, {}, by_minimize, {"mask": ("filters",), "norm": "masked"}),
+    "implicit": (Net, {}, by_minimize, {"mask": ("filters",), "norm": "masked", "ascent": "implicit"}),
+    "implicit, closure": (Net, {}, with_closure, {"mask": ("filters",), "norm": "masked", "ascent": "implicit"}),
+    "local ascent": (Net, {}, by_minimize, {**LAST, "ascent_scope": "local"}),
+    "local ascent, closure": (Net, {}, with_closure, {**LAST, "ascent_scope": "local"}),
+    "no broadcast": (Net, {"broadcast_buffers": False}, by_minimize, LAST),
+    "static graph": (Net, {"static_graph": True}, by_minimize, LAST),
+    "bucket views": (Net, {"gradient_as_bucket_view": True}, by_minimize, LAST),
+    "unused parameters": (WithUnused, {"find_unused_parameters": True}, by_minimize, LAST),
     "no_sync": (Net, {}, accumulated, LAST),
-    "SyncBatchNorm": (Net, {}, with_closure, LAST),
-    "SyncBatchNorm, one rank differs": (Net, {}, with_closure, LAST),
-    "SyncBatchNorm, one rank draws": (Net, {}, with_closure, LAST),
+    "communication hook": (Net, {}, by_minimize, LAST),
+    "SyncBatchNorm": (Net, {}, by_minimize, LAST),
+    "SyncBatchNorm, one rank differs": (Net, {}, by_minimize, LAST),
+    "SyncBatchNorm, one rank draws": (Net, {}, by_minimize, LAST),
 }
 SYNCHRONIZED = {
     "SyncBatchNorm": SyncBatchNorm,
@@ -170,14 +197,17 @@ def train(name, rank, *, engine):
     model = DistributedDataParallel(make().double(), **wrapping)
     if name in SYNCHRONIZED:
         model.module.body[1].__class__ = SYNCHRONIZED[name]
-    mask = sparsesam.fixed_mask(*options["mask"])
+    if name == "communication hook":
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
     rest = {key: value for key, value in options.items() if key != "mask"}
-    opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=mask, engine=engine, **rest)
+    mask = sparsesam.random_mask(sparsity=0.5, pattern="filter") if options["mask"] == ("filters",) else None
+    mask = mask or sparsesam.fixed_mask(*options["mask"])
+    opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=mask, engine=engine or "ascent" in rest, **rest)
     for seed in range(4):
         x, y = (tensor.chunk(2)[rank] for tensor in cases.vectors(16, seed=seed))
         loop(opt, model, x, y)
     # Running statistics are each rank's own until the next forward.
-    return list(model.module.state_dict().values()), opt.engine_report()
+    return list(model.module.state_dict().values()), opt.savings()
 
 
 def train_all(rank):
@@ -192,33 +222,32 @@ def ranks():
 @pytest.mark.parametrize("name", CASES)
 def test_result_equals_two_plain_passes(ranks, name):
     for found in ranks:
-        (values, report), (plain, _) = found[name]
-        assert report["engine"].startswith("on")
+        (values, _), (plain, _) = found[name]
         torch.testing.assert_close(values, plain, rtol=1e-9, atol=1e-11)
 
 
+FULL = ("closure", "clipped", "one rank reads gradients", "full norm", "static graph", "no_sync", "communication hook")
+NOT_REUSED = ("list", "filters", "implicit", "implicit, closure")
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_unperturbed_prefix_is_reused(ranks, name):
-    computed_in_full = ("full norm", "clipped", "one rank reads gradients")
-    for rank, found in enumerate(ranks):
-        report = found[name][0][1]
-        if name.startswith("hook on one rank") and rank == 0:
-            assert "a gradient hook is registered on body.0.weight" in report["engine"]
-            continue
-        again = [part for part in ("body.0", "body.1", "middle.0") if "used again" in report[f"{part}.weight"]]
-        if name == "no_sync" or (name in computed_in_full and torch.__version__ < "2.11"):
-            assert again == []
-            assert report["engine"].startswith("on, but the second pass was computed in full")
-        elif name == "SyncBatchNorm, one rank differs":
-            assert again == ["middle.0"]  # on both ranks
-        elif name == "SyncBatchNorm, one rank draws":
-            assert "body.1" not in again  # on both ranks
-        else:
-            assert again == ["body.0", "body.1", "middle.0"]
-            in_full = f"on, but the first backward was computed in full: {READS_GRADIENTS}"
-            assert report["engine"] == (in_full if name in ("clipped", "one rank reads gradients") else "on")
-        if name not in computed_in_full:
-            assert report["body.0.weight"].startswith("not perturbed: no weight gradient")
+def test_work_is_left_out(ranks, name):
+    for found in ranks:
+        savings = found[name][0][1]
+        assert (savings.gradients == 0) == (name in (*FULL, "implicit, closure", "local ascent, closure"))
+        assert (savings.reused == 0) == (name in NOT_REUSED), savings
+
+
+def joined(rank):
+    model = DistributedDataParallel(Net().double())
+    opt = sparsesam.SAM(cases.sgd(model), model)
+    with pytest.raises(RuntimeError, match="give all ranks the same number of batches"), Join([model]):
+        by_minimize(opt, model, *cases.vectors(8))
+    return True
+
+
+def test_join_raises_with_remedy():
+    assert run_ranks(joined, 2) == [True, True]
 
 
 def refusal(rank):
@@ -241,10 +270,12 @@ def sharded(rank):
     groups = [{"params": list(model.body.parameters()), "perturb": False}]
     groups.append({"params": [*model.middle.parameters(), *model.head.parameters()]})
     opt = sparsesam.SAM(torch.optim.SGD(groups, lr=0.1), model)
-    with_closure(opt, model, *(tensor.chunk(2)[rank] for tensor in cases.vectors(16)))
-    return opt.engine_report()["engine"]
+    by_minimize(opt, model, *(tensor.chunk(2)[rank] for tensor in cases.vectors(16)))
+    return opt.savings()
 
 
 @cases.needs_fsdp2_on_a_cpu
-def test_sharded_parameters_disable_engine_and_are_reported():
-    assert all(words.startswith("off: parameters are sharded (fully_shard") for words in run_ranks(sharded, 2))
+def test_sharded_parameters_leave_nothing_out_and_are_reported():
+    for savings in run_ranks(sharded, 2):
+        assert (savings.gradients, savings.reused) == (0, 0)
+        assert "parameters are sharded (fully_shard" in savings.ended
