@@ -34,9 +34,7 @@ def test_invalid_rho_set_later_raises_before_perturbation():
 
 
 @pytest.mark.parametrize("sparsity", [-0.1, 1.2, float("nan"), "half"])
-@pytest.mark.parametrize(
-    "make", [sparsesam.random_mask, lambda **k: sparsesam.dynamic_mask(refresh=sparsesam.manual(), **k)]
-)
+@pytest.mark.parametrize("make", [sparsesam.random_mask, lambda **k: sparsesam.dynamic_mask(refresh=None, **k)])
 def test_sparsity(make, sparsity):
     with pytest.raises(ValueError, match=r"sparsity must be in \[0, 1\], got"):
         make(sparsity=sparsity)
@@ -52,20 +50,20 @@ def test_sparsity(make, sparsity):
         (lambda: sparsesam.random_mask(pattern="3:2"), "3"),
         (lambda: sparsesam.random_mask(sparsity=0.5, pattern="filters"), "filter"),
         (
-            lambda: sparsesam.dynamic_mask(sparsity=0.5, drop="best", refresh=sparsesam.manual()),
+            lambda: sparsesam.dynamic_mask(sparsity=0.5, drop="best", refresh=None),
             "'flattest', 'sharpest'",
         ),
         (
-            lambda: sparsesam.dynamic_mask(sparsity=0.5, drop_ratio=2, refresh=sparsesam.manual()),
+            lambda: sparsesam.dynamic_mask(sparsity=0.5, drop_ratio=2, refresh=None),
             "drop_ratio",
         ),
         (
-            lambda: sparsesam.dynamic_mask(sparsity=0.5, total_steps=0, refresh=sparsesam.manual()),
+            lambda: sparsesam.dynamic_mask(sparsity=0.5, total_steps=0, refresh=None),
             "total_steps",
         ),
         (lambda: sparsesam.fisher_mask(cases.vectors(), sparsity=0.5), "loss_fn"),
         (lambda: sparsesam.fisher_mask(cases.vectors(), F.cross_entropy, sparsity=0.5, samples=0), "samples"),
-        (lambda: sparsesam.every_steps(0), "at least 1"),
+        (lambda: 0, "at least 1"),
         (lambda: sparsesam.every_epochs(1, steps_per_epoch=0), "len\\(loader\\)"),
         (lambda: sparsesam.fixed_mask(), "fixed_mask"),
         (lambda: sparsesam.fixed_mask({"0.weight": torch.ones(2)}), "bool"),
@@ -283,9 +281,7 @@ def test_first_non_finite_fisher_raises_and_later_ones_are_counted():
     bad[0] = torch.nan
 
     def mask(data):
-        return sparsesam.fisher_mask(
-            (data, y), F.cross_entropy, sparsity=0.5, samples=16, refresh=sparsesam.every_steps(1)
-        )
+        return sparsesam.fisher_mask((data, y), F.cross_entropy, sparsity=0.5, samples=16, refresh=1)
 
     with pytest.raises(ValueError, match=r"0\.weight"):
         run_with(mask(bad))
@@ -303,7 +299,7 @@ def test_first_non_finite_fisher_raises_and_later_ones_are_counted():
 
 def test_ssam_d_keeps_mask_when_gradient_is_not_finite():
     model = cases.mlp()
-    mask = sparsesam.dynamic_mask(sparsity=0.5, refresh=sparsesam.every_steps(1))
+    mask = sparsesam.dynamic_mask(sparsity=0.5, refresh=1)
     opt = sparsesam.SSAM(cases.sgd(model), model, mask=mask)
     x, y = cases.vectors()
     opt.step(cases.closure_for(model, opt, x, y))

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import sparsesam
 from tests import cases
 
-EVERY_STEP = sparsesam.every_steps(1)
+EVERY_STEP = 1
 
 
 def wrap(mask, model=None, **options):
@@ -148,9 +148,9 @@ def refreshed_at(refresh, steps=7):
 
 
 def test_refresh_rules():
-    assert refreshed_at(sparsesam.every_steps(3)) == [0, 3, 6]
+    assert refreshed_at(3) == [0, 3, 6]
     assert refreshed_at(sparsesam.every_epochs(2, steps_per_epoch=2)) == [0, 4]
-    assert refreshed_at(sparsesam.manual()) == [0]
+    assert refreshed_at(None) == [0]
 
 
 def test_manual_refresh():
@@ -209,7 +209,7 @@ def test_custom_mask():
         score=sparsesam.Inverted(sparsesam.GradientMagnitude()),
         pattern=sparsesam.PerLayer(sparsesam.Unstructured()),
         sparsity=0.75,
-        refresh=sparsesam.every_steps(2),
+        refresh=2,
         seed=3,
     )
     model, opt = wrap(rule)
