@@ -149,7 +149,7 @@ MODELS = {
         (4,),
     ),
     "scripted": (lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh())), (4,)),
-    "compiled": (lambda: nn.Sequential(torch.compile(nn.Linear(4, 4)), nn.Tanh()), (4,)),
+    "compiled": (lambda: nn.Sequential(torch.compile(nn.Linear(4, 4), backend="eager"), nn.Tanh()), (4,)),
     "unused parameter": (lambda: Model(lambda self, x: self.a(x), a=nn.Linear(4, 3), b=nn.Linear(2, 2)), (4,)),
     "complex": (lambda: Model(lambda self, x: (x * self.w).abs(), w=nn.Parameter(torch.randn(4) * 1j)), (4,)),
 }
@@ -257,16 +257,16 @@ def test_model_may_compute_its_own_loss_from_dictionary():
 
 
 def test_sampled_labels_average_to_true_fisher():
-    """For logits W x the expectation is diag(p)(1 - p) x^2, here over 5,000 draws."""
+    """For logits W x the expectation is diag(p)(1 - p) x^2, here over 2,000 draws."""
     model = nn.Sequential(nn.Linear(3, 4, bias=False))
     x = torch.randn(3)
     p = model(x).softmax(0).detach()
     expected = (p * (1 - p)).unsqueeze(1) * x**2
-    batch = x.repeat(5_000, 1), torch.zeros(5_000, dtype=torch.long)
+    batch = x.repeat(2_000, 1), torch.zeros(2_000, dtype=torch.long)
     found = fisher_diagonal(
         model, [batch], F.cross_entropy, labels="sampled", generator=torch.Generator().manual_seed(0)
     )
-    torch.testing.assert_close(found.values["0.weight"], expected, rtol=0.1, atol=0)
+    torch.testing.assert_close(found.values["0.weight"], expected, rtol=0.15, atol=0)
 
 
 def test_labels_are_drawn_by_given_function():

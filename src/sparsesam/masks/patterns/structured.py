@@ -52,7 +52,9 @@ class Structured(Pattern):
 
     def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
         units = Units(self.unit, shards)
-        left = min(left_after_drop(count_true(masks, shards), ratio), weight_budget(shards, sparsity))
+        left = left_after_drop(count_true(masks, shards), ratio)
+        if self.rounding == "below":  # otherwise, masks larger than the budget are as asked
+            left = min(left, weight_budget(shards, sparsity))
         return units.expand(fill_greedily(units.scores(keep), units.sizes, left, among=units.kept(masks)), masks)
 
 
