@@ -2,8 +2,8 @@
 
     python -m benchmarks.fisher [--samples 128] [--rounds 5] [--threads 2] [--quick]
 
-Rounds are interleaved so that other load affects all methods equally; medians are compared. Targets: no slower than
-torch.func.vmap, BackPACK and Opacus.
+Rounds are interleaved so that other load affects all methods equally; medians are compared. Targets: at most 1.5 x one
+plain forward-backward pass over the same images, no slower than torch.func.vmap, BackPACK and Opacus.
 """
 
 from __future__ import annotations
