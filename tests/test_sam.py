@@ -72,7 +72,7 @@ OPTIMIZERS = {
         torch.optim.AdamW(model.parameters()), model, 0.3, mask=sparsesam.fixed_mask("head.*"), adaptive=True
     ),
     "half": lambda model: cases.ssam(model, cases.half_masks(model)),
-    "SSAM-D": lambda model: cases.ssam(model, sparsesam.dynamic_mask(sparsity=0.5, refresh=sparsesam.every_steps(2))),
+    "SSAM-D": lambda model: cases.ssam(model, sparsesam.dynamic_mask(sparsity=0.5, refresh=2)),
     "every other step": lambda model: cases.ssam(model, every=2, off_steps="reuse"),
     "from the third step": lambda model: cases.ssam(model, start=2),
     "MomentumSAM": lambda model: sparsesam.MomentumSAM(cases.sgd(model), model),

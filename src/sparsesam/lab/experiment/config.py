@@ -112,9 +112,6 @@ class TrainConfig:
     mask_epochs: PositiveInt | None = option(1, "T_m: epochs between mask refreshes; null: keep the first mask")
     mask_steps: PositiveInt | None = option(None, "steps between mask refreshes, instead of epochs")
     fisher_samples: PositiveInt = option(128, "N_F: number of images for the Fisher information")
-    fisher_batch: PositiveInt | None = option(
-        None, "images per batch of the Fisher information; null: up to 128, fewer if memory is short"
-    )
     fisher_labels: Literal["data", "sampled"] = option("data", "labels of the Fisher information")
     drop: Literal["flattest", "random", "sharpest"] = option("flattest", "which weights ssam-d drops")
     drop_ratio: Fraction = option(0.5, "initial fraction of the kept weights that ssam-d drops")
@@ -215,7 +212,7 @@ class RunEnvironment:
 DEFAULTS: dict[str, Any] = {one.name: one.default for one in dataclasses.fields(TrainConfig)}
 
 
-_FISHER = ("fisher_samples", "fisher_batch", "fisher_labels")
+_FISHER = ("fisher_samples", "fisher_labels")
 _DYNAMIC = ("drop", "drop_ratio", "growth")
 _MASK = ("sparsity", "pattern", "norm", "mask_epochs", "mask_steps", *_FISHER, *_DYNAMIC)
 _ASCENT = (

@@ -117,7 +117,7 @@ def _memory(config: TrainConfig, model: MeasuredModel) -> float:
 
     Both hold weights, gradients and the base optimizer's state. A step adds the saved weights to restore after the
     ascent, a mask, and the batch's activations, half as large in 16 bits but with 16-bit copies of the weights. The
-    Fisher information adds sums and scores, and its batch's float32 activations with their gradients.
+    Fisher information adds sums and scores, and the float32 activations of one image with their gradients.
     """
     is_adam = (config.optimizer if config.is_plain else config.base) != "sgd"
     held = model.parameters * (4 + 4 + (8 if is_adam else 4))
@@ -125,10 +125,7 @@ def _memory(config: TrainConfig, model: MeasuredModel) -> float:
     step = config.batch_size * model.saved_bytes * (0.5 if halves else 1) + model.parameters * (2 if halves else 0)
     if not config.is_plain:
         step += model.parameters * 4.125
-    fisher = 0.0
-    if config.optimizer == "ssam-f":
-        samples = min(config.fisher_batch or 128, config.fisher_samples)
-        fisher = 2 * samples * model.saved_bytes + model.parameters * 8
+    fisher = 2 * model.saved_bytes + model.parameters * 8 if config.optimizer == "ssam-f" else 0.0
     return held + max(step, fisher)
 
 
@@ -165,7 +162,7 @@ def dry_run_config(config: TrainConfig) -> DryRun:
     short = config
     if fabric.device.type != "cuda":
         batch = max(CPU_BATCH, round(1 / config.ascent_fraction))
-        short = replace(config, batch_size=batch, fisher_samples=2, fisher_batch=2)
+        short = replace(config, batch_size=batch, fisher_samples=2)
     short = replace(short, train_size=STEPS * short.batch_size, test_size=1, max_steps=None)
     if not config.is_plain:
         short = replace(short, mask_steps=1)  # so that a mask is computed and updated
