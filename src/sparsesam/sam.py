@@ -119,7 +119,8 @@ class SharpnessAware(PerturbingOptimizer):
                 return None
             raise RuntimeError(
                 "step() needs a gradient at w + e: pass a closure, or run the second pass in "
-                "`with opt.perturbed(): loss_fn(model(x), y).backward()` before step()"
+                "`with opt.perturbed(): loss_fn(model(x), y).backward()` before step(). For trainers see "
+                "docs/moving-over.md"
             )
         with self._ended_on_error():
             step = self._begin(batch)
@@ -232,7 +233,9 @@ class SharpnessAware(PerturbingOptimizer):
     def ascent_inputs(self) -> list[Tensor] | None:
         """Inside `first_pass`: the parameters whose gradient is needed, for ``loss.backward(inputs=…)``; None: all."""
         step = self._step
-        return None if step is None or step.shortcuts is None else step.shortcuts.inputs
+        if step is None or step.phase is not Phase.FIRST or step.shortcuts is None:
+            return None
+        return step.shortcuts.inputs_for_trainer()
 
     @inside_wrappers
     @contextmanager

@@ -84,6 +84,7 @@ class Shortcuts:
         self.why_no_tape = why
         self.tape = None if why else Tape(moved, start=None if ddp is None else ddp.module)
         self.is_complete = True  # no gradient was left out
+        self._by_filter = False  # of layers with kept filters, only their gradients were computed
 
     def _gradients_wanted(
         self, params: PerturbedParams, masks: Mapping[str, PackedMask | None]
@@ -134,9 +135,14 @@ class Shortcuts:
         if not inputs or has_reentrant_checkpoint(loss):
             loss.backward(**options)
             return
-        self.is_complete = False
+        self.is_complete, self._by_filter = False, True
         with nullcontext() if self.layers is None else self.layers.narrowed():
             loss.backward(inputs=inputs, **options)
+
+    def inputs_for_trainer(self) -> list[Tensor] | None:
+        """Returns `inputs` to somebody else's backward: the gradients of other parameters count as left out."""
+        self.is_complete &= self.inputs is None
+        return self.inputs
 
     def check_implicit(self, warn: Callable[[str], None]) -> None:
         """Raise unless the first pass computed gradients through masked weights; warn of weights where it did not."""
@@ -161,7 +167,7 @@ class Shortcuts:
     def savings(self) -> Savings:
         computed = sum(p.numel() for p in self._trainable)
         if not self.is_complete:
-            kept = {p: want.mask.count for p, want in self._wanted.items() if not want.dense}
+            kept = {p: want.mask.count for p, want in self._wanted.items() if self._by_filter and not want.dense}
             computed = sum(kept.get(p, p.numel()) for p in self._needed)
         total = sum(p.numel() for p in self._trainable)
         left_out = 1 - computed / total if total else 0.0
