@@ -287,7 +287,7 @@ def test_accelerator_accumulate_around_two_phases_raises():
                 prepared.step()
                 prepared.zero_grad()
 
-    with pytest.raises(RuntimeError, match="docs/moving-over.md"):
+    with pytest.raises(RuntimeError, match=r"docs/moving-over\.md"):
         train()
     assert cases.same_bits(before, cases.weights_of(model))
 

@@ -165,7 +165,7 @@ def fp16(plugin):
 
 def test_fp16_without_plugin_raises_and_names_page(tmp_path):
     plugins = fp16(pytorch_lightning.plugins.MixedPrecision)
-    with pytest.raises(RuntimeError, match="docs/moving-over.md"):
+    with pytest.raises(RuntimeError, match=r"docs/moving-over\.md"):
         fit(Classifier(cases.mlp()), {**quiet(tmp_path), "plugins": plugins})
 
 
@@ -281,7 +281,7 @@ def test_one_pass_accumulation_has_one_backward_per_batch_and_one_statistics_upd
 def test_accumulation_without_callback_raises_in_first_step(kind, tmp_path):
     module = kind(cases.mlp())
     before = cases.weights_of(module)
-    with pytest.raises(RuntimeError, match="docs/moving-over.md"):
+    with pytest.raises(RuntimeError, match=r"docs/moving-over\.md"):
         fit(module, {**quiet(tmp_path), "accumulate_grad_batches": 2})
     assert cases.same_bits(before, cases.weights_of(module))
 
