@@ -203,7 +203,9 @@ def test_checkpoint_with_another_meaning_of_rho_raises(first, steps):
         opt.step(cases.closure_for(model, opt, *cases.vectors(8, seed=seed)))
     other = second(cases.sgd(model), model)
     before = dict(other.param_groups[0])
-    with pytest.raises(ValueError, match=f"saved by an optimizer with {first.strength}, but this .* has {second.strength}"):
+    with pytest.raises(
+        ValueError, match=f"saved by an optimizer with {first.strength}, but this .* has {second.strength}"
+    ):
         other.load_state_dict(opt.state_dict())
     assert other.param_groups[0] == before
 

@@ -92,7 +92,9 @@ def trained_run(tmp_path):
 #: By page: what it needs beyond `usual`.
 SETUPS = {
     "docs/training-loops.md": plain,
-    "docs/engine.md": staged,
+    "README.md": staged,
+    "docs/index.md": staged,
+    "docs/savings.md": staged,
     "docs/lightning.md": lightning,
     "docs/hugging-face.md": hugging_face,
     "docs/accelerate.md": accelerated,
