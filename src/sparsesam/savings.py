@@ -65,8 +65,8 @@ class Shortcuts:
     ) -> None:
         if options.is_implicit and params.shards is not None:
             raise ValueError(
-                f'ascent must be "explicit" with sharded parameters (fully_shard, DTensor), got {options.ascent!r}: their '
-                "layers need every gradient"
+                f'ascent must be "explicit" with sharded parameters (fully_shard, DTensor), got {options.ascent!r}: '
+                "their layers need every gradient"
             )
         self._model, self._ddp, self._options = model, ddp, options
         moved = {p.name: p.parameter for p in params if _moves(masks[p.name], p.rho, options)}
