@@ -73,7 +73,7 @@ def run(options: Namespace) -> None:
 def execute(
     jobs: Sequence[Job],
     options: Namespace,
-    draw: Callable[[], Table],
+    draw: Callable[[], RenderableType],
     *,
     timed: Sequence[Job] = (),
     calibration: SweepCalibration | None = None,
@@ -134,7 +134,11 @@ class SweepProgress:
     """
 
     def __init__(
-        self, jobs: Sequence[Job], draw: Callable[[], Table], workers: int, calibration: SweepCalibration | None
+        self,
+        jobs: Sequence[Job],
+        draw: Callable[[], RenderableType],
+        workers: int,
+        calibration: SweepCalibration | None,
     ) -> None:
         self.jobs = list({job.directory: job for job in jobs}.values())
         self.draw, self.workers, self.calibration = draw, workers, calibration

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.table import Table
+from rich.console import Console, Group
 
-from sparsesam.lab.display import plural, to_rich
+from sparsesam.lab.display import Table, plural, to_rich
 from sparsesam.lab.experiment.confidence import differ
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Job
@@ -36,12 +36,21 @@ class RecipeRuns:
     def _finished(self) -> Finished:
         return finished_results((job.config, vars(job.result) if job.is_finished else None) for job in self.jobs)
 
-    def table(self) -> Table:
-        """Returns the comparison for the terminal."""
-        recipe, done = self.recipe, sum(job.is_finished for job in self.jobs)
-        compared = recipe.comparison(self._finished())
-        caption = f"{done} of {plural(len(self.jobs), 'run')}"
-        return to_rich(compared, f"{recipe.place}: {recipe.title}", caption=caption)
+    def table(self) -> Group:
+        """Returns the comparison for the terminal, in several tables where one would be too wide."""
+        recipe, console, unlimited = self.recipe, Console(), Console(width=10_000)
+        compared, step = recipe.comparison(self._finished()), 2 if recipe.scale == "full" and recipe.has_numbers else 1
+        *columns, seeds = range(1, len(compared.columns))
+        parts: list[list[int]] = [[]]
+        for together in (columns[place : place + step] for place in range(0, len(columns), step)):
+            wider = to_rich(_part(compared, [0, *parts[-1], *together, seeds]), "")
+            if parts[-1] and unlimited.measure(wider).maximum > console.width:
+                parts.append([])
+            parts[-1] += together
+        drawn = [to_rich(_part(compared, [0, *part, seeds]), "") for part in parts]
+        drawn[0].title = f"{recipe.place}: {recipe.title}"
+        drawn[-1].caption = f"{sum(job.is_finished for job in self.jobs)} of {plural(len(self.jobs), 'run')}"
+        return Group(*drawn)
 
     def sentences(self) -> Iterator[str]:
         """Yield what the table does not show: what ran, on which machine, and which differences are significant."""
@@ -76,6 +85,12 @@ class RecipeRuns:
             found = {row: cells[row, column.label] for row in recipe.row_labels if (row, column.label) in cells}
             if column.relative_to is None and len(found) > 1:
                 yield _best_of(column, found)
+
+
+def _part(table: Table, places: Sequence[int]) -> Table:
+    """Returns the columns at these places, with narrow headings."""
+    rows = [[row[place] for place in places] for row in table.rows]
+    return replace(table, columns=[table.columns[place].replace(": ", ":\n", 1) for place in places], rows=rows)
 
 
 def _best_of(column: Column, found: Mapping[str, MeanOverSeeds]) -> str:
