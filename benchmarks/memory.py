@@ -44,7 +44,7 @@ def wraps(batch: Batch) -> dict[str, Wrap]:
     table: dict[str, Wrap] = {"SAM": sam}
     for sparsity in (0.5, 0.9):
         fisher = sparsesam.fisher_mask(batch, cross_entropy, sparsity=sparsity, samples=len(batch[1]))
-        dynamic = sparsesam.dynamic_mask(sparsity=sparsity, total_steps=100, refresh=sparsesam.manual())
+        dynamic = sparsesam.dynamic_mask(sparsity=sparsity, total_steps=100, refresh=None)
         table[f"SSAM-F {sparsity}"] = ssam(fisher, norm="full")
         table[f"SSAM-D {sparsity}"] = ssam(dynamic, norm="full")
     return table

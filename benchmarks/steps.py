@@ -28,9 +28,8 @@ def cases(batch: int) -> dict[str, Case]:
     """Returns a step of each optimizer, each with its own copy of one model; masks are computed once and kept."""
     torch.manual_seed(0)
     model, data = resnet18(), cifar_batch(batch)
-    never = sparsesam.manual()
-    fisher = sparsesam.fisher_mask(data, cross_entropy, sparsity=0.5, samples=min(16, batch), refresh=never)
-    dynamic = sparsesam.dynamic_mask(sparsity=0.5, total_steps=10**6, refresh=never)
+    fisher = sparsesam.fisher_mask(data, cross_entropy, sparsity=0.5, samples=min(16, batch))
+    dynamic = sparsesam.dynamic_mask(sparsity=0.5, total_steps=10**6, refresh=None)
     wraps: dict[str, Wrap | None] = {
         "SGD": None,
         "SAM": sam,

@@ -86,8 +86,7 @@ def _wrap(
     """Returns SAM, or SSAM with a mask computed once, in the first step."""
     if not pattern:
         return sparsesam.SAM(base, model, rho=0.2)
-    never = sparsesam.manual()
-    mask = sparsesam.fisher_mask(data, cross_entropy, pattern=pattern, samples=len(data[1]), refresh=never)
+    mask = sparsesam.fisher_mask(data, cross_entropy, pattern=pattern, samples=len(data[1]))
     return sparsesam.SSAM(base, model, rho=0.2, mask=mask, **options)
 
 

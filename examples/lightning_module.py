@@ -41,7 +41,7 @@ class Classifier(pytorch_lightning.LightningModule):
 
     def configure_optimizers(self):
         base = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        mask = sparsesam.dynamic_mask(sparsity=0.5, refresh=sparsesam.every_steps(20))
+        mask = sparsesam.dynamic_mask(sparsity=0.5, refresh=20)
         opt = sparsesam.SSAM(base, self.net, rho=0.1, mask=mask, rho_schedule=sparsesam.Warmup(50))
         return [opt], [torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=self.trainer.max_epochs)]
 

@@ -26,7 +26,7 @@ def train(rank: int, port: int, epochs: int) -> None:
     x, y = torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(digits)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)))
     base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    mask = sparsesam.dynamic_mask(sparsity=0.5, refresh=sparsesam.every_steps(20))  # the same on both
+    mask = sparsesam.dynamic_mask(sparsity=0.5, refresh=20)  # the same on both
     opt = sparsesam.SSAM(base, model, rho=0.1, mask=mask)
     for _ in range(epochs):
         for batch in torch.randperm(1400).split(128):

@@ -53,7 +53,7 @@ def main() -> None:
         lengths = torch.tensor([0, *(len(texts[i]) for i in indices[:-1])])
         return (tokens, lengths.cumsum(0)), torch.tensor([labels[i] for i in indices])
 
-    mask = sparsesam.dynamic_mask(sparsity=0.8, refresh=sparsesam.every_steps(50))
+    mask = sparsesam.dynamic_mask(sparsity=0.8, refresh=50)
     methods = {
         "AdamW": lambda base, model: base,
         "SSAM-D": lambda base, model: sparsesam.SSAM(base, model, rho=0.1, mask=mask),

@@ -35,7 +35,7 @@ class Stopwatch:
         perturbed = {key: value for key, value in job.settings.items() if key != "ascent_start"}
         self.training = prepare(replace(job, settings=perturbed), data_dir)
         mask = getattr(self.training.optimizer, "mask", None)
-        self.period = 0 if mask is None else mask.refresh.every or 0  # steps between masks; 0: only the first mask
+        self.period = 0 if mask is None else mask.refresh or 0  # steps between masks; 0: only the first mask
         self.steps: list[float] = []
 
     def run(self, steps: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn.utils import get_total_norm
 
 import sparsesam
 from sparsesam.lab.experiment.training import Training
-from sparsesam.masks.mask import MaskRule, Refresh, every_steps
+from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.scores import ScoreContext
 
 
@@ -94,7 +94,7 @@ class DrawnLayers(MaskRule):
 
     share: float
     by_norm: bool = True
-    refresh: Refresh = field(default_factory=lambda: every_steps(1))
+    refresh: int | None = 1
     seed: int = 0
 
     def make(self, context: ScoreContext) -> dict[str, Tensor]:

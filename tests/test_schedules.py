@@ -13,7 +13,6 @@ from tests import cases, oracles
 @pytest.mark.parametrize(
     ("schedule", "factors"),
     [
-        (sparsesam.Constant(), [1, 1, 1, 1]),
         (sparsesam.Warmup(2), [0.5, 1, 1, 1]),
         (sparsesam.Cosine(2, final=0.5), [1, 0.75, 0.5, 0.5]),
         (sparsesam.InverseSqrt(), [1, 2**-0.5, 3**-0.5, 0.5]),

@@ -404,7 +404,7 @@ def test_batch_for_a_mask_in_two_phases():
     ends = []
     for way in ("step", "first_pass", "perturbed", "refresh_mask"):
         model = cases.mlp()
-        mask = sparsesam.Mask(sparsesam.BatchFisher(F.cross_entropy), sparsesam.Unstructured(), 0.5)
+        mask = sparsesam.Mask(sparsesam.Fisher(loss_fn=F.cross_entropy), sparsesam.Unstructured(), 0.5)
         opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=mask)
         closure = cases.closure_for(model, opt, x, y)
         if way == "step":

@@ -20,7 +20,7 @@ import sys, torch, sparsesam
 assert sparsesam.__file__.startswith(sys.prefix), sparsesam.__file__
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
 x, y = torch.randn(16, 4), torch.randint(0, 3, (16,))
-dynamic = sparsesam.dynamic_mask(sparsity=0.5, refresh=sparsesam.every_steps(2))
+dynamic = sparsesam.dynamic_mask(sparsity=0.5, refresh=2)
 for make in (
     lambda base: sparsesam.SAM(base, model, rho=0.1),
     lambda base: sparsesam.SSAM(base, model, rho=0.1, mask=dynamic),

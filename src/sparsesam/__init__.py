@@ -1,25 +1,24 @@
 """Sharpness-aware training that perturbs only the weights that matter."""
 
 from sparsesam.ascent.compile_blocks import compile_blocks
-from sparsesam.budget import BudgetMask, budget_mask
-from sparsesam.masks.fisher import FisherDiagonal, fisher_diagonal
-from sparsesam.masks.fixed import NORMALIZATION, FixedMask, fixed_mask, normalization_layers
-from sparsesam.masks.mask import DynamicMask, Mask, MaskRule, RandomMask, Refresh, every_epochs, every_steps, manual
+from sparsesam.budget import budget_mask
+from sparsesam.masks.fisher import fisher_diagonal
+from sparsesam.masks.fixed import NORMALIZATION, fixed_mask, normalization_layers
+from sparsesam.masks.mask import Mask, MaskRule, every_epochs
 from sparsesam.masks.patterns import NM, NMFilters, Pattern, PerLayer, Structured, Unstructured, as_pattern
 from sparsesam.masks.recipes import dynamic_mask, fisher_mask, random_mask
-from sparsesam.masks.scores import BatchFisher, Fisher, GradientEnergy, GradientMagnitude, Inverted, Score, ScoreContext
+from sparsesam.masks.scores import Fisher, GradientMagnitude, Score, ScoreContext, WeightMagnitude
 from sparsesam.optimizer import SAM, SSAM, ExtrapolatedSAM
 from sparsesam.recommended import recommended
-from sparsesam.schedules import Constant, Cosine, InverseSqrt, RhoSchedule, Warmup
+from sparsesam.schedules import Cosine, InverseSqrt, RhoSchedule, Warmup
 from sparsesam.step.sharpness_aware import SharpnessAware
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "NM", "NORMALIZATION", "SAM", "SSAM", "BatchFisher", "BudgetMask", "Constant", "Cosine", "DynamicMask",
-    "ExtrapolatedSAM", "Fisher", "FisherDiagonal", "FixedMask", "GradientEnergy", "GradientMagnitude", "InverseSqrt",
-    "Inverted", "Mask", "MaskRule", "NMFilters", "Pattern", "PerLayer", "RandomMask", "Refresh", "RhoSchedule", "Score",
-    "ScoreContext", "SharpnessAware", "Structured", "Unstructured", "Warmup", "as_pattern", "budget_mask",
-    "compile_blocks", "dynamic_mask", "every_epochs", "every_steps", "fisher_diagonal", "fisher_mask", "fixed_mask",
-    "manual", "normalization_layers", "random_mask", "recommended",
+    "NM", "NORMALIZATION", "SAM", "SSAM", "Cosine", "ExtrapolatedSAM", "Fisher", "GradientMagnitude", "InverseSqrt",
+    "Mask", "MaskRule", "NMFilters", "Pattern", "PerLayer", "RhoSchedule", "Score", "ScoreContext", "SharpnessAware",
+    "Structured", "Unstructured", "Warmup", "WeightMagnitude", "as_pattern", "budget_mask", "compile_blocks",
+    "dynamic_mask", "every_epochs", "fisher_diagonal", "fisher_mask", "fixed_mask", "normalization_layers",
+    "random_mask", "recommended",
 ]  # fmt: skip

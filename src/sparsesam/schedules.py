@@ -16,14 +16,6 @@ class RhoSchedule(Protocol):
 
 
 @dataclass(frozen=True)
-class Constant:
-    """rho_t = rho."""
-
-    def __call__(self, step: int) -> float:
-        return 1.0
-
-
-@dataclass(frozen=True)
 class Warmup:
     """rho_t = rho * min(1, t / steps): a linear warm-up.
 

@@ -261,9 +261,7 @@ def test_fisher_scores_use_data():
 def test_resumed_run_equals_uninterrupted(unit):
     def start():
         model = conv_model()
-        rule = budget_mask(
-            model, cases.images()[0], 1.4, unit=unit, how="count", refresh=sparsesam.every_steps(3), seed=1
-        )
+        rule = budget_mask(model, cases.images()[0], 1.4, unit=unit, how="count", refresh=3, seed=1)
         return model, sparsesam.SSAM(cases.sgd(model), model, mask=rule, norm="masked")
 
     model, opt = start()

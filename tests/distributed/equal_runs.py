@@ -24,18 +24,18 @@ def network(seed=0):
 
 def fisher(**options):
     data = cases.images(32, torch.float64)
-    return sparsesam.fisher_mask(data, F.cross_entropy, samples=8, refresh=sparsesam.every_steps(5), **options)
+    return sparsesam.fisher_mask(data, F.cross_entropy, samples=8, refresh=5, **options)
 
 
 def dynamic(**options):
-    return sparsesam.dynamic_mask(refresh=sparsesam.every_steps(4), total_steps=STEPS, **options)
+    return sparsesam.dynamic_mask(refresh=4, total_steps=STEPS, **options)
 
 
 RULES = {
     "sam": lambda: None,
     "fisher": lambda: fisher(sparsity=0.5),
     "dynamic": lambda: dynamic(sparsity=0.5),
-    "random": lambda: sparsesam.random_mask(sparsity=0.7, refresh=sparsesam.every_steps(3)),
+    "random": lambda: sparsesam.random_mask(sparsity=0.7, refresh=3),
     "fixed": lambda: sparsesam.fixed_mask(cases.half_masks(network())),
     "fixed layers": lambda: sparsesam.fixed_mask("5.*"),
     "fisher filter": lambda: fisher(sparsity=0.5, pattern="filter"),

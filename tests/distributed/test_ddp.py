@@ -85,7 +85,7 @@ def test_local_ascent_sends_as_much_as_sgd_and_global_perturbed_tensors_too():
 def differing_masks(rank):
     """The masks of one rank differ at the second refresh; all ranks raise, and continue when they agree again."""
     model = DistributedDataParallel(equal_runs.network())
-    rule = sparsesam.random_mask(sparsity=0.5, refresh=sparsesam.every_steps(2))
+    rule = sparsesam.random_mask(sparsity=0.5, refresh=2)
     opt = sparsesam.SSAM(cases.sgd(model), model, mask=rule)
     equal_runs.train(model, opt, (rank, 4), range(2))
     state, before, weights = opt.state_dict(), opt.masks, cases.weights_of(model)

@@ -59,7 +59,7 @@ def last_layer_reused(rank):
 
 
 def batch_fisher_rule():
-    return sparsesam.fisher_mask(loss_fn=F.cross_entropy, sparsity=0.5, refresh=sparsesam.every_steps(3))
+    return sparsesam.fisher_mask(loss_fn=F.cross_entropy, sparsity=0.5, refresh=3)
 
 
 def batch_fisher(rank, ranks, wrap):
@@ -102,7 +102,7 @@ def tensor_parallel(rank):
 
 
 def mlp_optimizer(model):
-    rule = sparsesam.dynamic_mask(sparsity=0.6, refresh=sparsesam.every_steps(3), total_steps=10)
+    rule = sparsesam.dynamic_mask(sparsity=0.6, refresh=3, total_steps=10)
     return sparsesam.SSAM(cases.sgd(model), model, rho=0.1, mask=rule)
 
 

@@ -47,7 +47,7 @@ def arguments(tmp_path, **options):
 
 
 def masked(model, **options):
-    mask = sparsesam.dynamic_mask(sparsity=0.5, refresh=sparsesam.every_steps(2))
+    mask = sparsesam.dynamic_mask(sparsity=0.5, refresh=2)
     return sparsesam.SSAM(cases.sgd(model), model, **{"rho": 0.3, "mask": mask, **options})
 
 

@@ -88,7 +88,7 @@ def tracker(request, tmp_path, monkeypatch):
 
 
 def ssam(model):
-    mask = sparsesam.dynamic_mask(sparsity=0.5, refresh=sparsesam.every_steps(2))
+    mask = sparsesam.dynamic_mask(sparsity=0.5, refresh=2)
     return sparsesam.SSAM(cases.sgd(model), model, rho=0.3, rho_schedule=sparsesam.Warmup(10), mask=mask)
 
 

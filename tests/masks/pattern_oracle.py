@@ -39,8 +39,10 @@ def units(shape: tuple[int, ...], unit: str) -> Iterator[tuple[object, ...]]:
             yield (slice(None), j, ...)
 
 
-def greedy(scores: Mapping[str, np.ndarray], unit: str, budget: int, among: Flags | None = None) -> Flags:
-    """Visit all units by decreasing mean score; take each that still fits."""
+def greedy(
+    scores: Mapping[str, np.ndarray], unit: str, budget: int, among: Flags | None = None, *, reach: bool = False
+) -> Flags:
+    """Visit all units by decreasing mean score; take each that still fits or, with ``reach``, until none is missing."""
     kept = {name: np.zeros(score.shape, dtype=bool) for name, score in scores.items()}
     every = [(name, index) for name, score in scores.items() for index in units(score.shape, unit)]
     # math.fsum: the mean does not depend on the order of summation.
@@ -53,7 +55,7 @@ def greedy(scores: Mapping[str, np.ndarray], unit: str, budget: int, among: Flag
         if among is not None and not np.all(among[name][index]):
             continue
         size = np.size(scores[name][index])
-        if size <= budget and mean[place] > -math.inf:
+        if (budget > 0 if reach else size <= budget) and mean[place] > -math.inf:
             kept[name][index] = True
             budget -= size
     return kept

@@ -1,4 +1,4 @@
-"""The Fisher information equals a loop over single samples for every kind of layer, and preserves the model."""
+"""The Fisher information equals its definition for every kind of model, and preserves the model."""
 
 import copy
 
@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from sparsesam.masks.fisher import fisher_diagonal
 from sparsesam.masks.fisher_problem import sample_categorical
 from tests.masks.fisher_oracle import fisher_by_definition
 
 BATCH = 5
-LOOP = "sample by sample"
 
 
 @pytest.fixture(autouse=True)
@@ -38,97 +38,25 @@ def randomize_statistics(model):
     return model
 
 
-def check(model, x, loss_fn=total_square, y=None, path=None):
+def check(model, x, loss_fn=total_square, y=None, **options):
     y = torch.rand(BATCH) + 0.5 if y is None else y
     expected = fisher_by_definition(model, x, y, loss_fn)
-    found = fisher_diagonal(model, [(x, y)], loss_fn)
+    found = fisher_diagonal(model, [(x, y)], loss_fn, **options)
     assert found.samples == len(y)
-    assert set(found.values) == set(expected)
-    for name, value in expected.items():
-        torch.testing.assert_close(found.values[name], value, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
-    if path == LOOP:
-        assert all(found.startswith(LOOP) for found in found.paths.values()), found.paths
-    elif path is not None:
-        assert set(found.paths.values()) == {path}, found.paths
-    return found
+    torch.testing.assert_close(found.values, expected, rtol=1e-9, atol=1e-12)
 
 
-LAYERS = {
-    "linear": (nn.Linear(4, 3), (4,)),
-    "linear without bias": (nn.Linear(4, 3, bias=False), (4,)),
-    "linear over a sequence": (nn.Linear(4, 3), (6, 4)),
-    "linear over a plane": (nn.Linear(4, 3), (2, 3, 4)),
-    "conv1d": (nn.Conv1d(4, 6, 3, stride=2, padding=1, dilation=2, groups=2), (4, 11)),
-    "conv1d same": (nn.Conv1d(2, 3, 4, padding="same"), (2, 7)),
-    "conv2d": (nn.Conv2d(3, 4, 3, padding=1), (3, 5, 5)),
-    "conv2d of many positions": (nn.Conv2d(3, 4, 3, padding=1), (3, 9, 9)),
-    "conv2d strided": (nn.Conv2d(3, 4, 3, stride=2, padding=1), (3, 6, 7)),
-    "conv2d with a remainder": (nn.Conv2d(3, 4, 3, stride=3), (3, 7, 8)),
-    "conv2d many strided": (nn.Conv2d(2, 4, (3, 2), stride=(1, 2), padding=(2, 0)), (2, 16, 17)),
-    "conv2d dilated": (nn.Conv2d(2, 3, 3, dilation=2, padding="same"), (2, 6, 6)),
-    "conv2d even same": (nn.Conv2d(2, 3, (2, 4), padding="same"), (2, 10, 10)),
-    "conv2d valid": (nn.Conv2d(2, 3, 3, padding="valid", bias=False), (2, 6, 6)),
-    "conv2d grouped": (nn.Conv2d(4, 6, 3, groups=2), (4, 5, 5)),
-    "conv2d depthwise": (nn.Conv2d(4, 8, 3, groups=4, padding=1), (4, 10, 10)),
-    "conv2d pointwise": (nn.Conv2d(4, 3, 1, stride=2), (4, 20, 20)),
-    "conv2d of one position": (nn.Conv2d(4, 3, 3), (4, 3, 3)),
-    "conv2d reflected": (nn.Conv2d(2, 3, 3, padding=2, padding_mode="reflect"), (2, 5, 6)),
-    "conv2d circular": (nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), (2, 9, 9)),
-    "conv3d": (nn.Conv3d(2, 4, (1, 2, 3), stride=(1, 2, 1), padding=(0, 1, 1), groups=2), (2, 3, 4, 5)),
-    "conv3d replicated": (nn.Conv3d(2, 2, 2, padding=1, padding_mode="replicate"), (2, 2, 3, 3)),
-    "batch norm 1d": (nn.BatchNorm1d(4), (4,)),
-    "batch norm over a sequence": (nn.BatchNorm1d(4), (4, 3)),
-    "batch norm 2d": (nn.BatchNorm2d(4), (4, 3, 3)),
-    "batch norm 3d": (nn.BatchNorm3d(4), (4, 2, 3, 2)),
-    "layer norm": (nn.LayerNorm(4), (4,)),
-    "layer norm over a sequence": (nn.LayerNorm(4), (3, 4)),
-    "layer norm of a plane": (nn.LayerNorm((3, 4)), (2, 3, 4)),
-    "layer norm without bias": (nn.LayerNorm(4, bias=False), (3, 4)),
-    "group norm": (nn.GroupNorm(2, 4), (4, 3, 3)),
-    "instance norm": (nn.InstanceNorm2d(3, affine=True), (3, 4, 4)),
-    "instance norm with statistics": (
-        nn.InstanceNorm1d(3, affine=True, track_running_stats=True), (3, 4),
-    ),
-    "rms norm": (nn.RMSNorm(4, eps=1e-6), (3, 4)),
-}  # fmt: skip
+class Model(nn.Module):
+    """A model from a function and its parts."""
 
+    def __init__(self, forward, **parts):
+        super().__init__()
+        self.function = forward
+        for name, part in parts.items():
+            setattr(self, name, part)
 
-FUNCTIONS = (
-    "linear",
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "batch_norm",
-    "layer_norm",
-    "group_norm",
-    "instance_norm",
-    "rms_norm",
-)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_layer_rule_equals_loop(name):
-    layer, shape = LAYERS[name]
-    model = randomize_statistics(nn.Sequential(copy.deepcopy(layer).double()))
-    path = f"rule: {next(one for one in FUNCTIONS if name.startswith(one.replace('_', ' ')))}"
-    check(model, torch.randn(BATCH, *shape), path=path)
-
-
-@pytest.mark.parametrize("padding_idx", [None, 2, -1])
-def test_embedding_counts_repeated_token_once_per_sample(padding_idx):
-    model = nn.Sequential(nn.Embedding(7, 3, padding_idx=padding_idx))
-    tokens = torch.randint(7, (BATCH, 9))
-    tokens[:, 0], tokens[:, 1], tokens[:, 2] = 2, 6, 3
-    check(model, tokens, path="rule: embedding")
-
-
-@pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}])
-def test_embedding_with_options_is_exact(options):
-    model = nn.Sequential(nn.Embedding(7, 3, **options))
-    if "max_norm" in options:
-        with torch.no_grad():
-            model[0](torch.arange(7))
-    check(model, torch.randint(7, (BATCH, 4)), path=LOOP)
+    def forward(self, *args, **kwargs):
+        return self.function(self, *args, **kwargs)
 
 
 class Block(nn.Module):
@@ -157,10 +85,89 @@ def images(classes=3):
     return torch.randn(BATCH, 3, 10, 10), torch.randint(classes, (BATCH,))
 
 
-def test_residual_network_with_in_place_activations_uses_rules_only():
-    x, y = images()
-    found = check(resnet(), x, F.cross_entropy, y)
-    assert all(path.startswith("rule") for path in found.paths.values())
+class Square(torch.autograd.Function):
+    """Has no rule for vmap."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad * ctx.saved_tensors[0]
+
+
+def tied(first, *others):
+    model = nn.Sequential(first, *others)
+    model[-1].weight = first.weight
+    return model
+
+
+def by_first_value(self, x):
+    x = self.layer(x)
+    return F.linear(x.tanh(), self.layer.weight, None) if x[0, 0] > 0 else x
+
+
+def residual_scale(self, x):
+    return self.layer(x).mul_(self.scale).add_(x)
+
+
+MODELS = {
+    "linear": (lambda: nn.Linear(4, 3), (4,)),
+    "linear over a sequence": (lambda: nn.Linear(4, 3), (6, 4)),
+    "convolution": (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2), (4, 6, 7)),
+    "transposed convolution": (lambda: nn.ConvTranspose2d(2, 3, 3, stride=2), (2, 4, 4)),
+    "batch norm": (lambda: nn.BatchNorm2d(4), (4, 3, 3)),
+    "batch norm without statistics": (lambda: nn.BatchNorm1d(4, track_running_stats=False), (4, 3)),
+    "group norm": (lambda: nn.GroupNorm(2, 4), (4, 3, 3)),
+    "residual network in place": (resnet, (3, 10, 10)),
+    "in-place operations on a parameter's result": (
+        lambda: Model(residual_scale, layer=nn.Linear(4, 4), scale=nn.Parameter(torch.randn(4))),
+        (4,),
+    ),
+    "dropout": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 3)), (4,)),
+    "attention": (lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), (3, 4)),
+    "recurrent": (
+        lambda: Model(lambda self, x: self.rnn(x)[0][:, -1], rnn=nn.LSTM(3, 4, batch_first=True, bidirectional=True)),
+        (5, 3),
+    ),
+    "called twice": (lambda: Model(lambda self, x: self.layer(self.layer(x).tanh()), layer=nn.Linear(4, 4)), (4,)),
+    "tied": (lambda: tied(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), (4,)),
+    "control flow on values": (lambda: Model(by_first_value, layer=nn.Linear(3, 3)), (3,)),
+    "mixing samples": (
+        lambda: Model(lambda self, x: self.layer(x) - self.layer(x).mean(0) / 2, layer=nn.Linear(4, 4)),
+        (4,),
+    ),
+    "own autograd function": (
+        lambda: Model(lambda self, x: Square.apply(self.layer(x)), layer=nn.Linear(4, 3)),
+        (4,),
+    ),
+    "weight norm": (lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), (4,)),
+    "checkpointed": (
+        lambda: Model(lambda self, x: checkpoint(self.block, x, use_reentrant=False), block=nn.Linear(4, 3)),
+        (4,),
+    ),
+    "scripted": (lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh())), (4,)),
+    "compiled": (lambda: nn.Sequential(torch.compile(nn.Linear(4, 4), backend="eager"), nn.Tanh()), (4,)),
+    "unused parameter": (lambda: Model(lambda self, x: self.a(x), a=nn.Linear(4, 3), b=nn.Linear(2, 2)), (4,)),
+    "complex": (lambda: Model(lambda self, x: (x * self.w).abs(), w=nn.Parameter(torch.randn(4) * 1j)), (4,)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_equals_definition(name):
+    make, shape = MODELS[name]
+    check(randomize_statistics(make()), torch.randn(BATCH, *shape))
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 2}, {"max_norm": 1.0}, {"sparse": True}], ids=str)
+def test_embedding_counts_repeated_token_once_per_sample(options):
+    model = nn.Sequential(nn.Embedding(7, 3, **options))
+    with torch.no_grad():
+        model[0](torch.arange(7))  # max_norm changes the weights at their first use
+    check(model, torch.randint(7, (BATCH, 9)))
 
 
 def test_batch_size_does_not_change_result():
@@ -168,284 +175,16 @@ def test_batch_size_does_not_change_result():
     model = resnet()
     whole = fisher_diagonal(model, [(x, y)], F.cross_entropy)
     parts = fisher_diagonal(model, [(x[:1], y[:1]), (x[1:4], y[1:4]), (x[4:], y[4:])], F.cross_entropy)
-    assert parts.paths == whole.paths
-    for name, value in whole.values.items():
-        torch.testing.assert_close(parts.values[name], value)
-
-
-class Model(nn.Module):
-    """A model from a function and its parts."""
-
-    def __init__(self, forward, **parts):
-        super().__init__()
-        self.function = forward
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, *args, **kwargs):
-        return self.function(self, *args, **kwargs)
-
-
-def test_layer_called_twice_adds_its_gradients_before_squaring():
-    def forward(self, x):
-        x = self.conv(self.conv(x).tanh())
-        x = self.norm(self.norm(x).sin())
-        return self.linear(self.linear(x).tanh())
-
-    model = Model(forward, conv=nn.Conv2d(3, 3, 3, padding=1), norm=nn.GroupNorm(1, 3), linear=nn.Linear(6, 6))
-    found = check(model, torch.randn(BATCH, 3, 6, 6))
-    assert all(path.startswith("rule") for path in found.paths.values())
-
-
-def test_large_convolution_called_on_two_sizes_adds_its_gradients_before_squaring():
-    model = Model(
-        lambda self, x: self.conv(x).flatten(1).sum(1) + self.conv(x[:, :, ::2, ::2]).flatten(1).sin().sum(1),
-        conv=nn.Conv2d(3, 3, 3, padding=1),
-    )
-    check(model, torch.randn(BATCH, 3, 12, 12), lambda o, y: (o * y).sum() ** 2, path="rule: conv2d")
-
-
-def test_call_that_does_not_reach_loss_contributes_nothing():
-    def forward(self, x):
-        self.linear(x.cos())
-        return self.linear(x)
-
-    check(Model(forward, linear=nn.Linear(4, 3)), torch.randn(BATCH, 4), path="rule: linear")
-
-
-def test_embedding_tied_to_output_layer_is_one_parameter():
-    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False))
-    model[2].weight = model[0].weight
-    found = check(model, torch.randint(7, (BATCH, 6)))
-    assert found.paths["0.weight"] == "rule: embedding, linear"
-    assert found.paths["1.weight"] == "rule: linear"
-
-
-def test_tied_pair_adds_its_gradients_before_squaring():
-    pair = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    pair[2].weight = pair[0].weight
-    check(nn.Sequential(nn.Linear(3, 4), pair), torch.randn(BATCH, 3), path="rule: linear")
-
-
-def test_weight_used_outside_its_layer_is_exact():
-    model = Model(lambda self, x: F.linear(self.layer(x).tanh(), self.layer.weight.t()), layer=nn.Linear(4, 3))
-    found = check(model, torch.randn(BATCH, 4), path=LOOP)
-    assert found.paths["layer.weight"] == "sample by sample: t has no rule"
-
-
-def test_reading_shape_or_dtype_of_weight_is_not_use():
-    model = Model(lambda self, x: self.layer(x.to(self.layer.weight.dtype)), layer=nn.Linear(4, 3))
-    check(model, torch.randn(BATCH, 4), path="rule: linear")
-
-
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_attention_is_exact(batch_first):
-    def forward(self, x):
-        x = x if batch_first else x.transpose(0, 1)
-        return self.attention(x, x, x)[0].transpose(0, 0 if batch_first else 1)
-
-    model = Model(forward, attention=nn.MultiheadAttention(4, 2, batch_first=batch_first))
-    check(model, torch.randn(BATCH, 3, 4), path=LOOP)
-
-
-def test_transformer_layer_is_exact():
-    model = nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), nn.Flatten(), nn.Linear(12, 2))
-    check(model, torch.randn(BATCH, 3, 4), path=LOOP)
-
-
-def test_recurrent_layer_with_last_state_is_exact():
-    model = Model(lambda self, x: self.rnn(x)[1][-1], rnn=nn.GRU(3, 4, num_layers=2, batch_first=True))
-    check(model, torch.randn(BATCH, 5, 3), path=LOOP)
-
-
-@pytest.mark.parametrize("recurrent", [nn.LSTM, nn.GRU])
-def test_recurrent_layer_is_exact(recurrent):
-    model = Model(
-        lambda self, x: self.head(self.rnn(x)[0][:, -1]),
-        rnn=recurrent(3, 4, batch_first=True, bidirectional=True),
-        head=nn.Linear(8, 2),
-    )
-    check(model, torch.randn(BATCH, 5, 3), path=LOOP)
-
-
-def test_two_outputs_of_module_are_not_counted_twice():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.randn(4, 4))
-
-        def forward(self, x):
-            h = x @ self.scale.t()
-            return h, h.tanh() * 2
-
-    model = Model(lambda self, x: torch.cat(self.two(x), 1), two=Two())
-    check(model, torch.randn(BATCH, 4), path=LOOP)
-
-
-def test_weight_normalization_is_exact():
-    layer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
-    check(nn.Sequential(nn.Linear(4, 4), layer, nn.Tanh()), torch.randn(BATCH, 4), path=LOOP)
-
-
-def test_module_that_folds_samples_into_positions_is_exact():
-    class Folded(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight, self.bias = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(3))
-
-        def forward(self, x):
-            return torch.addmm(self.bias, x.flatten(0, 1), self.weight).view(*x.shape[:-1], 3)
-
-    check(nn.Sequential(nn.Linear(4, 4), Folded(), nn.Tanh()), torch.randn(BATCH, 6, 4), path=LOOP)
-
-
-def test_class_token_position_and_scale_have_rules():
-    def forward(self, x):
-        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.position
-        return self.layer(x * self.scale)[:, 0]
-
-    model = Model(forward, layer=nn.Linear(4, 3))
-    for name, shape in {"token": (1, 1, 4), "position": (1, 4, 4), "scale": (4,)}.items():
-        setattr(model, name, nn.Parameter(torch.randn(shape)))
-    found = check(model, torch.randn(BATCH, 3, 4))
-    assert found.paths["token"] == "rule: expand"
-    assert found.paths["position"] == "rule: add"
-    assert found.paths["scale"] == "rule: mul"
-
-
-@pytest.mark.parametrize(
-    "product", [lambda x, w: x @ w, torch.matmul, torch.Tensor.matmul], ids=["@", "matmul", "method"]
-)
-def test_projection_by_parameter_has_rule(product):
-    model = Model(lambda self, x: product(self.layer(x).tanh(), self.projection).sum(1), layer=nn.Linear(4, 3))
-    model.projection = nn.Parameter(torch.randn(3, 5))
-    found = check(model, torch.randn(BATCH, 2, 4))
-    assert found.paths["projection"] == "rule: matmul"
-
-
-def test_tokens_routed_to_experts_are_kept_separate():
-    """Each expert sees some positions of some samples; by chance, it may be as many as there are samples."""
-
-    def forward(self, x):
-        flat, result = x.flatten(0, 1), torch.zeros(x.shape[0] * x.shape[1], 3)
-        for number, expert in enumerate((self.first, self.second)):
-            chosen = (flat[:, 0] > 0) == bool(number)
-            result = result.index_put((chosen.nonzero().squeeze(1),), expert(flat[chosen]))
-        return result.view(len(x), -1)
-
-    x = torch.randn(BATCH, 2, 4)
-    x[:, :, 0] = torch.tensor([1.0, -1.0])
-    check(Model(forward, first=nn.Linear(4, 3), second=nn.Linear(4, 3)), x)
-    check(Model(forward, first=nn.Linear(4, 3), second=nn.Linear(4, 3)), torch.randn(BATCH, 3, 4))
-
-
-def test_subclass_uses_rule_of_function_it_calls():
-    class Doubled(nn.Linear):
-        def forward(self, x):
-            return super().forward(x * 2).square()
-
-    check(nn.Sequential(Doubled(4, 3), nn.Tanh()), torch.randn(BATCH, 4), path="rule: linear")
-
-
-def test_user_hook_that_changes_output_or_input_is_respected():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
-    model[0].register_forward_hook(lambda module, args, output: output * 3)
-    model[1].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-    check(model, torch.randn(BATCH, 4), path="rule: linear")
-
-
-def test_parameter_of_model_itself_is_exact():
-    model = Model(lambda self, x: self.layer(x + self.position), layer=nn.Linear(4, 3))
-    model.position = nn.Parameter(torch.randn(6, 4))
-    found = check(model, torch.randn(BATCH, 6, 4))
-    assert found.paths["layer.weight"] == "rule: linear"
-
-
-def test_scale_with_as_many_rows_as_samples_is_exact():
-    model = Model(lambda self, x: self.layer(x * self.scale), layer=nn.Linear(4, 3))
-    model.scale = nn.Parameter(torch.randn(BATCH, 4))
-    found = check(model, torch.randn(BATCH, BATCH, 4))
-    assert found.paths["scale"] == "rule: mul"
-
-
-def test_buffer_with_as_many_rows_as_samples_is_not_per_sample():
-    model = Model(lambda self, x: torch.addcmul(x, self.scale, self.table), scale=nn.Parameter(torch.randn(4)))
-    model.register_buffer("table", torch.randn(BATCH, 4))
-    check(model, torch.randn(BATCH, BATCH, 4), path=LOOP)
-
-
-def test_table_with_as_many_rows_as_samples_does_not_fit_one_sample():
-    model = Model(lambda self, x: torch.addmm(self.bias, x, self.table), bias=nn.Parameter(torch.randn(3)))
-    model.register_buffer("table", torch.randn(BATCH, 3))
-    check(model, torch.randn(BATCH, BATCH), path=LOOP)
-
-
-def test_output_not_laid_out_by_samples_is_exact():
-    model = Model(lambda self, x: self.layer(x).transpose(0, 1), layer=nn.Linear(4, 3))
-    x = torch.randn(BATCH, 6, 4)
-    check(model, x, lambda output, target: (output.sin().sum() * target).sum() ** 2, path=LOOP)
-
-
-def test_position_embedding_shared_by_samples_is_exact():
-    model = Model(
-        lambda self, x: self.layer(x + self.position(torch.arange(BATCH))),
-        layer=nn.Linear(4, 3), position=nn.Embedding(BATCH, 4),
-    )  # fmt: skip
-    check(model, torch.randn(BATCH, BATCH, 4))
-
-
-def test_samples_folded_into_positions_are_kept_separate():
-    model = Model(lambda self, x: self.layer(x.flatten(0, 1)).view(len(x), -1), layer=nn.Linear(4, 3))
-    check(model, torch.randn(BATCH, 3, 4), path=LOOP)
-
-
-def test_positions_before_samples_are_kept_separate():
-    """As many positions as samples: the shapes alone cannot distinguish them."""
-    model = Model(lambda self, x: self.layer(x.transpose(0, 1)).transpose(0, 1), layer=nn.Linear(4, 3))
-    check(model, torch.randn(BATCH, BATCH, 4))
-
-
-@pytest.mark.parametrize("track", [True, False])
-def test_layers_that_mix_samples_are_measured_one_sample_at_a_time(track):
-    mixing = nn.BatchNorm1d(4, track_running_stats=track)
-    other = Model(lambda self, x: self.layer(x) - self.layer(x).mean(0, keepdim=True) / 2, layer=nn.Linear(4, 4))
-    model = nn.Sequential(nn.Linear(4, 4), other if track else mixing, nn.Linear(4, 3))
-    x = torch.randn(BATCH, 4, 3) if not track else torch.randn(BATCH, 4)
-    model = model if track else nn.Sequential(nn.Conv1d(4, 4, 1), mixing, nn.Flatten(), nn.Linear(12, 3))
-    check(model, x, path=LOOP)
-
-
-def test_control_flow_that_changes_between_batches_is_exact():
-    def forward(self, x):
-        x = self.layer(x)
-        return F.linear(x.tanh(), self.layer.weight) if x[0, 0] > 0 else x
-
-    model = Model(forward, layer=nn.Linear(3, 3, bias=False))
-    x, y = torch.randn(2 * BATCH, 3), torch.rand(2 * BATCH) + 0.5
-    expected = fisher_by_definition(model, x, y, total_square)
-    singles = [(x[i : i + 1], y[i : i + 1]) for i in range(len(x))]
-    found = fisher_diagonal(model, singles, total_square)
-    torch.testing.assert_close(found.values["layer.weight"], expected["layer.weight"])
-
-
-def test_checkpointed_block_is_exact():
-    from torch.utils.checkpoint import checkpoint
-
-    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    model = Model(lambda self, x: self.head(checkpoint(self.block, x, use_reentrant=False)), block=block)
-    model.head = nn.Linear(4, 3)
-    check(model, torch.randn(BATCH, 4))
-
-
-def test_scripted_part_is_exact():
-    part = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
-    check(nn.Sequential(part, nn.Linear(4, 3)), torch.randn(BATCH, 4))
-
-
-def test_unused_parameter_is_zero():
-    model = Model(lambda self, x: self.layer(x), layer=nn.Linear(4, 3), spare=nn.Linear(2, 2))
-    found = check(model, torch.randn(BATCH, 4))
-    assert found.paths["spare.weight"] == "unused"
+    assert parts.samples == whole.samples
+    torch.testing.assert_close(parts.values, whole.values)
+
+
+def test_memory_is_that_of_one_sample():
+    """The model never sees a batch."""
+    sizes = []
+    model = Model(lambda self, x: sizes.append(len(x)) or self.layer(x), layer=nn.Linear(4, 3))
+    fisher_diagonal(model, [(torch.randn(BATCH, 4), torch.rand(BATCH))], total_square)
+    assert sizes == [1] * BATCH
 
 
 def test_parameter_used_by_loss_is_exact():
@@ -502,10 +241,10 @@ def test_inputs_may_be_positional_or_keyword_arguments():
 
 def test_outputs_may_be_nested():
     model = Model(lambda self, x: {"logits": self.layer(x), "extra": (x, None)}, layer=nn.Linear(4, 3))
-    check(model, torch.randn(BATCH, 4), lambda o, y: total_square(o["logits"], y), path="rule: linear")
+    check(model, torch.randn(BATCH, 4), lambda o, y: total_square(o["logits"], y))
 
 
-def test_model_that_computes_its_own_loss_runs_sample_by_sample():
+def test_model_may_compute_its_own_loss_from_dictionary():
     x, y = images()
     model = resnet()
     expected = fisher_by_definition(model, x, y, F.cross_entropy)
@@ -514,36 +253,30 @@ def test_model_that_computes_its_own_loss_runs_sample_by_sample():
         [{"pixels": x, "labels": y}],
         model_loss=lambda model, batch: F.cross_entropy(model(batch["pixels"]), batch["labels"]),
     )
-    assert set(found.paths.values()) == {"sample by sample: model_loss may do anything"}
-    for name, value in expected.items():
-        torch.testing.assert_close(found.values[name], value)
+    torch.testing.assert_close(found.values, expected)
 
 
 def test_sampled_labels_average_to_true_fisher():
-    """For logits W x the expectation is diag(p)(1 - p) x^2, here over 5,000 draws."""
+    """For logits W x the expectation is diag(p)(1 - p) x^2, here over 2,000 draws."""
     model = nn.Sequential(nn.Linear(3, 4, bias=False))
     x = torch.randn(3)
     p = model(x).softmax(0).detach()
     expected = (p * (1 - p)).unsqueeze(1) * x**2
-    batch = x.repeat(5_000, 1), torch.zeros(5_000, dtype=torch.long)
+    batch = x.repeat(2_000, 1), torch.zeros(2_000, dtype=torch.long)
     found = fisher_diagonal(
         model, [batch], F.cross_entropy, labels="sampled", generator=torch.Generator().manual_seed(0)
     )
-    torch.testing.assert_close(found.values["0.weight"], expected, rtol=0.1, atol=0)
+    torch.testing.assert_close(found.values["0.weight"], expected, rtol=0.15, atol=0)
 
 
-@pytest.mark.parametrize("mixing", [False, True])
-def test_sampled_labels_are_same_for_rules_and_loop(mixing):
+def test_labels_are_drawn_by_given_function():
     x, _ = images()
     model = resnet()
-    if mixing:
-        model.add_module("mix", Model(lambda self, x: x - 0.5 * x.mean(0), scale=nn.Identity()))
-    certain = fisher_diagonal(
+    found = fisher_diagonal(
         model, [(x, None)], F.cross_entropy, labels="sampled", sample_labels=lambda o, g: o.argmax(1)
     )
-    y = torch.cat([copy.deepcopy(model).eval()(x[i : i + 1]).argmax(1) for i in range(BATCH)])
-    for name, value in fisher_by_definition(model, x, y, F.cross_entropy).items():
-        torch.testing.assert_close(certain.values[name], value)
+    y = copy.deepcopy(model).eval()(x).argmax(1)
+    torch.testing.assert_close(found.values, fisher_by_definition(model, x, y, F.cross_entropy))
 
 
 def test_classes_are_sampled_for_every_pixel():

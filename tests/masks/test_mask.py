@@ -9,9 +9,8 @@ import torch
 from torch.nn import functional as F
 
 import sparsesam
+from sparsesam.masks.scores import GradientEnergy
 from tests import cases
-
-EVERY_STEP = sparsesam.every_steps(1)
 
 
 def wrap(mask, model=None, **options):
@@ -38,15 +37,16 @@ def test_no_masks_before_first_ascent():
     assert opt.sparsity is None
 
 
+def make_rule(kind, **options):
+    if kind == "fisher":
+        return sparsesam.fisher_mask(cases.images(32), F.cross_entropy, samples=8, refresh=1, **options)
+    return {"random": sparsesam.random_mask, "dynamic": sparsesam.dynamic_mask}[kind](refresh=1, **options)
+
+
 @pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.5, 0.9, 0.99, 1.0])
 @pytest.mark.parametrize("kind", ["random", "dynamic", "fisher"])
 def test_unstructured_masks_have_exact_size(kind, sparsity):
-    rules = {
-        "random": lambda: sparsesam.random_mask(sparsity=sparsity),
-        "dynamic": lambda: sparsesam.dynamic_mask(sparsity=sparsity, refresh=EVERY_STEP),
-        "fisher": lambda: sparsesam.fisher_mask(cases.images(32), F.cross_entropy, sparsity=sparsity, samples=8),
-    }
-    model, opt = wrap(rules[kind]())
+    model, opt = wrap(make_rule(kind, sparsity=sparsity))
     for _ in range(3):
         step(model, opt)
         assert kept(opt.masks) == round((1 - sparsity) * size(model))
@@ -60,19 +60,7 @@ PATTERNS = ["unstructured", "filter", "column", "tensor", "1:2", "1:4", "2:4", "
 @pytest.mark.parametrize("kind", ["random", "dynamic", "fisher"])
 def test_every_pattern_trains_with_every_score(kind, pattern):
     sparsity = None if ":" in pattern else 0.5
-    rules = {
-        "random": lambda: sparsesam.random_mask(sparsity=sparsity, pattern=pattern, refresh=EVERY_STEP),
-        "dynamic": lambda: sparsesam.dynamic_mask(sparsity=sparsity, pattern=pattern, refresh=EVERY_STEP),
-        "fisher": lambda: sparsesam.fisher_mask(
-            cases.images(32),
-            F.cross_entropy,
-            sparsity=sparsity,
-            samples=8,
-            pattern=pattern,
-            refresh=EVERY_STEP,
-        ),
-    }
-    model, opt = wrap(rules[kind]())
+    model, opt = wrap(make_rule(kind, sparsity=sparsity, pattern=pattern))
     losses = [step(model, opt).item() for _ in range(6)]
     assert losses[-1] < losses[0]
     assert 0 < kept(opt.masks) < size(model)
@@ -98,7 +86,7 @@ def test_ssam_f_perturbs_weights_with_most_fisher_information():
 
 
 def test_ssam_d_drops_flattest_and_grows_as_many():
-    model, opt = wrap(sparsesam.dynamic_mask(sparsity=0.5, drop_ratio=0.4, refresh=EVERY_STEP))
+    model, opt = wrap(sparsesam.dynamic_mask(sparsity=0.5, drop_ratio=0.4, refresh=1))
     step(model, opt)
     before = opt.masks
     x, y = cases.images(seed=2)
@@ -118,15 +106,15 @@ def test_ssam_d_drops_flattest_and_grows_as_many():
 
 
 def test_drop_ratio_decays_with_cosine():
-    mask = sparsesam.dynamic_mask(sparsity=0.5, drop_ratio=0.3, total_steps=10, refresh=EVERY_STEP)
+    mask = sparsesam.dynamic_mask(sparsity=0.5, drop_ratio=0.3, total_steps=10, refresh=1)
     for t in range(13):
         assert mask.ratio(t) == pytest.approx(0.15 * (1 + math.cos(math.pi * min(t, 10) / 10)))
 
 
-@pytest.mark.parametrize("drop", ["flattest", "sharpest", "random"])
-@pytest.mark.parametrize("growth", ["random", "gradient"])
+@pytest.mark.parametrize("drop", ["flattest", "sharpest", "random", "weight"])
+@pytest.mark.parametrize("growth", ["random", "gradient", "weight", sparsesam.GradientMagnitude()])
 def test_ablations_of_ssam_d_keep_budget(drop, growth):
-    model, opt = wrap(sparsesam.dynamic_mask(sparsity=0.6, drop=drop, growth=growth, refresh=EVERY_STEP))
+    model, opt = wrap(sparsesam.dynamic_mask(sparsity=0.6, drop=drop, growth=growth, refresh=1))
     seen = []
     for seed in range(3):
         step(model, opt, seed)
@@ -148,9 +136,9 @@ def refreshed_at(refresh, steps=7):
 
 
 def test_refresh_rules():
-    assert refreshed_at(sparsesam.every_steps(3)) == [0, 3, 6]
+    assert refreshed_at(3) == [0, 3, 6]
     assert refreshed_at(sparsesam.every_epochs(2, steps_per_epoch=2)) == [0, 4]
-    assert refreshed_at(sparsesam.manual()) == [0]
+    assert refreshed_at(None) == [0]
 
 
 def test_manual_refresh():
@@ -198,37 +186,42 @@ def test_fixed_masks_by_name_type_and_tensor():
     model, opt = wrap(sparsesam.fixed_mask(types=sparsesam.NORMALIZATION), norm="masked")
     step(model, opt)
     assert {name for name, mask in opt.masks.items() if mask.any()} == {"1.weight", "1.bias"}
+    model, opt = wrap(sparsesam.fixed_mask(types=(torch.nn.Linear, lambda module: hasattr(module, "running_mean"))))
+    step(model, opt)
+    assert {name.split(".")[0] for name, mask in opt.masks.items() if mask.any()} == {"1", "4"}
     wanted = cases.half_masks(model)
     model, opt = wrap(sparsesam.fixed_mask(wanted))
     step(model, opt)
     assert all(torch.equal(opt.masks[name], wanted[name]) for name in wanted)
 
 
-def test_custom_mask():
-    rule = sparsesam.Mask(
-        score=sparsesam.Inverted(sparsesam.GradientMagnitude()),
-        pattern=sparsesam.PerLayer(sparsesam.Unstructured()),
-        sparsity=0.75,
-        refresh=sparsesam.every_steps(2),
-        seed=3,
-    )
+def test_dropping_by_weight_magnitude_drops_smallest_weights():
+    rule = sparsesam.dynamic_mask(sparsity=0.5, drop="weight", growth="weight", drop_ratio=1.0, refresh=1)
+    assert not rule.needs_gradient
     model, opt = wrap(rule)
     step(model, opt)
-    for name, parameter in model.named_parameters():
-        assert int(opt.masks[name].sum()) == round(0.25 * parameter.numel())
+    weights = {name: p.detach().abs().clone() for name, p in model.named_parameters()}
+    step(model, opt)
+    expected = sparsesam.Unstructured().select(weights, 0.5)
+    assert all(torch.equal(mask, expected[name]) for name, mask in opt.masks.items())
 
 
+@pytest.mark.parametrize("keep", ["largest", "smallest"])
 @pytest.mark.parametrize(
-    ("score", "of_gradient"),
-    [(sparsesam.GradientMagnitude(), torch.abs), (sparsesam.GradientEnergy(), torch.square)],
-    ids=["magnitude", "energy"],
+    ("score", "of"),
+    [
+        (sparsesam.GradientMagnitude(), lambda p: p.grad.abs()),
+        (GradientEnergy(), lambda p: p.grad.square()),
+        (sparsesam.WeightMagnitude(), lambda p: p.detach().abs()),
+    ],
+    ids=["gradient", "energy", "weight"],
 )
-def test_a_gradient_score_ranks_filters_by_its_mean(score, of_gradient):
-    pattern = sparsesam.Structured("filter")
-    model, opt = wrap(sparsesam.Mask(score, pattern, 0.5), cases.convnet(torch.float64))
+def test_mask_keeps_filters_by_mean_score(score, of, keep):
+    pattern = sparsesam.PerLayer(sparsesam.Structured("filter"))
+    model, opt = wrap(sparsesam.Mask(score, pattern, 0.5, keep=keep), cases.convnet(torch.float64))
     x, y = cases.images(dtype=torch.float64)
     F.cross_entropy(model(x), y).backward()
-    scores = {name: of_gradient(p.grad) for name, p in model.named_parameters()}
+    scores = {name: of(p) * (1 if keep == "largest" else -1) for name, p in model.named_parameters()}
     with opt.perturbed():
         F.cross_entropy(model(x), y).backward()
     expected = pattern.select(scores, 0.5)

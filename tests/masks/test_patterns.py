@@ -25,6 +25,7 @@ FREE = [
     *(Structured(unit) for unit in UNITS),
     PerLayer(Unstructured()),
     PerLayer(Structured("filter")),
+    Structured("column", "reach"),
 ]
 FIXED = [
     NM(2, 4),
@@ -88,6 +89,21 @@ class TestSelect:
                 assert bool(kept.all()) == bool(kept.any())
                 never = bool((scores[name][index] == -math.inf).any())
                 assert kept.all() or never or count_true(masks) + kept.numel() > budget
+
+    @pytest.mark.parametrize("unit", UNITS)
+    @given(scores=score_dicts(), sparsity=SPARSITY)
+    @settings(deadline=None, max_examples=40)
+    def test_units_are_added_until_budget_is_reached(self, unit, scores, sparsity):
+        masks = Structured(unit, rounding="reach").select(scores, sparsity)
+        budget = round((1 - sparsity) * size(scores))
+        assert oracle.same(masks, oracle.greedy(oracle.as_float64(scores), unit, budget, reach=True))
+        if all(bool((score > -math.inf).all()) for score in scores.values()):
+            assert count_true(masks) >= budget
+
+    @pytest.mark.parametrize(("rounding", "kept"), [("below", 8), ("reach", 40)])
+    def test_tensor_that_exceeds_budget_is_last_one_or_left_out(self, rounding, kept):
+        scores = {"small": torch.full((8,), 3.0), "large": torch.full((4, 8), 2.0), "tiny": torch.full((9,), 1.0)}
+        assert count_true(Structured("tensor", rounding).select(scores, 1 - 16 / 49)) == kept
 
     @pytest.mark.parametrize("axis", ["output", "input"])
     @pytest.mark.parametrize("vectors", ["dense", "none"])
@@ -406,6 +422,8 @@ class TestErrors:
     def test_unknown_choices(self):
         with pytest.raises(ValueError, match="unit must be one of"):
             Structured("layer")
+        with pytest.raises(ValueError, match="rounding must be one of"):
+            Structured("tensor", "above")
         with pytest.raises(ValueError, match="axis must be one of"):
             NM(2, 4, axis="rows")
 
@@ -446,6 +464,7 @@ class TestNames:
             ("tensor", Structured("tensor")),
             ("filter", Structured("filter")),
             ("column", Structured("column")),
+            ("tensor reach", Structured("tensor", "reach")),
             ("2:4", NM(2, 4)),
             ("1:8 input", NM(1, 8, axis="input")),
             ("2:4 filters", NMFilters(2, 4)),

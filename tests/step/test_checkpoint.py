@@ -23,17 +23,15 @@ def loss_fn(output, target):
 
 
 def fisher(**options):
-    return sparsesam.fisher_mask(
-        cases.images(64), loss_fn, sparsity=0.5, samples=16, refresh=sparsesam.every_steps(3), **options
-    )
+    return sparsesam.fisher_mask(cases.images(64), loss_fn, sparsity=0.5, samples=16, refresh=3, **options)
 
 
 RULES = {
     "sam": None,
     "ssam-f": fisher,
-    "ssam-d": lambda: sparsesam.dynamic_mask(sparsity=0.5, refresh=sparsesam.every_steps(2), total_steps=12),
-    "ssam-d 2:4": lambda: sparsesam.dynamic_mask(pattern="2:4", refresh=sparsesam.every_steps(2)),
-    "random": lambda: sparsesam.random_mask(sparsity=0.9, refresh=sparsesam.every_steps(2)),
+    "ssam-d": lambda: sparsesam.dynamic_mask(sparsity=0.5, refresh=2, total_steps=12),
+    "ssam-d 2:4": lambda: sparsesam.dynamic_mask(pattern="2:4", refresh=2),
+    "random": lambda: sparsesam.random_mask(sparsity=0.9, refresh=2),
     "fixed": lambda: sparsesam.fixed_mask("0.*"),
 }
 

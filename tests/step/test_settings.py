@@ -61,7 +61,7 @@ def test_start_is_first_step_with_perturbation():
 
 def test_new_mask_ends_reuse_of_last_perturbation():
     model = cases.mlp()
-    mask = sparsesam.random_mask(sparsity=0.5, refresh=sparsesam.manual())
+    mask = sparsesam.random_mask(sparsity=0.5, refresh=None)
     opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=mask, every=4, off_steps="reuse")
     closure, calls = counted(model, opt, *cases.vectors())
     opt.step(closure)
@@ -96,7 +96,7 @@ def test_reused_perturbation_survives_resume(options, clone):
 
 def test_masks_due_between_ascents_are_made_at_next_ascent():
     model = cases.mlp()
-    rule = sparsesam.random_mask(sparsity=0.5, refresh=sparsesam.every_steps(2))
+    rule = sparsesam.random_mask(sparsity=0.5, refresh=2)
     opt = sparsesam.SSAM(cases.sgd(model), model, mask=rule, every=3)
     seen = []
     for seed in range(7):
@@ -114,7 +114,7 @@ def test_momentum_as_direction_takes_one_pass():
 
 def test_ssam_d_uses_momentum_as_gradient():
     model = cases.mlp()
-    rule = sparsesam.dynamic_mask(sparsity=0.5, refresh=sparsesam.every_steps(1))
+    rule = sparsesam.dynamic_mask(sparsity=0.5, refresh=1)
     opt = sparsesam.SSAM(cases.sgd(model), model, mask=rule, ascent="momentum")
     for seed in range(4):
         opt.step(cases.closure_for(model, opt, *cases.vectors(seed=seed)))

@@ -29,7 +29,7 @@ from sparsesam.analysis.objective import (
 )
 from sparsesam.analysis.results import AnalysisResult, Array
 from sparsesam.distributed.ddp import unwrap
-from sparsesam.masks.fixed import NORMALIZATION
+from sparsesam.masks.fixed import NORMALIZATION, is_layer_of
 from sparsesam.utils.checks import check_choice, check_count, check_like_parameters
 
 Direction = dict[str, Tensor]
@@ -161,7 +161,7 @@ def random_directions(
             # Drawn even if unused: ignoring a parameter must not change the numbers of the others.
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             layer = model.get_submodule(name.rpartition(".")[0])
-            if one_dimensional == "ignore" and (parameter.dim() < 2 or isinstance(layer, NORMALIZATION)):
+            if one_dimensional == "ignore" and (parameter.dim() < 2 or is_layer_of(layer, NORMALIZATION)):
                 continue
             axis = 1 if isinstance(layer, _TRANSPOSED) else 0
             direction[name] = filter_normalized(noise.to(parameter), parameter.detach(), axis=axis)

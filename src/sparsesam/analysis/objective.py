@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from sparsesam.analysis.results import AnalysisResult
 from sparsesam.distributed.ddp import unwrap
 from sparsesam.masks.fisher_problem import LossFn, ModelLoss, Problem
-from sparsesam.masks.fixed import NORMALIZATION
+from sparsesam.masks.fixed import NORMALIZATION, is_layer_of
 from sparsesam.utils.batches import batch_size, to_device
 from sparsesam.utils.checks import check_bool, check_choice, check_like_parameters
 from sparsesam.utils.restore import Snapshot, preserve_model_state
@@ -90,7 +90,7 @@ class Objective:
         """Returns the differentiable loss of one batch; call inside `measuring`."""
         if self.allow_random:
             torch.manual_seed(index)  # each batch has its own draw, the same at every evaluation
-        return self.problem.sample_loss(self.model, to_device(self.batches[index], self._device), draw=False)
+        return self.problem.sample_loss(self.model, to_device(self.batches[index], self._device))
 
     @torch.no_grad()
     def loss(self) -> float:
@@ -138,7 +138,7 @@ class Objective:
             stack.enter_context(preserve_model_state(self.model))
             if self.statistics == "batch":
                 for module in self.model.modules():
-                    module.training = module.training or isinstance(module, NORMALIZATION)
+                    module.training = module.training or is_layer_of(module, NORMALIZATION)
             for tensor in parameters:
                 tensor.requires_grad_(True)
             self._check()

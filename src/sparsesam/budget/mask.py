@@ -22,7 +22,7 @@ from sparsesam.budget.choice import (
 )
 from sparsesam.budget.costs import LayerCost, LayerCosts, layer_costs
 from sparsesam.masks.fisher_problem import LossFn, ModelLoss
-from sparsesam.masks.mask import MaskRule, Refresh, manual
+from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.scores import Fisher, GradientEnergy, Score, ScoreContext
 from sparsesam.utils.checks import check_choice, is_within
 
@@ -69,7 +69,7 @@ class BudgetMask(MaskRule):
     budget: float
     score: Score = field(default_factory=GradientEnergy)
     unit: BudgetUnit = "tensor"
-    refresh: Refresh = field(default_factory=manual)
+    refresh: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -159,7 +159,7 @@ def budget_mask(
     score: Score | None = None,
     unit: BudgetUnit = "tensor",
     how: Literal["time", "cpu-time", "count"] = "time",
-    refresh: Refresh | None = None,
+    refresh: int | None = None,
     seed: int = 0,
     model_loss: ModelLoss | None = None,
 ) -> BudgetMask:
@@ -176,7 +176,7 @@ def budget_mask(
         unit: perturb whole weight tensors, ``"tensor"``, or some of their filters, ``"filter"``.
         how: measure the ``"time"`` or ``"cpu-time"`` of each layer's forward, input gradient and weight gradient, or
             ``"count"`` their operations, which is reproducible but ignores the machine.
-        refresh: when a new mask is made. Default: never.
+        refresh: the optimizer steps between two masks. Default: the first mask is kept.
         seed: the seed for drawing samples.
         model_loss: as in `fisher_mask`.
 
@@ -198,4 +198,4 @@ def budget_mask(
             "data must be given with loss_fn or model_loss, got None; without a loss the scores are squared gradients"
         )
     costs = layer_costs(model, example_input, how=how)
-    return BudgetMask(costs, budget, score or GradientEnergy(), unit, refresh or manual(), seed)
+    return BudgetMask(costs, budget, score or GradientEnergy(), unit, refresh, seed)

@@ -45,28 +45,18 @@ class Problem:
         """Returns the part of a batch by which samples are counted: the model's inputs."""
         return batch if self.model_loss is not None else self._pair(batch)[0]
 
-    @torch.no_grad()
-    def labelled(self, batch: Any, output: Any) -> Any:
-        """Returns the batch, with labels drawn from its output if ``labels="sampled"``."""
-        if not self.is_sampled:
-            return batch
-        draw = self.sample_labels or sample_categorical
-        return self._pair(batch)[0], draw(tree_map_only(Tensor, Tensor.detach, output), self.generator)
-
-    def output(self, model: nn.Module, batch: Any) -> Any:
-        return call_model(model, self._pair(batch)[0])
-
-    def loss(self, output: Any, batch: Any) -> Tensor:
-        """Returns the loss of one sample, from its output and its batch of size 1."""
-        assert self.loss_fn is not None
-        return scalar_loss(self.loss_fn(output, self._pair(batch)[1]), "loss_fn")
-
-    def sample_loss(self, model: nn.Module, sample: Any, *, draw: bool) -> Tensor:
-        """Returns the loss of a batch of size 1; with ``draw``, labels are drawn if ``labels="sampled"``."""
+    def sample_loss(self, model: nn.Module, sample: Any) -> Tensor:
+        """Returns the loss of a batch, which is a single sample if its label is drawn."""
         if self.model_loss is not None:
             return scalar_loss(self.model_loss(model, sample), "model_loss")
-        output = self.output(model, sample)
-        return self.loss(output, self.labelled(sample, output) if draw else sample)
+        assert self.loss_fn is not None
+        inputs, targets = self._pair(sample)
+        output = call_model(model, inputs)
+        if self.is_sampled:
+            draw = self.sample_labels or sample_categorical
+            with torch.no_grad():
+                targets = draw(tree_map_only(Tensor, Tensor.detach, output), self.generator)
+        return scalar_loss(self.loss_fn(output, targets), "loss_fn")
 
     def _pair(self, batch: Any) -> tuple[Any, Any]:
         if isinstance(batch, (tuple, list)) and len(batch) == 2:

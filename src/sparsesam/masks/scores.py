@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -13,14 +13,14 @@ from torch import distributed as dist
 
 from sparsesam.distributed.agreement import communication_device, on_every_rank
 from sparsesam.distributed.shards import Shards, local_part
-from sparsesam.masks.fisher import FisherDiagonal, fisher_diagonal, sharded_fisher
+from sparsesam.masks.fisher import fisher_of, sharded_fisher
 from sparsesam.masks.fisher_problem import LossFn, ModelLoss, Problem
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.samples import draw_batches
 from sparsesam.utils.batches import to_device
 from sparsesam.utils.checks import NonFiniteScoreError, check_count
 
-_LARGEST_CHUNK = 128
+_DRAWN_AT_ONCE = 128  # samples
 
 
 @dataclass(frozen=True)
@@ -76,44 +76,50 @@ class Fisher:
         F = 1/N_F * sum_i (grad_w loss(w; x_i, y_i))²
 
     The arguments are those of `fisher_mask`. ``labels="data"`` is eq. 5 of the paper, the empirical Fisher information.
+    Without ``data``, it is measured on the batch being trained on: ``opt.step(closure, batch=(x, y))``.
     """
 
-    data: Any
+    data: Any = None
     loss_fn: LossFn | None = None
     samples: int = 128
     model_loss: ModelLoss | None = None
     labels: Literal["data", "sampled"] = "data"
-    chunk: int | None = None
     needs_gradient: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_count("samples", self.samples, "the paper uses 128")
-        if self.chunk is not None:
-            check_count("chunk", self.chunk, "None lets free memory decide")
+        self._problem(torch.Generator())
+
+    def _problem(self, generator: torch.Generator) -> Problem:
+        return Problem(self.loss_fn, self.model_loss, self.labels, None, generator)
 
     def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
-        batches = draw_batches(self.data, self.samples, generator=context.generator, chunk=self.chunk or _LARGEST_CHUNK)
-        return _measured(self, batches, context)
+        """Returns the Fisher information over the samples of all ranks."""
+        problem, batches = self._problem(context.generator), self._batches(context)
+        if context.shards is not None:
+            return sharded_fisher(problem, context.model, batches, context.parameters, context.shards)
+        measure = partial(fisher_of, problem, context.model, batches, context.parameters)
+        if context.ranks is None:
+            return measure().values
+        # Also if all ranks measure the same samples: devices may round differently, and masks must be equal.
+        result = on_every_rank(measure, NonFiniteScoreError, context.ranks)
+        samples = torch.tensor(float(result.samples), device=communication_device(context.ranks))
+        dist.all_reduce(samples, group=context.ranks)
+        for value in result.values.values():
+            value.mul_(result.samples)
+            dist.all_reduce(value, group=context.ranks)
+            value.div_(float(samples))
+        return result.values
 
-
-@dataclass(frozen=True, eq=False)
-class BatchFisher:
-    """Fisher information of the batch being trained on: ``opt.step(closure, batch=(x, y))``."""
-
-    loss_fn: LossFn | None = None
-    model_loss: ModelLoss | None = None
-    labels: Literal["data", "sampled"] = "data"
-    chunk: int | None = None
-    needs_gradient: ClassVar[bool] = False
-
-    def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
+    def _batches(self, context: ScoreContext) -> Iterable[Any]:
+        if self.data is not None:
+            return draw_batches(self.data, self.samples, generator=context.generator, chunk=_DRAWN_AT_ONCE)
         if context.batch is None:
             raise ValueError(
                 "batch must be given for a mask that measures Fisher information on the current batch, got None; "
                 "call opt.step(closure, batch=(x, y)) or opt.perturbed(batch=(x, y))"
             )
-        shards = context.shards
-        return _measured(self, [context.batch] if shards is None else _gathered_batches(context.batch, shards), context)
+        return [context.batch] if context.shards is None else _gathered_batches(context.batch, context.shards)
 
 
 @dataclass(frozen=True)
@@ -137,52 +143,13 @@ class GradientEnergy:
 
 
 @dataclass(frozen=True)
-class Inverted:
-    """Reverses the order of another score, for ablations.
+class WeightMagnitude:
+    """|w|, the score of magnitude pruning."""
 
-    Args:
-        score: the score to reverse.
-    """
-
-    score: Score
-
-    @property
-    def needs_gradient(self) -> bool:
-        return self.score.needs_gradient
+    needs_gradient: ClassVar[bool] = False
 
     def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
-        return {name: -values for name, values in self.score(context).items()}
-
-
-def _measured(score: Fisher | BatchFisher, batches: Iterable[Any], context: ScoreContext) -> dict[str, Tensor]:
-    """Returns the Fisher information over the samples of all ranks."""
-    if context.shards is not None:
-        problem = Problem(score.loss_fn, score.model_loss, score.labels, None, context.generator)
-        return sharded_fisher(context.model, batches, problem, context.parameters, context.shards)
-
-    def measure() -> FisherDiagonal:
-        return fisher_diagonal(
-            context.model,
-            batches,
-            score.loss_fn,
-            model_loss=score.model_loss,
-            parameters=context.parameters,
-            labels=score.labels,
-            generator=context.generator,
-            chunk=score.chunk,
-        )
-
-    if context.ranks is None:
-        return measure().values
-    # Also if all ranks measure the same samples: devices may round differently, and masks must be equal.
-    result = on_every_rank(measure, NonFiniteScoreError, context.ranks)
-    samples = torch.tensor(float(result.samples), device=communication_device(context.ranks))
-    dist.all_reduce(samples, group=context.ranks)
-    for value in result.values.values():
-        value.mul_(result.samples)
-        dist.all_reduce(value, group=context.ranks)
-        value.div_(float(samples))
-    return result.values
+        return {name: weight.detach().abs() for name, weight in context.local.items()}
 
 
 def _gathered_batches(batch: Any, shards: Shards) -> list[Any]:
@@ -192,5 +159,5 @@ def _gathered_batches(batch: Any, shards: Shards) -> list[Any]:
         group = shards.mesh.get_group(dim)
         found: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(found, to_device(batches, "cpu"), group=group)
-        batches = [one for part in found for one in part]
+        batches = [gathered for part in found for gathered in part]
     return batches

@@ -73,14 +73,15 @@ class MaskState:
             return True
         if self.last_step == step:  # a step that a GradScaler skipped is repeated
             return False
-        return self.asked or self.rule.refresh.due(step, self.last_step)
+        every = self.rule.refresh
+        return self.asked or (every is not None and step // every > self.last_step // every)
 
     @torch.no_grad()
-    def refresh(self, context: ScoreContext, *, is_joining: bool = False) -> None:
-        """Make new masks; all ranks compare them, unless ``is_joining``."""
+    def refresh(self, context: ScoreContext) -> None:
+        """Make new masks; all ranks compare them."""
         assert self.rule is not None, "there is nothing to make"
         try:
-            masks = self._made(self.rule, context, is_joining)
+            masks = self._made(self.rule, context)
         except NonFiniteScoreError as error:
             if self.masks is None:
                 raise
@@ -96,7 +97,7 @@ class MaskState:
         self.last_step = context.step
         self.asked = False
 
-    def _made(self, rule: MaskRule, context: ScoreContext, is_joining: bool) -> dict[str, PackedMask]:
+    def _made(self, rule: MaskRule, context: ScoreContext) -> dict[str, PackedMask]:
         """Returns the masks, which must be equal on all ranks: all use the same generator and the same scores."""
 
         def make() -> dict[str, PackedMask]:
@@ -112,7 +113,7 @@ class MaskState:
             random_state = self.generator.get_state()
             context.shards.require_same([random_state, context.step], "the step or the random state of the masks")
             return make()
-        if is_joining or not is_distributed() or dist.get_world_size(context.ranks) == 1:
+        if not is_distributed() or dist.get_world_size(context.ranks) == 1:
             return make()
         masks = on_every_rank(make, NonFiniteScoreError, context.ranks)
         require_same(_content(masks), "the masks", context.ranks)
@@ -138,10 +139,10 @@ class MaskState:
         }
         masks = self.masks or {}
         return values, {
-            name: as_shard_of(one, masks[name].unpack(one.device))
+            name: as_shard_of(p, masks[name].unpack(p.device))
             if name in masks
-            else torch.zeros_like(one, dtype=torch.bool)
-            for name, one in parameters.items()
+            else torch.zeros_like(p, dtype=torch.bool)
+            for name, p in parameters.items()
         }
 
     def check_state_dict(self, values: Mapping[str, Any] | None, masks: Mapping[str, Tensor], model: nn.Module) -> None:
@@ -170,7 +171,7 @@ class MaskState:
         if values["is_made"]:
             own = {name: parameters[name] for name in masks}
             packed = {name: PackedMask.pack(local_part(mask, own[name])) for name, mask in masks.items()}
-            self._hold(packed, {name: local_part(one) for name, one in own.items()}, Shards.of(own))
+            self._hold(packed, {name: local_part(p) for name, p in own.items()}, Shards.of(own))
         else:
             self.masks = None
         state = np.frombuffer(bytes.fromhex(values["generator"]), dtype=np.uint8)

@@ -84,7 +84,6 @@ class StepContext:
                 shards=params.shards,
                 ranks=None if ddp is None else ddp.process_group,
             ),
-            is_joining=self.is_joining,
         )
         self.perturbation.index.clear()
         self.has_last, self.perturbation.last = False, {}  # it belongs to the old masks

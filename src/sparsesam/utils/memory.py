@@ -1,4 +1,4 @@
-"""Computes how many samples at a time fit into free memory."""
+"""The memory that activations take, and the memory that is free."""
 
 from __future__ import annotations
 
@@ -48,16 +48,6 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cpu" and "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
-
-
-def fitting(count: int, bytes_each: int, available: int | None) -> int:
-    """Halve ``count`` until that many fit into half of the available memory; at least 1.
-
-    Halving makes the number, and with it the order of summation, depend on free memory as little as possible.
-    """
-    while available is not None and count > 1 and count * bytes_each > available // 2:
-        count = (count + 1) // 2
-    return count
 
 
 def _has_storage(tensor: Tensor) -> bool:

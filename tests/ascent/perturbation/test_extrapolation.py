@@ -213,14 +213,10 @@ def test_state_covers_perturbed_entries_only():
 
 RULES = {
     "none": lambda: None,
-    "fisher": lambda: sparsesam.fisher_mask(
-        cases.vectors(32), F.cross_entropy, sparsity=0.5, samples=8, refresh=sparsesam.every_steps(2)
-    ),
-    "dynamic": lambda: sparsesam.dynamic_mask(sparsity=0.5, refresh=sparsesam.every_steps(2)),
-    "momentum": lambda: sparsesam.Mask(
-        score=sparsesam.GradientMagnitude(), sparsity=0.5, refresh=sparsesam.every_steps(2)
-    ),
-    "filters": lambda: sparsesam.random_mask(sparsity=0.5, pattern="filter", refresh=sparsesam.every_steps(3)),
+    "fisher": lambda: sparsesam.fisher_mask(cases.vectors(32), F.cross_entropy, sparsity=0.5, samples=8, refresh=2),
+    "dynamic": lambda: sparsesam.dynamic_mask(sparsity=0.5, refresh=2),
+    "momentum": lambda: sparsesam.Mask(score=sparsesam.GradientMagnitude(), sparsity=0.5, refresh=2),
+    "filters": lambda: sparsesam.random_mask(sparsity=0.5, pattern="filter", refresh=3),
 }
 
 

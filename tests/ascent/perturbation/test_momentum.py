@@ -86,7 +86,7 @@ def test_options_of_first_pass_raise(options):
 
 def test_mask_scored_by_momentum_waits_for_it():
     model = cases.mlp()
-    rule = sparsesam.Mask(score=sparsesam.GradientMagnitude(), sparsity=0.5, refresh=sparsesam.every_steps(1))
+    rule = sparsesam.Mask(score=sparsesam.GradientMagnitude(), sparsity=0.5, refresh=1)
     opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=rule, ascent="momentum")
     opt.step(cases.closure_for(model, opt, *cases.vectors()))
     assert opt.masks == {}

@@ -12,7 +12,7 @@ from tests.distributed.processes import run_ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
-MASK = {"sparsity": 0.5, "refresh": sparsesam.every_steps(2)}
+MASK = {"sparsity": 0.5, "refresh": 2}
 KINDS = {
     "momentum": lambda base, model: sparsesam.SAM(base, model, rho=0.5, ascent="momentum"),
     "extrapolation": lambda base, model: sparsesam.ExtrapolatedSAM(base, model, 5.0),

@@ -12,7 +12,6 @@ from torch import nn
 
 import sparsesam
 from sparsesam.ascent.semi_structured import Hardware
-from sparsesam.masks.fisher import fisher_diagonal
 
 if TYPE_CHECKING:
     from sparsesam.lab.commands.parser import Namespace, Parser
@@ -73,7 +72,6 @@ def fast_paths() -> dict[str, str]:
     launches = "on" if torch.cuda.is_available() else "on for devices other than the CPU, off here"
     return {
         "engine": _engine(),
-        "Fisher by layer rules": _fisher(),
         "2:4 products": _semi_structured(),
         "few launches": launches,
     }
@@ -93,12 +91,6 @@ def _engine() -> str:
 
     opt.step(closure)
     return f"{opt.engine_report()['engine']} (in a trial step)"
-
-
-def _fisher() -> str:
-    batch = torch.ones(2, 4), torch.tensor([0, 1])
-    paths = fisher_diagonal(nn.Sequential(nn.Linear(4, 3)), [batch], nn.functional.cross_entropy).paths
-    return f"on (in a trial, {', '.join(sorted(set(paths.values())))})"
 
 
 def _semi_structured() -> str:

@@ -104,7 +104,9 @@ class TrainConfig:
     adaptive: bool | Literal["all"] = option(False, "scale the perturbation by the weights; asam is sam with this on")
     eta: float = option(0.01, "eta of the adaptive perturbation")
     sparsity: Fraction | None = option(None, "fraction of unperturbed weights; default 0.5 or implied by the pattern")
-    pattern: str = option("unstructured", "unstructured, tensor, filter, column, 2:4, '2:4 input' or '2:4 filters'")
+    pattern: str = option(
+        "unstructured", "unstructured, tensor, filter, column (or 'tensor reach' …), 2:4, '2:4 input' or '2:4 filters'"
+    )
     norm: Literal["full", "masked"] = option("full", "divide by the norm of the whole gradient, or of its masked part")
     ascent: Literal["explicit", "implicit", "implicit-dense", "momentum", "momentum-climbing", "extrapolation"] = (
         option("explicit", "form of the ascent; momentum and extrapolation need no pass of their own")
@@ -122,14 +124,15 @@ class TrainConfig:
     mask_epochs: PositiveInt | None = option(1, "T_m: epochs between mask refreshes; null: keep the first mask")
     mask_steps: PositiveInt | None = option(None, "steps between mask refreshes, instead of epochs")
     fisher_samples: PositiveInt = option(128, "N_F: number of images for the Fisher information")
-    fisher_batch: PositiveInt | None = option(
-        None, "images per batch of the Fisher information; null: up to 128, fewer if memory is short"
-    )
     fisher_labels: Literal["data", "sampled"] = option("data", "labels of the Fisher information")
     fisher_augment: bool = option(False, "augment the images of the Fisher information")
-    drop: Literal["flattest", "random", "sharpest"] = option("flattest", "which weights ssam-d drops")
+    drop: Literal["flattest", "random", "sharpest", "weight"] = option(
+        "flattest", "which weights ssam-d drops: by gradient, at random, or the smallest (weight)"
+    )
     drop_ratio: Fraction = option(0.5, "initial fraction of the kept weights that ssam-d drops")
-    growth: Literal["random", "gradient"] = option("random", "which weights ssam-d grows")
+    growth: Literal["random", "gradient", "weight"] = option(
+        "random", "which weights ssam-d grows: at random, with the largest gradient, or the largest (weight)"
+    )
     epochs: PositiveInt = option(30, "passes over the training images", group="training")
     max_steps: PositiveInt | None = option(None, "stop after this many steps; schedules still follow `epochs`")
     batch_size: PositiveInt = option(64, "images per step, over all devices together")
@@ -229,7 +232,7 @@ class RunEnvironment:
 DEFAULTS: dict[str, Any] = {one.name: one.default for one in dataclasses.fields(TrainConfig)}
 
 
-_FISHER = ("fisher_samples", "fisher_batch", "fisher_labels", "fisher_augment")
+_FISHER = ("fisher_samples", "fisher_labels", "fisher_augment")
 _DYNAMIC = ("drop", "drop_ratio", "growth")
 _MASK = ("sparsity", "pattern", "norm", "mask_epochs", "mask_steps", *_FISHER, *_DYNAMIC)
 _ASCENT = (

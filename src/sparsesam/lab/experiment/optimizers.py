@@ -105,7 +105,6 @@ def _mask(config: TrainConfig, fisher_data: Any, steps_per_epoch: int) -> sparse
             fisher_data,
             cross_entropy,
             samples=config.fisher_samples,
-            chunk=config.fisher_batch,
             labels=config.fisher_labels,
             **common,
         )
@@ -122,12 +121,10 @@ def _mask(config: TrainConfig, fisher_data: Any, steps_per_epoch: int) -> sparse
     return sparsesam.random_mask(**common)
 
 
-def _refresh(config: TrainConfig, steps_per_epoch: int) -> sparsesam.Refresh:
-    if config.mask_steps is not None:
-        return sparsesam.every_steps(config.mask_steps)
-    if config.mask_epochs is not None:
-        return sparsesam.every_epochs(config.mask_epochs, steps_per_epoch=steps_per_epoch)
-    return sparsesam.manual()
+def _refresh(config: TrainConfig, steps_per_epoch: int) -> int | None:
+    if config.mask_steps is not None or config.mask_epochs is None:
+        return config.mask_steps
+    return sparsesam.every_epochs(config.mask_epochs, steps_per_epoch=steps_per_epoch)
 
 
 def _rho_schedule(config: TrainConfig, steps_per_epoch: int) -> sparsesam.RhoSchedule | None:

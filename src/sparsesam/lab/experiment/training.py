@@ -103,7 +103,7 @@ class Training:
     @property
     def _refreshes_every_step(self) -> bool:
         rule = getattr(self.optimizer, "mask", None)
-        return rule is not None and rule.refresh.every == 1
+        return rule is not None and rule.refresh == 1
 
     @property
     def sparsity(self) -> float | None:

@@ -89,7 +89,7 @@ def cost(config: TrainConfig) -> Cost:
 
     Memory holds weights, gradients and the base optimizer's state. A step adds the saved weights to restore after the
     ascent, a mask, and the batch's activations, half as large in 16 bits but with 16-bit copies of the weights. A
-    Fisher information adds sums and scores, and its batch's float32 activations with their gradients.
+    Fisher information adds sums and scores, and the float32 activations of one image with their gradients.
     """
     *shape, images = shape_of(config)
     parameters, flops, saved = measured_model(config.model, *shape)
@@ -102,7 +102,7 @@ def cost(config: TrainConfig) -> Cost:
     if config.optimizer == "ssam-f":
         masks = math.ceil(steps / config.steps_between_masks(per_epoch))
         passes += masks * config.fisher_samples / config.batch_size
-        needed = max(needed, 2 * min(config.fisher_batch or 128, config.fisher_samples) * saved + parameters * 8)
+        needed = max(needed, 2 * saved + parameters * 8)
     return Cost(1, steps, passes, passes * 3 * flops * config.batch_size, parameters * state + needed)
 
 
@@ -142,7 +142,7 @@ def dry_run_config(config: TrainConfig) -> DryRun:
             build_on_meta(config)
             return DryRun(config, estimate, 0, f"two steps take {flops / 1e12:.0f} TFLOP, too much for a CPU")
         batch = max(CPU_BATCH, round(1 / config.ascent_fraction))
-        short = replace(config, batch_size=batch, fisher_samples=2, fisher_batch=2)
+        short = replace(config, batch_size=batch, fisher_samples=2)
     short = replace(short, train_size=STEPS * short.batch_size, test_size=1, max_steps=None)
     if not config.is_plain:
         short = replace(short, mask_steps=1)  # so that a mask is computed and updated

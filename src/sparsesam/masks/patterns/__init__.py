@@ -7,7 +7,7 @@ and scores, not data or modules.
 from __future__ import annotations
 
 import re
-from typing import get_args
+from typing import cast, get_args
 
 from sparsesam.masks.patterns.base import Pattern, PerLayer, Unstructured
 from sparsesam.masks.patterns.n_of_m import NM, NMFilters
@@ -20,23 +20,24 @@ __all__ = ["NM", "NMFilters", "Pattern", "PerLayer", "Structured", "Unstructured
 def as_pattern(value: Pattern | str) -> Pattern:
     """Returns the pattern of a given name.
 
-    Names are "unstructured", "tensor", "filter", "column", and "2:4", "2:4 input", "2:4 filters" for any n:m.
+    Names are "unstructured", "tensor", "filter", "column", "tensor reach" (the same for all three: units are added
+    until the budget is reached), and "2:4", "2:4 input", "2:4 filters" for any n:m.
     """
     if isinstance(value, Pattern):
         return value
+    known = ("unstructured", *get_args(Unit), "tensor reach", "2:4", "2:4 input", "2:4 filters")
     if isinstance(value, str):
         words = " ".join(value.lower().split())
         if words == "unstructured":
             return Unstructured()
-        for unit in get_args(Unit):
-            if words == unit:
-                return Structured(unit)
+        unit, _, rounding = words.partition(" ")
+        if unit in get_args(Unit) and rounding in ("", "reach"):
+            return Structured(cast(Unit, unit), "reach" if rounding else "below")
         if match := re.fullmatch(r"(\d+):(\d+)(?: (output|input|filters))?", words):
             n, m = int(match[1]), int(match[2])
             if match[3] == "filters":
                 return NMFilters(n, m)
             return NM(n, m, axis="input" if match[3] == "input" else "output")
-    known = ("unstructured", *get_args(Unit), "2:4", "2:4 input", "2:4 filters")
     raise ValueError(
         f"pattern must be a Pattern or one of {', '.join(map(repr, known))}, with any n:m for 2:4, got {value!r}; "
         f"{nearest(str(value).lower(), known)}"

@@ -69,7 +69,7 @@ class NM(_NOfM):
         scores = scores_of(choice, like, shards)
         check_scores(scores, shards)
         groups = self._groups(shards)
-        masks = dict(first or self._outside_groups({name: one > -math.inf for name, one in scores.items()}, groups))
+        masks = dict(first or self._outside_groups({name: s > -math.inf for name, s in scores.items()}, groups))
         for name, group in groups.items():
             score, certain = group.of(scores[name].detach()), group.of(masks[name])
             if group.is_cut:

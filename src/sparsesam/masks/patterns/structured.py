@@ -24,29 +24,37 @@ Unit = Literal["tensor", "filter", "column"]
 class Structured(Pattern):
     """Keeps whole units: ``"tensor"``, ``"filter"`` (index along dim 0) or ``"column"`` (index along dim 1).
 
-    A unit's score is the mean of its weights' scores. Units are taken by decreasing score if they fit into
-    round((1 - sparsity) * d) weights, so the number kept is at most the budget and no further unit would fit.
-    Each entry of a 1-D tensor is its own filter and column; a 0-D tensor is one unit.
+    A unit's score is the mean of its weights' scores. Each entry of a 1-D tensor is its own filter and column; a 0-D
+    tensor is one unit. `drop_and_grow` keeps, of the kept units, those with the largest ``keep`` that fit into
+    kept - N_drop weights: at least N_drop weights are dropped. Random growth draws once per unit.
 
-    `drop_and_grow` keeps, of the kept units, those with the largest ``keep`` that fit into kept - N_drop weights: at
-    least N_drop weights are dropped. Random growth draws once per unit.
+    Args:
+        unit: what is kept or left out as a whole.
+        rounding: units are taken by decreasing score. ``"below"``: each that fits into round((1 - sparsity) * d)
+            weights, so that the number kept is at most this budget and no further unit would fit. ``"reach"``: until
+            the budget is reached, as in the paper's code, so that the last unit may exceed it.
     """
 
     unit: Unit = "filter"
+    rounding: Literal["below", "reach"] = "below"
     knows_shards = True
 
     def __post_init__(self) -> None:
         check_choice("unit", self.unit, get_args(Unit))
+        check_choice("rounding", self.rounding, ("below", "reach"))
 
     def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> BoolMasks:
         units = Units(self.unit, shards)
         kept = None if first is None else units.kept(first)
         budget = weight_budget(shards, sparsity)
-        return units.expand(fill_greedily(units.scores(choice), units.sizes, budget, first=kept), like)
+        fill = fill_greedily if self.rounding == "below" else fill_until_reached
+        return units.expand(fill(units.scores(choice), units.sizes, budget, first=kept), like)
 
     def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
         units = Units(self.unit, shards)
-        left = min(left_after_drop(count_true(masks, shards), ratio), weight_budget(shards, sparsity))
+        left = left_after_drop(count_true(masks, shards), ratio)
+        if self.rounding == "below":  # otherwise, masks larger than the budget are as asked
+            left = min(left, weight_budget(shards, sparsity))
         return units.expand(fill_greedily(units.scores(keep), units.sizes, left, among=units.kept(masks)), masks)
 
 
@@ -149,24 +157,44 @@ def fill_greedily(
     Each round takes a run of units by one cumulative sum. The unit that ends the run is larger than the remaining
     budget, and so are all units of its size: there are at most as many rounds as distinct sizes.
     """
-    counts = [len(score) for score in scores.values()]
-    weight = np.repeat([sizes[name] for name in scores], counts)
-    values = np.concatenate([np.empty(0), *(score.double().numpy() for score in scores.values())])
-    values[~_joined(among, scores, default=True)] = -math.inf
-    taken = _joined(first, scores, default=False)
-    budget -= int(weight[taken].sum())
-    # A stable sort of the negated scores keeps equal ones in order of position.
-    waiting = np.argsort(-values, kind="stable")
-    waiting = waiting[(values > -math.inf)[waiting] & ~taken[waiting]]
-    while len(waiting := waiting[weight[waiting] <= budget]):
-        running = np.cumsum(weight[waiting])
+    taken, waiting, size = _in_order(scores, sizes, among, first)
+    budget -= int(size[taken].sum())
+    while len(waiting := waiting[size[waiting] <= budget]):
+        running = np.cumsum(size[waiting])
         run = int(np.searchsorted(running, budget, side="right"))
         taken[waiting[:run]] = True
         budget -= int(running[run - 1])
         waiting = waiting[run:]
-    return dict(zip(scores, torch.from_numpy(taken).split(counts), strict=True))
+    return _split(taken, scores)
+
+
+def fill_until_reached(
+    scores: Tensors, sizes: Mapping[str, int], budget: int, *, first: Tensors | None = None
+) -> BoolMasks:
+    """Take units by decreasing score until the sum of sizes reaches the budget; otherwise like `fill_greedily`."""
+    taken, waiting, size = _in_order(scores, sizes, None, first)
+    before = int(size[taken].sum()) + np.cumsum(size[waiting]) - size[waiting]
+    taken[waiting[before < budget]] = True
+    return _split(taken, scores)
+
+
+def _in_order(
+    scores: Tensors, sizes: Mapping[str, int], among: Tensors | None, first: Tensors | None
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Returns which units are in ``first``, the indices of the others by decreasing score, and the size of all."""
+    size = np.repeat([sizes[name] for name in scores], [len(score) for score in scores.values()])
+    values = np.concatenate([np.empty(0), *(score.double().numpy() for score in scores.values())])
+    values[~_joined(among, scores, default=True)] = -math.inf
+    taken = _joined(first, scores, default=False)
+    # A stable sort of the negated scores keeps equal ones in order of position.
+    order = np.argsort(-values, kind="stable")
+    return taken, order[(values > -math.inf)[order] & ~taken[order]], size
 
 
 def _joined(masks: Tensors | None, scores: Tensors, *, default: bool) -> npt.NDArray[np.bool_]:
-    flags = [np.full(len(one), default) if masks is None else masks[name].numpy() for name, one in scores.items()]
+    flags = [np.full(len(score), default) if masks is None else masks[name].numpy() for name, score in scores.items()]
     return np.concatenate([np.empty(0, dtype=bool), *flags])
+
+
+def _split(taken: npt.NDArray[np.bool_], scores: Tensors) -> BoolMasks:
+    return dict(zip(scores, torch.from_numpy(taken).split([len(score) for score in scores.values()]), strict=True))
