@@ -1,4 +1,5 @@
 from sparsesam.lab.paper.comparison import RecipeRuns
+from sparsesam.lab.paper.recipe import recipe
 from tests.lab.paper.test_recipe import results_of
 
 SEEDS = {("sgd", seed): 0.8 + 0.01 * seed for seed in range(3)}
@@ -11,8 +12,9 @@ def compared(tmp_path, values, label="mask-strategy", measure="test_accuracy", *
     return RecipeRuns(one, jobs)
 
 
-def test_ours_with_interval_beside_papers(tmp_path):
-    drawn = compared(tmp_path, SEEDS | APART).table()
+def test_ours_with_interval_beside_papers(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    (drawn,) = compared(tmp_path, SEEDS | APART).table().renderables
     assert drawn.title.startswith("Table 9")
     assert list(drawn.columns[1].cells)[:3] == ["81.00 (78.52 to 83.48)", "91.10 (88.37 to 93.83)", "–"]
     assert list(drawn.columns[2].cells)[:3] == ["76.67", "77.25", "77.08"]
@@ -26,6 +28,19 @@ def test_overrides_and_laptop_settings_are_listed(tmp_path):
     assert "compare rows, not values" in words
     assert "On a CPU, 1 thread, torch 2.x. 3 seeds for each number" in words
     assert "Overridden" not in " ".join(compared(tmp_path / "other", {}).sentences())
+
+
+def test_wide_table_is_drawn_in_parts_that_keep_ours_beside_papers(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    first, *_, last = RecipeRuns(recipe("corruption").at("full"), []).table().renderables
+    assert [column.header for column in first.columns[1:3]] == ["ours:\nC10 0 %", "paper:\nC10 0 %"]
+    assert [column.header for column in last.columns[-3:]] == ["ours:\nC100 40 %", "paper:\nC100 40 %", "our seeds"]
+    assert (first.caption, last.title, last.caption) == (None, "", "0 of 0 runs")
+
+
+def test_tuning_of_baseline_is_stated(tmp_path):
+    words = " ".join(compared(tmp_path, SEEDS).sentences())
+    assert "SGD's epochs and weight decay (12 and 0.03) were tuned on validation images" in words
 
 
 def test_rows_that_seeds_cannot_distinguish_are_named(tmp_path):
@@ -50,8 +65,9 @@ def test_times_state_how_they_were_measured(tmp_path):
     values = {("sam", 0): 3.0, ("ssam-f", 0): 1.5}
     comparison = compared(tmp_path, values, "nm_vit", "warm_seconds_per_step")
     assert any(one.startswith("Times are measured in separate short runs") for one in comparison.sentences())
-    assert list(comparison.table().columns[2].cells) == ["×1.00", "×2.00", "×2.00"]
-    assert list(comparison.table().columns[4].cells) == ["×1", "×1.2", "×1.2"]
+    (drawn,) = comparison.table().renderables
+    assert list(drawn.columns[2].cells) == ["×1.00", "×2.00", "×2.00"]
+    assert list(drawn.columns[4].cells) == ["×1", "×1.2", "×1.2"]
 
 
 def test_open_questions_of_text_are_listed(tmp_path):

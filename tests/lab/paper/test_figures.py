@@ -60,17 +60,27 @@ def test_accuracy_against_sparsity_has_line_per_method_and_papers_dotted(tmp_pat
     assert any(one.faint for one in series.values()) is dotted
 
 
+def test_hessian_has_panel_for_sgd_sam_and_both_ssam(tmp_path, few_points):
+    main(["paper", "run", "hessian", *SMOKE, "--out", str(tmp_path)])
+    chosen = recipes()["hessian"].at("laptop", {"epochs": 1, "train_size": 48, "fisher_samples": 8})
+    (figure,), _ = FIGURES["hessian"](RecipeRuns(chosen, chosen.sweep([0]).jobs(tmp_path)))
+    names = {panel: [one.name.partition(":")[0] for one in series] for panel, series in figure.panels.items()}
+    assert names == {"SGD": ["SGD"], "SAM": ["SAM"], "SSAM": ["SSAM-F", "SSAM-D"]}
+
+
 def test_every_drawing_belongs_to_recipe():
     assert {one.figure for one in recipes().values()} - {None} == {*FIGURES, "corruption"}
 
 
-def test_analysis_is_kept_until_run_changes(tmp_path, few_points):
+def test_analysis_is_kept_until_run_changes(tmp_path, capsys, few_points):
     command = ["paper", "run", "hessian", *SMOKE, "--out", str(tmp_path)]
     main(command)
+    assert capsys.readouterr().err.count("measuring: hessian of ") == 4
     files = sorted(tmp_path.glob("*/analyses/hessian.json"))
     assert len(files) == 4
     before = [file.stat().st_mtime_ns for file in files]
     main(command)
+    assert "measuring" not in capsys.readouterr().err
     assert [file.stat().st_mtime_ns for file in files] == before
     content = json.loads(files[0].read_text())
     files[0].write_text(json.dumps({**content, "made": {**content["made"], "step": 1}}))

@@ -105,7 +105,7 @@ class TrainConfig:
     eta: float = option(0.01, "eta of the adaptive perturbation")
     sparsity: Fraction | None = option(None, "fraction of unperturbed weights; default 0.5 or implied by the pattern")
     pattern: str = option(
-        "unstructured", "unstructured, tensor, filter, column (or 'tensor reach' …), 2:4, '2:4 input' or '2:4 filters'"
+        "unstructured", "unstructured, tensor, filter, column, 'tensor reach', 2:4, '2:4 input' or '2:4 filters'"
     )
     norm: Literal["full", "masked"] = option("full", "divide by the norm of the whole gradient, or of its masked part")
     ascent: Literal["explicit", "implicit", "implicit-dense", "momentum", "momentum-climbing", "extrapolation"] = (
