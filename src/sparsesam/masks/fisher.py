@@ -2,9 +2,9 @@
 
     F = 1/N sum_i (grad_w loss(w; x_i, y_i))^2
 
-This is a loop over single samples, which works for any model. Recording the calls of all layers in one pass over a
-batch, with a formula per kind of layer, was 1.1 times as fast for ResNet-18; `torch.func.vmap` of the gradient was
-slower than the loop (python -m benchmarks.fisher).
+This is a loop over single samples, which works for any model. A formula per kind of layer, applied to one pass over a
+batch, was 1.1 times as fast for ResNet-18. `torch.func.vmap` of the gradient is at best as fast as the loop there and
+1.3 times as fast for a small transformer encoder, but not every model can be mapped (python -m benchmarks.fisher).
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from sparsesam.distributed.shards import Shards, local_part
 from sparsesam.masks.fisher_problem import LossFn, ModelLoss, Problem, SampleLabels
-from sparsesam.utils.batches import batch_size, slice_batch, to_device
+from sparsesam.utils.batches import batch_size, leads_with, to_device
 from sparsesam.utils.checks import NonFiniteScoreError
 from sparsesam.utils.restore import preserve_model_state
 
@@ -124,8 +125,10 @@ def _samples(batches: Iterable[Any], problem: Problem, device: torch.device | st
     for batch in batches:
         moved = to_device(batch, device)
         size = batch_size(problem.inputs(moved))
-        for i in range(size):
-            yield slice_batch(moved, slice(i, i + 1), size)
+        leaves, structure = tree_flatten(moved)
+        parts = [leaf.split(1) if leads_with(leaf, size) else (leaf,) * size for leaf in leaves]
+        for sample in zip(*parts, strict=True):
+            yield tree_unflatten(sample, structure)
 
 
 def _zeros(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -138,11 +141,14 @@ def _zeros(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _add_squares(gradients: Iterable[Tensor | None], into: Mapping[str, Tensor]) -> None:
+    totals, found = [], []
     for total, gradient in zip(into.values(), gradients, strict=True):
         if gradient is not None:
             dense = gradient.to_dense() if gradient.is_sparse else gradient
-            real = (dense.abs() if dense.is_complex() else dense).to(total.dtype)
-            total.addcmul_(real, real)
+            totals.append(total)
+            found.append((dense.abs() if dense.is_complex() else dense).to(total.dtype))
+    if totals:
+        torch._foreach_addcmul_(totals, found, found)
 
 
 def _means(sums: Mapping[str, Tensor], samples: int, shards: Shards | None) -> dict[str, Tensor]:
