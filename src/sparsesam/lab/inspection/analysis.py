@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
-
-from rich.console import Console
-from rich.progress import Progress
 
 from sparsesam.analysis import AnalysisResult, ProgressCallback
 from sparsesam.lab.display import Cell, Figure, Series, SeriesStyle, Table, table_of_rows
@@ -169,13 +164,3 @@ def every_and_masked(
     masked = measure(masks=masks) if any(bool(mask.any()) for mask in masks.values()) else None
     progress(2, 2)
     return every, masked
-
-
-@contextmanager
-def progress_bar(title: str) -> Iterator[ProgressCallback]:
-    """Shows a progress bar if stderr is a terminal, else a line at the start."""
-    if not sys.stderr.isatty():
-        print(f"measuring: {title}", file=sys.stderr, flush=True)
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -221,5 +222,7 @@ def _kept(run: TrainedRun, analysis: Analysis[Any]) -> Any:
         content = json.loads(file.read_text())
         if all(content["made"].get(key) == value for key, value in wanted.items() if key != "notes"):
             return analysis.read(content["result"])
+    if not sys.stderr.isatty():  # where there is no progress bar
+        print(f"measuring: {analysis.name} of {run.path}", file=sys.stderr, flush=True)
     with progress_bar(f"{analysis.name} of {run.path}") as progress:
         return analysis.measure_and_write(run, progress)

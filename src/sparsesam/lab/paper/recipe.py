@@ -139,6 +139,11 @@ class Recipe:
         return columns
 
     @property
+    def sgd_settings(self) -> set[str]:
+        """Settings that SGD has of its own."""
+        return {name for column in self.columns for name in column.settings.get("sgd", {})}
+
+    @property
     def row_labels(self) -> list[str]:
         return list(self._scaled.get("rows", self.rows))
 
@@ -159,12 +164,11 @@ class Recipe:
         """Raise ValueError if one run would appear in several cells, for example because rows vary a setting."""
         if "seed" in self.overrides:
             raise ValueError("--set must not change seed; use --seeds for the number of seeds")
-        own = {name for column in self.columns for name in column.settings.get("sgd", {})}
         for timed in (False, True):  # times are measured in separate runs
             cells = [cell for cell in self.cells if cell[1].is_timed is timed]
             planned = [self.at(self.scale).config(*cell) for cell in cells]
             varied = [name for name in self.overrides if len({getattr(one, name) for one in planned}) > 1]
-            varied = [name for name in varied if name not in own]
+            varied = [name for name in varied if name not in self.sgd_settings]
             runs = len({config.content_hash for config in planned})
             if varied or len({self.config(*cell).content_hash for cell in cells}) < runs:
                 raise ValueError(

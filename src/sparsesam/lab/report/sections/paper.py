@@ -38,9 +38,10 @@ def _overrides(recipe: Recipe, configs: list[TrainConfig]) -> dict[str, Any]:
     cells_ = [recipe.config(row, column).canonical for row, column in recipe.cells]
     changed = {}
     for name in names_of(TrainConfig):
-        planned, ran = {getattr(one, name) for one in cells_}, {getattr(one, name) for one in configs}
-        if name != "seed" and len(planned) == 1 and len(ran) == 1 and planned != ran:
-            changed[name] = ran.pop()
+        planned, ran = ({(one.optimizer, getattr(one, name)) for one in some} for some in (cells_, configs))
+        is_free = name in recipe.sgd_settings or len({value for _, value in planned}) == 1
+        if name != "seed" and is_free and len({value for _, value in ran}) == 1 and not ran <= planned:
+            changed[name] = ran.pop()[1]
     return changed
 
 
