@@ -14,7 +14,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from sparsesam.integrations.extras import required_by
-from sparsesam.lab.display.figure import COLORS, PALETTE_SIZE, Figure, Series
+from sparsesam.lab.display.figure import COLORS, Figure, Series
+from sparsesam.lab.display.files import make_parent
 
 PLOT_FORMATS = (".png", ".svg", ".pdf")
 
@@ -34,10 +35,11 @@ _STYLE = {
 }
 
 
-def check_plot(file: Path) -> None:
-    """Raise before anything is measured if ``file`` cannot be drawn."""
+def check_plot(file: Path, name: str = "--plot") -> None:
+    """Raise before anything is measured if ``file``, the value of the option ``name``, cannot be drawn."""
     if file.suffix.lower() not in PLOT_FORMATS:
-        raise ValueError(f"plot must end in {', '.join(PLOT_FORMATS)}, got {str(file)!r}")
+        raise ValueError(f"{name} must end in {', '.join(PLOT_FORMATS)}, got {str(file)!r}")
+    make_parent(name, file)
     _import_matplotlib()
 
 
@@ -138,24 +140,38 @@ def _draw_curves(axes: Canvas, figure: Figure, panel: Sequence[Series]) -> None:
     """Draw lines with bands, or points with error bars; faint series are always lines."""
     places = [series.x[0] for series in panel if len(series.x) == 1]
     for series in panel:
-        color, y = COLORS[series.color][0], _floats(series.y)
+        y, label, color = _floats(series.y), _literal(series.name), COLORS[series.color][0]
         ends = None if series.bars is None else _floats([bar or (np.nan, np.nan) for bar in series.bars]).T
+        bars = None if ends is None else np.nan_to_num(np.abs(ends - y))
         if figure.kind == "lines" or series.faint:
-            style = ":" if series.faint else _DASHES[series.number // PALETTE_SIZE % len(_DASHES)]
-            axes.plot(series.x, y, color=color, linestyle=style, linewidth=1.2, label=_literal(series.name))
-            if ends is not None:
+            style = ":" if series.faint else _DASHES[series.variant % len(_DASHES)]
+            alpha = max(0.4, 1 - 0.3 * (series.variant // len(_DASHES)))
+            axes.plot(series.x, y, color=color, linestyle=style, linewidth=1.2, alpha=alpha, label=label)
+            shown = figure.bars_shown(panel, series)
+            if shown is not None and bars is not None:
+                x = [series.x[place] for place in shown]
+                axes.errorbar(
+                    x, y[shown], yerr=bars[:, shown], fmt=".", markersize=3, color=color, elinewidth=0.9, capsize=2
+                )
+            elif ends is not None:
                 axes.fill_between(series.x, *ends, color=color, alpha=0.15, linewidth=0)
             continue
-        many, bars = len(series.x) > 50, None if ends is None else np.nan_to_num(np.abs(ends - y))
-        look = "o" if many else _MARKERS[series.number % len(_MARKERS)]
-        size, label = 3 if many else 6, _literal(series.name)
-        axes.errorbar(series.x, y, yerr=bars, fmt=look, markersize=size, color=color, capsize=2, label=label)
+        many, x = len(series.x) > 50, [place + series.shift for place in series.x] if series.shift else series.x
+        look = "o" if many else _MARKERS[series.marker % len(_MARKERS)]
+        fill, size = color if series.variant % 2 == 0 else "none", 3 if many else 6
+        marker = {
+            "fmt": look,
+            "markersize": size,
+            "markerfacecolor": fill,
+            "alpha": max(0.4, 1 - 0.3 * (series.variant // 2)),
+        }
+        axes.errorbar(x, y, yerr=bars, color=color, capsize=2, label=label, **marker)
         if series.mark:
-            axes.plot(series.x, series.y, "o", markersize=13, markerfacecolor="none", markeredgecolor=color)
+            axes.plot(x, series.y, "o", markersize=13, markerfacecolor="none", markeredgecolor=color)
             # Toward the middle, so that the label stays within the axes.
             gap, side = (10, "left") if 2 * series.x[0] <= min(places) + max(places) else (-10, "right")
             offset = {"xytext": (gap, 0), "textcoords": "offset points"}
-            axes.annotate(_literal(series.mark), (series.x[0], series.y[0]), ha=side, va="center", **offset)
+            axes.annotate(_literal(series.mark), (x[0], series.y[0]), ha=side, va="center", **offset)
             axes.margins(0.12, 0.15)  # room for the ring
 
 

@@ -21,6 +21,7 @@ from sparsesam.lab.inspection import Analysis, LabeledResult, TrainedRun, load_r
 from sparsesam.lab.inspection.gradients import GradientAnalysis
 from sparsesam.lab.inspection.hessian import HessianAnalysis
 from sparsesam.lab.inspection.landscape import LandscapeAnalysis
+from sparsesam.lab.inspection.progress import show_progress
 from sparsesam.lab.paper.comparison import RecipeRuns
 from sparsesam.lab.paper.recipe import Column
 
@@ -197,4 +198,5 @@ def _kept(run: TrainedRun, analysis: Analysis[Any]) -> Any:
         content = json.loads(file.read_text())
         if all(content["made"].get(key) == value for key, value in wanted.items() if key != "notes"):
             return analysis.read(content["result"])
-    return analysis.measure_and_write(run)
+    with show_progress(f"{analysis.name} of {run.path}") as progress:
+        return analysis.measure_and_write(run, progress)
