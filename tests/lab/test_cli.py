@@ -210,7 +210,7 @@ def test_help_and_typos_import_no_slow_package():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     found = {name.partition(".")[0] for name in done.stderr.splitlines()[-1].split()}
-    light = {"sparsesam", "torch", "yaml", "_yaml", "rich", "filelock", "joblib", "psutil", "cloudpickle"}
+    light = {"sparsesam", "torch", "numpy", "yaml", "_yaml", "rich", "filelock", "joblib", "psutil", "cloudpickle"}
     assert (found & metadata.packages_distributions().keys()) - light == set()
 
 

@@ -156,7 +156,7 @@ def _draw_curves(axes: Canvas, figure: Figure, panel: Sequence[Series]) -> None:
             elif ends is not None:
                 axes.fill_between(series.x, *ends, color=color, alpha=0.15, linewidth=0)
             continue
-        many, x = len(series.x) > 50, [place + series.shift for place in series.x] if series.shift else series.x
+        many, x = len(series.x) > 50, _floats(series.x) + series.shift
         look = "o" if many else _MARKERS[series.marker % len(_MARKERS)]
         fill, size = color if series.variant % 2 == 0 else "none", 3 if many else 6
         marker = {

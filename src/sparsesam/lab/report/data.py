@@ -153,8 +153,11 @@ class Task:
             start = f"{start[0].upper()}{start[1:]}. "
         ranking = rank({variant: variant.accuracies for variant in variants})
         if ranking is None:
-            few = "No ranking: it takes two variants with at least three finished seeds; with fewer, a difference "
-            return Verdict(f"{start}{few}cannot be told from chance.", None)
+            sentence = (
+                f"{start}No ranking: it takes two variants with at least three finished seeds; with fewer, a difference "
+                "cannot be told from chance."
+            )
+            return Verdict(sentence, None)
         cost, best = self.cost, ranking.best
         chosen = min(ranking.alike, key=lambda one: (cost.values[one] or float("inf"), -(one.accuracy or 0.0)))
         sentence = f"{start}Best choice: {chosen.label}, {chosen.accuracy_text} at {cost.show(chosen)}. "

@@ -20,7 +20,10 @@ from sparsesam.lab.report.sections.results import curves_part, overview_parts, r
 from sparsesam.lab.report.sections.runs import provenance_parts, runs_parts, unfinished_parts
 
 StrPath = str | os.PathLike[str]
-INTERVALS = "± and bars are 95 % confidence intervals of the mean over seeds (Student’s t), from three seeds on."
+INTERVALS = (
+    "Unless a caption says otherwise, ± and bars are 95 % confidence intervals of the mean over seeds (Student’s t), "
+    "from three seeds on."
+)
 
 
 def write_report(

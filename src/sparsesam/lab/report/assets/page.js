@@ -163,29 +163,28 @@
     return both;
   }
 
-  // The label of a marked point, placed where no other point or bar is.
+  // Labels of marked points, placed where no other point or bar is.
   function marks(figure, colors) {
     const shown = figure.panels[figure.panel].series.filter((series) => !figure.hidden.has(series.name) && series.x.length === 1);
-    const marked = shown.find((series) => series.mark);
-    if (!marked) return [];
     const plot = element(figure).querySelector(".plot");
     const [bottoms, tops] = [0, 1].map((end) => shown.map((series) => series.bars?.[0]?.[end] ?? series.y[0]));
     const scale = (low, high, size) => (value) => (high > low ? (value - low) / (high - low) : 0.5) * size;
     const x = scale(Math.min(...shown.map((series) => series.x[0])), Math.max(...shown.map((series) => series.x[0])), plot.clientWidth * 0.8);
     const y = scale(Math.min(...bottoms), Math.max(...tops), plot.clientHeight * 0.7);
     const [width, height, gap] = [100, 18, 17];
-    const [left, up] = [x(marked.x[0]), y(marked.y[0])];
-    // Try beside the point first, then below and above it, then further below.
-    const sides = [[gap, 0], [8, -12], [8, 12], [8, -28], [8, -48]].flatMap(([side, shift]) => ["left", "right"].map((xanchor) => {
-      const from = xanchor === "left" ? left + side : left - side - width;
-      const low = up + shift - (shift === 0 ? height / 2 : shift < 0 ? height : 0);
-      const yanchor = shift === 0 ? "middle" : shift < 0 ? "top" : "bottom";
-      return { xanchor, yanchor, xshift: xanchor === "left" ? side : -side, yshift: shift, box: [from, from + width, low, low + height] };
-    }));
-    const hits = ({ box: [from, to, low, high] }) => shown.filter((series, i) => series !== marked && x(series.x[0]) + 7 > from && x(series.x[0]) - 7 < to && y(tops[i]) + 7 > low && y(bottoms[i]) - 7 < high).length + (to > plot.clientWidth * 0.85 || from < -plot.clientWidth * 0.04 ? 10 : 0);
-    const best = sides.reduce((a, b) => (hits(b) < hits(a) ? b : a));
-    const { box, ...place } = best;
-    return [{ x: marked.x[0], y: marked.y[0], text: literal(marked.mark), showarrow: false, font: { color: colors.ink, size: 12.5, weight: 600 }, ...place }];
+    return shown.filter((series) => series.mark).map((marked) => {
+      const [left, up] = [x(marked.x[0]), y(marked.y[0])];
+      // Try beside the point first, then below and above it, then further below.
+      const sides = [[gap, 0], [8, -12], [8, 12], [8, -28], [8, -48]].flatMap(([side, shift]) => ["left", "right"].map((xanchor) => {
+        const from = xanchor === "left" ? left + side : left - side - width;
+        const low = up + shift - (shift === 0 ? height / 2 : shift < 0 ? height : 0);
+        const yanchor = shift === 0 ? "middle" : shift < 0 ? "top" : "bottom";
+        return { xanchor, yanchor, xshift: xanchor === "left" ? side : -side, yshift: shift, box: [from, from + width, low, low + height] };
+      }));
+      const hits = ({ box: [from, to, low, high] }) => shown.filter((series, i) => series !== marked && x(series.x[0]) + 7 > from && x(series.x[0]) - 7 < to && y(tops[i]) + 7 > low && y(bottoms[i]) - 7 < high).length + (to > plot.clientWidth * 0.85 || from < -plot.clientWidth * 0.04 ? 10 : 0);
+      const { box, ...place } = sides.reduce((a, b) => (hits(b) < hits(a) ? b : a));
+      return { x: marked.x[0] + marked.shift, y: marked.y[0], text: literal(marked.mark), showarrow: false, font: { color: colors.ink, size: 12.5, weight: 600 }, ...place };
+    });
   }
 
   function content(figure, colors) {
