@@ -24,6 +24,7 @@ Canvas = Any
 
 _MARKERS = "oDs^vPX*ph"
 _DASHES = ("-", "--", "-.", (0, (5, 1)), (0, (3, 1, 1, 1, 1, 1)))
+_HATCHES = ("", "//", "xx", "--", "||", "++", "..")
 _WIDTH, _HEIGHT = 5.2, 3.6  # of one panel without its legend, in inches
 _STYLE = {
     "svg.hashsalt": "sparsesam",  # makes files reproducible
@@ -140,32 +141,22 @@ def _draw_curves(axes: Canvas, figure: Figure, panel: Sequence[Series]) -> None:
     """Draw lines with bands, or points with error bars; faint series are always lines."""
     places = [series.x[0] for series in panel if len(series.x) == 1]
     for series in panel:
-        y, label, color = _floats(series.y), _literal(series.name), COLORS[series.color][0]
+        x, y, color = _floats(series.x) + series.shift, _floats(series.y), COLORS[series.color][0]
         ends = None if series.bars is None else _floats([bar or (np.nan, np.nan) for bar in series.bars]).T
         bars = None if ends is None else np.nan_to_num(np.abs(ends - y))
-        if figure.kind == "lines" or series.faint:
-            style = ":" if series.faint else _DASHES[series.variant % len(_DASHES)]
-            alpha = max(0.4, 1 - 0.3 * (series.variant // len(_DASHES)))
-            axes.plot(series.x, y, color=color, linestyle=style, linewidth=1.2, alpha=alpha, label=label)
-            shown = figure.bars_shown(panel, series)
+        is_line, shown = figure.kind == "lines" or series.faint, figure.bars_shown(panel, series)
+        looks = len(_DASHES) if is_line else 2  # of the variants of a method, before they become fainter
+        style = {"color": color, "label": _literal(series.name), "alpha": max(0.4, 1 - 0.3 * (series.variant // looks))}
+        if is_line:
+            axes.plot(x, y, linestyle=":" if series.faint else _DASHES[series.variant % looks], linewidth=1.2, **style)
             if shown is not None and bars is not None:
-                x = [series.x[place] for place in shown]
-                axes.errorbar(
-                    x, y[shown], yerr=bars[:, shown], fmt=".", markersize=3, color=color, elinewidth=0.9, capsize=2
-                )
+                axes.errorbar(x[shown], y[shown], yerr=bars[:, shown], fmt=".", markersize=3, color=color, capsize=2)
             elif ends is not None:
-                axes.fill_between(series.x, *ends, color=color, alpha=0.15, linewidth=0)
+                axes.fill_between(x, *ends, color=color, alpha=0.15, linewidth=0)
             continue
-        many, x = len(series.x) > 50, _floats(series.x) + series.shift
-        look = "o" if many else _MARKERS[series.marker % len(_MARKERS)]
-        fill, size = color if series.variant % 2 == 0 else "none", 3 if many else 6
-        marker = {
-            "fmt": look,
-            "markersize": size,
-            "markerfacecolor": fill,
-            "alpha": max(0.4, 1 - 0.3 * (series.variant // 2)),
-        }
-        axes.errorbar(x, y, yerr=bars, color=color, capsize=2, label=label, **marker)
+        many, fill = len(x) > 50, "none" if series.variant % 2 else color
+        look, size = ("o", 3) if many else (_MARKERS[series.marker % len(_MARKERS)], 6)
+        axes.errorbar(x, y, yerr=bars, fmt=look, markersize=size, markerfacecolor=fill, capsize=2, **style)
         if series.mark:
             axes.plot(x, series.y, "o", markersize=13, markerfacecolor="none", markeredgecolor=color)
             # Toward the middle, so that the label stays within the axes.
@@ -180,7 +171,8 @@ def _draw_bars(axes: Canvas, panel: Sequence[Series]) -> None:
     for place, series in enumerate(panel):
         places = np.arange(len(series.x)) + (place - (len(panel) - 1) / 2) * width
         color, opacity = COLORS[series.color][0], 0.5 if series.faint else 1.0
-        axes.bar(places, _floats(series.y), width, color=color, alpha=opacity, label=_literal(series.name))
+        pattern = {"hatch": _HATCHES[series.variant % len(_HATCHES)], "edgecolor": "white", "linewidth": 0}
+        axes.bar(places, _floats(series.y), width, color=color, alpha=opacity, label=_literal(series.name), **pattern)
     _name_ticks(axes.set_xticks, panel[0].x, rotation=60, ha="right", rotation_mode="anchor")
 
 

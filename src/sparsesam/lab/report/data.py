@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import statistics
@@ -146,28 +147,24 @@ class Task:
         """The cheapest variant whose accuracy does not differ significantly from the highest mean; of equally cheap
         ones, the most accurate.
         """
-        start = ""
-        if name_length:
-            values = {name: getattr(variants[0].config, name) for name in LENGTH}
-            start = ", ".join(setting_name(name, value) for name, value in values.items() if value is not None)
-            start = f"{start[0].upper()}{start[1:]}. "
+        length = [(name, value) for name, value in zip(LENGTH, variants[0].length, strict=True) if value is not None]
+        start = f"{', '.join(setting_name(*one) for one in length)}. ".capitalize() if name_length else ""
         ranking = rank({variant: variant.accuracies for variant in variants})
         if ranking is None:
-            sentence = (
-                f"{start}No ranking: it takes two variants with at least three finished seeds; with fewer, a difference "
-                "cannot be told from chance."
+            few = (
+                "it takes two variants with at least three finished seeds; with fewer, a difference cannot be told from"
             )
-            return Verdict(sentence, None)
+            return Verdict(f"{start}No ranking: {few} chance.", None)
         cost, best = self.cost, ranking.best
-        chosen = min(ranking.alike, key=lambda one: (cost.values[one] or float("inf"), -(one.accuracy or 0.0)))
+        chosen = min(ranking.alike, key=lambda one: (cost.values[one] or math.inf, -(one.accuracy or 0.0)))
         sentence = f"{start}Best choice: {chosen.label}, {chosen.accuracy_text} at {cost.show(chosen)}. "
         if chosen is best:
             sentence += "It has the highest mean accuracy."
         else:
-            sentence += f"The highest mean is {best.accuracy_text}, {best.label} at {cost.show(best)}; "
-            sentence += "the difference is not significant."
-        few = [variant.label for variant in variants if len(variant.accuracies) < MIN_SEEDS]
-        return Verdict(sentence + (f" Not ranked, fewer than three seeds: {', '.join(few)}." if few else ""), chosen)
+            highest = f"The highest mean is {best.accuracy_text}, {best.label} at {cost.show(best)}"
+            sentence += f"{highest}; the difference is not significant."
+        few = ", ".join(variant.label for variant in variants if len(variant.accuracies) < MIN_SEEDS)
+        return Verdict(f"{sentence} Not ranked, fewer than three seeds: {few}." if few else sentence, chosen)
 
 
 @dataclass(frozen=True)
