@@ -282,7 +282,7 @@ def test_first_screen_has_accuracy_and_chart(opened, tmp_path):
 
 
 def test_hashes_do_not_wrap(looked_at):
-    script = """() => [...document.querySelectorAll("#table-runs tbody summary, #table-origins td")].map(cell => {
+    script = """() => [...document.querySelectorAll("#table-runs tbody summary, #table-machines td")].map(cell => {
         const range = document.createRange();
         range.selectNodeContents(cell);
         return new Set([...range.getClientRects()].map(r => r.top)).size; })"""
@@ -309,7 +309,7 @@ def test_tools_appear_only_on_hover(opened, report):
 
 def test_toolbar_is_above_chart(looked_at):
     tools = boxes(looked_at, ".modebar")
-    for figure, found in boxes(looked_at, ".heatmaplayer image, .contourlayer, .cartesianlayer .xy").items():
+    for figure, found in boxes(looked_at, ".heatmaplayer image, .contourlayer").items():
         assert not any(overlap(tool, box) for tool in tools[figure] for box in found), figure
 
 

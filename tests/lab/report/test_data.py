@@ -5,7 +5,7 @@ import pytest
 from sparsesam.lab.experiment.calibration import key
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.sweep import Sweep
-from sparsesam.lab.report.data import ReportData, SweepFile, read_sweep_file
+from sparsesam.lab.report.data import ReportData, read_sweep_file
 from sparsesam.lab.report.read_run import RunRecord
 from tests.lab.report.made_runs import write_calibration, write_run
 
@@ -159,7 +159,7 @@ def test_variants_have_order_and_title_of_sweep(tmp_path):
 def test_sweep_writes_what_report_reads(tmp_path):
     variants = {name: TrainConfig(optimizer=name) for name in ("sam", "sgd")}
     Sweep("Two", variants, [0]).write(tmp_path)
-    assert read_sweep_file(tmp_path) == SweepFile("Two", [key(config) for config in variants.values()])
+    assert read_sweep_file(tmp_path) == ("Two", [key(config) for config in variants.values()])
 
 
 def test_titles_of_several_sweeps_are_not_mixed(tmp_path):

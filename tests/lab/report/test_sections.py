@@ -31,7 +31,7 @@ def texts(table):
 def test_results_come_first_and_failures_last(tmp_path):
     write_run(tmp_path / "a", optimizer="sgd")
     write_run(tmp_path / "b", optimizer="sam", failure="DivergedError: nan")
-    assert list(sections(tmp_path)[1]) == [DIGITS, "runs", "provenance", "unfinished"]
+    assert list(sections(tmp_path)[1]) == [DIGITS, "runs", "machines", "unfinished"]
 
 
 def test_several_tasks_have_overview_and_section_each(tmp_path):
@@ -112,12 +112,12 @@ def test_all_settings_of_run_are_in_its_row(tmp_path):
 
 def test_uncommitted_changes_have_mark_and_footnote(tmp_path):
     run = write_run(tmp_path / "a")
-    origins = blocks(sections(tmp_path)[1]["provenance"])["origins"]
+    origins = blocks(sections(tmp_path)[1]["machines"])["machines"]
     assert (texts(origins)[0][-2], origins.caption) == ("abc", "")
     content = json.loads((run / "result.json").read_text())
     content["provenance"]["commit"] = "abc+changes"
     (run / "result.json").write_text(json.dumps(content))
-    origins = blocks(sections(tmp_path)[1]["provenance"])["origins"]
+    origins = blocks(sections(tmp_path)[1]["machines"])["machines"]
     assert (texts(origins)[0][-2], origins.caption) == ("abc *", "* The working tree had uncommitted changes.")
 
 
@@ -283,6 +283,5 @@ def test_provenance_is_shown_once_per_machine(tmp_path):
     other = write_run(tmp_path / "b", seed=1)
     content = json.loads((other / "result.json").read_text())
     (other / "result.json").write_text(json.dumps({**content, "provenance": {**PROVENANCE, "cpu": "another chip"}}))
-    found = blocks(sections(tmp_path)[1]["provenance"])
-    assert [row[0] for row in texts(found["origins"])] == ["a chip", "another chip"]
-    assert ["dataset", "digits"] in texts(found["settings"])
+    found = blocks(sections(tmp_path)[1]["machines"])
+    assert [row[0] for row in texts(found["machines"])] == ["a chip", "another chip"]

@@ -4,9 +4,8 @@ A `Figure` describes what is shown. The report's page draws it with plotly, `wri
 matplotlib.
 """
 
-from sparsesam.lab.display.drawing import check_plot, write_figures, write_images, write_plot
+from sparsesam.lab.display.drawing import check_plot, make_parent, write_figures, write_images, write_plot
 from sparsesam.lab.display.figure import Axis, Bar, Figure, Series, SeriesStyle, assign_styles, error_bars, side_by_side
-from sparsesam.lab.display.files import make_parent
 from sparsesam.lab.display.numbers import Number, number, numbers, percent, plural, plus_minus, ratio, significant
 from sparsesam.lab.display.table import Cell, Table, cells, finished_of, number_cell, table_of_rows, to_rich
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from sparsesam.integrations.extras import required_by
 from sparsesam.lab.display.figure import COLORS, Figure, Series
-from sparsesam.lab.display.files import make_parent
 
 PLOT_FORMATS = (".png", ".svg", ".pdf")
 
@@ -42,6 +42,19 @@ def check_plot(file: Path, name: str = "--plot") -> None:
         raise ValueError(f"{name} must end in {', '.join(PLOT_FORMATS)}, got {str(file)!r}")
     make_parent(name, file)
     _import_matplotlib()
+
+
+def make_parent(name: str, file: Path) -> None:
+    """Make the directory of ``file``, the value of the argument ``name``; ValueError if it cannot be written."""
+    if file.is_dir():
+        raise ValueError(f"{name} must be a file, got the directory {str(file)!r}; add a file name")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        reason = "" if os.access(file.parent, os.W_OK) else "permission denied"
+    except OSError as error:
+        reason = f"{error.filename}: {error.strerror}"
+    if reason:
+        raise ValueError(f"{name} {str(file)!r} cannot be written ({reason}); choose a directory you can write to")
 
 
 def write_plot(figures: Sequence[Figure], file: Path) -> None:

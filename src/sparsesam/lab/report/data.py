@@ -39,7 +39,7 @@ class ReportData:
     @property
     def title(self) -> str:
         """The title of the sweep; "sparsesam report" for none or several."""
-        return self.sweeps[0].title if len(self.sweeps) == 1 else "sparsesam report"
+        return self.sweeps[0][0] if len(self.sweeps) == 1 else "sparsesam report"
 
     def _beside_runs(self, read: Callable[[Path], FileT | None]) -> list[FileT]:
         """Read a file of each directory that contains runs; unreadable ones are noted as problems."""
@@ -60,7 +60,7 @@ class ReportData:
             if run.config is not None:
                 variants = found.setdefault(task_label(run.config), {})
                 variants.setdefault(replace(run.config, seed=0), []).append(run)
-        order = {key: place for place, key in enumerate(key for sweep in self.sweeps for key in sweep.variants)}
+        order = {key: place for place, key in enumerate(key for _, keys in self.sweeps for key in keys)}
         labels = sorted(found)
         names = unique([re.sub(r"[^a-z0-9.]+", "-", label.lower()).strip("-.")[:60] or "task" for label in labels], "-")
         return [
@@ -75,19 +75,11 @@ class ReportData:
         return f"{plural(len(statuses), 'run')}: {counts}" if statuses else "no runs, analyses only"
 
 
-@dataclass(frozen=True)
-class SweepFile:
-    """The title of a sweep, and the ``content_hash`` of its variants with seed 0, in its order."""
-
-    title: str
-    variants: list[str]
-
-
-def read_sweep_file(folder: Path) -> SweepFile | None:
-    """Read ``sweep.json``; None if there is none, ValueError if it cannot be read."""
+def read_sweep_file(folder: Path) -> tuple[str, list[str]] | None:
+    """Returns a sweep's title and the ``content_hash`` of its variants in order; None without ``sweep.json``."""
     try:
         content = json.loads((folder / "sweep.json").read_text())
-        return SweepFile(str(content["title"]), list(content["variants"].values()))
+        return str(content["title"]), list(content["variants"].values())
     except FileNotFoundError:
         return None
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -17,7 +17,7 @@ from sparsesam.lab.report.page import Part, Section, render
 from sparsesam.lab.report.sections.analyses import analysis_parts, missing_analyses
 from sparsesam.lab.report.sections.paper import paper_parts
 from sparsesam.lab.report.sections.results import curves_part, overview_parts, results_part, sparsity_part
-from sparsesam.lab.report.sections.runs import provenance_parts, runs_parts, unfinished_parts
+from sparsesam.lab.report.sections.runs import machines_parts, runs_parts, unfinished_parts
 
 StrPath = str | os.PathLike[str]
 INTERVALS = (
@@ -64,7 +64,7 @@ def build_report(runs: Iterable[StrPath], *, bounds: bool = False) -> tuple[Repo
         Section("paper", "Comparison with the paper", paper_parts(data)),
         Section("other-analyses", "Analyses without a run", analysis_parts(data, None, show_bounds=bounds)),
         Section("runs", "Runs", runs_parts(data)),
-        Section("provenance", "Machines and settings", provenance_parts(data)),
+        Section("machines", "Machines", machines_parts(data)),
         Section("unfinished", "Failed and unfinished", unfinished_parts(data)),
     ]
     shown = [replace(section, parts=_with_content(section.parts)) for section in sections]

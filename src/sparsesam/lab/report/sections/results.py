@@ -30,15 +30,13 @@ def overview_parts(data: ReportData) -> list[Part]:
         return []
     rows = []
     for task in data.tasks:
-        verdicts, variants = task.verdicts, sum(variant.accuracy is not None for variant in task.variants)
-        for verdict in verdicts or [Verdict("", None)]:
-            chosen = verdict.chosen
-            if chosen is None:
-                rows.append(cells(task.label, verdict.sentence or "–", "–", "–", variants))
-            else:
-                accuracy = Cell(chosen.accuracy_text, order=chosen.accuracy)
+        variants = sum(variant.accuracy is not None for variant in task.variants)
+        for verdict in task.verdicts or [Verdict("–", None)]:
+            found: list[str | Cell] = [verdict.sentence, "–", "–"]
+            if chosen := verdict.chosen:
                 cost = Cell(task.cost.show(chosen), order=task.cost.values[chosen])
-                rows.append(cells(task.label, chosen.label, accuracy, cost, variants))
+                found = [chosen.label, Cell(chosen.accuracy_text, order=chosen.accuracy), cost]
+            rows.append(cells(task.label, *found, variants))
     caption = "The best choice for each task: the cheapest variant not significantly different from the best."
     return [Part("", [Table("overview", caption, ["task", "best choice", "test accuracy", "cost", "variants"], rows)])]
 
@@ -47,22 +45,21 @@ def results_part(task: Task) -> Part:
     cost, verdicts = task.cost, task.verdicts
     chosen = [verdict.chosen for verdict in verdicts if verdict.chosen]
     ring = " The ring marks the cheapest variant not significantly different from the best." if chosen else ""
-    points = side_by_side([one for variant in task.variants for one in _point(variant, cost.values[variant], chosen)])
-    figure = Figure(
-        name="accuracy-against-cost",
-        title="Test accuracy against cost",
-        caption=f"{cost.explanation} Up and to the left is better.{ring}{_moved(points)}",
-        kind="points",
-        x=Axis(cost.axis),
-        y=Axis("test accuracy (%)"),
-        panels={"": points},
-    )
+    caption = f"{cost.explanation} Up and to the left is better.{ring}"
+    points = [one for variant in task.variants for one in _point(variant, cost.values[variant], chosen)]
+    figure = _against("cost", cost.axis, caption, points)
+    duplicates = sum(len(variant.duplicates) for variant in task.variants)
+    note = f"{plural(duplicates, 'run')} with the same settings and seed as another: counted once."
     lead = " ".join(verdict.sentence for verdict in verdicts)
-    return Part("", [figure, _table(task), _settings(task)], lead, _notes(task))
+    return Part("", [figure, _table(task), _settings(task)], lead, [note] if duplicates else [])
 
 
-def _moved(points: Sequence[Series]) -> str:
-    return " Points that would hide each other are drawn side by side." if any(one.shift for one in points) else ""
+def _against(name: str, axis: str, caption: str, points: Sequence[Series], levels: Sequence[Series] = ()) -> Figure:
+    """Returns the figure of test accuracies against something; ``levels`` are reference lines."""
+    points = side_by_side(points)
+    moved = " Points that would hide each other are drawn side by side." if any(one.shift for one in points) else ""
+    x, y, panels = Axis(axis), Axis("test accuracy (%)"), {"": [*levels, *points]}
+    return Figure(f"accuracy-against-{name}", f"Test accuracy against {name}", caption + moved, x, y, panels, "points")
 
 
 def _point(variant: Variant, place: Number, chosen: Sequence[Variant] = ()) -> list[Series]:
@@ -70,8 +67,7 @@ def _point(variant: Variant, place: Number, chosen: Sequence[Variant] = ()) -> l
     if place is None or variant.accuracy is None:
         return []
     interval = confidence_interval([100 * one for one in variant.accuracies.values()], lowest=0.0, highest=100.0)
-    mark = "best choice" if variant in chosen else ""
-    bars = None if interval is None else [interval]
+    mark, bars = "best choice" if variant in chosen else "", interval and [interval]
     return [variant.style.series(variant.label, [place], [100 * variant.accuracy], bars=bars, mark=mark)]
 
 
@@ -99,22 +95,18 @@ def _row(variant: Variant, cost: VariantCosts) -> list[Cell]:
 
 
 def _settings(task: Task) -> Table:
-    """The settings in which the variants differ, "–" where a variant does not use one."""
+    """Returns the settings in which the variants differ, "–" where a variant does not use one."""
     names = differing_settings([variant.config for variant in task.variants])
-    rows = []
-    for variant in task.variants:
-        without = unused(variant.config)
-        values = ["–" if name in without else show_setting(getattr(variant.config, name)) for name in names]
-        rows.append(cells(variant.label, *values))
+    rows = [
+        cells(
+            variant.label,
+            *("–" if name in unused(variant.config) else show_setting(getattr(variant.config, name)) for name in names),
+        )
+        for variant in task.variants
+        if names
+    ]
     caption = "The settings in which the variants differ. A click on a run, below, shows all of its settings."
-    return Table("variants", caption, ["variant", *names], rows if names else [])
-
-
-def _notes(task: Task) -> list[str]:
-    duplicates = sum(len(variant.duplicates) for variant in task.variants)
-    if not duplicates:
-        return []
-    return [f"{plural(duplicates, 'run')} with the same settings and seed as another: counted once."]
+    return Table("variants", caption, ["variant", *names], rows)
 
 
 def sparsity_part(task: Task) -> Part:
@@ -127,17 +119,9 @@ def sparsity_part(task: Task) -> Part:
         for variant in task.variants
         if variant.config.is_plain and variant.accuracy is not None
     ]
-    points = side_by_side([one for variant in task.variants for one in _point(variant, variant.mean("sparsity"))])
-    figure = Figure(
-        name="accuracy-against-sparsity",
-        title="Test accuracy against sparsity",
-        caption=f"The actual sparsity of the masks; 0 is SAM. Dotted: no perturbation.{_moved(points)}",
-        kind="points",
-        x=Axis("share of weights not perturbed"),
-        y=Axis("test accuracy (%)"),
-        panels={"": [*levels, *points]},
-    )
-    return Part("Sparsity", [figure])
+    points = [one for variant in task.variants for one in _point(variant, variant.mean("sparsity"))]
+    caption = "The actual sparsity of the masks; 0 is SAM. Dotted: no perturbation."
+    return Part("Sparsity", [_against("sparsity", "share of weights not perturbed", caption, points, levels)])
 
 
 def curves_part(task: Task) -> Part:

@@ -1,4 +1,4 @@
-"""All runs, their machines, versions, commits and settings, and the unfinished ones."""
+"""All runs with their settings, their machines, versions and commits, and the unfinished ones."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from sparsesam.lab.display import Cell, Table, cells, number_cell, percent, plur
 from sparsesam.lab.report.data import ReportData
 from sparsesam.lab.report.page import Part
 from sparsesam.lab.report.read_run import RunRecord
-from sparsesam.lab.report.variants import changed_settings, differing_settings, show_setting
+from sparsesam.lab.report.variants import show_setting
 
 _PROVENANCE = ("cpu", "machine", "threads", "python", "torch", "numpy", "sparsesam", "commit")
-#: Settings that are always shown.
-_ALWAYS = ("dataset", "model", "base", "lr", "batch_size")
+#: Marks a commit whose working tree had changes.
+CHANGED = " *"
 
 
 def runs_parts(data: ReportData) -> list[Part]:
@@ -62,27 +62,14 @@ def _row(run: RunRecord, name: str, label: str) -> list[Cell]:
     )
 
 
-def provenance_parts(data: ReportData) -> list[Part]:
-    return [Part("", [_machines(data), _settings(data)])]
-
-
-def _machines(data: ReportData) -> Table:
+def machines_parts(data: ReportData) -> list[Part]:
     known = [run.provenance for run in data.directories if run.provenance]
-    counts = Counter(tuple(_text(provenance.get(name)) for name in _PROVENANCE) for provenance in known)
-    rows = [cells(*(text.replace("+changes", " *") for text in texts), count) for texts, count in counts.items()]
-    changed = any("+changes" in text for texts in counts for text in texts)
-    caption = "* The working tree had uncommitted changes." if changed else ""
-    return Table("origins", caption, [*_PROVENANCE, "runs"], rows)
-
-
-def _settings(data: ReportData) -> Table:
-    configs = [variant.config for task in data.tasks for variant in task.variants]
-    varied = differing_settings(configs)
-    shared = {name: getattr(configs[0], name) for name in _ALWAYS} | changed_settings(configs[0]) if configs else {}
-    rows = [cells(name, _text(value)) for name, value in shared.items() if name not in varied]
-    caption = "Settings shared by all runs; most defaults are left out."
-    return Table("settings", caption, ["setting", "value"], rows)
+    texts = [tuple(_text(provenance.get(name)) for name in _PROVENANCE) for provenance in known]
+    rows = [cells(*values, count) for values, count in Counter(texts).items()]
+    changed = any(CHANGED in values[-1] for values in texts)
+    caption = f"{CHANGED.strip()} The working tree had uncommitted changes." if changed else ""
+    return [Part("", [Table("machines", caption, [*_PROVENANCE, "runs"], rows)])]
 
 
 def _text(value: Any) -> str:
-    return "–" if value is None else show_setting(value)
+    return "–" if value is None else show_setting(value).replace("+changes", CHANGED)
