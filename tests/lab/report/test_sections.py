@@ -5,7 +5,6 @@ import pytest
 from sparsesam.lab.display.figure import Figure
 from sparsesam.lab.display.table import Table
 from sparsesam.lab.paper.recipe import recipe
-from sparsesam.lab.report.sections.analyses import missing_analyses
 from sparsesam.lab.report.write import build_report
 from tests.lab.report.made_runs import PROVENANCE, analyses, write_analysis, write_every_analysis, write_run
 
@@ -57,15 +56,6 @@ def test_all_blocks_have_unique_names(tmp_path):
     for kind in (Table, Figure):
         names = [block.name for block in everything if isinstance(block, kind)]
         assert len(set(names)) == len(names)
-
-
-def test_missing_analyses_are_listed_as_commands(tmp_path):
-    run = write_run(tmp_path / "a")
-    write_analysis(run, "hessian", analyses()["hessian"])
-    commands = missing_analyses(sections(tmp_path)[0])
-    assert "sparsesam analyze landscape RUN" in commands
-    assert "sparsesam analyze convergence DIR" in commands
-    assert not any("hessian" in command for command in commands)
 
 
 # ---- results -----------------------------------------------------------------------------------------------------

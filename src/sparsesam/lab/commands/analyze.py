@@ -56,5 +56,5 @@ def run(options: Namespace) -> None:
 
 
 def _from_options(settings: Any, options: Namespace) -> Any:
-    names = [one.name for one in fields(settings) if hasattr(options, one.name)]
+    names = [field.name for field in fields(settings) if hasattr(options, field.name)]
     return settings(**{name: getattr(options, name) for name in names})

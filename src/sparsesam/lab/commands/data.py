@@ -31,9 +31,9 @@ def run(options: Namespace) -> None:
     config = replace(config, batch_size=options.images)
     splits = load_splits(config, environment)
     clean = replace(config, label_noise=0.0)
-    batches = [next(Batches(one, splits, torch.device("cpu")).train(epoch=0)) for one in (config, clean)]
-    both = [one.labels if one.labels.dim() == 1 else one.labels.argmax(1) for one in batches]  # mixup: probabilities
-    names = [[splits.classes[label] for label in labels.tolist()] for labels in both]
+    batches = [next(Batches(settings, splits, torch.device("cpu")).train(epoch=0)) for settings in (config, clean)]
+    labels = [batch.labels if batch.labels.dim() == 1 else batch.labels.argmax(1) for batch in batches]  # as in mixup
+    names = [[splits.classes[label] for label in part.tolist()] for part in labels]
     titles = [name if name == true else f"{name}, was {true}" for name, true in zip(*names, strict=True)]
     images = list(denormalize(batches[0].images, splits.mean, splits.std))
     write_images(images, titles, options.out, columns=math.ceil(math.sqrt(1.5 * len(images))))

@@ -20,7 +20,7 @@ def add_arguments(parser: Any) -> None:
 
 
 def run(options: Any = None) -> None:
-    installed = {one.metadata["Name"].lower(): one.version for one in metadata.distributions()}
+    installed = {package.metadata["Name"].lower(): package.version for package in metadata.distributions()}
     lines = {"sparsesam": sparsesam.__version__, "Python": platform.python_version(), "torch": torch.__version__}
     lines |= {name: installed.get(name, "not installed") for name in PACKAGES.split()}
     lines["CPU"] = f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"

@@ -123,14 +123,15 @@ def assign_styles(methods: Sequence[str]) -> list[SeriesStyle]:
 
 def side_by_side(points: Sequence[Series]) -> list[Series]:
     """Shift series of one point each that would hide each other: neighbors by 2.5 % of the figure's width."""
-    boxes = [(one.x[0], *((one.bars and one.bars[0]) or (one.y[0], one.y[0]))) for one in points]
+    boxes = [(point.x[0], *((point.bars and point.bars[0]) or (point.y[0], point.y[0]))) for point in points]
     if not boxes:
         return []
     x, low, high = (np.array(values, dtype=np.float64) for values in zip(*boxes, strict=True))
     width, gap = float(np.ptp(x)) or abs(float(x[0])) or 1.0, 0.03 * float(high.max() - low.min())
     hides = (abs(x[:, None] - x) < 0.01 * width) & (low[:, None] <= high + gap) & (low <= high[:, None] + gap)
-    places = (np.tril(hides).sum(1) - (hides.sum(1) + 1) / 2).tolist()
-    return [replace(one, shift=0.025 * width * place) for one, place in zip(points, places, strict=True)]
+    rank = np.argsort(np.argsort(x, kind="stable"))
+    places = ((hides & (rank <= rank[:, None])).sum(1) - (hides.sum(1) + 1) / 2).tolist()
+    return [replace(point, shift=0.025 * width * place) for point, place in zip(points, places, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -150,18 +151,18 @@ class Figure:
     @property
     def series(self) -> list[Series]:
         """The series of all panels."""
-        return [one for panel in self.panels.values() for one in panel]
+        return [series for panel in self.panels.values() for series in panel]
 
     @property
     def has_content(self) -> bool:
         """Whether there is more than single points, which a table shows better."""
-        panels = [[one.known_points for one in panel if not one.faint] for panel in self.panels.values()]
+        panels = [[series.known_points for series in panel if not series.faint] for panel in self.panels.values()]
         count = max if self.kind == "lines" else sum
         return any(count(panel or [0]) > 1 for panel in panels)
 
     def bars_shown(self, panel: Sequence[Series], series: Series) -> list[int] | None:
         """Returns the points at which to draw bars instead of a band, staggered among the series; None for a band."""
-        with_bars = [one for one in panel if one.bars]
+        with_bars = [other for other in panel if other.bars]
         if len(with_bars) <= MOST_BANDS or series not in with_bars:
             return None
         count = len(series.x)

@@ -6,6 +6,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rich.console import Console
+from rich.progress import Progress
+
 from sparsesam.analysis import ProgressCallback
 from sparsesam.lab.experiment.observers import duration
 
@@ -16,9 +19,6 @@ EVERY = 10.0
 @contextmanager
 def show_progress(title: str) -> Iterator[ProgressCallback]:
     """Yield a function that shows ``progress(done, total)``: a bar in a terminal, a line now and then in a log."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     console = Console(stderr=True, highlight=False)
     start = last = time.monotonic()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -125,7 +125,7 @@ class Task:
 
     @cached_property
     def verdicts(self) -> list[Verdict]:
-        """One for each length of runs that several variants have, or one that says why nothing is ranked."""
+        """Returns a verdict for each length that several variants have, or one that says why nothing is ranked."""
         lengths: dict[tuple[object, ...], list[Variant]] = {}
         for variant in self.variants:
             if variant.accuracy is not None:
@@ -140,7 +140,7 @@ class Task:
         ones, the most accurate.
         """
         length = [(name, value) for name, value in zip(LENGTH, variants[0].length, strict=True) if value is not None]
-        start = f"{', '.join(setting_name(*one) for one in length)}. ".capitalize() if name_length else ""
+        start = f"{', '.join(setting_name(*setting) for setting in length)}. ".capitalize() if name_length else ""
         ranking = rank({variant: variant.accuracies for variant in variants})
         if ranking is None:
             few = (
@@ -148,7 +148,7 @@ class Task:
             )
             return Verdict(f"{start}No ranking: {few} chance.", None)
         cost, best = self.cost, ranking.best
-        chosen = min(ranking.alike, key=lambda one: (cost.values[one] or math.inf, -(one.accuracy or 0.0)))
+        chosen = min(ranking.alike, key=lambda variant: (cost.values[variant] or math.inf, -(variant.accuracy or 0.0)))
         sentence = f"{start}Best choice: {chosen.label}, {chosen.accuracy_text} at {cost.show(chosen)}. "
         if chosen is best:
             sentence += "It has the highest mean accuracy."

@@ -14,7 +14,7 @@ from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.run_directory import write_atomically
 from sparsesam.lab.report.data import ReportData, Task
 from sparsesam.lab.report.page import Part, Section, render
-from sparsesam.lab.report.sections.analyses import analysis_parts, missing_analyses
+from sparsesam.lab.report.sections.analyses import analysis_parts
 from sparsesam.lab.report.sections.paper import paper_parts
 from sparsesam.lab.report.sections.results import curves_part, overview_parts, results_part, sparsity_part
 from sparsesam.lab.report.sections.runs import machines_parts, runs_parts, unfinished_parts
@@ -42,10 +42,9 @@ def write_report(
     make_parent("--out", out)
     data, sections = build_report(runs, bounds=bounds)
     made = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M UTC}, {provenance()['command']}"
-    missing = missing_analyses(data)
     intervals = any(len(variant.accuracies) >= MIN_SEEDS for task in data.tasks for variant in task.variants)
     texts = {"title": title or data.title, "made": made, "count": data.count(), "intervals": INTERVALS * intervals}
-    page = render(sections, **texts, problems=data.problems, missing=missing)
+    page = render(sections, **texts, problems=data.problems)
     write_atomically(out, page)
     if figures is not None:
         write_figures([figure for section in sections for figure in section.figures], Path(figures))

@@ -30,16 +30,6 @@ def analysis_parts(data: ReportData, task: Task | None, *, show_bounds: bool) ->
     return parts
 
 
-def missing_analyses(data: ReportData) -> list[str]:
-    """Returns the commands of the analyses that no run has."""
-    present = {name for run in data.directories for name in run.analyses}
-    return [
-        f"sparsesam analyze {kind} {analysis.subject_type.argument[0]}"
-        for kind, analysis in ANALYSES.items()
-        if not present.intersection(analysis.files)
-    ]
-
-
 def _read_results(
     data: ReportData, analysis: type[Analysis[Any]], name: str, task: Task | None
 ) -> list[LabeledResult[Any]]:

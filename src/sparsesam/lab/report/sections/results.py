@@ -46,7 +46,7 @@ def results_part(task: Task) -> Part:
     chosen = [verdict.chosen for verdict in verdicts if verdict.chosen]
     ring = " The ring marks the cheapest variant not significantly different from the best." if chosen else ""
     caption = f"{cost.explanation} Up and to the left is better.{ring}"
-    points = [one for variant in task.variants for one in _point(variant, cost.values[variant], chosen)]
+    points = [point for variant in task.variants for point in _point(variant, cost.values[variant], chosen)]
     figure = _against("cost", cost.axis, caption, points)
     duplicates = sum(len(variant.duplicates) for variant in task.variants)
     note = f"{plural(duplicates, 'run')} with the same settings and seed as another: counted once."
@@ -57,7 +57,7 @@ def results_part(task: Task) -> Part:
 def _against(name: str, axis: str, caption: str, points: Sequence[Series], levels: Sequence[Series] = ()) -> Figure:
     """Returns the figure of test accuracies against something; ``levels`` are reference lines."""
     points = side_by_side(points)
-    moved = " Points that would hide each other are drawn side by side." if any(one.shift for one in points) else ""
+    moved = " Points that would hide each other are drawn side by side." if any(point.shift for point in points) else ""
     x, y, panels = Axis(axis), Axis("test accuracy (%)"), {"": [*levels, *points]}
     return Figure(f"accuracy-against-{name}", f"Test accuracy against {name}", caption + moved, x, y, panels, "points")
 
@@ -66,7 +66,7 @@ def _point(variant: Variant, place: Number, chosen: Sequence[Variant] = ()) -> l
     """Returns the point of a variant with its interval; nothing if a value is not known."""
     if place is None or variant.accuracy is None:
         return []
-    interval = confidence_interval([100 * one for one in variant.accuracies.values()], lowest=0.0, highest=100.0)
+    interval = confidence_interval([100 * value for value in variant.accuracies.values()], lowest=0.0, highest=100.0)
     mark, bars = "best choice" if variant in chosen else "", interval and [interval]
     return [variant.style.series(variant.label, [place], [100 * variant.accuracy], bars=bars, mark=mark)]
 
@@ -119,7 +119,7 @@ def sparsity_part(task: Task) -> Part:
         for variant in task.variants
         if variant.config.is_plain and variant.accuracy is not None
     ]
-    points = [one for variant in task.variants for one in _point(variant, variant.mean("sparsity"))]
+    points = [point for variant in task.variants for point in _point(variant, variant.mean("sparsity"))]
     caption = "The actual sparsity of the masks; 0 is SAM. Dotted: no perturbation."
     return Part("Sparsity", [_against("sparsity", "share of weights not perturbed", caption, points, levels)])
 
@@ -129,12 +129,13 @@ def curves_part(task: Task) -> Part:
     figures = []
     for measure, words in _CURVES.items():
         is_share = measure.endswith("accuracy")
-        series = [one for variant in task.variants for one in _curves(variant, measure, 100.0 if is_share else None)]
-        log = not is_share and needs_log(value for one in series for value in one.y)
+        highest = 100.0 if is_share else None
+        series = [curve for variant in task.variants for curve in _curves(variant, measure, highest)]
+        log = not is_share and needs_log(value for curve in series for value in curve.y)
         mean = "Means over the finished seeds. " if any(len(variant.finished) > 1 for variant in task.variants) else ""
         bars = "Bars at a few epochs each, so that they do not hide each other. "
-        few = bars if sum(one.bars is not None for one in series) > MOST_BANDS else ""
-        dotted = "Dotted: unfinished runs." if any(one.faint for one in series) else ""
+        few = bars if sum(curve.bars is not None for curve in series) > MOST_BANDS else ""
+        dotted = "Dotted: unfinished runs." if any(curve.faint for curve in series) else ""
         y = Axis(f"{words} (%)" if is_share else words, log=log)
         x, name = Axis("epoch", whole=True), measure.replace("_", "-")
         figures.append(Figure(name, words.capitalize(), f"{mean}{few}{dotted}".strip(), x, y, {"": series}))
@@ -148,8 +149,8 @@ def _curves(variant: Variant, measure: str, percent: float | None) -> list[Serie
     finished = [curves[run] for run in variant.finished]
     epochs = sorted({epoch for curve in finished for epoch in curve})
     values = [[curve[epoch] for curve in finished if epoch in curve] for epoch in epochs]
-    means = [statistics.fmean(one) for one in values]
-    intervals = [confidence_interval(one, lowest=0.0, highest=percent or math.inf) for one in values]
+    means = [statistics.fmean(at_epoch) for at_epoch in values]
+    intervals = [confidence_interval(at_epoch, lowest=0.0, highest=percent or math.inf) for at_epoch in values]
     bars = intervals if any(intervals) else None
     mean = [variant.style.series(variant.label, epochs, means, bars=bars)] if epochs else []
     others = [
