@@ -55,10 +55,20 @@ def test_rows_that_all_differ_are_reported(tmp_path):
     assert sentence == "digits: SAM is best; it differs significantly from every other row."
 
 
-def test_one_seed_distinguishes_nothing(tmp_path):
-    sentences = list(compared(tmp_path, {("sgd", 0): 0.8, ("sam", 0): 0.9}).sentences())
-    assert any("one seed shows no significant difference" in one for one in sentences)
-    assert any("one seed has no interval" in one for one in sentences)
+def test_two_seeds_distinguish_nothing(tmp_path):
+    values = {(name, seed): value for name, value in (("sgd", 0.8), ("sam", 0.9)) for seed in range(2)}
+    sentences = list(compared(tmp_path, values).sentences())
+    assert any("no ranking with fewer than three seeds" in sentence for sentence in sentences)
+    assert any("fewer than three seeds have no interval" in sentence for sentence in sentences)
+
+
+def test_row_with_fewer_than_three_seeds_is_not_ranked(tmp_path):
+    values = SEEDS | APART | {("ssam-random", 0): 0.99}
+    (sentence,) = [one for one in compared(tmp_path, values).sentences() if one.startswith("digits")]
+    assert sentence == (
+        "digits: SAM is best; it differs significantly from every other row. "
+        "Not ranked, fewer than three seeds: SSAM-F random mask."
+    )
 
 
 def test_times_state_how_they_were_measured(tmp_path):

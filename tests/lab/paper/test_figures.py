@@ -72,15 +72,13 @@ def test_every_drawing_belongs_to_recipe():
     assert {one.figure for one in recipes().values()} - {None} == {*FIGURES, "corruption"}
 
 
-def test_analysis_is_kept_until_run_changes(tmp_path, capsys, few_points):
+def test_analysis_is_kept_until_run_changes(tmp_path, few_points):
     command = ["paper", "run", "hessian", *SMOKE, "--out", str(tmp_path)]
     main(command)
-    assert capsys.readouterr().err.count("measuring: hessian of ") == 4
     files = sorted(tmp_path.glob("*/analyses/hessian.json"))
     assert len(files) == 4
     before = [file.stat().st_mtime_ns for file in files]
     main(command)
-    assert "measuring" not in capsys.readouterr().err
     assert [file.stat().st_mtime_ns for file in files] == before
     content = json.loads(files[0].read_text())
     files[0].write_text(json.dumps({**content, "made": {**content["made"], "step": 1}}))

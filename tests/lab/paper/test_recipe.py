@@ -79,10 +79,10 @@ def results_of(tmp_path, label, values, measure="test_accuracy", settings=None, 
 
 
 def test_ours_are_mean_over_seeds_with_interval(tmp_path):
-    one, jobs = results_of(tmp_path, "mask-strategy", {("sam", 0): 0.5, ("sam", 1): 0.7})
+    one, jobs = results_of(tmp_path, "mask-strategy", {("sam", 0): 0.5, ("sam", 1): 0.7, ("sam", 2): 0.6})
     cell = RecipeRuns(one, jobs).numbers()["SAM", "digits"]
-    assert (cell.mean, len(cell.values)) == (pytest.approx(0.6), 2)
-    assert str(cell) == "60.00 (0.00 to 100.00)"
+    assert (cell.mean, len(cell.values)) == (pytest.approx(0.6), 3)
+    assert str(cell) == "60.00 (35.16 to 84.84)"
 
 
 def test_speed_is_time_of_reference_divided_by_own(tmp_path):

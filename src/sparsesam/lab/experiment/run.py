@@ -10,12 +10,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import joblib
 import torch
-from lightning_fabric import Fabric
-from lightning_fabric.plugins import MixedPrecision
 
 from sparsesam.lab import models
 from sparsesam.lab.data import FolderSplits, Splits
@@ -30,6 +28,9 @@ from sparsesam.lab.experiment.result import EpochRecord, RunResult, best_of, com
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
 from sparsesam.lab.experiment.training import Training
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
 
 #: By default masks are recorded if all masks of the run take at most this many bytes.
 SMALL_BYTES = 16 * 2**20
@@ -79,6 +80,9 @@ def run_training(
 
 def make_fabric(config: TrainConfig, environment: RunEnvironment) -> Fabric:
     """Set up devices, processes and precision."""
+    from lightning_fabric import Fabric  # takes seconds, which `--help` and a typo should not
+    from lightning_fabric.plugins import MixedPrecision
+
     options: dict[str, Any] = {
         "accelerator": environment.accelerator,
         "devices": environment.devices,

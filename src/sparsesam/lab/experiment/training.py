@@ -7,11 +7,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning_fabric import Fabric
-from lightning_fabric.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -25,6 +23,9 @@ from sparsesam.lab.experiment.errors import DivergedError
 from sparsesam.lab.experiment.optimizers import lr_factor, make_optimizer
 from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
 from sparsesam.masks.state import around_refresh
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
 
 #: Reading the loss synchronizes with the GPU and all ranks, so there it is read only every `SYNC_EVERY` steps.
 SYNC_EVERY = 20
@@ -78,7 +79,7 @@ class Training:
             config, compiled, fisher_data=batches.for_fisher(), steps_per_epoch=batches.steps
         )
         precision = fabric.strategy.precision
-        self.scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
+        self.scaler = getattr(precision, "scaler", None)  # only mixed precision has one
         self._rate = [group["lr"] for group in self.optimizer.param_groups]
 
     # ---- what is shown and recorded ----------------------------------------------------------------------

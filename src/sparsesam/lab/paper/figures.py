@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +18,10 @@ from sparsesam.lab.experiment.result import EpochRecord, read_epochs
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Job
 from sparsesam.lab.inspection import Analysis, LabeledResult, TrainedRun, load_run
-from sparsesam.lab.inspection.analysis import progress_bar
 from sparsesam.lab.inspection.gradients import GradientAnalysis
 from sparsesam.lab.inspection.hessian import HessianAnalysis
 from sparsesam.lab.inspection.landscape import LandscapeAnalysis
+from sparsesam.lab.inspection.progress import show_progress
 from sparsesam.lab.paper.comparison import RecipeRuns
 from sparsesam.lab.paper.recipe import Column, Recipe
 
@@ -222,7 +221,5 @@ def _kept(run: TrainedRun, analysis: Analysis[Any]) -> Any:
         content = json.loads(file.read_text())
         if all(content["made"].get(key) == value for key, value in wanted.items() if key != "notes"):
             return analysis.read(content["result"])
-    if not sys.stderr.isatty():  # where there is no progress bar
-        print(f"measuring: {analysis.name} of {run.path}", file=sys.stderr, flush=True)
-    with progress_bar(f"{analysis.name} of {run.path}") as progress:
+    with show_progress(f"{analysis.name} of {run.path}") as progress:
         return analysis.measure_and_write(run, progress)

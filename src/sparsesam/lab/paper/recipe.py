@@ -61,7 +61,7 @@ class MeanOverSeeds:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95 % interval of the mean; None for one seed."""
+        """The 95 % interval of the mean; None for fewer than three seeds."""
         highest = math.inf if self.column.is_timed else 1.0
         return confidence_interval(list(self.values.values()), lowest=0.0, highest=highest)
 
