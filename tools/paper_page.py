@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from sparsesam.lab.paper.choices import UNMENTIONED, other_choices, settings_of
+from sparsesam.lab.paper.choices import other_choices, settings_of
 from sparsesam.lab.paper.recipe import Recipe, recipes
 
 _HEAD = """<!-- Written by `python -m tools.paper_page > docs/paper.md`; change the data, not this page. -->
@@ -92,7 +92,10 @@ def page() -> str:
         _SETTINGS,
         _table(
             ("setting", "value", "where it comes from", "in"),
-            [*_grouped(everything, settings=True), ("every other", "its default", UNMENTIONED, "all")],
+            [
+                *_grouped(everything, settings=True),
+                ("every other", "its default", settings_of(everything[0])[-1].mark, "all"),
+            ],
         ),
     ]
     return "".join(parts)
@@ -129,7 +132,7 @@ def _grouped(everything: Sequence[Recipe], *, settings: bool) -> Iterable[tuple[
     found: dict[tuple[str, str, str], list[str]] = {}
     for one in everything:
         for choice in settings_of(one) if settings else other_choices(one):
-            if choice.mark == UNMENTIONED:  # one row for all of them, so that new settings do not change the page
+            if choice.name == "every other":  # one row for all recipes
                 continue
             found.setdefault((choice.name, ", ".join(choice.values), choice.mark), []).append(one.place)
     order = {name: place for place, name in enumerate(dict.fromkeys(name for name, _, _ in found))}

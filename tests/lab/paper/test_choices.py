@@ -4,7 +4,7 @@ import pytest
 
 from sparsesam.lab.cli import main
 from sparsesam.lab.experiment.config import TrainConfig
-from sparsesam.lab.paper.choices import UNMENTIONED, other_choices, read_choices, settings_of
+from sparsesam.lab.paper.choices import other_choices, read_choices, settings_of
 from sparsesam.lab.paper.recipe import recipe, recipes
 
 
@@ -91,9 +91,14 @@ def test_tuned_settings_of_baseline_are_marked_at_laptop_scale():
 
 
 def test_settings_at_default_are_one_row():
-    *_, last = found = settings_of(recipe("rho-imagenet").at("full"))
-    assert (last.name, last.values, last.mark) == ("every other", ("its default",), UNMENTIONED)
-    assert UNMENTIONED not in [one.mark for one in found[:-1]]
+    *others, last = settings_of(recipe("rho-imagenet").at("full"))
+    assert last == ("every other", ("its default",), "ours, because the text does not mention it")
+    assert last.mark not in [one.mark for one in others]
+
+
+def test_default_is_listed_beside_other_values_of_setting():
+    optimizers = [one.values for one in settings_of(recipe("table 4")) if one.name == "optimizer"]
+    assert optimizers == [("sgd", "sam", "ssam-f")]
 
 
 def test_overridden_settings_are_ours():

@@ -18,8 +18,6 @@ _SOURCES = {
     "authors": "from the authors' published settings: {}",
     "ours": "ours, because {}",
 }
-#: The mark of settings at their default.
-UNMENTIONED = _SOURCES["ours"].format("the text does not mention it")
 
 
 class Source(NamedTuple):
@@ -31,15 +29,16 @@ class Source(NamedTuple):
 
 
 def settings_of(recipe: Recipe) -> list[Source]:
-    """Returns every setting that the runs of the recipe use, once for each mark; the unmentioned as one, the last."""
+    """Returns every setting that the runs use, once for each mark; those at their default as one, the last."""
     found: dict[str, dict[str, dict[str, None]]] = {name: {} for name in DEFAULTS if name != "seed"}
     for row, column in recipe.cells:
         config = recipe.config(row, column)
         for name in found.keys() - unused(config):
             found[name].setdefault(_mark(name, recipe, config), {})[str(getattr(config, name))] = None
     marked = [Source(name, tuple(values), mark) for name, marks in found.items() for mark, values in marks.items()]
-    others = [Source("every other", ("its default",), UNMENTIONED)] if recipe.cells else []
-    return [one for one in marked if one.mark != UNMENTIONED] + others
+    others = Source("every other", ("its default",), _SOURCES["ours"].format(read_choices()[recipe.scale]["*"]))
+    shown = [one for one in marked if (*one.values, one.mark) != (str(DEFAULTS[one.name]), others.mark)]
+    return [*shown, others] if marked else []
 
 
 def other_choices(recipe: Recipe) -> list[Source]:
@@ -56,12 +55,12 @@ def _mark(name: str, recipe: Recipe, config: TrainConfig) -> str:
     if name in recipe.overrides:
         return _SOURCES["ours"].format("--set says so")
     rules, value = read_choices()[recipe.scale], getattr(config, name)
-    for rule in [*rules.get(name, []), *(rules.get("*", []) if value != DEFAULTS[name] else [])]:
+    for rule in rules.get(name, []):
         if rule.get("value", value) == value and _fits(rule.get("when", {}), recipe, config):
             return _SOURCES[rule["from"]].format(rule["say"])
-    if value == DEFAULTS[name]:
-        return UNMENTIONED
-    raise ValueError(f"{recipe.label}: choices.yaml does not say where {name}={value} comes from")
+    if recipe.scale == "full" and value != DEFAULTS[name]:
+        raise ValueError(f"{recipe.label}: choices.yaml does not say where {name}={value} comes from")
+    return _SOURCES["ours"].format(rules["*"])
 
 
 def _fits(wanted: Mapping[str, Any], recipe: Recipe, config: TrainConfig | None) -> bool:

@@ -140,7 +140,7 @@ def _landscape(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
 
 
 def _hessian(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
-    """The spectral density: panels of SGD, SAM and SSAM, with largest eigenvalue and ratio to the fifth in the legend.
+    """The spectral density: panels of SGD, SAM and SSAM, with the largest eigenvalue and its ratio to the fifth.
 
     Each panel has axes of its own: SGD's eigenvalues can be ten times the others'.
     """
@@ -153,7 +153,8 @@ def _hessian(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
         sentences.append(f"{one.label}: lambda_1 {spectrum.eigenvalues[0]:.4g}, lambda_1 / lambda_5 {ratio}")
         (figure,) = HessianAnalysis.figures("hessian", [replace(one, label=sentences[-1])])[1:]
         panels.setdefault(one.label.partition("-")[0], []).extend(figure.series)
-    return [replace(figure, panels=panels)], [*sentences, "Each panel has its own axes."]
+    titled = {one[0].name if len(one) == 1 else title: one for title, one in panels.items()}  # single lines: no legend
+    return [replace(figure, title="", panels=titled)], [*sentences, "Each panel has its own axes."]
 
 
 def _speedup(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
