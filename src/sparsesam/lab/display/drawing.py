@@ -128,9 +128,6 @@ def _legend_columns(panel: Sequence[Series]) -> int:
     return max(1, 84 // (10 + max((len(series.name) for series in panel), default=0)))
 
 
-# ---- one panel ---------------------------------------------------------------------------------------------------
-
-
 def _draw_panel(canvas: Canvas, figure: Figure, title: str, panel: Sequence[Series]) -> None:
     axes = canvas.add_subplot(projection="3d" if figure.kind == "surface" else None)
     if figure.kind == "bars":

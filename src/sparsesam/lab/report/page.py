@@ -85,9 +85,6 @@ def _asset(name: str) -> str:
     return (resources.files("sparsesam.lab.report") / "assets" / name).read_text(encoding="utf-8")
 
 
-# ---- figures as data -------------------------------------------------------------------------------------------
-
-
 def _json(figures: Sequence[Figure]) -> str:
     """Returns the figures as JSON for a script element, with `<` escaped, which could end the element."""
     drawn, most = [], points_per_curve(figures)

@@ -112,10 +112,7 @@ def _label(config: TrainConfig, others: Sequence[TrainConfig]) -> str:
 
 def _method(config: TrainConfig) -> tuple[int, str]:
     """Returns the optimizer's place in the order of the report, and its name."""
-    known = list(OPTIMIZERS)
-    if config.optimizer not in known:
-        return len(known), config.optimizer.upper()
-    return known.index(config.optimizer), OPTIMIZERS[config.optimizer][0]
+    return list(OPTIMIZERS).index(config.optimizer), OPTIMIZERS[config.optimizer][0]
 
 
 def task_label(config: TrainConfig) -> str:

@@ -9,7 +9,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from sparsesam.lab.display import make_parent, write_figures
-from sparsesam.lab.experiment.confidence import MIN_SEEDS
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.run_directory import write_atomically
 from sparsesam.lab.report.data import ReportData, Task
@@ -20,10 +19,6 @@ from sparsesam.lab.report.sections.results import curves_part, overview_parts, r
 from sparsesam.lab.report.sections.runs import machines_parts, runs_parts, unfinished_parts
 
 StrPath = str | os.PathLike[str]
-INTERVALS = (
-    "Unless a caption says otherwise, ± and bars are 95 % confidence intervals of the mean over seeds (Student’s t), "
-    "from three seeds on."
-)
 
 
 def write_report(
@@ -42,9 +37,7 @@ def write_report(
     make_parent("--out", out)
     data, sections = build_report(runs, bounds=bounds)
     made = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M UTC}, {provenance()['command']}"
-    intervals = any(len(variant.accuracies) >= MIN_SEEDS for task in data.tasks for variant in task.variants)
-    texts = {"title": title or data.title, "made": made, "count": data.count(), "intervals": INTERVALS * intervals}
-    page = render(sections, **texts, problems=data.problems)
+    page = render(sections, title=title or data.title, made=made, count=data.count(), problems=data.problems)
     write_atomically(out, page)
     if figures is not None:
         write_figures([figure for section in sections for figure in section.figures], Path(figures))

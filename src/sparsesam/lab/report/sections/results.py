@@ -11,7 +11,7 @@ from sparsesam.lab.display.figure import MOST_BANDS, needs_log
 from sparsesam.lab.display.numbers import Number, percent, plural, ratio
 from sparsesam.lab.experiment.confidence import confidence_interval
 from sparsesam.lab.experiment.config import unused
-from sparsesam.lab.report.data import ReportData, Task, VariantCosts, Verdict
+from sparsesam.lab.report.data import ReportData, Task, Verdict
 from sparsesam.lab.report.page import Part
 from sparsesam.lab.report.variants import Variant, differing_settings, show_setting
 
@@ -50,7 +50,7 @@ def results_part(task: Task) -> Part:
     figure = _against("cost", cost.axis, caption, points)
     duplicates = sum(len(variant.duplicates) for variant in task.variants)
     note = f"{plural(duplicates, 'run')} with the same settings and seed as another: counted once."
-    lead = " ".join(verdict.sentence for verdict in verdicts)
+    lead = "\n".join(verdict.sentence for verdict in verdicts)
     return Part("", [figure, _table(task), _settings(task)], lead, [note] if duplicates else [])
 
 
@@ -78,33 +78,24 @@ def _table(task: Task) -> Table:
         "Means over the finished seeds, in the last epoch. * Test accuracy of best.pt, which is chosen on validation "
         "images or, in runs without them, on the test images themselves, which makes it too high."
     )
-    return Table("accuracy", caption, columns, [_row(variant, task.cost) for variant in task.variants])
-
-
-def _row(variant: Variant, cost: VariantCosts) -> list[Cell]:
-    finished, failed = len(variant.finished), sum(run.status == "failed" for run in variant.runs)
-    return cells(
-        variant.label,
-        Cell(variant.accuracy_text, order=variant.accuracy),
-        number_cell(cost.values[variant], ratio),
-        variant.mean("sparsity"),
-        number_cell(variant.mean("best_test_accuracy"), percent),
-        number_cell(variant.mean("train_accuracy"), percent),
-        Cell(finished_of(finished, len(variant.runs), failed), order=finished),
-    )
+    rows = []
+    for variant in task.variants:
+        finished, failed = len(variant.finished), sum(run.status == "failed" for run in variant.runs)
+        accuracy = Cell(variant.accuracy_text, order=variant.accuracy)
+        seeds = Cell(finished_of(finished, len(variant.runs), failed), order=finished)
+        best, train = (number_cell(variant.mean(name), percent) for name in ("best_test_accuracy", "train_accuracy"))
+        ratios = number_cell(task.cost.values[variant], ratio)
+        rows.append(cells(variant.label, accuracy, ratios, variant.mean("sparsity"), best, train, seeds))
+    return Table("accuracy", caption, columns, rows)
 
 
 def _settings(task: Task) -> Table:
     """Returns the settings in which the variants differ, "–" where a variant does not use one."""
     names = differing_settings([variant.config for variant in task.variants])
-    rows = [
-        cells(
-            variant.label,
-            *("–" if name in unused(variant.config) else show_setting(getattr(variant.config, name)) for name in names),
-        )
-        for variant in task.variants
-        if names
-    ]
+    rows = []
+    for variant in task.variants if names else ():
+        used = {name: getattr(variant.config, name) for name in names if name not in unused(variant.config)}
+        rows.append(cells(variant.label, *(show_setting(used[name]) if name in used else "–" for name in names)))
     caption = "The settings in which the variants differ. A click on a run, below, shows all of its settings."
     return Table("variants", caption, ["variant", *names], rows)
 
