@@ -86,6 +86,17 @@ class OldGradient:
             return Treatment.UNTOUCHED
         return Treatment.ADDED_TO if self._is_there() else Treatment.CLEARED
 
+    def is_untouched(self) -> bool:
+        """Whether the gradients are still the old ones; raise if a closure has added to them."""
+        if self.treatment() is Treatment.ADDED_TO:
+            raise RuntimeError(
+                "the closure accumulated into existing gradients, but at w + e only the closure's own gradients are "
+                "computed, not the accumulated ones. Clear them in the closure (opt.zero_grad()); to accumulate, give "
+                "opt.minimize() a list of functions, or in a loop run all micro-batches in the first pass and again "
+                "in `with opt.perturbed():`. For trainers and closures of other packages see docs/moving-over.md"
+            )
+        return self.treatment() is Treatment.UNTOUCHED
+
     def release(self) -> None:
         if self._watched is not None:
             self._handle.remove()

@@ -38,7 +38,12 @@ from torch import Tensor, nn
 from torch._C import _storage_address as storage_of
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils.weak import TensorWeakRef
 
 from sparsesam.utils import operators
@@ -66,11 +71,6 @@ def _tensor_backward(t: Tensor, gradient: Any = None, *args: Any, **kwargs: Any)
 
 
 _RUNS_HOOKS = {torch.autograd.backward: _backward, torch.autograd.grad: _grad, Tensor.backward: _tensor_backward}
-
-
-def _thread_state() -> tuple[Any, ...]:
-    keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    return keys[0].raw_repr(), keys[1].raw_repr(), torch._C._current_graph_task_id()
 
 
 class _Output:
@@ -163,12 +163,12 @@ class _Watch(TorchFunctionMode):
         self.mode = mode
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, mode = kwargs or {}, self.mode
         if torch.compiler.is_dynamo_compiling():
-            return func(*args, **(kwargs or {}))
-        mode = self.mode
+            return func(*args, **kwargs)
         if mode.is_idle:
-            mode.leave()
-        elif func in _GIVES_AWAY_MEMORY:
+            return mode.step_aside(func, args, kwargs)
+        if func in _GIVES_AWAY_MEMORY:
             mode.tape.given_away.update(
                 storage_of(t) for t in args if isinstance(t, Tensor) and t.layout is torch.strided and not t.is_nested
             )
@@ -176,8 +176,8 @@ class _Watch(TorchFunctionMode):
             mode.end("a function transform")
         elif func in _RUNS_HOOKS:
             with self:
-                return _RUNS_HOOKS[func](*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+                return _RUNS_HOOKS[func](*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 class _Mode(TorchDispatchMode):
@@ -193,26 +193,20 @@ class _Mode(TorchDispatchMode):
         self.has_started = tape.start is None
         self.is_over = False  # operations are no longer recorded or compared
         self.is_idle = False  # nor are writes counted
-        self.is_left = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __enter__(self) -> _Mode:
-        super().__enter__()
-        self.is_left, self.thread_state = False, _thread_state()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if not self.is_left:
-            self.is_left = True
-            super().__exit__(*error)
-
-    def leave(self) -> None:
-        """Leaves the stack of modes early, unless somebody will restore a state of the thread in which it is on it."""
-        if not self.is_left and _get_current_dispatch_mode() is self and self.thread_state == _thread_state():
-            self.__exit__(None, None, None)
+    def step_aside(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a function without this mode: an operation costs less then."""
+        if _get_current_dispatch_mode() is not self:
+            return func(*args, **kwargs)
+        _pop_mode()
+        try:
+            return func(*args, **kwargs)
+        finally:
+            _push_mode(self)
 
     def end(self, why: str) -> None:
         raise NotImplementedError
@@ -224,7 +218,7 @@ class _Mode(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.is_idle:
             return func(*args, **kwargs)
-        kind = operators.kind_of(func)
+        kind = operators.kind_of(func, operators.region_of(func, args))
         if self.has_started and not self.is_over:
             if kind.is_view:
                 if args and type(args[0]) is nn.Parameter:
@@ -239,7 +233,7 @@ class _Mode(TorchDispatchMode):
     def read(self, kind: Kind, func: Any, args: Any, kwargs: Any) -> _Call | None:
         """None: the operation is not on the tape, because it ends it, or neither makes memory nor writes to any on it."""
         if not kind.is_plain:
-            return self.end(f"{func} is not an operation of aten or prims")
+            return self.end(f"{func} is not a plain operation of aten or prims")
         tensors, others = operators.split(args, kwargs)
         storages = []
         for t in tensors:
@@ -473,7 +467,8 @@ class Tape:
             self.versioned[storage] = t.detach()
 
     def count_writes(self, kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        for t in operators.written_by(kind, args, kwargs) if kind.written or kind.is_batch_norm else ():
+        may_write = kind.written or kind.is_batch_norm or not kind.is_plain
+        for t in operators.written_by(kind, args, kwargs) if may_write else ():
             if t.layout is torch.strided and not t.is_nested:
                 self.writes[storage_of(t)] = self.writes.get(storage_of(t), 0) + 1
 
