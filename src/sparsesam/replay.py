@@ -1,233 +1,82 @@
 """The second forward of a step, without the work that the first has done.
 
-Below autograd, an operation of the second forward that has the same overload and the same inputs as in the first returns
-its output of the first, if that is still alive and nobody wrote to it; everything else runs. Python code, hooks and autograd
-run as always, and every value in anybody's hands is right at every moment, so nothing has to be known about modules.
+Below autograd, an operation of the second forward that has the same overload and the same inputs as in the first
+returns its output of the first, if that is still alive and nobody wrote to it; everything else runs. Python code, hooks
+and autograd run as always, and every value in anybody's hands is right at every moment, so nothing has to be known about
+modules.
 
-    tape = Tape({name: weight}, start=None)
-    with tape.recording():                      # until an operation reads one of these weights: the frontier
-        loss = f()
-        torch.autograd.backward(loss, inputs=[weight])
-    del loss
-    ...                                         # the weights move
-    with tape.replaying():
-        f().backward()
-    tape.release()
-
-**Memory, not tensors.** A tensor is a storage and a geometry. A storage was made by an operation on the tape, or comes from
-outside. Made storages are known by their number on the tape: what is in them follows from the operations before. On the tape
-are operations that make storages or write to made ones, nothing else. Views only make geometry, and always run.
+**Memory, not tensors.** A tensor is a storage and a geometry. A storage was made by an operation on the tape, or comes
+from outside. Made storages are known by their number on the tape: what is in them follows from the operations before.
+On the tape are operations that make storages or write to made ones, and nothing else. Views always run.
 
 **Inputs from outside** are compared by their bits in host memory; ``nn.Parameter`` objects and device memory by storage,
-geometry, version and the number of writes that were seen. Memory that was given away (``numpy()``, ``data_ptr()``, ...) and
-memory that no operation has filled (``empty``, ``zeros``) count as outside: somebody else may fill them.
+geometry, version and the writes that were seen. Memory that was given away (``numpy()``, ``data_ptr()``) and memory that
+no operation has filled yet (``empty``, ``zeros``) count as outside, because somebody else may fill them.
 
-**Reuse** needs an output that is alive at the frontier and was not written since, by the loss, by the first backward, or by
-the user's code between the passes. Memory that somebody still holds is copied before it is handed out.
+**The tape ends** at the first operation that reads a perturbed weight: the frontier. It also ends at operations outside
+of aten and prims (collectives, custom and higher-order operators), in function transforms, and at tensors that are not
+plain: subclasses, sparse, quantized, nested, inference.
 
-Random operations are compared by their generator's state and leave the state that they left in the first pass. The tape ends
-at an operation that is not of aten or prims (collectives, custom and higher-order operators; compiled regions are
-operations), function transforms, and tensors that are not plain: subclasses, sparse, quantized, nested, inference.
+**Reuse** needs an output that is alive at the end of the tape and that nobody writes to afterwards: not the loss, not
+the first backward, not the user's code between the passes. Memory that somebody still holds is copied before it is
+handed out. Random operations need the generator state that they had, and leave the state that they left. Views,
+operations that write, and operations that make memory to be filled always run.
 
-What cannot be seen: kernels outside of the dispatcher that write to memory an operation has filled; other threads; weights
-written through memory that was given away before the step; code that depends on how long an object lives.
+What cannot be seen: kernels outside of the dispatcher that write to memory which an operation has filled; operations of
+other threads; weights written through memory that was given away before the step; how long an object lives.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._C import _storage_address as storage_of
-from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.weak import TensorWeakRef
 
-_aten = torch.ops.aten
-_EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
-_CONSTANT = {
-    f"aten::{prefix}{name}{suffix}"
-    for name in ("zeros", "ones", "full")
-    for prefix, suffix in (("", ""), ("", "_like"), ("new_", ""))
-}
-_EXCHANGES_MEMORY = {
-    "aten::set_",
-    "aten::resize_",
-    "aten::resize_as_",
-    "aten::_resize_output_",
-    "aten::_efficientzerotensor",
-}
+from sparsesam.utils import operators
+from sparsesam.utils.operators import Kind
+
 _GIVES_AWAY_MEMORY = {
-    Tensor.numpy,
-    Tensor.__array__,
-    Tensor.data_ptr,
-    Tensor.untyped_storage,
-    Tensor.storage,
-    Tensor.__dlpack__,
-    torch.utils.dlpack.to_dlpack,
-    Tensor.apply_,
-    Tensor.map_,
-    Tensor.map2_,
-    Tensor.share_memory_,
-    Tensor.__cuda_array_interface__.__get__,
-    Tensor.data.__set__,
+    *(Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__cuda_array_interface__.__get__),
+    *(Tensor.untyped_storage, Tensor.storage, Tensor.share_memory_, Tensor.data.__set__),
+    *(Tensor.__dlpack__, torch.utils.dlpack.to_dlpack, Tensor.apply_, Tensor.map_, Tensor.map2_),
 }
-# Updates the running statistics, its arguments 3 and 4, if argument 5 is true; its schema does not say so.
-_BATCH_NORMS = {_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default}
 
 
-class _Kind(NamedTuple):
-    """What is the same in every call of an overload."""
-
-    ends: bool  # cannot be on a tape
-    passes: bool  # touches no memory, such as a view
-    written: tuple[tuple[int, str], ...]  # arguments that are written
-    makes: bool  # returns new tensors
-    seeded: bool
-    blank: str  # "empty" or "constant": memory that is made to be filled
-    normalizes: bool
-
-
-@cache
-def _kind(func: Any) -> _Kind:
-    if not isinstance(func, OpOverload):
-        return _Kind(True, False, (), False, False, "", False)
-    schema, name = func._schema, func._schema.name
-    ends = func.namespace not in ("aten", "prims", "profiler", "prim") or name in _EXCHANGES_MEMORY
-    is_view = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
-    return _Kind(
-        ends=ends,
-        passes=not ends and (is_view or torch.Tag.inplace_view in func.tags or func.namespace in ("profiler", "prim")),
-        written=tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write),
-        makes=any(r.alias_info is None and "Tensor" in str(r.type) for r in schema.returns),
-        seeded=torch.Tag.nondeterministic_seeded in func.tags,
-        blank="empty" if name in _EMPTY else "constant" if name in _CONSTANT else "",
-        normalizes=func in _BATCH_NORMS,
-    )
-
-
-def _written(kind: _Kind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    found: list[Any] = []
-    for i, name in kind.written:
-        value = args[i] if i < len(args) else kwargs.get(name)
-        found.extend(value if isinstance(value, (list, tuple)) else [value])
-    if kind.normalizes and args[5]:
-        found.extend(args[3:5])
-    return [t for t in found if isinstance(t, Tensor)]
-
-
-def _split(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], list[Any]]:
-    """The tensors among the arguments, and the other arguments with ``Tensor`` in their places."""
-    tensors: list[Tensor] = []
-    others: list[Any] = []
-    for a in (*args, *kwargs, *kwargs.values()) if kwargs else args:
-        if isinstance(a, Tensor):
-            tensors.append(a)
-            others.append(Tensor)
-        elif isinstance(a, list) and a and any(isinstance(item, Tensor) for item in a):
-            tensors.extend(item for item in a if isinstance(item, Tensor))
-            others.append([Tensor if isinstance(item, Tensor) else item for item in a])
-        else:
-            others.append(a)
-    return tensors, others
-
-
-def _settings() -> tuple[Any, ...]:
-    """What a result depends on besides the arguments."""
-    c = torch._C
-    return (
-        torch.get_default_dtype(),
-        c.get_num_threads(),
-        c._get_deterministic_algorithms(),
-        c._get_float32_matmul_precision(),
-        c._get_mkldnn_enabled(),
-        c._get_cudnn_enabled(),
-    )
-
-
-def _generator(tensors: Sequence[Tensor], others: Sequence[Any]) -> torch.Generator | None:
-    for other in others:
-        if isinstance(other, torch.Generator):
-            return other
-    device = tensors[0].device if tensors else next((o for o in others if isinstance(o, torch.device)), None)
-    if device is None or device.type == "cpu":
-        return torch.default_generator
-    if device.type == "meta":
-        return None
-    generators = torch.get_device_module(device).default_generators
-    return generators[device.index or 0]  # type: ignore[no-any-return]
-
-
-def _random_state(generator: torch.Generator | None) -> bytes:
-    return b"" if generator is None else generator.get_state().numpy().tobytes()
-
-
-def _without_override(function: Any) -> Any:
-    """autograd's function as it is when no function mode is active: the mode must see the hooks that it runs."""
+def _unintercepted(function: Any) -> Any:
+    """A function of autograd as it is without function modes: the mode must stay active for the hooks that it runs."""
     own = FunctionType(function.__code__, {**function.__globals__, "has_torch_function": lambda _: False})
     own.__defaults__, own.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     return own
 
 
-_BACKWARDS = {f: _without_override(f) for f in (torch.autograd.backward, torch.autograd.grad)}
-_BACKWARDS[Tensor.backward] = torch.autograd.backward
+_backward, _grad = _unintercepted(torch.autograd.backward), _unintercepted(torch.autograd.grad)
 
 
-def _same(recorded: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Equal by ``repr``: 1 is not True, and -0.0 is not 0.0."""
-    return len(recorded) == len(others) and all(
-        a is b or (type(a) is type(b) and repr(a) == repr(b)) for a, b in zip(recorded, others, strict=True)
-    )
+def _tensor_backward(t: Tensor, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
+    _backward(t, gradient, *args, **kwargs)
 
 
-def _flat(out: Any) -> Sequence[Any]:
-    return out if isinstance(out, (tuple, list)) else (out,)
+_RUNS_HOOKS = {torch.autograd.backward: _backward, torch.autograd.grad: _grad, Tensor.backward: _tensor_backward}
 
 
-def _checksum(storage: torch.UntypedStorage) -> int:
-    return zlib.crc32(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _bits(t: Tensor) -> Tensor:
-    """As integers: -0.0 is not 0.0, and NaN is NaN."""
-    t = t.detach().resolve_conj().resolve_neg()
-    t = torch.view_as_real(t) if t.is_complex() else t
-    return t.view(_INTEGERS[t.element_size()]) if t.is_floating_point() else t
-
-
-class _Copy(NamedTuple):
-    """The bits of an input from outside."""
-
-    tensor: Tensor
-    stride: tuple[int, ...]
-
-    def matches(self, other: Tensor) -> bool:
-        mine = self.tensor
-        if (mine.dtype, mine.size(), self.stride, mine.device) != (
-            other.dtype,
-            other.size(),
-            other.stride(),
-            other.device,
-        ):
-            return False
-        return torch.equal(_bits(mine), _bits(other))
+def _thread_state() -> tuple[Any, ...]:
+    keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    return keys[0].raw_repr(), keys[1].raw_repr(), torch._C._current_graph_task_id()
 
 
 class _Output:
     """A storage that an operation of the first pass has made, and the tensor on it that was returned."""
 
-    __slots__ = ("alias", "checksum", "geometry", "kept", "number", "options", "reference", "storage", "tensor")
+    __slots__ = ("checksum", "geometry", "kept", "number", "options", "reference", "shared", "storage", "tensor")
 
     def __init__(self, t: Tensor, number: int) -> None:
         self.number, self.storage, self.reference = number, storage_of(t), StorageWeakRef(t.untyped_storage())
@@ -235,101 +84,103 @@ class _Output:
         self.tensor = None if t.is_cpu else TensorWeakRef(t)
         self.kept: torch.UntypedStorage | None = None
         self.checksum: int | None = None
-        self.alias: Tensor | None = None
+        self.shared: Tensor | None = None  # has the version counter of those who hold the memory
 
     def is_held_elsewhere(self) -> bool:
         return torch._C._storage_Use_Count(self.storage) > 1
 
+    def keep(self) -> bool:
+        self.kept = torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata)
+        return self.kept is not None
+
     def hand_out(self) -> Tensor:
-        memory, self.kept = self.kept, None
-        assert memory is not None
-        if self.is_held_elsewhere():
-            memory = memory.clone()
+        memory = self.kept.clone() if self.is_held_elsewhere() else self.kept  # type: ignore[union-attr]
+        self.kept = None
         return torch.empty(0, dtype=self.options[0], device=self.options[1]).set_(memory, *self.geometry)
 
     def take_checksum(self) -> None:
-        """So that writes by those who hold the memory are noticed: by its bits, on a device by a version counter."""
-        if self.kept is not None and self.is_held_elsewhere():
-            if self.tensor is None:
-                self.checksum = _checksum(self.kept)
-                return
-            tensor = self.tensor()
-            if tensor is None:  # nobody else shares the version counter with us
-                self.kept = None
-            else:
-                self.alias, self.checksum = tensor.detach(), tensor._version
+        """So that writes by those who hold the memory are noticed: by its bits; on a device by their version counter."""
+        if self.kept is None or not self.is_held_elsewhere():
+            return
+        if self.tensor is None:
+            self.checksum = operators.checksum(self.kept)
+        elif (tensor := self.tensor()) is not None:
+            self.shared, self.checksum = tensor.detach(), tensor._version
+        else:
+            self.kept = None
 
     def compare_checksum(self) -> None:
         if self.kept is not None and self.checksum is not None:
-            if self.checksum != (_checksum(self.kept) if self.alias is None else self.alias._version):
+            if self.checksum != (operators.checksum(self.kept) if self.shared is None else self.shared._version):
                 self.kept = None
-            self.alias = None
-
-
-class _Entry:
-    """An operation of the first pass. ``returns`` is the type of its result, None if it is never reused."""
-
-    __slots__ = ("func", "inputs", "others", "outputs", "random", "returns", "settings")
-    func: Any
-    inputs: list[Any]  # a description, a copy, or None: not compared
-    others: list[Any]
-    outputs: list[Any]
-    random: tuple[bytes, Tensor | None] | None
-    returns: type | None
-    settings: tuple[Any, ...]
-
-    def made(self) -> list[_Output]:
-        return [o for o in self.outputs if isinstance(o, _Output)]
+            self.shared = None
 
 
 class _Call(NamedTuple):
     """An operation that is about to run."""
 
-    kind: _Kind
+    kind: Kind
     func: Any
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     tensors: list[Tensor]
     storages: list[int]
     others: list[Any]
+    generator: torch.Generator | None
 
-    def run(self, tape: Tape) -> Any:
+    def run(self, tape: Tape) -> tuple[Any, Sequence[Any]]:
         tape.count_writes(self.kind, self.args, self.kwargs)
-        return self.func(*self.args, **self.kwargs)
-
-    def makes(self, t: Tensor) -> bool:
-        is_plain = type(t) is Tensor and t.layout is torch.strided and not t.is_quantized and not t.is_nested
-        return is_plain and storage_of(t) not in self.storages
+        out = self.func(*self.args, **self.kwargs)
+        return out, out if isinstance(out, (tuple, list)) else (out,)
 
     def statistics(self) -> list[int]:
-        is_training = self.kind.normalizes and self.args[5]
-        return [id(t) for t in self.args[3:5] if t is not None] if is_training else []
+        return [id(t) for t in operators.running_statistics(self.kind, self.args)]
+
+
+class _Entry:
+    """An operation of the first pass."""
+
+    __slots__ = ("func", "inputs", "others", "outputs", "random", "returns", "settings")
+
+    def __init__(self, call: _Call, inputs: list[Any]) -> None:
+        self.func, self.others, self.settings = call.func, call.others, operators.settings()
+        self.inputs = inputs  # a description, a copy with its stride, or None: not compared
+        self.random: tuple[bytes, Tensor | None] = operators.random_state(call.generator), None
+        self.outputs: list[Any] = []
+        self.returns: type | None = None  # None: it always runs
+
+    def made(self) -> list[_Output]:
+        return [o for o in self.outputs if type(o) is _Output]
 
 
 class _Watch(TorchFunctionMode):
-    """Sees what is not an operation: memory that is given away, function transforms."""
+    """Sees what is not an operation: memory that is given away, and function transforms."""
 
     def __init__(self, mode: _Mode) -> None:
         super().__init__()
         self.mode = mode
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return func(*args, **(kwargs or {}))
         mode = self.mode
-        if func in _GIVES_AWAY_MEMORY:
-            for t in args:
-                if isinstance(t, Tensor) and t.layout is torch.strided:
-                    mode.tape.given_away.add(storage_of(t))
-        elif torch._C._functorch.peek_interpreter_stack() is not None:
-            mode.end("a function transform")
         if mode.is_idle:
             mode.leave()
-        elif func in _BACKWARDS:
+        elif func in _GIVES_AWAY_MEMORY:
+            mode.tape.given_away.update(
+                storage_of(t) for t in args if isinstance(t, Tensor) and t.layout is torch.strided and not t.is_nested
+            )
+        elif torch._C._functorch.peek_interpreter_stack() is not None:
+            mode.end("a function transform")
+        elif func in _RUNS_HOOKS:
             with self:
-                return _BACKWARDS[func](*args, **(kwargs or {}))
+                return _RUNS_HOOKS[func](*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 class _Mode(TorchDispatchMode):
+    """What both passes have in common: which operations are on the tape, and what they read."""
+
     supports_higher_order_operators = True
 
     def __init__(self, tape: Tape) -> None:
@@ -337,10 +188,9 @@ class _Mode(TorchDispatchMode):
         self.tape = tape
         self.made: dict[int, int] = {}  # storages of this pass, and their numbers on the tape
         self.blank: set[int] = set()  # those that no operation has filled
-        self.references: list[StorageWeakRef] = []  # so that no other storage gets an address that is in `made`
         self.has_started = tape.start is None
-        self.is_over = False  # no operation is compared or recorded any more
-        self.is_idle = False  # nothing is left to do at all
+        self.is_over = False  # operations are no longer recorded or compared
+        self.is_idle = False  # nor are writes counted
         self.is_left = True
 
     @classmethod
@@ -349,7 +199,7 @@ class _Mode(TorchDispatchMode):
 
     def __enter__(self) -> _Mode:
         super().__enter__()
-        self.is_left = False
+        self.is_left, self.thread_state = False, _thread_state()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -358,8 +208,8 @@ class _Mode(TorchDispatchMode):
             super().__exit__(*error)
 
     def leave(self) -> None:
-        """Leaves the stack of modes as soon as that is possible: an operation costs more under a mode."""
-        if not self.is_left and _get_current_dispatch_mode() is self:
+        """Leaves the stack of modes early, unless somebody will restore a state of the thread in which it is on it."""
+        if not self.is_left and _get_current_dispatch_mode() is self and self.thread_state == _thread_state():
             self.__exit__(None, None, None)
 
     def end(self, why: str) -> None:
@@ -372,120 +222,107 @@ class _Mode(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.is_idle:
             return func(*args, **kwargs)
-        kind, tape = _kind(func), self.tape
-        if not self.is_over and self.has_started:
-            if kind.passes:
+        kind = operators.kind_of(func)
+        if self.has_started and not self.is_over:
+            if kind.is_view:
                 if args and type(args[0]) is nn.Parameter:
-                    tape.know(storage_of(args[0]), args[0])
+                    self.tape.know(storage_of(args[0]), args[0])
                 return func(*args, **kwargs)
             call = self.read(kind, func, args, kwargs)
-            if call is not None and not self.is_over:
+            if call is not None:
                 return self.perform(call)
-        tape.count_writes(kind, args, kwargs)
+        self.tape.count_writes(kind, args, kwargs)
         return func(*args, **kwargs)
 
-    def read(self, kind: _Kind, func: Any, args: Any, kwargs: Any) -> _Call | None:
-        """The operation's inputs; None if it is not for the tape, because it makes no memory and writes to none on it."""
-        if kind.ends:
-            self.end(f"{func} is not a plain operation of torch")
-            return None
-        tensors, others = _split(args, kwargs)
+    def read(self, kind: Kind, func: Any, args: Any, kwargs: Any) -> _Call | None:
+        """None: the operation is not on the tape, because it ends it, or neither makes memory nor writes to any on it."""
+        if not kind.is_plain:
+            return self.end(f"{func} is not an operation of aten or prims")
+        tensors, others = operators.split(args, kwargs)
         storages = []
         for t in tensors:
-            if type(t) not in (Tensor, nn.Parameter) or t.layout is not torch.strided:
-                self.end(f"{func} reads a tensor that is not plain")
-                return None
+            if type(t) not in (Tensor, nn.Parameter) or t.layout is not torch.strided or t.is_nested:
+                return self.end(f"{func} reads a tensor that is not plain")
             storage = storage_of(t)
+            storages.append(storage)
             if storage not in self.made:
-                if t.is_inference() or t.is_quantized or t.is_nested or t._is_zerotensor():
-                    self.end(f"{func} reads a tensor that is not plain")
-                    return None
                 if storage in self.tape.moved:
-                    self.end(f"{func} reads {self.tape.moved[storage]}, which is perturbed")
-                    return None
+                    return self.end(f"{func} reads {self.tape.moved[storage]}, which is perturbed")
+                if t.is_inference() or t.is_quantized or t._is_zerotensor():
+                    return self.end(f"{func} reads a tensor that is not plain")
                 if type(t) is nn.Parameter:
                     self.tape.know(storage, t)
-            storages.append(storage)
-        call = _Call(kind, func, args, kwargs, tensors, storages, others)
-        if kind.makes:
-            return call
-        is_recorded = False
-        for t in _written(kind, args, kwargs):
+        is_recorded = kind.makes
+        for t in operators.written_by(kind, args, kwargs) if kind.written else ():
             storage = storage_of(t)
-            if storage in self.blank and (
-                not t.is_cpu or (kind.seeded and t.numel() * t.element_size() == t.untyped_storage().nbytes())
-            ):
+            is_filled = kind.is_seeded and t.numel() * t.element_size() == t.untyped_storage().nbytes()
+            if is_filled or not t.is_cpu:
                 self.blank.discard(storage)
             is_recorded |= storage in self.made and storage not in self.blank
-        return call if is_recorded else None
+        generator = operators.generator_of(tensors, others) if kind.is_seeded else None
+        return _Call(kind, func, args, kwargs, tensors, storages, others, generator) if is_recorded else None
 
     def describe(self, t: Tensor, storage: int) -> tuple[Any, ...] | None:
-        """Equal descriptions are equal values. None: the value itself must be compared."""
+        """Equal descriptions are equal values. None: the values themselves must be compared."""
         tape = self.tape
-        number = self.made.get(storage)
         geometry = (t.size(), t.stride(), t.storage_offset(), t.dtype, t.is_conj(), t.is_neg())
-        if number is not None and storage not in self.blank and storage not in tape.given_away:
-            return (number, geometry)
-        if t.is_cpu and (storage not in tape.versioned or storage in tape.given_away):
+        is_loose = storage in tape.given_away or storage in self.blank
+        if storage in self.made and not is_loose:
+            return self.made[storage], geometry
+        if t.is_cpu and (is_loose or storage not in tape.versioned):
             return None
-        if number is not None or storage in tape.given_away:
+        if is_loose:
             return (object(),)  # device memory that others may have filled: equal to nothing
         tape.know(storage, t)
-        return (storage, geometry, t._version, tape.writes.get(storage, 0))
+        return storage, geometry, t._version, tape.writes.get(storage, 0)
 
     def adopt(self, call: _Call, t: Tensor, number: int) -> None:
-        """The storage of t is number on the tape."""
+        """The storage of t gets its number."""
         storage = storage_of(t)
         self.made[storage] = number
-        self.references.append(StorageWeakRef(t.untyped_storage()))
-        self.tape.writes.pop(storage, None)  # of another storage that had this address
+        self.tape.writes.pop(storage, None)  # another storage had this address
         self.tape.given_away.discard(storage)
-        if call.kind.blank and (call.kind.blank == "empty" or t.is_cpu):
+        if call.kind.is_empty or (call.kind.is_blank and t.is_cpu):
             self.blank.add(storage)
 
 
 class _Record(_Mode):
     def end(self, why: str) -> None:
-        if self.is_over:
-            return
-        tape, self.is_over, self.tape.ended = self.tape, True, why
-        self.is_idle = True
-        for entry in tape.entries:
-            if entry.returns is not None and not any(tape.is_spoilt(o) for o in entry.made()):
-                alive = [torch.UntypedStorage._new_with_weak_ptr(o.reference.cdata) for o in entry.made()]
-                if None not in alive:
-                    self.is_idle = False
-                    for output, storage in zip(entry.made(), alive, strict=True):
-                        output.kept = storage
+        if not self.is_over:
+            tape, self.is_over, self.tape.ended = self.tape, True, why
+            for entry in tape.entries:
+                if entry.returns is not None and (
+                    any(map(tape.is_spoilt, entry.made())) or not all([o.keep() for o in entry.made()])
+                ):
+                    entry.returns = None
+            self.is_idle = all(entry.returns is None for entry in tape.entries)
 
     def perform(self, call: _Call) -> Any:
-        tape, entry = self.tape, _Entry()
-        entry.func, entry.others, entry.settings, entry.random = call.func, call.others, _settings(), None
-        updated = call.statistics()
-        entry.inputs = [
-            None if id(t) in updated else self.describe(t, storage) or _Copy(t.detach().clone(), t.stride())
+        tape, updated = self.tape, call.statistics()
+        inputs = [
+            None if id(t) in updated else self.describe(t, storage) or (t.stride(), t.detach().clone())
             for t, storage in zip(call.tensors, call.storages, strict=True)
         ]
-        generator = _generator(call.tensors, call.others) if call.kind.seeded else None
-        before = _random_state(generator)
-        out = call.run(tape)
-        if call.kind.seeded:
-            entry.random = before, None if generator is None else generator.get_state()
-        entry.outputs = []
-        can_reuse = call.kind.makes and not call.kind.written and not call.kind.blank
-        for value in _flat(out):
+        entry = _Entry(call, inputs)
+        out, values = call.run(tape)
+        if call.generator is not None:
+            entry.random = entry.random[0], call.generator.get_state()
+        can_reuse = not (call.kind.written or call.kind.is_blank or (updated and not call.tensors[0].is_cpu))
+        for value in values:
             if not isinstance(value, Tensor):
-                entry.outputs.append(value)
-            elif call.makes(value) and storage_of(value) not in self.made:
-                entry.outputs.append(_Output(value, tape.numbers))
-                self.adopt(call, value, tape.numbers)
-                tape.numbers += 1
+                can_reuse &= not isinstance(value, (tuple, list))
+            elif (
+                type(value) is not Tensor or value.layout is not torch.strided or value.is_nested or value.is_quantized
+            ):
+                self.end(f"{call.func} returns a tensor that is not plain")
+                return out
+            elif storage_of(value) in self.made or storage_of(value) in call.storages:
+                can_reuse, value = False, None
             else:
-                entry.outputs.append(None)
-                can_reuse = False
-        if updated and not call.tensors[0].is_cpu:  # only on the host are the statistics known to come out the same
-            can_reuse = False
-        entry.returns = type(out) if can_reuse and entry.made() else None
+                self.adopt(call, value, tape.numbers)
+                value, tape.numbers = _Output(value, tape.numbers), tape.numbers + 1
+            entry.outputs.append(value)
+        entry.returns = type(out) if can_reuse else None
         tape.entries.append(entry)
         return out
 
@@ -494,7 +331,8 @@ class _Replay(_Mode):
     def __init__(self, tape: Tape) -> None:
         super().__init__(tape)
         self.position = 0
-        self.is_over = self.is_idle = not any(o.kept for entry in tape.entries for o in entry.made())
+        self.references: list[StorageWeakRef] = []  # so that no other storage gets an address that is in `made`
+        self.is_over = self.is_idle = not tape.entries
 
     def end(self, why: str) -> None:
         if not self.is_over:
@@ -505,51 +343,45 @@ class _Replay(_Mode):
 
     def perform(self, call: _Call) -> Any:
         tape = self.tape
-        if self.position == len(tape.entries):
-            self.end("")
-            return call.func(*call.args, **call.kwargs)
-        entry = tape.entries[self.position]
-        generator = _generator(call.tensors, call.others) if call.kind.seeded else None
-        why = self.difference(entry, call, generator)
-        if why:
-            self.end(f"{call.func} has {why}")
+        entry = tape.entries[self.position] if self.position < len(tape.entries) else None
+        if entry is None or (why := self.difference(entry, call)):
+            self.end("" if entry is None else f"{call.func} has {why}")
             return call.func(*call.args, **call.kwargs)
         self.position += 1
-        if entry.returns is None or any(o.kept is None or tape.is_spoilt(o) for o in entry.made()):
-            for output in entry.made():
+        made = entry.made()
+        if entry.returns is None or any(o.kept is None or tape.is_spoilt(o) for o in made):
+            entry.outputs, entry.returns = [o if type(o) is _Output else None for o in entry.outputs], None
+            out, values = call.run(tape)
+        else:
+            values = [o.hand_out() if type(o) is _Output else o for o in entry.outputs]
+            out = values[0] if issubclass(entry.returns, Tensor) else entry.returns(values)
+            tape.reused += 1
+            if call.generator is not None:
+                call.generator.set_state(entry.random[1])  # type: ignore[arg-type]
+            if call.statistics():
+                tape.count_writes(call.kind, call.args, call.kwargs)
+                torch.ops.aten.batch_norm_update_stats(call.args[0], call.args[3], call.args[4], call.args[6])
+        for value, output in zip(values, entry.outputs, strict=True):
+            if type(output) is _Output:
                 output.kept = None
-            out = call.run(tape)
-            for value, output in zip(_flat(out), entry.outputs, strict=True):
-                if isinstance(output, _Output):
-                    self.adopt(call, value, output.number)
-            return out
-        values = []
-        for output in entry.outputs:
-            values.append(output.hand_out() if isinstance(output, _Output) else output)
-            if isinstance(output, _Output):
-                self.adopt(call, values[-1], output.number)
-        tape.reused += 1
-        if generator is not None and entry.random is not None:
-            generator.set_state(entry.random[1])
-        if call.statistics():
-            tape.count_writes(call.kind, call.args, call.kwargs)
-            _aten.batch_norm_update_stats(call.args[0], call.args[3], call.args[4], call.args[6])
-        return values[0] if issubclass(entry.returns, Tensor) else entry.returns(values)
+                self.adopt(call, value, output.number)
+                self.references.append(StorageWeakRef(value.untyped_storage()))
+        return out
 
-    def difference(self, entry: _Entry, call: _Call, generator: torch.Generator | None) -> str:
+    def difference(self, entry: _Entry, call: _Call) -> str:
         if entry.func is not call.func:
             return f"taken the place of {entry.func}"
-        if len(entry.inputs) != len(call.tensors) or not _same(entry.others, call.others):
+        if len(entry.inputs) != len(call.tensors) or not operators.same(entry.others, call.others):
             return "other arguments"
-        if entry.settings != _settings():
-            return "other settings of torch"
-        if entry.random is not None and entry.random[0] != _random_state(generator):
-            return "another random state"
+        if entry.settings != operators.settings() or entry.random[0] != operators.random_state(call.generator):
+            return "another random state, or other settings of torch"
         for recorded, t, storage in zip(entry.inputs, call.tensors, call.storages, strict=True):
-            if isinstance(recorded, _Copy):
-                if not recorded.matches(t):
+            if recorded is None:
+                continue
+            if isinstance(recorded[-1], Tensor):
+                if recorded[0] != t.stride() or not operators.same_bits(recorded[1], t):
                     return "another input"
-            elif recorded is not None and recorded != self.describe(t, storage):
+            elif recorded != self.describe(t, storage):
                 return "another input"
         return ""
 
@@ -560,12 +392,12 @@ class Tape:
     Args:
         moved: the weights that will be perturbed, by name.
         start: the inner model of a DDP, in whose forward the tape begins: what DDP does before is not on it.
-        between: whether the caller's code runs between ``recording()`` and ``replaying()``, outside of any mode. Then
-            memory that others hold and the weights are compared by their checksums; on a device, by their versions.
+        between: whether the caller's code runs between ``recording()`` and ``replaying()``. There, writes to memory that
+            others hold, and to weights, are noticed by checksums; on a device, by version counters.
 
     Attributes:
-        operations: operations of the first forward, without views, until the tape ended.
-        reused: those that were not computed again in the second.
+        operations: operations of the first forward, until the tape ended, that make or write memory.
+        reused: those of them that were not computed again in the second.
         ended: where and why reuse ended, with the weight's or the operation's name.
     """
 
@@ -590,21 +422,25 @@ class Tape:
         except BaseException:
             self.release()
             raise
-        mode.end("the first pass ended")
+        mode.end("the first pass is over")
         self.operations = len(self.entries)
         if mode.is_idle:
             self.release()
         elif self.between:
-            self._take_checksums()
+            for output in self._outputs():
+                output.take_checksum()
+            self.checksums = {s: operators.checksum(t.untyped_storage()) for s, t in self.versioned.items() if t.is_cpu}
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Around the second forward and backward."""
-        if self.between:
-            self._compare_checksums()
-        mode = _Replay(self)
+        for output in self._outputs():
+            output.compare_checksum()
+        for storage, checksum in self.checksums.items():
+            if operators.checksum(self.versioned[storage].untyped_storage()) != checksum:
+                self.given_away.add(storage)
         try:
-            with self._active(mode):
+            with self._active(_Replay(self)):
                 yield
         finally:
             self.release()
@@ -616,39 +452,26 @@ class Tape:
 
     @contextmanager
     def _active(self, mode: _Mode) -> Iterator[None]:
-        def begin(*_: Any) -> None:
-            mode.has_started = True
-
         with ExitStack() as stack:
             if self.start is not None:
+                begin = lambda *_: setattr(mode, "has_started", True)  # noqa: E731
                 stack.enter_context(self.start.register_forward_pre_hook(begin, prepend=True))
             if not mode.is_idle:
                 stack.enter_context(_Watch(mode))
                 stack.enter_context(mode)
             yield
 
+    def _outputs(self) -> list[_Output]:
+        return [output for entry in self.entries for output in entry.made()]
+
     def know(self, storage: int, t: Tensor) -> None:
         if storage not in self.versioned and storage not in self.moved:
             self.versioned[storage] = t.detach()
 
-    def count_writes(self, kind: _Kind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        for t in _written(kind, args, kwargs) if kind.written or kind.normalizes else ():
-            if t.layout is torch.strided:
+    def count_writes(self, kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        for t in operators.written_by(kind, args, kwargs) if kind.written or kind.is_batch_norm else ():
+            if t.layout is torch.strided and not t.is_nested:
                 self.writes[storage_of(t)] = self.writes.get(storage_of(t), 0) + 1
 
     def is_spoilt(self, output: _Output) -> bool:
         return output.storage in self.writes or output.storage in self.given_away
-
-    def _take_checksums(self) -> None:
-        for entry in self.entries:
-            for output in entry.made():
-                output.take_checksum()
-        self.checksums = {s: _checksum(t.untyped_storage()) for s, t in self.versioned.items() if t.is_cpu}
-
-    def _compare_checksums(self) -> None:
-        for entry in self.entries:
-            for output in entry.made():
-                output.compare_checksum()
-        for storage, checksum in self.checksums.items():
-            if _checksum(self.versioned[storage].untyped_storage()) != checksum:
-                self.given_away.add(storage)

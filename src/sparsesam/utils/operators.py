@@ -1,0 +1,131 @@
+"""What torch's operators read, write, make and draw, as far as their schemas tell; and the bits of tensors."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+_aten = torch.ops.aten
+_CONSTANT = [
+    f"{new}{name}{like}" for name in ("zeros", "ones", "full") for new, like in (("", ""), ("", "_like"), ("new_", ""))
+]
+_EMPTY = ["empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"]
+_EXCHANGES_MEMORY = ["set_", "resize_", "resize_as_", "_resize_output_", "_efficientzerotensor"]
+# They update the running statistics, arguments 3 and 4, if argument 5 is true; their schemas do not say so.
+_BATCH_NORMS = {_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Kind(NamedTuple):
+    """What is the same in every call of an overload."""
+
+    is_plain: bool  # of aten or prims, and leaves every tensor in its memory
+    is_view: bool  # reads and writes no memory
+    makes: bool  # returns new tensors
+    is_seeded: bool
+    is_empty: bool  # makes memory without values
+    is_blank: bool  # makes memory that has yet to be filled: empty or constant
+    is_batch_norm: bool
+    written: tuple[tuple[int, str], ...]  # arguments, by position and name
+
+
+@cache
+def kind_of(func: Any) -> Kind:
+    if not isinstance(func, OpOverload):
+        return Kind(False, False, False, False, False, False, False, ())
+    schema, name = func._schema, func._schema.name.partition("::")[2]
+    is_alias = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
+    is_idle = func.namespace in ("profiler", "prim")
+    is_plain = is_idle or (func.namespace in ("aten", "prims") and name not in _EXCHANGES_MEMORY)
+    return Kind(
+        is_plain=is_plain,
+        is_view=is_plain and (is_idle or is_alias or torch.Tag.inplace_view in func.tags),
+        makes=any(r.alias_info is None and "Tensor" in str(r.type) for r in schema.returns),
+        is_seeded=torch.Tag.nondeterministic_seeded in func.tags,
+        is_empty=name in _EMPTY,
+        is_blank=name in _EMPTY or name in _CONSTANT,
+        is_batch_norm=func in _BATCH_NORMS,
+        written=tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write),
+    )
+
+
+def written_by(kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    found: list[Any] = []
+    for i, name in kind.written:
+        value = args[i] if i < len(args) else kwargs.get(name)
+        found.extend(value if isinstance(value, (list, tuple)) else [value])
+    return [t for t in found if isinstance(t, Tensor)] + running_statistics(kind, args)
+
+
+def running_statistics(kind: Kind, args: Sequence[Any]) -> list[Tensor]:
+    """Those that a batch norm updates without reading them."""
+    return [t for t in args[3:5] if t is not None] if kind.is_batch_norm and args[5] else []
+
+
+def split(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], list[Any]]:
+    """The tensors among the arguments, and the other arguments with ``Tensor`` in their places."""
+    tensors: list[Tensor] = []
+    others: list[Any] = []
+    for a in (*args, *kwargs, *kwargs.values()) if kwargs else args:
+        if isinstance(a, Tensor):
+            tensors.append(a)
+            others.append(Tensor)
+        elif isinstance(a, (list, tuple)) and any(isinstance(item, Tensor) for item in a):
+            tensors.extend(item for item in a if isinstance(item, Tensor))
+            others.append([Tensor if isinstance(item, Tensor) else item for item in a])
+        else:
+            others.append(a)
+    return tensors, others
+
+
+def same(recorded: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Equal by ``repr``: 1 is not True, and -0.0 is not 0.0."""
+    return len(recorded) == len(others) and all(
+        a is b or (type(a) is type(b) and repr(a) == repr(b)) for a, b in zip(recorded, others, strict=True)
+    )
+
+
+def settings() -> tuple[Any, ...]:
+    """What a result depends on besides the arguments."""
+    c = torch._C
+    backends = c._get_mkldnn_enabled(), c._get_cudnn_enabled(), c._get_float32_matmul_precision()
+    return torch.get_default_dtype(), c.get_num_threads(), c._get_deterministic_algorithms(), *backends
+
+
+def generator_of(tensors: Sequence[Tensor], others: Iterable[Any]) -> torch.Generator | None:
+    """What a random operation draws from; None on the meta device."""
+    device = tensors[0].device if tensors else torch.device("cpu")
+    for other in others:
+        if isinstance(other, torch.Generator):
+            return other
+        if isinstance(other, torch.device):
+            device = other
+    if device.type == "cpu":
+        return torch.default_generator
+    return None if device.type == "meta" else torch.get_device_module(device).default_generators[device.index or 0]
+
+
+def random_state(generator: torch.Generator | None) -> bytes:
+    return b"" if generator is None else generator.get_state().numpy().tobytes()
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Of the same shape and type, and equal as integers: -0.0 is not 0.0, and NaN is NaN."""
+    return (a.dtype, a.size(), a.device) == (b.dtype, b.size(), b.device) and torch.equal(_bits(a), _bits(b))
+
+
+def _bits(t: Tensor) -> Tensor:
+    t = t.detach().resolve_conj().resolve_neg()
+    t = torch.view_as_real(t) if t.is_complex() else t
+    return t.view(_INTEGERS[t.element_size()]) if t.is_floating_point() else t
+
+
+def checksum(storage: torch.UntypedStorage) -> int:
+    """Of host memory."""
+    return zlib.crc32(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
