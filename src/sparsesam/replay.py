@@ -89,9 +89,11 @@ class _Output:
     def is_held_elsewhere(self) -> bool:
         return torch._C._storage_Use_Count(self.storage) > 1
 
-    def keep(self) -> bool:
+    def is_alive(self) -> bool:
+        return not self.reference.expired()
+
+    def keep(self) -> None:
         self.kept = torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata)
-        return self.kept is not None
 
     def hand_out(self) -> Tensor:
         memory = self.kept.clone() if self.is_held_elsewhere() else self.kept  # type: ignore[union-attr]
@@ -291,10 +293,12 @@ class _Record(_Mode):
         if not self.is_over:
             tape, self.is_over, self.tape.ended = self.tape, True, why
             for entry in tape.entries:
-                if entry.returns is not None and (
-                    any(map(tape.is_spoilt, entry.made())) or not all([o.keep() for o in entry.made()])
-                ):
+                made = entry.made()
+                if entry.returns is None or any(map(tape.is_spoilt, made)) or not all(o.is_alive() for o in made):
                     entry.returns = None
+                else:
+                    for output in made:
+                        output.keep()
             self.is_idle = all(entry.returns is None for entry in tape.entries)
 
     def perform(self, call: _Call) -> Any:
