@@ -175,7 +175,8 @@ def test_memory_that_somebody_holds_is_copied_before_it_is_handed_out(between):
 
 
 @pytest.mark.parametrize(
-    "write", [lambda h: h.mul_(2), lambda h: h.data.mul_(2), lambda h: h.numpy().fill(0), lambda h: h.numpy()[:2].sort()]
+    "write",
+    [lambda h: h.mul_(2), lambda h: h.data.mul_(2), lambda h: h.numpy().fill(0), lambda h: h.numpy()[:2].sort()],
 )
 def test_write_between_the_passes_is_noticed(write):
     held = []
