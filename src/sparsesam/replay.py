@@ -38,7 +38,12 @@ from torch import Tensor, nn
 from torch._C import _storage_address as storage_of
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils.weak import TensorWeakRef
 
 from sparsesam.utils import operators
@@ -66,11 +71,6 @@ def _tensor_backward(t: Tensor, gradient: Any = None, *args: Any, **kwargs: Any)
 
 
 _RUNS_HOOKS = {torch.autograd.backward: _backward, torch.autograd.grad: _grad, Tensor.backward: _tensor_backward}
-
-
-def _thread_state() -> tuple[Any, ...]:
-    keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    return keys[0].raw_repr(), keys[1].raw_repr(), torch._C._current_graph_task_id()
 
 
 class _Output:
@@ -118,6 +118,26 @@ class _Output:
             self.shared = None
 
 
+def _is_plain(t: Tensor) -> bool:
+    return type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided and not t.is_nested and not t.is_quantized
+
+
+def _geometry(t: Tensor) -> tuple[Any, ...]:
+    return t.size(), t.stride(), t.storage_offset()
+
+
+class _Alias(NamedTuple):
+    """An output of a compiled region that is one of its inputs, or a view of it."""
+
+    index: int
+    is_input: bool
+    geometry: tuple[Any, ...]
+
+    def of(self, call: _Call) -> Tensor:
+        source = call.tensors[self.index]
+        return source if self.is_input else source.as_strided(*self.geometry)
+
+
 class _Call(NamedTuple):
     """An operation that is about to run."""
 
@@ -134,6 +154,9 @@ class _Call(NamedTuple):
         tape.count_writes(self.kind, self.args, self.kwargs)
         out = self.func(*self.args, **self.kwargs)
         return out, out if isinstance(out, (tuple, list)) else (out,)
+
+    def is_compiled(self) -> bool:
+        return operators.region_of(self.func, self.args) is not None
 
     def statistics(self) -> list[int]:
         return [id(t) for t in operators.running_statistics(self.kind, self.args)]
@@ -163,12 +186,12 @@ class _Watch(TorchFunctionMode):
         self.mode = mode
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, mode = kwargs or {}, self.mode
         if torch.compiler.is_dynamo_compiling():
-            return func(*args, **(kwargs or {}))
-        mode = self.mode
+            return func(*args, **kwargs)
         if mode.is_idle:
-            mode.leave()
-        elif func in _GIVES_AWAY_MEMORY:
+            return mode.step_aside(func, args, kwargs)
+        if func in _GIVES_AWAY_MEMORY:
             mode.tape.given_away.update(
                 storage_of(t) for t in args if isinstance(t, Tensor) and t.layout is torch.strided and not t.is_nested
             )
@@ -176,8 +199,8 @@ class _Watch(TorchFunctionMode):
             mode.end("a function transform")
         elif func in _RUNS_HOOKS:
             with self:
-                return _RUNS_HOOKS[func](*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+                return _RUNS_HOOKS[func](*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 class _Mode(TorchDispatchMode):
@@ -193,26 +216,20 @@ class _Mode(TorchDispatchMode):
         self.has_started = tape.start is None
         self.is_over = False  # operations are no longer recorded or compared
         self.is_idle = False  # nor are writes counted
-        self.is_left = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __enter__(self) -> _Mode:
-        super().__enter__()
-        self.is_left, self.thread_state = False, _thread_state()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if not self.is_left:
-            self.is_left = True
-            super().__exit__(*error)
-
-    def leave(self) -> None:
-        """Leaves the stack of modes early, unless somebody will restore a state of the thread in which it is on it."""
-        if not self.is_left and _get_current_dispatch_mode() is self and self.thread_state == _thread_state():
-            self.__exit__(None, None, None)
+    def step_aside(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a function without this mode: an operation costs less then."""
+        if _get_current_dispatch_mode() is not self:
+            return func(*args, **kwargs)
+        _pop_mode()
+        try:
+            return func(*args, **kwargs)
+        finally:
+            _push_mode(self)
 
     def end(self, why: str) -> None:
         raise NotImplementedError
@@ -224,7 +241,7 @@ class _Mode(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.is_idle:
             return func(*args, **kwargs)
-        kind = operators.kind_of(func)
+        kind = operators.kind_of(func, operators.region_of(func, args))
         if self.has_started and not self.is_over:
             if kind.is_view:
                 if args and type(args[0]) is nn.Parameter:
@@ -239,18 +256,18 @@ class _Mode(TorchDispatchMode):
     def read(self, kind: Kind, func: Any, args: Any, kwargs: Any) -> _Call | None:
         """None: the operation is not on the tape, because it ends it, or neither makes memory nor writes to any on it."""
         if not kind.is_plain:
-            return self.end(f"{func} is not an operation of aten or prims")
+            return self.end(f"{func} is not a plain operation of aten or prims")
         tensors, others = operators.split(args, kwargs)
         storages = []
         for t in tensors:
-            if type(t) not in (Tensor, nn.Parameter) or t.layout is not torch.strided or t.is_nested:
+            if not _is_plain(t):
                 return self.end(f"{func} reads a tensor that is not plain")
             storage = storage_of(t)
             storages.append(storage)
             if storage not in self.made:
                 if storage in self.tape.moved:
                     return self.end(f"{func} reads {self.tape.moved[storage]}, which is perturbed")
-                if t.is_inference() or t.is_quantized or t._is_zerotensor():
+                if t.is_inference() or t._is_zerotensor():
                     return self.end(f"{func} reads a tensor that is not plain")
                 if type(t) is nn.Parameter:
                     self.tape.know(storage, t)
@@ -314,18 +331,21 @@ class _Record(_Mode):
         can_reuse = not (call.kind.written or call.kind.is_blank or (updated and not call.tensors[0].is_cpu))
         for value in values:
             if not isinstance(value, Tensor):
+                entry.outputs.append(value)
                 can_reuse &= not isinstance(value, (tuple, list))
-            elif (
-                type(value) is not Tensor or value.layout is not torch.strided or value.is_nested or value.is_quantized
-            ):
-                self.end(f"{call.func} returns a tensor that is not plain")
-                return out
-            elif storage_of(value) in self.made or storage_of(value) in call.storages:
-                can_reuse, value = False, None
-            else:
+            elif _is_plain(value) and storage_of(value) in call.storages:
+                index = call.storages.index(storage_of(value))
+                entry.outputs.append(_Alias(index, value is call.tensors[index], _geometry(value)))
+                can_reuse &= call.is_compiled() and value.dtype == call.tensors[index].dtype
+            elif _is_plain(value) and type(value) is Tensor and storage_of(value) not in self.made:
+                entry.outputs.append(_Output(value, tape.numbers))
                 self.adopt(call, value, tape.numbers)
-                value, tape.numbers = _Output(value, tape.numbers), tape.numbers + 1
-            entry.outputs.append(value)
+                tape.numbers += 1
+            elif _is_plain(value):
+                entry.outputs.append(None)
+                can_reuse = False
+            else:
+                return self.end(f"{call.func} returns a tensor that is not plain") or out
         entry.returns = type(out) if can_reuse else None
         tape.entries.append(entry)
         return out
@@ -354,10 +374,11 @@ class _Replay(_Mode):
         self.position += 1
         made = entry.made()
         if entry.returns is None or any(o.kept is None or tape.is_spoilt(o) for o in made):
-            entry.outputs, entry.returns = [o if type(o) is _Output else None for o in entry.outputs], None
             out, values = call.run(tape)
         else:
-            values = [o.hand_out() if type(o) is _Output else o for o in entry.outputs]
+            values = [
+                o.hand_out() if type(o) is _Output else o.of(call) if type(o) is _Alias else o for o in entry.outputs
+            ]
             out = values[0] if issubclass(entry.returns, Tensor) else entry.returns(values)
             tape.reused += 1
             if call.generator is not None:

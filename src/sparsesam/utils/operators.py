@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -35,10 +36,14 @@ class Kind(NamedTuple):
     written: tuple[tuple[int, str], ...]  # arguments, by position and name
 
 
+_OPAQUE = Kind(False, False, False, False, False, False, False, ())
+
+
 @cache
-def kind_of(func: Any) -> Kind:
+def kind_of(func: Any, region: Any = None) -> Kind:
+    """``region``: the compiled code that torch.compile's operator runs."""
     if not isinstance(func, OpOverload):
-        return Kind(False, False, False, False, False, False, False, ())
+        return _OPAQUE._replace(is_plain=True, makes=True) if region is not None and _is_pure(region) else _OPAQUE
     schema, name = func._schema, func._schema.name.partition("::")[2]
     is_alias = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
     is_idle = func.namespace in ("profiler", "prim")
@@ -53,6 +58,25 @@ def kind_of(func: Any) -> Kind:
         is_batch_norm=func in _BATCH_NORMS,
         written=tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write),
     )
+
+
+def region_of(func: Any, args: Sequence[Any]) -> Any:
+    """The compiled code that an operator runs, as shown by ``wrap_inductor_compiled_regions``; None for others."""
+    return args[0] if not isinstance(func, OpOverload) and str(func) == "inductor_compiled_code" else None
+
+
+def _is_pure(region: Any) -> bool:
+    """Whether compiled code is a function of its inputs: it draws no random numbers and writes to no input."""
+    graph = getattr(region.original_gm, "graph", None)
+    if graph is None:
+        return False
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is not operator.getitem:
+            kind = kind_of(node.target)
+            is_random = kind.is_seeded or "inductor_" in str(node.target)
+            if not kind.is_plain or kind.written or kind.is_batch_norm or is_random:
+                return False
+    return True
 
 
 def written_by(kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
