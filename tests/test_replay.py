@@ -255,7 +255,7 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
     [
         (lambda h: doubled(h), "sparsesam_tests.doubled.default is not a plain operation of aten or prims"),
         (lambda h: torch.vmap(torch.sin)(h), "a function transform"),
-        (lambda h: h.detach().to_sparse().to_dense(), "aten._to_sparse.default returns a tensor that is not plain"),
+        (lambda h: h.detach().to_sparse().to_dense(), "aten._to_dense.default reads a tensor that is not plain"),
         (lambda h: torch.empty(0, dtype=h.dtype).set_(h.detach()), "aten.set_.source_Tensor is not a plain"),
     ],
 )
