@@ -211,7 +211,10 @@ class SharpnessAware(PerturbingOptimizer):
 
     @inside_wrappers
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """``loss.backward()``; inside `first_pass`, only of the gradients that the ascent needs."""
+        """``loss.backward()``; in a first pass, only of the gradients that the ascent needs.
+
+        Closures may call it too; with DistributedDataParallel, they get every gradient.
+        """
         step = self._step
         if step is None or step.phase is not Phase.FIRST or step.shortcuts is None:
             loss.backward(**options)

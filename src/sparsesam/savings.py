@@ -117,11 +117,11 @@ class Shortcuts:
 
     @contextmanager
     def first_pass(self, *, narrows: bool, is_local: bool, between: bool) -> Iterator[None]:
-        """``narrows``: the optimizer may run the backward. ``is_local``: gradients are not averaged over ranks.
+        """``narrows``: the optimizer runs the backward. ``is_local``: gradients are not averaged over ranks.
         ``between``: the user's code runs between the passes.
         """
         is_implicit = self._options.is_implicit and self.layers is not None
-        if not narrows:
+        if not narrows and self._ddp is not None:  # a closure that calls loss.backward() needs its synchronization
             self.inputs = None
         # DistributedDataParallel would wait for the gradients that are left out.
         averages = self._ddp is not None and not is_local and (self.inputs is not None or is_implicit)

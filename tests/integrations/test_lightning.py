@@ -90,7 +90,7 @@ def fit(module, options, *, loader=None, **more):
 
 
 def accumulating(options):
-    return pages.run(PAGE, 1, pytorch_lightning=pytorch_lightning, options=options)["trainer"]
+    return pages.run(PAGE, 2, pytorch_lightning=pytorch_lightning, options=options)["trainer"]
 
 
 def loss_of(module, batch):
@@ -386,6 +386,25 @@ def test_averaged_weights_get_statistics_in_epoch_without_steps(callbacks, valid
         averaged(x)
     assert cases.same_bits(cases.weights_of(module), cases.weights_of(average._average_model))
     torch.testing.assert_close(list(module.net.buffers()), list(averaged.buffers()))
+
+
+class Narrowing(Configured):
+    """With the hook of docs/lightning.md."""
+
+    def backward(self, loss):
+        self.optimizers().backward(loss)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_backward_hook_narrows_first_pass(clip, count, tmp_path):
+    module = Narrowing(cases.mlp(), mask=sparsesam.fixed_mask("4.*"), norm="masked")
+    twin = Configured(copy.deepcopy(module.net), engine=False, **module.options)
+    callbacks = [AccumulatedAscent()] if count > 1 else []
+    options = {**quiet(tmp_path), "gradient_clip_val": clip, "accumulate_grad_batches": count, "callbacks": callbacks}
+    fit(module, options)
+    assert_same_run(module, twin, plain(twin, batches(), count=count, clip=clip))
+    assert module.trainer.optimizers[0].savings().gradients > 0.5
 
 
 # ---- manual optimization ---------------------------------------------------------------------------------
