@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sparsesam.replay import Tape
+from tests import cases
 
 PROGRAMS, GLOBAL, GENERATOR = {}, {}, torch.Generator()
 
@@ -809,3 +810,36 @@ def test_replayed_program_equals_two_plain_passes(name, way):
     assert found == wanted
     if PROGRAMS[name][1].get("reuses", way != "new random numbers"):
         assert all(tape.reused for tape in tapes)
+
+
+def step_by_step(function, way, *, engine, make_model=Model, **_):
+    """The same through the optimizer: what the program leaves after some steps of SSAM on the head."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 (what programs draw from)
+    GENERATOR.manual_seed(0)
+    GLOBAL.clear()
+    model = make_model().double()
+    opt = cases.ssam(model, engine=engine)
+    for _ in range(3):
+        x, y = torch.randn(8, 6, dtype=torch.float64), torch.randint(0, 3, (8,))
+        if way == "minimize":
+            opt.minimize(lambda x=x, y=y: function(model, x, y))
+        else:
+            cases.take_step(opt, lambda x=x, y=y: function(model, x, y), two_phases=way == "two phases")
+    left = [model.state_dict(), GLOBAL, model.kept, torch.get_rng_state(), GENERATOR.get_state()]
+    return [bits(left), random.getstate(), repr(np.random.get_state())], opt  # noqa: NPY002
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", ["minimize", "closure", "two phases"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_is_trained_as_without_savings(name, way):
+    function, options = PROGRAMS[name]
+    if (name, way) == ("backward_in_the_closure", "minimize"):
+        with pytest.raises(RuntimeError, match="must not call backward"):
+            step_by_step(function, way, engine=True)
+        return
+    wanted, _ = step_by_step(function, way, engine=False, **options)
+    found, _ = step_by_step(function, way, engine=True, **options)
+    assert found == wanted

@@ -141,6 +141,8 @@ class SharpnessAware(PerturbingOptimizer):
         with_batch = batch is not None and takes_batch(closure)
         part = whole = (batch,) if with_batch else ()
         watched = [] if narrows or step.params.shards is not None else [p.parameter for p in step.params]
+        if narrows:
+            self.base.zero_grad()
         if step.kind is StepKind.PLAIN:
             last = closure(*whole)
             step.phase, step.is_empty = Phase.READY, self._found_nothing(last)
