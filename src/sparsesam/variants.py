@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsesam.ascent import Masks, Step, StepKind
+from sparsesam.checkpoint import OwnState
 from sparsesam.distributed.shards import Shards, local_part
 from sparsesam.masks.kept_entries import kept_entries, put_entries
 from sparsesam.masks.mask import MaskRule
@@ -275,8 +276,11 @@ class WSAM(TwoGradients):
         if not isinstance(gamma, int | float) or not 0 <= gamma < 1:
             raise ValueError(f"gamma must be in [0, 1), got {gamma}; 0.5 weighs the loss at w + e alone, 0.9 is usual")
         self.gamma, self.decouple = gamma, decouple
-        self._sharpness: Sequence[Tensor] = []
         super().__init__(base, model, rho, **options)
+
+    def _start(self, own: OwnState) -> None:
+        super()._start(own)
+        self._sharpness: dict[Tensor, Tensor] = {}
 
     def step(self, closure: Any = None, **options: Any) -> Any:
         if self.decouple and options.get("scaler") is not None:
@@ -286,21 +290,22 @@ class WSAM(TwoGradients):
         return super().step(closure, **options)
 
     def combine(self, first: list[Tensor] | None, second: list[Tensor]) -> None:
+        self._sharpness = {}  # of a step that was not taken
         if first is None or not second:
             return
         weight = self.gamma / (1 - self.gamma)
         sharpness = torch._foreach_sub(second, first)
         torch._foreach_copy_(second, first)
         if self.decouple:
-            self._sharpness = torch._foreach_mul(sharpness, weight)
+            params = (p for group in self.param_groups for p in group["params"] if p.grad is not None)
+            self._sharpness = dict(zip(params, torch._foreach_mul(sharpness, weight), strict=True))
         else:
             torch._foreach_add_(second, sharpness, alpha=weight)
 
     def after_update(self) -> None:
-        sharpness, self._sharpness = iter(self._sharpness), []
+        sharpness, self._sharpness = self._sharpness, {}
         for group in self.param_groups:
+            rate = float(group["lr"]) * (-1 if group.get("maximize") else 1)
             for p in group["params"]:
-                if p.grad is not None and (term := next(sharpness, None)) is not None:
-                    local_part(p).sub_(
-                        term.to(p.dtype), alpha=float(group["lr"]) * (-1 if group.get("maximize") else 1)
-                    )
+                if p.grad is not None and p in sharpness:
+                    local_part(p).sub_(sharpness[p].to(p.dtype), alpha=rate)
