@@ -459,13 +459,16 @@ def test_one_pass_step_after_a_skipped_one_keeps_the_statistics():
         assert model[1].num_batches_tracked == count
 
 
-@pytest.mark.parametrize("mask", [None, sparsesam.random_mask(sparsity=0.5, pattern="filter")])
-def test_extrapolation_after_a_change_of_dtype(mask):
+@pytest.mark.parametrize("then", [lambda _: None, lambda opt: opt.state_dict(), lambda opt: opt.refresh_mask()])
+@pytest.mark.parametrize("pattern", ["unstructured", "filter"])
+def test_extrapolation_after_a_change_of_dtype(pattern, then):
     model = cases.mlp(torch.float32)
+    mask = sparsesam.random_mask(sparsity=0.5, pattern=pattern)
     opt = sparsesam.ExtrapolatedSAM(torch.optim.SGD(model.parameters(), lr=0.1), model, 3.0, mask=mask)
     x, y = cases.vectors(dtype=torch.float32)
     opt.minimize(lambda: F.cross_entropy(model(x), y))
     model.double()
+    then(opt)
     for _ in range(2):
         opt.minimize(lambda: F.cross_entropy(model(x.double()), y))
     assert opt.steps == 3
