@@ -207,7 +207,9 @@ class TwoGradients(SharpnessAware):
 
     def dot(self, left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
         """Returns the scalar product over all parameters with a gradient, on all ranks if they are sharded."""
-        parts = [torch.vdot(a.flatten(), b.flatten()) for a, b in zip(left, right, strict=True)]
+        dtype = torch.promote_types(left[0].dtype, torch.float32)  # float16 ends at 65504
+        pairs = zip(left, right, strict=True)
+        parts = [torch.vdot(a.flatten().to(dtype), b.flatten().to(dtype)) for a, b in pairs]
         named = {self._names[p]: p for group in self.param_groups for p in group["params"] if p.grad is not None}
         shards = Shards.of(named)
         if shards is not None:
@@ -222,7 +224,7 @@ class GSAM(TwoGradients):
         s - alpha * g_orthogonal,    g_orthogonal = g - (g·s / ||s||²) s
 
     g is the gradient at w, s that at w + e. In the paper rho falls with the learning rate: give a ``rho_schedule`` of
-    the same shape, such as `Cosine`. alpha = 0 is SAM.
+    the same shape, such as `Cosine`. alpha = 0 is SAM, and so is a step in which ||s||² overflows float32.
 
     Args:
         alpha: the weight of the part of g that is orthogonal to s; the paper tries 0.05 to 0.7.
@@ -245,9 +247,11 @@ class GSAM(TwoGradients):
             return
         squares = self.dot(second, second)
         share = torch.where(squares > 0, self.dot(first, second) / squares, 0.0)
+        alpha = torch.where(share.isfinite(), self.alpha, 0.0)
         # s - alpha (g - share s) = (1 + alpha share) s - alpha g
-        torch._foreach_mul_(second, 1 + self.alpha * share)
-        torch._foreach_add_(second, first, alpha=-self.alpha)
+        torch._foreach_mul_(second, 1 + alpha * share.nan_to_num(0.0, 0.0, 0.0))
+        torch._foreach_mul_(first, alpha)
+        torch._foreach_sub_(second, first)
 
 
 class WSAM(TwoGradients):
