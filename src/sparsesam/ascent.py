@@ -137,7 +137,6 @@ class PerturbingOptimizer(OptimizerWrapper):
 
     # ---- state -----------------------------------------------------------------------------------------------
 
-    _copied = ("base", "model", "defaults", "own", "options")
     _step: Step | None  # the step in progress
 
     def __init__(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsesam.ascent import Masks, Step, StepKind
+from sparsesam.checkpoint import OwnState
 from sparsesam.distributed.shards import Shards, local_part
 from sparsesam.masks.kept_entries import kept_entries, put_entries
 from sparsesam.masks.mask import MaskRule
@@ -35,7 +36,7 @@ from sparsesam.wrapper import PerturbedParam, PerturbedParams
 _MOMENTUM = ("momentum_buffer", "exp_avg")
 _REMEDY = (
     "give the base a momentum (SGD, RMSprop and Muon: momentum=0.9; Adam and its variants have one), or use "
-    "ExtrapolatedSAM, which works with every base"
+    "ExtrapolatedSAM, which works with every base, without a mask made from gradients"
 )
 
 
@@ -60,6 +61,12 @@ class OnePass(SharpnessAware):
         return {name: momentum for name, momentum in found.items() if momentum is not None}
 
 
+def require_momentum(base: Optimizer) -> None:
+    momenta = [group["momentum"] for group in base.param_groups if "momentum" in group]
+    if momenta and not any(momenta):
+        raise ValueError(f"base must have a momentum, got {type(base).__name__} with momentum=0; {_REMEDY}")
+
+
 class MomentumSAM(OnePass):
     """Implements Momentum-SAM (Becker, Altrock, Risse 2024): SAM in one pass, ahead along the momentum.
 
@@ -77,9 +84,7 @@ class MomentumSAM(OnePass):
 
     def __init__(self, base: Optimizer, model: nn.Module, rho: float = 0.25, **options: Any) -> None:
         super().__init__(base, model, rho, **options)
-        momenta = [group["momentum"] for group in base.param_groups if "momentum" in group]
-        if momenta and not any(momenta):
-            raise ValueError(f"base must have a momentum, got {type(base).__name__} with momentum=0; {_REMEDY}")
+        require_momentum(base)
 
     def signed_rho(self, param: PerturbedParam) -> float | Tensor:
         return -param.rho  # also with maximize: the momentum consists of reversed gradients
@@ -139,6 +144,8 @@ class ExtrapolatedSAM(OnePass):
             )
         options: dict[str, Any] = {"rho_schedule": schedule, "every": every, "start": start}
         super().__init__(base, model, steps_ahead, mask=mask, norm="masked", **options)
+        if self.own.masks.needs_gradient:  # which is the momentum here
+            require_momentum(base)
 
     @property
     def last_update_norm(self) -> float | None:
@@ -200,7 +207,9 @@ class TwoGradients(SharpnessAware):
 
     def dot(self, left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
         """Returns the scalar product over all parameters with a gradient, on all ranks if they are sharded."""
-        parts = [torch.vdot(a.flatten(), b.flatten()) for a, b in zip(left, right, strict=True)]
+        dtype = torch.promote_types(left[0].dtype, torch.float32)  # float16 ends at 65504
+        pairs = zip(left, right, strict=True)
+        parts = [torch.vdot(a.flatten().to(dtype), b.flatten().to(dtype)) for a, b in pairs]
         named = {self._names[p]: p for group in self.param_groups for p in group["params"] if p.grad is not None}
         shards = Shards.of(named)
         if shards is not None:
@@ -215,7 +224,7 @@ class GSAM(TwoGradients):
         s - alpha * g_orthogonal,    g_orthogonal = g - (g·s / ||s||²) s
 
     g is the gradient at w, s that at w + e. In the paper rho falls with the learning rate: give a ``rho_schedule`` of
-    the same shape, such as `Cosine`. alpha = 0 is SAM.
+    the same shape, such as `Cosine`. alpha = 0 is SAM, and so is a step in which ||s||² overflows float32.
 
     Args:
         alpha: the weight of the part of g that is orthogonal to s; the paper tries 0.05 to 0.7.
@@ -238,9 +247,11 @@ class GSAM(TwoGradients):
             return
         squares = self.dot(second, second)
         share = torch.where(squares > 0, self.dot(first, second) / squares, 0.0)
+        alpha = torch.where(share.isfinite(), self.alpha, 0.0)
         # s - alpha (g - share s) = (1 + alpha share) s - alpha g
-        torch._foreach_mul_(second, 1 + self.alpha * share)
-        torch._foreach_add_(second, first, alpha=-self.alpha)
+        torch._foreach_mul_(second, 1 + alpha * share.nan_to_num(0.0, 0.0, 0.0))
+        torch._foreach_mul_(first, alpha)
+        torch._foreach_sub_(second, first)
 
 
 class WSAM(TwoGradients):
@@ -275,8 +286,11 @@ class WSAM(TwoGradients):
         if not isinstance(gamma, int | float) or not 0 <= gamma < 1:
             raise ValueError(f"gamma must be in [0, 1), got {gamma}; 0.5 weighs the loss at w + e alone, 0.9 is usual")
         self.gamma, self.decouple = gamma, decouple
-        self._sharpness: Sequence[Tensor] = []
         super().__init__(base, model, rho, **options)
+
+    def _start(self, own: OwnState) -> None:
+        super()._start(own)
+        self._sharpness: dict[Tensor, Tensor] = {}
 
     def step(self, closure: Any = None, **options: Any) -> Any:
         if self.decouple and options.get("scaler") is not None:
@@ -286,21 +300,22 @@ class WSAM(TwoGradients):
         return super().step(closure, **options)
 
     def combine(self, first: list[Tensor] | None, second: list[Tensor]) -> None:
+        self._sharpness = {}  # of a step that was not taken
         if first is None or not second:
             return
         weight = self.gamma / (1 - self.gamma)
         sharpness = torch._foreach_sub(second, first)
         torch._foreach_copy_(second, first)
         if self.decouple:
-            self._sharpness = torch._foreach_mul(sharpness, weight)
+            params = (p for group in self.param_groups for p in group["params"] if p.grad is not None)
+            self._sharpness = dict(zip(params, torch._foreach_mul(sharpness, weight), strict=True))
         else:
             torch._foreach_add_(second, sharpness, alpha=weight)
 
     def after_update(self) -> None:
-        sharpness, self._sharpness = iter(self._sharpness), []
+        sharpness, self._sharpness = self._sharpness, {}
         for group in self.param_groups:
+            rate = float(group["lr"]) * (-1 if group.get("maximize") else 1)
             for p in group["params"]:
-                if p.grad is not None and (term := next(sharpness, None)) is not None:
-                    local_part(p).sub_(
-                        term.to(p.dtype), alpha=float(group["lr"]) * (-1 if group.get("maximize") else 1)
-                    )
+                if p.grad is not None and p in sharpness:
+                    local_part(p).sub_(sharpness[p].to(p.dtype), alpha=rate)
