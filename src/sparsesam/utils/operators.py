@@ -62,7 +62,9 @@ def _kind_of_overload(func: OpOverload) -> Kind:
     schema, name = func._schema, func._schema.name.partition("::")[2]
     is_alias = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
     is_idle = func.namespace in ("profiler", "prim")
-    is_plain = is_idle or (func.namespace in ("aten", "prims") and name not in _EXCHANGES_MEMORY)
+    is_torchs = is_idle or func.namespace in ("aten", "prims")
+    is_plain = is_torchs and name not in _EXCHANGES_MEMORY
+    written = tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write)
     return Kind(
         is_plain=is_plain,
         is_view=is_plain and (is_idle or is_alias or torch.Tag.inplace_view in func.tags),
@@ -72,7 +74,7 @@ def _kind_of_overload(func: OpOverload) -> Kind:
         is_blank=name in _EMPTY or name in _CONSTANT,
         is_batch_norm=func in _BATCH_NORMS,
         is_region=False,
-        written=tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write),
+        written=written if is_torchs else None,  # the schemas of collectives do not say what they write
     )
 
 
