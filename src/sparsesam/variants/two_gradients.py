@@ -57,7 +57,7 @@ class GSAM(TwoGradients):
     several ranks it splits each rank's own gradient, where this one splits the gradient that all ranks use.
 
     Args:
-        alpha: the weight of the part of g that is orthogonal to s; 0.4 is usual, the paper's are below 1.
+        alpha: the weight of the part of g that is orthogonal to s; 0.4 is usual.
 
     Examples:
         >>> schedule = sparsesam.FollowLearningRate(base, max_lr=0.1)
@@ -137,7 +137,8 @@ class WSAM(TwoGradients):
         sharpness = torch._foreach_sub(second, first)
         torch._foreach_copy_(second, first)
         if self.decouple:
-            self._sharpness = dict(zip(names, torch._foreach_mul(sharpness, weight), strict=True))
+            torch._foreach_mul_(sharpness, weight)
+            self._sharpness = dict(zip(names, sharpness, strict=True))
         else:
             torch._foreach_add_(second, sharpness, alpha=weight)
 
@@ -163,7 +164,7 @@ class LookSAM(TwoGradients):
     and calls the closure twice in every step. The layerwise form of the paper is ``radius="layer", adaptive="layer"``.
 
     Args:
-        every: k, the steps from one step of SAM to the next; 5 is usual.
+        every: k, the steps from one step of SAM to the next; 5 or 10 are usual.
         alpha: the weight of v between them; 0.7 is usual.
 
     Examples:
