@@ -102,6 +102,14 @@ def unpack(archive: Path, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as place:
         with tarfile.open(archive) as tar:
-            tar.extractall(place, filter="data")
+            if hasattr(tarfile, "data_filter"):
+                tar.extractall(place, filter="data")
+            else:  # before Python 3.10.12 and 3.11.4
+                tar.extractall(place, [member for member in tar if _is_plain(member, Path(place))])
         shutil.rmtree(folder, ignore_errors=True)
         Path(place, folder.name).replace(folder)
+
+
+def _is_plain(member: tarfile.TarInfo, place: Path) -> bool:
+    """Whether a member is a file or folder inside ``place``."""
+    return (member.isfile() or member.isdir()) and (place / member.name).resolve().is_relative_to(place.resolve())
