@@ -12,7 +12,6 @@ from sparsesam.lab.experiment.errors import CheckpointError
 from sparsesam.lab.models import small_cnn
 from tests.lab.experiment.runs import same, state, train
 
-
 BEST = {"model": torch.arange(3), "epoch": 1, "test_accuracy": 0.5, "settings": {}}
 
 

@@ -76,7 +76,7 @@ def test_damaged_settings_stop_and_deleted_ones_come_from_checkpoint(runs, capsy
 @pytest.mark.parametrize("name", ["config.yaml", "last.pt"])
 def test_file_of_another_run_stops(runs, name):
     shutil.copy(runs / "other" / name, runs / "stopped" / name)
-    with pytest.raises((RunError, ValueError), match="of another run|started with other settings"):
+    with pytest.raises((RunError, ValueError), match=r"of another run|started with other settings"):
         resumed(runs / "stopped")
 
 

@@ -27,7 +27,7 @@ from sparsesam.lab.display import plural
 from sparsesam.lab.experiment import checkpoint
 from sparsesam.lab.experiment.batches import Batches, load_splits
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
-from sparsesam.lab.experiment.errors import CheckpointError, DivergedError, Interrupted, RunError
+from sparsesam.lab.experiment.errors import CheckpointError, DivergedError, Interrupted, LostRankError, RunError
 from sparsesam.lab.experiment.observers import Curves, RunObserver
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.result import EpochRecord, RunResult, best_of, complete_epoch, read_epochs, run_result
@@ -70,14 +70,15 @@ def run_training(
                 _restore(training, directory)
             recorder = RunRecorder(training, directory, environment) if main else None
             try:
-                _train(training, directory, environment, [recorder, *observers] if recorder else [], stop)
+                with lost_ranks_are_named(fabric, resume_command(directory.path)):
+                    _train(training, directory, environment, [recorder, *observers] if recorder else [], stop)
                 result = fabric.broadcast(run_result(training, recorder.epochs) if recorder else None)
                 assert result is not None
                 if recorder:
                     recorder.finish(result)
                 return result
             except Exception as error:
-                if main and not isinstance(error, Interrupted | CheckpointError):
+                if main and not isinstance(error, Interrupted | CheckpointError | LostRankError):
                     directory.write_failure(error)
                 raise
 
@@ -104,7 +105,7 @@ def lost_ranks_are_named(fabric: Fabric, command: str) -> Iterator[None]:
         if fabric.global_rank != next(rank for rank, pid in here if (rank, pid) not in lost):
             raise SystemExit(1) from error  # another rank says it
         names = " and ".join(f"rank {rank} (process {pid})" for rank, pid in lost)
-        raise RunError(f"{names} ended, killed or by an error of its own; continue with: {command}") from error
+        raise LostRankError(f"{names} ended, killed or by an error of its own; continue with: {command}") from error
 
 
 def _is_alive(pid: int) -> bool:

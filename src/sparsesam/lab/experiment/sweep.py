@@ -98,8 +98,8 @@ def read_sweep(file: str | Path, *, overrides: Mapping[str, Any], seeds: int | N
 
     ``overrides`` override all settings in the file; ``seeds`` overrides its seeds.
     """
+    text, name = _read(file)
     try:
-        text, name = _read(file)
         content = _mapping("the file", yaml.safe_load(text))
         check_names(content, _KEYS)
         title = convert("title", content.get("title", name), str)
@@ -157,7 +157,7 @@ def _read(file: str | Path) -> tuple[str, str]:
         try:
             return path.read_text(encoding="utf-8"), path.stem
         except UnicodeDecodeError as error:
-            raise ValueError(f"it is not a text file ({error})") from error
+            raise ValueError(f"{file} is not a text file ({error})") from error
     files = (resources.files("sparsesam.lab.experiment") / "sweeps").iterdir()
     packaged = {one.name.removesuffix(".yaml"): one for one in files if one.name.endswith(".yaml")}
     if str(file) in packaged:
@@ -165,7 +165,7 @@ def _read(file: str | Path) -> tuple[str, str]:
     folder = path.parent if path.parent.is_dir() else Path()
     here = sorted(str(one) for suffix in ("*.yaml", "*.yml") for one in folder.glob(suffix))
     raise ValueError(
-        f"it does not exist: pass a YAML file or a sweep included in sparsesam ({', '.join(packaged)})"
+        f"{file} does not exist: pass a YAML file or a sweep included in sparsesam ({', '.join(packaged)})"
         f"{suggestion(str(file), [*here, *packaged])}"
     )
 
