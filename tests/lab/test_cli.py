@@ -10,10 +10,11 @@ from sparsesam.lab.experiment import read_records
 from sparsesam.lab.inspection import ANALYSES
 
 SHORT = ["--train-size", "64", "--test-size", "40", "--epochs", "1", "--threads", "1", "--logger", "none"]
+SPARSE = [*SHORT, "--fisher-samples", "8"]
 
 
 def test_train_prints_each_epoch_and_accuracy(tmp_path, capsys):
-    assert main(["train", *SHORT, "--out", str(tmp_path)]) == 0
+    assert main(["train", *SPARSE, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "epoch 1/1  loss" in printed
     assert "density 0.500  rho 0.1" in printed
@@ -69,7 +70,7 @@ def test_help_has_groups_and_names_of_models_and_data_sets(capsys):
 
 def test_eval_and_export_read_best_or_last_weights(tmp_path, capsys):
     out = str(tmp_path / "run")
-    assert main(["train", *SHORT, "--out", out, "--val-size", "50", "--name", "first"]) == 0
+    assert main(["train", *SPARSE, "--out", out, "--val-size", "50", "--name", "first"]) == 0
     assert "chosen on validation images" in capsys.readouterr().out
     assert main(["eval", out, "--weights", "last"]) == 0
     record = read_records(tmp_path / "run" / "records.jsonl")[-1]
@@ -81,7 +82,7 @@ def test_eval_and_export_read_best_or_last_weights(tmp_path, capsys):
         assert main(["export", out, "-o", str(file)]) == 0
         assert main(["eval", out, "--weights", str(file)]) == 0
         assert str(file) in capsys.readouterr().out
-        assert main(["train", *SHORT, "--init-from", str(file), "--out", str(tmp_path / name)]) == 0
+        assert main(["train", *SPARSE, "--init-from", str(file), "--out", str(tmp_path / name)]) == 0
     weights = torch.load(tmp_path / "exported" / "model.pt", weights_only=True)
     assert all(isinstance(value, torch.Tensor) for value in weights.values())
     assert main(["export", out, "-o", "model.onnx"]) == 2
@@ -133,7 +134,7 @@ def test_setting_without_effect_is_refused(options, tmp_path, monkeypatch, capsy
 
 
 def test_layers_and_budget_choose_what_is_perturbed(tmp_path, capsys):
-    for options in (["--layers", "12.*"], ["--budget", "1.5"]):
+    for options in (["--layers", "12.*"], ["--budget", "1.5", "--fisher-samples", "8"]):
         out = tmp_path / options[0]
         assert main(["train", *SHORT, *options, "--out", str(out), "--model", "small-cnn"]) == 0
         header, *_, result = read_records(out / "records.jsonl")

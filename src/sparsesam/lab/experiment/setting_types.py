@@ -90,7 +90,7 @@ def convert(name: str, value: Any, hint: Any) -> Any:
 def _as(value: Any, kind: Any) -> Any:
     """Returns ``value`` as ``kind`` or raises TypeError."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Literal and isinstance(value, str) and value in arguments:
+    if origin is Literal and value in arguments and not isinstance(value, bool):
         return value
     if origin is tuple and arguments[0] is str and isinstance(value, str):
         value = [word.strip() for word in value.split(",")]

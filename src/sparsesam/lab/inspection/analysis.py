@@ -77,7 +77,8 @@ class Analysis(ABC, Generic[ResultT]):
         seconds, machine = time.perf_counter() - start, provenance()
         made = {"options": self.options, "seconds": seconds, "command": machine["command"], "provenance": machine}
         made = {**self.origin(subject).to_dict(), **made}
-        content = {"analysis": self.name, "result": result.to_dict(), "made": made}
+        config = getattr(subject, "config", None)
+        content = {"analysis": self.name, "result": result.to_dict(), "made": made, "run": config and config.identity}
         file = subject.path / "analyses" / f"{self.name}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(seal(content), allow_nan=False) + "\n")

@@ -62,19 +62,24 @@ class RunRecord:
         self.analyses = self._read_analyses(files.analyses)
         written, failure = self._read_mapping(files.result), self._read_mapping(files.failure)
         begun = _last(records, "run") | _last(records, "resume")
-        header, settings = _mapping((begun, written), "config"), self._read_mapping(files.config)
-        if header and settings and any(settings.get(name) != header[name] for name in header if name != "epochs"):
-            self.problems.append("config.yaml is not of this run, or damaged: the settings in its records are shown")
-            settings = {}
-        settings = settings or header
+        header = _mapping((begun, written), "config")
+        settings = self._read_mapping(files.config) or header
         self.config = self._config(settings) if settings else None
+        if self.config and any(settings.get(name) != header[name] for name in header if name != "epochs"):
+            self.problems.append("config.yaml is not of this run, or damaged: the settings in its records are shown")
+            self.config = self._config(header)
+        for name, content in list(self.analyses.items()):
+            if self.config and content.get("run") not in (None, self.config.identity):
+                self.problems.append(f"analyses/{name}.json is of another run, left out")
+                del self.analyses[name]
         self.epochs = self._by_epoch(records)
         self.name = str(written.get("name") or begun.get("name") or "")
         self.provenance = _mapping((written, begun, failure), "provenance")
         result = _mapping((written,), "result") or _last(records, "result")
         self.result = result if number(result.get("test_accuracy")) is not None else {}
-        if "records" in written and files.records.is_file():
-            if written["records"] != sum_of(files.records.read_text(errors="replace")):
+        if "records" in written:
+            text = files.records.read_text(errors="replace") if files.records.is_file() else ""
+            if written["records"] != sum_of(text):
                 self.problems.append("records.jsonl is not what result.json was made from: lines were lost or changed")
         if self.config is not None and written.get("hash", self.config.content_hash) != self.config.content_hash:
             self.problems.append("result.json is of another run, left out")
