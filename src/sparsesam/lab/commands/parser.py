@@ -47,7 +47,7 @@ class Parser(ArgumentParser):
         self.known += [name.removeprefix("--") for name in names if name.startswith("--")]
         hint = options.get("type")
         if hint is not None:
-            usual = {"metavar": _metavar(names[-1], hint), **({"nargs": "?", "const": True} if hint is bool else {})}
+            usual = {"metavar": metavar(names[-1], hint), **({"nargs": "?", "const": True} if hint is bool else {})}
             options = {**usual, **options, "type": partial(self._convert, names[-1], hint)}
         options["help"] = options.get("help", "").replace("%", "%%")
         target: Any = group or super()
@@ -104,7 +104,7 @@ def add_options(parser: Parser, kind: Any, *, leave_out: Sequence[str] = (), fla
         if one.metadata["group"] is not None:
             group = parser.add_argument_group(one.metadata["group"])
         is_flag = flags and one.default is False
-        text = one.metadata["help"] + ("" if is_flag else _default(one.default))
+        text = one.metadata["help"] + ("" if is_flag else default_text(one.default))
         how = {"action": "store_true"} if is_flag else {"type": types[one.name]}
         flag = f"--{one.name.replace('_', '-')}"
         parser.add_argument(flag, group=group, default=argparse.SUPPRESS, help=text, **how)
@@ -138,17 +138,19 @@ def _read(file: Path) -> dict[str, Any]:
     return {str(name): value for name, value in content.items() if name != "sum"}  # of a run's config.yaml
 
 
-def _metavar(flag: str, hint: Any) -> str:
+def metavar(flag: str, hint: Any) -> str:
+    """Returns the values of a type, for help texts."""
     kinds = [getattr(kind, "__origin__", kind) for kind in alternatives(hint) if kind is not type(None)]
     if values := choices(hint):
         return f"{{{','.join([*map(str, values), *(['true', 'false'] if bool in kinds else [])])}}}"
     if not flag.startswith("-"):
         return flag
     words = {int: "N", float: "X", bool: "true|false", Path: "PATH", str: "NAME"}
-    return words.get(kinds[0], "[X,…]")
+    return words.get(kinds[0], "NAME,…" if "str" in str(hint) else "[X,…]")
 
 
-def _default(value: Any) -> str:
+def default_text(value: Any) -> str:
+    """Returns text to append to a help text."""
     if value is None or value == () or value is dataclasses.MISSING:
         return ""
     return f" (default: {str(value).lower() if isinstance(value, bool) else value})"

@@ -41,7 +41,9 @@ _HASH_VERSION = 3
 PLAIN = ("sgd", "adam", "adamw")
 _MASKED = ("ssam-f", "ssam-d", "ssam-g", "ssam-random")
 _PERTURBS = When("an optimizer that perturbs", lambda config: not config.is_plain)
-_TUNABLE = When(f"{_PERTURBS.words}, not auto", lambda config: not config.is_plain and config.optimizer != "auto")
+_TUNABLE = When(
+    "an optimizer that perturbs (not auto)", lambda config: not config.is_plain and config.optimizer != "auto"
+)
 _BY_GRADIENT = _TUNABLE & When("ascent other than extrapolation", lambda config: config.ascent != "extrapolation")
 _REFRESHED = When(
     f"optimizer {' or '.join(_MASKED)}, or with budget",

@@ -147,8 +147,11 @@ class RunDirectory:
 
     def load(self, file: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
         """Load ``last.pt`` or ``best.pt``; raises CheckpointError if it is damaged or of another run."""
-        content = checkpoint.load(file, device)
-        found, expected = split_settings(content["settings"])[0], self.saved_config()
+        content, expected = checkpoint.load(file, device), self.saved_config()
+        try:
+            found = split_settings(content["settings"])[0]
+        except (AttributeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{file} has settings that this version cannot use: {error}") from error
         if found.identity != expected.identity:
             raise CheckpointError(
                 f"{file} or {self.config} is of another run ({differences(found, expected)}); restore the right one"
