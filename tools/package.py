@@ -1,4 +1,4 @@
-"""Build wheel and sdist in dist/ twice with the same bytes, install each alone in a fresh environment, and test it there.
+"""Build wheel and sdist in dist/, twice and equal, install each alone in a fresh environment, and test it there.
 
 torch and NumPy come from the environment that runs this script; the smoke test needs nothing else from it.
 """

@@ -13,7 +13,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 HEAD = """# Settings
 
 Made from the program by `python tools/settings_page.py`. On the command line a setting is an option with hyphens,
-`--batch-size 32`; in YAML files a key with underscores, `batch_size: 32`. An option that the run does not use is refused.
+`--batch-size 32`; in YAML files a key with underscores, `batch_size: 32`.
+An option that the run does not use is refused.
 """
 
 

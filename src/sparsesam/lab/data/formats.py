@@ -104,7 +104,7 @@ def read_pickle(path: Path) -> dict[str, Any]:
     return content
 
 
-class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]
+class _Unpickler(pickle._Unpickler):
     """Allows only the construction of numpy arrays.
 
     In Python: the one in C reserves as much memory as a damaged file asks for.
