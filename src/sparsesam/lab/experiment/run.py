@@ -72,7 +72,7 @@ def run_training(
             try:
                 with lost_ranks_are_named(fabric, resume_command(directory.path)):
                     _train(training, directory, environment, [recorder, *observers] if recorder else [], stop)
-                result = fabric.broadcast(run_result(training, recorder.epochs) if recorder else None)
+                    result = fabric.broadcast(run_result(training, recorder.epochs) if recorder else None)
                 assert result is not None
                 if recorder:
                     recorder.finish(result)
