@@ -10,7 +10,7 @@ from tests.torture import crash, damage, fuzz
 
 PARTS = {
     "damage": lambda folder, seed: damage.survive(folder, 2100, seed),
-    "crash": lambda folder, seed: crash.survive(folder, 17, seed, ranks=20),
+    "crash": lambda folder, seed: crash.survive(folder, 36, seed, ranks=20),
     "fuzz": lambda folder, seed: fuzz.survive(folder, 100_000, seed),
 }
 

@@ -26,7 +26,7 @@ def run(out, *more, kill="no"):
     words = [word for name, value in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     command = [sys.executable, "-m", "sparsesam", "train", "--out", str(out), *(more or words)]
     environment = {**ENVIRONMENT, "KILL": kill, "TORCHELASTIC_RESTART_COUNT": "0"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.xdist_group("ranks")
