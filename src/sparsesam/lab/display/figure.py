@@ -43,6 +43,7 @@ OPTIMIZERS = {
     "adamw": ("AdamW", "violet"),
     "sam": ("SAM", "blue"),
     "asam": ("ASAM", "cyan"),
+    "ssam": ("SSAM", "ink"),
     "ssam-f": ("SSAM-F", "orange"),
     "ssam-d": ("SSAM-D", "green"),
     "sam-on": ("SAM-ON", "lime"),

@@ -22,7 +22,7 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, fisher_data: Any, s
         return base
     if config.optimizer == "auto":
         return sparsesam.recommended(base, model, noisy_labels=config.label_noise > 0, strength=config.steps_ahead)
-    mask = None if config.optimizer in ("sam", "asam") else _mask(config, fisher_data, steps_per_epoch)
+    mask = None if config.optimizer in ("sam", "asam") else _mask(config, model, fisher_data, steps_per_epoch)
     schedule, start = _rho_schedule(config, steps_per_epoch), round(config.ascent_start * steps_per_epoch)
     if config.ascent == "extrapolation":
         ahead = 10.0 if config.steps_ahead is None else config.steps_ahead
@@ -69,14 +69,13 @@ def lr_factor(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
 
 
 def _base(config: TrainConfig, model: nn.Module) -> Optimizer:
-    kind = config.optimizer if config.is_plain else config.base
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     base: Optimizer
-    if kind == "sgd":
+    if config.base_name == "sgd":
         base = torch.optim.SGD(parameters, momentum=config.momentum, nesterov=config.nesterov, **common)
     else:
-        make = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
+        make = torch.optim.Adam if config.base_name == "adam" else torch.optim.AdamW
         base = make(parameters, betas=config.betas, eps=config.eps, **common)
     if (largest := config.clip_grad_norm) is not None:
 
@@ -88,9 +87,17 @@ def _base(config: TrainConfig, model: nn.Module) -> Optimizer:
     return base
 
 
-def _mask(config: TrainConfig, fisher_data: Any, steps_per_epoch: int) -> sparsesam.MaskRule:
+def _mask(config: TrainConfig, model: nn.Module, fisher_data: Any, steps_per_epoch: int) -> sparsesam.MaskRule:
     if config.optimizer == "sam-on":
         return sparsesam.fixed_mask(types=sparsesam.NORMALIZATION)
+    refresh, seed = _refresh(config, steps_per_epoch), derive(config.seed, Purpose.MASK)
+    if config.budget is not None:
+        # Counted, not timed: a time differs from run to run, and with it the mask.
+        images = torch.stack([fisher_data[place][0] for place in range(min(config.batch_size, len(fisher_data)))])
+        fisher = {"data": fisher_data, "loss_fn": cross_entropy, "samples": config.fisher_samples}
+        return sparsesam.budget_mask(model, images, config.budget, how="count", refresh=refresh, seed=seed, **fisher)
+    if config.layers is not None:
+        return sparsesam.fixed_mask(*config.layers)
     pattern = sparsesam.as_pattern(config.pattern)
     sparsity = config.sparsity
     if sparsity is None and pattern.implied_sparsity is None:
@@ -98,8 +105,8 @@ def _mask(config: TrainConfig, fisher_data: Any, steps_per_epoch: int) -> sparse
     common: dict[str, Any] = {
         "sparsity": sparsity,
         "pattern": pattern,
-        "refresh": _refresh(config, steps_per_epoch),
-        "seed": derive(config.seed, Purpose.MASK),
+        "refresh": refresh,
+        "seed": seed,
     }
     if config.optimizer == "ssam-f":
         return sparsesam.fisher_mask(

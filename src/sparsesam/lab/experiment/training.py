@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,6 +21,7 @@ from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.cost import StepCost, StepName, plain_pass_operations
 from sparsesam.lab.experiment.errors import DivergedError
 from sparsesam.lab.experiment.optimizers import lr_factor, make_optimizer
+from sparsesam.lab.experiment.result import Sums
 from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
 from sparsesam.masks.state import around_refresh
 
@@ -29,18 +30,6 @@ if TYPE_CHECKING:
 
 #: Reading the loss synchronizes with the GPU and all ranks, so there it is read only every `SYNC_EVERY` steps.
 SYNC_EVERY = 20
-
-
-@dataclass
-class Sums:
-    """Sums over an epoch."""
-
-    loss: float = 0.0
-    correct: float = 0.0
-    images: float = 0.0
-    seconds: float = 0.0
-    mask_seconds: list[float] = field(default_factory=list)
-    step_seconds: list[float] = field(default_factory=list)
 
 
 class Training:
