@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 
 
 def flat(tensors):
@@ -42,3 +43,39 @@ def ssam_step(model, base, loss_of, *, rho, masks=None, norm="full", eta=None):
             parameter.grad = g
     base.step()
     return loss.detach()
+
+
+class Naive:
+    """A model whose weights, gradients and mask are flat float64 vectors; ``kept`` is what a method remembers."""
+
+    def __init__(self, model, base, mask, norm):
+        self.parameters, self.model, self.base, self.norm, self.kept = list(model.parameters()), model, base, norm, {}
+        self.mask = torch.ones_like(self.w) if mask is None else flat([m.double() for m in mask])
+
+    @property
+    def w(self):
+        return flat([p.detach() for p in self.parameters])
+
+    def set(self, vector):
+        with torch.no_grad():
+            for p, value in zip(self.parameters, unflat(vector, self.parameters), strict=True):
+                p.copy_(value)
+
+    def gradient(self, at):
+        here = self.w
+        self.set(at)
+        found = torch.autograd.grad(F.cross_entropy(self.model(self.x), self.y), self.parameters)
+        self.set(here)
+        return flat(found)
+
+    def e(self, direction, rho, mask=1.0):
+        return perturbation(direction, self.w, mask * self.mask, rho=rho, norm=self.norm)
+
+    def update(self, gradient):
+        for p, value in zip(self.parameters, unflat(gradient, self.parameters), strict=True):
+            p.grad = value.clone()
+        self.base.step()
+
+    def by_tensor(self, function, *vectors):
+        parts = zip(*(unflat(vector, self.parameters) for vector in vectors), strict=True)
+        return flat([function(*one) for one in parts])

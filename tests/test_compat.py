@@ -146,3 +146,90 @@ def test_original_call_on_our_optimizers_names_compat(kind):
     ):
         with pytest.raises(TypeError, match=r"sparsesam\.compat\.SAM"):
             call()
+
+
+# ---- the rest of pytorch-optimizer's family ------------------------------------------------------------------
+
+
+def of_classes(name, model, twin, **options):
+    given = {"rho": 0.3, "lr": 0.1, "momentum": 0.9, **options}
+    return [
+        getattr(package, name)(one.parameters(), torch.optim.SGD, **given)
+        for package, one in ((compat, model), (pytorch_optimizer, twin))
+    ]
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("step", [two_steps, one_step])
+def test_friendly_sam_equals_original(step, adaptive):
+    model = cases.mlp()
+    twin = copy.deepcopy(model)
+    ours, theirs = of_classes("FriendlySAM", model, twin, sigma=0.7, lmbda=0.6, adaptive=adaptive)
+    for seed in range(6):
+        x, y = cases.vectors(seed=seed)
+        step(ours, model, x, y)
+        step(theirs, twin, x, y)
+    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("step", [two_steps, one_step])
+def test_look_sam_of_one_tensor_equals_original(step):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 3, bias=False).double()
+    twin = copy.deepcopy(model)
+    ours, theirs = of_classes("LookSAM", model, twin, k=3)
+    for seed in range(7):
+        x, y = cases.vectors(seed=seed)
+        step(ours, model, x, y)
+        step(theirs, twin, x, y)
+    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"decouple": False}, {"adaptive": True}, {"max_norm": 0.2}])
+def test_wsam_equals_original(options):
+    model = cases.mlp()
+    twin = copy.deepcopy(model)
+    given = {"rho": 0.3, "gamma": 0.8, "lr": 0.1, "momentum": 0.9, **options}
+    ours = compat.WSAM(model, model.parameters(), torch.optim.SGD, **given)
+    theirs = pytorch_optimizer.WSAM(twin, twin.parameters(), torch.optim.SGD, **given)
+    for seed in range(6):
+        x, y = cases.vectors(seed=seed)
+        losses = [opt.step(cases.closure_for(one, opt, x, y)) for opt, one in ((ours, model), (theirs, twin))]
+    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_gsam_equals_original(adaptive):
+    from pytorch_optimizer.lr_scheduler import ProportionScheduler
+
+    results = []
+    for package in (compat, pytorch_optimizer):
+        model = cases.mlp()
+        base = cases.sgd(model)
+        schedule = torch.optim.lr_scheduler.StepLR(base, 2, 0.5)
+        rho = ProportionScheduler(schedule, max_lr=0.1, min_lr=0.0, max_value=0.4, min_value=0.1)
+        opt = package.GSAM(model.parameters(), base, model, rho, alpha=0.4, adaptive=adaptive)
+        for seed in range(6):
+            opt.set_closure(F.cross_entropy, *cases.vectors(seed=seed))
+            outputs, loss = opt.step()
+            schedule.step()
+            opt.update_rho_t()
+        results.append([outputs, loss, torch.tensor(opt.rho_t), *cases.weights_of(model)])
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
+
+
+def test_family_loads_the_base_optimizers_state_of_an_original_checkpoint():
+    model = cases.mlp()
+    twin = copy.deepcopy(model)
+    ours, theirs = of_classes("LookSAM", model, twin, k=2)
+    two_steps(theirs, twin, *cases.vectors())
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    found = [ours.state[p]["momentum_buffer"] for p in model.parameters()]
+    assert cases.same_bits(found, [theirs.base_optimizer.state[p]["momentum_buffer"] for p in twin.parameters()])
+
+
+def test_gradient_centralization_raises():
+    model = cases.mlp()
+    with pytest.raises(ValueError, match="use_gc must be False"):
+        compat.LookSAM(model.parameters(), torch.optim.SGD, use_gc=True, lr=0.1)

@@ -12,40 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import sparsesam
-from tests import cases
+from tests import cases, oracles
 
-BASES = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
-    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
-}
 MASKS = {
-    "none": lambda model: None,
     "unstructured": lambda model: sparsesam.fixed_mask(cases.half_masks(model)),
-    "filters": lambda model: sparsesam.random_mask(sparsity=0.5, pattern="filter", seed=3),
-    "2:4": lambda model: sparsesam.random_mask(pattern="2:4", seed=3),
 }
-
-
-def naive_run(model, base, k, masks, steps):
-    """The equation with copies of everything; ``masks`` gives the masks of a step."""
-    before = None
-    for seed in range(steps):
-        x, y = cases.vectors(seed=seed)
-        here = cases.weights_of(model)
-        with torch.no_grad():
-            for i, p in enumerate(model.parameters()):
-                if before is not None:
-                    p.add_(k(seed) * masks[i] * (here[i] - before[i]))
-        base.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        with torch.no_grad():
-            for p, old in zip(model.parameters(), here, strict=True):
-                p.copy_(old)
-        base.step()
-        before = here
 
 
 def steps_of(model, opt, steps):
@@ -53,23 +24,17 @@ def steps_of(model, opt, steps):
         opt.step(cases.closure_for(model, opt, *cases.vectors(seed=seed)))
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("base", BASES)
-def test_equals_written_out_equation(base, mask):
-    model, twin = cases.mlp(), cases.mlp()
-    opt = sparsesam.ExtrapolatedSAM(BASES[base](model.parameters()), model, 3.0, mask=MASKS[mask](model))
-    steps_of(model, opt, range(6))
-    masks = [m.double() for m in opt.masks.values()]
-    naive_run(twin, BASES[base](twin.parameters()), lambda _: 3.0, masks, 6)
-    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-9, atol=1e-12)
-
-
 def test_steps_ahead_follow_schedule():
     model, twin = cases.mlp(), cases.mlp()
     opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 4.0, schedule=sparsesam.Warmup(4))
     steps_of(model, opt, range(6))
-    ones = [torch.ones_like(p) for p in model.parameters()]
-    naive_run(twin, cases.sgd(twin), lambda t: 4.0 * min(1.0, (t + 1) / 4), ones, 6)
+    naive = oracles.Naive(twin, cases.sgd(twin), None, "masked")
+    before = naive.w
+    for seed in range(6):
+        naive.x, naive.y = cases.vectors(seed=seed)
+        here = naive.w
+        naive.update(naive.gradient(here + 4.0 * min(1.0, (seed + 1) / 4) * (here - before)))
+        before = here
     torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-9, atol=1e-12)
 
 

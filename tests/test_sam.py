@@ -79,6 +79,14 @@ OPTIMIZERS = {
     "ExtrapolatedSAM": lambda model: sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 3.0),
     "GSAM": lambda model: sparsesam.GSAM(cases.sgd(model), model, 0.3),
     "WSAM": lambda model: sparsesam.WSAM(cases.sgd(model), model, 0.3, mask=sparsesam.fixed_mask("head.*")),
+    "LookSAM": lambda model: sparsesam.LookSAM(cases.sgd(model), model, 0.3, every=2),
+    "FriendlySAM": lambda model: sparsesam.FriendlySAM(
+        cases.sgd(model), model, 0.3, mask=sparsesam.fixed_mask("head.*"), norm="masked"
+    ),
+    "ZSharp": lambda model: sparsesam.ZSharp(cases.sgd(model), model, 0.3),
+    "ESAM": lambda model: sparsesam.ESAM(cases.sgd(model), model, 0.3),
+    "by layer": lambda model: sparsesam.SAM(cases.sgd(model), model, 0.3, radius="layer", adaptive="layer"),
+    "by element": lambda model: sparsesam.SAM(cases.sgd(model), model, 0.01, radius="element"),
 }
 
 

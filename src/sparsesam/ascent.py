@@ -6,6 +6,7 @@ import enum
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -16,12 +17,13 @@ from sparsesam.checkpoint import OwnState
 from sparsesam.distributed.shards import Shards, as_shard_of, local_part
 from sparsesam.gradients import require_gradients
 from sparsesam.groups import check_model
+from sparsesam.masks.kept_entries import kept_entries, put_entries
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.scores import ScoreContext
 from sparsesam.masks.state import MaskState
-from sparsesam.options import Ascent, AscentScope, OffSteps, Options
-from sparsesam.perturbation import Norm, Perturbation, Target, entries_of, is_usable
+from sparsesam.options import Ascent, AscentScope, OffSteps, Options, Radius
+from sparsesam.perturbation import Norm, Perturbation, Target, entries_of, is_usable, usable_or_inf
 from sparsesam.savings import Shortcuts
 from sparsesam.schedules import RhoSchedule
 from sparsesam.utils.restore import RNGSnapshot
@@ -84,7 +86,8 @@ class PerturbingOptimizer(OptimizerWrapper):
         mask: which weights to perturb: `fisher_mask` (SSAM-F), `dynamic_mask` (SSAM-D), `random_mask`, `fixed_mask`,
             `budget_mask`, or a `Mask` composed of a score, a pattern and a refresh rule; None: all.
         adaptive: ASAM, e = rho * T² g / ||T g|| with T = |w| + eta on weights and 1 on biases; ``"all"``: on biases
-            too. It needs a rho about ten times larger.
+            too. It needs a rho about ten times larger. ``"layer"``: T is the norm of the whole weight tensor (layerwise
+            ASAM in Müller et al. 2023).
         eta: the eta of ASAM.
         norm: ``"full"`` divides by ||g||, ``"masked"`` by ||m ⊙ g||: gradients outside the mask are then not needed.
         ascent: ``"explicit"`` masks the gradient. ``"implicit"`` also computes the ascent's input gradients with the
@@ -99,18 +102,28 @@ class PerturbingOptimizer(OptimizerWrapper):
         ascent_scope: with DistributedDataParallel, ascend along the gradient averaged over all ranks, ``"global"``, or
             along each rank's own, ``"local"`` (m-sharpness), which is sent only in steps that make a mask from it.
         engine: ``False`` runs two plain passes; the result is the same.
+        ascent_steps: ascend in n steps of length rho / n, each along the gradient where the last one led; a step then
+            has n + 1 passes and needs `minimize` or a closure. (Foret et al. 2021 project instead on a ball of radius
+            rho, optax takes n steps of length rho.)
+        radius: where the norm is taken. ``"global"``: ||e|| = rho. ``"layer"``: e = rho * T² g / ||T g|| in every
+            parameter tensor. ``"element"``: e = rho * T sign(g), the L-infinity form of SAM-ON's ablations (Müller et
+            al. 2023), which needs a much smaller rho.
     """
 
     # ---- what a variant changes ------------------------------------------------------------------------------
 
     #: Whether the first backward must compute every gradient, also of weights that are not perturbed.
     needs_every_gradient: ClassVar[bool] = False
-    #: Tensors by parameter that checkpoints save, ``{kind: "whole" or "kept"}``; kept entries follow the mask.
-    saved_tensors: ClassVar[dict[str, Literal["whole", "kept"]]] = {}
+    #: Tensors by parameter that checkpoints save. Kept entries follow the mask; ``"normed"`` is whole with norm="full".
+    saved_tensors: ClassVar[dict[str, Literal["whole", "kept", "normed"]]] = {}
+    #: Options that must keep their default, ``{option: why}``.
+    refused: ClassVar[dict[str, str]] = {}
+    #: Whether the method works with gradients that are multiplied by a number, as those of a GradScaler are.
+    allows_scaler: bool = True
 
     def passes(self) -> int:
         """Returns the number of passes of a step that ascends."""
-        return 2
+        return 1 + self.options.ascent_steps
 
     def direction(self, params: PerturbedParams) -> dict[str, Tensor]:
         """Returns the direction of the ascent by parameter name; here the gradient."""
@@ -120,16 +133,14 @@ class PerturbingOptimizer(OptimizerWrapper):
         """Returns rho, negative where the perturbation goes against the direction."""
         return -param.rho if param.maximize else param.rho
 
-    def combine(self, first: list[Tensor] | None, second: list[Tensor]) -> None:
-        """Change the gradient of the last pass in place; ``first`` is that at w, None in steps without it."""
+    def combine(self, names: list[str], first: list[Tensor] | None, second: list[Tensor]) -> None:
+        """Change the gradient of the last pass in place; ``first`` is that at w, None in steps without it.
+
+        Where the gradient at w was not finite, ``first`` is None, or on a device the same as ``second``.
+        """
 
     def after_update(self) -> None:
         """Called after the base optimizer's update."""
-
-    def mask_changes(self, params: PerturbedParams, old: Masks, new: Masks) -> None:
-        """Called after a refresh. The kept entries in ``own.tensors`` belong to the old masks: they are dropped."""
-        for kind in self.own.tensors.keys() - self.own.whole:
-            self.own.tensors[kind] = {}
 
     @property
     def combines(self) -> bool:
@@ -137,7 +148,7 @@ class PerturbingOptimizer(OptimizerWrapper):
 
     # ---- state -----------------------------------------------------------------------------------------------
 
-    _copied = ("base", "model", "defaults", "own", "options")
+    _copied: tuple[str, ...] = ("base", "model", "defaults", "own", "options")
     _step: Step | None  # the step in progress
 
     def __init__(
@@ -147,7 +158,7 @@ class PerturbingOptimizer(OptimizerWrapper):
         rho: float = 0.05,
         *,
         mask: MaskRule | None = None,
-        adaptive: bool | Literal["all"] = False,
+        adaptive: bool | Literal["all", "layer"] = False,
         eta: float = 0.01,
         norm: Norm = "full",
         ascent: Ascent = "explicit",
@@ -158,16 +169,29 @@ class PerturbingOptimizer(OptimizerWrapper):
         ascent_fraction: float = 1.0,
         ascent_scope: AscentScope = "global",
         engine: bool = True,
+        ascent_steps: int = 1,
+        radius: Radius = "global",
     ) -> None:
         check_model(model)
         self.options = Options(
-            norm, ascent, rho_schedule, every, off_steps, start, ascent_fraction, ascent_scope, engine
+            norm=norm,
+            ascent=ascent,
+            rho_schedule=rho_schedule,
+            every=every,
+            off_steps=off_steps,
+            start=start,
+            ascent_fraction=ascent_fraction,
+            ascent_scope=ascent_scope,
+            engine=engine,
+            ascent_steps=ascent_steps,
+            radius=radius,
         )
         self.options.check_model(model)
         self.options.check_mask(mask)
-        self.options.check_method(type(self).__name__, self.passes(), everything=self.needs_every_gradient)
+        self.options.check_method(type(self).__name__, self.passes(), self.refused)
         kinds = {**self.saved_tensors, **({"last": "kept"} if off_steps == "reuse" else {})}
-        whole = {kind for kind, form in kinds.items() if form == "whole" or ascent == "implicit-dense"}
+        forms = {"whole"} | ({"normed"} if norm == "full" else set())
+        whole = {kind for kind, form in kinds.items() if form in forms or ascent == "implicit-dense"}
         own = OwnState(self.strength, MaskState(mask), {kind: {} for kind in kinds}, frozenset(whole))
         options = {"strength": rho, "adaptive": adaptive, "eta": eta, "perturb": True}
         super().__init__(base, model, own, options)
@@ -256,6 +280,20 @@ class PerturbingOptimizer(OptimizerWrapper):
         if self._step is not None:
             self._step.repeats = True
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Read by ``GradScaler.step`` before anything else: the place to refuse one, also in two phases."""
+        self.check_scaler()
+        return False
+
+    def check_scaler(self) -> None:
+        """Raise if the method does not work with a GradScaler."""
+        if not self.allows_scaler:
+            raise RuntimeError(
+                f"{type(self).__name__} does not work with a GradScaler, which multiplies gradients by a number that "
+                "changes between steps; use bfloat16, which needs none, or another method"
+            )
+
     def __getstate__(self) -> dict[str, Any]:
         if self.is_perturbed:
             raise RuntimeError("an optimizer cannot be copied inside perturbed(): its weights are at w + e")
@@ -307,7 +345,18 @@ class PerturbingOptimizer(OptimizerWrapper):
             )
         )
         self._perturbation.index.clear()
-        self.mask_changes(params, old, self._masks_of(params))
+        self._follow_masks(params, old, self._masks_of(params))
+
+    def _follow_masks(self, params: PerturbedParams, old: Masks, new: Masks) -> None:
+        """Carry kept entries over to new masks, with zeros where only the new one keeps; the last e is dropped."""
+        for kind in self.own.tensors.keys() - self.own.whole:
+            by_name = self.own.tensors[kind]
+            if kind == "last":
+                by_name.clear()
+            for p in params:
+                if p.name in by_name:
+                    dense = put_entries(torch.zeros_like(local_part(p.parameter)), old[p.name], by_name[p.name])
+                    by_name[p.name] = kept_entries(dense, new[p.name]).clone()
 
     # ---- the move --------------------------------------------------------------------------------------------
 
@@ -351,6 +400,7 @@ class PerturbingOptimizer(OptimizerWrapper):
         if not self._moves(step) or (step.params.shards is None and all(t.is_unmoved for t in targets)):
             self.own.counters.skipped_ascents += self._moves(step)  # weights are to be moved, and have no gradient
             return
+        self._scale_layers(step.params, targets)
         norm = self._last_norm = self._norm(targets, step.params.shards)
         if isinstance(norm, Tensor):  # on a device: the same rule, without synchronizing
             self.own.counters.skip_where(~is_usable(norm))
@@ -365,10 +415,34 @@ class PerturbingOptimizer(OptimizerWrapper):
             return
         keeps = "last" in self.own.tensors
         before = [entries.clone() for entries in entries_of(targets)] if keeps else []
-        self._perturbation.move(targets, norm)
+        self._move(targets, norm, step.params.shards)
         if keeps:
             e = torch._foreach_sub(entries_of(targets), before)
             self.own.tensors["last"] = dict(zip([target.name for target in targets], e, strict=True))
+
+    def _move(self, targets: list[Target], norm: float | Tensor, shards: Shards | None) -> None:
+        if self.options.radius == "global":
+            self._perturbation.move(targets, norm)
+            return
+        if self.options.radius == "element":
+            for target in targets:
+                target.direction = target.direction.sign()
+        else:
+            for target, own in zip(targets, self._norms(targets, self.options.norm, shards), strict=True):
+                if isinstance(own, Tensor):
+                    target.rho = target.rho / usable_or_inf(own)
+                else:
+                    target.rho = target.rho / own if own > 0 else 0.0
+        # norm / norm is 1, or NaN where a device's norm is not usable: then nothing moves.
+        self._perturbation.move(targets, norm / norm, times=1 if self.options.radius == "element" else 2)
+
+    def _scale_layers(self, params: PerturbedParams, targets: list[Target]) -> None:
+        """With adaptive="layer", T = ||w|| of a tensor: T² g = T (T g)."""
+        layerwise = {p.name for p in params if p.layerwise}
+        scaled = [target for target in targets if target.name in layerwise]
+        weights = [replace(target, direction=target.weight, mask=None) for target in scaled]
+        for target, size in zip(scaled, self._norms(weights, "full", params.shards), strict=True):
+            target.direction, target.rho = target.direction * size, target.rho * size
 
     def target(self, step: Step, param: PerturbedParam, direction: Tensor) -> Target:
         mask = None if self.options.ascent == "implicit-dense" else step.masks[param.name]
@@ -390,6 +464,15 @@ class PerturbingOptimizer(OptimizerWrapper):
             return self._perturbation.norm(targets, self.options.norm)
         counted = set(shards.counted(target.name for target in targets))
         return shards.norm(self._perturbation.norm([t for t in targets if t.name in counted], self.options.norm))
+
+    def _norms(self, targets: Sequence[Target], norm: Norm, shards: Shards | None) -> list[float | Tensor]:
+        """Returns the norm of each target's direction, over all ranks if they are sharded."""
+        norms = [self._perturbation.norm([target], norm) for target in targets]
+        if shards is None:
+            return norms
+        counts = [shards.parts[target.name].counts for target in targets]
+        zeros = [torch.zeros_like(one) if isinstance(one, Tensor) else 0.0 for one in norms]
+        return [shards.norm(one if own else zero) for one, zero, own in zip(norms, zeros, counts, strict=True)]
 
     def _moves(self, step: Step) -> bool:
         """Whether any weight is to be moved, on any rank."""

@@ -126,13 +126,19 @@ class OwnState:
             self, masks=MaskState(self.masks.rule), tensors={kind: {} for kind in self.tensors}, counters=Counters()
         )
 
-    def state_dict(self, parameters: Mapping[str, Tensor]) -> tuple[dict[str, Any], OwnTensors]:
-        """Returns plain values, and tensors shaped like the parameters; the keys are the same after any step."""
+    def state_dict(
+        self, parameters: Mapping[str, Tensor], trained: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Any], OwnTensors]:
+        """Returns plain values, and tensors shaped like the parameters; the keys are the same after any step.
+
+        ``parameters`` are the perturbed ones; kinds in ``whole`` are saved of all that are ``trained``.
+        """
         mask, masks = self.masks.state_dict(parameters)
         values = {**asdict(self.counters.read()), "version": _VERSION, "strength": self.strength, "mask": mask}
         values["set"] = {kind: bool(by_name) for kind, by_name in self.tensors.items()}
         dense = {
-            kind: dense_entries(by_name, self._masks_of(kind), parameters) for kind, by_name in self.tensors.items()
+            kind: dense_entries(by_name, self._masks_of(kind), trained if kind in self.whole else parameters)
+            for kind, by_name in self.tensors.items()
         }
         return values, {"mask": masks, **dense}
 

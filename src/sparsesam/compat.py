@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsesam import sam
+from sparsesam import sam, variants
 from sparsesam.checkpoint import split_own
 from sparsesam.gradients import gradients_of
 
@@ -45,11 +45,7 @@ class SAM(sam.SAM):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        base = base_optimizer(params, **kwargs)
-        for group in base.param_groups:
-            group["adaptive"] = "all" if group.get("adaptive", adaptive) else False
-        if model is None:
-            model = nn.ParameterList([p for group in base.param_groups for p in group["params"]])
+        base, model = _made(params, base_optimizer, model, adaptive, kwargs)
         super().__init__(base, model, rho, adaptive="all" if adaptive else False, eta=0.0)
 
     @classmethod
@@ -103,6 +99,7 @@ class SAM(sam.SAM):
         if split_own(state_dict)[1] is not None:
             super().load_state_dict(state_dict)
             return
+        state_dict = state_dict.get("base_optimizer", state_dict)
         state = {
             key: {name: value for name, value in one.items() if name not in _THEIR_STATE}
             for key, one in state_dict["state"].items()
@@ -119,3 +116,155 @@ class SAM(sam.SAM):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="the checkpoint is from a bare base optimizer")
             super().load_state_dict({"state": {k: one for k, one in state.items() if one}, "param_groups": groups})
+
+
+def _made(
+    params: Iterable[Tensor] | Iterable[dict[str, Any]],
+    base_optimizer: Callable[..., Optimizer],
+    model: nn.Module | None,
+    adaptive: bool,
+    kwargs: dict[str, Any],
+) -> tuple[Optimizer, nn.Module]:
+    """Returns the base optimizer, and the model or a module of all parameters."""
+    if kwargs.pop("use_gc", False):
+        raise ValueError(
+            "use_gc must be False, got True; centralize gradients in a step pre-hook of the base optimizer"
+        )
+    kwargs.pop("perturb_eps", None)  # a gradient of zero perturbs nothing here
+    base = base_optimizer(params, **kwargs)
+    for group in base.param_groups:
+        group["adaptive"] = "all" if group.get("adaptive", adaptive) else False
+    return base, nn.ParameterList(
+        [p for group in base.param_groups for p in group["params"]]
+    ) if model is None else model
+
+
+class LookSAM(SAM, variants.LookSAM):
+    """pytorch-optimizer's ``LookSAM(params, SGD, rho=0.1, k=10, alpha=0.7, lr=0.1)``; `SAM` says what is added.
+
+    It projects over all parameters together, as in the paper; theirs does so tensor by tensor.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        base_optimizer: Callable[..., Optimizer],
+        rho: float = 0.1,
+        k: int = 10,
+        alpha: float = 0.7,
+        adaptive: bool = False,
+        *,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        base, model = _made(params, base_optimizer, model, adaptive, kwargs)
+        scale: Any = "all" if adaptive else False
+        variants.LookSAM.__init__(self, base, model, rho, every=k, alpha=alpha, adaptive=scale, eta=0.0)
+
+
+class FriendlySAM(SAM, variants.FriendlySAM):
+    """pytorch-optimizer's ``FriendlySAM(params, SGD, rho=0.05, sigma=1.0, lmbda=0.9)``, with the same results."""
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        base_optimizer: Callable[..., Optimizer],
+        rho: float = 0.05,
+        sigma: float = 1.0,
+        lmbda: float = 0.9,
+        adaptive: bool = False,
+        *,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        base, model = _made(params, base_optimizer, model, adaptive, kwargs)
+        scale: Any = "all" if adaptive else False
+        variants.FriendlySAM.__init__(self, base, model, rho, sigma=sigma, decay=lmbda, adaptive=scale, eta=0.0)
+
+
+class WSAM(SAM, variants.WSAM):
+    """pytorch-optimizer's ``WSAM(model, params, SGD, rho=0.05, gamma=0.9, lr=0.1)``, with the same results.
+
+    As there, ``step(closure)`` runs both passes, and ``max_norm`` clips the gradient at w + e.
+    """
+
+    _copied = (*variants.WSAM._copied, "max_norm")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        base_optimizer: Callable[..., Optimizer],
+        rho: float = 0.05,
+        gamma: float = 0.9,
+        adaptive: bool = False,
+        decouple: bool = True,
+        max_norm: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        kwargs.pop("eps", None)
+        base, model = _made(params, base_optimizer, model, adaptive, kwargs)
+        self.max_norm = max_norm
+        scale: Any = "all" if adaptive else False
+        variants.WSAM.__init__(self, base, model, rho, gamma=gamma, decouple=decouple, adaptive=scale, eta=0.0)
+
+    def step(self, closure: Callable[..., Any] | None = None, **options: Any) -> Any:
+        return variants.WSAM.step(self, closure, **options)
+
+    def combine(self, names: list[str], first: list[Tensor] | None, second: list[Tensor]) -> None:
+        if self.max_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
+        super().combine(names, first, second)
+
+
+class GSAM(variants.GSAM):
+    """pytorch-optimizer's ``GSAM(params, base, model, rho_scheduler, alpha=0.4)``, with the same results.
+
+    ``set_closure(loss_fn, inputs, targets)``, then ``step()``, which returns outputs and loss; after each step of the
+    learning rate's scheduler, ``update_rho_t()``. The parameters are those of ``base``.
+    """
+
+    _copied = (*variants.GSAM._copied, "rho_scheduler")
+    _loss: Callable[[], tuple[Tensor, Any]] | None = None
+
+    def __init__(
+        self,
+        params: Any,
+        base_optimizer: Optimizer,
+        model: nn.Module,
+        rho_scheduler: Any,
+        alpha: float = 0.4,
+        adaptive: bool = False,
+        **_: Any,
+    ) -> None:
+        self.rho_scheduler = rho_scheduler
+        scale: Any = "all" if adaptive else False
+        super().__init__(base_optimizer, model, rho_scheduler.step(), alpha=alpha, adaptive=scale, eta=0.0)
+
+    @classmethod
+    def _check_call(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        pass
+
+    @property
+    def rho_t(self) -> float:
+        return float(self.param_groups[0][self.strength_key])
+
+    def update_rho_t(self) -> float:
+        """Set rho to the next value of the scheduler."""
+        rho = self.rho_scheduler.step()
+        for group in self.param_groups:
+            group[self.strength_key] = rho
+        return float(rho)
+
+    def set_closure(self, loss_fn: Callable[..., Tensor], inputs: Any, targets: Any, **kwargs: Any) -> None:
+        def loss() -> tuple[Tensor, Any]:
+            outputs = self.model(inputs)
+            return loss_fn(outputs, targets, **kwargs), outputs
+
+        self._loss = loss
+
+    def step(self, closure: Callable[..., Any] | None = None, **options: Any) -> Any:
+        if closure is not None or self._step is not None or self._loss is None:
+            return super().step(closure, **options)
+        loss, outputs = self.minimize(self._loss, has_aux=True)
+        return outputs, loss

@@ -61,8 +61,8 @@ def check_group(group: Mapping[str, Any], keys: Mapping[str, str]) -> None:
         )
     if not isinstance(eta, int | float) or not 0 <= eta < math.inf:
         raise ValueError(f"{keys['eta']} must be a finite number of at least 0, got {eta}; ASAM uses 0.01")
-    if adaptive not in (False, True, "all"):
-        raise ValueError(f'{keys["adaptive"]} must be False, True (weights only) or "all", got {adaptive!r}')
+    if adaptive not in (False, True, "all", "layer"):
+        raise ValueError(f'{keys["adaptive"]} must be False, True (weights only), "all" or "layer", got {adaptive!r}')
 
 
 def check_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

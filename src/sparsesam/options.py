@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 from torch import nn
@@ -15,6 +16,7 @@ from sparsesam.utils.checks import check_choice, check_count, is_within
 Ascent = Literal["explicit", "implicit", "implicit-dense"]
 AscentScope = Literal["global", "local"]
 OffSteps = Literal["skip", "reuse"]
+Radius = Literal["global", "layer", "element"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Options:
     ascent_fraction: float = 1.0
     ascent_scope: AscentScope = "global"
     engine: bool = True
+    ascent_steps: int = 1
+    radius: Radius = "global"
     is_implicit: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -38,6 +42,8 @@ class Options:
         check_choice("ascent", self.ascent, get_args(Ascent))
         check_choice("ascent_scope", self.ascent_scope, get_args(AscentScope))
         check_choice("off_steps", self.off_steps, get_args(OffSteps))
+        check_choice("radius", self.radius, get_args(Radius))
+        check_count("ascent_steps", self.ascent_steps, "1 is SAM")
         check_count("every", self.every, "1 perturbs in every step")
         check_count("start", self.start, "it is the first step that ascends", least=0)
         if not isinstance(self.engine, bool):
@@ -54,6 +60,12 @@ class Options:
             )
         if self.is_implicit and not self.engine:
             raise ValueError(f"engine must be True with ascent={self.ascent!r}, whose gradients the engine computes")
+        for option, only in (("ascent", "explicit"), ("ascent_scope", "global"), ("off_steps", "skip")):
+            if self.ascent_steps > 1 and getattr(self, option) != only:
+                raise ValueError(
+                    f"{option} must be {only!r} with ascent_steps={self.ascent_steps}, got {getattr(self, option)!r}: "
+                    "it holds for the first of several ascent steps only"
+                )
 
     def check_model(self, model: object) -> None:
         if self.ascent_scope == "local" and not isinstance(model, nn.parallel.DistributedDataParallel):
@@ -78,14 +90,16 @@ class Options:
                 "what the mask saves"
             )
 
-    def check_method(self, method: str, passes: int, *, everything: bool) -> None:
-        """Raise for options that the method cannot have."""
-        for option, default in (("ascent_fraction", 1.0), ("off_steps", "skip"), ("ascent", "explicit")):
-            value = getattr(self, option)
-            if passes == 1 and value != default:
-                raise ValueError(f"{option}={value!r} has no use with {method}, which has no first pass; leave it out")
-        if everything and self.is_implicit:
-            raise ValueError(f'ascent must be "explicit" with {method}, which needs every gradient at w')
+    def check_method(self, method: str, passes: int, refused: Mapping[str, str]) -> None:
+        """Raise for options that the method cannot have: those of a first pass, and ``refused``, {option: why}."""
+        if passes == 1:
+            needing = ("ascent_fraction", "off_steps", "ascent", "ascent_steps")
+            refused = {**dict.fromkeys(needing, "it has no first pass"), **refused}
+        defaults = {one.name: one.default for one in fields(self)}
+        for option, why in refused.items():
+            value, default = getattr(self, option), defaults[option]
+            if value != default:
+                raise ValueError(f"{option} must be {default!r} with {method}, got {value!r}: {why}")
 
 
 def require_mask_rule(mask: object) -> None:

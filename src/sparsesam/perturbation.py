@@ -143,15 +143,15 @@ class Perturbation:
         return float(total) if any(target.is_on_host for target in targets) else total
 
     @torch.no_grad()
-    def move(self, targets: Sequence[Target], norm: float | Tensor) -> None:
+    def move(self, targets: Sequence[Target], norm: float | Tensor, *, times: int = 2) -> None:
         """Move w to w + e. ``norm`` comes from `norm`; a number must be positive and finite. If a tensor is not,
-        nothing moves.
+        nothing moves. With ``times=1``, e = rho * m ⊙ T g / norm.
         """
         norm = usable_or_inf(norm) if isinstance(norm, Tensor) else norm
         for piece, directions in pieces_of([target for target in targets if not target.is_unmoved]):
             positions = self._positions(piece)
             weight = piece.read(piece.weights, positions)
-            e = scaled_direction(piece.read(directions, positions), weight, eta=piece.eta, times=2)
+            e = scaled_direction(piece.read(directions, positions), weight, eta=piece.eta, times=times)
             saved = weight.clone() if piece.is_view else weight
             # Listed before it is moved, so that an interrupted move is undone too.
             self._undo.append(partial(self._write, piece, saved))

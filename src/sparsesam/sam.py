@@ -39,6 +39,7 @@ from sparsesam.gradients import (
 from sparsesam.groups import scale_strength
 from sparsesam.masks.mask import MaskRule
 from sparsesam.options import require_mask_rule
+from sparsesam.perturbation import is_usable
 from sparsesam.savings import Savings, Shortcuts
 from sparsesam.utils.restore import RNGState, Snapshot, WarnOfPerturbedWeights, statistics_of, statistics_versions
 from sparsesam.wrapper import inside_wrappers
@@ -105,6 +106,8 @@ class SharpnessAware(PerturbingOptimizer):
         closure that has a parameter is called with the batch, or with the ascent's part of it. ``scaler`` is for a
         closure that scales its loss; call ``scaler.update()`` afterwards, as usual.
         """
+        if scaler is not None:
+            self.check_scaler()
         if self.is_perturbed:
             raise RuntimeError("step() inside perturbed() would update the weights at w + e; call it after the block")
         if self._step is not None and self._step.phase is Phase.READY:
@@ -140,6 +143,8 @@ class SharpnessAware(PerturbingOptimizer):
         with_batch = batch is not None and takes_batch(closure)
         part = whole = (batch,) if with_batch else ()
         watched = [] if narrows or step.params.shards is not None else [p.parameter for p in step.params]
+        if narrows:
+            self.base.zero_grad()
         if step.kind is StepKind.PLAIN:
             last = closure(*whole)
             step.phase, step.is_empty = Phase.READY, self._found_nothing(last)
@@ -351,8 +356,15 @@ class SharpnessAware(PerturbingOptimizer):
         if not self.combines:
             return
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        first = [local_part(step.first.get(p, torch.zeros_like(p)), p) for p in params] if step.first_passes else None
-        self.combine(first, [local_part(p.grad, p) for p in params])
+        if any(p.grad.is_sparse for p in params):
+            raise TypeError(f"{type(self).__name__} combines gradients, which must be dense: make layers sparse=False")
+        first, second = None, [local_part(p.grad, p) for p in params]
+        if step.first_passes and not step.ascent_failed:
+            first = [local_part(step.first.get(p, torch.zeros_like(p)), p) for p in params]
+        if first is not None and isinstance(self._last_norm, Tensor):  # on a device: the same, without synchronizing
+            usable = is_usable(self._last_norm)
+            first = [torch.where(usable.to(g.device), g, s) for g, s in zip(first, second, strict=True)]
+        self.combine([self._names[p] for p in params], first, second)
         step.first = {}
 
     def update(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -135,9 +136,11 @@ class Shortcuts:
 
     def backward(self, loss: Tensor, options: dict[str, Any]) -> None:
         """The backward of the first pass."""
-        inputs = [p for p in self.inputs or () if p.requires_grad]
-        # torch refuses to differentiate a reentrant checkpoint in part.
-        if not inputs or has_reentrant_checkpoint(loss):
+        with torch._C.DisableTorchFunction():
+            inputs = [p for p in self.inputs or () if p.requires_grad]
+            # torch refuses to differentiate a reentrant checkpoint in part.
+            is_full = not inputs or has_reentrant_checkpoint(loss)
+        if is_full:
             loss.backward(**options)
             return
         self.is_complete = False

@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from sparsesam.utils.checks import check_count, is_within
+from torch.optim import Optimizer
+
+from sparsesam.utils.checks import check_count, is_finite
 
 
 class RhoSchedule(Protocol):
@@ -49,7 +51,7 @@ class Cosine:
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps, "give the number of optimizer steps")
-        if not is_within(self.final, 0, math.inf):
+        if not is_finite(self.final, 0):
             raise ValueError(f"final must be at least 0, got {self.final}; it is the share of rho left at the end")
 
     def __call__(self, step: int) -> float:
@@ -63,3 +65,34 @@ class InverseSqrt:
 
     def __call__(self, step: int) -> float:
         return 1 / math.sqrt(step)
+
+
+@dataclass(frozen=True, eq=False)
+class FollowLearningRate:
+    """rho_t falls with the learning rate, from rho at ``max_lr`` to final * rho at ``min_lr``, as in GSAM's paper:
+
+        rho_t = rho * (final + (1 - final) * (lr_t - min_lr) / (max_lr - min_lr))
+
+    Args:
+        optimizer: the optimizer whose first parameter group holds the learning rate.
+        max_lr: the largest learning rate.
+        min_lr: the smallest.
+        final: the share of rho that is left at ``min_lr``.
+    """
+
+    optimizer: Optimizer
+    max_lr: float
+    min_lr: float = 0.0
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_lr < self.max_lr:
+            raise ValueError(
+                f"max_lr must be above min_lr={self.min_lr}, got {self.max_lr}; for a constant one, leave it out"
+            )
+        if not is_finite(self.final, 0):
+            raise ValueError(f"final must be at least 0, got {self.final}; it is the share of rho left at min_lr")
+
+    def __call__(self, step: int) -> float:
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        return self.final + (1 - self.final) * max(0.0, (rate - self.min_lr) / (self.max_lr - self.min_lr))

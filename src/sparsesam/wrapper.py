@@ -26,14 +26,15 @@ class PerturbedParam(NamedTuple):
     """A parameter that is perturbed.
 
     ``rho`` is a tensor if its group holds one on an accelerator (for CUDA graphs), which the host does not read.
-    ``eta`` is ASAM's where T = |w| + eta, None where T = 1. ``maximize``: the base optimizer maximizes the loss, so
-    the perturbation goes against the gradient.
+    ``eta`` is ASAM's where T = |w| + eta, None where T = 1, or T = ||w|| with ``layerwise``. ``maximize``: the base
+    optimizer maximizes the loss, so the perturbation goes against the gradient.
     """
 
     name: str
     parameter: Tensor
     rho: float | Tensor
     eta: float | None
+    layerwise: bool
     maximize: bool
 
 
@@ -75,7 +76,9 @@ def _listed(base: Optimizer, names: Mapping[Tensor, str], keys: Mapping[str, str
             if parameter.requires_grad:
                 name = names[parameter]
                 scales = adaptive == "all" or (adaptive and not name.rpartition(".")[2].endswith("bias"))  # as in ASAM
-                yield PerturbedParam(name, parameter, _read(rho), float(eta) if scales else None, maximize)
+                layerwise = scales and adaptive == "layer"
+                own_eta = float(eta) if scales and not layerwise else None
+                yield PerturbedParam(name, parameter, _read(rho), own_eta, layerwise, maximize)
 
 
 def _read(option: Any) -> Any:
@@ -239,7 +242,8 @@ class OptimizerWrapper(Optimizer):
         """Returns the base optimizer's state dict with sparsesam's state added; safe for ``weights_only=True``."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        values, tensors = self.own.state_dict({p.name: p.parameter for p in self._perturbed_params()})
+        trained = {self._names[p]: p for group in self.param_groups for p in group["params"] if p.requires_grad}
+        values, tensors = self.own.state_dict({p.name: p.parameter for p in self._perturbed_params()}, trained)
         state = with_own(self.base.state_dict(), {**values, "names": self._names_in_order}, tensors)
         for after in self._optimizer_state_dict_post_hooks.values():
             state = after(self, state) or state

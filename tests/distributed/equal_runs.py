@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import torch
 from torch import nn
@@ -44,8 +45,25 @@ RULES = {
     "dynamic 2:4": lambda: dynamic(pattern="2:4"),
 }
 
+METHODS = {
+    "GSAM": sparsesam.GSAM,
+    "WSAM": sparsesam.WSAM,
+    "LookSAM": functools.partial(sparsesam.LookSAM, every=3),
+    "FriendlySAM": sparsesam.FriendlySAM,
+    "FriendlySAM of a mask": lambda base, model, rho: sparsesam.FriendlySAM(
+        base, model, rho, mask=dynamic(sparsity=0.5), norm="masked"
+    ),
+    "ZSharp": functools.partial(sparsesam.ZSharp, quantile=0.8),
+    "ESAM": sparsesam.ESAM,
+    "two ascents": functools.partial(sparsesam.SAM, ascent_steps=2),
+    "layer radius": functools.partial(sparsesam.SAM, radius="layer", adaptive="layer"),
+    "element radius": lambda base, model, rho: sparsesam.SAM(base, model, rho / 10, radius="element"),
+}
+
 
 def optimizer(kind, model, *, base=cases.sgd, **options):
+    if kind in METHODS:
+        return METHODS[kind](base(model), model, 0.1, **options)
     rule = RULES[kind]()
     if rule is None:
         return sparsesam.SAM(base(model), model, rho=0.1, **options)

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.xdist_group("ranks")
 KINDS = list(equal_runs.RULES)
 
 
-def equal_steps(rank, ranks):
+def equal_steps(rank, ranks, kinds):
     found = {}
-    for kind in KINDS:
+    for kind in kinds:
         model = DistributedDataParallel(equal_runs.network())
         opt = equal_runs.optimizer(kind, model)
         equal_runs.train(model, opt, (rank, ranks))
@@ -29,7 +29,17 @@ def equal_steps(rank, ranks):
 
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request):
-    return run_ranks(equal_steps, request.param, request.param)
+    return run_ranks(equal_steps, request.param, request.param, KINDS)
+
+
+@pytest.fixture(scope="module")
+def methods():
+    return run_ranks(equal_steps, 2, 2, list(equal_runs.METHODS))
+
+
+@pytest.mark.parametrize("kind", equal_runs.METHODS)
+def test_every_method_equals_one_process(methods, kind):
+    equal_runs.assert_equal(methods[0][kind], kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 
@@ -26,6 +27,11 @@ def check_count(argument: str, value: object, remedy: str, *, least: int = 1) ->
 def is_within(value: object, low: float, high: float) -> bool:
     """Whether the value is a number in [low, high]."""
     return isinstance(value, Real) and low <= float(value) <= high
+
+
+def is_finite(value: object, least: float) -> bool:
+    """Whether the value is a finite number of at least ``least``."""
+    return isinstance(value, Real) and least <= float(value) < math.inf
 
 
 def check_like_parameters(

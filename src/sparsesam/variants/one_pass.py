@@ -1,35 +1,20 @@
-"""Other methods of the family, each a small subclass: another direction, another gradient for the update.
-
-| class             | what it changes                                                      | passes |
-|-------------------|----------------------------------------------------------------------|--------|
-| `MomentumSAM`     | the direction: against the base optimizer's momentum                 | 1      |
-| `ExtrapolatedSAM` | the direction and its length: the base optimizer's last update       | 1      |
-| `GSAM`            | the update: less of the gradient at w that is orthogonal to SAM's    | 2      |
-| `WSAM`            | the update: sharpness with a weight of its own                       | 2      |
-
-Arguments that are not listed are those of `SharpnessAware`: every method takes masks, schedules, checkpoints.
-"""
+"""Methods of one pass: along the base optimizer's momentum, or its last update."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsesam.ascent import Masks, Step, StepKind
-from sparsesam.distributed.shards import Shards, local_part
-from sparsesam.masks.kept_entries import kept_entries, put_entries
+from sparsesam.ascent import Step, StepKind
 from sparsesam.masks.mask import MaskRule
 from sparsesam.perturbation import Target, entries_of
 from sparsesam.sam import SharpnessAware
 from sparsesam.schedules import RhoSchedule
 from sparsesam.wrapper import PerturbedParam, PerturbedParams
-
-# ---- one pass ------------------------------------------------------------------------------------------------
 
 #: State keys of the momentum in torch's optimizers: SGD, RMSprop, Muon; Adam and its variants.
 _MOMENTUM = ("momentum_buffer", "exp_avg")
@@ -180,127 +165,3 @@ class ExtrapolatedSAM(OnePass):
     def _tracked(self, step: Step) -> list[Target]:
         targets = (self.target(step, p, p.parameter) for p in step.params)
         return [target for target in targets if target.mask is None or not target.mask.is_empty]
-
-    def mask_changes(self, params: PerturbedParams, old: Masks, new: Masks) -> None:
-        """Keep the updates of entries in both masks; those of entries only in the new mask are zero."""
-        back = self.own.tensors["back"]
-        for p in params:
-            if p.name in back:
-                dense = put_entries(torch.zeros_like(local_part(p.parameter)), old[p.name], back[p.name])
-                back[p.name] = kept_entries(dense, new[p.name]).clone()
-
-
-# ---- two passes, another gradient for the update -------------------------------------------------------------
-
-
-class TwoGradients(SharpnessAware):
-    """Base class of methods that combine the gradients g at w and s at w + e; nothing is left out of the first."""
-
-    needs_every_gradient = True
-
-    def dot(self, left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
-        """Returns the scalar product over all parameters with a gradient, on all ranks if they are sharded."""
-        parts = [torch.vdot(a.flatten(), b.flatten()) for a, b in zip(left, right, strict=True)]
-        named = {self._names[p]: p for group in self.param_groups for p in group["params"] if p.grad is not None}
-        shards = Shards.of(named)
-        if shards is not None:
-            parts = [part for name, part in zip(named, parts, strict=True) if shards.parts[name].counts]
-        total = torch.stack([part.to(left[0].device) for part in parts] or [left[0].new_zeros(())]).sum()
-        return total if shards is None else shards.sum(total)
-
-
-class GSAM(TwoGradients):
-    """Implements GSAM (Zhuang et al. 2022): also lowers the surrogate gap f(w + e) - f(w).
-
-        s - alpha * g_orthogonal,    g_orthogonal = g - (g·s / ||s||²) s
-
-    g is the gradient at w, s that at w + e. In the paper rho falls with the learning rate: give a ``rho_schedule`` of
-    the same shape, such as `Cosine`. alpha = 0 is SAM.
-
-    Args:
-        alpha: the weight of the part of g that is orthogonal to s; the paper tries 0.05 to 0.7.
-
-    Examples:
-        >>> opt = sparsesam.GSAM(base, model, rho=0.1, alpha=0.4)
-        >>> loss = opt.minimize(lambda: loss_fn(model(x), y))
-    """
-
-    def __init__(
-        self, base: Optimizer, model: nn.Module, rho: float = 0.05, *, alpha: float = 0.4, **options: Any
-    ) -> None:
-        if not isinstance(alpha, int | float) or not 0 <= alpha < math.inf:
-            raise ValueError(f"alpha must be a finite number of at least 0, got {alpha}; 0 is SAM, 0.4 is usual")
-        self.alpha = alpha
-        super().__init__(base, model, rho, **options)
-
-    def combine(self, first: list[Tensor] | None, second: list[Tensor]) -> None:
-        if first is None or not second or self.alpha == 0:
-            return
-        squares = self.dot(second, second)
-        share = torch.where(squares > 0, self.dot(first, second) / squares, 0.0)
-        # s - alpha (g - share s) = (1 + alpha share) s - alpha g
-        torch._foreach_mul_(second, 1 + self.alpha * share)
-        torch._foreach_add_(second, first, alpha=-self.alpha)
-
-
-class WSAM(TwoGradients):
-    """Implements WSAM (Yue et al. 2023): sharpness as a regularization term with a weight of its own.
-
-        f(w) + gamma / (1 - gamma) * (f(w + e) - f(w))
-
-    With ``decouple`` the base optimizer sees only the gradient g at w, and w moves by -lr * gamma / (1 - gamma) *
-    (s - g) after its update, with s the gradient at w + e: the sharpness term enters neither momentum nor the base's
-    scaling. A GradScaler scales the gradients and not this term: use ``decouple=False`` with one. gamma = 0.5 without
-    ``decouple`` is SAM, gamma = 0 the base optimizer.
-
-    Args:
-        gamma: the weight, in [0, 1).
-        decouple: whether the sharpness term is applied apart from the base optimizer.
-
-    Examples:
-        >>> opt = sparsesam.WSAM(base, model, rho=0.05, gamma=0.9)
-        >>> loss = opt.minimize(lambda: loss_fn(model(x), y))
-    """
-
-    def __init__(
-        self,
-        base: Optimizer,
-        model: nn.Module,
-        rho: float = 0.05,
-        *,
-        gamma: float = 0.9,
-        decouple: bool = True,
-        **options: Any,
-    ) -> None:
-        if not isinstance(gamma, int | float) or not 0 <= gamma < 1:
-            raise ValueError(f"gamma must be in [0, 1), got {gamma}; 0.5 weighs the loss at w + e alone, 0.9 is usual")
-        self.gamma, self.decouple = gamma, decouple
-        self._sharpness: Sequence[Tensor] = []
-        super().__init__(base, model, rho, **options)
-
-    def step(self, closure: Any = None, **options: Any) -> Any:
-        if self.decouple and options.get("scaler") is not None:
-            raise ValueError(
-                "scaler must not be given with decouple=True: the sharpness term would stay scaled; use decouple=False"
-            )
-        return super().step(closure, **options)
-
-    def combine(self, first: list[Tensor] | None, second: list[Tensor]) -> None:
-        if first is None or not second:
-            return
-        weight = self.gamma / (1 - self.gamma)
-        sharpness = torch._foreach_sub(second, first)
-        torch._foreach_copy_(second, first)
-        if self.decouple:
-            self._sharpness = torch._foreach_mul(sharpness, weight)
-        else:
-            torch._foreach_add_(second, sharpness, alpha=weight)
-
-    def after_update(self) -> None:
-        sharpness, self._sharpness = iter(self._sharpness), []
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and (term := next(sharpness, None)) is not None:
-                    local_part(p).sub_(
-                        term.to(p.dtype), alpha=float(group["lr"]) * (-1 if group.get("maximize") else 1)
-                    )

@@ -1,0 +1,461 @@
+"""The methods of the family: each equals its paper's equations, whatever mask, norm, loop or checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import sparsesam
+from tests import cases, oracles
+
+BASES = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+}
+MASKS = {
+    "all": lambda model: None,
+    "half": lambda model: sparsesam.fixed_mask(cases.half_masks(model)),
+    "filters": lambda model: sparsesam.fixed_mask(cases.every_other_filter(model)),
+    "2:4": lambda model: sparsesam.random_mask(pattern="2:4", seed=3),
+}
+
+# ---- the equations, on flat vectors --------------------------------------------------------------------------
+
+
+def momentum(n, t):
+    states = [n.base.state[p] for p in n.parameters]
+    velocity = [s.get("momentum_buffer", s.get("exp_avg")) for s in states]
+    n.update(n.gradient(n.w if velocity[0] is None else n.w - n.e(oracles.flat(velocity), 0.7)))
+
+
+def extrapolated(n, t):
+    here, before = n.w, n.kept.get("before", n.w)
+    n.update(n.gradient(here + 3.0 * n.mask * (here - before)))
+    n.kept["before"] = here
+
+
+def gsam(n, t):
+    g = n.gradient(n.w)
+    s = n.gradient(n.w + n.e(g, 0.3))
+    orthogonal = g - (g @ s) / (s @ s) * s
+    n.update(s - 0.4 * orthogonal)
+
+
+def wsam(n, t):
+    g = n.gradient(n.w)
+    s = n.gradient(n.w + n.e(g, 0.3))
+    n.update(g)
+    n.set(n.w - 0.1 * 0.8 / 0.2 * (s - g))
+
+
+def wsam_coupled(n, t):
+    g = n.gradient(n.w)
+    s = n.gradient(n.w + n.e(g, 0.3))
+    n.update(g + 0.8 / 0.2 * (s - g))
+
+
+def look(n, t):
+    g = n.gradient(n.w)
+    if t % 3 == 0:
+        s = n.gradient(n.w + n.e(g, 0.3))
+        n.kept["v"] = s - (s @ g) / (g @ g) * g
+        n.update(s)
+    else:
+        v = n.kept["v"]
+        n.update(g + 0.7 * g.norm() / v.norm() * v)
+
+
+def friendly(n, t):
+    g = n.gradient(n.w)
+    average = n.kept.get("average")
+    n.update(n.gradient(n.w + n.e(g if average is None else g - 0.8 * average, 0.3)))
+    n.kept["average"] = g if average is None else 0.6 * average + 0.4 * g
+
+
+def z_sharp(n, t):
+    def filtered(g):
+        z = ((g - g.mean()) / g.std()).abs()
+        return torch.where(z >= z.quantile(0.75), g, 0.0)
+
+    n.update(n.gradient(n.w + n.e(n.by_tensor(filtered, n.gradient(n.w)), 0.3)))
+
+
+def esam(n, t):
+    draws = np.random.default_rng((7, t)).random(len(n.parameters)) < 0.6
+    drawn = oracles.flat([torch.full_like(p, float(draw)) for p, draw in zip(n.parameters, draws, strict=True)])
+    g = n.gradient(n.w)
+    e = n.e(g, 0.3 / 0.6, drawn) if draws.any() else 0
+    n.update(n.gradient(n.w + e))
+
+
+def three_ascents(n, t):
+    at, start = n.w, n.w
+    for _ in range(3):
+        at = at + n.e(n.gradient(at), 0.1)
+    assert not torch.equal(at, start)
+    n.update(n.gradient(at))
+
+
+def layer_radius(n, t):
+    def e(g, mask):
+        return 0.1 * mask * g / (g.norm() if n.norm == "full" else (mask * g).norm())
+
+    n.update(n.gradient(n.w + n.by_tensor(e, n.gradient(n.w), n.mask).nan_to_num()))
+
+
+def element_radius(n, t):
+    scale = n.by_tensor(lambda p: p.abs() + 0.02 if p.dim() > 1 else torch.ones_like(p), n.w)
+    n.update(n.gradient(n.w + 0.03 * n.mask * scale * n.gradient(n.w).sign()))
+
+
+def layerwise_adaptive(n, t):
+    g = n.gradient(n.w)
+    scale = n.by_tensor(lambda p: torch.ones_like(p) * (p.norm() if p.dim() > 1 else 1.0), n.w)
+    length = (scale * g).norm() if n.norm == "full" else (n.mask * scale * g).norm()
+    n.update(n.gradient(n.w + 0.2 * n.mask * scale**2 * g / length))
+
+
+METHODS = {
+    "momentum": (momentum, lambda *given, **options: sparsesam.MomentumSAM(*given, 0.7, **options)),
+    "GSAM": (gsam, lambda *given, **options: sparsesam.GSAM(*given, 0.3, alpha=0.4, **options)),
+    "WSAM": (wsam, lambda *given, **options: sparsesam.WSAM(*given, 0.3, gamma=0.8, **options)),
+    "WSAM coupled": (
+        wsam_coupled,
+        lambda *given, **options: sparsesam.WSAM(*given, 0.3, gamma=0.8, decouple=False, **options),
+    ),
+    "LookSAM": (look, lambda *given, **options: sparsesam.LookSAM(*given, 0.3, every=3, **options)),
+    "FriendlySAM": (
+        friendly,
+        lambda *given, **options: sparsesam.FriendlySAM(*given, 0.3, sigma=0.8, decay=0.6, **options),
+    ),
+    "ZSharp": (z_sharp, lambda *given, **options: sparsesam.ZSharp(*given, 0.3, quantile=0.75, **options)),
+    "ESAM": (esam, lambda *given, **options: sparsesam.ESAM(*given, 0.3, beta=0.6, seed=7, **options)),
+    "three ascents": (three_ascents, lambda *given, **options: sparsesam.SAM(*given, 0.3, ascent_steps=3, **options)),
+    "layer radius": (layer_radius, lambda *given, **options: sparsesam.SAM(*given, 0.1, radius="layer", **options)),
+    "element radius": (
+        element_radius,
+        lambda *given, **options: sparsesam.SAM(*given, 0.03, radius="element", adaptive=True, eta=0.02, **options),
+    ),
+    "layerwise ASAM": (
+        layerwise_adaptive,
+        lambda *given, **options: sparsesam.SAM(*given, 0.2, adaptive="layer", **options),
+    ),
+}
+
+
+def extrapolate(*given, **options):
+    return sparsesam.ExtrapolatedSAM(*given, 3.0, **options)
+
+
+def make(name, model, base=cases.sgd, **options):
+    return METHODS[name][1](base(model), model, **options)
+
+
+def train(model, opt, steps):
+    for seed in steps:
+        x, y = cases.vectors(seed=seed)
+        opt.minimize(lambda x=x, y=y: F.cross_entropy(model(x), y))
+
+
+def assert_equals_naive(equation, wrap, base, mask, norm):
+    model, twin = cases.mlp(), cases.mlp()
+    opt = wrap(BASES[base](model.parameters()), model, mask=MASKS[mask](model))
+    train(model, opt, range(7))
+    naive = oracles.Naive(twin, BASES[base](twin.parameters()), None if mask == "all" else opt.masks.values(), norm)
+    for seed in range(7):
+        naive.x, naive.y = cases.vectors(seed=seed)
+        equation(naive, seed)
+    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("norm", ["full", "masked"])
+@pytest.mark.parametrize("mask", ["all", "half", "filters"])
+@pytest.mark.parametrize("implementation", ["host", "accelerator"])
+@pytest.mark.parametrize("name", METHODS)
+def test_method_equals_equations(name, implementation, mask, norm):
+    equation, wrap = METHODS[name]
+    with cases.moved_as_on(implementation):
+        assert_equals_naive(equation, lambda *given, **o: wrap(*given, norm=norm, **o), "momentum", mask, norm)
+
+
+@pytest.mark.parametrize("base", [name for name in BASES if name not in ("sgd", "adagrad", "rprop")])
+def test_momentum_of_every_base_equals_equation(base):
+    assert_equals_naive(*METHODS["momentum"], base, "half", "full")
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("base", ["sgd", "momentum", "adamw", "adagrad", "rprop"])
+def test_extrapolation_equals_equation(base, mask):
+    assert_equals_naive(extrapolated, extrapolate, base, mask, "masked")
+
+
+# ---- limits --------------------------------------------------------------------------------------------------
+
+IS_SAM = {
+    "GSAM, alpha 0": lambda *given: sparsesam.GSAM(*given, 0.3, alpha=0.0),
+    "LookSAM, every step": lambda *given: sparsesam.LookSAM(*given, 0.3, every=1),
+    "FriendlySAM, sigma 0": lambda *given: sparsesam.FriendlySAM(*given, 0.3, sigma=0.0),
+    "ZSharp, quantile 0": lambda *given: sparsesam.ZSharp(*given, 0.3, quantile=0.0),
+    "ESAM, beta 1": lambda *given: sparsesam.ESAM(*given, 0.3, beta=1.0),
+    "one ascent step": lambda *given: sparsesam.SAM(*given, 0.3, ascent_steps=1),
+}
+
+
+@pytest.mark.parametrize("name", IS_SAM)
+def test_limit_is_sam(name):
+    model, twin = cases.mlp(), cases.mlp()
+    train(model, IS_SAM[name](cases.sgd(model), model), range(5))
+    train(twin, sparsesam.SAM(cases.sgd(twin), twin, 0.3), range(5))
+    assert cases.same_bits(cases.weights_of(model), cases.weights_of(twin))
+
+
+def test_wsam_of_half_weight_is_sam():
+    model, twin = cases.mlp(), cases.mlp()
+    train(model, sparsesam.WSAM(cases.sgd(model), model, 0.3, gamma=0.5, decouple=False), range(5))
+    train(twin, sparsesam.SAM(cases.sgd(twin), twin, 0.3), range(5))
+    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_sparsity_zero_equals_no_mask_and_one_equals_base(name):
+    models = [cases.mlp() for _ in range(4)]
+    for model, sparsity in zip(models[:3], (None, 0.0, 1.0), strict=True):
+        mask = None if sparsity is None else sparsesam.random_mask(sparsity=sparsity)
+        train(model, make(name, model, mask=mask), range(5))
+    base = cases.sgd(models[3])
+    for seed in range(5):
+        base.step(cases.closure_for(models[3], base, *cases.vectors(seed=seed)))
+    dense, zero, one, plain = map(cases.weights_of, models)
+    assert cases.same_bits(dense, zero)
+    assert cases.same_bits(one, plain)
+    assert not cases.same_bits(dense, plain)
+
+
+# ---- state ---------------------------------------------------------------------------------------------------
+
+RULES = {
+    "none": lambda: None,
+    "dynamic": lambda: sparsesam.dynamic_mask(sparsity=0.5, refresh=2),
+    "random filters": lambda: sparsesam.random_mask(sparsity=0.5, pattern="filter", refresh=3),
+}
+
+
+@pytest.mark.parametrize("norm", ["full", "masked"])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", METHODS)
+def test_resumed_run_equals_uninterrupted(name, rule, norm):
+    def new(model):
+        groups = [{"params": model[:3].parameters()}, {"params": model[3:].parameters(), "perturb": False}]
+        return METHODS[name][1](torch.optim.SGD(groups, lr=0.1, momentum=0.9), model, mask=RULES[rule](), norm=norm)
+
+    model = cases.mlp()
+    opt = new(model)
+    train(model, opt, range(4))
+    file = io.BytesIO()
+    torch.save((model.state_dict(), opt.state_dict()), file)
+    copied, pickled = copy.deepcopy((model, opt)), pickle.loads(pickle.dumps((model, opt)))
+    train(model, opt, range(4, 9))
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    again = cases.mlp(seed=5)
+    again.load_state_dict(weights)
+    resumed = new(again)
+    resumed.load_state_dict(state)
+    for other in ((again, resumed), copied, pickled):
+        train(*other, range(4, 9))
+        assert cases.same_bits(cases.weights_of(model), cases.weights_of(other[0]))
+
+
+@pytest.mark.parametrize("norm", ["full", "masked"])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", METHODS)
+def test_minimize_equals_closure(name, rule, norm):
+    """`minimize` leaves gradients out, a closure computes all of them."""
+    model, twin = cases.mlp(), cases.mlp()
+    train(model, make(name, model, mask=RULES[rule](), norm=norm), range(6))
+    other = make(name, twin, mask=RULES[rule](), norm=norm)
+    for seed in range(6):
+        other.step(cases.closure_for(twin, other, *cases.vectors(seed=seed)))
+    assert cases.same_bits(cases.weights_of(model), cases.weights_of(twin))
+
+
+def test_friendly_average_covers_what_the_norm_needs():
+    counts = {}
+    for norm in ("full", "masked"):
+        model = cases.mlp()
+        opt = sparsesam.FriendlySAM(
+            cases.sgd(model), model, 0.1, mask=sparsesam.fixed_mask(cases.half_masks(model)), norm=norm
+        )
+        train(model, opt, range(2))
+        counts[norm] = sum(part.numel() for part in opt.own.tensors["average"].values())
+    weights = sum(p.numel() for p in model.parameters())
+    assert counts == {"full": weights, "masked": sum(int(m.sum()) for m in cases.half_masks(model).values())}
+
+
+def test_esam_leaves_out_gradients_of_tensors_not_drawn():
+    model = cases.mlp()
+    opt = sparsesam.ESAM(cases.sgd(model), model, 0.3, beta=0.5)
+    shares = []
+    for seed in range(8):
+        train(model, opt, [seed])
+        shares.append(opt.savings().gradients)
+    assert len(set(shares)) > 3
+    assert all(0 < share < 1 for share in shares)
+
+
+# ---- gradients that are scaled or not finite -----------------------------------------------------------------
+
+SCALED = ["GSAM", "WSAM coupled", "LookSAM", "ZSharp", "ESAM", "three ascents", "layer radius", "element radius"]
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scaler_does_not_change_the_step(name):
+    model, twin = cases.mlp(torch.float32), cases.mlp(torch.float32)
+    opt, other = make(name, model), make(name, twin)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    for seed in range(6):
+        x, y = cases.vectors(dtype=torch.float32, seed=seed)
+        opt.minimize(lambda x=x, y=y: F.cross_entropy(model(x), y), scaler=scaler)
+        scaler.update()
+        other.minimize(lambda x=x, y=y: F.cross_entropy(twin(x), y))
+    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("in_two_phases", [False, True])
+@pytest.mark.parametrize("name", ["FriendlySAM", "WSAM"])
+def test_scaler_is_refused_where_its_scale_would_stay(name, in_two_phases):
+    model = cases.mlp(torch.float32)
+    opt, before = make(name, model), cases.weights_of(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    x, y = cases.vectors(dtype=torch.float32)
+    if in_two_phases:
+        with opt.first_pass():
+            opt.backward(scaler.scale(F.cross_entropy(model(x), y)))
+        with opt.perturbed():
+            scaler.scale(F.cross_entropy(model(x), y)).backward()
+    with pytest.raises(RuntimeError, match="does not work with a GradScaler"):
+        scaler.step(opt) if in_two_phases else opt.minimize(lambda: F.cross_entropy(model(x), y), scaler=scaler)
+    assert cases.same_bits(before, cases.weights_of(model))
+
+
+@pytest.mark.parametrize("implementation", ["host", "accelerator"])
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("momentum", "three ascents")])
+def test_gradient_at_w_that_is_not_finite_does_not_poison_the_run(name, implementation):
+    with cases.moved_as_on(implementation):
+        model = cases.mlp()
+        opt = make(name, model)
+        train(model, opt, range(3))
+        x, y = cases.vectors()
+        factors = iter([math.inf, 1.0])
+        with pytest.warns(RuntimeWarning) if implementation == "host" else nullcontext():
+            opt.minimize(lambda: F.cross_entropy(model(x), y) * next(factors))
+        assert opt.skipped_ascents == 1
+        train(model, opt, range(3, 6))
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+# ---- what does not go together -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("momentum", {"ascent_fraction": 0.25}),
+        ("momentum", {"off_steps": "reuse", "every": 2}),
+        ("momentum", {"ascent_steps": 2}),
+        ("GSAM", {"ascent_fraction": 0.25}),
+        ("WSAM", {"off_steps": "reuse", "every": 2}),
+        ("LookSAM", {"off_steps": "reuse"}),
+        ("ESAM", {"off_steps": "reuse", "every": 2}),
+        ("FriendlySAM", {"ascent_steps": 2}),
+        ("ZSharp", {"ascent": "implicit", "norm": "masked"}),
+        ("GSAM", {"ascent": "implicit", "norm": "masked"}),
+        ("three ascents", {"off_steps": "reuse", "every": 2}),
+        ("three ascents", {"ascent": "implicit", "norm": "masked"}),
+    ],
+)
+def test_options_that_do_not_go_together_raise(name, options):
+    model = cases.mlp()
+    option = next(iter(options))
+    with pytest.raises(ValueError, match=f"{option} must be .*, got {options[option]!r}: "):
+        make(name, model, mask=sparsesam.fixed_mask("0.*"), **options)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        (sparsesam.GSAM, {"alpha": -1.0}, "alpha must be a finite number of at least 0, got -1.0"),
+        (sparsesam.GSAM, {"alpha": math.inf}, "alpha must be a finite number of at least 0, got inf"),
+        (sparsesam.WSAM, {"gamma": 1.0}, r"gamma must be in \[0, 1\), got 1.0"),
+        (sparsesam.LookSAM, {"alpha": math.nan}, "alpha must be a finite number of at least 0, got nan"),
+        (sparsesam.LookSAM, {"every": 0}, "every must be an integer of at least 1, got 0"),
+        (sparsesam.FriendlySAM, {"sigma": "1"}, "sigma must be a finite number of at least 0, got 1"),
+        (sparsesam.FriendlySAM, {"decay": 1.5}, r"decay must be in \[0, 1\], got 1.5"),
+        (sparsesam.ZSharp, {"quantile": 95}, r"quantile must be in \[0, 1\], got 95"),
+        (sparsesam.ESAM, {"beta": 0.0}, r"beta must be in \(0, 1\], got 0.0"),
+        (sparsesam.SAM, {"ascent_steps": 0}, "ascent_steps must be an integer of at least 1, got 0"),
+        (sparsesam.SAM, {"radius": "tensor"}, "radius must be one of 'global', 'layer', 'element', got 'tensor'"),
+        (sparsesam.SAM, {"adaptive": "tensor"}, 'adaptive must be False, True .*, "all" or "layer", got \'tensor\''),
+    ],
+)
+def test_invalid_arguments_raise(method, options, message):
+    model = cases.mlp()
+    with pytest.raises(ValueError, match=message):
+        method(cases.sgd(model), model, **options)
+
+
+def test_several_ascent_steps_in_two_phases_raise():
+    model = cases.mlp()
+    opt = make("three ascents", model)
+    with pytest.raises(RuntimeError, match="a step of SAM has 4 passes: use minimize"):
+        cases.in_two_phases(opt, model, *cases.vectors())
+
+
+def test_combined_gradients_must_be_dense():
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 3, sparse=True))
+    opt = sparsesam.GSAM(torch.optim.SGD(model.parameters(), lr=0.1), model, 0.1)
+    with pytest.raises(TypeError, match="must be dense: make layers sparse=False"):
+        opt.minimize(lambda: model(torch.tensor([1, 2])).square().sum())
+
+
+# ---- the momentum of the base --------------------------------------------------------------------------------
+
+
+def test_base_with_momentum_zero_raises_at_construction():
+    model = cases.mlp()
+    with pytest.raises(ValueError, match="base must have a momentum, got SGD with momentum=0"):
+        sparsesam.MomentumSAM(cases.sgd(model, momentum=0), model)
+
+
+def test_base_without_momentum_state_raises_in_step():
+    model = cases.mlp()
+    opt = sparsesam.MomentumSAM(torch.optim.Adagrad(model.parameters()), model)
+    with pytest.raises(ValueError, match="Adagrad keeps only step, sum"):
+        opt.step(cases.closure_for(model, opt, *cases.vectors()))
+
+
+def test_mask_scored_by_momentum_waits_for_it():
+    model = cases.mlp()
+    rule = sparsesam.Mask(score=sparsesam.GradientMagnitude(), sparsity=0.5, refresh=1)
+    opt = sparsesam.MomentumSAM(cases.sgd(model), model, rho=0.3, mask=rule)
+    opt.step(cases.closure_for(model, opt, *cases.vectors()))
+    assert opt.masks == {}
+    momentum = oracles.flat([opt.state[p]["momentum_buffer"].clone() for p in model.parameters()]).abs()
+    opt.step(cases.closure_for(model, opt, *cases.vectors(seed=2)))
+    kept = oracles.flat(list(opt.masks.values()))
+    assert momentum[kept].min() >= momentum[~kept].max()
