@@ -50,6 +50,12 @@ OPTIMIZERS = {
     "ssam-g": ("SSAM, largest gradients", "brown"),
     "ssam-random": ("SSAM, random mask", "pink"),
     "auto": ("recommended", "red"),
+    "gsam": ("GSAM", "gold"),
+    "wsam": ("WSAM", "violet"),
+    "friendly-sam": ("Friendly-SAM", "pink"),
+    "look-sam": ("LookSAM", "green"),
+    "esam": ("ESAM", "brown"),
+    "zsharp": ("ZSharp", "lime"),
 }
 #: More intervals than this are drawn as a few bars each: as many bands would hide each other.
 MOST_BANDS = 3

@@ -37,8 +37,21 @@ ConfigT = TypeVar("ConfigT", "TrainConfig", "RunEnvironment")
 #: Part of every hash; increase it when the default of a setting changes.
 _HASH_VERSION = 3
 
+Method = Literal[
+    "sgd", "adam", "adamw", "sam", "asam", "gsam", "wsam", "friendly-sam", "look-sam", "esam", "zsharp", "sam-on",
+    "ssam", "ssam-f", "ssam-d", "ssam-g", "ssam-random", "auto",
+]  # fmt: skip
 #: Optimizers that take one pass per step.
 PLAIN = ("sgd", "adam", "adamw")
+#: Methods without a mask, and the settings that are their own.
+OWN_SETTINGS = {
+    "gsam": ("alpha",),
+    "wsam": ("gamma", "decouple"),
+    "friendly-sam": ("sigma", "decay"),
+    "look-sam": ("alpha",),
+    "esam": ("beta",),
+    "zsharp": ("quantile",),
+}
 _MASKED = ("ssam-f", "ssam-d", "ssam-g", "ssam-random")
 _PERTURBS = When("an optimizer that perturbs", lambda config: not config.is_plain)
 _TUNABLE = When(
@@ -59,6 +72,10 @@ _FISHER, _DYNAMIC = when(optimizer=("ssam-f",)), when(optimizer=("ssam-d",))
 _OF_SGD = When("SGD as optimizer or base", lambda config: config.base_name == "sgd")
 _OF_ADAM = When("Adam or AdamW as optimizer or base", lambda config: config.base_name != "sgd")
 _STEPS = when(lr_schedule=("step",))
+
+
+def _own(name: str) -> When:
+    return when(optimizer=[method for method, names in OWN_SETTINGS.items() if name in names])
 
 
 @dataclass(frozen=True)
@@ -92,9 +109,7 @@ class TrainConfig:
         None, "initial weights: a run, checkpoint, state_dict (.pt) or .safetensors; a resized classifier stays random"
     )
     compile: bool = option(False, "torch.compile the model")
-    optimizer: Literal[
-        "sgd", "adam", "adamw", "sam", "asam", "sam-on", "ssam", "ssam-f", "ssam-d", "ssam-g", "ssam-random", "auto"
-    ] = option(
+    optimizer: Method = option(
         "ssam-f",
         "sgd, adam and adamw do not perturb; the others wrap `base`; ssam perturbs `layers` or what `budget` allows; "
         "auto: sparsesam.recommended",
@@ -126,22 +141,48 @@ class TrainConfig:
     )
     clip_grad_norm: PositiveFloat | None = option(None, "clip the norm of the gradient used for the update")
     rho: NonNegativeFloat = option(0.1, "radius of the perturbation", group="perturbation", used=_BY_GRADIENT)
-    rho_schedule: Literal["constant", "warmup", "cosine", "inverse-sqrt"] = option(
-        "constant", "schedule of rho", used=_TUNABLE
+    rho_schedule: Literal["constant", "warmup", "cosine", "inverse-sqrt", "learning-rate"] = option(
+        "constant", "schedule of rho; learning-rate: proportional to it, as in GSAM's paper", used=_TUNABLE
     )
     rho_warmup_epochs: NonNegativeFloat = option(
         1.0, "epochs of the warm-up of rho", used=_TUNABLE & when(rho_schedule=("warmup",))
     )
     rho_final: NonNegativeFloat = option(
-        0.0, "final fraction of rho for the cosine schedule", used=_TUNABLE & when(rho_schedule=("cosine",))
+        0.0,
+        "fraction of rho at the end of the cosine schedule, or at a learning rate of 0",
+        used=_TUNABLE & when(rho_schedule=("cosine", "learning-rate")),
     )
-    adaptive: bool | Literal["all"] = option(
-        False, "scale the perturbation by the weights; asam is sam with this on", used=_BY_GRADIENT
+    adaptive: bool | Literal["all", "layer"] = option(
+        False,
+        "scale the perturbation by the weights, all: biases too, layer: by their norms; asam is sam with this on",
+        used=_BY_GRADIENT,
     )
     eta: float = option(
         0.01,
         "eta of the adaptive perturbation",
         used=_BY_GRADIENT & When("adaptive or asam", lambda config: config.adaptive or config.optimizer == "asam"),
+    )
+    radius: Literal["global", "layer", "element"] = option(
+        "global", "rho is the norm of the perturbation, of each tensor's or of each entry's", used=_BY_GRADIENT
+    )
+    ascent_steps: PositiveInt = option(1, "steps of the ascent, with a pass each", used=_BY_GRADIENT)
+    alpha: NonNegativeFloat | None = option(
+        None,
+        "weight of the gradient's orthogonal part: null: 0.4 for gsam, 0.7 for look-sam, which needs ascent_every, "
+        "5 in its paper",
+        used=_own("alpha"),
+    )
+    gamma: FractionBelow1 = option(
+        0.9, "weight of the sharpness in wsam; 0.5 without decouple is SAM", used=_own("gamma")
+    )
+    decouple: bool = option(True, "apply the sharpness of wsam apart from `base`", used=_own("decouple"))
+    sigma: NonNegativeFloat = option(
+        1.0, "how much of the average gradient friendly-sam subtracts; 0 is SAM", used=_own("sigma")
+    )
+    decay: Fraction = option(0.9, "decay of friendly-sam's average gradient", used=_own("decay"))
+    beta: FractionAbove0 = option(0.5, "probability of a tensor to be perturbed by esam; 1 is SAM", used=_own("beta"))
+    quantile: Fraction = option(
+        0.95, "fraction of each tensor's entries that zsharp does not perturb; 0 is SAM", used=_own("quantile")
     )
     sparsity: Fraction | None = option(
         None, "fraction of unperturbed weights; default 0.5 or implied by the pattern", used=_CHOSEN
@@ -228,6 +269,10 @@ class TrainConfig:
                 "optimizer ssam needs layers, the parameters to perturb ('layer4.*,fc.*'), or a budget (1.2), "
                 f"got layers {self.layers} and budget {self.budget}; ssam-f chooses the mask by Fisher information"
             )
+        if self.optimizer in OWN_SETTINGS and self.ascent != "explicit":
+            raise ValueError(f"ascent must be explicit with optimizer {self.optimizer}, got {self.ascent}")
+        if self.optimizer == "look-sam" and self.ascent_every == 1:
+            raise ValueError("ascent_every must be above 1 with optimizer look-sam, got 1, which is SAM; 5 is usual")
         if self.optimizer in ("sam-on", "ssam"):  # |e| = rho, however few weights are perturbed
             object.__setattr__(self, "norm", "masked")
         sparsesam.as_pattern(self.pattern)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 #: Reading the loss synchronizes with the GPU and all ranks, so there it is read only every `SYNC_EVERY` steps.
 SYNC_EVERY = 20
+#: Steps of esam perturb other layers each: the cost is the mean of so many.
+VARYING_STEPS = 100
 
 
 class Training:
@@ -54,7 +56,7 @@ class Training:
         unit = plain_pass_operations(model.to(fabric.device), first.images, first.labels)
         self.cost = StepCost(unit, config.batch_size)
         if config.compile:  # operations of compiled code are not seen
-            self.cost.per_image = {"ascent": 1 + config.ascent_fraction, "plain": 1.0}
+            self.cost.per_image = {"ascent": 1 + config.ascent_steps * config.ascent_fraction, "plain": 1.0}
         self.ema: AveragedModel | None = None
         if config.ema is not None:
             average = get_ema_multi_avg_fn(config.ema)
@@ -68,6 +70,8 @@ class Training:
         )
         precision = fabric.strategy.precision
         self.scaler = getattr(precision, "scaler", None)  # only mixed precision has one
+        if self.scaler is not None and not getattr(self.optimizer, "allows_scaler", True):
+            raise ValueError(f"precision must not be fp16 with optimizer {config.optimizer}; bf16 needs no GradScaler")
         self._rate = [group["lr"] for group in self.optimizer.param_groups]
 
     # ---- what is shown and recorded ----------------------------------------------------------------------
@@ -178,14 +182,17 @@ class Training:
         seed_global(derive(self.config.seed, Purpose.STEP, *place), self.fabric.device)
         kind: StepName = "ascent" if getattr(self.optimizer, "needs_first_pass", False) else "plain"
         masks = self.cost.masks
-        with nullcontext() if kind in self.cost.per_image else MultiplyAdds() as counter:
+        varies = self.config.optimizer == "esam" and self.steps_taken < VARYING_STEPS
+        with MultiplyAdds() if varies or kind not in self.cost.per_image else nullcontext() as counter:
             figures = self._passes(batch)
         self.cost.images[kind] += batch.global_size
         masks = self.cost.masks - masks
         if counter is not None and (not masks or self._refreshes_every_step):
             # Count a step without a mask refresh if there is one: from a step that makes a mask nothing is left out.
             operations = counter.products / self.cost.unit - masks * self.cost.per_mask
-            self.cost.per_image[kind] = operations / len(batch.images)
+            before = self.cost.images[kind] - batch.global_size if kind in self.cost.per_image else 0
+            mean = before * self.cost.per_image.get(kind, 0.0) + batch.global_size * operations / len(batch.images)
+            self.cost.per_image[kind] = mean / (before + batch.global_size)
         if self.scaler is not None:
             self.scaler.update()
         if self.ema is not None:
