@@ -4,7 +4,7 @@ THREADS ?= 2
 BENCH ?= steps fisher selection memory engine budget vit_timing throughput augmentation sweep hessian landscape report
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test coverage slow lint docs matrix package bench clean
+.PHONY: help demo test coverage slow lint docs matrix package licences torture bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 16
@@ -44,6 +44,12 @@ matrix: .venv/.installed  ## the core tests on other versions of Python and torc
 
 package: .venv/.installed  ## build wheel and sdist; install each alone and try it
 	@$(BIN)/python tools/package.py
+
+licences: .venv/.installed  ## list the licences of all dependencies
+	@$(BIN)/python tools/licences.py
+
+torture: .venv/.installed  ## damaged files, crashes and malformed inputs, about an hour; docs/reliability.md
+	@OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore $(BIN)/python -m tests.torture
 
 bench: .venv/.installed  ## every measured figure, about an hour; BENCH=steps for one
 	@set -e; for figure in $(BENCH); do \

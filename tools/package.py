@@ -1,10 +1,11 @@
-"""Build wheel and sdist in dist/, install each alone in a fresh environment, and test it there.
+"""Build wheel and sdist in dist/, twice and equal, install each alone in a fresh environment, and test it there.
 
 torch and NumPy come from the environment that runs this script; the smoke test needs nothing else from it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -43,8 +44,11 @@ FROM_SDIST = ["tests/docs/test_code_blocks.py", "tests/test_foundation.py", "tes
 def main() -> int:
     os.environ.pop("PYTHONPATH", None)
     dist = ROOT / "dist"
+    # Fixed times in the archives: the same source gives the same bytes.
+    os.environ.setdefault("SOURCE_DATE_EPOCH", "1577836800")
     subprocess.run([sys.executable, "-m", "build", "--outdir", str(dist), str(ROOT)], check=True)
     with tempfile.TemporaryDirectory() as place:
+        check_reproducible(dist, Path(place) / "again")
         for artifact in (newest(dist, "*.whl"), newest(dist, "*.tar.gz")):
             environment = Path(place) / artifact.name
             python = make_environment(environment)
@@ -57,6 +61,16 @@ def main() -> int:
         there = {**os.environ, "PYTHONPATH": str(source.parent / "src")}
         subprocess.run([sys.executable, "-m", "pytest", "-q", *FROM_SDIST], check=True, cwd=source.parent, env=there)
     return 0
+
+
+def check_reproducible(dist: Path, again: Path) -> None:
+    """Build a second time; both archives must have the same bytes."""
+    subprocess.run([sys.executable, "-m", "build", "--outdir", str(again), str(ROOT)], check=True)
+    for file in again.iterdir():
+        sums = [hashlib.sha256((folder / file.name).read_bytes()).hexdigest() for folder in (dist, again)]
+        if sums[0] != sums[1]:
+            raise SystemExit(f"{file.name} is not reproducible: SHA-256 {sums[0]}, then {sums[1]}")
+        print(f"{file.name}: SHA-256 {sums[0]} in two builds")
 
 
 def newest(folder: Path, pattern: str) -> Path:

@@ -13,11 +13,11 @@ from sparsesam.lab.experiment import read_records
 from sparsesam.lab.inspection import ANALYSES
 
 SHORT = ["--train-size", "64", "--test-size", "40", "--epochs", "1", "--threads", "1", "--logger", "none"]
-SHORT += ["--fisher-samples", "8"]
+SPARSE = [*SHORT, "--fisher-samples", "8"]
 
 
 def test_train_prints_each_epoch_and_accuracy(tmp_path, capsys):
-    assert main(["train", *SHORT, "--out", str(tmp_path)]) == 0
+    assert main(["train", *SPARSE, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "epoch 1/1  loss" in printed
     assert "density 0.500  rho 0.1" in printed
@@ -73,7 +73,7 @@ def test_help_has_groups_and_names_of_models_and_data_sets(capsys):
 
 def test_eval_and_export_read_best_or_last_weights(tmp_path, capsys):
     out = str(tmp_path / "run")
-    assert main(["train", *SHORT, "--out", out, "--val-size", "50", "--name", "first"]) == 0
+    assert main(["train", *SPARSE, "--out", out, "--val-size", "50", "--name", "first"]) == 0
     assert "chosen on validation images" in capsys.readouterr().out
     assert main(["eval", out, "--weights", "last"]) == 0
     record = read_records(tmp_path / "run" / "records.jsonl")[-1]
@@ -85,7 +85,7 @@ def test_eval_and_export_read_best_or_last_weights(tmp_path, capsys):
         assert main(["export", out, "-o", str(file)]) == 0
         assert main(["eval", out, "--weights", str(file)]) == 0
         assert str(file) in capsys.readouterr().out
-        assert main(["train", *SHORT, "--init-from", str(file), "--out", str(tmp_path / name)]) == 0
+        assert main(["train", *SPARSE, "--init-from", str(file), "--out", str(tmp_path / name)]) == 0
     weights = torch.load(tmp_path / "exported" / "model.pt", weights_only=True)
     assert all(isinstance(value, torch.Tensor) for value in weights.values())
     assert main(["export", out, "-o", "model.onnx"]) == 2
@@ -95,7 +95,7 @@ def test_eval_and_export_read_best_or_last_weights(tmp_path, capsys):
 
 
 def test_bad_value_exits_with_reason(tmp_path, capsys):
-    assert main(["train", "--optimizer", "ssam"]) == 2
+    assert main(["train", "--optimizer", "other"]) == 2
     assert "--optimizer must be one of 'sgd', " in capsys.readouterr().err
     assert main(["train", "--optimizer", "ssam_f"]) == 2
     assert "did you mean ssam-f?" in capsys.readouterr().err
@@ -115,6 +115,39 @@ def test_unavailable_hardware_is_reported_in_one_line(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert main(["train", *SHORT, "--out", str(tmp_path / "file" / "run")]) == 2
     assert "is not a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--optimizer", "sam", "--sparsity", "0.5"],
+        ["--optimizer", "sgd", "--rho", "0.1"],  # also if it is the default
+        ["--optimizer", "sam", "--layers", "fc.*"],
+        ["--lr-gamma", "0.2"],
+        ["--config", "settings.yaml", "--optimizer", "sam"],
+    ],
+    ids=" ".join,
+)
+def test_setting_without_effect_is_refused(options, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "settings.yaml").write_text("pattern: filter\nfisher_samples: 128\n")
+    assert main(["train", *SHORT, *options]) == 2
+    assert " has no effect with optimizer " in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["settings.yaml"]
+
+
+def test_layers_and_budget_choose_what_is_perturbed(tmp_path, capsys):
+    for options in (["--layers", "12.*"], ["--budget", "1.5", "--fisher-samples", "8"]):
+        out = tmp_path / options[0]
+        assert main(["train", *SHORT, *options, "--out", str(out), "--model", "small-cnn"]) == 0
+        header, *_, result = read_records(out / "records.jsonl")
+        assert (header["config"]["optimizer"], header["config"]["norm"]) == ("ssam", "masked")
+        assert 0 < result["sparsity"] < 1
+        assert result["budget"] == (1.5 if options[0] == "--budget" else None)
+        if result["budget"]:
+            assert 1 < result["forward_backwards_per_step"] < 2
+    assert main(["train", "--optimizer", "ssam"]) == 2
+    assert "optimizer ssam needs layers" in capsys.readouterr().err
 
 
 def test_resume_needs_run(tmp_path, capsys):

@@ -25,7 +25,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
 
 def check_names(given: Iterable[str], known: Iterable[str]) -> None:
     """Raise ValueError for a setting that does not exist."""
-    for name in given:
+    for name in map(str, given):
         if name not in known:
             raise ValueError(unknown_name("option", name, known))
 

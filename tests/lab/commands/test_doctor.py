@@ -3,8 +3,8 @@ import sys
 from importlib import metadata
 
 import torch
-from torch import nn
 
+import sparsesam
 from sparsesam.lab import cli
 
 
@@ -19,10 +19,11 @@ def test_prints_versions_and_devices(capsys):
     assert "threads" in found["CPU"]
 
 
-def test_engine_status_comes_from_trial_step(capsys):
-    assert printed(capsys)["engine"].startswith("on")
-    with nn.modules.module.register_module_forward_hook(lambda *_: None):
-        assert printed(capsys)["engine"].startswith("off: forward hooks are registered for all modules")
+def test_savings_are_those_of_a_trial_step(capsys, monkeypatch):
+    assert printed(capsys)["savings"].startswith("67% of the first weight gradients left out")
+    make = sparsesam.SSAM
+    monkeypatch.setattr(sparsesam, "SSAM", lambda *args, **options: make(*args, **options, engine=False))
+    assert printed(capsys)["savings"].startswith("0% of the first weight gradients left out, 0 operations reused")
 
 
 def test_missing_package_is_listed(monkeypatch, capsys):
@@ -35,4 +36,4 @@ def test_doctor_needs_no_extra_and_other_commands_name_theirs(monkeypatch, capsy
     monkeypatch.setitem(sys.modules, "sparsesam.lab.commands.parser", None)  # as if its packages were missing
     assert cli.main(["train"]) == 2
     assert "pip install 'sparsesam[experiment]'" in capsys.readouterr().err
-    assert printed(capsys)["engine"].startswith("on")
+    assert "left out" in printed(capsys)["savings"]

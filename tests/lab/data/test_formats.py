@@ -1,6 +1,8 @@
 import gzip
 import os
 import pickle
+import resource
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -85,3 +87,14 @@ def test_damaged_pickle_names_file(tmp_path, damage):
 def test_pickle_of_another_type_raises(tmp_path):
     with pytest.raises(DataError, match="expected a pickled dictionary, found list"):
         read_pickle(write(tmp_path / "batch", [1]))
+
+
+def test_pickle_does_not_reserve_memory_that_it_asks_for(tmp_path):
+    (tmp_path / "data").write_bytes(b"\x80\x02}r\xff\xff\xff\x7f.")  # an empty dictionary as number 2³¹ - 1 of the memo
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, before[1]))
+    try:
+        assert read_pickle(tmp_path / "data") == {}
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)

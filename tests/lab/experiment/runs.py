@@ -31,6 +31,7 @@ def state(out):
     """Everything that a finished run saved, except the time it took."""
     content = checkpoint.load(out / "last.pt")
     content["training"].pop("sums")
+    content.pop("records")
     return content
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from sparsesam.lab.experiment.calibration import calibrate, key, read_calibration
 from sparsesam.lab.experiment.config import RunEnvironment
+from sparsesam.lab.experiment.run_directory import unseal
 from sparsesam.lab.experiment.sweep import Job
 from tests.lab.experiment.runs import SHORT
 
@@ -37,7 +38,7 @@ def test_saved_calibration_is_reused_for_same_variants_only(tmp_path):
     assert again.variants == found.variants
     assert again.fits([job.config for job in made])
     assert not again.fits([replace(SHORT, lr=0.3)])
-    content = json.loads((tmp_path / "calibration.json").read_text())
+    content = unseal(json.loads((tmp_path / "calibration.json").read_text()))
     assert content["kind"] == "calibration"
     assert list(content["variants"]) == [key(made[1].config)] == [replace(SHORT, seed=0).content_hash]
     content["provenance"]["cpu"] = "another"

@@ -12,6 +12,8 @@ from sparsesam.lab.experiment.errors import CheckpointError
 from sparsesam.lab.models import small_cnn
 from tests.lab.experiment.runs import same, state, train
 
+BEST = {"model": torch.arange(3), "epoch": 1, "test_accuracy": 0.5, "settings": {}}
+
 
 class Malicious:
     def __reduce__(self):
@@ -19,7 +21,7 @@ class Malicious:
 
 
 def test_round_trip(tmp_path):
-    checkpoint.save(tmp_path / "a.pt", {"model": torch.arange(3), "epoch": 1})
+    checkpoint.save(tmp_path / "a.pt", BEST)
     assert torch.equal(checkpoint.load(tmp_path / "a.pt")["model"], torch.arange(3))
 
 
@@ -35,7 +37,7 @@ def files_no_larger_than(size):
 
 
 def test_full_disk_keeps_previous_checkpoint(tmp_path):
-    checkpoint.save(tmp_path / "a.pt", {"model": torch.arange(3), "epoch": 1})
+    checkpoint.save(tmp_path / "a.pt", BEST)
     full = pytest.raises(
         CheckpointError, match=r"a\.pt could not be written .*File too large.*previous checkpoint is intact"
     )
@@ -54,7 +56,7 @@ def test_malicious_pickle_is_rejected_and_not_run(tmp_path, capfd):
 
 def test_other_version_is_rejected(tmp_path):
     torch.save({"format": checkpoint.FORMAT, "version": 99}, tmp_path / "a.pt")
-    with pytest.raises(CheckpointError, match="must be of version 3, got 99"):
+    with pytest.raises(CheckpointError, match="must be of version 4, got 99"):
         checkpoint.load(tmp_path / "a.pt")
 
 
@@ -156,7 +158,13 @@ def test_files_without_weights_are_rejected(tmp_path):
 
 
 def test_a_checkpoint_without_weights_is_refused(tmp_path):
-    for content in ({"config": {}}, {"training": {"ema": None}}):
-        checkpoint.save(tmp_path / "last.pt", content)
-        with pytest.raises(CheckpointError, match=r"last\.pt has no model, "):
-            checkpoint.load(tmp_path / "last.pt")
+    for name, content in (("best.pt", {"config": {}}), ("last.pt", {"training": {"ema": None}})):
+        checkpoint.save(tmp_path / name, content)
+        with pytest.raises(CheckpointError, match=r"has no settings, .*model, "):
+            checkpoint.load(tmp_path / name)
+
+
+def test_last_and_best_checkpoint_are_not_taken_for_each_other(tmp_path):
+    checkpoint.save(tmp_path / "last.pt", BEST)
+    with pytest.raises(CheckpointError, match=r"last\.pt has the content of best\.pt"):
+        checkpoint.load(tmp_path / "last.pt")

@@ -1,5 +1,4 @@
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,7 @@ UNUSED = [
     ("adamw", {"momentum": 0.1, "rho": 0.7}),
     ("sam", {"pattern": "filter", "fisher_samples": 3, "drop": "random", "eta": 3.0}),
     ("ssam-f", {"drop_ratio": 0.1, "rho_final": 0.5, "ascent_off_steps": "reuse", "corruption": "fog"}),
-    ("ssam-d", {"fisher_labels": "sampled", "lr_gamma": 0.5, "randaugment_magnitude": 1.0}),
+    ("ssam-d", {"fisher_labels": "sampled", "lr_gamma": 0.5}),
 ]
 USED = [
     ("sgd", {"momentum": 0.1}),
@@ -58,12 +57,6 @@ def test_hash_differs_between_configs_and_equals_for_equal_ones():
 def test_default_directory_describes_run():
     config = replace(TrainConfig(), model="my.module:net")
     assert str(RunEnvironment().directory(config)) == f"runs/digits-my.module.net-ssam-f-{config.content_hash}"
-
-
-def test_resume_command_names_data():
-    assert RunEnvironment(data_dir=Path("my data")).resume_command(Path("runs/a")) == (
-        "sparsesam train --resume --out runs/a --data-dir 'my data'"
-    )
 
 
 def test_unordered_milestones_are_rejected():

@@ -27,7 +27,9 @@ TRAINS = [
     {"precision": "bf16", "pattern": "filter", "ascent": "implicit", "norm": "masked"},
     {"precision": "fp16"},
     {"mixup": 0.2, "label_smoothing": 0.1, "ascent_fraction": 0.5},
-    {"randaugment": 2, "val_size": 100},
+    {"val_size": 100},
+    {"optimizer": "ssam", "layers": "12.*"},
+    {"optimizer": "ssam", "budget": 1.4},
     {"clip_grad_norm": 0.1, "accumulate": 4, "precision": "fp16"},
     {"lr_schedule": "step", "lr_milestones": [1, 2]},
 ]

@@ -112,16 +112,15 @@ def test_mixed_precision_keeps_float32_weights(tmp_path, precision):
     assert (content["scaler"] is not None) == (precision == "fp16")
 
 
-def test_non_finite_loss_stops_with_last_good_state_and_hint(tmp_path):
+def test_non_finite_loss_stops_with_last_good_state_and_hint(tmp_path, monkeypatch):
     with pytest.raises(DivergedError, match=r"lower lr \(1e\+30\).*no epoch was complete"):
         train(tmp_path / "first step", lr=1e30)
     with pytest.raises(Interrupted):
         train(tmp_path / "later", InterruptAt(6))
-    config = RunDirectory(tmp_path / "later").config
-    config.write_text(config.read_text().replace("\nlr: 0.05\n", "\nlr: 1.0e+30\n"))
+    monkeypatch.setattr("sparsesam.lab.experiment.training.lr_factor", lambda *_: 1e30)
     before = (tmp_path / "later" / "last.pt").read_bytes()
     with pytest.raises(DivergedError, match=r"the last good checkpoint is .*last\.pt"):
-        train(tmp_path / "later", resume=True, lr=1e30)
+        train(tmp_path / "later", resume=True)
     assert (tmp_path / "later" / "last.pt").read_bytes() == before
 
 
@@ -252,5 +251,5 @@ def test_diverged_run_reports_reason_until_continued(tmp_path):
     with pytest.raises(DivergedError):
         train(tmp_path, lr=1e30)
     assert "DivergedError" in json.loads((tmp_path / "failure.json").read_text())["error"]
-    RunDirectory(tmp_path).begin(replace(SHORT, lr=1e30), resume=True)
+    RunDirectory(tmp_path).begin(replace(SHORT, lr=1e30), RunEnvironment(resume=True))
     assert not (tmp_path / "failure.json").exists()

@@ -13,13 +13,13 @@ import yaml
 from rich.console import Console
 
 from sparsesam.lab.cli import main
-from sparsesam.lab.commands.sweep import sweep_table
+from sparsesam.lab.commands.sweep import overrides, sweep_table
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import RunError
 from sparsesam.lab.experiment.sweep import claimed_gpu, read_sweep, sweep_jobs
 from tests.lab.experiment.runs import result_with
 
-SETTINGS = {"train_size": 64, "test_size": 40, "epochs": 1, "batch_size": 32, "fisher_samples": 8}
+SETTINGS = {"train_size": 64, "test_size": 40, "epochs": 1, "batch_size": 32}
 
 
 def written(tmp_path, **content):
@@ -57,7 +57,7 @@ def test_grid_points_that_variant_does_not_use_are_one_run(tmp_path):
 
 
 def test_identical_runs_are_trained_once(tmp_path):
-    variants = {"SGD": {"optimizer": "sgd"}, "the same": {"optimizer": "sgd", "rho": 3.0}}
+    variants = {"SGD": {"optimizer": "sgd"}, "the same": {"optimizer": "sgd", "momentum": 0.9}}
     jobs = read(tmp_path, variants=variants).jobs(tmp_path / "runs")
     ended = []
     sweep_jobs(jobs, RunEnvironment(), workers=1, on_end=lambda job, warnings: ended.append(job.label))
@@ -103,6 +103,45 @@ def test_unknown_settings_are_rejected_with_nearest(tmp_path):
         read(tmp_path, gird={"rho": [1]})
     with pytest.raises(ValueError, match="grid must have a list of values"):
         read(tmp_path, grid={"rho": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ({"variants": "sam"}, "variants must contain names and values"),
+        ({"variants": {"A": {1: 2}}}, "unknown option '1'"),
+        ({"variants": {"A": "sam"}}, "variant A must contain names and values"),
+        ({"grid": 0.5}, "grid must contain names and values"),
+        ({"grid": {"sparsity": []}}, "grid must have a list of values"),
+        ({"grid": {"seed": list(range(400)), "rho": list(range(400))}}, "grid must have at most 100,000 combinations"),
+        ({"title": [1]}, "title must be a string"),
+        ({"seeds": 10**9}, "seeds must be 1 to 100,000"),
+        ({"seeds": [1, 1]}, "seeds must be different whole numbers"),
+        ({"settings": [1]}, "settings must contain names and values"),
+        ({"variants": {"A": {"optimizer": "sam", "sparsity": 0.5}}}, "sparsity has no effect with optimizer sam"),
+        ({"variants": {"A": {"optimizer": "sgd"}}, "grid": {"rho": [1, 2]}}, "rho has no effect with optimizer sgd"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_bad_file_is_rejected_with_reason(tmp_path, content, reason):
+    with pytest.raises(ValueError, match=rf"sweep\.yaml: {reason}"):
+        read(tmp_path, **content)
+
+
+def test_override_that_no_run_uses_is_rejected(tmp_path):
+    file = written(tmp_path, variants={"SGD": {"optimizer": "sgd"}, "SAM": {"optimizer": "sam"}})
+    assert len(read_sweep(file, overrides={"rho": 0.3}, seeds=None).variants) == 2
+    with pytest.raises(ValueError, match="sparsity has no effect"):
+        read_sweep(file, overrides={"sparsity": 0.3}, seeds=None)
+    with pytest.raises(ValueError, match=r"--set rho must have a YAML value, got '\['"):
+        overrides(["rho=["])
+
+
+def test_layers_and_budget_imply_their_optimizer(tmp_path):
+    sweep = read(tmp_path, variants={"L": {"layers": ["12.*"]}, "B": {"budget": 1.2}, "SAM": {"optimizer": "sam"}})
+    assert [(one.optimizer, one.norm) for one in sweep.variants.values()] == [
+        ("ssam", "masked"), ("ssam", "masked"), ("sam", "full"),
+    ]  # fmt: skip
 
 
 def test_finished_runs_are_skipped_and_failed_ones_retried_on_request(tmp_path):

@@ -130,8 +130,8 @@ def test_more_epochs_extend_finished_run(tmp_path):
     train(tmp_path, epochs=2)
     assert train(tmp_path, resume=True, epochs=3).epochs == 3
     kinds = [record["kind"] for record in read_records(tmp_path / "records.jsonl")]
-    assert kinds == ["run", "epoch", "epoch", "result", "extend", "epoch", "result"]
-    extended = read_records(tmp_path / "records.jsonl")[4]
+    assert kinds == ["run", "epoch", "epoch", "extend", "epoch", "result"]
+    extended = read_records(tmp_path / "records.jsonl")[3]
     assert (extended["epochs_before"], extended["config"]["epochs"], extended["step"]) == (2, 3, 10)
 
 

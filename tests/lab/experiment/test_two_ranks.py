@@ -28,7 +28,8 @@ def test_two_ranks_reach_weights_of_one_with_equal_masks(optimizer, tmp_path):
     for found in left:
         assert all(torch.equal(found["masks"][name], mask) for name, mask in expected["masks"].items())
         if optimizer == "sam-on":  # unperturbed layers come before perturbed ones
-            assert found["engine"]["engine"] == "on"
-            assert "used again" in found["engine"]["1.0.weight"]
+            gradients, reused, *_ = found["savings"]
+            assert gradients > 0.5
+            assert reused > 0
     weights = (state(folder / "run")["training"]["model"] for folder in (two, one))
     torch.testing.assert_close(*weights, rtol=1e-9, atol=1e-11)

@@ -17,7 +17,7 @@ BUILDERS = {"ssam-d": "build", "sam-on": "build_with_late_normalization"}
 def main(folder, optimizer, devices, *, engine=True):
     class LeavesMasks(Training):
         def evaluate(self, split):
-            left = {"masks": self.optimizer.masks, "engine": self.optimizer.engine_report()}
+            left = {"masks": self.optimizer.masks, "savings": tuple(self.optimizer.savings())}
             torch.save(left, Path(folder) / f"left-{self.fabric.global_rank}.pt")
             return super().evaluate(split)
 

@@ -11,7 +11,7 @@ import dataclasses
 import shutil
 import typing
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,15 @@ from typing import Any, NoReturn
 
 import yaml
 
-from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, names_of
+from sparsesam.lab.experiment.config import (
+    DEFAULTS,
+    RunEnvironment,
+    TrainConfig,
+    check_used,
+    complete,
+    names_of,
+    split_settings,
+)
 from sparsesam.lab.experiment.setting_types import alternatives, choices, convert
 from sparsesam.lab.names import check_names, unknown_name
 
@@ -39,7 +47,7 @@ class Parser(ArgumentParser):
         self.known += [name.removeprefix("--") for name in names if name.startswith("--")]
         hint = options.get("type")
         if hint is not None:
-            usual = {"metavar": _metavar(names[-1], hint), **({"nargs": "?", "const": True} if hint is bool else {})}
+            usual = {"metavar": metavar(names[-1], hint), **({"nargs": "?", "const": True} if hint is bool else {})}
             options = {**usual, **options, "type": partial(self._convert, names[-1], hint)}
         options["help"] = options.get("help", "").replace("%", "%%")
         target: Any = group or super()
@@ -96,23 +104,26 @@ def add_options(parser: Parser, kind: Any, *, leave_out: Sequence[str] = (), fla
         if one.metadata["group"] is not None:
             group = parser.add_argument_group(one.metadata["group"])
         is_flag = flags and one.default is False
-        text = one.metadata["help"] + ("" if is_flag else _default(one.default))
+        text = one.metadata["help"] + ("" if is_flag else default_text(one.default))
         how = {"action": "store_true"} if is_flag else {"type": types[one.name]}
         flag = f"--{one.name.replace('_', '-')}"
         parser.add_argument(flag, group=group, default=argparse.SUPPRESS, help=text, **how)
 
 
-def settings_from(options: Namespace) -> tuple[TrainConfig, RunEnvironment]:
-    """Combine settings: later config files override earlier ones, and options override config files."""
+def settings_from(options: Namespace, saved: Mapping[str, Any] | None = None) -> tuple[TrainConfig, RunEnvironment]:
+    """Combine settings: options override config files, later files earlier ones, and all of them those of a run.
+
+    ValueError for an option, or a value of a file that is not the default, that the run would not use.
+    """
     known = (*names_of(TrainConfig), *names_of(RunEnvironment))
-    given: dict[str, Any] = {}
+    in_files: dict[str, Any] = {}
     for file in options.config:
-        content = _read(file)
-        check_names(content, known)
-        given |= content
-    given |= {name: value for name, value in vars(options).items() if name in known}
-    environment = {name: given.pop(name) for name in names_of(RunEnvironment) if name in given}
-    return TrainConfig(**given), RunEnvironment(**environment)
+        in_files |= _read(file)
+    check_names(in_files, known)
+    chosen = {name: value for name, value in vars(options).items() if name in known}
+    config, environment = split_settings({**(saved or {}), **complete({**in_files, **chosen})})
+    check_used(config, [*chosen, *(name for name in in_files if in_files[name] != DEFAULTS.get(name))])
+    return config, environment
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -120,24 +131,26 @@ def _read(file: Path) -> dict[str, Any]:
         content = yaml.safe_load(file.read_text())
     except OSError as error:
         raise ValueError(f"--config {file} cannot be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"--config {file} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise ValueError(f"--config {file} must contain names and values, such as `epochs: 3`")
-    return content
+    return {str(name): value for name, value in content.items() if name != "sum"}  # of a run's config.yaml
 
 
-def _metavar(flag: str, hint: Any) -> str:
+def metavar(flag: str, hint: Any) -> str:
+    """Returns the values of a type, for help texts."""
     kinds = [getattr(kind, "__origin__", kind) for kind in alternatives(hint) if kind is not type(None)]
     if values := choices(hint):
         return f"{{{','.join([*map(str, values), *(['true', 'false'] if bool in kinds else [])])}}}"
     if not flag.startswith("-"):
         return flag
     words = {int: "N", float: "X", bool: "true|false", Path: "PATH", str: "NAME"}
-    return words.get(kinds[0], "[X,…]")
+    return words.get(kinds[0], "NAME,…" if "str" in str(hint) else "[X,…]")
 
 
-def _default(value: Any) -> str:
+def default_text(value: Any) -> str:
+    """Returns text to append to a help text."""
     if value is None or value == () or value is dataclasses.MISSING:
         return ""
     return f" (default: {str(value).lower() if isinstance(value, bool) else value})"

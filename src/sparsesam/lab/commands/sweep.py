@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import joblib
 import yaml
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -84,6 +83,8 @@ def execute(
 
     ``timed`` jobs run last, one at a time, and record the time of each step.
     """
+    import joblib
+
     workers = options.jobs or options.gpus or joblib.cpu_count()
     environment, progress = _environment(options), SweepProgress(jobs, draw, workers, calibration)
     start = partial(sweep_jobs, backend=options.backend, retry=options.retry, gpus=options.gpus, on_end=progress.ended)
@@ -121,11 +122,15 @@ def report_failures(jobs: Sequence[Job]) -> None:
 def overrides(given: Sequence[str]) -> dict[str, Any]:
     """Parse ``epochs=3`` to ``{"epochs": 3}``."""
     values = {}
-    for one in given:
-        name, found, value = one.partition("=")
+    for text in given:
+        name, found, value = text.partition("=")
         if not found:
-            raise ValueError(f"--set must be NAME=VALUE, got {one!r}; for example --set epochs=3")
-        values[name.replace("-", "_")] = yaml.safe_load(value)
+            raise ValueError(f"--set must be NAME=VALUE, got {text!r}; for example --set epochs=3")
+        try:
+            values[name.replace("-", "_")] = yaml.safe_load(value)
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"--set {name} must have a YAML value, got {value!r}: {reason}") from error
     return values
 
 

@@ -8,8 +8,6 @@ from dataclasses import replace
 
 from sparsesam.lab.commands.parser import Namespace, Parser, add_settings, settings_from
 from sparsesam.lab.experiment.config import RunEnvironment
-from sparsesam.lab.experiment.observers import ProgressBar
-from sparsesam.lab.experiment.run import run_training
 from sparsesam.lab.experiment.run_directory import RunDirectory
 
 HELP = "Train one model. All options have defaults: `sparsesam train` alone takes half a minute on a laptop."
@@ -21,11 +19,15 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> None:
+    from sparsesam.lab.experiment.observers import ProgressBar
+    from sparsesam.lab.experiment.run import run_training
+
+    saved = {}
     if getattr(options, "resume", False):  # read the settings of the run, so they need not be repeated
         if not hasattr(options, "out"):
             raise ValueError("--resume needs --out, the directory of the run to continue")
-        options.config = [RunDirectory.existing(options.out).config, *options.config]
-    config, environment = settings_from(options)
+        saved = RunDirectory.existing(options.out).settings()
+    config, environment = settings_from(options, saved)
     environment = under_torchrun(environment)
     result = run_training(config, environment, None if environment.quiet else ProgressBar())
     chosen = "validation" if result.best_chosen_on == "val" else "test"

@@ -13,13 +13,12 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from sparsesam.lab.data.image_folder import FolderSplits
-from sparsesam.lab.data.rand_augment import rand_augment
 from sparsesam.lab.data.splits import Splits
 
 
 @dataclass(frozen=True)
 class Augment:
-    """Pad and crop, flip, RandAugment, normalize, cut out; operations set to 0 or False are skipped.
+    """Pad and crop, flip, normalize, cut out; operations set to 0 or False are skipped.
 
     ``images`` are (n, c, h, w), uint8 in 0..255 or floating point in [0, 1]; the result is float32, or the images' own
     floating-point dtype. Half of the images are mirrored, and half are cut: a square is filled with 0 after
@@ -32,8 +31,6 @@ class Augment:
     padding: int = 0
     flip: bool = False
     cutout: int = 0
-    randaugment: int = 0
-    randaugment_magnitude: float = 9.0
 
     def __post_init__(self) -> None:
         if len(self.mean) != len(self.std) or not all(value > 0 for value in self.std):
@@ -57,8 +54,6 @@ class Augment:
             tops, lefts = (draw(0, 2 * self.padding + 1) for _ in range(2))
             flips = happens() if self.flip else None
             images = crop_and_flip(images, tops, lefts, flips, padding=self.padding)
-        if self.randaugment:
-            images = rand_augment(images, generator, count=self.randaugment, magnitude=self.randaugment_magnitude)
         seen = self.plain(images)
         if self.cutout:
             half = self.cutout // 2

@@ -7,6 +7,7 @@ import os
 import shutil
 import tarfile
 import tempfile
+import zlib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -101,7 +102,20 @@ def unpack(archive: Path, folder: Path) -> None:
     """Unpack the folder of that name atomically. Members outside of it are not written."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as place:
-        with tarfile.open(archive) as tar:
-            tar.extractall(place, filter="data")
+        try:
+            with tarfile.open(archive) as tar:
+                if hasattr(tarfile, "data_filter"):
+                    tar.extractall(place, filter="data")
+                else:  # before Python 3.10.12 and 3.11.4
+                    if unsafe := [member.name for member in tar if not _is_plain(member, Path(place))]:
+                        raise tarfile.TarError(f"{unsafe[0]!r}, which is not a file or folder in it")
+                    tar.extractall(place)
+        except (EOFError, tarfile.TarError, zlib.error) as error:
+            raise DataError(f"{archive}: expected a complete archive of files and folders, found {error}") from error
         shutil.rmtree(folder, ignore_errors=True)
         Path(place, folder.name).replace(folder)
+
+
+def _is_plain(member: tarfile.TarInfo, place: Path) -> bool:
+    """Whether a member is a file or folder inside ``place``."""
+    return (member.isfile() or member.isdir()) and (place / member.name).resolve().is_relative_to(place.resolve())

@@ -104,8 +104,11 @@ def read_pickle(path: Path) -> dict[str, Any]:
     return content
 
 
-class _Unpickler(pickle.Unpickler):
-    """Allows only the construction of numpy arrays."""
+class _Unpickler(pickle._Unpickler):
+    """Allows only the construction of numpy arrays.
+
+    In Python: the one in C reserves as much memory as a damaged file asks for.
+    """
 
     _reconstruct = np.empty(0).__reduce__()[0]
     _allowed: ClassVar[dict[str, Any]] = {

@@ -43,12 +43,19 @@ OPTIMIZERS = {
     "adamw": ("AdamW", "violet"),
     "sam": ("SAM", "blue"),
     "asam": ("ASAM", "cyan"),
+    "ssam": ("SSAM", "ink"),
     "ssam-f": ("SSAM-F", "orange"),
     "ssam-d": ("SSAM-D", "green"),
     "sam-on": ("SAM-ON", "lime"),
     "ssam-g": ("SSAM, largest gradients", "brown"),
     "ssam-random": ("SSAM, random mask", "pink"),
     "auto": ("recommended", "red"),
+    "gsam": ("GSAM", "gold"),
+    "wsam": ("WSAM", "violet"),
+    "friendly-sam": ("Friendly-SAM", "pink"),
+    "look-sam": ("LookSAM", "green"),
+    "esam": ("ESAM", "brown"),
+    "zsharp": ("ZSharp", "lime"),
 }
 #: More intervals than this are drawn as a few bars each: as many bands would hide each other.
 MOST_BANDS = 3

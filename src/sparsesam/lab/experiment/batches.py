@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import copy
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -155,10 +154,8 @@ class _Normalized(Dataset[tuple[Tensor, Tensor]]):
 
 def _augmentation(config: TrainConfig, splits: Splits | FolderSplits) -> Augment:
     if config.augment == "none":
-        augment = Augment(splits.mean, splits.std)
-    else:
-        augment = standard_augmentation(splits, cutout=config.augment == "standard")
-    return replace(augment, randaugment=config.randaugment, randaugment_magnitude=config.randaugment_magnitude)
+        return Augment(splits.mean, splits.std)
+    return standard_augmentation(splits, cutout=config.augment == "standard")
 
 
 def _in_memory(config: TrainConfig, splits: Splits, device: torch.device) -> dict[Split, Any]:

@@ -21,12 +21,11 @@ import torch
 from sparsesam.lab.data import FolderSplits, Splits
 from sparsesam.lab.experiment.batches import load_splits
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
-from sparsesam.lab.experiment.errors import DivergedError
+from sparsesam.lab.experiment.errors import DivergedError, RunError
 from sparsesam.lab.experiment.provenance import provenance
-from sparsesam.lab.experiment.run import make_fabric, make_training, torch_threads
-from sparsesam.lab.experiment.run_directory import write_atomically
+from sparsesam.lab.experiment.result import Sums
+from sparsesam.lab.experiment.run_directory import read_json, seal, write_atomically
 from sparsesam.lab.experiment.sweep import Job
-from sparsesam.lab.experiment.training import Sums
 
 FILE = "calibration.json"
 ROUNDS = 5
@@ -76,17 +75,19 @@ def key(config: TrainConfig) -> str:
 def read_calibration(folder: Path) -> SweepCalibration | None:
     """Read the calibration beside the runs in ``folder``; None if there is none, ValueError if it cannot be read."""
     try:
-        content = json.loads((folder / FILE).read_text())
-        variants = {name: VariantTime(**one) for name, one in content["variants"].items()}
+        content = read_json(folder / FILE)
+        if content is None:
+            return None
+        variants = {name: VariantTime(**values) for name, values in content["variants"].items()}
         return SweepCalibration(variants, dict(content["provenance"]))
-    except FileNotFoundError:
-        return None
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RunError) as error:
         raise ValueError(f"{FILE} is not a calibration of this version of sparsesam ({error}); delete it") from error
 
 
 def calibrate(jobs: Sequence[Job], environment: RunEnvironment, folder: Path) -> SweepCalibration:
     """Measure every variant of the jobs and write ``calibration.json``; invalid settings of a variant raise here."""
+    from sparsesam.lab.experiment.run import torch_threads
+
     threads = environment.threads or 1
     with torch.random.fork_rng(), torch_threads(threads):
         found = SweepCalibration(_measure(jobs, environment), provenance())
@@ -99,7 +100,7 @@ def calibrate(jobs: Sequence[Job], environment: RunEnvironment, folder: Path) ->
         "provenance": found.provenance,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / FILE, json.dumps(content, indent=1) + "\n")
+    write_atomically(folder / FILE, json.dumps(seal(content), indent=1) + "\n")
     return found
 
 
@@ -135,6 +136,8 @@ class _Stepper:
     """Takes the steps of one variant, a round at a time."""
 
     def __init__(self, config: TrainConfig, splits: Splits | FolderSplits, environment: RunEnvironment) -> None:
+        from sparsesam.lab.experiment.run import make_fabric, make_training
+
         # No mask refreshes after the first, except where `take_turn` requests them.
         endless = replace(config, epochs=10**6, max_steps=None, ascent_start=0.0, mask_epochs=10**6, mask_steps=None)
         self.training = make_training(endless, splits, make_fabric(endless, environment), environment)

@@ -19,7 +19,7 @@ from sparsesam.integrations.extras import required_by
 from sparsesam.lab.experiment.errors import CheckpointError
 
 FORMAT = "sparsesam run"
-VERSION = 3
+VERSION = 4
 
 _REMEDY = (
     "delete it and run the command again with --resume to train from the beginning, or start a new run from other "
@@ -34,7 +34,7 @@ _PREFIXES = ("module.", "_orig_mod.")
 
 def save(path: Path, content: dict[str, Any]) -> None:
     """Replace ``path`` atomically: if writing fails or the process dies, the old file remains."""
-    part = path.with_suffix(".part")
+    part = path.with_name(f"{path.name}.part")
     try:
         with part.open("wb") as file:
             torch.save({"format": FORMAT, "version": VERSION, **content}, file)
@@ -55,10 +55,8 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist: the run stopped before its first checkpoint; start it again")
     try:
-        with zipfile.ZipFile(path) as archive:
-            if (damaged := archive.testzip()) is not None:
-                raise ValueError(f"the checksum of {damaged} does not match")
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        check_archive(path)
+    except Exception as error:  # a damaged archive can fail in any way
         remedy = _REMEDY_OF_BEST if path.name == "best.pt" else _REMEDY
         raise CheckpointError(f"{path} is damaged or truncated ({error}); {remedy}") from error
     content = load_tensors(path, device)
@@ -70,10 +68,23 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
             "continue with the version of sparsesam that wrote it, or start again in another directory"
         )
     # last.pt has the state of the training, best.pt only the weights of an epoch.
-    needed = ("model", "ema", "optimizer", "position") if "training" in content else ("model", "epoch")
-    if missing := [name for name in needed if name not in content.get("training", content)]:
+    is_last = "training" in content
+    if path.name in ("best.pt", "last.pt") and is_last != (path.name == "last.pt"):
+        raise CheckpointError(f"{path} has the content of {'last' if is_last else 'best'}.pt; restore the right file")
+    needed = ("settings", "records") if is_last else ("settings", "model", "epoch", "test_accuracy")
+    missing = [name for name in needed if name not in content]
+    if is_last:
+        missing += [name for name in ("model", "ema", "optimizer", "position") if name not in content["training"]]
+    if missing:
         raise CheckpointError(f"{path} has no {', '.join(missing)}; use a file as `sparsesam train` writes it")
     return content
+
+
+def check_archive(path: Path) -> None:
+    """Raise an error if a part of the zip archive does not have its checksum."""
+    with zipfile.ZipFile(path) as archive:
+        if (damaged := archive.testzip()) is not None:
+            raise ValueError(f"the checksum of {damaged} does not match")
 
 
 def load_tensors(path: Path, device: torch.device | str = "cpu") -> Any:
@@ -85,8 +96,11 @@ def load_tensors(path: Path, device: torch.device | str = "cpu") -> Any:
             f"{path} is rejected: it contains more than tensors and plain values, and loading it could run code; "
             "save the state_dict only: torch.save(model.state_dict(), PATH)"
         ) from error
-    except (RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: it is damaged or not written by torch.save ({error})") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
+    except Exception as error:  # a damaged file can fail in any way
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(f"{path} cannot be read: it is damaged or not written by torch.save ({why})") from error
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -25,19 +24,58 @@ from sparsesam.lab.experiment.setting_types import (
     PositiveFloat,
     PositiveInt,
     Range,
+    When,
     check_settings,
     option,
+    when,
 )
 from sparsesam.lab.models import MODELS
 from sparsesam.lab.names import check_names
 
-#: Optimizers that take one pass per step.
-PLAIN = ("sgd", "adam", "adamw")
 ConfigT = TypeVar("ConfigT", "TrainConfig", "RunEnvironment")
-Magnitude = Annotated[float, Range("in [0, 10]", lambda value: 0 <= value <= 10)]
 
 #: Part of every hash; increase it when the default of a setting changes.
 _HASH_VERSION = 3
+
+Method = Literal[
+    "sgd", "adam", "adamw", "sam", "asam", "gsam", "wsam", "friendly-sam", "look-sam", "esam", "zsharp", "sam-on",
+    "ssam", "ssam-f", "ssam-d", "ssam-g", "ssam-random", "auto",
+]  # fmt: skip
+#: Optimizers that take one pass per step.
+PLAIN = ("sgd", "adam", "adamw")
+#: Methods without a mask, and the settings that are their own.
+OWN_SETTINGS = {
+    "gsam": ("alpha",),
+    "wsam": ("gamma", "decouple"),
+    "friendly-sam": ("sigma", "decay"),
+    "look-sam": ("alpha",),
+    "esam": ("beta",),
+    "zsharp": ("quantile",),
+}
+_MASKED = ("ssam-f", "ssam-d", "ssam-g", "ssam-random")
+_PERTURBS = When("an optimizer that perturbs", lambda config: not config.is_plain)
+_TUNABLE = When(
+    "an optimizer that perturbs (not auto)", lambda config: not config.is_plain and config.optimizer != "auto"
+)
+_BY_GRADIENT = _TUNABLE & When("ascent other than extrapolation", lambda config: config.ascent != "extrapolation")
+_REFRESHED = When(
+    f"optimizer {' or '.join(_MASKED)}, or with budget",
+    lambda config: config.optimizer in _MASKED or config.has_budget,
+)
+_AHEAD = When(
+    "optimizer auto or ascent extrapolation",
+    lambda config: config.optimizer == "auto" or (not config.is_plain and config.ascent == "extrapolation"),
+)
+_FISHER_SAMPLES = When("optimizer ssam-f or budget", lambda config: config.optimizer == "ssam-f" or config.has_budget)
+_GIVEN, _CHOSEN = when(optimizer=("ssam",)), when(optimizer=_MASKED)
+_FISHER, _DYNAMIC = when(optimizer=("ssam-f",)), when(optimizer=("ssam-d",))
+_OF_SGD = When("SGD as optimizer or base", lambda config: config.base_name == "sgd")
+_OF_ADAM = When("Adam or AdamW as optimizer or base", lambda config: config.base_name != "sgd")
+_STEPS = when(lr_schedule=("step",))
+
+
+def _own(name: str) -> When:
+    return when(optimizer=[method for method, names in OWN_SETTINGS.items() if name in names])
 
 
 @dataclass(frozen=True)
@@ -58,12 +96,12 @@ class TrainConfig:
     augment: Literal["standard", "no-cutout", "none"] = option(
         "standard", "crop, flip and cutout as in the paper; its noise experiments use no-cutout"
     )
-    randaugment: NonNegativeInt = option(0, "number of RandAugment operations per image; 0 turns it off")
-    randaugment_magnitude: Magnitude = option(9.0, "strength of the RandAugment operations, from 0 to 10")
     mixup: NonNegativeFloat = option(0.0, "alpha of mixup's Beta(alpha, alpha) distribution; 0 turns it off")
     label_noise: Fraction = option(0.0, "fraction of training labels changed to another class")
     corruption: Literal["mixed", "gaussian-noise", "resolution", "fog", "occlusion"] = option(
-        "mixed", "corruption of training images; mixed: all of the others in equal parts"
+        "mixed",
+        "corruption of training images; mixed: all of the others in equal parts",
+        used=When("corruption_rate", lambda config: config.corruption_rate > 0),
     )
     corruption_rate: Fraction = option(0.0, "fraction of training images that are corrupted")
     model: str = option("small-cnn", f"{', '.join(MODELS)}, timm/NAME or module:function", group="model")
@@ -71,67 +109,138 @@ class TrainConfig:
         None, "initial weights: a run, checkpoint, state_dict (.pt) or .safetensors; a resized classifier stays random"
     )
     compile: bool = option(False, "torch.compile the model")
-    optimizer: Literal[
-        "sgd", "adam", "adamw", "sam", "asam", "sam-on", "ssam-f", "ssam-d", "ssam-g", "ssam-random", "auto"
-    ] = option(
+    optimizer: Method = option(
         "ssam-f",
-        "sgd, adam and adamw do not perturb; the others wrap `base`; auto: sparsesam.recommended",
+        "sgd, adam and adamw do not perturb; the others wrap `base`; ssam perturbs `layers` or what `budget` allows; "
+        "auto: sparsesam.recommended",
         group="optimizer",
     )
-    base: Literal["sgd", "adam", "adamw"] = option("sgd", "base optimizer of SAM and SSAM")
+    base: Literal["sgd", "adam", "adamw"] = option("sgd", "base optimizer of SAM and SSAM", used=_PERTURBS)
     lr: NonNegativeFloat = option(0.05, "largest learning rate")
-    momentum: float = option(0.9, "momentum of SGD")
-    nesterov: bool = option(False, "Nesterov momentum of SGD")
-    betas: tuple[float, float] = option((0.9, 0.999), "betas of Adam and AdamW")
-    eps: PositiveFloat = option(1e-8, "epsilon of Adam and AdamW")
+    momentum: float = option(0.9, "momentum of SGD", used=_OF_SGD)
+    nesterov: bool = option(False, "Nesterov momentum of SGD", used=_OF_SGD)
+    betas: tuple[float, float] = option((0.9, 0.999), "betas of Adam and AdamW", used=_OF_ADAM)
+    eps: PositiveFloat = option(1e-8, "epsilon of Adam and AdamW", used=_OF_ADAM)
     weight_decay: NonNegativeFloat = option(5e-4, "weight decay; the paper uses 5e-4 for SGD, 1e-3 for SAM and SSAM")
     lr_schedule: Literal["cosine", "step", "constant"] = option(
         "cosine",
         "cosine: to `lr_final`, updated every step; step: times `lr_gamma` at each of `lr_milestones`",
     )
-    lr_final: Fraction = option(0.0, "final fraction of the learning rate for the cosine schedule")
-    lr_milestones: tuple[float, ...] = option((), "epochs at which the step schedule lowers the learning rate")
-    lr_gamma: Fraction = option(0.1, "factor of the step schedule")
+    lr_final: Fraction = option(
+        0.0, "final fraction of the learning rate for the cosine schedule", used=when(lr_schedule=("cosine",))
+    )
+    lr_milestones: tuple[float, ...] = option(
+        (), "epochs at which the step schedule lowers the learning rate", used=_STEPS
+    )
+    lr_gamma: Fraction = option(0.1, "factor of the step schedule", used=_STEPS)
     warmup_epochs: NonNegativeFloat = option(0.0, "epochs of linear warm-up of the learning rate")
     warmup_first: Fraction | None = option(
-        None, "fraction of the learning rate in the first step of the warm-up; null: one divided by its steps"
+        None,
+        "fraction of the learning rate in the first step of the warm-up; null: one divided by its steps",
+        used=When("warmup_epochs", lambda config: config.warmup_epochs > 0),
     )
     clip_grad_norm: PositiveFloat | None = option(None, "clip the norm of the gradient used for the update")
-    rho: NonNegativeFloat = option(0.1, "radius of the perturbation", group="perturbation")
-    rho_schedule: Literal["constant", "warmup", "cosine", "inverse-sqrt"] = option("constant", "schedule of rho")
-    rho_warmup_epochs: NonNegativeFloat = option(1.0, "epochs of the warm-up of rho")
-    rho_final: NonNegativeFloat = option(0.0, "final fraction of rho for the cosine schedule")
-    adaptive: bool | Literal["all"] = option(False, "scale the perturbation by the weights; asam is sam with this on")
-    eta: float = option(0.01, "eta of the adaptive perturbation")
-    sparsity: Fraction | None = option(None, "fraction of unperturbed weights; default 0.5 or implied by the pattern")
-    pattern: str = option(
-        "unstructured", "unstructured, tensor, filter, column, 'tensor reach', 2:4, '2:4 input' or '2:4 filters'"
+    rho: NonNegativeFloat = option(0.1, "radius of the perturbation", group="perturbation", used=_BY_GRADIENT)
+    rho_schedule: Literal["constant", "warmup", "cosine", "inverse-sqrt", "learning-rate"] = option(
+        "constant", "schedule of rho; learning-rate: proportional to it, as in GSAM's paper", used=_TUNABLE
     )
-    norm: Literal["full", "masked"] = option("full", "divide by the norm of the whole gradient, or of its masked part")
-    ascent: Literal["explicit", "implicit", "implicit-dense", "momentum", "momentum-climbing", "extrapolation"] = (
-        option("explicit", "form of the ascent; momentum and extrapolation need no pass of their own")
+    rho_warmup_epochs: NonNegativeFloat = option(
+        1.0, "epochs of the warm-up of rho", used=_TUNABLE & when(rho_schedule=("warmup",))
+    )
+    rho_final: NonNegativeFloat = option(
+        0.0,
+        "fraction of rho at the end of the cosine schedule, or at a learning rate of 0",
+        used=_TUNABLE & when(rho_schedule=("cosine", "learning-rate")),
+    )
+    adaptive: bool | Literal["all", "layer"] = option(
+        False,
+        "scale the perturbation by the weights, all: biases too, layer: by their norms; asam is sam with this on",
+        used=_BY_GRADIENT,
+    )
+    eta: float = option(
+        0.01,
+        "eta of the adaptive perturbation",
+        used=_BY_GRADIENT & When("adaptive or asam", lambda config: config.adaptive or config.optimizer == "asam"),
+    )
+    radius: Literal["global", "layer", "element"] = option(
+        "global", "rho is the norm of the perturbation, of each tensor's or of each entry's", used=_BY_GRADIENT
+    )
+    ascent_steps: PositiveInt = option(1, "steps of the ascent, with a pass each", used=_BY_GRADIENT)
+    alpha: NonNegativeFloat | None = option(
+        None,
+        "weight of the gradient's orthogonal part: null: 0.4 for gsam, 0.7 for look-sam, which needs ascent_every, "
+        "5 in its paper",
+        used=_own("alpha"),
+    )
+    gamma: FractionBelow1 = option(
+        0.9, "weight of the sharpness in wsam; 0.5 without decouple is SAM", used=_own("gamma")
+    )
+    decouple: bool = option(True, "apply the sharpness of wsam apart from `base`", used=_own("decouple"))
+    sigma: NonNegativeFloat = option(
+        1.0, "how much of the average gradient friendly-sam subtracts; 0 is SAM", used=_own("sigma")
+    )
+    decay: Fraction = option(0.9, "decay of friendly-sam's average gradient", used=_own("decay"))
+    beta: FractionAbove0 = option(0.5, "probability of a tensor to be perturbed by esam; 1 is SAM", used=_own("beta"))
+    quantile: Fraction = option(
+        0.95, "fraction of each tensor's entries that zsharp does not perturb; 0 is SAM", used=_own("quantile")
+    )
+    sparsity: Fraction | None = option(
+        None, "fraction of unperturbed weights; default 0.5 or implied by the pattern", used=_CHOSEN
+    )
+    layers: tuple[str, ...] | None = option(
+        None, "names of the parameters that ssam perturbs, such as 'layer4.*,fc.*'", used=_GIVEN
+    )
+    budget: Annotated[float, Range("above 1", lambda value: value > 1)] | None = option(
+        None,
+        "ssam perturbs what fits into a step of this many steps of `base`, such as 1.2",
+        used=_GIVEN,
+    )
+    pattern: str = option(
+        "unstructured",
+        "unstructured, tensor, filter, column, 'tensor reach', 2:4, '2:4 input' or '2:4 filters'",
+        used=_CHOSEN,
+    )
+    norm: Literal["full", "masked"] = option(
+        "full",
+        "divide by the norm of the whole gradient, or of its masked part",
+        used=_BY_GRADIENT & _CHOSEN,
+    )
+    ascent: Literal["explicit", "implicit", "implicit-dense", "momentum", "extrapolation"] = option(
+        "explicit", "form of the ascent; momentum and extrapolation need no pass of their own", used=_TUNABLE
     )
     steps_ahead: NonNegativeFloat | None = option(
-        None, "multiple of the last update that extrapolation looks ahead; null: 10, or the default of auto"
+        None,
+        "multiple of the last update that extrapolation looks ahead; null: 10, or the default of auto",
+        used=_AHEAD,
     )
-    ascent_fraction: FractionAbove0 = option(1.0, "fraction of each batch used to compute the perturbation")
-    ascent_every: PositiveInt = option(1, "perturb only every k-th step")
+    ascent_fraction: FractionAbove0 = option(
+        1.0, "fraction of each batch used to compute the perturbation", used=_BY_GRADIENT
+    )
+    ascent_every: PositiveInt = option(1, "perturb only every k-th step", used=_TUNABLE)
     ascent_off_steps: Literal["skip", "reuse"] = option(
-        "skip", "steps in between: plain steps, or reuse the last perturbation"
+        "skip",
+        "steps in between: plain steps, or reuse the last perturbation",
+        used=_BY_GRADIENT & When("ascent_every above 1", lambda config: config.ascent_every > 1),
     )
-    ascent_start: NonNegativeFloat = option(0.0, "perturb from this epoch on, counted from 0")
-    engine: bool = option(True, "skip computations of the ascent that the perturbation does not need")
-    mask_epochs: PositiveInt | None = option(1, "T_m: epochs between mask refreshes; null: keep the first mask")
-    mask_steps: PositiveInt | None = option(None, "steps between mask refreshes, instead of epochs")
-    fisher_samples: PositiveInt = option(128, "N_F: number of images for the Fisher information")
-    fisher_labels: Literal["data", "sampled"] = option("data", "labels of the Fisher information")
-    fisher_augment: bool = option(False, "augment the images of the Fisher information")
+    ascent_start: NonNegativeFloat = option(0.0, "perturb from this epoch on, counted from 0", used=_TUNABLE)
+    engine: bool = option(
+        True, "skip computations of the ascent that the perturbation does not need", used=_BY_GRADIENT
+    )
+    mask_epochs: PositiveInt | None = option(
+        1, "T_m: epochs between mask refreshes; null: keep the first mask", used=_REFRESHED & when(mask_steps=(None,))
+    )
+    mask_steps: PositiveInt | None = option(None, "steps between mask refreshes, instead of epochs", used=_REFRESHED)
+    fisher_samples: PositiveInt = option(128, "N_F: number of images for the Fisher information", used=_FISHER_SAMPLES)
+    fisher_labels: Literal["data", "sampled"] = option("data", "labels of the Fisher information", used=_FISHER)
+    fisher_augment: bool = option(False, "augment the images of the Fisher information", used=_FISHER_SAMPLES)
     drop: Literal["flattest", "random", "sharpest", "weight"] = option(
-        "flattest", "which weights ssam-d drops: by gradient, at random, or the smallest (weight)"
+        "flattest", "which weights ssam-d drops: by gradient, at random, or the smallest (weight)", used=_DYNAMIC
     )
-    drop_ratio: Fraction = option(0.5, "initial fraction of the kept weights that ssam-d drops")
+    drop_ratio: Fraction = option(0.5, "initial fraction of the kept weights that ssam-d drops", used=_DYNAMIC)
     growth: Literal["random", "gradient", "weight"] = option(
-        "random", "which weights ssam-d grows: at random, with the largest gradient, or the largest (weight)"
+        "random",
+        "which weights ssam-d grows: at random, with the largest gradient, or the largest (weight)",
+        used=_DYNAMIC,
     )
     epochs: PositiveInt = option(30, "passes over the training images", group="training")
     max_steps: PositiveInt | None = option(None, "stop after this many steps; schedules still follow `epochs`")
@@ -155,7 +264,27 @@ class TrainConfig:
             )
         if self.batch_size < self.accumulate:
             raise ValueError(f"accumulate must be at most batch_size, {self.batch_size}, got {self.accumulate}")
+        if self.optimizer == "ssam" and (self.layers is None) == (self.budget is None):
+            raise ValueError(
+                "optimizer ssam needs layers, the parameters to perturb ('layer4.*,fc.*'), or a budget (1.2), "
+                f"got layers {self.layers} and budget {self.budget}; ssam-f chooses the mask by Fisher information"
+            )
+        if self.optimizer in OWN_SETTINGS and self.ascent != "explicit":
+            raise ValueError(f"ascent must be explicit with optimizer {self.optimizer}, got {self.ascent}")
+        if self.optimizer == "look-sam" and self.ascent_every == 1:
+            raise ValueError("ascent_every must be above 1 with optimizer look-sam, got 1, which is SAM; 5 is usual")
+        if self.optimizer in ("sam-on", "ssam"):  # |e| = rho, however few weights are perturbed
+            object.__setattr__(self, "norm", "masked")
         sparsesam.as_pattern(self.pattern)
+
+    @property
+    def base_name(self) -> str:
+        """The optimizer that updates the weights."""
+        return self.optimizer if self.is_plain else self.base
+
+    @property
+    def has_budget(self) -> bool:
+        return self.optimizer == "ssam" and self.budget is not None
 
     @property
     def is_plain(self) -> bool:
@@ -170,6 +299,11 @@ class TrainConfig:
     def steps_between_masks(self, steps_per_epoch: int) -> int:
         """Returns the steps between mask refreshes: those of all ``epochs`` if the first mask is kept."""
         return self.mask_steps or (self.mask_epochs or self.epochs) * steps_per_epoch
+
+    @property
+    def identity(self) -> str:
+        """The hash without `epochs`, which may grow: the same for all files of a run."""
+        return dataclasses.replace(self, epochs=DEFAULTS["epochs"]).content_hash
 
     @property
     def content_hash(self) -> str:
@@ -222,54 +356,41 @@ class RunEnvironment:
         words = [self.name] if self.name else [config.dataset, config.model, config.optimizer, config.content_hash]
         return Path("runs") / "-".join(word.replace(":", ".").replace("/", ".") for word in words)
 
-    def resume_command(self, path: Path) -> str:
-        """Returns the command that resumes the run in ``path``, with ``data_dir``, which the run does not record."""
-        data = [] if self.data_dir is None else ["--data-dir", str(self.data_dir)]
-        return shlex.join(["sparsesam", "train", "--resume", "--out", str(path), *data])
-
 
 #: The default of every setting of a run.
 DEFAULTS: dict[str, Any] = {one.name: one.default for one in dataclasses.fields(TrainConfig)}
 
 
-_FISHER = ("fisher_samples", "fisher_labels", "fisher_augment")
-_DYNAMIC = ("drop", "drop_ratio", "growth")
-_MASK = ("sparsity", "pattern", "norm", "mask_epochs", "mask_steps", *_FISHER, *_DYNAMIC)
-_ASCENT = (
-    *("base", "rho", "rho_schedule", "rho_warmup_epochs", "rho_final", "adaptive", "eta", "engine"),
-    *("ascent", "steps_ahead", "ascent_fraction", "ascent_every", "ascent_off_steps", "ascent_start"),
-)
+def unused(config: TrainConfig) -> dict[str, str]:
+    """Returns the settings that do not affect a run, and what would use them: two runs that differ only in these are
+    the same run.
+    """
+    conditions = {one.name: one.metadata["used"] for one in dataclasses.fields(TrainConfig)}
+    return {name: one.words for name, one in conditions.items() if one is not None and not one.holds(config)}
 
 
-def unused(config: TrainConfig) -> set[str]:
-    """Returns the settings that do not affect a run: two runs that differ only in these are the same run."""
-    kind = config.optimizer
-    rules: list[tuple[bool, tuple[str, ...]]] = [
-        (config.is_plain or kind in ("auto", "sam", "asam"), _MASK),
-        (kind != "ssam-f", _FISHER),
-        (kind != "ssam-d", _DYNAMIC),
-        (kind == "sam-on", ("sparsity", "pattern", "mask_epochs", "mask_steps")),
-        (config.mask_steps is not None, ("mask_epochs",)),
-        (not config.adaptive and kind != "asam", ("eta",)),
-        (config.rho_schedule != "warmup", ("rho_warmup_epochs",)),
-        (config.rho_schedule != "cosine", ("rho_final",)),
-        (config.ascent_every == 1, ("ascent_off_steps",)),
-        (
-            config.ascent == "extrapolation",
-            ("rho", "adaptive", "eta", "norm", "ascent_fraction", "ascent_off_steps", "engine"),
-        ),
-        (config.ascent != "extrapolation" and kind != "auto", ("steps_ahead",)),
-        (kind == "auto", tuple(name for name in _ASCENT if name not in ("base", "steps_ahead"))),
-        (config.is_plain, _ASCENT),
-        ((kind if config.is_plain else config.base) == "sgd", ("betas", "eps")),
-        ((kind if config.is_plain else config.base) != "sgd", ("momentum", "nesterov")),
-        (config.lr_schedule != "step", ("lr_milestones", "lr_gamma")),
-        (config.lr_schedule != "cosine", ("lr_final",)),
-        (not config.warmup_epochs, ("warmup_first",)),
-        (not config.corruption_rate, ("corruption",)),
-        (not config.randaugment, ("randaugment_magnitude",)),
-    ]
-    return {name for applies, names in rules if applies for name in names}
+def check_used(config: TrainConfig, given: Iterable[str]) -> None:
+    """Raise ValueError for a setting that the user gave and the run does not use."""
+    useless = unused(config)
+    for name in given:
+        if name in useless:
+            raise ValueError(
+                f"{name} has no effect with optimizer {config.optimizer}: it needs {useless[name]}; leave it out"
+            )
+
+
+def complete(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings with the optimizer that they imply: `layers` and `budget` are settings of ssam."""
+    implied = any(given.get(name) is not None for name in ("layers", "budget"))
+    return {**({"optimizer": "ssam"} if implied else {}), **given}
+
+
+def split_settings(values: Mapping[str, Any]) -> tuple[TrainConfig, RunEnvironment]:
+    """Build both kinds of settings from one mapping, as in a run's ``config.yaml``."""
+    environment = {name: value for name, value in values.items() if name in names_of(RunEnvironment)}
+    rest = {name: value for name, value in values.items() if name not in environment}
+    check_names(rest, (*DEFAULTS, *names_of(RunEnvironment)))
+    return TrainConfig(**rest), RunEnvironment(**environment)
 
 
 def names_of(kind: type[TrainConfig] | type[RunEnvironment]) -> list[str]:
@@ -277,7 +398,7 @@ def names_of(kind: type[TrainConfig] | type[RunEnvironment]) -> list[str]:
 
 
 def from_mapping(kind: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
-    """Build settings from the content of a YAML file; ValueError suggests names for an unknown one."""
+    """Build settings of one kind; ValueError suggests names for an unknown one."""
     check_names(values, names_of(kind))
     return kind(**values)
 

@@ -1,7 +1,7 @@
 """The compute cost of a run, in units of one forward-backward pass over one batch.
 
 The unit does not depend on the machine or its load. Multiply-adds of matrix products and convolutions are counted, so
-steps in which the engine skips work cost less. Steps of one kind cost the same; one step of each kind is counted.
+steps that leave work out cost less. Steps of one kind cost the same, except esam's; one of each kind is counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def passes_per_step(config: TrainConfig, *, epochs: float | None = None) -> floa
     if config.is_plain or config.optimizer == "auto" or config.ascent in ("momentum", "extrapolation"):
         return 1.0
     ascending = max(0.0, 1 - config.ascent_start / (epochs or config.epochs))
-    return 1 + config.ascent_fraction * ascending / config.ascent_every
+    return 1 + config.ascent_steps * config.ascent_fraction * ascending / config.ascent_every
 
 
 StepName = Literal["ascent", "plain"]

@@ -15,5 +15,9 @@ class CheckpointError(RunError):
     """A checkpoint cannot be written or read."""
 
 
+class LostRankError(RunError):
+    """The process of another rank has ended."""
+
+
 class Interrupted(RunError):
     """Stopped by the user; a checkpoint was saved."""

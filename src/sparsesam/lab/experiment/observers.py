@@ -8,6 +8,7 @@ import re
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -16,7 +17,9 @@ from rich.table import Column
 from sparsesam.integrations.extras import required_by
 from sparsesam.lab.display import plural
 from sparsesam.lab.experiment.result import EpochRecord
-from sparsesam.lab.experiment.training import Training
+
+if TYPE_CHECKING:
+    from sparsesam.lab.experiment.training import Training
 
 
 class RunObserver:

@@ -11,8 +11,17 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 import sparsesam
-from sparsesam.lab.experiment.config import TrainConfig
+from sparsesam.lab.experiment.config import OWN_SETTINGS, TrainConfig
 from sparsesam.lab.experiment.seeds import Purpose, derive
+
+_METHODS: dict[str, type[sparsesam.SharpnessAware]] = {
+    "gsam": sparsesam.GSAM,
+    "wsam": sparsesam.WSAM,
+    "friendly-sam": sparsesam.FriendlySAM,
+    "look-sam": sparsesam.LookSAM,
+    "esam": sparsesam.ESAM,
+    "zsharp": sparsesam.ZSharp,
+}
 
 
 def make_optimizer(config: TrainConfig, model: nn.Module, *, fisher_data: Any, steps_per_epoch: int) -> Optimizer:
@@ -22,8 +31,9 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, fisher_data: Any, s
         return base
     if config.optimizer == "auto":
         return sparsesam.recommended(base, model, noisy_labels=config.label_noise > 0, strength=config.steps_ahead)
-    mask = None if config.optimizer in ("sam", "asam") else _mask(config, fisher_data, steps_per_epoch)
-    schedule, start = _rho_schedule(config, steps_per_epoch), round(config.ascent_start * steps_per_epoch)
+    is_masked = config.optimizer not in ("sam", "asam", *_METHODS)
+    mask = _mask(config, model, fisher_data, steps_per_epoch) if is_masked else None
+    schedule, start = _rho_schedule(config, base, steps_per_epoch), round(config.ascent_start * steps_per_epoch)
     if config.ascent == "extrapolation":
         ahead = 10.0 if config.steps_ahead is None else config.steps_ahead
         return sparsesam.ExtrapolatedSAM(
@@ -34,19 +44,24 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, fisher_data: Any, s
         "adaptive": config.adaptive or config.optimizer == "asam",
         "eta": config.eta,
         "rho_schedule": schedule,
-        "ascent": config.ascent,
         "every": config.ascent_every,
         "off_steps": config.ascent_off_steps,
         "start": start,
         "ascent_fraction": config.ascent_fraction,
         "engine": config.engine,
+        "ascent_steps": config.ascent_steps,
+        "radius": config.radius,
     }
     if config.ascent == "momentum":
-        del common["ascent"]
         return sparsesam.MomentumSAM(base, model, mask=mask, norm=config.norm, **common)
+    if config.optimizer in _METHODS:
+        own = {name: getattr(config, name) for name in OWN_SETTINGS[config.optimizer]}
+        own |= {"seed": derive(config.seed, Purpose.MASK)} if config.optimizer == "esam" else {}
+        given = {name: value for name, value in own.items() if value is not None}
+        return _METHODS[config.optimizer](base, model, **common, **given)
     if mask is not None:
-        return sparsesam.SSAM(base, model, mask=mask, norm=config.norm, **common)
-    return sparsesam.SAM(base, model, **common)
+        return sparsesam.SSAM(base, model, mask=mask, norm=config.norm, ascent=config.ascent, **common)
+    return sparsesam.SAM(base, model, ascent=config.ascent, **common)
 
 
 def lr_factor(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
@@ -69,14 +84,13 @@ def lr_factor(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
 
 
 def _base(config: TrainConfig, model: nn.Module) -> Optimizer:
-    kind = config.optimizer if config.is_plain else config.base
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     base: Optimizer
-    if kind == "sgd":
+    if config.base_name == "sgd":
         base = torch.optim.SGD(parameters, momentum=config.momentum, nesterov=config.nesterov, **common)
     else:
-        make = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
+        make = torch.optim.Adam if config.base_name == "adam" else torch.optim.AdamW
         base = make(parameters, betas=config.betas, eps=config.eps, **common)
     if (largest := config.clip_grad_norm) is not None:
 
@@ -88,9 +102,17 @@ def _base(config: TrainConfig, model: nn.Module) -> Optimizer:
     return base
 
 
-def _mask(config: TrainConfig, fisher_data: Any, steps_per_epoch: int) -> sparsesam.MaskRule:
+def _mask(config: TrainConfig, model: nn.Module, fisher_data: Any, steps_per_epoch: int) -> sparsesam.MaskRule:
     if config.optimizer == "sam-on":
         return sparsesam.fixed_mask(types=sparsesam.NORMALIZATION)
+    refresh, seed = _refresh(config, steps_per_epoch), derive(config.seed, Purpose.MASK)
+    if config.budget is not None:
+        # Counted, not timed: a time differs from run to run, and with it the mask.
+        images = torch.stack([fisher_data[place][0] for place in range(min(config.batch_size, len(fisher_data)))])
+        fisher = {"data": fisher_data, "loss_fn": cross_entropy, "samples": config.fisher_samples}
+        return sparsesam.budget_mask(model, images, config.budget, how="count", refresh=refresh, seed=seed, **fisher)
+    if config.layers is not None:
+        return sparsesam.fixed_mask(*config.layers)
     pattern = sparsesam.as_pattern(config.pattern)
     sparsity = config.sparsity
     if sparsity is None and pattern.implied_sparsity is None:
@@ -98,8 +120,8 @@ def _mask(config: TrainConfig, fisher_data: Any, steps_per_epoch: int) -> sparse
     common: dict[str, Any] = {
         "sparsity": sparsity,
         "pattern": pattern,
-        "refresh": _refresh(config, steps_per_epoch),
-        "seed": derive(config.seed, Purpose.MASK),
+        "refresh": refresh,
+        "seed": seed,
     }
     if config.optimizer == "ssam-f":
         return sparsesam.fisher_mask(
@@ -128,11 +150,13 @@ def _refresh(config: TrainConfig, steps_per_epoch: int) -> int | None:
     return sparsesam.every_epochs(config.mask_epochs, steps_per_epoch=steps_per_epoch)
 
 
-def _rho_schedule(config: TrainConfig, steps_per_epoch: int) -> sparsesam.RhoSchedule | None:
+def _rho_schedule(config: TrainConfig, base: Optimizer, steps_per_epoch: int) -> sparsesam.RhoSchedule | None:
     if config.rho_schedule == "warmup":
         return sparsesam.Warmup(max(1, round(config.rho_warmup_epochs * steps_per_epoch)))
     if config.rho_schedule == "cosine":
         return sparsesam.Cosine(config.epochs * steps_per_epoch, final=config.rho_final)
+    if config.rho_schedule == "learning-rate":
+        return sparsesam.FollowLearningRate(base, max_lr=config.lr, final=config.rho_final)
     if config.rho_schedule == "inverse-sqrt":
         return sparsesam.InverseSqrt()
     return None

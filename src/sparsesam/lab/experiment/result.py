@@ -5,16 +5,31 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from sparsesam.lab.experiment.errors import RunError
 from sparsesam.lab.experiment.run_directory import read_json, read_records
-from sparsesam.lab.experiment.training import Sums, Training
 
+if TYPE_CHECKING:
+    from sparsesam.lab.experiment.training import Training
+
+Made = TypeVar("Made", "EpochRecord", "RunResult")
 #: Steps excluded from warm times, in which caches, allocators and autotuners warm up.
 WARM_UP = 5
+
+
+@dataclass
+class Sums:
+    """Sums over an epoch."""
+
+    loss: float = 0.0
+    correct: float = 0.0
+    images: float = 0.0
+    seconds: float = 0.0
+    mask_seconds: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +105,7 @@ def best_of(epochs: Sequence[EpochRecord]) -> EpochRecord:
 
 def read_epochs(path: Path) -> list[EpochRecord]:
     """Read the records of kind "epoch" in a run's ``records.jsonl``."""
-    return [EpochRecord(**record) for record in read_records(path) if record.pop("kind") == "epoch"]
+    return [_made(EpochRecord, path, record) for record in read_records(path) if record.pop("kind", None) == "epoch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +114,7 @@ class RunResult(_Metrics):
 
     ``best_test_accuracy`` is the test accuracy of ``best.pt``, the epoch with the best accuracy on
     ``best_chosen_on``: the validation images, or the test images if the run has no validation images.
+    ``budget`` is the price of a step that was asked for, ``forward_backwards_per_step`` the one counted.
     ``seconds_per_mask`` excludes the first mask if there are more. The warm times (with ``record_times``) are medians
     over the steps after the first few, without mask refreshes.
     """
@@ -109,6 +125,7 @@ class RunResult(_Metrics):
     epochs: float
     steps: int
     forward_backwards_per_step: float
+    budget: float | None = None
     seconds: float
     seconds_per_mask: float | None
     warm_seconds_per_step: float | None
@@ -116,13 +133,21 @@ class RunResult(_Metrics):
     parameters: int
 
 
-def read_result(path: Path) -> RunResult | None:
-    """Read a run's ``result.json``; None if it does not exist."""
+def read_result(path: Path, run: str | None = None) -> RunResult | None:
+    """Read the ``result.json`` of the run with the hash ``run``; None if it does not exist."""
     content = read_json(path)
+    if content is not None and run is not None and content.get("hash", run) != run:
+        raise RunError(f"{path} is the result of another run; delete it and run the same command again")
+    return None if content is None else _made(RunResult, path, content.get("result"))
+
+
+def _made(kind: type[Made], path: Path, values: Any) -> Made:
     try:
-        return None if content is None else RunResult(**content["result"])
-    except (KeyError, TypeError) as error:
-        raise RunError(f"{path} is not a result of this version of sparsesam ({error}); delete it") from error
+        return kind(**values)
+    except TypeError as error:
+        raise RunError(
+            f"{path} was not written by this version of sparsesam ({error}); restore or delete it"
+        ) from error
 
 
 def run_result(training: Training, epochs: Sequence[EpochRecord]) -> RunResult:
@@ -137,6 +162,7 @@ def run_result(training: Training, epochs: Sequence[EpochRecord]) -> RunResult:
         epochs=last.step / steps_per_epoch,
         steps=last.step,
         forward_backwards_per_step=last.forward_backwards / last.step,
+        budget=training.config.budget if training.config.has_budget else None,
         seconds=sum(record.seconds for record in epochs),
         seconds_per_mask=_warm_median([seconds for record in epochs for seconds in record.mask_seconds], 1),
         warm_seconds_per_step=warm,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -21,11 +25,11 @@ from sparsesam.lab.display import plural
 from sparsesam.lab.experiment import checkpoint
 from sparsesam.lab.experiment.batches import Batches, load_splits
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
-from sparsesam.lab.experiment.errors import CheckpointError, DivergedError, Interrupted
+from sparsesam.lab.experiment.errors import CheckpointError, DivergedError, Interrupted, LostRankError, RunError
 from sparsesam.lab.experiment.observers import Curves, RunObserver
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.result import EpochRecord, RunResult, best_of, complete_epoch, read_epochs, run_result
-from sparsesam.lab.experiment.run_directory import RunDirectory
+from sparsesam.lab.experiment.run_directory import RunDirectory, all_settings, append_records
 from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
 from sparsesam.lab.experiment.training import Training
 
@@ -55,27 +59,66 @@ def run_training(
     observers = [observer] if main and observer is not None else []
     if main and environment.logger != "none":
         observers.append(Curves(environment.logger, environment.name))
-    with torch.random.fork_rng(), torch_threads(environment.threads), _float32_products(config):
+    with (
+        torch.random.fork_rng(),
+        torch_threads(environment.threads),
+        _float32_products(config),
+        ExitStack() as stack,
+    ):
         if main:
             directory.check(config, resume=environment.resume)
         splits = load_splits(config, environment, progress=main and not environment.quiet and sys.stdout.isatty())
         fabric.launch()
+        stack.enter_context(lost_ranks_are_named(fabric, resume_command(directory.path)))
         training = make_training(config, splits, fabric, environment)
         with directory.locked() if main else nullcontext():
             if environment.resume:  # first, so that an unreadable checkpoint leaves the run unchanged
                 _restore(training, directory)
             recorder = RunRecorder(training, directory, environment) if main else None
             try:
-                _train(training, directory, environment, [recorder, *observers] if recorder else [], stop)
-                result = fabric.broadcast(run_result(training, recorder.epochs) if recorder else None)
+                with lost_ranks_are_named(fabric, resume_command(directory.path)):
+                    _train(training, directory, environment, [recorder, *observers] if recorder else [], stop)
+                    result = fabric.broadcast(run_result(training, recorder.epochs) if recorder else None)
                 assert result is not None
                 if recorder:
                     recorder.finish(result)
                 return result
             except Exception as error:
-                if main and not isinstance(error, Interrupted | CheckpointError):
+                if main and not isinstance(error, Interrupted | CheckpointError | LostRankError):
                     directory.write_failure(error)
                 raise
+
+
+@contextmanager
+def lost_ranks_are_named(fabric: Fabric, command: str) -> Iterator[None]:
+    """Replace the error of a broken connection by one line that names the ranks whose processes have ended."""
+    if fabric.world_size == 1:
+        yield
+        return
+    ranks: list[Any] = [None] * fabric.world_size
+    torch.distributed.all_gather_object(ranks, (socket.gethostname(), os.getpid()))
+    try:
+        yield
+    except RunError:
+        raise
+    except RuntimeError as error:
+        here = [(rank, pid) for rank, (host, pid) in enumerate(ranks) if host == socket.gethostname()]
+        deadline = time.monotonic() + 2.0  # a connection ends before its process
+        while not (lost := [(rank, pid) for rank, pid in here if not _is_alive(pid)]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if not lost:
+            raise
+        if fabric.global_rank != next(rank for rank, pid in here if (rank, pid) not in lost):
+            raise SystemExit(1) from error  # another rank says it
+        names = " and ".join(f"rank {rank} (process {pid})" for rank, pid in lost)
+        raise LostRankError(f"{names} ended, killed or by an error of its own; continue with: {command}") from error
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return not Path("/proc/self").exists()  # unknown without /proc
 
 
 def make_fabric(config: TrainConfig, environment: RunEnvironment) -> Fabric:
@@ -120,15 +163,37 @@ def make_training(
 
 def _restore(training: Training, directory: RunDirectory) -> None:
     """Load the last checkpoint; without one, start from the beginning."""
-    is_begun = directory.last.exists()
-    if is_begun:
-        content = checkpoint.load(directory.last, training.fabric.device)
-        try:
-            training.load_state_dict(content["training"])
-        except (KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{directory.last} does not fit its run: {error}") from error
-    if training.fabric.global_rank == 0:
-        directory.rewind(training.steps_taken if is_begun else -1)
+    main = training.fabric.global_rank == 0
+    if not directory.last.exists():
+        if main:
+            directory.check_begun()
+        return
+    content = directory.load(directory.last, training.fabric.device)
+    try:
+        training.load_state_dict(content["training"])
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{directory.last} does not fit its run: {error}") from error
+    if main:
+        directory.rewind(training.steps_taken, content["records"])
+        _check_best(directory)
+
+
+def _check_best(directory: RunDirectory) -> None:
+    """Complete the replacement of ``best.pt``, and check that it is of the best epoch of the records."""
+    epochs = read_epochs(directory.records)
+    for file in (directory.next_best, directory.best):
+        if epochs and file.exists():
+            best, content = best_of(epochs), directory.load(file)
+            if (content["epoch"], content["test_accuracy"]) == (best.epoch, best.test_accuracy):
+                file.replace(directory.best)
+                break
+    else:
+        if epochs:
+            raise CheckpointError(
+                f"{directory.best} is missing or not of the best epoch, {best_of(epochs).epoch}; restore it, or delete "
+                "all files of the run to train from the beginning"
+            )
+    directory.next_best.unlink(missing_ok=True)
 
 
 def _train(
@@ -155,7 +220,7 @@ def _train(
                 if training.stop_requested and not training.finished:
                     raise Interrupted(
                         f"stopped after {plural(training.steps_taken, 'step')} and saved; "
-                        f"continue with: {environment.resume_command(directory.path)}"
+                        f"continue with: {resume_command(directory.path)}"
                     )
             complete = True
         except DivergedError as error:
@@ -172,12 +237,15 @@ class RunRecorder(RunObserver):
 
     def __init__(self, training: Training, directory: RunDirectory, environment: RunEnvironment) -> None:
         self.training, self.directory, config = training, directory, training.config
+        self.settings = all_settings(config, environment)
         self.checkpoint_steps = environment.checkpoint_steps
         small = masks_are_small(config, training.num_parameters, training.batches.steps)
         self.records_masks = small if environment.record_masks is None else environment.record_masks
         self.saved_at, self.masks = training.steps_taken, training.cost.masks
-        extended = directory.begin(config, resume=environment.resume)
-        self.epochs = read_epochs(directory.records)
+        if not environment.resume or not directory.last.exists():
+            directory.rewind(-1, "")
+        extended = directory.begin(config, environment)
+        self.epochs, self.records = read_epochs(directory.records), directory.records.read_text()
         self.header = {
             "config": asdict(config),
             "hash": config.content_hash,
@@ -186,12 +254,16 @@ class RunRecorder(RunObserver):
         }
         kind = "extend" if extended is not None else "resume" if training.steps_taken else "run"
         before = {} if extended is None else {"epochs_before": extended}
-        directory.append({"kind": kind, "step": training.steps_taken, **before, **self.header})
+        self._append({"kind": kind, "step": training.steps_taken, **before, **self.header})
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        self.records += append_records(self.directory.records, [record])
 
     def step(self, training: Training) -> None:
         # Before the checkpoint: a resumed run removes and recomputes the masks made after it.
         if self.records_masks and training.cost.masks > self.masks:
-            self.directory.write_masks(training.steps_taken - 1, training.optimizer.masks)  # type: ignore[attr-defined]
+            masks: Any = training.optimizer
+            self.directory.write_masks(training.steps_taken - 1, masks.masks, training.config.identity)
             self.masks = training.cost.masks
         every, taken = self.checkpoint_steps, training.steps_taken - self.saved_at
         is_due = every is not None and training.synced and taken >= every
@@ -199,24 +271,31 @@ class RunRecorder(RunObserver):
             self._save()
 
     def epoch(self, record: EpochRecord) -> None:
-        """The checkpoint is written last, so that a run killed before repeats this epoch."""
+        """``last.pt`` decides: a run killed before it is replaced repeats this epoch, one killed after does not."""
         self.epochs.append(record)
-        if best_of(self.epochs) is record:
+        is_best = best_of(self.epochs) is record
+        if is_best:
             tested = self.training.module if self.training.ema is None else self.training.ema.module
             figures = {name: getattr(record, name) for name in ("epoch", "val_accuracy", "test_accuracy")}
-            content = {"config": self.header["config"], "model": tested.state_dict(), **figures}
-            checkpoint.save(self.directory.best, content)
-        self.directory.append({"kind": "epoch", **asdict(record)})
+            content = {"settings": self.settings, "model": tested.state_dict(), **figures}
+            checkpoint.save(self.directory.next_best, content)
+        self._append({"kind": "epoch", **asdict(record)})
         self._save()
+        if is_best:
+            self.directory.next_best.replace(self.directory.best)
 
     def _save(self) -> None:
-        content = {"config": self.header["config"], "training": self.training.state_dict()}
-        checkpoint.save(self.directory.last, content)
+        training = self.training.state_dict()
+        checkpoint.save(self.directory.last, {"settings": self.settings, "records": self.records, "training": training})
         self.saved_at = self.training.steps_taken
 
     def finish(self, result: RunResult) -> None:
-        self.directory.append({"kind": "result", "step": result.steps, **asdict(result)})
+        self._append({"kind": "result", "step": result.steps, **asdict(result)})
         self.directory.finish({"result": asdict(result), **self.header})
+
+
+def resume_command(path: Path) -> str:
+    return shlex.join(["sparsesam", "train", "--resume", "--out", str(path)])
 
 
 def masks_are_small(config: TrainConfig, weights: int, steps_per_epoch: int) -> bool:

@@ -1,19 +1,23 @@
 """A run's directory: its settings, records, checkpoints and result. Only one process at a time uses it.
 
-config.yaml   every setting            last.pt   everything needed to resume
+config.yaml   every setting            last.pt   everything needed to resume, with a copy of settings and records
 records.jsonl one line per epoch       best.pt   the weights with the best validation (or test) accuracy
 result.json   of a finished run only   masks/    each mask, written when it is computed
 analyses/     results of `sparsesam analyze`        failure.json  of a failed run only
+
+Every file is checked before it is used: text files end with a sum of their content, archives contain the checksum of
+each part, and checkpoints and masks name their run and place. ``last.pt`` is replaced atomically and decides what the
+run has done: what was written after it is written again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import socket
 import traceback
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,8 +30,9 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from sparsesam.lab.display import plural
-from sparsesam.lab.experiment.config import TrainConfig, differences, from_mapping
-from sparsesam.lab.experiment.errors import RunError
+from sparsesam.lab.experiment import checkpoint
+from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, differences, split_settings
+from sparsesam.lab.experiment.errors import CheckpointError, RunError
 from sparsesam.lab.experiment.provenance import provenance
 
 
@@ -38,6 +43,7 @@ class RunDirectory:
         self.records = path / "records.jsonl"
         self.last = path / "last.pt"
         self.best = path / "best.pt"
+        self.next_best = path / "best.next.pt"
         self.result = path / "result.json"
         self.failure = path / "failure.json"
         self.running = path / "running.json"
@@ -48,16 +54,17 @@ class RunDirectory:
     def existing(cls, path: Path) -> RunDirectory:
         """Returns the directory of an existing run."""
         directory = cls(path)
-        if not directory.config.exists():
+        if not directory.config.exists() and not directory.last.exists():
             raise ValueError(f"{path} has no run: there is no config.yaml; pass a directory of `sparsesam train`")
         return directory
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Lock the directory against a second run. The lock ends with the process, even if it is killed."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.path / "running.lock")
+        file = self.path / "running.lock"
         try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(file)
             lock.acquire(timeout=0)
         except Timeout:
             process = "another process"
@@ -65,19 +72,30 @@ class RunDirectory:
                 found = read_json(self.running)
                 process = f"process {found['pid']} on {found['host']}"
             raise RunError(f"{self.path} is in use by {process}; choose another --out, or wait") from None
+        except OSError as error:
+            raise _cannot_be_made(self.path, error.strerror) from error
         try:
             self.running.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
             yield
         finally:
             self.running.unlink(missing_ok=True)
+            with suppress(OSError):  # Windows does not remove an open file
+                file.unlink()
             lock.release()
+
+    # ---- settings ------------------------------------------------------------------------------------------
 
     def check(self, config: TrainConfig, *, resume: bool) -> None:
         """Raise ValueError if the run may not start here; writes nothing."""
-        existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        try:
+            existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        except OSError as error:  # a name that is too long
+            raise _cannot_be_made(self.path, error.strerror) from error
         if not existing.is_dir():
-            raise ValueError(f"{self.path} cannot be created: {existing} is not a directory; choose another --out")
-        if resume and self.config.exists():
+            raise _cannot_be_made(self.path, f"{existing} is not a directory")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise _cannot_be_made(self.path, f"{existing} is not writable")
+        if resume and (self.config.exists() or self.last.exists()):
             saved = self.saved_config()
             same = dataclasses.replace(config, epochs=saved.epochs).canonical == saved.canonical
             if not same or config.epochs < saved.epochs:
@@ -92,36 +110,78 @@ class RunDirectory:
                 )
         elif self.result.exists():
             raise ValueError(f"{self.path} has a finished run; choose another --out for a new one")
-        elif self.last.exists():
+        elif self.last.exists() or self.best.exists():
             raise ValueError(f"{self.path} has an unfinished run; continue it with --resume, or choose another --out")
 
-    def begin(self, config: TrainConfig, *, resume: bool) -> int | None:
+    def begin(self, config: TrainConfig, environment: RunEnvironment) -> int | None:
         """Write the settings; returns the previous number of epochs if this run extends an earlier one."""
-        self.check(config, resume=resume)
+        self.check(config, resume=environment.resume)
         self.failure.unlink(missing_ok=True)
         before = None
-        if resume and self.config.exists():
+        if environment.resume and (self.config.exists() or self.last.exists()):
             before = self.saved_config().epochs
-            if before == config.epochs:
-                return None
-            self.result.unlink(missing_ok=True)
-        else:
-            self.rewind(-1)
-        settings = json.loads(json.dumps(dataclasses.asdict(config)))  # tuples as lists
-        write_atomically(self.config, yaml.safe_dump(settings, sort_keys=False))
-        return before
+            if before != config.epochs:
+                self.result.unlink(missing_ok=True)
+        settings = all_settings(config, environment)
+        write_atomically(self.config, yaml.safe_dump(seal(settings), sort_keys=False))
+        return None if before == config.epochs else before
 
-    def rewind(self, step: int) -> None:
-        """Remove records and masks after ``step``, the step of the last checkpoint; a resumed run writes them again."""
-        kept = []
-        for line in self.records.read_text().splitlines() if self.records.exists() else []:
-            with suppress(json.JSONDecodeError):  # a killed run may leave an incomplete last line
-                if json.loads(line).get("step", 0) <= step:
-                    kept.append(line + "\n")
-        write_atomically(self.records, "".join(kept))
-        later = [file for made_in, file in self.mask_files() if made_in >= step]
-        for file in (*later, *self.masks.glob("*.part")):
-            file.unlink()
+    def settings(self) -> dict[str, Any]:
+        """Returns every setting, from ``config.yaml`` or, if that was deleted, from ``last.pt``."""
+        if not self.config.exists():
+            return dict(checkpoint.load(self.last)["settings"])
+        try:
+            return unseal(yaml.safe_load(self.config.read_text()), required=True)
+        except Exception as error:  # damaged text can fail in any way
+            remedy = "delete it, and its copy in last.pt is used" if self.last.exists() else "start a new run"
+            raise RunError(f"{self.config} is damaged ({_reason(error)}); restore it, or {remedy}") from error
+
+    def saved_config(self) -> TrainConfig:
+        """Returns the settings that determine the run's result."""
+        try:
+            return split_settings(self.settings())[0]
+        except (TypeError, ValueError) as error:
+            raise RunError(f"{self.config} has settings that this version cannot use: {error}") from error
+
+    # ---- checkpoints and records ---------------------------------------------------------------------------
+
+    def load(self, file: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+        """Load ``last.pt`` or ``best.pt``; raises CheckpointError if it is damaged or of another run."""
+        content, expected = checkpoint.load(file, device), self.saved_config()
+        try:
+            found = split_settings(content["settings"])[0]
+        except (AttributeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{file} has settings that this version cannot use: {error}") from error
+        if found.identity != expected.identity:
+            raise CheckpointError(
+                f"{file} or {self.config} is of another run ({differences(found, expected)}); restore the right one"
+            )
+        return content
+
+    def check_begun(self) -> None:
+        """Raise RunError if ``last.pt`` is missing although the run has written it before."""
+        others = [file for file in (self.best, self.result) if file.exists()]
+        with suppress(OSError):
+            others += [self.records] if '"kind": "epoch"' in self.records.read_text(errors="replace") else []
+        if others:
+            raise RunError(
+                f"{self.last} is missing, although {' and '.join(file.name for file in others)} was written after it; "
+                "restore it, or delete those files to train from the beginning"
+            )
+
+    def rewind(self, step: int, records: str) -> None:
+        """Undo what was written after the checkpoint of ``step``; a resumed run writes it again."""
+        if not self.records.exists() or not self.records.read_bytes().startswith(records.encode()):
+            write_atomically(self.records, records)
+        with self.records.open("r+b") as file:
+            file.truncate(len(records.encode()))
+        for made_in, mask in self.mask_files():
+            if made_in >= step:
+                mask.unlink()
+            else:
+                read_mask_file(mask)
+        for part in self.masks.glob("*.part"):
+            part.unlink()
 
     def write_failure(self, error: Exception) -> None:
         """Write the error that ended the run; call it in the exception handler."""
@@ -129,68 +189,133 @@ class RunDirectory:
         content = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         write_atomically(self.failure, json.dumps({**content, "provenance": provenance()}, indent=1))
 
-    def saved_config(self) -> TrainConfig:
-        try:
-            return from_mapping(TrainConfig, yaml.safe_load(self.config.read_text()))
-        except (OSError, yaml.YAMLError, TypeError, ValueError) as error:
-            raise RunError(f"{self.config} must contain the settings of a run: {error}") from error
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Write the result, with a sum of the records that it was made from."""
+        content = seal({**result, "records": sum_of(self.records.read_text())})
+        write_atomically(self.result, json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n")
 
-    def append(self, record: Mapping[str, Any]) -> None:
-        append_records(self.records, [record])
+    # ---- masks ---------------------------------------------------------------------------------------------
 
-    def write_masks(self, step: int, masks: Mapping[str, Tensor]) -> None:
-        """Write the masks made in ``step``, counted from 0, atomically and with one bit per weight."""
+    def write_masks(self, step: int, masks: Mapping[str, Tensor], run: str = "") -> None:
+        """Write the masks that the run with the identity ``run`` made in ``step``, counted from 0, with one bit per
+        weight.
+        """
         self.masks.mkdir(parents=True, exist_ok=True)
         content = {f"bits.{name}": np.packbits(mask.reshape(-1).cpu().numpy()) for name, mask in masks.items()}
-        shapes = json.dumps({name: list(mask.shape) for name, mask in masks.items()})
+        about = {"step": step, "run": run, "shapes": {name: list(mask.shape) for name, mask in masks.items()}}
         part = self.masks / f"{step:08d}.part"
         with part.open("wb") as stream:
-            np.savez(stream, shapes=np.array(shapes), **content)  # type: ignore[arg-type]
+            np.savez(stream, about=np.array(json.dumps(about)), **content)  # type: ignore[arg-type]
         part.replace(part.with_suffix(".npz"))
 
     def mask_files(self) -> list[tuple[int, Path]]:
         """Returns the recorded masks as (step, file), ordered by step."""
         return sorted((int(file.stem), file) for file in self.masks.glob("*.npz") if file.stem.isdigit())
 
-    def finish(self, result: Mapping[str, Any]) -> None:
-        write_atomically(self.result, json.dumps(result, indent=1, sort_keys=True, allow_nan=False) + "\n")
+
+def _cannot_be_made(path: Path, reason: str | None) -> ValueError:
+    return ValueError(f"the run's directory {path} cannot be made: {reason}; choose another --out")
 
 
-def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Append each record as one line of JSON; creates the parent directories of ``path``."""
-    lines = [json.dumps(dict(record), sort_keys=True, allow_nan=False) for record in records]
+def all_settings(config: TrainConfig, environment: RunEnvironment) -> dict[str, Any]:
+    """Returns every setting as plain values, except where the run is and whether it is resumed."""
+    values = {**dataclasses.asdict(config), **dataclasses.asdict(environment)}
+    values |= {"data_dir": environment.data_dir and str(environment.data_dir.absolute())}
+    plain: dict[str, Any] = json.loads(json.dumps({name: values[name] for name in values if name not in _PLACE}))
+    return plain
+
+
+_PLACE = ("out", "resume")
+
+
+# ---- text files with a sum -------------------------------------------------------------------------------------------
+
+
+def sum_of(content: Any) -> str:
+    """Returns a sum of plain values."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def seal(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the content with a sum of it, by which `unseal` detects damage."""
+    return {**content, "sum": sum_of(content)}
+
+
+def unseal(content: Any, *, required: bool = False) -> dict[str, Any]:
+    """Returns the content without its sum; ValueError if they do not agree. Files made by hand have no sum."""
+    if not isinstance(content, dict):
+        raise ValueError("it must contain names and values")
+    rest = {name: value for name, value in content.items() if name != "sum"}
+    if ("sum" in content or required) and content.get("sum") != sum_of(rest):
+        raise ValueError("its sum does not match its content")
+    return rest
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> str:
+    """Append each record as one line of JSON and return the lines; creates the parent directories of ``path``."""
+    lines = [json.dumps(seal(record), sort_keys=True, allow_nan=False) + "\n" for record in records]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        file.writelines(line + "\n" for line in lines)
+        file.writelines(lines)
+    return "".join(lines)
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; None if it does not exist."""
+    """Read a JSON file and check its sum; None if it does not exist."""
     try:
-        return json.loads(path.read_text())
+        return unseal(json.loads(path.read_text()))
     except FileNotFoundError:
         return None
+    except (ValueError, RecursionError) as error:
+        raise RunError(f"{path} is damaged ({_reason(error)}); delete it and run the same command again") from error
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Read every record of ``path``, in the order written."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line]
+    records = []
+    try:
+        lines = path.read_text().splitlines()
+        for line in filter(None, lines):
+            records.append(unseal(json.loads(line)))
+    except (ValueError, RecursionError) as error:
+        raise RunError(f"{path} is damaged in line {len(records) + 1} ({_reason(error)}); restore it") from error
+    return records
 
 
 def read_masks(run: Path | str) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Yield the masks of a run's directory, (step, {parameter name: bool tensor}), one at a time."""
-    for step, file in RunDirectory(Path(run)).mask_files():
+    directory = RunDirectory(Path(run))
+    files = directory.mask_files()
+    if directory.result.exists():
+        made = [len(record.get("mask_seconds", ())) for record in read_records(directory.records)]
+        if sum(made) != len(files):
+            raise RunError(f"{directory.masks} has {len(files)} of {plural(sum(made), 'mask')}; restore the others")
+    for step, file in files:
         yield step, read_mask_file(file)
 
 
 def read_mask_file(file: Path) -> dict[str, Tensor]:
+    """Read a file of masks; RunError if it is damaged, or of another step or run."""
     try:
+        checkpoint.check_archive(file)
         with np.load(file, allow_pickle=False) as saved:
-            shapes = {name: torch.Size(shape) for name, shape in json.loads(str(saved["shapes"])).items()}
+            about = json.loads(str(saved["about"]))
+            shapes = {name: torch.Size(shape) for name, shape in about["shapes"].items()}
             bits = {name: np.unpackbits(saved[f"bits.{name}"], count=one.numel()) for name, one in shapes.items()}
-        return {name: torch.from_numpy(one.astype(np.bool_)).reshape(shapes[name]) for name, one in bits.items()}
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise RunError(f"{file} must contain the masks of a run, but cannot be read ({error}); remove it") from error
+        masks = {name: torch.from_numpy(one.astype(np.bool_)).reshape(shapes[name]) for name, one in bits.items()}
+    except Exception as error:  # damaged archives and arrays can fail in any way
+        reason = _reason(error)
+        raise RunError(f"{file} must contain the masks of a run, but is damaged ({reason}); remove it") from error
+    directory = RunDirectory(file.parent.parent)
+    if about["step"] != int(file.stem):
+        raise RunError(f"{file} has the masks of step {about['step']}; restore the right one, or remove it")
+    if about["run"] and directory.config.exists() and about["run"] != directory.saved_config().identity:
+        raise RunError(f"{file} is of another run; restore the right one, or remove it")
+    return masks
 
 
 def write_atomically(path: Path, text: str) -> None:

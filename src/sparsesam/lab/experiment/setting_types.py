@@ -1,12 +1,16 @@
-"""Settings as dataclass fields with help texts and types, which values from YAML and the command line must match."""
+"""The one description of a setting: a dataclass field with its type, default, help text and the runs that use it.
+
+The parser, the check of YAML files, the hash of a run and docs/settings.md are made from it.
+"""
 
 from __future__ import annotations
 
+import math
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -31,9 +35,26 @@ FractionBelow1 = Annotated[float, Range("in [0, 1)", lambda value: 0 <= value < 
 FractionAbove0 = Annotated[float, Range("in (0, 1]", lambda value: 0 < value <= 1)]
 
 
-def option(default: Any, text: str, *, group: str | None = None) -> Any:
+@dataclass(frozen=True)
+class When:
+    """The runs that use a setting, in words for messages and documentation, and as a function of the settings."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+    def __and__(self, other: When) -> When:
+        return When(f"{self.words} and {other.words}", lambda settings: self.holds(settings) and other.holds(settings))
+
+
+def when(**allowed: Sequence[Any]) -> When:
+    """Returns the condition that each of these settings has one of its values."""
+    words = [f"{name} {' or '.join(map(str, values))}" for name, values in allowed.items()]
+    return When(" and ".join(words), lambda settings: all(getattr(settings, name) in allowed[name] for name in allowed))
+
+
+def option(default: Any, text: str, *, group: str | None = None, used: When | None = None) -> Any:
     """Returns a dataclass field with a help text. ``group`` starts a new heading in ``--help`` at this field."""
-    return field(default=default, metadata={"help": text, "group": group})
+    return field(default=default, metadata={"help": text, "group": group, "used": used})
 
 
 @cache
@@ -71,16 +92,19 @@ def _as(value: Any, kind: Any) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal and value in arguments and not isinstance(value, bool):
         return value
+    if origin is tuple and arguments[0] is str and isinstance(value, str):
+        value = [word.strip() for word in value.split(",")]
     if origin is tuple and isinstance(value, list | tuple):
         kinds = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
         if len(value) == len(kinds):
             return tuple(map(_as, value, kinds))
     if kind is Path and isinstance(value, str | Path):
         return Path(value).expanduser()
-    if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
-        with suppress(ValueError):
-            return float(value)
-    if type(value) is kind:
+    if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+        with suppress(ValueError, OverflowError):
+            if math.isfinite(found := float(value)):
+                return found
+    elif type(value) is kind:
         return value
     raise TypeError
 
@@ -104,5 +128,6 @@ def _word(kind: Any) -> str:
     if typing.get_origin(kind) is Literal:
         return f"one of {', '.join(map(repr, arguments))}" if len(arguments) > 1 else repr(arguments[0])
     if typing.get_origin(kind) is tuple:
-        return "a list of numbers" if arguments[-1] is Ellipsis else f"a list of {len(arguments)} numbers"
+        entries = "names" if arguments[0] is str else "numbers"
+        return f"a list of {entries}" if arguments[-1] is Ellipsis else f"a list of {len(arguments)} {entries}"
     return "null" if kind is type(None) else _WORDS[arguments[0] if arguments else kind]

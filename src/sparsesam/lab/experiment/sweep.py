@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import time
 import warnings
@@ -17,20 +18,21 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-import joblib
 import yaml
 from filelock import FileLock, Timeout
-from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from sparsesam.integrations.extras import required_by
-from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, from_mapping, unused
+from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, check_used, complete, from_mapping, unused
 from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.result import RunResult, read_result
 from sparsesam.lab.experiment.run_directory import RunDirectory, read_json, read_records, write_atomically
+from sparsesam.lab.experiment.setting_types import convert
 from sparsesam.lab.names import check_names, suggestion
 
 #: How often a run on a Ray cluster may lose its machine.
 LOST_MACHINES = 3
+#: More combinations of a grid, or seeds, are taken for a mistake.
+MOST_RUNS = 100_000
 
 _KEYS = ("title", "settings", "variants", "grid", "seeds")
 
@@ -77,19 +79,19 @@ class Job:
     def failure(self) -> str | None:
         """The error of the last attempt, if it failed."""
         content = read_json(RunDirectory(self.directory).failure)
-        return None if content is None else str(content["error"])
+        return None if content is None else str(content.get("error", "no reason was recorded"))
 
     @property
     def result(self) -> RunResult | None:
-        return read_result(RunDirectory(self.directory).result)
+        return read_result(RunDirectory(self.directory).result, self.config.content_hash)
 
     @property
     def epochs_done(self) -> int:
         try:
             records = read_records(RunDirectory(self.directory).records)
-        except (OSError, ValueError):  # not started, or being written
+        except (OSError, RunError):  # not started, or being written
             return 0
-        return sum(record["kind"] == "epoch" for record in records)
+        return sum(record.get("kind") == "epoch" for record in records)
 
 
 def read_sweep(file: str | Path, *, overrides: Mapping[str, Any], seeds: int | None) -> Sweep:
@@ -105,42 +107,64 @@ def read_sweep(file: str | Path, *, overrides: Mapping[str, Any], seeds: int | N
     """
     text, name = _read(file)
     try:
-        content = yaml.safe_load(text)
-        if not isinstance(content, dict):
-            raise ValueError("it must contain keys and values, such as `grid: {rho: [0.1, 0.2]}`")
+        content = _mapping("the file", yaml.safe_load(text))
         check_names(content, _KEYS)
+        title = convert("title", content.get("title", name), str)
         asked = content.get("seeds", 1) if seeds is None else seeds
-        chosen = list(range(asked)) if isinstance(asked, int) else list(asked)
-        if not chosen:
-            raise ValueError(f"seeds must be at least 1, or a list of seeds, got {asked}")
-        return Sweep(content.get("title", name), _variants(content, overrides), chosen)
-    except (yaml.YAMLError, TypeError, ValueError) as error:
-        raise ValueError(f"{file}: {error}") from error
+        if type(asked) is int:
+            if not 1 <= asked <= MOST_RUNS:
+                raise ValueError(f"seeds must be 1 to {MOST_RUNS:,}, or a list of seeds, got {asked}")
+            asked = range(asked)
+        chosen = convert("seeds", list(asked) if isinstance(asked, range) else asked, tuple[int, ...])
+        if not chosen or len(set(chosen)) != len(chosen) or min(chosen) < 0:
+            raise ValueError(f"seeds must be different whole numbers of at least 0, got {list(chosen)}")
+        return Sweep(title, _variants(content, overrides), chosen)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: {' '.join(str(error).split())}") from error
+
+
+def _mapping(what: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} must contain names and values, such as `rho: 0.1`, got {value!r:.100}")
+    return {str(name): entry for name, entry in value.items()}
 
 
 def _variants(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, TrainConfig]:
-    """Returns every variant with every combination of the grid's values, labeled by the values that distinguish it."""
-    settings, grid = content.get("settings") or {}, content.get("grid") or {}
-    variants = content.get("variants") or {"": {}}
+    """Returns every variant with every combination of the grid's values, labeled by the values that distinguish it.
+
+    A variant must use its own settings. Those for all variants must be used by at least one.
+    """
+    settings, grid = (_mapping(key, content.get(key) or {}) for key in ("settings", "grid"))
+    variants = _mapping("variants", content.get("variants") or {"": {}})
     for name, values in grid.items():
-        if not isinstance(values, list):
-            raise ValueError(f"grid must have a list of values for each setting, got {values!r} for {name}")
+        if not isinstance(values, list) or not values:
+            raise ValueError(f"grid must have a list of values for each setting, got {values!r:.100} for {name}")
+    if (count := len(variants) * math.prod(map(len, grid.values()))) > MOST_RUNS:
+        raise ValueError(f"grid must have at most {MOST_RUNS:,} combinations, got {count:,}; divide the sweep")
     axes = [[(name, value) for value in values] for name, values in grid.items()]
     configs: dict[str, TrainConfig] = {}
-    for label, own in variants.items():
+    shared = {*settings, *grid, *overrides}
+    for label, values in variants.items():
+        own = _mapping(f"variant {label}", values or {})
         for point in itertools.product(*axes):
-            config = from_mapping(TrainConfig, {**settings, **dict(point), **own, **overrides})
+            config = from_mapping(TrainConfig, complete({**settings, **dict(point), **own, **overrides}))
+            check_used(config, own.keys() - overrides.keys())
+            shared &= unused(config).keys()
             without = {*unused(config), *own, *overrides}
             words = [label, *(f"{name} {value}" for name, value in point if name not in without)]
             # Points that differ only in settings that the variant does not use (rho of SGD) are the same run.
             configs.setdefault(" ".join(word for word in words if word) or "run", config)
+    check_used(config, sorted(shared))
     return configs
 
 
 def _read(file: str | Path) -> tuple[str, str]:
     path = Path(file)
     if path.is_file():
-        return path.read_text(), path.stem
+        try:
+            return path.read_text(encoding="utf-8"), path.stem
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is not a text file ({error})") from error
     files = (resources.files("sparsesam.lab.experiment") / "sweeps").iterdir()
     packaged = {one.name.removesuffix(".yaml"): one for one in files if one.name.endswith(".yaml")}
     if str(file) in packaged:
@@ -235,6 +259,9 @@ def claimed_gpu(count: int, folder: Path) -> Iterator[str]:
 
 
 def _here(jobs: Sequence[Job], context: _Context, workers: int) -> Iterator[_Ended]:
+    import joblib
+    from joblib.externals.loky.process_executor import TerminatedWorkerError
+
     parallel = joblib.Parallel(
         workers, backend="loky", batch_size=1, pre_dispatch=workers, return_as="generator_unordered"
     )

@@ -6,7 +6,8 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.cost import StepCost, StepName, plain_pass_operations
 from sparsesam.lab.experiment.errors import DivergedError
 from sparsesam.lab.experiment.optimizers import lr_factor, make_optimizer
+from sparsesam.lab.experiment.result import Sums
 from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
 from sparsesam.masks.state import around_refresh
 
@@ -29,18 +31,8 @@ if TYPE_CHECKING:
 
 #: Reading the loss synchronizes with the GPU and all ranks, so there it is read only every `SYNC_EVERY` steps.
 SYNC_EVERY = 20
-
-
-@dataclass
-class Sums:
-    """Sums over an epoch."""
-
-    loss: float = 0.0
-    correct: float = 0.0
-    images: float = 0.0
-    seconds: float = 0.0
-    mask_seconds: list[float] = field(default_factory=list)
-    step_seconds: list[float] = field(default_factory=list)
+#: Steps of esam perturb other layers each: the cost is the mean of so many.
+VARYING_STEPS = 100
 
 
 class Training:
@@ -64,22 +56,22 @@ class Training:
         unit = plain_pass_operations(model.to(fabric.device), first.images, first.labels)
         self.cost = StepCost(unit, config.batch_size)
         if config.compile:  # operations of compiled code are not seen
-            self.cost.per_image = {"ascent": 1 + config.ascent_fraction, "plain": 1.0}
+            self.cost.per_image = {"ascent": 1 + config.ascent_steps * config.ascent_fraction, "plain": 1.0}
         self.ema: AveragedModel | None = None
         if config.ema is not None:
             average = get_ema_multi_avg_fn(config.ema)
             self.ema = AveragedModel(model, multi_avg_fn=average, use_buffers=True).to(fabric.device)
         compiled: nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
-        # Fabric sets up the module only: its optimizer wrapper would pass our closure to a GradScaler, which rejects
-        # closures. `_step` does the wrapper's work.
-        self.model = fabric.setup_module(compiled)
-        # With one process and float32 Fabric's wrapper does nothing but cost 2 % of a small network's step.
-        self._forward = compiled if fabric.world_size == 1 and config.precision in ("fp32", "tf32") else self.model
+        # Not Fabric's own wrappers: they call our closures with a GradScaler, which rejects closures, and `minimize`
+        # differentiates where they want `fabric.backward`.
+        self.model = fabric.strategy.setup_module(compiled)
         self.optimizer = make_optimizer(
-            config, compiled, fisher_data=batches.for_fisher(), steps_per_epoch=batches.steps
+            config, self.model, fisher_data=batches.for_fisher(), steps_per_epoch=batches.steps
         )
         precision = fabric.strategy.precision
         self.scaler = getattr(precision, "scaler", None)  # only mixed precision has one
+        if self.scaler is not None and not getattr(self.optimizer, "allows_scaler", True):
+            raise ValueError(f"precision must not be fp16 with optimizer {config.optimizer}; bf16 needs no GradScaler")
         self._rate = [group["lr"] for group in self.optimizer.param_groups]
 
     # ---- what is shown and recorded ----------------------------------------------------------------------
@@ -190,14 +182,17 @@ class Training:
         seed_global(derive(self.config.seed, Purpose.STEP, *place), self.fabric.device)
         kind: StepName = "ascent" if getattr(self.optimizer, "needs_first_pass", False) else "plain"
         masks = self.cost.masks
-        with nullcontext() if kind in self.cost.per_image else MultiplyAdds() as counter:
+        varies = self.config.optimizer == "esam" and self.steps_taken < VARYING_STEPS
+        with MultiplyAdds() if varies or kind not in self.cost.per_image else nullcontext() as counter:
             figures = self._passes(batch)
         self.cost.images[kind] += batch.global_size
         masks = self.cost.masks - masks
         if counter is not None and (not masks or self._refreshes_every_step):
-            # Count a step without a mask refresh if there is one: in steps with a refresh the engine skips nothing.
+            # Count a step without a mask refresh if there is one: from a step that makes a mask nothing is left out.
             operations = counter.products / self.cost.unit - masks * self.cost.per_mask
-            self.cost.per_image[kind] = operations / len(batch.images)
+            before = self.cost.images[kind] - batch.global_size if kind in self.cost.per_image else 0
+            mean = before * self.cost.per_image.get(kind, 0.0) + batch.global_size * operations / len(batch.images)
+            self.cost.per_image[kind] = mean / (before + batch.global_size)
         if self.scaler is not None:
             self.scaler.update()
         if self.ema is not None:
@@ -205,44 +200,44 @@ class Training:
         return figures
 
     def _passes(self, batch: Batch) -> Tensor:
-        figures: list[Tensor] = []
         # DDP averages gradients with equal weight per rank; the scale corrects for parts of unequal size.
         scale = len(batch.labels) * self.fabric.world_size / batch.global_size
-
-        def closure(part: tuple[Tensor, Tensor]) -> Tensor:
-            self.optimizer.zero_grad()
-            loss, correct = self._accumulated(*part, scale)
-            if not figures and len(part[1]) == len(batch.labels):
-                figures.extend((loss * len(part[1]), correct))
-            return loss
-
+        fraction = 1.0 if self.config.is_plain else self.config.ascent_fraction
+        count = min(self.config.accumulate, math.ceil(fraction * len(batch.labels)))
+        losses = [partial(self._loss, number, count, scale) for number in range(count)]
         whole = (batch.images, batch.labels)
         if isinstance(self.optimizer, sparsesam.SharpnessAware):
             with around_refresh(self._measured_refresh):
-                self.optimizer.step(closure, batch=whole, scaler=self.scaler)  # type: ignore[arg-type]
+                _, figures = self.optimizer.minimize(losses, has_aux=True, batch=whole, scaler=self.scaler)
+            return torch.stack(figures).sum(0)
+        self.optimizer.zero_grad()
+        figures = []
+        for number, function in enumerate(losses, start=1):
+            no_sync = getattr(self.model, "no_sync", nullcontext) if number < count else nullcontext
+            with no_sync():
+                loss, some = function(whole)
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            figures.append(some)
+        if self.scaler is None:
+            self.optimizer.step()
         else:
-            closure(whole)
-            if self.scaler is None:
-                self.optimizer.step()
-            else:
-                self.scaler.step(self.optimizer)
-        return torch.stack(figures)
+            self.scaler.step(self.optimizer)
+        return torch.stack(figures).sum(0)
 
-    def _accumulated(self, images: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Accumulate the gradient of the mean loss over micro-batches; returns the loss and the correct predictions."""
-        count = min(self.config.accumulate, len(images))
-        parts = list(zip(images.tensor_split(count), labels.tensor_split(count), strict=True))
-        losses, correct = [], []
-        for number, (some, targets) in enumerate(parts):
-            with self.fabric.no_backward_sync(self.model, enabled=number < len(parts) - 1):
-                scores = self._forward(some)
-                loss = cross_entropy(scores, targets, label_smoothing=self.config.label_smoothing)
-                share = scale * len(some) / len(images)
-                self.fabric.backward(loss if share == 1 else loss * share)
-            losses.append(loss.detach() * (len(some) / len(images)))
-            classes = targets if targets.dim() == 1 else targets.argmax(1)
-            correct.append((scores.detach().argmax(1) == classes).sum(dtype=loss.dtype))
-        return torch.stack(losses).sum(), torch.stack(correct).sum()
+    def _loss(self, number: int, count: int, scale: float, part: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns what one of ``count`` micro-batches adds to the mean loss over ``part``, times ``scale``; and its sum
+        of losses and number of correct predictions.
+        """
+        images, labels = (tensor.tensor_split(count)[number] for tensor in part)
+        with self.fabric.autocast():
+            scores = self.model(images)
+        if self.config.precision in ("bf16", "fp16"):
+            scores = scores.float()
+        loss = cross_entropy(scores, labels, label_smoothing=self.config.label_smoothing)
+        classes = labels if labels.dim() == 1 else labels.argmax(1)
+        correct = (scores.detach().argmax(1) == classes).sum(dtype=loss.dtype)
+        share = scale * len(labels) / len(part[1])
+        return loss if share == 1 else loss * share, torch.stack((loss.detach() * len(labels), correct))
 
     # ---- evaluation --------------------------------------------------------------------------------------
 

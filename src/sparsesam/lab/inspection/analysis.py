@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from sparsesam.analysis import AnalysisResult, ProgressCallback
 from sparsesam.lab.display import Cell, Figure, Series, SeriesStyle, Table, table_of_rows
 from sparsesam.lab.experiment.provenance import provenance
-from sparsesam.lab.experiment.run_directory import write_atomically
+from sparsesam.lab.experiment.run_directory import seal, write_atomically
 from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.trained_run import Origin, ResultDirectory, TrainedRun
 
@@ -77,10 +77,11 @@ class Analysis(ABC, Generic[ResultT]):
         seconds, machine = time.perf_counter() - start, provenance()
         made = {"options": self.options, "seconds": seconds, "command": machine["command"], "provenance": machine}
         made = {**self.origin(subject).to_dict(), **made}
-        content = {"analysis": self.name, "result": result.to_dict(), "made": made}
+        config = getattr(subject, "config", None)
+        content = {"analysis": self.name, "result": result.to_dict(), "made": made, "run": config and config.identity}
         file = subject.path / "analyses" / f"{self.name}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(content, allow_nan=False) + "\n")
+        write_atomically(file, json.dumps(seal(content), allow_nan=False) + "\n")
         return result
 
     def origin(self, subject: Any) -> Origin:

@@ -162,7 +162,9 @@ class TrainedRun(RecordedRun):
         before = [(step, file) for step, file in self.directory.mask_files() if step < self.step]
         if before:
             return before[-1][0], read_mask_file(before[-1][1])
-        made, masks = _masks_of(checkpoint.load(self.directory.last)) if self.directory.last.exists() else (None, None)
+        made, masks = (
+            _masks_of(self.directory.load(self.directory.last)) if self.directory.last.exists() else (None, None)
+        )
         if made is not None and made >= self.step:
             self.notes.append("the mask in use at best.pt was not recorded; train with --record-masks true")
             return None, None
@@ -175,7 +177,8 @@ class TrainedRun(RecordedRun):
                 f"{self.file} does not exist: the run has not finished an epoch; "
                 f"continue it with: sparsesam train --resume --out {self.path}"
             )
-        return checkpoint.load(self.file)
+        is_own = self.file in (self.directory.best, self.directory.last)
+        return self.directory.load(self.file) if is_own else checkpoint.load(self.file)
 
     @cached_property
     def splits(self) -> Splits | FolderSplits:

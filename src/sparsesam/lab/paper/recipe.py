@@ -17,8 +17,9 @@ import yaml
 
 from sparsesam.lab.display import Cell, Table, cells, number
 from sparsesam.lab.experiment.confidence import confidence_interval
-from sparsesam.lab.experiment.config import TrainConfig, from_mapping
+from sparsesam.lab.experiment.config import DEFAULTS, TrainConfig, from_mapping
 from sparsesam.lab.experiment.sweep import Sweep
+from sparsesam.lab.names import check_names
 from sparsesam.utils.checks import nearest
 
 Scale = Literal["laptop", "full"]
@@ -162,6 +163,7 @@ class Recipe:
 
     def check_overrides(self) -> None:
         """Raise ValueError if one run would appear in several cells, for example because rows vary a setting."""
+        check_names(self.overrides, DEFAULTS)
         if "seed" in self.overrides:
             raise ValueError("--set must not change seed; use --seeds for the number of seeds")
         for timed in (False, True):  # times are measured in separate runs

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import yaml
 
 from sparsesam.lab.display import Number, number
-from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, from_mapping, names_of
-from sparsesam.lab.experiment.run_directory import RunDirectory
+from sparsesam.lab.experiment.config import TrainConfig, split_settings
+from sparsesam.lab.experiment.run_directory import RunDirectory, sum_of, unseal
 
 Status = Literal["finished", "failed", "unfinished", "analyses only"]
 #: A directory with any of these is a run's: a run can end before it has all of them.
@@ -62,13 +62,29 @@ class RunRecord:
         self.analyses = self._read_analyses(files.analyses)
         written, failure = self._read_mapping(files.result), self._read_mapping(files.failure)
         begun = _last(records, "run") | _last(records, "resume")
-        self.settings = self._read_mapping(files.config) or _mapping((begun, written), "config")
+        header = _mapping((begun, written), "config")
+        self.settings = self._read_mapping(files.config) or header
         self.config = self._config() if self.settings else None
+        if self.config and any(self.settings.get(name) != header[name] for name in header if name != "epochs"):
+            self.problems.append("config.yaml is not of this run, or damaged: the settings in its records are shown")
+            self.settings = header
+            self.config = self._config()
+        for name, content in list(self.analyses.items()):
+            if self.config and content.get("run") not in (None, self.config.identity):
+                self.problems.append(f"analyses/{name}.json is of another run, left out")
+                del self.analyses[name]
         self.epochs = self._by_epoch(records)
         self.name = str(written.get("name") or begun.get("name") or "")
         self.provenance = _mapping((written, begun, failure), "provenance")
         result = _mapping((written,), "result") or _last(records, "result")
         self.result = result if number(result.get("test_accuracy")) is not None else {}
+        if "records" in written:
+            text = files.records.read_text(errors="replace") if files.records.is_file() else ""
+            if written["records"] != sum_of(text):
+                self.problems.append("records.jsonl is not what result.json was made from: lines were lost or changed")
+        if self.config is not None and written.get("hash", self.config.content_hash) != self.config.content_hash:
+            self.problems.append("result.json is of another run, left out")
+            self.result = {}
         self.status, self.reason = self._status(failure)
         if not self.settings and self.status != "analyses only":
             self.problems.append("no settings could be read")
@@ -87,10 +103,8 @@ class RunRecord:
         return {epoch: value for epoch, value in values.items() if value is not None}
 
     def _config(self) -> TrainConfig | None:
-        others = names_of(RunEnvironment)
         try:
-            own = {name: value for name, value in self.settings.items() if name not in others}
-            return from_mapping(TrainConfig, own).canonical
+            return split_settings(self.settings)[0].canonical
         except (TypeError, ValueError) as error:
             self.problems.append(f"its settings are not valid in this version of sparsesam: {error}")
             return None
@@ -132,16 +146,20 @@ class RunRecord:
     def _read_mapping(self, path: Path) -> dict[str, Any]:
         """Returns the names and values of a YAML or JSON file."""
         content = self._read(path, partial(yaml.load, Loader=_Loader) if path.suffix == ".yaml" else json.loads)
-        if content is not None and not isinstance(content, dict):
-            self.problems.append(f"{path.name} must contain names and values, but contains {type(content).__name__}")
-        return {str(name): value for name, value in content.items()} if isinstance(content, dict) else {}
+        if content is None:
+            return {}
+        try:
+            return {str(name): value for name, value in unseal(content).items()}
+        except ValueError as error:
+            self.problems.append(f"{path.name} is damaged, left out: {error}")
+            return {}
 
     def _read_records(self, path: Path) -> list[dict[str, Any]]:
         lines = self._read(path, str.splitlines) or []
         records, unread = [], []
         for place, line in enumerate(lines, start=1):
             try:
-                record = json.loads(line)
+                record = unseal(json.loads(line))
             except (ValueError, RecursionError):
                 record = None
             if isinstance(record, dict):

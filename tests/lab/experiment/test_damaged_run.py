@@ -1,0 +1,164 @@
+"""Damaged, missing and swapped files of a run: one line that names the file, or the right result."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+
+from sparsesam.lab.cli import main
+from sparsesam.lab.experiment import read_masks, read_records
+from sparsesam.lab.experiment.errors import Interrupted, RunError
+from sparsesam.lab.experiment.result import read_result
+from sparsesam.lab.experiment.run_directory import RunDirectory
+from tests.lab.experiment.runs import InterruptAt, same, state, train
+
+SPARSE = {"optimizer": "ssam-f", "mask_steps": 3, "model": "tests.lab.inspection.networks:linear"}
+OPTIONS = ["--train-size", "72", "--test-size", "40", "--epochs", "3", "--batch-size", "16", "--threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory):
+    """A finished run, one stopped in its second epoch, and one of another seed."""
+    folder = tmp_path_factory.mktemp("runs")
+    train(folder / "finished", **SPARSE)
+    with pytest.raises(Interrupted):
+        train(folder / "stopped", InterruptAt(8), **SPARSE)
+    train(folder / "other", seed=1, **SPARSE)
+    return folder
+
+
+@pytest.fixture
+def runs(originals, tmp_path):
+    shutil.copytree(originals, tmp_path / "runs")
+    return tmp_path / "runs"
+
+
+def resumed(run):
+    return train(run, resume=True, **SPARSE)
+
+
+def halve(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("damage", [halve, lambda file: file.write_text(""), lambda file: file.unlink()])
+def test_lost_records_are_written_again_from_checkpoint(runs, damage):
+    (runs / "finished" / "result.json").unlink()
+    before = (runs / "finished" / "records.jsonl").read_text().splitlines()[:4]
+    expected = json.loads((runs / "other" / "result.json").read_text()).keys()
+    damage(runs / "finished" / "records.jsonl")
+    resumed(runs / "finished")
+    assert (runs / "finished" / "records.jsonl").read_text().splitlines()[:4] == before
+    assert json.loads((runs / "finished" / "result.json").read_text()).keys() == expected
+
+
+def test_records_of_another_run_are_replaced(runs):
+    shutil.copy(runs / "other" / "records.jsonl", runs / "stopped" / "records.jsonl")
+    resumed(runs / "stopped")
+    assert same(state(runs / "stopped"), state(runs / "finished"))
+    (first, *_) = read_records(runs / "stopped" / "records.jsonl")
+    assert first["config"]["seed"] == 0
+
+
+def test_damaged_settings_stop_and_deleted_ones_come_from_checkpoint(runs, capsys):
+    halve(runs / "stopped" / "config.yaml")
+    assert main(["train", "--resume", "--out", str(runs / "stopped")]) == 1
+    printed = capsys.readouterr().err
+    assert "config.yaml is damaged (its sum does not match its content); restore it, or delete it" in printed
+    assert printed.count("\n") == 1
+    (runs / "stopped" / "config.yaml").unlink()
+    assert main(["train", "--resume", "--out", str(runs / "stopped"), "--quiet"]) == 0
+    assert same(state(runs / "stopped")["training"], state(runs / "finished")["training"])
+    assert RunDirectory(runs / "stopped").saved_config() == RunDirectory(runs / "finished").saved_config()
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "last.pt"])
+def test_file_of_another_run_stops(runs, name):
+    shutil.copy(runs / "other" / name, runs / "stopped" / name)
+    with pytest.raises((RunError, ValueError), match=r"of another run|started with other settings"):
+        resumed(runs / "stopped")
+
+
+def test_best_weights_must_be_those_of_best_epoch(runs):
+    (runs / "stopped" / "best.pt").unlink()
+    with pytest.raises(RunError, match=r"best\.pt is missing or not of the best epoch"):
+        resumed(runs / "stopped")
+    assert main(["eval", str(runs / "stopped")]) == 1
+    shutil.copy(runs / "other" / "best.pt", runs / "stopped" / "best.pt")
+    assert main(["eval", str(runs / "stopped")]) == 1
+    assert main(["export", str(runs / "stopped"), "-o", str(runs / "weights.pt")]) == 1
+
+
+def test_run_killed_between_last_and_best_checkpoint_resumes(runs):
+    best = runs / "stopped" / "best.pt"
+    best.rename(best.with_name("best.next.pt"))
+    resumed(runs / "stopped")
+    assert same(state(runs / "stopped"), state(runs / "finished"))
+    assert not best.with_name("best.next.pt").exists()
+
+
+def test_missing_checkpoint_of_begun_run_stops(runs):
+    (runs / "stopped" / "last.pt").unlink()
+    with pytest.raises(RunError, match=r"last\.pt is missing, although best\.pt and records\.jsonl"):
+        resumed(runs / "stopped")
+
+
+def test_mask_of_another_step_or_run_stops(runs):
+    masks = runs / "finished" / "masks"
+    shutil.copy(masks / "00000003.npz", masks / "00000006.npz")
+    with pytest.raises(RunError, match=r"00000006\.npz has the masks of step 3"):
+        list(read_masks(runs / "finished"))
+    shutil.copy(runs / "other" / "masks" / "00000006.npz", masks / "00000006.npz")
+    with pytest.raises(RunError, match=r"00000006\.npz is of another run"):
+        list(read_masks(runs / "finished"))
+    (masks / "00000006.npz").unlink()
+    with pytest.raises(RunError, match="has 4 of 5 masks"):
+        list(read_masks(runs / "finished"))
+
+
+def test_changed_or_foreign_result_stops(runs):
+    file, mine = runs / "finished" / "result.json", RunDirectory(runs / "finished").saved_config().content_hash
+    text = file.read_text()
+    accuracy = read_result(file, mine).test_accuracy
+    file.write_text(text.replace(f'"test_accuracy": {accuracy}', '"test_accuracy": 0.99'))
+    with pytest.raises(RunError, match=r"result\.json is damaged \(its sum"):
+        read_result(file, mine)
+    shutil.copy(runs / "other" / "result.json", file)
+    with pytest.raises(RunError, match="result of another run"):
+        read_result(file, mine)
+
+
+def test_every_setting_is_kept_for_resumed_run(tmp_path):
+    run, model = tmp_path / "run", "tests.lab.experiment.test_run:with_dropout"
+    options = [
+        *OPTIONS,
+        "--optimizer",
+        "sgd",
+        "--model",
+        model,
+        "--logger",
+        "none",
+        "--checkpoint-steps",
+        "2",
+        "--quiet",
+    ]
+    assert main(["train", *options, "--max-steps", "5", "--out", str(run)]) == 0
+    saved = yaml.safe_load((run / "config.yaml").read_text())
+    assert (saved["logger"], saved["threads"], saved["checkpoint_steps"]) == ("none", 1, 2)
+    assert main(["train", "--resume", "--out", str(run), "--epochs", "4"]) == 0
+    assert not (run / "tensorboard").exists()
+    assert yaml.safe_load((run / "config.yaml").read_text())["checkpoint_steps"] == 2
+
+
+def test_lock_is_removed_at_end(runs):
+    assert not list(runs.glob("*/running.*"))
+
+
+@pytest.mark.parametrize("out", ["/proc/none/run", "x" * 300, "/dev/null/run"])
+def test_directory_that_cannot_be_made_is_one_line(out, capsys):
+    assert main(["train", *OPTIONS, "--out", out]) == 2
+    printed = capsys.readouterr().err
+    assert "cannot be made: " in printed
+    assert printed.endswith("; choose another --out\n")
+    assert printed.count("\n") == 1
