@@ -13,6 +13,8 @@ import torch
 import torch._functorch.config
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.utils import _python_dispatch as dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 storage_of: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
@@ -221,5 +223,21 @@ class Call(NamedTuple):
     others: list[Any]
     generator: torch.Generator | None
 
+    def run(self) -> tuple[Any, Sequence[Any]]:
+        """What it returns, and that as a sequence."""
+        out = self.func(*self.args, **self.kwargs)
+        return out, out if isinstance(out, (tuple, list)) else (out,)
+
     def statistics(self) -> list[int]:
         return [id(t) for t in running_statistics(self.kind, self.args)]
+
+
+def call_without(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a function without the mode, if it is the innermost: its operations cost less then."""
+    if dispatch._get_current_dispatch_mode() is not mode:
+        return func(*args, **kwargs)
+    dispatch._pop_mode()
+    try:
+        return func(*args, **kwargs)
+    finally:
+        dispatch._push_mode(mode)
