@@ -16,7 +16,7 @@ from tests.test_programs import bits
 
 
 def train(model, kind, names, *, taped, narrows):
-    for seeded in (torch.manual_seed, random.seed, np.random.seed):  # noqa: NPY002 (what models draw their masks from)
+    for seeded in (torch.manual_seed, random.seed, np.random.seed):
         seeded(3)
     parameters = dict(model.named_parameters())
     moved, found, reused = {name: parameters[name] for name in names}, [], 0

@@ -8,19 +8,18 @@ autograd run as always, and every value in anybody's hands is right at every mom
 by its number, or comes from outside. On the tape are operations that make storages or write to made ones; views run.
 
 **Inputs from outside** are compared by their bits in host memory; parameters and device memory by storage, geometry,
-version and the writes that were seen. Memory that was given away (``numpy()``, ``data_ptr()``) and memory that no
-operation has filled yet (``empty``, ``zeros``) count as outside, because somebody else may fill them.
+version and writes. Memory given away (``numpy()``, ``data_ptr()``) or not filled yet (``empty``, ``zeros``) is outside.
 
-**The tape ends** at the first operation that reads a perturbed weight; also at operations that are not of aten or prims
-(collectives, custom and higher-order operators, but not compiled regions), in function transforms, and at subclasses,
-sparse, quantized, nested and inference tensors.
+**The tape ends** at the first operation that reads a perturbed weight; also at operations not of aten or prims (such as
+collectives; compiled regions are operations), function transforms, subclasses, sparse, nested and inference tensors.
 
-**Reuse** needs an output that is alive at the end of the tape and that nobody writes to afterwards: not the loss, not
-the first backward, not the user's code between the passes. Memory that somebody still holds is copied before it is
-handed out. Random operations need the generator state that they had, and leave the state that they left.
+**Reuse** needs an output that is alive at the end of the tape and not written afterwards, by the loss, the backward or
+the user's code between the passes. Memory that somebody still holds is copied before it is handed out. Random
+operations need the generator state that they had, and leave the one that they left.
 
-What cannot be seen: kernels outside of the dispatcher that write to memory which an operation has filled; operations of
-other threads; weights written through memory that was given away earlier; how long an object lives.
+Below any dispatch mode torch differentiates views of overwritten tensors by other formulas, which may round otherwise.
+Not seen are kernels outside of the dispatcher that write to memory which an operation has filled, operations of other
+threads, weights written through memory that was given away earlier, and how long an object lives.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, mode = kwargs or {}, self.mode
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling() or mode.is_busy:
             return func(*args, **kwargs)
         if mode.is_idle:
             return operators.call_without(mode, func, args, kwargs)
         if func in operators.GIVES_AWAY_MEMORY:
             mode.tape.given_away.update(storage_of(t) for t in operators.split(args, {})[0] if operators.has_storage(t))
-        elif torch._C._functorch.peek_interpreter_stack() is not None:
+        elif operators.is_transformed():
             mode.end("a function transform")
         elif func in operators.RUNS_HOOKS:
             with self:
@@ -80,22 +79,25 @@ class _Mode(TorchDispatchMode):
         self.has_started = tape.start is None
         self.is_over = False  # operations are no longer recorded or compared
         self.is_idle = False  # nor are writes counted
+        self.is_busy = False  # with an operation
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.is_idle:
-            return func(*args, **kwargs)
+        was_busy, self.is_busy = self.is_busy, True
+        try:
+            return func(*args, **(kwargs or {})) if self.is_idle else self.handle(func, args, kwargs or {})
+        finally:
+            self.is_busy = was_busy
+
+    def handle(self, func: Any, args: Any, kwargs: Any) -> Any:
         kind = operators.kind_of(func, args)
         if self.has_started and not self.is_over:
-            if kind.is_view:
-                if args and type(args[0]) is nn.Parameter:
-                    self.tape.know(storage_of(args[0]), args[0])
-                return func(*args, **kwargs)
-            call = self.read(kind, func, args, kwargs)
+            if kind.is_view and args and type(args[0]) is nn.Parameter:
+                self.tape.know(storage_of(args[0]), args[0])
+            call = None if kind.is_view else self.read(kind, func, args, kwargs)
             if call is not None:
                 return self.perform(call)
         self.tape.count_writes(kind, args, kwargs)
@@ -164,8 +166,8 @@ class _Record(_Mode):
                     for output in made:
                         output.keep()
             memory = [output.kept for output in tape.outputs() if output.kept is not None]
-            self.is_idle = not memory or tape.is_small(memory)
-            if memory and self.is_idle:
+            self.is_idle = tape.is_small(memory)
+            if self.is_idle:
                 tape.take_checksums()
 
     def perform(self, call: Call) -> Any:
@@ -240,19 +242,18 @@ class _Replay(_Mode):
         return out
 
     def difference(self, entry: Entry, call: Call) -> str:
-        if entry.func is not call.func:
-            return f"taken the place of {entry.func}"
-        if len(entry.inputs) != len(call.tensors) or not operators.same(entry.others, call.others):
-            return "other arguments"
+        is_same = entry.func is call.func and len(entry.inputs) == len(call.tensors)
+        if not is_same or not operators.same(entry.others, call.others):
+            return "other arguments" if entry.func is call.func else f"taken the place of {entry.func}"
         if entry.settings != operators.settings() or entry.random[0] != operators.random_state(call.generator):
             return "another random state, or other settings of torch"
         compared = zip(entry.inputs, call.tensors, call.storages, strict=True)
         return "" if all(self.matches(*one) for one in compared) else "another input"
 
     def matches(self, recorded: Any, t: Tensor, storage: int) -> bool:
-        if recorded is None or not isinstance(recorded[-1], Tensor):
-            return recorded is None or recorded == self.describe(t, storage)
-        return recorded[0] == t.stride() and operators.same_bits(recorded[1], t)
+        if recorded is not None and isinstance(recorded[-1], Tensor):
+            return recorded[0] == t.stride() and operators.same_bits(recorded[1], t)
+        return recorded is None or recorded == self.describe(t, storage)
 
 
 class Tape:
@@ -264,9 +265,8 @@ class Tape:
         between: whether the user's code runs between the two contexts. Writes there, to weights and to memory that the
             user holds, are noticed by checksums; on a device, by version counters only.
 
-    Attributes:
-        operations: those of the first forward, without views, until the tape ended; reused: those that the second did
-            not compute again; ended: where and why that ended, with the weight's or the operation's name.
+    ``operations`` are those of the first forward, without views, until the tape ended; ``reused`` those that the second
+    did not compute again; ``ended`` says where and why that ended, with the weight's or the operation's name.
     """
 
     def __init__(self, moved: Mapping[str, Tensor], *, start: nn.Module | None = None, between: bool = True) -> None:
@@ -287,10 +287,10 @@ class Tape:
         try:
             with self._active(mode):
                 yield
+            mode.end("the first pass is over")
         except BaseException:
             self.release()
             raise
-        mode.end("the first pass is over")
         self.operations = len(self.entries)
         if not any(output.kept for output in self.outputs()):
             self.release()
@@ -318,8 +318,8 @@ class Tape:
     def _active(self, mode: _Mode) -> Iterator[None]:
         with ExitStack() as stack:
             if self.start is not None:
-                begin = lambda *_: setattr(mode, "has_started", True)  # noqa: E731
-                stack.enter_context(self.start.register_forward_pre_hook(begin, prepend=True))
+                hook = self.start.register_forward_pre_hook(lambda *_: setattr(mode, "has_started", True), prepend=True)
+                stack.enter_context(hook)
             if not mode.is_idle:
                 stack.enter_context(_Watch(mode))
                 stack.enter_context(mode)
@@ -330,7 +330,8 @@ class Tape:
 
     def is_small(self, memory: list[torch.UntypedStorage]) -> bool:
         memory = memory + [t.untyped_storage() for t in self.versioned.values()]
-        return all(m.device.type == "cpu" for m in memory) and sum(m.nbytes() for m in memory) < _SMALL
+        is_on_host = all(m.device.type == "cpu" for m in memory)
+        return is_on_host and sum(m.nbytes() for m in memory) < _SMALL and not operators.is_transformed()
 
     def take_checksums(self) -> None:
         for output in self.outputs():

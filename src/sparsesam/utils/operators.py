@@ -65,16 +65,18 @@ def _kind_of_overload(func: OpOverload) -> Kind:
     is_alias = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
     is_idle = func.namespace in ("profiler", "prim")
     is_plain = is_idle or (func.namespace in ("aten", "prims") and name not in _EXCHANGES_MEMORY)
+    is_view = is_plain and (is_idle or is_alias or torch.Tag.inplace_view in func.tags)
+    written = tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write)
     return Kind(
         is_plain=is_plain,
-        is_view=is_plain and (is_idle or is_alias or torch.Tag.inplace_view in func.tags),
+        is_view=is_view,
         makes=any(r.alias_info is None and "Tensor" in str(r.type) for r in schema.returns),
         is_seeded=torch.Tag.nondeterministic_seeded in func.tags,
         is_empty=name in _EMPTY,
         is_blank=name in _EMPTY or name in _CONSTANT,
         is_batch_norm=func in _BATCH_NORMS,
         is_region=False,
-        written=tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write),
+        written=() if is_view else written,
     )
 
 
@@ -173,7 +175,12 @@ def _bits(t: Tensor) -> Tensor:
 
 def checksum(storage: torch.UntypedStorage) -> int:
     """Of host memory."""
-    return zlib.crc32(torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data)
+    return zlib.crc32(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy().data)
+
+
+def is_transformed() -> bool:
+    """Whether a function transform, such as ``vmap``, is active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def has_storage(t: Tensor) -> bool:
