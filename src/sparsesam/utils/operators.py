@@ -13,6 +13,8 @@ import torch
 import torch._functorch.config
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.utils import _python_dispatch as dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 storage_of: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
@@ -64,17 +66,18 @@ def _kind_of_overload(func: OpOverload) -> Kind:
     is_idle = func.namespace in ("profiler", "prim")
     is_torchs = is_idle or func.namespace in ("aten", "prims")
     is_plain = is_torchs and name not in _EXCHANGES_MEMORY
+    is_view = is_plain and (is_idle or is_alias or torch.Tag.inplace_view in func.tags)
     written = tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write)
     return Kind(
         is_plain=is_plain,
-        is_view=is_plain and (is_idle or is_alias or torch.Tag.inplace_view in func.tags),
+        is_view=is_view,
         makes=any(r.alias_info is None and "Tensor" in str(r.type) for r in schema.returns),
         is_seeded=torch.Tag.nondeterministic_seeded in func.tags,
         is_empty=name in _EMPTY,
         is_blank=name in _EMPTY or name in _CONSTANT,
         is_batch_norm=func in _BATCH_NORMS,
         is_region=False,
-        written=written if is_torchs else None,  # the schemas of collectives do not say what they write
+        written=() if is_view else written if is_torchs else None,  # schemas of collectives do not say what they write
     )
 
 
@@ -173,7 +176,12 @@ def _bits(t: Tensor) -> Tensor:
 
 def checksum(storage: torch.UntypedStorage) -> int:
     """Of host memory."""
-    return zlib.crc32(torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data)
+    return zlib.crc32(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy().data)
+
+
+def is_transformed() -> bool:
+    """Whether a function transform, such as ``vmap``, is active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def has_storage(t: Tensor) -> bool:
@@ -223,5 +231,21 @@ class Call(NamedTuple):
     others: list[Any]
     generator: torch.Generator | None
 
+    def run(self) -> tuple[Any, Sequence[Any]]:
+        """What it returns, and that as a sequence."""
+        out = self.func(*self.args, **self.kwargs)
+        return out, out if isinstance(out, (tuple, list)) else (out,)
+
     def statistics(self) -> list[int]:
         return [id(t) for t in running_statistics(self.kind, self.args)]
+
+
+def call_without(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a function without the mode, if it is the innermost: its operations cost less then."""
+    if dispatch._get_current_dispatch_mode() is not mode:
+        return func(*args, **kwargs)
+    dispatch._pop_mode()
+    try:
+        return func(*args, **kwargs)
+    finally:
+        dispatch._push_mode(mode)

@@ -42,7 +42,7 @@ class Output:
 
     def watch(self) -> None:
         """Notice writes by those who hold the memory: by its bits; on a device by their version counter."""
-        if self.kept is None or not self.is_held_elsewhere():
+        if self.kept is None or self.seen is not None or not self.is_held_elsewhere():
             return
         if self.tensor is None:
             self.seen = checksum(self.kept)
@@ -51,12 +51,12 @@ class Output:
         else:
             self.kept = None
 
-    def drop_if_written(self) -> None:
-        """Since ``watch``."""
-        if self.kept is not None and self.seen is not None:
-            if self.seen != (checksum(self.kept) if self.shared is None else self.shared._version):
-                self.kept = None
-            self.shared = None
+    def is_intact(self) -> bool:
+        """Whether the memory is kept, and nobody has written to it since ``watch``."""
+        shared, self.shared = self.shared, None
+        if self.kept is None or self.seen is None:
+            return self.kept is not None
+        return self.seen == (checksum(self.kept) if shared is None else shared._version)
 
 
 class Alias:
