@@ -35,8 +35,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsesam.utils import operators
-from sparsesam.utils.operators import Call, Kind, storage_of
-from sparsesam.utils.outputs import Alias, Entry, Output
+from sparsesam.utils.operators import Alias, Call, Entry, Kind, Output, storage_of
 
 _SMALL = 1 << 17  # bytes of which a checksum costs less than counting writes to them
 

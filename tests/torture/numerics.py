@@ -144,7 +144,8 @@ def tiny_parameters() -> int:
             model = Tiny()
             opt = method(cases.sgd(model, lr=0.01), model, mask=mask)
             losses = [float(opt.minimize(model)) for _ in range(4)]
-            assert losses[-1] < losses[0] and opt.steps == 4, (method, mask)
+            assert losses[-1] < losses[0], (method, mask)
+            assert opt.steps == 4
             again = method(cases.sgd(model, lr=0.01), model, mask=mask)
             again.load_state_dict(opt.state_dict())
             again.minimize(model)
@@ -184,7 +185,8 @@ def huge_selection() -> int:
         target = Target("w", weight, weight, mask, 0.1, None)
         ((piece, _),) = pieces_of([target])
         found = piece.positions({})
-        assert found is not None and found.dtype == torch.int64 and len(found) == kept
+        assert found.dtype == torch.int64
+        assert len(found) == kept
         perturbation = Perturbation()
         perturbation.move([target], perturbation.norm([target], "masked"))
         perturbation.undo()
