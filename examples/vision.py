@@ -46,7 +46,7 @@ def main() -> None:
 
     def cheap(base, model):  # perturbs as much as a step at 1.25 x the cost of SGD allows
         samples = list(zip(x[:128], y[:128], strict=True))
-        mask = sparsesam.budget_mask(model, x[:64], budget=1.25, data=samples, loss_fn=F.cross_entropy)
+        mask = sparsesam.budget_mask(model, x[:64], 1.25, how="count", data=samples, loss_fn=F.cross_entropy)
         return sparsesam.SSAM(base, model, rho=0.2, mask=mask, norm="masked")
 
     methods = {

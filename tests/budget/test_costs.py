@@ -142,7 +142,9 @@ def test_weight_used_twice_is_charged_twice():
     shared = nn.Linear(6, 6, bias=False)
     costs = step_costs(nn.Sequential(shared, nn.Tanh(), shared), torch.randn(4, 6), how="count")
     once = step_costs(nn.Sequential(shared, nn.Tanh()), torch.randn(4, 6), how="count")
-    assert costs.perturbing("0.weight", 1) - once.perturbing("0.weight", 1) == 2 * 4 * 6 * 6 + 6 * 6  # dX, dW and the sum
+    assert (
+        costs.perturbing("0.weight", 1) - once.perturbing("0.weight", 1) == 2 * 4 * 6 * 6 + 6 * 6
+    )  # dX, dW and the sum
 
 
 def test_some_filters_cost_less_than_some_weights():

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -129,14 +129,12 @@ def step_costs(model: nn.Module, example_input: Any, *, how: How = "time", repea
                     "model must run the same operations in each pass over example_input, but they differ from pass to "
                     "pass; choose the weights to perturb by hand, with fixed_mask"
                 )
-            some = [passes.traced(wanted) for wanted in filters]
-            dw = [_own_costs(np.array(one.backward), one.flags()) for one in some]
+            dw = [_own_costs(np.array(some.backward), some.needed()) for some in map(passes.traced, filters)]
             last = max(trace.first_use, key=trace.first_use.__getitem__)
             both_forwards = 0.0 if how == "count" else passes.replayed(last)
             rounds.append((np.array([*passes.plain(), both_forwards, passes.moved()]), forward, backward, *dw))
-    (plain_forward, plain_backward, both_forwards, moving), forward, backward, quarter, three_quarters = (
-        np.median(costs[1:] or costs, 0) for costs in zip(*rounds, strict=True)
-    )
+    whole, forward, backward, *dw = (np.median(costs[1:] or costs, 0) for costs in zip(*rounds, strict=True))
+    plain_forward, plain_backward, both_forwards, moving = whole.tolist()
     place, first = np.arange(len(forward)), np.arange(len(forward) + 1)[:, None]
     runs_again = (place >= first) | ~np.array(trace.is_reusable) | (np.array(trace.freed) <= first)
     # Python code, autograd and dispatch: what a pass costs beyond its operations.
@@ -148,14 +146,10 @@ def step_costs(model: nn.Module, example_input: Any, *, how: How = "time", repea
         first_use=trace.first_use,
         second_forward=second_forward + reusing * first[:, 0],
         backward=backward * (plain_backward / max(backward.sum(), 1e-12)),
-        needed=trace.flags(),
-        filters={
-            name: (a, b)
-            for name, a, b in zip(parameters, quarter, three_quarters, strict=True)
-            if id(parameters[name]) in passes.sliced
-        },
-        moving=float(moving),
-        base=float(plain_forward + plain_backward),
+        needed=trace.needed(),
+        filters={n: (a, b) for (n, p), a, b in zip(parameters.items(), *dw, strict=True) if id(p) in passes.sliced},
+        moving=moving,
+        base=plain_forward + plain_backward,
     )
 
 
@@ -219,17 +213,17 @@ class _Passes:
         self._rng.write(self._state)
         return call_model(self.model, self.inputs)
 
-    def _backward(self, output: Any, begin: Callable[[list[Tensor]], Any] = lambda _: None) -> float:
+    def _backward(self, output: Any, trace: _Trace | None = None) -> float:
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if not outputs:
             raise ValueError(
                 "model must return a tensor that depends on its parameters, got none in its output for example_input"
             )
         seeds = [torch.full_like(tensor, 1 / max(1, tensor.numel())) for tensor in outputs]  # as of a mean loss
-        begin(outputs)
-        start = self.clock()
-        torch.autograd.grad(outputs, list(self.parameters.values()), seeds, allow_unused=True)
-        return self.clock() - start
+        with nullcontext() if trace is None else trace.following(outputs):
+            start = self.clock()
+            torch.autograd.grad(outputs, list(self.parameters.values()), seeds, allow_unused=True)
+            return self.clock() - start
 
     def plain(self) -> tuple[float, float]:
         """Returns the costs of a forward and of its backward."""
@@ -242,10 +236,8 @@ class _Passes:
         layers, trace = FilterLayers(wanted), _Trace(self.parameters, self.clock)
         with layers, trace:
             output = self._forward()
-            trace.is_on = False
-            with layers.narrowed():
-                self._backward(output, trace.follow)
-        trace.forget_graph()
+        with layers.narrowed():
+            self._backward(output, trace)
         self.sliced |= layers.called
         return trace
 
@@ -286,7 +278,7 @@ class _Trace(TorchDispatchMode):
 
     def __init__(self, parameters: Mapping[str, Tensor], clock: Callable[[], float]) -> None:
         super().__init__()
-        self.clock, self.is_on = clock, True
+        self.clock = clock
         self.forward: list[float] = []
         self.is_reusable: list[bool] = []  # as far as the operation and its output are concerned, while it is alive
         self.freed: list[float] = []  # the operation before which the output was freed
@@ -301,7 +293,7 @@ class _Trace(TorchDispatchMode):
         self._leads_to: dict[Any, int] = {}  # by node of the graph, the parameters
         self._waiting: list[tuple[list[tuple[float, Any]], Any]] = []  # costs and outputs, inputs
 
-    def flags(self) -> Flags:
+    def needed(self) -> Flags:
         return np.array([[bool(row & bit) for bit in self._bits.values()] for row in self._needed])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -311,7 +303,7 @@ class _Trace(TorchDispatchMode):
             # Inputs and outputs are held until the node is done, so that no storage gets the address of another.
             self._waiting.append((self._parts(func, args, result, cost), (args, kwargs)))
             return result
-        return self._run_forward(func, args, kwargs) if self.is_on else func(*args, **kwargs)
+        return self._run_forward(func, args, kwargs)
 
     def _timed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
         start = self.clock()
@@ -340,8 +332,9 @@ class _Trace(TorchDispatchMode):
         self.forward.append(cost)
         return result
 
-    def follow(self, outputs: Sequence[Tensor]) -> None:
-        """Watch the backward of these outputs."""
+    @contextmanager
+    def following(self, outputs: Sequence[Tensor]) -> Iterator[None]:
+        """Around the backward of these outputs."""
         nodes = set(nodes_of([tensor.grad_fn for tensor in outputs]))
         leaves = {node: leaf for node in nodes if (leaf := leaf_of(node)) is not None}
         self._leads_to = {node: self._bits.get(id(leaf), 0) for node, leaf in leaves.items()}
@@ -350,10 +343,12 @@ class _Trace(TorchDispatchMode):
             for following, _ in node.next_functions:
                 self._leads_to[node] |= self._leads_to.get(following, 0)
             node.register_hook(self._attribute)
-
-    def forget_graph(self) -> None:
-        self._leads_to.clear()  # the nodes hold this object through their hooks
-        self._waiting.clear()
+        try:
+            with self:
+                yield
+        finally:
+            self._leads_to.clear()  # the nodes hold this object through their hooks
+            self._waiting.clear()
 
     def _parts(self, func: Any, args: Any, result: Any, cost: float) -> list[tuple[float, Any]]:
         """Returns the cost of an operation and what it made; of a convolution, separately for dX, db and dW."""
