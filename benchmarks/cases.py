@@ -12,7 +12,6 @@ from torch.nn.functional import cross_entropy
 
 import sparsesam
 from benchmarks.dispatch import LiveBytes
-from sparsesam.step.settings import Settings
 
 SGD: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3}
 Batch = tuple[Tensor, Tensor]
@@ -42,9 +41,8 @@ class Case:
         self.optimizer: Any = self.base if wrap is None else wrap(self.base, self.model)
 
     def __call__(self) -> Any:
-        settings = getattr(self.optimizer, "settings", None)
-        if isinstance(settings, Settings) and settings.ascent_fraction < 1:
-            return self.optimizer.step(self.backward, batch=self.batch)
+        if isinstance(self.optimizer, sparsesam.SharpnessAware):
+            return self.optimizer.minimize(self.loss, batch=self.batch)
         if hasattr(self.optimizer, "first_step"):  # pytorch-optimizer needs the first gradient before the step
             self.closure()
         return self.optimizer.step(self.closure)
@@ -80,6 +78,13 @@ class Case:
             live.restart()
             self()
         return int(live.peak)
+
+
+class ClosureCase(Case):
+    """A step with a closure that calls backward() itself."""
+
+    def __call__(self) -> Any:
+        return self.optimizer.step(self.closure)
 
 
 def cifar_batch(count: int, side: int = 32) -> Batch:

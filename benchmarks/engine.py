@@ -1,4 +1,4 @@
-"""Cost of a step when the engine can skip computations, relative to an SGD step, in one interleaved run.
+"""Cost of a step that leaves out work, relative to an SGD step, in one interleaved run.
 
 python -m benchmarks.engine [--model resnet18] [--batch 64] [--rounds 7] [--threads 2] [--only WORDS] [--json FILE]
 
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import sparsesam
-from benchmarks.cases import SGD, Batch, Case, Wrap, cifar_batch, pytorch_optimizer_sam, sam, ssam
+from benchmarks.cases import SGD, Batch, Case, ClosureCase, Wrap, cifar_batch, pytorch_optimizer_sam, sam, ssam
 from benchmarks.timing import arguments, begin, compare, format_ratios
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.models import build_model
@@ -34,6 +34,7 @@ def filters_of_every_layer(model: nn.Module, share: float) -> sparsesam.MaskRule
     return sparsesam.fixed_mask(masks)
 
 
+CLOSURE = "last stage + classifier, step(closure)"
 LOOK_SAM = "pytorch-optimizer LookSAM, k=5"
 
 
@@ -120,6 +121,8 @@ def main() -> None:
         for name, wrap in table(model, *TAILS[options.model]).items()
         if name == "SGD" or any(word in name for word in words)
     }
+    if any(word in CLOSURE for word in words):
+        chosen[CLOSURE] = ClosureCase(model, batch, ssam(sparsesam.fixed_mask(*TAILS[options.model][1])))
     if "forward" in words:
         chosen["a forward alone"] = ForwardCase(model, batch)
     if "LookSAM" in words:

@@ -52,7 +52,7 @@ def resnet(batch: int) -> tuple[nn.Module, Batch]:
 
 def timed(chosen: dict[str, Case], rounds: int, clock: Clock) -> str:
     table = format_ratios(ratios(interleaved(chosen, "SGD", rounds=rounds, warmup=2, clock=clock)), "SGD")
-    return f"{table}\nengine: {chosen['last stage + classifier'].optimizer.engine_report()['engine']}"
+    return f"{table}\n{chosen['last stage + classifier'].optimizer.savings()}"
 
 
 def on_a_rank(rank: int, folder: str, batch: int, rounds: int, clock: Clock) -> None:

@@ -97,7 +97,7 @@ def measure(job: Job, data_dir: Path | None) -> Record:
     except DivergedError:
         diverged = True
     seconds = time.process_time() - start
-    loss, accuracy = (None, 0.0) if diverged else training.evaluate("test")
+    loss, accuracy, _ = (None, 0.0, 0.0) if diverged else training.evaluate("test")
     record: Record = {
         "hash": config.content_hash,
         "accuracy": accuracy,

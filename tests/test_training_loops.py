@@ -346,15 +346,14 @@ def test_weights_are_restored_when_ascent_is_interrupted(after, monkeypatch):
     assert cases.same_bits(before, cases.weights_of(model))
 
 
-def test_graph_kept_from_first_pass_raises_with_explanation():
+def test_graph_kept_from_first_pass_raises():
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model, rho=0.1)
     x, y = cases.vectors()
     loss = F.cross_entropy(model(x), y)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="inplace") as caught, opt.perturbed():
+    with pytest.raises(RuntimeError, match="inplace"), opt.perturbed():
         loss.backward()
-    assert "own forward" in "".join(getattr(caught.value, "__notes__", ["own forward"]))
 
 
 def scaled_closure(model, opt, x, y, factors):

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from sparsesam.lab.paper.choices import UNMENTIONED, other_choices, settings_of
+from sparsesam.lab.paper.choices import other_choices, settings_of
 from sparsesam.lab.paper.recipe import Recipe, recipes
 
 _HEAD = """<!-- Written by `python -m tools.paper_page > docs/paper.md`; change the data, not this page. -->
@@ -31,7 +31,9 @@ and figure is a command, at two scales.
     sparsesam paper run hessian --plot hessian.png      # a figure: trains, analyzes and draws
 
 - **Laptop scale**: small networks and wrong labels instead of large networks and hard data, with settings of this
-  project. Compare its rows with each other, not with the paper's values.
+  project. Compare its rows with each other, not with the paper's values. SGD's epochs and weight decay are tuned on
+  validation images, once for each network and task, and stand in the recipe: trained as long as SAM, SGD memorizes
+  the wrong labels.
 - **Full scale**: the hyper-parameters of the paper's text, and choices of this project where it gives none; `paper
   show` marks the origin of every setting. It needs GPUs and has not been run; the tests include dry runs of it.
 
@@ -44,20 +46,20 @@ ViT timing at a size that fits the machine.
 
 A dry run builds the model and the optimizer of every run and takes two steps on generated images where memory allows:
 with the run's own batch on a GPU, with two images on a CPU. It prints the estimated cost: steps, forward-backwards,
-GPU hours at a given throughput (`--tflops`), GPU memory.
+GPU hours at a given throughput (`--tflops`), GPU memory; for a figure also the passes of its analysis.
 
 The figures (`grad-diff`, `corruption-images`, `train-curve`, `sparsity-acc`, `landscape`, `hessian`, `speedup`) share
 their networks, save each analysis in `RUN/analyses`, and are drawn to `--plot` or into the directory of the runs.
 """
 _OPEN = """
-## What the paper leaves open
+## What the paper leaves open, misprints, and where its authors' code differs
 
 """
 _SETTINGS = """
 ## Every setting
 
 At full scale. *From the paper* gives the place in its text; *from the authors' published settings* refers to what
-they published besides the paper; *ours* gives a reason. Times are measured in separate short runs.
+they published besides the paper, their code and its README; *ours* gives a reason.
 
 """
 _CHOICES = """
@@ -67,7 +69,8 @@ _CHOICES = """
 _ITEMS = """
 ## Each equation, theorem, table and figure
 
-The proofs in the supplement are not code; their constants and rates are checked with the theorems.
+The proofs in the supplement are not code: the inequality of each lemma is checked along real steps on problems with
+known constants, and a stronger one is shown to fail; constants and rates are checked with the theorems.
 
 """
 
@@ -83,16 +86,28 @@ def page() -> str:
         _ITEMS,
         _table(("item", "what", "command", "file, in src/sparsesam", "test"), _items(everything)),
         _OPEN,
-        *(f"- **{one.place}**: {note}\n" for one in everything for note in one.remarks),
+        *(f"- **{_places(places).capitalize()}**: {note}\n" for note, places in _notes(everything).items()),
         _CHOICES,
         _table(("choice", "here", "where it comes from", "in"), _grouped(everything, settings=False)),
         _SETTINGS,
         _table(
             ("setting", "value", "where it comes from", "in"),
-            [*_grouped(everything, settings=True), ("every other", "its default", UNMENTIONED, "all")],
+            [
+                *_grouped(everything, settings=True),
+                ("every other", "its default", settings_of(everything[0])[-1].mark, "all"),
+            ],
         ),
     ]
     return "".join(parts)
+
+
+def _notes(everything: Sequence[Recipe]) -> dict[str, list[str]]:
+    """The notes, and the places that have each."""
+    found: dict[str, list[str]] = {}
+    for one in everything:
+        for note in one.remarks:
+            found.setdefault(note, []).append(one.place)
+    return found
 
 
 def _items(everything: Sequence[Recipe]) -> list[tuple[str, ...]]:
@@ -117,7 +132,7 @@ def _grouped(everything: Sequence[Recipe], *, settings: bool) -> Iterable[tuple[
     found: dict[tuple[str, str, str], list[str]] = {}
     for one in everything:
         for choice in settings_of(one) if settings else other_choices(one):
-            if choice.mark == UNMENTIONED:  # one row for all of them, so that new settings do not change the page
+            if choice.name == "every other":  # one row for all recipes
                 continue
             found.setdefault((choice.name, ", ".join(choice.values), choice.mark), []).append(one.place)
     order = {name: place for place, name in enumerate(dict.fromkeys(name for name, _, _ in found))}

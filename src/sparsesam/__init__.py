@@ -1,6 +1,7 @@
 """Sharpness-aware training that perturbs only the weights that matter."""
 
 from sparsesam.budget import budget_mask
+from sparsesam.compile_blocks import compile_blocks
 from sparsesam.masks.fisher import fisher_diagonal
 from sparsesam.masks.fixed import NORMALIZATION, fixed_mask, normalization_layers
 from sparsesam.masks.mask import Mask, MaskRule, every_epochs
@@ -18,6 +19,6 @@ __all__ = [
     "GSAM", "NM", "NORMALIZATION", "SAM", "SSAM", "WSAM", "Cosine", "ExtrapolatedSAM", "Fisher", "GradientMagnitude",
     "InverseSqrt", "Mask", "MaskRule", "MomentumSAM", "NMFilters", "Pattern", "PerLayer", "RhoSchedule", "Score",
     "ScoreContext", "SharpnessAware", "Structured", "Unstructured", "Warmup", "WeightMagnitude", "as_pattern",
-    "budget_mask", "dynamic_mask", "every_epochs", "fisher_diagonal", "fisher_mask", "fixed_mask",
+    "budget_mask", "compile_blocks", "dynamic_mask", "every_epochs", "fisher_diagonal", "fisher_mask", "fixed_mask",
     "normalization_layers", "random_mask", "recommended",
 ]  # fmt: skip

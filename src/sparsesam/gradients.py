@@ -86,6 +86,17 @@ class OldGradient:
             return Treatment.UNTOUCHED
         return Treatment.ADDED_TO if self._is_there() else Treatment.CLEARED
 
+    def is_untouched(self) -> bool:
+        """Whether the gradients are still the old ones; raise if a closure has added to them."""
+        if self.treatment() is Treatment.ADDED_TO:
+            raise RuntimeError(
+                "the closure accumulated into existing gradients, but at w + e only the closure's own gradients are "
+                "computed, not the accumulated ones. Clear them in the closure (opt.zero_grad()); to accumulate, give "
+                "opt.minimize() a list of functions, or in a loop run all micro-batches in the first pass and again "
+                "in `with opt.perturbed():`. For trainers and closures of other packages see docs/moving-over.md"
+            )
+        return self.treatment() is Treatment.UNTOUCHED
+
     def release(self) -> None:
         if self._watched is not None:
             self._handle.remove()
@@ -239,27 +250,27 @@ class Objective:
             raise TypeError(f"loss must be a function that returns the loss, or a list of them, got {loss!r}")
 
     def __call__(self, *batch: Any) -> Any:
-        """Add up losses and gradients of the functions."""
+        """Add up losses and gradients of the functions; gradients must have been cleared."""
         optimizer, total, extras = self._optimizer, None, []
-        optimizer.base.zero_grad()
         for number, function in enumerate(self.functions, start=1):
             is_last = number == len(self.functions)
             ddp = None if is_last else optimizer._ddp
             with nullcontext() if ddp is None else ddp.no_sync():
                 result = function(*batch)
-                if number == 1 and has_gradients(optimizer.base):
-                    raise RuntimeError(
-                        "loss must not call backward(): minimize() differentiates what it returns. For a closure that "
-                        "calls backward() itself, use opt.step(closure)"
-                    )
-                value, aux = result if self._has_aux else (result, None)
-                if not isinstance(value, Tensor) or value.dim() > 0:
-                    value = scalar_loss(value, "loss")
+                with torch._C.DisableTorchFunction():  # what is not the function's own is not seen by replay.py
+                    if number == 1 and has_gradients(optimizer.base):
+                        raise RuntimeError(
+                            "loss must not call backward(): minimize() differentiates what it returns. For a closure "
+                            "that calls backward() itself, use opt.step(closure)"
+                        )
+                    value, aux = result if self._has_aux else (result, None)
+                    if not isinstance(value, Tensor) or value.dim() > 0:
+                        value = scalar_loss(value, "loss")
                 optimizer.backward(value if self._scaler is None else self._scaler.scale(value))
-            value = value.detach()
-            total = value if total is None else total + value
-            extras.append(without_graph(aux))
-            del result, aux
+            with torch._C.DisableTorchFunction():
+                total = value.detach() if total is None else total + value.detach()
+                extras.append(without_graph(aux))
+            del result, aux, value
         if not self._has_aux:
             return total
         return total, extras if self._is_list else extras[0]

@@ -1,26 +1,24 @@
 """The second forward of a step, without the work that the first has done.
 
 Below autograd, an operation of the second forward that has the same overload and the same inputs as in the first
-returns its output of the first, if that is still alive and nobody wrote to it; everything else runs. Python code, hooks
-and autograd run as always, and every value in anybody's hands is right at every moment, so nothing has to be known about
-modules.
+returns its output of the first, if that is still alive and unwritten; everything else runs. Python code, hooks and
+autograd run as always, and every value in anybody's hands is right at every moment: nothing is known about modules.
 
 **Memory, not tensors.** A tensor is a storage and a geometry. A storage was made by an operation on the tape, or comes
 from outside. Made storages are known by their number on the tape: what is in them follows from the operations before.
 On the tape are operations that make storages or write to made ones, and nothing else. Views always run.
 
-**Inputs from outside** are compared by their bits in host memory; ``nn.Parameter`` objects and device memory by storage,
-geometry, version and the writes that were seen. Memory that was given away (``numpy()``, ``data_ptr()``) and memory that
-no operation has filled yet (``empty``, ``zeros``) count as outside, because somebody else may fill them.
+**Inputs from outside** are compared by their bits in host memory; parameters and device memory by storage, geometry,
+version and the writes that were seen. Memory that was given away (``numpy()``, ``data_ptr()``) and memory that no
+operation has filled yet (``empty``, ``zeros``) count as outside, because somebody else may fill them.
 
-**The tape ends** at the first operation that reads a perturbed weight: the frontier. It also ends at operations outside
-of aten and prims (collectives, custom and higher-order operators), in function transforms, and at tensors that are not
-plain: subclasses, sparse, quantized, nested, inference.
+**The tape ends** at the first operation that reads a perturbed weight; also at operations that are not of aten or prims
+(collectives, custom and higher-order operators, but not compiled regions), in function transforms, and at subclasses,
+sparse, quantized, nested and inference tensors.
 
 **Reuse** needs an output that is alive at the end of the tape and that nobody writes to afterwards: not the loss, not
 the first backward, not the user's code between the passes. Memory that somebody still holds is copied before it is
-handed out. Random operations need the generator state that they had, and leave the state that they left. Views,
-operations that write, and operations that make memory to be filled always run.
+handed out. Random operations need the generator state that they had, and leave the state that they left.
 
 What cannot be seen: kernels outside of the dispatcher that write to memory which an operation has filled; operations of
 other threads; weights written through memory that was given away before the step; how long an object lives.
@@ -28,131 +26,19 @@ other threads; weights written through memory that was given away before the ste
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _storage_address as storage_of
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils.weak import TensorWeakRef
+from torch.utils import _python_dispatch as dispatch
 
 from sparsesam.utils import operators
-from sparsesam.utils.operators import Kind
-
-_GIVES_AWAY_MEMORY = {
-    *(Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__cuda_array_interface__.__get__),
-    *(Tensor.untyped_storage, Tensor.storage, Tensor.share_memory_, Tensor.data.__set__),
-    *(Tensor.__dlpack__, torch.utils.dlpack.to_dlpack, Tensor.apply_, Tensor.map_, Tensor.map2_),
-}
-
-
-def _unintercepted(function: Any) -> Any:
-    """A function of autograd as it is without function modes: the mode must stay active for the hooks that it runs."""
-    own = FunctionType(function.__code__, {**function.__globals__, "has_torch_function": lambda _: False})
-    own.__defaults__, own.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-    return own
-
-
-_backward, _grad = _unintercepted(torch.autograd.backward), _unintercepted(torch.autograd.grad)
-
-
-def _tensor_backward(t: Tensor, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
-    _backward(t, gradient, *args, **kwargs)
-
-
-_RUNS_HOOKS = {torch.autograd.backward: _backward, torch.autograd.grad: _grad, Tensor.backward: _tensor_backward}
-
-
-def _thread_state() -> tuple[Any, ...]:
-    keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    return keys[0].raw_repr(), keys[1].raw_repr(), torch._C._current_graph_task_id()
-
-
-class _Output:
-    """A storage that an operation of the first pass has made, and the tensor on it that was returned."""
-
-    __slots__ = ("checksum", "geometry", "kept", "number", "options", "reference", "shared", "storage", "tensor")
-
-    def __init__(self, t: Tensor, number: int) -> None:
-        self.number, self.storage, self.reference = number, storage_of(t), StorageWeakRef(t.untyped_storage())
-        self.geometry, self.options = (t.storage_offset(), t.size(), t.stride()), (t.dtype, t.device)
-        self.tensor = None if t.is_cpu else TensorWeakRef(t)
-        self.kept: torch.UntypedStorage | None = None
-        self.checksum: int | None = None
-        self.shared: Tensor | None = None  # has the version counter of those who hold the memory
-
-    def is_held_elsewhere(self) -> bool:
-        return torch._C._storage_Use_Count(self.storage) > 1
-
-    def is_alive(self) -> bool:
-        return not self.reference.expired()
-
-    def keep(self) -> None:
-        self.kept = torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata)
-
-    def hand_out(self) -> Tensor:
-        memory = self.kept.clone() if self.is_held_elsewhere() else self.kept  # type: ignore[union-attr]
-        self.kept = None
-        return torch.empty(0, dtype=self.options[0], device=self.options[1]).set_(memory, *self.geometry)
-
-    def take_checksum(self) -> None:
-        """So that writes by those who hold the memory are noticed: by its bits; on a device by their version counter."""
-        if self.kept is None or not self.is_held_elsewhere():
-            return
-        if self.tensor is None:
-            self.checksum = operators.checksum(self.kept)
-        elif (tensor := self.tensor()) is not None:
-            self.shared, self.checksum = tensor.detach(), tensor._version
-        else:
-            self.kept = None
-
-    def compare_checksum(self) -> None:
-        if self.kept is not None and self.checksum is not None:
-            if self.checksum != (operators.checksum(self.kept) if self.shared is None else self.shared._version):
-                self.kept = None
-            self.shared = None
-
-
-class _Call(NamedTuple):
-    """An operation that is about to run."""
-
-    kind: Kind
-    func: Any
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    tensors: list[Tensor]
-    storages: list[int]
-    others: list[Any]
-    generator: torch.Generator | None
-
-    def run(self, tape: Tape) -> tuple[Any, Sequence[Any]]:
-        tape.count_writes(self.kind, self.args, self.kwargs)
-        out = self.func(*self.args, **self.kwargs)
-        return out, out if isinstance(out, (tuple, list)) else (out,)
-
-    def statistics(self) -> list[int]:
-        return [id(t) for t in operators.running_statistics(self.kind, self.args)]
-
-
-class _Entry:
-    """An operation of the first pass."""
-
-    __slots__ = ("func", "inputs", "others", "outputs", "random", "returns", "settings")
-
-    def __init__(self, call: _Call, inputs: list[Any]) -> None:
-        self.func, self.others, self.settings = call.func, call.others, operators.settings()
-        self.inputs = inputs  # a description, a copy with its stride, or None: not compared
-        self.random: tuple[bytes, Tensor | None] = operators.random_state(call.generator), None
-        self.outputs: list[Any] = []
-        self.returns: type | None = None  # None: it always runs
-
-    def made(self) -> list[_Output]:
-        return [o for o in self.outputs if type(o) is _Output]
+from sparsesam.utils.operators import Call, Kind, storage_of
+from sparsesam.utils.outputs import Alias, Entry, Output
 
 
 class _Watch(TorchFunctionMode):
@@ -163,27 +49,29 @@ class _Watch(TorchFunctionMode):
         self.mode = mode
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, mode = kwargs or {}, self.mode
         if torch.compiler.is_dynamo_compiling():
-            return func(*args, **(kwargs or {}))
-        mode = self.mode
+            return func(*args, **kwargs)
         if mode.is_idle:
-            mode.leave()
-        elif func in _GIVES_AWAY_MEMORY:
+            return mode.step_aside(func, args, kwargs)
+        if func in operators.GIVES_AWAY_MEMORY:
             mode.tape.given_away.update(
-                storage_of(t) for t in args if isinstance(t, Tensor) and t.layout is torch.strided and not t.is_nested
+                storage_of(t) for t in args if isinstance(t, Tensor) and operators.has_storage(t)
             )
         elif torch._C._functorch.peek_interpreter_stack() is not None:
             mode.end("a function transform")
-        elif func in _RUNS_HOOKS:
+        elif func in operators.RUNS_HOOKS:
             with self:
-                return _RUNS_HOOKS[func](*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+                return operators.RUNS_HOOKS[func](*args, **kwargs)
+        return func(*args, **kwargs)
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(dispatch.TorchDispatchMode):
     """What both passes have in common: which operations are on the tape, and what they read."""
 
     supports_higher_order_operators = True
+    end: Callable[[str], None]
+    perform: Callable[[Call], Any]
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -193,38 +81,26 @@ class _Mode(TorchDispatchMode):
         self.has_started = tape.start is None
         self.is_over = False  # operations are no longer recorded or compared
         self.is_idle = False  # nor are writes counted
-        self.is_left = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __enter__(self) -> _Mode:
-        super().__enter__()
-        self.is_left, self.thread_state = False, _thread_state()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if not self.is_left:
-            self.is_left = True
-            super().__exit__(*error)
-
-    def leave(self) -> None:
-        """Leaves the stack of modes early, unless somebody will restore a state of the thread in which it is on it."""
-        if not self.is_left and _get_current_dispatch_mode() is self and self.thread_state == _thread_state():
-            self.__exit__(None, None, None)
-
-    def end(self, why: str) -> None:
-        raise NotImplementedError
-
-    def perform(self, call: _Call) -> Any:
-        raise NotImplementedError
+    def step_aside(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a function without this mode: an operation costs less then."""
+        if dispatch._get_current_dispatch_mode() is not self:
+            return func(*args, **kwargs)
+        dispatch._pop_mode()
+        try:
+            return func(*args, **kwargs)
+        finally:
+            dispatch._push_mode(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.is_idle:
             return func(*args, **kwargs)
-        kind = operators.kind_of(func)
+        kind = operators.kind_of(func, args)
         if self.has_started and not self.is_over:
             if kind.is_view:
                 if args and type(args[0]) is nn.Parameter:
@@ -236,24 +112,23 @@ class _Mode(TorchDispatchMode):
         self.tape.count_writes(kind, args, kwargs)
         return func(*args, **kwargs)
 
-    def read(self, kind: Kind, func: Any, args: Any, kwargs: Any) -> _Call | None:
-        """None: the operation is not on the tape, because it ends it, or neither makes memory nor writes to any on it."""
-        if not kind.is_plain:
-            return self.end(f"{func} is not an operation of aten or prims")
+    def read(self, kind: Kind, func: Any, args: Any, kwargs: Any) -> Call | None:
+        """None: the operation is not on the tape; it ends it, or neither makes memory nor writes to any on it."""
         tensors, others = operators.split(args, kwargs)
-        storages = []
+        why = "" if kind.is_plain else "is not a plain operation of aten or prims"
+        storages: list[int] = []
         for t in tensors:
-            if type(t) not in (Tensor, nn.Parameter) or t.layout is not torch.strided or t.is_nested:
-                return self.end(f"{func} reads a tensor that is not plain")
-            storage = storage_of(t)
-            storages.append(storage)
-            if storage not in self.made:
-                if storage in self.tape.moved:
-                    return self.end(f"{func} reads {self.tape.moved[storage]}, which is perturbed")
-                if t.is_inference() or t.is_quantized or t._is_zerotensor():
-                    return self.end(f"{func} reads a tensor that is not plain")
-                if type(t) is nn.Parameter:
-                    self.tape.know(storage, t)
+            if why or not operators.is_plain(t):
+                why = why or "reads a tensor that is not plain"
+                break
+            storages.append(storage_of(t))
+            if storages[-1] in self.tape.moved:
+                why = f"reads {self.tape.moved[storages[-1]]}, which is perturbed"
+            elif type(t) is nn.Parameter:
+                self.tape.know(storages[-1], t)
+        if why:
+            self.end(f"{func} {why}")
+            return None
         is_recorded = kind.makes
         for t in operators.written_by(kind, args, kwargs) if kind.written else ():
             storage = storage_of(t)
@@ -262,7 +137,12 @@ class _Mode(TorchDispatchMode):
                 self.blank.discard(storage)
             is_recorded |= storage in self.made and storage not in self.blank
         generator = operators.generator_of(tensors, others) if kind.is_seeded else None
-        return _Call(kind, func, args, kwargs, tensors, storages, others, generator) if is_recorded else None
+        return Call(kind, func, args, kwargs, tensors, storages, others, generator) if is_recorded else None
+
+    def run(self, call: Call) -> tuple[Any, Sequence[Any]]:
+        self.tape.count_writes(call.kind, call.args, call.kwargs)
+        out = call.func(*call.args, **call.kwargs)
+        return out, out if isinstance(out, (tuple, list)) else (out,)
 
     def describe(self, t: Tensor, storage: int) -> tuple[Any, ...] | None:
         """Equal descriptions are equal values. None: the values themselves must be compared."""
@@ -278,7 +158,7 @@ class _Mode(TorchDispatchMode):
         tape.know(storage, t)
         return storage, geometry, t._version, tape.writes.get(storage, 0)
 
-    def adopt(self, call: _Call, t: Tensor, number: int) -> None:
+    def adopt(self, call: Call, t: Tensor, number: int) -> None:
         """The storage of t gets its number."""
         storage = storage_of(t)
         self.made[storage] = number
@@ -301,31 +181,31 @@ class _Record(_Mode):
                         output.keep()
             self.is_idle = all(entry.returns is None for entry in tape.entries)
 
-    def perform(self, call: _Call) -> Any:
+    def perform(self, call: Call) -> Any:
         tape, updated = self.tape, call.statistics()
         inputs = [
             None if id(t) in updated else self.describe(t, storage) or (t.stride(), t.detach().clone())
             for t, storage in zip(call.tensors, call.storages, strict=True)
         ]
-        entry = _Entry(call, inputs)
-        out, values = call.run(tape)
+        entry = Entry(call, inputs)
+        out, values = self.run(call)
         if call.generator is not None:
             entry.random = entry.random[0], call.generator.get_state()
         can_reuse = not (call.kind.written or call.kind.is_blank or (updated and not call.tensors[0].is_cpu))
         for value in values:
-            if not isinstance(value, Tensor):
-                can_reuse &= not isinstance(value, (tuple, list))
-            elif (
-                type(value) is not Tensor or value.layout is not torch.strided or value.is_nested or value.is_quantized
-            ):
-                self.end(f"{call.func} returns a tensor that is not plain")
-                return out
-            elif storage_of(value) in self.made or storage_of(value) in call.storages:
-                can_reuse, value = False, None
+            storage = storage_of(value) if isinstance(value, Tensor) and operators.is_plain(value) else None
+            if storage is None:
+                can_reuse &= not isinstance(value, (Tensor, tuple, list))
+            elif storage in call.storages:
+                index = call.storages.index(storage)
+                can_reuse &= call.kind.is_region and value.dtype == call.tensors[index].dtype
+                value = Alias(value, call.tensors, index)
+            elif storage in self.made:
+                can_reuse = False
             else:
                 self.adopt(call, value, tape.numbers)
-                value, tape.numbers = _Output(value, tape.numbers), tape.numbers + 1
-            entry.outputs.append(value)
+                value, tape.numbers = Output(value, tape.numbers), tape.numbers + 1
+            entry.outputs.append(value if can_reuse or isinstance(value, Output) else None)
         entry.returns = type(out) if can_reuse else None
         tape.entries.append(entry)
         return out
@@ -345,7 +225,7 @@ class _Replay(_Mode):
                 self.tape.ended = why
             self.tape.entries.clear()
 
-    def perform(self, call: _Call) -> Any:
+    def perform(self, call: Call) -> Any:
         tape = self.tape
         entry = tape.entries[self.position] if self.position < len(tape.entries) else None
         if entry is None or (why := self.difference(entry, call)):
@@ -354,11 +234,10 @@ class _Replay(_Mode):
         self.position += 1
         made = entry.made()
         if entry.returns is None or any(o.kept is None or tape.is_spoilt(o) for o in made):
-            entry.outputs, entry.returns = [o if type(o) is _Output else None for o in entry.outputs], None
-            out, values = call.run(tape)
+            out, values = self.run(call)
         else:
-            values = [o.hand_out() if type(o) is _Output else o for o in entry.outputs]
-            out = values[0] if issubclass(entry.returns, Tensor) else entry.returns(values)
+            values = [o.again(call.tensors) if isinstance(o, (Output, Alias)) else o for o in entry.outputs]
+            out = entry.returns(values) if entry.returns in (tuple, list) else values[0]
             tape.reused += 1
             if call.generator is not None:
                 call.generator.set_state(entry.random[1])  # type: ignore[arg-type]
@@ -366,28 +245,26 @@ class _Replay(_Mode):
                 tape.count_writes(call.kind, call.args, call.kwargs)
                 torch.ops.aten.batch_norm_update_stats(call.args[0], call.args[3], call.args[4], call.args[6])
         for value, output in zip(values, entry.outputs, strict=True):
-            if type(output) is _Output:
+            if type(output) is Output:
                 output.kept = None
                 self.adopt(call, value, output.number)
                 self.references.append(StorageWeakRef(value.untyped_storage()))
         return out
 
-    def difference(self, entry: _Entry, call: _Call) -> str:
+    def difference(self, entry: Entry, call: Call) -> str:
         if entry.func is not call.func:
             return f"taken the place of {entry.func}"
         if len(entry.inputs) != len(call.tensors) or not operators.same(entry.others, call.others):
             return "other arguments"
         if entry.settings != operators.settings() or entry.random[0] != operators.random_state(call.generator):
             return "another random state, or other settings of torch"
-        for recorded, t, storage in zip(entry.inputs, call.tensors, call.storages, strict=True):
-            if recorded is None:
-                continue
-            if isinstance(recorded[-1], Tensor):
-                if recorded[0] != t.stride() or not operators.same_bits(recorded[1], t):
-                    return "another input"
-            elif recorded != self.describe(t, storage):
-                return "another input"
-        return ""
+        compared = zip(entry.inputs, call.tensors, call.storages, strict=True)
+        return "" if all(self.matches(*one) for one in compared) else "another input"
+
+    def matches(self, recorded: Any, t: Tensor, storage: int) -> bool:
+        if recorded is None or not isinstance(recorded[-1], Tensor):
+            return recorded is None or recorded == self.describe(t, storage)
+        return recorded[0] == t.stride() and operators.same_bits(recorded[1], t)
 
 
 class Tape:
@@ -396,8 +273,8 @@ class Tape:
     Args:
         moved: the weights that will be perturbed, by name.
         start: the inner model of a DDP, in whose forward the tape begins: what DDP does before is not on it.
-        between: whether the caller's code runs between ``recording()`` and ``replaying()``. There, writes to memory that
-            others hold, and to weights, are noticed by checksums; on a device, by version counters.
+        between: whether the user's code runs between the two contexts. Writes there, to weights and to memory that the
+            user holds, are noticed by checksums; on a device, by version counters only.
 
     Attributes:
         operations: operations of the first forward, until the tape ended, that make or write memory.
@@ -410,7 +287,7 @@ class Tape:
         self.start, self.between = start, between
         self.operations, self.reused, self.ended = 0, 0, ""
         self.numbers = 0  # of storages made in the first pass
-        self.entries: list[_Entry] = []
+        self.entries: list[Entry] = []
         self.writes: dict[int, int] = {}
         self.given_away: set[int] = set()
         self.versioned: dict[int, Tensor] = {}  # outside memory that is known by its version
@@ -432,14 +309,14 @@ class Tape:
             self.release()
         elif self.between:
             for output in self._outputs():
-                output.take_checksum()
+                output.watch()
             self.checksums = {s: operators.checksum(t.untyped_storage()) for s, t in self.versioned.items() if t.is_cpu}
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Around the second forward and backward."""
         for output in self._outputs():
-            output.compare_checksum()
+            output.drop_if_written()
         for storage, checksum in self.checksums.items():
             if operators.checksum(self.versioned[storage].untyped_storage()) != checksum:
                 self.given_away.add(storage)
@@ -465,7 +342,7 @@ class Tape:
                 stack.enter_context(mode)
             yield
 
-    def _outputs(self) -> list[_Output]:
+    def _outputs(self) -> list[Output]:
         return [output for entry in self.entries for output in entry.made()]
 
     def know(self, storage: int, t: Tensor) -> None:
@@ -473,9 +350,9 @@ class Tape:
             self.versioned[storage] = t.detach()
 
     def count_writes(self, kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        for t in operators.written_by(kind, args, kwargs) if kind.written or kind.is_batch_norm else ():
-            if t.layout is torch.strided and not t.is_nested:
+        for t in operators.written_by(kind, args, kwargs) if kind.written != () or kind.is_batch_norm else ():
+            if operators.has_storage(t):
                 self.writes[storage_of(t)] = self.writes.get(storage_of(t), 0) + 1
 
-    def is_spoilt(self, output: _Output) -> bool:
+    def is_spoilt(self, output: Output) -> bool:
         return output.storage in self.writes or output.storage in self.given_away

@@ -11,7 +11,6 @@ All three give the same result. `variants.py` has other methods of the family, e
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -29,7 +28,6 @@ from sparsesam.gradients import (
     Objective,
     OldGradient,
     OutsideGradients,
-    Treatment,
     UnusedGradients,
     gradients_of,
     has_gradients,
@@ -50,9 +48,8 @@ class SharpnessAware(PerturbingOptimizer):
     """Base class of all methods: the passes of a step. Its arguments are those of `PerturbingOptimizer`."""
 
     closure_accumulates: bool = False
-    """For trainers whose closure adds to the gradients of earlier micro-batches. Gradients are cleared before the
-    second pass, so the closure must rerun the earlier micro-batches there. If False, such a closure raises an error.
-    """
+    """For trainers whose closure adds to the gradients of earlier micro-batches. It must run them again in the second
+    pass, before which gradients are cleared. If False, such a closure raises an error."""
 
     def _start(self, own: OwnState) -> None:
         super()._start(own)
@@ -100,10 +97,9 @@ class SharpnessAware(PerturbingOptimizer):
         """Take one step.
 
         The closure clears the gradients, computes the loss, calls ``backward()`` and returns the loss. It is called
-        once for each pass, with the same random numbers. ``step`` returns what the closure returned at w, with all
-        tensors (also those in dictionaries, lists and tuples) detached; at w + e if that pass is the only one, or if
-        ``ascent_fraction`` is below 1. Without a closure, both passes must have run already, the second inside
-        ``perturbed()``.
+        once for each pass, with the same random numbers. ``step`` returns what the closure returned at w, with all its
+        tensors detached; at w + e if that pass is the only one, or if ``ascent_fraction`` is below 1. Without a
+        closure, both passes must have run already, the second inside ``perturbed()``.
 
         ``batch`` is for a mask that measures Fisher information on the current batch, and for ``ascent_fraction``: a
         closure that has a parameter is called with the batch, or with the ascent's part of it. ``scaler`` is for a
@@ -139,11 +135,13 @@ class SharpnessAware(PerturbingOptimizer):
     def _run_passes(self, step: Step, closure: Callable[..., Any], batch: Any) -> Any:
         """Call the closure once for each pass."""
         fraction, narrows = self.options.ascent_fraction, isinstance(closure, Objective)
-        if isinstance(closure, Objective) and len(closure.functions) > 1 and step.shortcuts is not None:
+        if step.shortcuts is not None and isinstance(closure, Objective) and len(closure.functions) > 1:
             step.shortcuts.give_up_tape("several functions: activations of the first are not kept")
         with_batch = batch is not None and takes_batch(closure)
         part = whole = (batch,) if with_batch else ()
         watched = [] if narrows or step.params.shards is not None else [p.parameter for p in step.params]
+        if narrows:
+            self.base.zero_grad()
         if step.kind is StepKind.PLAIN:
             last = closure(*whole)
             step.phase, step.is_empty = Phase.READY, self._found_nothing(last)
@@ -189,14 +187,7 @@ class SharpnessAware(PerturbingOptimizer):
             yield
         finally:
             old.release()
-        if old.treatment() is Treatment.ADDED_TO and not self.closure_accumulates:
-            raise RuntimeError(
-                "the closure accumulated into existing gradients, but at w + e only the closure's own gradients are "
-                "computed, not the accumulated ones. Clear them in the closure (opt.zero_grad()); to accumulate, give "
-                "opt.minimize() a list of functions, or in a loop run all micro-batches in the first pass and again "
-                "in `with opt.perturbed():`. For trainers and closures of other packages see docs/moving-over.md"
-            )
-        step.is_empty |= old.treatment() is Treatment.UNTOUCHED and not self.closure_accumulates
+        step.is_empty |= not self.closure_accumulates and old.is_untouched()
 
     # ---- the two passes --------------------------------------------------------------------------------------
 
@@ -215,7 +206,7 @@ class SharpnessAware(PerturbingOptimizer):
                 step.shortcuts.give_up_tape("several blocks: activations of the first are not kept")
         else:
             step = self._begin(batch)
-        with self._ended_on_error(), self._first_pass(step, narrows=True):
+        with self._ended_on_error(), self._first_pass(step, narrows=True, between=True):
             yield
         step.phase = Phase.BETWEEN
 
@@ -257,9 +248,7 @@ class SharpnessAware(PerturbingOptimizer):
             else:
                 self._require_unchanged(step)
             if step.first_passes > 1:
-                raise RuntimeError(
-                    f"a step of {type(self).__name__} has {step.first_passes + 1} passes: use minimize()"
-                )
+                raise RuntimeError(f"a step has {step.first_passes + 1} passes: use minimize()")
             is_moved = self._statistics not in (None, statistics_versions(self.model))
             with self._perturbed(step, batch, True, step.first_passes > 0 or is_moved):
                 yield
@@ -267,7 +256,7 @@ class SharpnessAware(PerturbingOptimizer):
         self._unused.watch([] if step.params.shards is not None else [p.parameter for p in step.params])
 
     @contextmanager
-    def _first_pass(self, step: Step, *, narrows: bool) -> Iterator[None]:
+    def _first_pass(self, step: Step, *, narrows: bool, between: bool = False) -> Iterator[None]:
         step.phase = Phase.FIRST
         if step.rng is None:
             step.rng = self._rng.read()
@@ -277,7 +266,7 @@ class SharpnessAware(PerturbingOptimizer):
                 return
             # A mask computed from the gradient needs the gradient averaged over all ranks.
             is_local = self.options.ascent_scope == "local" and not self._refresh_due(step.params)
-            with step.shortcuts.first_pass(narrows=narrows, is_local=is_local):
+            with step.shortcuts.first_pass(narrows=narrows, is_local=is_local, between=between):
                 yield
 
     @contextmanager
@@ -297,13 +286,6 @@ class SharpnessAware(PerturbingOptimizer):
             with nullcontext() if step.shortcuts is None else step.shortcuts.second_pass():
                 yield
             is_complete = True
-        except RuntimeError as error:
-            if "modified by an inplace operation" in str(error) and sys.version_info >= (3, 11):
-                error.add_note(
-                    "sparsesam: the weights were moved to w + e between the passes; the second pass must run its "
-                    "own forward instead of a graph kept from the first."
-                )
-            raise
         finally:
             hook.remove()
             try:
@@ -360,10 +342,8 @@ class SharpnessAware(PerturbingOptimizer):
         if step.first_passes and not is_due and not self._moves(step):
             step.kind, step.first_passes = StepKind.PLAIN, 0
         if step.first_passes and shortcuts:
-            model, ddp, everything = self.model, self._ddp, self.needs_every_gradient
-            step.shortcuts = Shortcuts(
-                model, ddp, params, step.masks, self.options, everything=everything, is_due=is_due
-            )
+            what, everything = (self.model, self._ddp, params, step.masks, self.options), self.needs_every_gradient
+            step.shortcuts = Shortcuts(*what, everything=everything, is_due=is_due)
         self._step = step
         return step
 
@@ -420,8 +400,8 @@ class SharpnessAware(PerturbingOptimizer):
     def _end(self) -> None:
         step, self._step = self._step, None
         if step is not None and step.first_passes:
-            why = "the first pass was not in `with opt.first_pass():`"
-            self._savings = Savings(0.0, 0, 0, why) if step.shortcuts is None else step.shortcuts.savings()
+            nothing = Savings(0.0, 0, 0, "the first pass was not in `with opt.first_pass():`")
+            self._savings = nothing if step.shortcuts is None else step.shortcuts.savings()
             step.release()
 
     def savings(self) -> Savings:

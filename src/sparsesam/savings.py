@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +21,6 @@ from sparsesam.filters import FilterLayers, WeightGradient, weight_gradient
 from sparsesam.masks.packed import PackedMask
 from sparsesam.options import Options
 from sparsesam.replay import Tape
-from sparsesam.utils.graph import nodes_of
 from sparsesam.wrapper import PerturbedParams
 
 
@@ -68,9 +68,9 @@ class Shortcuts:
         needs_all = options.norm == "full" or options.ascent == "implicit-dense"
         self._needed = [p.parameter for p in params if needs_all or p.name in moved]
         why = _why_nothing(options, params, is_due) or (None if moved else "nothing is perturbed")
+        self._trainable = [p for p in model.parameters() if p.requires_grad]
         self._wanted = {} if everything or why is not None else self._gradients_wanted(params, masks)
         self.layers = FilterLayers(self._wanted) if self._wanted else None
-        self._trainable = [p for p in model.parameters() if p.requires_grad]
         is_partial = len(self._needed) < len(self._trainable) or self.layers is not None
         self.inputs: list[Tensor] | None = None
         # Without knowing the DistributedDataParallel, one must reckon with one that waits for every gradient.
@@ -91,14 +91,18 @@ class Shortcuts:
         """Which layers have a cheaper backward. In an implicit ascent, weights outside the masks stop the gradient."""
         wanted: dict[Tensor, WeightGradient] = {}
         options, names = self._options, {id(p.parameter): p.name for p in params}
-        for parameter in self._model.parameters():
+        for parameter in self._trainable:
             name = names.get(id(parameter))
-            mask = PackedMask(parameter.shape, 0, None) if name is None else masks[name]
-            if parameter.requires_grad and mask is not None and (name is not None or options.is_implicit):
-                takes_part = name is not None
-                want = weight_gradient(mask, parameter, ascent=options.ascent, norm=options.norm, takes_part=takes_part)
-                if want is not None:
-                    wanted[parameter] = want
+            mask = masks[name] if name is not None else None
+            if name is None and options.is_implicit:
+                mask = PackedMask(parameter.shape, 0, None)
+            # Only a mask of some entries, or one that stops an implicit gradient, changes a layer's backward.
+            if mask is None or mask.is_full or (mask.is_empty and not options.is_implicit):
+                continue
+            takes_part = name is not None
+            want = weight_gradient(mask, parameter, ascent=options.ascent, norm=options.norm, takes_part=takes_part)
+            if want is not None:
+                wanted[parameter] = want
         return wanted
 
     def give_up_tape(self, reason: str) -> None:
@@ -107,8 +111,10 @@ class Shortcuts:
             self.tape, self.why_no_tape = None, reason
 
     @contextmanager
-    def first_pass(self, *, narrows: bool, is_local: bool) -> Iterator[None]:
-        """``narrows``: the optimizer may run the backward. ``is_local``: gradients are not averaged over ranks."""
+    def first_pass(self, *, narrows: bool, is_local: bool, between: bool) -> Iterator[None]:
+        """``narrows``: the optimizer may run the backward. ``is_local``: gradients are not averaged over ranks.
+        ``between``: the user's code runs between the passes.
+        """
         is_implicit = self._options.is_implicit and self.layers is not None
         if not narrows:
             self.inputs = None
@@ -122,6 +128,7 @@ class Shortcuts:
             if is_implicit and self.layers is not None:  # asked for by name: every backward of this pass is implicit
                 stack.enter_context(self.layers.narrowed())
             if self.tape is not None:
+                self.tape.between = between
                 stack.enter_context(self.tape.recording())
             yield
         if averages and self._ddp is not None:
@@ -129,9 +136,11 @@ class Shortcuts:
 
     def backward(self, loss: Tensor, options: dict[str, Any]) -> None:
         """The backward of the first pass."""
-        inputs = [p for p in self.inputs or () if p.requires_grad]
-        # torch refuses to differentiate a reentrant checkpoint in part.
-        if not inputs or has_reentrant_checkpoint(loss):
+        with torch._C.DisableTorchFunction():
+            inputs = [p for p in self.inputs or () if p.requires_grad]
+            # torch refuses to differentiate a reentrant checkpoint in part.
+            is_full = not inputs or has_reentrant_checkpoint(loss)
+        if is_full:
             loss.backward(**options)
             return
         self.is_complete = False
@@ -191,4 +200,12 @@ def _why_nothing(options: Options, params: PerturbedParams, is_due: bool) -> str
 
 def has_reentrant_checkpoint(loss: Tensor) -> bool:
     """Whether a reentrant torch.utils.checkpoint is in the graph of the loss."""
-    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes_of([loss.grad_fn]))
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            if type(node).__name__ == "CheckpointFunctionBackward":
+                return True
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return False

@@ -30,6 +30,7 @@ def test_every_equation_theorem_table_and_figure_is_listed():
     for number in range(1, 17):
         assert f" {number}" in numbers or f".{number}" in numbers
     assert all(f"Theorem {number}" in numbers for number in (1, 2, 3))
+    assert all(f"Lemma {number}" in numbers for number in range(1, 6))
     assert {f"Table {number}" for number in range(1, 17)} <= set(ITEMS)
     assert {f"Figure {number}" for number in (1, 3, 4, 5, 6, 7, 8)} <= set(ITEMS)
 

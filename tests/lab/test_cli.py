@@ -1,11 +1,14 @@
 import re
+import subprocess
+import sys
+from importlib import metadata
 
 import pytest
 import torch
 import yaml
 
 from sparsesam.lab.cli import main
-from sparsesam.lab.commands import COMMANDS, find
+from sparsesam.lab.commands import COMMANDS, data, find
 from sparsesam.lab.experiment import read_records
 from sparsesam.lab.inspection import ANALYSES
 
@@ -157,6 +160,27 @@ def test_data_show_draws_what_network_sees(tmp_path, capsys):
     assert Image.open(picture).size[0] > 100
 
 
+def test_data_show_marks_changed_labels(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(data, "write_images", lambda images, titles, file, columns: drawn.extend(titles))
+    assert main(["data", "show", "--images", "200", "--label-noise", "0.3", "--out", str(tmp_path / "a.png")]) == 0
+    changed = [title for title in drawn if ", was " in title]
+    assert all(re.fullmatch(r"\d(, was \d)?", title) for title in drawn)
+    assert all(title[0] != title[-1] for title in changed)
+    assert 30 < len(changed) < 90
+
+
+@pytest.mark.parametrize("arguments", [["report", "."], ["data", "show"], ["analyze", "hessian", "run"]], ids=" ".join)
+def test_output_that_cannot_be_made_is_one_line_with_remedy(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    option, name = ("--plot", "a.png") if arguments[0] == "analyze" else ("--out", "a.png")
+    assert main([*arguments, option, f"file/folder/{name}"]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith(f"sparsesam: {option} 'file/folder/a.png' cannot be written")
+    assert text.endswith("choose a directory you can write to\n")
+
+
 def test_paper_lists_and_shows(capsys):
     assert main(["paper", "list"]) == 0
     assert "ablation-update-mask" in capsys.readouterr().out
@@ -175,6 +199,26 @@ def test_without_command_lists_commands(capsys):
 def test_every_command_has_help(command, capsys):
     assert main([*command, "--help"]) == 0
     assert capsys.readouterr().out.startswith(f"usage: sparsesam {command[0]}")
+
+
+def test_help_and_typos_import_no_slow_package():
+    """Lightning, torchmetrics and what they import take several times as long as torch."""
+    given = [[], *([command, "--help"] for command in COMMANDS), ["trian"], ["train", "--lrr"]]
+    code = (
+        "import sys, torch, numpy; before = set(sys.modules); from sparsesam.lab.cli import main\n"
+        f"for arguments in {given}: main(arguments)\nprint(*set(sys.modules) - before, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = {name.partition(".")[0] for name in done.stderr.splitlines()[-1].split()}
+    light = {"sparsesam", "torch", "numpy", "yaml", "_yaml", "rich", "filelock", "joblib", "psutil", "cloudpickle"}
+    assert (found & metadata.packages_distributions().keys()) - light == set()
+
+
+def test_library_imports_nothing_but_torch_and_numpy():
+    code = "import sys, torch, numpy; before = set(sys.modules); import sparsesam; print(*set(sys.modules) - before)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    packages = {name.partition(".")[0] for name in done.stdout.split()}
+    assert packages - sys.stdlib_module_names <= {"sparsesam", "torch", "numpy"}
 
 
 def test_every_command_is_registered():

@@ -77,8 +77,8 @@ def test_mean_has_student_t_interval():
 
 
 def test_comparisons_are_paired_by_seed():
-    difference = paired({0: 1.0, 1: 2.0, 2: 9.0}, {0: 0.5, 1: 1.5, 7: 3.0})
-    assert (difference.value, difference.count, difference.interval) == (0.5, 2, 0.0)
+    difference = paired({0: 1.0, 1: 2.0, 2: 9.0, 3: 3.0}, {0: 0.5, 1: 1.5, 3: 2.5, 7: 3.0})
+    assert (difference.value, difference.count, difference.interval) == (0.5, 3, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,7 @@ def hessian_eigenvalues(
     parameters: ParameterFilter = None,
     keep_graph: bool = False,
     seed: int = 0,
+    on_product: Callable[[], None] = lambda: None,
 ) -> HessianSpectrum:
     """Compute the ``count`` largest eigenvalues to relative ``tolerance``.
 
@@ -62,7 +63,7 @@ def hessian_eigenvalues(
     vectors are stored, until every residual is below 0.3 * tolerance * |eigenvalue|. As in any Krylov method with one
     start vector, only one copy of a multiple eigenvalue is found, and some of several very close ones may be missed.
     """
-    hessian = HessianOperator(objective, parameters=parameters, keep_graph=keep_graph)
+    hessian = HessianOperator(objective, parameters=parameters, keep_graph=keep_graph, on_product=on_product)
     if not 1 <= count <= hessian.size:
         raise ValueError(f"count must be between 1 and the number of weights, {hessian.size}, got {count}")
     generator = torch.Generator().manual_seed(seed)
@@ -106,6 +107,7 @@ def hessian_trace(
     parameters: ParameterFilter = None,
     keep_graph: bool = False,
     seed: int = 0,
+    on_product: Callable[[], None] = lambda: None,
 ) -> HessianTrace:
     """Hutchinson's estimate: E[z'Hz] = trace H for random signs z.
 
@@ -113,7 +115,7 @@ def hessian_trace(
     probes: the first two or three may agree by chance.
     """
     check_count("probes", probes, "fewer have no error estimate", least=2)
-    hessian = HessianOperator(objective, parameters=parameters, keep_graph=keep_graph)
+    hessian = HessianOperator(objective, parameters=parameters, keep_graph=keep_graph, on_product=on_product)
     generator = torch.Generator().manual_seed(seed)
     values: list[float] = []
     with hessian.measuring():
@@ -166,6 +168,7 @@ def spectral_density(
     parameters: ParameterFilter = None,
     keep_graph: bool = False,
     seed: int = 0,
+    on_product: Callable[[], None] = lambda: None,
 ) -> SpectralDensity:
     """Stochastic Lanczos quadrature (Golub and Welsch; Ghorbani et al. 2019).
 
@@ -179,7 +182,7 @@ def spectral_density(
     check_count("points", points, "1000 are usual", least=2)
     if width is not None and not width > 0:
         raise ValueError(f"width must be positive, got {width}; it is the Gaussians' standard deviation")
-    hessian = HessianOperator(objective, parameters=parameters, keep_graph=keep_graph)
+    hessian = HessianOperator(objective, parameters=parameters, keep_graph=keep_graph, on_product=on_product)
     generator = torch.Generator().manual_seed(seed)
     nodes, shares = [], []
     with hessian.measuring():

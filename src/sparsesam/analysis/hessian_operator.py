@@ -10,7 +10,7 @@ curvlinops' time, with keep_graph 0.15 to 0.6.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -25,22 +25,30 @@ _KINKED = "Relu Threshold MaxPool Hardtanh Abs Hardswish Hardsigmoid Clamp L1Los
 class HessianOperator:
     """The Hessian of an objective with respect to some of its model's parameters, as a linear operator.
 
-    ``products`` counts the Hessian-vector products. Parameters that the loss does not depend on have rows and columns
-    of zeros; frozen ones are left out unless a filter names them. ``keep_graph=True`` keeps the graph of every batch's
-    first backward for the next product: about half the cost for several times the memory.
+    ``products`` counts the Hessian-vector products, and ``on_product`` is called after each. Parameters that the loss
+    does not depend on have rows and columns of zeros; frozen ones are left out unless a filter names them.
+    ``keep_graph=True`` keeps the graph of every batch's first backward for the next product: about half the cost for
+    several times the memory.
 
         with hessian.measuring():
             hv = hessian @ v
     """
 
-    def __init__(self, objective: Objective, *, parameters: ParameterFilter = None, keep_graph: bool = False) -> None:
+    def __init__(
+        self,
+        objective: Objective,
+        *,
+        parameters: ParameterFilter = None,
+        keep_graph: bool = False,
+        on_product: Callable[[], None] = lambda: None,
+    ) -> None:
         self.objective = objective
         self.parameters = select_parameters(objective.model, parameters)
         self.tensors: list[Tensor] = list(self.parameters.values())
         self.size = sum(tensor.numel() for tensor in self.tensors)
         self.dtype = torch.promote_types(self.tensors[0].dtype, torch.float32)
         self.device = self.tensors[0].device
-        self.products = 0
+        self.products, self.on_product = 0, on_product
         self.keep_graph = keep_graph
         self.notes: list[str] = []
         self._graphs: dict[int, Sequence[Tensor]] = {}
@@ -65,6 +73,7 @@ class HessianOperator:
         for index, share in enumerate(self.objective.weights):
             total.add_(self._product(index, parts), alpha=share)
         self.products += 1
+        self.on_product()
         if not bool(total.isfinite().all()):
             raise ValueError(
                 "a Hessian-vector product is not finite: the loss or its derivatives overflow at these weights "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +14,8 @@ _NEEDS = "pip install 'sparsesam[experiment]'"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand and return the exit code: 0 done, 1 stopped by an error, 2 bad usage, 130 interrupted."""
+    if arguments is None:  # in a process of its own
+        gc.freeze()  # thousands of objects of torch stay to the end: collections of them take as long as the rest here
     given = list(sys.argv[1:] if arguments is None else arguments)
     command, rest = given[0] if given else "", given[1:]
     if command in ("", "-h", "--help"):

@@ -16,9 +16,8 @@ class PackedMask:
     """
 
     def __init__(self, shape: torch.Size, count: int, bits: Tensor | None) -> None:
-        self.shape = shape
-        self.count = count
-        self.bits = bits
+        self.shape, self.count, self.bits = shape, count, bits
+        self.is_full, self.is_empty = count == shape.numel(), count == 0
         self._patterns: dict[tuple[int, int], bool] = {}
 
     @classmethod
@@ -31,14 +30,6 @@ class PackedMask:
     @property
     def numel(self) -> int:
         return self.shape.numel()
-
-    @property
-    def is_full(self) -> bool:
-        return self.count == self.numel
-
-    @property
-    def is_empty(self) -> bool:
-        return self.count == 0
 
     @cached_property
     def rows(self) -> Tensor | None:

@@ -1,16 +1,21 @@
-"""What torch's operators read, write, make and draw, as far as their schemas tell; and the bits of tensors."""
+"""What torch's operators read, write, make and draw; what other functions do to memory; the bits of tensors."""
 
 from __future__ import annotations
 
+import operator
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+import torch._functorch.config
+from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
+storage_of: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 _aten = torch.ops.aten
 _CONSTANT = [
     f"{new}{name}{like}" for name in ("zeros", "ones", "full") for new, like in (("", ""), ("", "_like"), ("new_", ""))
@@ -32,13 +37,28 @@ class Kind(NamedTuple):
     is_empty: bool  # makes memory without values
     is_blank: bool  # makes memory that has yet to be filled: empty or constant
     is_batch_norm: bool
-    written: tuple[tuple[int, str], ...]  # arguments, by position and name
+    is_region: bool  # compiled code
+    written: tuple[tuple[int, str], ...] | None  # arguments, by position and name; None: unknown
 
 
-@cache
-def kind_of(func: Any) -> Kind:
-    if not isinstance(func, OpOverload):
-        return Kind(False, False, False, False, False, False, False, ())
+_OPAQUE = Kind(False, False, False, False, False, False, False, False, None)
+_KINDS: dict[Any, Kind] = {}
+_REGIONS: WeakKeyDictionary[Any, Kind] = WeakKeyDictionary()
+
+
+def kind_of(func: Any, args: Sequence[Any]) -> Kind:
+    kind = _KINDS.get(func)
+    if kind is None:
+        if isinstance(func, OpOverload):
+            kind = _KINDS[func] = _kind_of_overload(func)
+        elif str(func) == "inductor_compiled_code":  # what torch.compile's wrap_inductor_compiled_regions shows
+            kind = _REGIONS.get(args[0]) or _REGIONS.setdefault(args[0], _kind_of_region(args[0]))
+        else:
+            kind = _OPAQUE
+    return kind
+
+
+def _kind_of_overload(func: OpOverload) -> Kind:
     schema, name = func._schema, func._schema.name.partition("::")[2]
     is_alias = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
     is_idle = func.namespace in ("profiler", "prim")
@@ -51,20 +71,43 @@ def kind_of(func: Any) -> Kind:
         is_empty=name in _EMPTY,
         is_blank=name in _EMPTY or name in _CONSTANT,
         is_batch_norm=func in _BATCH_NORMS,
+        is_region=False,
         written=tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write),
     )
 
 
+def _kind_of_region(region: Any) -> Kind:
+    """Plain, if it draws no random numbers and writes to none of its inputs."""
+    opaque = _OPAQUE._replace(makes=True, is_region=True)
+    graph = getattr(region.original_gm, "graph", None)
+    if graph is None or torch._functorch.config.donated_buffer:
+        return opaque
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    written, is_plain = [], True
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is not operator.getitem:
+            kind = kind_of(node.target, ())
+            if not kind.is_plain or kind.is_batch_norm or kind.written is None:
+                return opaque
+            if kind.written and node.args[0] not in inputs:
+                return opaque
+            written += [(1, str(inputs.index(node.args[0])))] if kind.written else []
+            is_plain &= not kind.written and not kind.is_seeded and "inductor_" not in str(node.target)
+    return opaque._replace(is_plain=is_plain, written=tuple(written))
+
+
 def written_by(kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    if kind.written is None:
+        return split(args, kwargs)[0]
     found: list[Any] = []
     for i, name in kind.written:
-        value = args[i] if i < len(args) else kwargs.get(name)
+        value = args[1][int(name)] if name.isdigit() else args[i] if i < len(args) else kwargs.get(name)
         found.extend(value if isinstance(value, (list, tuple)) else [value])
     return [t for t in found if isinstance(t, Tensor)] + running_statistics(kind, args)
 
 
 def running_statistics(kind: Kind, args: Sequence[Any]) -> list[Tensor]:
-    """Those that a batch norm updates without reading them."""
+    """Those that a batch norm updates, and does not read."""
     return [t for t in args[3:5] if t is not None] if kind.is_batch_norm and args[5] else []
 
 
@@ -95,7 +138,7 @@ def settings() -> tuple[Any, ...]:
     """What a result depends on besides the arguments."""
     c = torch._C
     backends = c._get_mkldnn_enabled(), c._get_cudnn_enabled(), c._get_float32_matmul_precision()
-    return torch.get_default_dtype(), c.get_num_threads(), c._get_deterministic_algorithms(), *backends
+    return torch.get_default_dtype(), torch.get_num_threads(), c._get_deterministic_algorithms(), *backends
 
 
 def generator_of(tensors: Sequence[Tensor], others: Iterable[Any]) -> torch.Generator | None:
@@ -128,4 +171,55 @@ def _bits(t: Tensor) -> Tensor:
 
 def checksum(storage: torch.UntypedStorage) -> int:
     """Of host memory."""
-    return zlib.crc32(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
+    return zlib.crc32(torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data)
+
+
+def has_storage(t: Tensor) -> bool:
+    return t.layout is torch.strided and not t.is_nested
+
+
+def is_plain(t: Tensor) -> bool:
+    if type(t) not in (Tensor, nn.Parameter) or not has_storage(t):
+        return False
+    return not (t.is_quantized or t.is_inference() or t._is_zerotensor())
+
+
+#: functions after which others may read and write a tensor's memory
+GIVES_AWAY_MEMORY = {
+    *(Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__cuda_array_interface__.__get__),
+    *(Tensor.untyped_storage, Tensor.storage, Tensor.share_memory_, Tensor.data.__set__),  # type: ignore[attr-defined]
+    *(Tensor.__dlpack__, to_dlpack, Tensor.apply_, Tensor.map_, Tensor.map2_),
+}
+
+
+def _unintercepted(function: Any) -> Any:
+    """A function of autograd as it is without function modes: the mode must stay active for the hooks that it runs."""
+    own = FunctionType(function.__code__, {**function.__globals__, "has_torch_function": lambda _: False})
+    own.__defaults__, own.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    return own
+
+
+_backward, _grad = _unintercepted(torch.autograd.backward), _unintercepted(torch.autograd.grad)
+
+
+def _tensor_backward(t: Tensor, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
+    _backward(t, gradient, *args, **kwargs)
+
+
+RUNS_HOOKS = {torch.autograd.backward: _backward, torch.autograd.grad: _grad, Tensor.backward: _tensor_backward}
+
+
+class Call(NamedTuple):
+    """An operation that is about to run."""
+
+    kind: Kind
+    func: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    tensors: list[Tensor]
+    storages: list[int]
+    others: list[Any]
+    generator: torch.Generator | None
+
+    def statistics(self) -> list[int]:
+        return [id(t) for t in running_statistics(self.kind, self.args)]

@@ -73,6 +73,13 @@ def test_view_is_center_of_resized_image(extent):
     assert abs(green - 128) <= 3
 
 
+def test_square_view_shows_same_part_of_both_sides():
+    red, green, _ = center_crop(gradient(500, 300), generator(), size=224, square=True).getpixel((0, 0))
+    assert abs(red - green) <= 1
+    red, green, _ = center_crop(gradient(500, 300), generator(), size=224).getpixel((0, 0))
+    assert red > green + 20
+
+
 def test_boxes_have_allowed_areas_and_aspects():
     draws = generator()
     boxes = torch.tensor([random_box((400, 300), draws) for _ in range(500)], dtype=torch.float)

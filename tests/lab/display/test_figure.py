@@ -1,9 +1,11 @@
 import csv
 import io
+from typing import get_args, get_type_hints
 
 import pytest
 
-from sparsesam.lab.display.figure import COLORS, PALETTE_SIZE, Axis, Figure, Series, assign_styles
+from sparsesam.lab.display.figure import COLORS, OPTIMIZERS, Axis, Figure, Series, assign_styles, side_by_side
+from sparsesam.lab.experiment.config import TrainConfig
 
 
 def figure(panels, kind="lines", z=None):
@@ -50,27 +52,51 @@ def test_single_points_are_not_content(kind, series, expected):
     assert figure({"": series}, kind).has_content is expected
 
 
-def colors(*optimizers):
-    return [color for color, _ in assign_styles(optimizers)]
+def test_one_panel_with_several_points_is_content_but_single_points_in_several_are_not():
+    single = [Series("a", "blue", [1], [1])]
+    assert not figure({"first": single, "second": single}, "points").has_content
+    assert figure({"first": single, "second": [*single, *single]}, "points").has_content
 
 
-def test_optimizer_has_fixed_color():
-    assert colors("sgd", "sam") == ["grey", "blue"]
-    assert colors("ssam-f", "sam")[1] == "blue"
+def test_method_has_one_color_and_marker_in_every_figure():
+    few, many = assign_styles(["sam", "sgd"]), assign_styles(["ssam-f", "sgd", "sgd", "adam", "sam"])
+    assert few[0] == many[-1]
+    assert few[1] == many[1]
+    assert len({(style.color, style.marker) for style in assign_styles(list(OPTIMIZERS))}) == len(OPTIMIZERS)
+    assert {color for _, color in OPTIMIZERS.values()} <= COLORS.keys()
 
 
-def test_series_differ_in_color_and_then_in_dash():
-    looks = assign_styles(["ssam-f"] * 40)
-    assert len({color for color, _ in looks[:PALETTE_SIZE]}) == PALETTE_SIZE
-    assert len({(color, number // PALETTE_SIZE) for color, number in looks}) == 40
-    assert {color for color, _ in looks} <= COLORS.keys()
+def test_every_optimizer_of_a_run_has_a_name_and_a_color():
+    assert set(get_args(get_type_hints(TrainConfig)["optimizer"])) <= OPTIMIZERS.keys()
 
 
-def test_symbols_differ_also_with_colors():
-    assert [number for _, number in assign_styles(["sgd", "sam", "ssam-f"])] == [0, 1, 2]
+def test_variants_of_method_are_numbered():
+    styles = assign_styles(["ssam-f", "sam", "ssam-f"])
+    assert [style.variant for style in styles] == [0, 0, 1]
+    assert styles[0][:2] == styles[2][:2]
 
 
-def test_color_of_later_optimizer_is_reserved():
-    found = colors("ssam-f", "ssam-f", "sam")
-    assert (found[0], found[2]) == ("orange", "blue")
-    assert found[1] not in ("orange", "blue")
+def test_series_without_method_have_colors_that_no_method_here_has():
+    sam, other, third = assign_styles(["sam", "", ""])
+    assert len({sam.color, other.color, third.color}) == 3
+
+
+def point(x, y, width=0.0):
+    return Series("a", "blue", [x], [y], bars=[(y - width, y + width)] if width else None)
+
+
+def test_points_that_hide_each_other_are_drawn_side_by_side():
+    shifts = [one.shift for one in side_by_side([point(1, 90), point(2, 80), point(2, 80), point(2, 95), point(3, 80)])]
+    assert shifts == pytest.approx([0, -0.025, 0.025, 0, 0])
+    same_bars = side_by_side([point(1, 80, 3), point(1, 84, 3), point(2, 80)])
+    assert [one.shift for one in same_bars] == pytest.approx([-0.0125, 0.0125, 0])
+    assert side_by_side([]) == []
+
+
+def test_many_intervals_are_bars_at_different_points():
+    series = [Series(str(i), "blue", list(range(30)), [1.0] * 30, bars=[(0.0, 2.0)] * 30) for i in range(7)]
+    drawn = figure({"": series})
+    shown = [drawn.bars_shown(series, one) for one in series]
+    assert all(len(places) >= 4 for places in shown)
+    assert len({place for places in shown for place in places}) == sum(map(len, shown))
+    assert drawn.bars_shown(series[:3], series[0]) is None

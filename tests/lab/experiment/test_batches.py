@@ -47,6 +47,48 @@ def test_every_training_image_appears_once_per_epoch(splits):
     assert len(seen.unique(dim=0)) == len(made.augment.plain(made.sets["train"].tensors[0]).unique(dim=0))
 
 
+@pytest.mark.parametrize(("settings", "sizes"), [({}, [16, 16, 16, 16, 8]), ({"drop_last": True}, [16] * 4)])
+def test_last_batch_is_smaller_or_left_out(splits, settings, sizes):
+    made = batches(splits, batch_size=16, train_size=72, **settings)
+    assert [len(batch.labels) for batch in made.train(0)] == sizes
+    assert made.steps == len(sizes)
+
+
+def test_fisher_images_are_augmented_on_request_and_always_alike(splits):
+    plain, augmented = (batches(splits, augment="standard", fisher_augment=on).for_fisher() for on in (False, True))
+    assert torch.equal(plain[3][0], batches(splits).unaugmented()[3][0])
+    assert not torch.equal(plain[3][0], augmented[3][0])
+    assert torch.equal(augmented[3][0], augmented[3][0])
+    assert torch.equal(plain[3][1], augmented[3][1])
+
+
+def test_images_of_folders_are_unaugmented_as_test_images(tmp_path):
+    write_images(tmp_path)
+    made = batches(load_dataset("folder", tmp_path, image_size=32), dataset="folder", train_size=None)
+    assert torch.equal(made.unaugmented("train")[0][0], made.unaugmented("test")[0][0])
+    assert not torch.equal(made.unaugmented("train")[0][0], made.augment.plain(made.sets["train"][0][0][None])[0])
+
+
+def test_test_images_of_folders_are_resized_to_square_on_request(tmp_path):
+    write_images(tmp_path)
+    splits = load_dataset("folder", tmp_path, image_size=32)
+    sides, square = (
+        batches(splits, dataset="folder", test_resize=how).sets["test"][0][0].float()
+        for how in ("shorter-side", "square")
+    )
+    assert sides[0].amax() - sides[0].amin() < square[0].amax() - square[0].amin()  # more of the wide image is seen
+
+
+def write_images(root):
+    """Writes one 120 x 60 image, red from left to right, as training and as test image."""
+    red = torch.linspace(0, 255, 120).to(torch.uint8).expand(60, 120)
+    image = Image.fromarray(torch.stack([red, 0 * red, 0 * red], dim=-1).numpy())
+    for part in ("train", "val"):
+        for kind in ("a", "b"):
+            (root / part / kind).mkdir(parents=True)
+            image.save(root / part / kind / "image.png")
+
+
 def test_label_noise_and_corruption_change_only_training_images(splits):
     clean, noisy = batches(splits), batches(splits, label_noise=0.25, corruption_rate=0.5)
     assert (clean.sets["train"].tensors[1] != noisy.sets["train"].tensors[1]).sum() == 18

@@ -134,12 +134,12 @@ def test_killed_worker_ends_sweep_with_one_line(tmp_path):
 
 
 def test_accuracy_cost_and_seeds_are_summarized(tmp_path):
-    jobs = read(tmp_path, variants={"SGD": {"optimizer": "sgd"}, "SAM": {"optimizer": "sam"}}, seeds=2).jobs(tmp_path)
-    for job, accuracy, passes in zip(jobs, (0.5, 0.8, 0.7, 0.9), (1.0, 2.0, 1.0, 2.0), strict=True):
+    jobs = read(tmp_path, variants={"SGD": {"optimizer": "sgd"}, "SAM": {"optimizer": "sam"}}, seeds=3).jobs(tmp_path)
+    for job, accuracy, passes in zip(jobs, (0.5, 0.8, 0.7, 0.9, 0.6, 0.85), (1.0, 2.0) * 3, strict=True):
         job.directory.mkdir(exist_ok=True)
         result = result_with(test_accuracy=accuracy, forward_backwards_per_step=passes)
         (job.directory / "result.json").write_text(json.dumps({"result": result}))
-    assert rows(jobs) == {"SGD": ["60.0 ± 14.1 %", "1.00", "–", "2"], "SAM": ["85.0 ± 7.1 %", "2.00", "–", "2"]}
+    assert rows(jobs) == {"SGD": ["60.0 ± 24.8 %", "1.00", "–", "3"], "SAM": ["85.0 ± 12.4 %", "2.00", "–", "3"]}
 
 
 def test_each_run_claims_one_gpu(tmp_path):

@@ -5,13 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from lightning_fabric import Fabric
 from torch import nn
 
 from sparsesam.lab.data import load_dataset
-from sparsesam.lab.experiment import checkpoint, read_records
-from sparsesam.lab.experiment.batches import Batches
+from sparsesam.lab.experiment import checkpoint, read_records, run
+from sparsesam.lab.experiment.batches import Batch, Batches
 from sparsesam.lab.experiment.config import TrainConfig
-from sparsesam.lab.experiment.optimizers import lr_factor
+from sparsesam.lab.experiment.optimizers import lr_factor, make_optimizer
+from sparsesam.lab.experiment.training import loss_and_accuracy
 from tests.lab.experiment.runs import SHORT, state, train
 
 PLAIN = "tests.lab.experiment.plain_model:build"
@@ -81,6 +83,47 @@ def test_step_schedule_lowers_learning_rate_at_milestones(tmp_path):
     assert [record["lr"] for record in epochs(tmp_path)] == pytest.approx([0.1, 0.05, 0.05, 0.025])
     config = TrainConfig(lr_schedule="step", lr_milestones=(2,), warmup_epochs=1)
     assert [lr_factor(config, step, 4) for step in (0, 3, 7, 8)] == pytest.approx([0.25, 1, 1, 0.1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "factors"),
+    [
+        ({}, [0.25, 0.5, 0.75, 1, 1, 0.5]),
+        ({"warmup_first": 0.1}, [0.1, 0.4, 0.7, 1, 1, 0.5]),
+        ({"warmup_first": 0.0, "lr_final": 0.2}, [0, 1 / 3, 2 / 3, 1, 1, 0.6]),
+    ],
+)
+def test_warm_up_starts_at_first_rate_and_cosine_ends_at_final(settings, factors):
+    config = TrainConfig(warmup_epochs=1, epochs=3, **settings)
+    assert [lr_factor(config, step, 4) for step in (0, 1, 2, 3, 4, 8)] == pytest.approx(factors)
+    assert lr_factor(config, 12, 4) == pytest.approx(config.lr_final)
+
+
+def test_adam_has_requested_epsilon():
+    model = nn.Linear(2, 2)
+    made = make_optimizer(replace(SHORT, optimizer="adam", eps=0.5), model, fisher_data=[], steps_per_epoch=1)
+    assert made.param_groups[0]["eps"] == 0.5
+
+
+def test_top_5_accuracy_counts_labels_among_five_largest_scores(tmp_path):
+    model = nn.Flatten()  # the scores of an image are its pixels
+    images, labels = torch.arange(8.0).expand(8, 8), torch.arange(8)
+    _, right, among_five, count = loss_and_accuracy(
+        model, [Batch(images, labels, 8)], Fabric(accelerator="cpu")
+    ).tolist()
+    assert (right, among_five, count) == (1, 5, 8)
+    result = train(tmp_path, max_steps=1)
+    assert result.test_accuracy <= result.test_top5_accuracy <= 1
+
+
+def test_tf32_is_allowed_during_run_only(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(run, "make_training", lambda *_: seen.append(torch.get_float32_matmul_precision()) or 1 / 0)
+    for precision in ("fp32", "tf32"):
+        with pytest.raises(ZeroDivisionError):
+            train(tmp_path, precision=precision)
+    assert seen == ["highest", "high"]
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_more_epochs_extend_finished_run(tmp_path):

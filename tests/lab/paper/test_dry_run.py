@@ -14,6 +14,8 @@ from sparsesam.lab.experiment.errors import RunError
 from sparsesam.lab.paper.dry_run import (
     PAPER_TFLOPS,
     SHAPES,
+    DryRun,
+    analysis_cost,
     build_on_meta,
     cost,
     cost_table,
@@ -95,7 +97,7 @@ def test_cost_of_all_seeds_is_shown():
 
 def test_command_shows_cost_and_throughput(capsys):
     assert main(["paper", "run", "speedup", "--scale", "full", "--dry-run"]) == 0
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert "built, no steps: two steps take" in printed
     assert "Hours are at 24.5 TFLOP/s, the speed of the A100 that table 10 of the paper implies" in printed
     assert main(["paper", "run", "speedup", "--dry-run", "--tflops", "0"]) == 2
@@ -109,10 +111,10 @@ def of(**settings):
 
 
 def test_model_is_measured_without_memory():
-    found = measured_model("resnet18", SHAPES["cifar10"])
-    assert found.parameters == 11_173_962
-    assert found.forward_flops == pytest.approx(2 * 555.4e6, rel=1e-3)  # multiplications and additions
-    assert 2e6 < found.saved_bytes < 20e6
+    parameters, flops, saved = measured_model("resnet18", *SHAPES["cifar10"][:3])
+    assert parameters == 11_173_962
+    assert flops == pytest.approx(2 * 555.4e6, rel=1e-3)  # multiplications and additions
+    assert 2e6 < saved < 20e6
 
 
 def test_passes_of_each_optimizer():
@@ -127,15 +129,32 @@ def test_passes_of_each_optimizer():
     assert of(optimizer="sam", max_steps=10).passes == 20
 
 
-def test_hours_follow_from_stated_throughput():
-    one = of(optimizer="sam")
-    assert one.flops == pytest.approx(2000 * 3 * 100 * 1.1108e9, rel=1e-3)
-    assert one.hours(10) == pytest.approx(one.flops / 1e13 / 3600)
+def test_operations_of_run():
+    assert of(optimizer="sam").flops == pytest.approx(2000 * 3 * 100 * 1.1108e9, rel=1e-3)
 
 
 def test_stated_throughput_gives_time_of_papers_table_10():
     epoch = of(optimizer="sam", epochs=1, batch_size=128)
-    assert 3600 * epoch.hours(PAPER_TFLOPS) == pytest.approx(13.60, rel=0.01)
+    assert epoch.flops / (PAPER_TFLOPS * 1e12) == pytest.approx(13.60, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("label", "forwards"), [("grad-diff", 0), ("landscape", 2048 * 50**2), ("hessian", 6 * 2048 * (20 + 100 + 4 * 80))]
+)
+def test_analysis_of_figure_is_part_of_its_cost(label, forwards):
+    one = recipe(label).at("full")
+    configs = [one.config(row, column) for row, column in one.cells]
+    images = {config: forwards or 2 * 3 * config.batch_size for config in configs}
+    flops = [count * measured_model(config.model, *SHAPES[config.dataset][:3])[1] for config, count in images.items()]
+    assert analysis_cost(one).flops == pytest.approx(sum(flops))
+    drawn = cost_table(one, [DryRun(configs[0], cost(configs[0]), 0)], seeds=2, tflops=1)
+    hours = [float(hour.replace(",", "")) for hour in drawn.columns[5].cells]
+    assert list(drawn.columns[0].cells)[1] == "analysis of the trained networks"
+    assert hours[2] == pytest.approx(2 * hours[0] + hours[1], abs=0.2)
+
+
+def test_tables_have_no_analysis():
+    assert analysis_cost(recipe("table 9")).flops == 0
 
 
 def test_shapes_match_data_sets():

@@ -60,6 +60,17 @@ def test_accuracy_against_sparsity_has_line_per_method_and_papers_dotted(tmp_pat
     assert any(one.faint for one in series.values()) is dotted
 
 
+def test_hessian_has_panel_for_sgd_sam_and_both_ssam(tmp_path, few_points):
+    main(["paper", "run", "hessian", *SMOKE, "--out", str(tmp_path)])
+    chosen = recipes()["hessian"].at("laptop", {"epochs": 1, "train_size": 48, "fisher_samples": 8})
+    (figure,), _ = FIGURES["hessian"](RecipeRuns(chosen, chosen.sweep([0]).jobs(tmp_path)))
+    names = {
+        title.partition(":")[0]: [one.name.partition(":")[0] for one in figure.panels[title]] for title in figure.panels
+    }
+    assert names == {"SGD": ["SGD"], "SAM": ["SAM"], "SSAM": ["SSAM-F", "SSAM-D"]}
+    assert all("lambda_1" in title for title in list(figure.panels)[:2])
+
+
 def test_every_drawing_belongs_to_recipe():
     assert {one.figure for one in recipes().values()} - {None} == {*FIGURES, "corruption"}
 

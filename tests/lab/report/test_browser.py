@@ -44,7 +44,7 @@ def browser():
 def runs(tmp_path_factory):
     """Runs with content for every section, and a model whose name contains HTML."""
     folder = tmp_path_factory.mktemp("runs")
-    for seed in range(2):
+    for seed in range(3):
         write_run(folder / f"sgd{seed}", optimizer="sgd", seed=seed, accuracy=0.80 + seed / 50, model=EVIL)
         sam = write_run(folder / f"sam{seed}", optimizer="sam", seed=seed, accuracy=0.9, seconds=4.0, model=EVIL)
         ssam = {"optimizer": "ssam-f", "sparsity": 0.5, "accuracy": 0.95, "seconds": 4.4, "model": EVIL}
@@ -53,8 +53,8 @@ def runs(tmp_path_factory):
     write_every_analysis(folder / "ssam0")
     for second_surface in folder.glob("*/analyses/landscape-eigenvectors.json"):
         second_surface.unlink()
-    write_run(folder / "failed", optimizer="sam", seed=2, model=EVIL, failure=f"it broke: {EVIL}")
-    write_run(folder / "open", optimizer="sgd", seed=2, model=EVIL, epochs=1, planned=3, finished=False)
+    write_run(folder / "failed", optimizer="sam", seed=3, model=EVIL, failure=f"it broke: {EVIL}")
+    write_run(folder / "open", optimizer="sgd", seed=3, model=EVIL, epochs=1, planned=3, finished=False)
     return folder
 
 
@@ -180,10 +180,8 @@ def test_theme_follows_system_and_button(opened, report):
     line = "getComputedStyle(document.querySelector('#figure-accuracy-against-cost .xtick text')).fill"
     page.locator("#figure-accuracy-against-cost .xtick").first.wait_for(state="attached")
     dark = page.evaluate(background), page.evaluate(line)
-    button = page.get_by_role("button", name="Dark")
-    assert button.get_attribute("aria-pressed") == "true"
-    button.press("Enter")
-    assert button.get_attribute("aria-pressed") == "false"
+    page.get_by_role("button", name="Light colors").press("Enter")
+    assert page.get_by_role("button", name="Dark colors").count() == 1
     page.wait_for_function(f"{line} !== {dark[1]!r}")
     light = page.evaluate(background), page.evaluate(line)
     assert dark[0] != light[0]
@@ -268,21 +266,23 @@ def test_swatches_of_legend_differ(looked_at):
 
 def test_first_screen_has_accuracy_and_chart(opened, tmp_path):
     for optimizer, accuracy in (("sgd", 0.8), ("sam", 0.95)):
-        write_run(tmp_path / "runs" / optimizer, optimizer=optimizer, accuracy=accuracy, label_noise=0.3)
+        for seed in range(3):
+            run = {"optimizer": optimizer, "seed": seed, "accuracy": accuracy, "label_noise": 0.3}
+            write_run(tmp_path / "runs" / f"{optimizer}{seed}", **run)
     write_report([tmp_path / "runs"], tmp_path / "report.html")
     for options in (PHONE, DESKTOP):
         page = opened(tmp_path / "report.html", **options)
         page.locator("figure .main-svg").first.wait_for(state="attached")
         height = page.viewport_size["height"]
         lead = page.locator(".lead").bounding_box()
-        assert "95.0 %" in page.locator(".lead").inner_text()
+        assert "95.0 ± 0.0 %" in page.locator(".lead").inner_text()
         assert lead["y"] + lead["height"] < height
         plot = page.locator("figure .plot").first.bounding_box()
         assert plot["y"] + plot["height"] < height
 
 
 def test_hashes_do_not_wrap(looked_at):
-    script = """() => [...document.querySelectorAll("#table-runs tbody th, #table-origins td")].map(cell => {
+    script = """() => [...document.querySelectorAll("#table-runs tbody summary, #table-machines td")].map(cell => {
         const range = document.createRange();
         range.selectNodeContents(cell);
         return new Set([...range.getClientRects()].map(r => r.top)).size; })"""
@@ -307,6 +307,30 @@ def test_tools_appear_only_on_hover(opened, report):
     page.wait_for_function("e => Number(getComputedStyle(e).opacity) === 1", arg=tools[1].element_handle())
 
 
+def test_toolbar_is_above_chart(looked_at):
+    tools = boxes(looked_at, ".modebar")
+    for figure, found in boxes(looked_at, ".heatmaplayer image, .contourlayer").items():
+        assert not any(overlap(tool, box) for tool in tools[figure] for box in found), figure
+
+
+def test_click_on_run_shows_its_settings(drawn):
+    run = drawn.locator("#table-runs details").first
+    assert not run.locator("pre").is_visible()
+    run.locator("summary").click()
+    assert "weight_decay: 0.0005" in run.locator("pre").inner_text()
+
+
+def test_equal_points_do_not_hide_each_other(opened, tmp_path):
+    for optimizer in ("sgd", "sam", "asam"):
+        write_run(tmp_path / optimizer, optimizer=optimizer, accuracy=0.9)
+    write_report([tmp_path], tmp_path / "report.html")
+    page = opened(tmp_path / "report.html", **DESKTOP)
+    page.locator("figure .main-svg").first.wait_for(state="attached")
+    points = boxes(page, ".scatterlayer path.point")["accuracy-against-cost"]
+    assert len(points) == 3
+    assert not any(overlap(first, second) for i, first in enumerate(points) for second in points[:i])
+
+
 def test_svg_and_csv_are_saved(drawn):
     figure = drawn.locator("#figure-accuracy-against-cost")
     name, svg = saved(drawn, figure.get_by_role("button", name="SVG"))
@@ -316,8 +340,9 @@ def test_svg_and_csv_are_saved(drawn):
     name, text = saved(drawn, figure.get_by_role("button", name="CSV"))
     assert name == "accuracy-against-cost.csv"
     rows = list(csv.reader(io.StringIO(text)))
-    assert rows[0] == ["series", "forward-backward passes / SGD’s", "test accuracy (%)"]
-    assert rows[1:] == [["SGD", "1", "81"], ["SAM", "2", "90"], ["SSAM-F", "2", "95"]]
+    assert rows[0] == ["series", "forward-backward passes / SGD’s", "test accuracy (%)", "low", "high"]
+    assert [row[:3] for row in rows[1:]] == [["SGD", "1", "82"], ["SAM", "2", "90"], ["SSAM-F", "2", "95"]]
+    assert [float(end) for end in rows[1][3:]] == pytest.approx([77.0317, 86.9683])
 
 
 def test_surface_is_saved_and_rotated_with_keyboard(drawn):

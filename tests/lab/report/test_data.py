@@ -2,7 +2,11 @@ import json
 
 import pytest
 
-from sparsesam.lab.report.data import ReportData
+from sparsesam.lab.experiment.calibration import key
+from sparsesam.lab.experiment.config import TrainConfig
+from sparsesam.lab.experiment.sweep import Sweep
+from sparsesam.lab.report.data import ReportData, read_sweep_file
+from sparsesam.lab.report.read_run import RunRecord
 from tests.lab.report.made_runs import write_calibration, write_run
 
 
@@ -64,45 +68,104 @@ def test_counted_passes_are_used(tmp_path):
 # ---- which variant to choose
 
 
-def recommended(tmp_path, **accuracies):
-    """Of the optimizers with these accuracies, one per seed."""
+def verdicts(tmp_path, accuracies, seeds=None, **settings):
+    """Of optimizers with these accuracies, one per seed; ``settings`` and ``seeds`` by optimizer."""
     paths = [
-        write_run(tmp_path / f"{name}{seed}", optimizer=name.replace("_", "-"), seed=seed, accuracy=accuracy)
+        write_run(tmp_path / f"{name}{seed}", optimizer=name, seed=seed, accuracy=accuracy, **settings.get(name, {}))
         for name, values in accuracies.items()
-        for seed, accuracy in enumerate(values)
+        for seed, accuracy in enumerate(values, start=(seeds or {}).get(name, 0))
     ]
     (task,) = ReportData(paths).tasks
-    return task.recommendation
+    return task.verdicts
 
 
 def test_most_accurate_is_chosen_if_nothing_cheaper_is_close(tmp_path):
-    found = recommended(tmp_path, sgd=[0.80, 0.81], sam=[0.90, 0.92])
-    assert found.chosen is found.best
+    (found,) = verdicts(tmp_path, {"sgd": [0.80, 0.81, 0.80], "sam": [0.90, 0.92, 0.91]})
     assert found.sentence == (
-        "Best choice: SAM, 91.0 ± 1.4 % at 2.00 × SGD’s passes. It has the highest mean accuracy."
+        "Best choice: SAM, 91.0 ± 2.5 % at 2.00 × SGD’s passes. It has the highest mean accuracy."
     )
 
 
 def test_cheapest_that_seeds_cannot_distinguish_from_best_is_chosen(tmp_path):
-    found = recommended(tmp_path, sgd=[0.90, 0.92, 0.91], sam=[0.91, 0.92, 0.93])
-    assert (found.chosen.label, found.best.label) == ("SGD", "SAM")
+    (found,) = verdicts(tmp_path, {"sgd": [0.90, 0.92, 0.91], "sam": [0.91, 0.92, 0.93]})
+    assert found.chosen.label == "SGD"
+    assert "The highest mean is 92.0 ± 2.5 %, SAM" in found.sentence
     assert "the difference is not significant" in found.sentence
 
 
 def test_differences_are_paired_by_seed(tmp_path):
-    found = recommended(tmp_path, sgd=[0.80, 0.90, 0.85], sam=[0.81, 0.9101, 0.8599])
+    (found,) = verdicts(tmp_path, {"sgd": [0.80, 0.90, 0.85], "sam": [0.81, 0.9101, 0.8599]})
     assert found.chosen.label == "SAM"
 
 
-def test_two_seeds_are_too_few_to_choose_cheaper_one(tmp_path):
-    found = recommended(tmp_path, sgd=[0.9099, 0.91], sam=[0.90, 0.921])
+def test_seeds_that_do_not_pair_are_compared_too(tmp_path):
+    (found,) = verdicts(tmp_path, {"sgd": [0.80, 0.81, 0.80], "sam": [0.90, 0.92, 0.91]}, seeds={"sam": 10})
     assert found.chosen.label == "SAM"
 
 
-@pytest.mark.parametrize("accuracies", [{}, {"sam": [0.9, 0.91]}])
-def test_single_variant_is_not_recommended(tmp_path, accuracies):
-    if accuracies:
-        assert recommended(tmp_path, **accuracies) is None
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_fewer_than_three_seeds_give_no_verdict(tmp_path, seeds):
+    (found,) = verdicts(tmp_path, {"sgd": [0.80, 0.81][:seeds], "sam": [0.90, 0.92][:seeds]})
+    assert found.chosen is None
+    assert found.sentence.startswith("No ranking: it takes two variants with at least three finished seeds")
+
+
+def test_variant_with_fewer_seeds_is_left_out_of_ranking(tmp_path):
+    (found,) = verdicts(tmp_path, {"sgd": [0.80, 0.81, 0.80], "sam": [0.90, 0.92, 0.91], "asam": [0.99]})
+    assert found.chosen.label == "SAM"
+    assert found.sentence.endswith("Not ranked, fewer than three seeds: ASAM.")
+
+
+def test_runs_of_different_length_are_not_ranked_together(tmp_path):
+    accuracies = {"sgd": [0.80, 0.81, 0.80], "sam": [0.90, 0.92, 0.91]}
+    (found,) = verdicts(tmp_path / "each", accuracies, sam={"epochs": 1})
+    assert (found.chosen, found.sentence) == (
+        None,
+        "No ranking: every variant has another length, which is not compared.",
+    )
+    three = {**accuracies, "asam": [0.95, 0.96, 0.95]}
+    (found,) = verdicts(tmp_path / "two", three, asam={"epochs": 9})
+    assert found.sentence.startswith("Epochs 3. Best choice: SAM, epochs 3, 91.0 ± 2.5 %")
+
+
+@pytest.mark.parametrize("data", [{"val_size": 5}, {"train_size": 9}, {"image_size": 32}, {"label_noise": 0.1}])
+def test_runs_on_different_data_are_different_tasks(tmp_path, data):
+    runs = [write_run(tmp_path / "a", optimizer="sgd"), write_run(tmp_path / "b", optimizer="sam", **data)]
+    assert len(ReportData(runs).tasks) == 2
+
+
+def test_single_variant_has_no_verdict(tmp_path):
+    assert verdicts(tmp_path, {"sam": [0.9, 0.91, 0.92]}) == []
+
+
+# ---- the sweep
+
+
+def write_sweep(folder, runs, title="A title"):
+    variants = {run.name: key(RunRecord(run).config) for run in runs}
+    (folder / "sweep.json").write_text(json.dumps({"title": title, "variants": variants}))
+
+
+def test_variants_have_order_and_title_of_sweep(tmp_path):
+    runs = [write_run(tmp_path / name, optimizer=name) for name in ("sam", "adam", "sgd")]
+    assert ReportData(runs).title == "sparsesam report"
+    assert [one.label for one in ReportData(runs).tasks[0].variants] == ["SGD", "Adam", "SAM"]
+    write_sweep(tmp_path, runs[:2])
+    data = ReportData(runs)
+    assert (data.title, data.problems) == ("A title", [])
+    assert [one.label for one in data.tasks[0].variants] == ["SAM", "Adam", "SGD"]
+
+
+def test_sweep_writes_what_report_reads(tmp_path):
+    variants = {name: TrainConfig(optimizer=name) for name in ("sam", "sgd")}
+    Sweep("Two", variants, [0]).write(tmp_path)
+    assert read_sweep_file(tmp_path) == ("Two", [key(config) for config in variants.values()])
+
+
+def test_titles_of_several_sweeps_are_not_mixed(tmp_path):
+    for name in ("a", "b"):
+        write_sweep(tmp_path / name, [write_run(tmp_path / name / "run", optimizer="sam")])
+    assert ReportData([tmp_path]).title == "sparsesam report"
 
 
 # ---- the times that sweeps measured
@@ -120,7 +183,8 @@ def test_file_beside_runs_is_read_once(tmp_path):
 def test_file_in_another_format_is_noted(tmp_path):
     run = write_run(tmp_path / "a")
     for content in ("{", json.dumps({"variants": 3})):
-        (tmp_path / "calibration.json").write_text(content)
+        for name in ("calibration.json", "sweep.json"):
+            (tmp_path / name).write_text(content)
         data = ReportData([run])
-        assert data.calibrations == []
-        assert "calibration.json" in data.problems[0][1]
+        assert (data.calibrations, data.sweeps) == ([], [])
+        assert ["calibration.json" in data.problems[0][1], "sweep.json" in data.problems[1][1]] == [True, True]

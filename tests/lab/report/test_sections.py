@@ -5,7 +5,6 @@ import pytest
 from sparsesam.lab.display.figure import Figure
 from sparsesam.lab.display.table import Table
 from sparsesam.lab.paper.recipe import recipe
-from sparsesam.lab.report.sections.analyses import missing_analyses
 from sparsesam.lab.report.write import build_report
 from tests.lab.report.made_runs import PROVENANCE, analyses, write_analysis, write_every_analysis, write_run
 
@@ -31,18 +30,20 @@ def texts(table):
 def test_results_come_first_and_failures_last(tmp_path):
     write_run(tmp_path / "a", optimizer="sgd")
     write_run(tmp_path / "b", optimizer="sam", failure="DivergedError: nan")
-    assert list(sections(tmp_path)[1]) == [DIGITS, "runs", "provenance", "unfinished"]
+    assert list(sections(tmp_path)[1]) == [DIGITS, "runs", "machines", "unfinished"]
 
 
 def test_several_tasks_have_overview_and_section_each(tmp_path):
     for noise in (0.0, 0.2):
         for optimizer, accuracy in (("sgd", 0.7), ("sam", 0.8 - noise)):
-            write_run(tmp_path / f"{optimizer}{noise}", optimizer=optimizer, label_noise=noise, accuracy=accuracy)
+            for seed in range(3):
+                run = {"optimizer": optimizer, "label_noise": noise, "seed": seed, "accuracy": accuracy}
+                write_run(tmp_path / f"{optimizer}{noise}{seed}", **run)
     _, found = sections(tmp_path)
     assert list(found)[:3] == ["overview", DIGITS, f"{DIGITS}-label-noise-0.2"]
     assert texts(blocks(found["overview"])["overview"]) == [
-        ["digits, small-cnn", "80.0 %", "SAM", "2.00 × SGD’s passes", "2"],
-        ["digits, small-cnn, label noise 0.2", "70.0 %", "SGD", "1.00 × SGD’s passes", "2"],
+        ["digits, small-cnn", "SAM", "80.0 ± 0.0 %", "2.00 × SGD’s passes", "2"],
+        ["digits, small-cnn, label noise 0.2", "SGD", "70.0 ± 0.0 %", "1.00 × SGD’s passes", "2"],
     ]
 
 
@@ -57,28 +58,19 @@ def test_all_blocks_have_unique_names(tmp_path):
         assert len(set(names)) == len(names)
 
 
-def test_missing_analyses_are_listed_as_commands(tmp_path):
-    run = write_run(tmp_path / "a")
-    write_analysis(run, "hessian", analyses()["hessian"])
-    commands = missing_analyses(sections(tmp_path)[0])
-    assert "sparsesam analyze landscape RUN" in commands
-    assert "sparsesam analyze convergence DIR" in commands
-    assert not any("hessian" in command for command in commands)
-
-
 # ---- results -----------------------------------------------------------------------------------------------------
 
 
-def test_accuracy_table_has_mean_deviation_cost_and_seeds(tmp_path):
+def test_accuracy_table_has_mean_interval_cost_and_seeds(tmp_path):
     write_run(tmp_path / "a", optimizer="sgd", accuracy=0.8)
-    for seed, accuracy in enumerate((0.90, 0.92)):
+    for seed, accuracy in enumerate((0.90, 0.92, 0.91)):
         write_run(tmp_path / f"b{seed}", optimizer="ssam-f", sparsity=0.5, seed=seed, accuracy=accuracy)
-    write_run(tmp_path / "c", optimizer="ssam-f", sparsity=0.5, seed=2, failure="it broke")
+    write_run(tmp_path / "c", optimizer="ssam-f", sparsity=0.5, seed=3, failure="it broke")
     table = blocks(sections(tmp_path)[1][DIGITS])["accuracy"]
     assert table.columns[:3] == ["variant", "test accuracy", "passes / SGD"]
     assert texts(table) == [
         ["SGD", "80.0 %", "1.00", "–", "80.0 %", "80.0 %", "1"],
-        ["SSAM-F", "91.0 ± 1.4 %", "2.00", "0.5", "91.0 %", "91.0 %", "2 of 3, 1 failed"],
+        ["SSAM-F", "91.0 ± 2.5 %", "2.00", "0.5", "91.0 %", "91.0 %", "3 of 4, 1 failed"],
     ]
 
 
@@ -87,11 +79,36 @@ def test_first_figure_has_intervals_and_marks_recommended_point(tmp_path):
         write_run(tmp_path / f"a{seed}", optimizer="sgd", seed=seed, accuracy=accuracy - 0.1)
         write_run(tmp_path / f"b{seed}", optimizer="sam", seed=seed, accuracy=accuracy)
     part = sections(tmp_path)[1][DIGITS].parts[0]
-    assert part.lead.startswith("Best choice: SAM, 91.0 ± 1.0 % at 2.00 × SGD’s passes")
+    assert part.lead.startswith("Best choice: SAM, 91.0 ± 2.5 % at 2.00 × SGD’s passes")
     sgd, sam = part.blocks[0].panels[""]
     assert (sgd.mark, sam.mark) == ("", "best choice")
     width = 4.302653 / 3**0.5  # t(0.975, 2) times the standard error in points
     assert sam.bars[0] == pytest.approx((91 - width, 91 + width))
+
+
+def test_settings_that_differ_are_shown_with_values(tmp_path):
+    write_run(tmp_path / "a", optimizer="sgd", weight_decay=0.01)
+    write_run(tmp_path / "b", optimizer="sam", rho=0.3)
+    table = blocks(sections(tmp_path)[1][DIGITS])["variants"]
+    assert table.columns == ["variant", "optimizer", "weight_decay", "rho"]
+    assert texts(table) == [["SGD", "sgd", "0.01", "–"], ["SAM", "sam", "0.0005", "0.3"]]
+
+
+def test_all_settings_of_run_are_in_its_row(tmp_path):
+    write_run(tmp_path / "a", optimizer="sam", rho=0.3)
+    (row,) = blocks(sections(tmp_path)[1]["runs"])["runs"].rows
+    assert {"rho: 0.3", "optimizer: sam", "nesterov: no"} <= set(row[0].details.splitlines())
+
+
+def test_uncommitted_changes_have_mark_and_footnote(tmp_path):
+    run = write_run(tmp_path / "a")
+    origins = blocks(sections(tmp_path)[1]["machines"])["machines"]
+    assert (texts(origins)[0][-2], origins.caption) == ("abc", "")
+    content = json.loads((run / "result.json").read_text())
+    content["provenance"]["commit"] = "abc+changes"
+    (run / "result.json").write_text(json.dumps(content))
+    origins = blocks(sections(tmp_path)[1]["machines"])["machines"]
+    assert (texts(origins)[0][-2], origins.caption) == ("abc *", "* The working tree had uncommitted changes.")
 
 
 def test_duplicates_are_counted_once_and_listed(tmp_path):
@@ -116,14 +133,14 @@ def test_failed_and_unfinished_runs_are_listed_with_reason(tmp_path):
 
 
 def test_curves_are_means_with_bands_and_unfinished_runs_are_dotted(tmp_path):
-    for seed, accuracy in enumerate((0.6, 0.9)):
+    for seed, accuracy in enumerate((0.6, 0.9, 0.75)):
         write_run(tmp_path / str(seed), optimizer="sam", seed=seed, accuracy=accuracy)
-    write_run(tmp_path / "c", optimizer="sam", seed=2, epochs=2, planned=3, finished=False)
+    write_run(tmp_path / "c", optimizer="sam", seed=3, epochs=2, planned=3, finished=False)
     mean, unfinished = blocks(sections(tmp_path)[1][DIGITS])["test-accuracy"].panels[""]
     assert (mean.name, mean.x, mean.faint) == ("SAM", [1, 2, 3], False)
     assert mean.y == pytest.approx([25, 50, 75])
-    assert mean.bars[2] == pytest.approx((75 - 30 / 2**0.5, 75 + 30 / 2**0.5))
-    assert (unfinished.name, unfinished.x, unfinished.faint) == ("SAM, seed 2 (unfinished)", [1, 2], True)
+    assert mean.bars[0] == pytest.approx((25 - 5 * 4.302653 / 3**0.5, 25 + 5 * 4.302653 / 3**0.5))
+    assert (unfinished.name, unfinished.x, unfinished.faint) == ("SAM, seed 3 (unfinished)", [1, 2], True)
 
 
 def test_single_points_are_not_drawn(tmp_path):
@@ -160,7 +177,7 @@ def test_papers_numbers_are_shown_in_recipe_directory_with_any_settings(tmp_path
     write_recipe(tmp_path / "paper" / "mask-strategy" / "laptop", "mask-strategy", "laptop", epochs=2)
     (table,) = paper_tables(tmp_path)
     sgd, sam, *_ = texts(table)
-    assert sgd == ["SGD", "53.50 (9.03 to 97.97)", "76.67", "2"]
+    assert sgd == ["SGD", "53.50", "76.67", "2"]
     assert (sam[0], sam[2]) == ("SAM", "77.25")
     assert "Ours were run with epochs 2 instead of the recipe’s." in table.caption
 
@@ -256,6 +273,5 @@ def test_provenance_is_shown_once_per_machine(tmp_path):
     other = write_run(tmp_path / "b", seed=1)
     content = json.loads((other / "result.json").read_text())
     (other / "result.json").write_text(json.dumps({**content, "provenance": {**PROVENANCE, "cpu": "another chip"}}))
-    found = blocks(sections(tmp_path)[1]["provenance"])
-    assert [row[0] for row in texts(found["origins"])] == ["a chip", "another chip"]
-    assert ["dataset", "digits"] in texts(found["settings"])
+    found = blocks(sections(tmp_path)[1]["machines"])
+    assert [row[0] for row in texts(found["machines"])] == ["a chip", "another chip"]

@@ -24,12 +24,13 @@ def test_seeds_of_one_config_are_one_variant(tmp_path):
     )
     assert (sam.label, len(sam.runs), len(sam.finished)) == ("SAM", 3, 2)
     assert sam.accuracy == pytest.approx(0.6)
-    assert sam.deviation("test_accuracy") == pytest.approx(0.2 / 2**0.5)
+    assert sam.accuracy_text == "60.0 %"
 
 
-def test_one_seed_has_no_deviation(tmp_path):
-    (sam,) = variants_of(write_run(tmp_path / "a", optimizer="sam"))
-    assert sam.deviation("test_accuracy") is None
+def test_accuracy_has_interval_from_three_seeds_on(tmp_path):
+    values = enumerate((0.90, 0.91, 0.92))
+    (sam,) = variants_of(*(write_run(tmp_path / str(i), optimizer="sam", seed=i, accuracy=a) for i, a in values))
+    assert sam.accuracy_text == "91.0 ± 2.5 %"
 
 
 def test_identical_runs_count_once_preferring_finished_one(tmp_path):
@@ -40,7 +41,6 @@ def test_identical_runs_count_once_preferring_finished_one(tmp_path):
     )
     assert [run.path.name for run in sam.runs] == ["b"]
     assert [run.path.name for run in sam.duplicates] == ["a", "c"]
-    assert sam.deviation("test_accuracy") is None
 
 
 def test_labels_name_settings_that_differ_from_others_and_default(tmp_path):
@@ -102,4 +102,4 @@ def test_order_of_variants_does_not_depend_on_directories(tmp_path):
         write_run(tmp_path / "c", optimizer="adam", failure="it broke"),
         write_run(tmp_path / "d", optimizer="sgd"),
     )
-    assert [one.label for one in variants] == ["SGD", "SSAM-D, mask epochs 2", "SSAM-D, mask epochs 10", "Adam"]
+    assert [one.label for one in variants] == ["SGD", "Adam", "SSAM-D, mask epochs 2", "SSAM-D, mask epochs 10"]

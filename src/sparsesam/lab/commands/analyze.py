@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 
-from sparsesam.analysis import ProgressCallback
 from sparsesam.lab.commands.parser import Namespace, Parser, add_options
 from sparsesam.lab.display import assign_styles, check_plot, to_rich, write_plot
 from sparsesam.lab.inspection import ANALYSES, LabeledResult, TrainedRun
+from sparsesam.lab.inspection.progress import show_progress
 from sparsesam.lab.inspection.trained_run import EvalSettings
 
 HELP = "Analyze trained runs: print a table, and write RUN/analyses/NAME.json (docs/analyze.md)."
@@ -45,7 +41,7 @@ def run(options: Namespace) -> None:
     styles = assign_styles([subject.style_name for subject in subjects])
     results = []
     for subject, style in zip(subjects, styles, strict=True):  # each result is saved at once
-        with _progress_bar(f"{analysis.name} of {subject.path}") as progress:
+        with show_progress(f"{analysis.name} of {subject.path}") as progress:
             result = analysis.measure_and_write(subject, progress)
         results.append(LabeledResult(str(subject.path), result, style, analysis.origin(subject).other or ""))
     console = Console(highlight=False)
@@ -59,14 +55,6 @@ def run(options: Namespace) -> None:
         console.print(f"plot: {options.plot}", soft_wrap=True)
 
 
-@contextmanager
-def _progress_bar(title: str) -> Iterator[ProgressCallback]:
-    """Shows a progress bar if stderr is a terminal."""
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
 def _from_options(settings: Any, options: Namespace) -> Any:
-    names = [one.name for one in fields(settings) if hasattr(options, one.name)]
+    names = [field.name for field in fields(settings) if hasattr(options, field.name)]
     return settings(**{name: getattr(options, name) for name in names})

@@ -26,14 +26,15 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> None:
-    check_plot(options.out)
+    check_plot(options.out, "--out")
     config, environment = settings_from(options)
     config = replace(config, batch_size=options.images)
     splits = load_splits(config, environment)
-    batches = Batches(config, splits, torch.device("cpu"))
-    batch = next(batches.train(epoch=0))
-    labels = batch.labels if batch.labels.dim() == 1 else batch.labels.argmax(1)  # mixup gives probabilities
-    titles = [splits.classes[label] for label in labels.tolist()]
-    images = list(denormalize(batch.images, splits.mean, splits.std))
+    clean = replace(config, label_noise=0.0)
+    batches = [next(Batches(settings, splits, torch.device("cpu")).train(epoch=0)) for settings in (config, clean)]
+    labels = [batch.labels if batch.labels.dim() == 1 else batch.labels.argmax(1) for batch in batches]  # as in mixup
+    names = [[splits.classes[label] for label in part.tolist()] for part in labels]
+    titles = [name if name == true else f"{name}, was {true}" for name, true in zip(*names, strict=True)]
+    images = list(denormalize(batches[0].images, splits.mean, splits.std))
     write_images(images, titles, options.out, columns=math.ceil(math.sqrt(1.5 * len(images))))
     print(f"{plural(len(titles), 'image')} of {splits.name}: {options.out}")

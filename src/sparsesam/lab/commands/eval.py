@@ -39,6 +39,7 @@ def run(options: Namespace) -> None:
         raise ValueError(f"{options.run} has no validation images (val_size); evaluate it on the test images")
     fabric = make_fabric(trained.config, trained.environment)
     batches = Batches(trained.config, trained.splits, fabric.device)
-    loss, correct, images = loss_and_accuracy(trained.model, batches.evaluation(options.split), fabric).tolist()
-    measured = f"accuracy {correct / images:.2%}, loss {loss / images:.4f}, {plural(int(images), 'image')}"
-    print(f"{options.split} {measured}; {trained.file}")
+    sums = loss_and_accuracy(trained.model, batches.evaluation(options.split), fabric).tolist()
+    loss, right, among_five, images = sums
+    measured = f"accuracy {right / images:.2%}, loss {loss / images:.4f}, top-5 accuracy {among_five / images:.2%}"
+    print(f"{options.split} {measured}, {plural(int(images), 'image')}; {trained.file}")

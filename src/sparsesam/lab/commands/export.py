@@ -9,7 +9,7 @@ import torch
 from sparsesam.integrations.extras import required_by
 from sparsesam.lab.commands.eval import WEIGHTS, load_trained
 from sparsesam.lab.commands.parser import Namespace, Parser
-from sparsesam.lab.display import plural
+from sparsesam.lab.display import make_parent, plural
 
 HELP = "Write the weights of a run as a plain state_dict (.pt, .pth) or as safetensors (.safetensors)."
 WEIGHT_FORMATS = (".pt", ".pth", ".safetensors")
@@ -27,7 +27,7 @@ def run(options: Namespace) -> None:
         raise ValueError(f"--out must end in {', '.join(WEIGHT_FORMATS)}, got {out}")
     trained = load_trained(options)
     tensors = trained.weights
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_parent("--out", out)
     if out.suffix == ".safetensors":
         with required_by(str(out), "safetensors"):
             from safetensors.torch import save_file

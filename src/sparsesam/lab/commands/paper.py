@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -72,13 +73,11 @@ def _run(runs: RecipeRuns, options: Namespace, out: Path) -> None:
     if jobs:
         timed = chosen.timed()
         execute(jobs, options, runs.table, timed=[job for job in jobs if replace(job.config, seed=0) in timed])
-        for sentence in runs.sentences():
-            _say(f"- {sentence}")
+        _say_each(runs.sentences())
         _say(f"runs: {out}")
         report_failures(jobs)
     if file is not None:
-        for sentence in draw_figure(runs, file):
-            _say(f"- {sentence}")
+        _say_each(draw_figure(runs, file))
         _say(f"figure: {file}")
 
 
@@ -90,15 +89,20 @@ def _dry_run(runs: RecipeRuns, seeds: int, tflops: float) -> None:
         found.append(one)
     Console(highlight=False).print(cost_table(runs.recipe, found, seeds=seeds, tflops=tflops))
     source = ", the speed of the A100 that table 10 of the paper implies (ResNet-18 with SAM, 13.60 s per epoch)"
-    _say(
-        f"- Hours are at {tflops:g} TFLOP/s{source if tflops == round(PAPER_TFLOPS, 1) else ''}; change it with "
-        "--tflops. All numbers are estimates: a backward pass counts as two forward passes, a Fisher information as "
-        "one forward-backward pass over its samples."
-    )
+    given = f"{tflops:g} TFLOP/s{source if tflops == round(PAPER_TFLOPS, 1) else ''}; change it with --tflops"
+    counted = "a backward pass counts as two forward passes, a Hessian-vector product as two of both"
+    _say_each([f"Hours are at {given}. All numbers are estimates: {counted}."])
 
 
 def _say(text: str) -> None:
+    """Print a line that is not wrapped, such as a path."""
     Console(highlight=False).print(text, soft_wrap=True, markup=False)
+
+
+def _say_each(sentences: Iterable[str]) -> None:
+    """Print a list, wrapped between words."""
+    for sentence in sentences:
+        Console(highlight=False).print(Text(f"- {sentence}"))
 
 
 def _list() -> Table:
@@ -114,11 +118,10 @@ def _list() -> Table:
 
 
 def _show(runs: RecipeRuns) -> None:
-    """Print every setting and choice with its source, then the paper's numbers beside the finished runs'."""
+    """Print notes, every setting and choice with its source, and the paper's numbers beside the finished runs'."""
     chosen, console = runs.recipe, Console(highlight=False)
     console.print(f"{chosen.place}: {chosen.title} ({chosen.label}, {chosen.scale} scale)", markup=False)
-    for note in chosen.remarks:
-        _say(f"- {note}")
+    _say_each(chosen.remarks)
     groups = {"setting": settings_of(chosen), "choice": other_choices(chosen)}
     for heading, choices in groups.items():
         drawn = Table(heading, "value", "where it comes from")

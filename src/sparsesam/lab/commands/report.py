@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from sparsesam.lab.commands.parser import Namespace, Parser
-from sparsesam.lab.report import write_report
 
 HELP = (
     "Write one self-contained HTML page about runs: accuracies, costs, curves, and the results of `sparsesam analyze`. "
@@ -18,12 +17,14 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "-o", "--out", type=Path, default=Path("report.html"), help="HTML file to write (default: report.html)"
     )
-    parser.add_argument("--title", type=str, default="sparsesam report", help="title of the page")
+    parser.add_argument("--title", type=str | None, default=None, help="title of the page; default the sweep's")
     parser.add_argument("--bounds", action="store_true", help="show generalization bounds even if they are vacuous")
     text = "also write each figure as SVG and PDF, and its data as CSV, to this directory"
     parser.add_argument("--figures", type=Path | None, default=None, help=text)
 
 
 def run(options: Namespace) -> None:
+    from sparsesam.lab.report import write_report
+
     data = write_report(options.runs, options.out, title=options.title, figures=options.figures, bounds=options.bounds)
     print(f"{options.out}: {data.count()}")

@@ -21,6 +21,7 @@ from rich.table import Table
 from sparsesam.lab.commands.parser import Namespace, Parser
 from sparsesam.lab.display import finished_of, percent, plural, ratio, significant
 from sparsesam.lab.experiment.calibration import SweepCalibration, calibrate, read_calibration
+from sparsesam.lab.experiment.confidence import half_width
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.observers import duration
@@ -65,6 +66,7 @@ def run(options: Namespace) -> None:
     out = options.out or Path("runs") / Path(options.file).stem
     jobs = sweep.jobs(out)
     calibration = None if options.no_calibration else _calibration(jobs, _environment(options), out)
+    sweep.write(out)
     execute(jobs, options, lambda: sweep_table(sweep.title, jobs, calibration), calibration=calibration)
     print(f"runs: {out}")
     report_failures(jobs)
@@ -73,7 +75,7 @@ def run(options: Namespace) -> None:
 def execute(
     jobs: Sequence[Job],
     options: Namespace,
-    draw: Callable[[], Table],
+    draw: Callable[[], RenderableType],
     *,
     timed: Sequence[Job] = (),
     calibration: SweepCalibration | None = None,
@@ -134,7 +136,11 @@ class SweepProgress:
     """
 
     def __init__(
-        self, jobs: Sequence[Job], draw: Callable[[], Table], workers: int, calibration: SweepCalibration | None
+        self,
+        jobs: Sequence[Job],
+        draw: Callable[[], RenderableType],
+        workers: int,
+        calibration: SweepCalibration | None,
     ) -> None:
         self.jobs = list({job.directory: job for job in jobs}.values())
         self.draw, self.workers, self.calibration = draw, workers, calibration
@@ -211,18 +217,20 @@ def sweep_table(title: str, jobs: Sequence[Job], calibration: SweepCalibration |
     else:
         costs = {label: calibration.seconds_per_epoch(members[0].config) for label, members in variants.items()}
     first, unit = next(iter(costs.items()))
-    table, measured = Table(title=title), "forward-backwards" if calibration is None else "time"
+    table, measured = (
+        Table(title=title, caption="±: 95 % interval of the mean, from three seeds on"),
+        "forward-backwards" if calibration is None else "time",
+    )
     for heading in ("", "test accuracy", f"{measured} / {first}", "sparsity", "seeds"):
         table.add_column(heading, justify="right" if heading else "left", overflow="fold")
     for label, members in variants.items():
         finished, cost = results[label], costs[label]
         accuracies = [result.test_accuracy for result in finished]
-        deviation = statistics.stdev(accuracies) if len(accuracies) > 1 else None
         seeds = finished_of(len(finished), len(members), sum(job.failure is not None for job in members))
         running = [f"in epoch {job.epochs_done + 1}/{job.config.epochs}" for job in members if job.is_running]
         table.add_row(
             label,
-            percent(_mean(accuracies), deviation),
+            percent(_mean(accuracies), half_width(accuracies)),
             ratio(cost / unit if cost and unit else None),
             significant(finished[0].sparsity if finished else None),
             ", ".join([seeds, *running]),

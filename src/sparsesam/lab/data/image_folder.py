@@ -185,11 +185,13 @@ def random_box(extent: tuple[int, int], generator: torch.Generator) -> tuple[int
     return left, top, left + w, top + h
 
 
-def center_crop(image: Image, generator: torch.Generator, *, size: int) -> Image:
-    """Resize the shorter side to 256 / 224 of ``size``, and crop the central square."""
+def center_crop(image: Image, generator: torch.Generator, *, size: int, square: bool = False) -> Image:
+    """Resize the shorter side, or with ``square`` both, to 256 / 224 of ``size``, and crop the central square."""
     from PIL.Image import Resampling
 
     shorter = round(size * 256 / 224)
-    width, height = (max(shorter, round(side * shorter / min(image.size))) for side in image.size)
+    width = height = shorter
+    if not square:
+        width, height = (max(shorter, round(side * shorter / min(image.size))) for side in image.size)
     left, top = (width - size) // 2, (height - size) // 2
     return image.resize((width, height), Resampling.BILINEAR).crop((left, top, left + size, top + size))

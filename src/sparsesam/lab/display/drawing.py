@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from sparsesam.integrations.extras import required_by
-from sparsesam.lab.display.figure import COLORS, PALETTE_SIZE, Figure, Series
+from sparsesam.lab.display.figure import COLORS, Figure, Series
 
 PLOT_FORMATS = (".png", ".svg", ".pdf")
 
@@ -23,6 +24,7 @@ Canvas = Any
 
 _MARKERS = "oDs^vPX*ph"
 _DASHES = ("-", "--", "-.", (0, (5, 1)), (0, (3, 1, 1, 1, 1, 1)))
+_HATCHES = ("", "//", "xx", "--", "||", "++", "..")
 _WIDTH, _HEIGHT = 5.2, 3.6  # of one panel without its legend, in inches
 _STYLE = {
     "svg.hashsalt": "sparsesam",  # makes files reproducible
@@ -34,11 +36,25 @@ _STYLE = {
 }
 
 
-def check_plot(file: Path) -> None:
-    """Raise before anything is measured if ``file`` cannot be drawn."""
+def check_plot(file: Path, name: str = "--plot") -> None:
+    """Raise before anything is measured if ``file``, the value of the option ``name``, cannot be drawn."""
     if file.suffix.lower() not in PLOT_FORMATS:
-        raise ValueError(f"plot must end in {', '.join(PLOT_FORMATS)}, got {str(file)!r}")
+        raise ValueError(f"{name} must end in {', '.join(PLOT_FORMATS)}, got {str(file)!r}")
+    make_parent(name, file)
     _import_matplotlib()
+
+
+def make_parent(name: str, file: Path) -> None:
+    """Make the directory of ``file``, the value of the argument ``name``; ValueError if it cannot be written."""
+    if file.is_dir():
+        raise ValueError(f"{name} must be a file, got the directory {str(file)!r}; add a file name")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        reason = "" if os.access(file.parent, os.W_OK) else "permission denied"
+    except OSError as error:
+        reason = f"{error.filename}: {error.strerror}"
+    if reason:
+        raise ValueError(f"{name} {str(file)!r} cannot be written ({reason}); choose a directory you can write to")
 
 
 def write_plot(figures: Sequence[Figure], file: Path) -> None:
@@ -112,9 +128,6 @@ def _legend_columns(panel: Sequence[Series]) -> int:
     return max(1, 84 // (10 + max((len(series.name) for series in panel), default=0)))
 
 
-# ---- one panel ---------------------------------------------------------------------------------------------------
-
-
 def _draw_panel(canvas: Canvas, figure: Figure, title: str, panel: Sequence[Series]) -> None:
     axes = canvas.add_subplot(projection="3d" if figure.kind == "surface" else None)
     if figure.kind == "bars":
@@ -138,24 +151,28 @@ def _draw_curves(axes: Canvas, figure: Figure, panel: Sequence[Series]) -> None:
     """Draw lines with bands, or points with error bars; faint series are always lines."""
     places = [series.x[0] for series in panel if len(series.x) == 1]
     for series in panel:
-        color, y = COLORS[series.color][0], _floats(series.y)
+        x, y, color = _floats(series.x) + series.shift, _floats(series.y), COLORS[series.color][0]
         ends = None if series.bars is None else _floats([bar or (np.nan, np.nan) for bar in series.bars]).T
-        if figure.kind == "lines" or series.faint:
-            style = ":" if series.faint else _DASHES[series.number // PALETTE_SIZE % len(_DASHES)]
-            axes.plot(series.x, y, color=color, linestyle=style, linewidth=1.2, label=_literal(series.name))
-            if ends is not None:
-                axes.fill_between(series.x, *ends, color=color, alpha=0.15, linewidth=0)
+        bars = None if ends is None else np.nan_to_num(np.abs(ends - y))
+        is_line, shown = figure.kind == "lines" or series.faint, figure.bars_shown(panel, series)
+        looks = len(_DASHES) if is_line else 2  # of the variants of a method, before they become fainter
+        style = {"color": color, "label": _literal(series.name), "alpha": max(0.4, 1 - 0.3 * (series.variant // looks))}
+        if is_line:
+            axes.plot(x, y, linestyle=":" if series.faint else _DASHES[series.variant % looks], linewidth=1.2, **style)
+            if shown is not None and bars is not None:
+                axes.errorbar(x[shown], y[shown], yerr=bars[:, shown], fmt=".", markersize=3, color=color, capsize=2)
+            elif ends is not None:
+                axes.fill_between(x, *ends, color=color, alpha=0.15, linewidth=0)
             continue
-        many, bars = len(series.x) > 50, None if ends is None else np.nan_to_num(np.abs(ends - y))
-        look = "o" if many else _MARKERS[series.number % len(_MARKERS)]
-        size, label = 3 if many else 6, _literal(series.name)
-        axes.errorbar(series.x, y, yerr=bars, fmt=look, markersize=size, color=color, capsize=2, label=label)
+        many, fill = len(x) > 50, "none" if series.variant % 2 else color
+        look, size = ("o", 3) if many else (_MARKERS[series.marker % len(_MARKERS)], 6)
+        axes.errorbar(x, y, yerr=bars, fmt=look, markersize=size, markerfacecolor=fill, capsize=2, **style)
         if series.mark:
-            axes.plot(series.x, series.y, "o", markersize=13, markerfacecolor="none", markeredgecolor=color)
+            axes.plot(x, series.y, "o", markersize=13, markerfacecolor="none", markeredgecolor=color)
             # Toward the middle, so that the label stays within the axes.
             gap, side = (10, "left") if 2 * series.x[0] <= min(places) + max(places) else (-10, "right")
             offset = {"xytext": (gap, 0), "textcoords": "offset points"}
-            axes.annotate(_literal(series.mark), (series.x[0], series.y[0]), ha=side, va="center", **offset)
+            axes.annotate(_literal(series.mark), (x[0], series.y[0]), ha=side, va="center", **offset)
             axes.margins(0.12, 0.15)  # room for the ring
 
 
@@ -164,7 +181,8 @@ def _draw_bars(axes: Canvas, panel: Sequence[Series]) -> None:
     for place, series in enumerate(panel):
         places = np.arange(len(series.x)) + (place - (len(panel) - 1) / 2) * width
         color, opacity = COLORS[series.color][0], 0.5 if series.faint else 1.0
-        axes.bar(places, _floats(series.y), width, color=color, alpha=opacity, label=_literal(series.name))
+        pattern = {"hatch": _HATCHES[series.variant % len(_HATCHES)], "edgecolor": "white", "linewidth": 0}
+        axes.bar(places, _floats(series.y), width, color=color, alpha=opacity, label=_literal(series.name), **pattern)
     _name_ticks(axes.set_xticks, panel[0].x, rotation=60, ha="right", rotation_mode="anchor")
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -35,8 +36,7 @@ COLORS = {
 }
 #: "ink" is for reference lines, such as a bound or chance.
 _PALETTE = [name for name in COLORS if name != "ink"]
-PALETTE_SIZE = len(_PALETTE)
-#: Names and colors of the optimizers, in the order of the report.
+#: Names and colors of the optimizers; a method has its color and the marker of its place here in every figure.
 OPTIMIZERS = {
     "sgd": ("SGD", "grey"),
     "adam": ("Adam", "gold"),
@@ -50,6 +50,8 @@ OPTIMIZERS = {
     "ssam-random": ("SSAM, random mask", "pink"),
     "auto": ("recommended", "red"),
 }
+#: More intervals than this are drawn as a few bars each: as many bands would hide each other.
+MOST_BANDS = 3
 
 
 @dataclass(frozen=True)
@@ -63,21 +65,24 @@ class Axis:
 
 @dataclass(frozen=True)
 class Series:
-    """``color`` and ``number`` are those of its `SeriesStyle`.
+    """``color``, ``marker`` and ``variant`` are those of its `SeriesStyle`.
 
     ``bars`` are the low and high end of an error bar, or band, at each point. ``z`` has a row for each y. A ``faint``
-    series is a thin dotted reference. A point with a ``mark`` has a ring and that label.
+    series is a thin dotted reference. A point with a ``mark`` has a ring and that label. ``shift`` is how far the
+    series is drawn to the right of its x, so that it does not hide another.
     """
 
     name: str
     color: str
     x: Sequence[Any]
     y: Sequence[Any]
-    number: int = 0
+    marker: int = 0
+    variant: int = 0
     bars: Sequence[Bar | None] | None = None
     z: Sequence[Sequence[Number]] | None = None
     faint: bool = False
     mark: str = ""
+    shift: float = 0.0
 
     @property
     def known_points(self) -> int:
@@ -86,12 +91,13 @@ class Series:
 
 
 class SeriesStyle(NamedTuple):
-    """``color`` is a name of `COLORS`; ``number`` selects the symbol of points and, beyond `PALETTE_SIZE`, the dash of
-    lines.
+    """``color`` is a name of `COLORS`. ``variant`` counts the series of one method: it selects the dash of lines, and
+    whether markers are filled.
     """
 
     color: str = "blue"
-    number: int = 0
+    marker: int = 0
+    variant: int = 0
 
     def series(
         self, name: str, x: Iterable[Any], y: Iterable[Any], z: Iterable[Iterable[Any]] | None = None, **options: Any
@@ -99,22 +105,33 @@ class SeriesStyle(NamedTuple):
         """Build a series; non-finite values of ``y``, or of ``z`` if given, become None."""
         rows = None if z is None else [numbers(_as_list(row)) for row in z]
         y = numbers(_as_list(y)) if rows is None else _as_list(y)
-        return Series(name, self.color, _as_list(x), y, self.number, z=rows, **options)
+        return Series(name, self.color, _as_list(x), y, self.marker, self.variant, z=rows, **options)
 
 
-def assign_styles(optimizers: Sequence[str]) -> list[SeriesStyle]:
-    """Returns a style for each series; its number is its index.
-
-    An optimizer's first series has the optimizer's own color, the same in every figure. When all colors are used,
-    lines of the next `PALETTE_SIZE` numbers have another dash.
-    """
-    own = {optimizers.index(name): color for name, (_, color) in OPTIMIZERS.items() if name in optimizers}
-    free = [color for color in _PALETTE if color not in own.values()]
-    styles = []
-    for place in range(len(optimizers)):
-        color = own.get(place) or (free.pop(0) if free else _PALETTE[place % PALETTE_SIZE])
-        styles.append(SeriesStyle(color, place))
+def assign_styles(methods: Sequence[str]) -> list[SeriesStyle]:
+    """Returns a style for each series from its method, a key of `OPTIMIZERS`; others get colors that are left."""
+    own = [OPTIMIZERS[name][1] for name in methods if name in OPTIMIZERS]
+    free = itertools.cycle([color for color in _PALETTE if color not in own] or _PALETTE)
+    known, others, styles = list(OPTIMIZERS), itertools.count(len(OPTIMIZERS)), []
+    for place, name in enumerate(methods):
+        if name in OPTIMIZERS:
+            styles.append(SeriesStyle(OPTIMIZERS[name][1], known.index(name), methods[:place].count(name)))
+        else:
+            styles.append(SeriesStyle(next(free), next(others)))
     return styles
+
+
+def side_by_side(points: Sequence[Series]) -> list[Series]:
+    """Shift series of one point each that would hide each other: neighbors by 2.5 % of the figure's width."""
+    boxes = [(point.x[0], *((point.bars and point.bars[0]) or (point.y[0], point.y[0]))) for point in points]
+    if not boxes:
+        return []
+    x, low, high = (np.array(values, dtype=np.float64) for values in zip(*boxes, strict=True))
+    width, gap = float(np.ptp(x)) or abs(float(x[0])) or 1.0, 0.03 * float(high.max() - low.min())
+    hides = (abs(x[:, None] - x) < 0.01 * width) & (low[:, None] <= high + gap) & (low <= high[:, None] + gap)
+    rank = np.argsort(np.argsort(x, kind="stable"))
+    places = ((hides & (rank <= rank[:, None])).sum(1) - (hides.sum(1) + 1) / 2).tolist()
+    return [replace(point, shift=0.025 * width * place) for point, place in zip(points, places, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -134,13 +151,23 @@ class Figure:
     @property
     def series(self) -> list[Series]:
         """The series of all panels."""
-        return [one for panel in self.panels.values() for one in panel]
+        return [series for panel in self.panels.values() for series in panel]
 
     @property
     def has_content(self) -> bool:
         """Whether there is more than single points, which a table shows better."""
-        counts = [one.known_points for one in self.series if not one.faint]
-        return (max(counts, default=0) if self.kind == "lines" else sum(counts)) > 1
+        panels = [[series.known_points for series in panel if not series.faint] for panel in self.panels.values()]
+        count = max if self.kind == "lines" else sum
+        return any(count(panel or [0]) > 1 for panel in panels)
+
+    def bars_shown(self, panel: Sequence[Series], series: Series) -> list[int] | None:
+        """Returns the points at which to draw bars instead of a band, staggered among the series; None for a band."""
+        with_bars = [other for other in panel if other.bars]
+        if len(with_bars) <= MOST_BANDS or series not in with_bars:
+            return None
+        count = len(series.x)
+        step = max(-(-count // 6), min(count, len(with_bars)))
+        return [place for place in range(count) if (count - 1 - place) % step == with_bars.index(series) % step]
 
     def to_csv(self) -> str:
         """Returns the data as CSV with a header, one point per row."""

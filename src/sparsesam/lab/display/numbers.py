@@ -49,13 +49,13 @@ def plus_minus(value: Number, error: Number) -> str:
     return f"{value:,.{max(0, digits)}f} ± {round(error, digits):,.{max(0, digits)}f}"
 
 
-def percent(share: Number, deviation: Number = None) -> str:
-    """Format a share in percent, with its standard deviation if given; one decimal, two between 99 and 100 %."""
+def percent(share: Number, error: Number = None) -> str:
+    """Format a share in percent, with ± error if given; one decimal, two between 99 and 100 %."""
     if (share := number(share)) is None:
         return MISSING
-    decimals = 2 if 0.99 <= share < 1 or (deviation is not None and 0 < deviation < 0.0005) else 1
+    decimals = 2 if 0.99 <= share < 1 or (error is not None and 0 < error < 0.0005) else 1
     shown = f"{100 * share:.{decimals}f}"
-    return f"{shown} %" if deviation is None else f"{shown} ± {100 * deviation:.{decimals}f} %"
+    return f"{shown} %" if error is None else f"{shown} ± {100 * error:.{decimals}f} %"
 
 
 def ratio(value: Number) -> str:

@@ -14,11 +14,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cell:
-    """``order`` is the sort key in its column, the text itself if None. ``status`` sets its color."""
+    """``order`` is the sort key in its column, the text itself if None. ``status`` sets its color.
+
+    On the page, a click on the text shows the ``details``.
+    """
 
     text: str
     order: float | None = None
     status: str = ""
+    details: str = ""
 
 
 @dataclass(frozen=True)

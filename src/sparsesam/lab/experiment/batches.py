@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from sparsesam.lab.data import DataError, FolderSplits, Splits, corrupt, flip_labels, load_dataset
 from sparsesam.lab.data.augment import Augment, mixup, standard_augmentation
+from sparsesam.lab.data.image_folder import center_crop
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.seeds import Purpose, derive, generator
 
@@ -67,9 +69,9 @@ class Batches:
 
     @property
     def steps(self) -> int:
-        """Steps per epoch. A last batch with fewer images than processes is left out."""
+        """Steps per epoch. A last batch of fewer images than processes, or than others (``drop_last``), is left out."""
         whole, rest = divmod(self.count, self.config.batch_size)
-        return max(1, whole + (rest >= self.world))
+        return max(1, whole + (rest >= self.world and not self.config.drop_last))
 
     def share(self, whole: Tensor) -> Tensor:
         """Returns this rank's part; the sizes of the parts differ by at most one."""
@@ -102,8 +104,19 @@ class Batches:
             yield Batch(self.augment.plain(pixels), labels, count)
 
     def unaugmented(self, split: Split = "train") -> Dataset[tuple[Tensor, Tensor]]:
-        """Returns a dataset of single images, normalized but not augmented."""
-        return _Normalized(self.sets[split], self.augment, self.device)
+        """Returns a dataset of single images, normalized but not augmented; from folders as test images are."""
+        images = self.sets[split]
+        if not self.in_memory:
+            images = copy(images)
+            images.dataset = copy(images.dataset)
+            images.dataset.view = self.sets["test"].dataset.view
+        return _Normalized(images, self.augment, self.device)
+
+    def for_fisher(self) -> Dataset[tuple[Tensor, Tensor]]:
+        """Returns the training images for the Fisher information, with ``fisher_augment`` each augmented once."""
+        if not self.config.fisher_augment:
+            return self.unaugmented()
+        return _Normalized(self.sets["train"], self.augment, self.device, self.config.seed)
 
     def _load(self, images: Any, batches: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the images at these indices and their labels, on the training device."""
@@ -122,15 +135,22 @@ class Batches:
 
 
 class _Normalized(Dataset[tuple[Tensor, Tensor]]):
-    def __init__(self, images: Any, augment: Augment, device: torch.device) -> None:
-        self.images, self.augment, self.device = images, augment, device
+    """Single images; with a ``seed`` augmented, an image always in the same way, so that a resumed run has the same."""
+
+    def __init__(self, images: Any, augment: Augment, device: torch.device, seed: int | None = None) -> None:
+        self.images, self.augment, self.device, self.seed = images, augment, device, seed
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         image, label = self.images[index]
-        return self.augment.plain(image[None].to(self.device))[0], torch.as_tensor(label, device=self.device)
+        pixels = image[None].to(self.device)
+        if self.seed is None:
+            seen = self.augment.plain(pixels)
+        else:
+            seen = self.augment(pixels, generator(self.seed, Purpose.FISHER, index))
+        return seen[0], torch.as_tensor(label, device=self.device)
 
 
 def _augmentation(config: TrainConfig, splits: Splits | FolderSplits) -> Augment:
@@ -163,11 +183,12 @@ def _in_files(config: TrainConfig, splits: FolderSplits) -> dict[Split, Any]:
     """Like `_in_memory`; validation images are cropped and resized like test images."""
     if config.corruption_rate:
         raise ValueError(f"corruption_rate must be 0 for images from folders, got {config.corruption_rate}")
-    train, val = copy(splits.train), copy(splits.train)
+    train, val, test = copy(splits.train), copy(splits.train), copy(splits.test)
     train.seed = derive(config.seed, Purpose.VIEWS)
-    val.view = splits.test.view
+    test.view = partial(center_crop, size=splits.image_size, square=config.test_resize == "square")
+    val.view = test.view
     if config.augment == "none":
-        train.view = splits.test.view
+        train.view = test.view
     if config.label_noise:
         train.labels = _noisy(config, torch.tensor(train.labels), splits.num_classes).tolist()
     chosen, held_out = _choose(len(splits.train), config)
@@ -175,7 +196,7 @@ def _in_files(config: TrainConfig, splits: FolderSplits) -> dict[Split, Any]:
     return {
         "train": Subset(train, chosen.tolist()),
         "val": Subset(val, held_out.tolist()),
-        "test": Subset(splits.test, tested.tolist()),
+        "test": Subset(test, tested.tolist()),
     }
 
 

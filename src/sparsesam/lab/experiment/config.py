@@ -51,6 +51,10 @@ class TrainConfig:
     )
     test_size: PositiveInt | None = option(None, "test on this many images only")
     image_size: PositiveInt | None = option(None, "side in pixels of images from folders; default 224")
+    test_resize: Literal["shorter-side", "square"] = option(
+        "shorter-side",
+        "the side, or both, of test images from folders resized to 256 / 224 of image_size",
+    )
     augment: Literal["standard", "no-cutout", "none"] = option(
         "standard", "crop, flip and cutout as in the paper; its noise experiments use no-cutout"
     )
@@ -79,13 +83,19 @@ class TrainConfig:
     momentum: float = option(0.9, "momentum of SGD")
     nesterov: bool = option(False, "Nesterov momentum of SGD")
     betas: tuple[float, float] = option((0.9, 0.999), "betas of Adam and AdamW")
+    eps: PositiveFloat = option(1e-8, "epsilon of Adam and AdamW")
     weight_decay: NonNegativeFloat = option(5e-4, "weight decay; the paper uses 5e-4 for SGD, 1e-3 for SAM and SSAM")
     lr_schedule: Literal["cosine", "step", "constant"] = option(
-        "cosine", "cosine: to 0 over the run, updated every step; step: times `lr_gamma` at each of `lr_milestones`"
+        "cosine",
+        "cosine: to `lr_final`, updated every step; step: times `lr_gamma` at each of `lr_milestones`",
     )
+    lr_final: Fraction = option(0.0, "final fraction of the learning rate for the cosine schedule")
     lr_milestones: tuple[float, ...] = option((), "epochs at which the step schedule lowers the learning rate")
     lr_gamma: Fraction = option(0.1, "factor of the step schedule")
     warmup_epochs: NonNegativeFloat = option(0.0, "epochs of linear warm-up of the learning rate")
+    warmup_first: Fraction | None = option(
+        None, "fraction of the learning rate in the first step of the warm-up; null: one divided by its steps"
+    )
     clip_grad_norm: PositiveFloat | None = option(None, "clip the norm of the gradient used for the update")
     rho: NonNegativeFloat = option(0.1, "radius of the perturbation", group="perturbation")
     rho_schedule: Literal["constant", "warmup", "cosine", "inverse-sqrt"] = option("constant", "schedule of rho")
@@ -94,7 +104,9 @@ class TrainConfig:
     adaptive: bool | Literal["all"] = option(False, "scale the perturbation by the weights; asam is sam with this on")
     eta: float = option(0.01, "eta of the adaptive perturbation")
     sparsity: Fraction | None = option(None, "fraction of unperturbed weights; default 0.5 or implied by the pattern")
-    pattern: str = option("unstructured", "unstructured, tensor, filter, column, 2:4, '2:4 input' or '2:4 filters'")
+    pattern: str = option(
+        "unstructured", "unstructured, tensor, filter, column, 'tensor reach', 2:4, '2:4 input' or '2:4 filters'"
+    )
     norm: Literal["full", "masked"] = option("full", "divide by the norm of the whole gradient, or of its masked part")
     ascent: Literal["explicit", "implicit", "implicit-dense", "momentum", "momentum-climbing", "extrapolation"] = (
         option("explicit", "form of the ascent; momentum and extrapolation need no pass of their own")
@@ -113,16 +125,24 @@ class TrainConfig:
     mask_steps: PositiveInt | None = option(None, "steps between mask refreshes, instead of epochs")
     fisher_samples: PositiveInt = option(128, "N_F: number of images for the Fisher information")
     fisher_labels: Literal["data", "sampled"] = option("data", "labels of the Fisher information")
-    drop: Literal["flattest", "random", "sharpest"] = option("flattest", "which weights ssam-d drops")
+    fisher_augment: bool = option(False, "augment the images of the Fisher information")
+    drop: Literal["flattest", "random", "sharpest", "weight"] = option(
+        "flattest", "which weights ssam-d drops: by gradient, at random, or the smallest (weight)"
+    )
     drop_ratio: Fraction = option(0.5, "initial fraction of the kept weights that ssam-d drops")
-    growth: Literal["random", "gradient"] = option("random", "which weights ssam-d grows")
+    growth: Literal["random", "gradient", "weight"] = option(
+        "random", "which weights ssam-d grows: at random, with the largest gradient, or the largest (weight)"
+    )
     epochs: PositiveInt = option(30, "passes over the training images", group="training")
     max_steps: PositiveInt | None = option(None, "stop after this many steps; schedules still follow `epochs`")
     batch_size: PositiveInt = option(64, "images per step, over all devices together")
+    drop_last: bool = option(False, "leave out the last batch of an epoch if it is smaller than the others")
     accumulate: PositiveInt = option(1, "number of micro-batches per step, to save memory")
     label_smoothing: FractionBelow1 = option(0.0, "label smoothing of the training loss")
     ema: FractionBelow1 | None = option(None, "evaluate an exponential moving average of the weights with this decay")
-    precision: Literal["fp32", "bf16", "fp16"] = option("fp32", "bf16 and fp16 are mixed: weights stay float32")
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = option(
+        "fp32", "tf32: products of float32 may use TF32; bf16 and fp16 are mixed: weights stay float32"
+    )
     seed: NonNegativeInt = option(0, "seed of initial weights, batches, augmentation, noise and masks")
 
     def __post_init__(self) -> None:
@@ -212,7 +232,7 @@ class RunEnvironment:
 DEFAULTS: dict[str, Any] = {one.name: one.default for one in dataclasses.fields(TrainConfig)}
 
 
-_FISHER = ("fisher_samples", "fisher_labels")
+_FISHER = ("fisher_samples", "fisher_labels", "fisher_augment")
 _DYNAMIC = ("drop", "drop_ratio", "growth")
 _MASK = ("sparsity", "pattern", "norm", "mask_epochs", "mask_steps", *_FISHER, *_DYNAMIC)
 _ASCENT = (
@@ -241,9 +261,11 @@ def unused(config: TrainConfig) -> set[str]:
         (config.ascent != "extrapolation" and kind != "auto", ("steps_ahead",)),
         (kind == "auto", tuple(name for name in _ASCENT if name not in ("base", "steps_ahead"))),
         (config.is_plain, _ASCENT),
-        ((kind if config.is_plain else config.base) == "sgd", ("betas",)),
+        ((kind if config.is_plain else config.base) == "sgd", ("betas", "eps")),
         ((kind if config.is_plain else config.base) != "sgd", ("momentum", "nesterov")),
         (config.lr_schedule != "step", ("lr_milestones", "lr_gamma")),
+        (config.lr_schedule != "cosine", ("lr_final",)),
+        (not config.warmup_epochs, ("warmup_first",)),
         (not config.corruption_rate, ("corruption",)),
         (not config.randaugment, ("randaugment_magnitude",)),
     ]

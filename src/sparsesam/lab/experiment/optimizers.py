@@ -52,17 +52,20 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, fisher_data: Any, s
 def lr_factor(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
     """Returns the factor of the config's learning rate in ``step``.
 
-    (t + 1) / warm-up during the warm-up, then (1 + cos(pi t / T)) / 2 over the T steps after it, gamma to the power of
-    the number of milestones passed, or 1.
+    During the W steps of warm-up linear, from ``warmup_first``, by default 1 / W, in the first to 1 in the last. Then
+    final + (1 - final) (1 + cos(pi t / T)) / 2 over the T steps after it, gamma to the power of the number of
+    milestones passed, or 1.
     """
     warmup = round(config.warmup_epochs * steps_per_epoch)
     if step < warmup:
-        return (step + 1) / warmup
+        first = 1 / warmup if config.warmup_first is None else config.warmup_first
+        return first + (1 - first) * step / max(1, warmup - 1)
     if config.lr_schedule == "constant":
         return 1.0
     if config.lr_schedule == "step":
         return config.lr_gamma ** sum(step >= round(epoch * steps_per_epoch) for epoch in config.lr_milestones)
-    return (1 + math.cos(math.pi * (step - warmup) / max(1, config.epochs * steps_per_epoch - warmup))) / 2
+    cosine = (1 + math.cos(math.pi * (step - warmup) / max(1, config.epochs * steps_per_epoch - warmup))) / 2
+    return config.lr_final + (1 - config.lr_final) * cosine
 
 
 def _base(config: TrainConfig, model: nn.Module) -> Optimizer:
@@ -74,7 +77,7 @@ def _base(config: TrainConfig, model: nn.Module) -> Optimizer:
         base = torch.optim.SGD(parameters, momentum=config.momentum, nesterov=config.nesterov, **common)
     else:
         make = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
-        base = make(parameters, betas=config.betas, **common)
+        base = make(parameters, betas=config.betas, eps=config.eps, **common)
     if (largest := config.clip_grad_norm) is not None:
 
         def clip(*_: Any) -> None:

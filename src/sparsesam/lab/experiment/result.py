@@ -30,6 +30,7 @@ class _Metrics:
     val_accuracy: float | None
     test_loss: float
     test_accuracy: float
+    test_top5_accuracy: float | None = None  # not in the files of earlier versions
     forward_backwards: float
     sparsity: float | None
 
@@ -57,8 +58,8 @@ class EpochRecord(_Metrics):
 def complete_epoch(training: Training) -> EpochRecord:
     """Evaluate the epoch that has ended and reset the sums for the next."""
     sums, training.sums = training.sums, Sums()
-    val_loss, val_accuracy = training.evaluate("val") if training.config.val_size else (None, None)
-    test_loss, test_accuracy = training.evaluate("test")
+    val_loss, val_accuracy, _ = training.evaluate("val") if training.config.val_size else (None, None, None)
+    test_loss, test_accuracy, test_top5_accuracy = training.evaluate("test")
     return EpochRecord(
         epoch=math.ceil(training.steps_taken / training.batches.steps),
         epochs=training.config.epochs,
@@ -69,6 +70,7 @@ def complete_epoch(training: Training) -> EpochRecord:
         val_accuracy=val_accuracy,
         test_loss=test_loss,
         test_accuracy=test_accuracy,
+        test_top5_accuracy=test_top5_accuracy,
         lr=training.optimizer.param_groups[0]["lr"],
         rho=training.rho,
         sparsity=training.sparsity,

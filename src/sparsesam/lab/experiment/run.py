@@ -10,12 +10,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import joblib
 import torch
-from lightning_fabric import Fabric
-from lightning_fabric.plugins import MixedPrecision
 
 from sparsesam.lab import models
 from sparsesam.lab.data import FolderSplits, Splits
@@ -30,6 +28,9 @@ from sparsesam.lab.experiment.result import EpochRecord, RunResult, best_of, com
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
 from sparsesam.lab.experiment.training import Training
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
 
 #: By default masks are recorded if all masks of the run take at most this many bytes.
 SMALL_BYTES = 16 * 2**20
@@ -54,7 +55,7 @@ def run_training(
     observers = [observer] if main and observer is not None else []
     if main and environment.logger != "none":
         observers.append(Curves(environment.logger, environment.name))
-    with torch.random.fork_rng(), torch_threads(environment.threads):
+    with torch.random.fork_rng(), torch_threads(environment.threads), _float32_products(config):
         if main:
             directory.check(config, resume=environment.resume)
         splits = load_splits(config, environment, progress=main and not environment.quiet and sys.stdout.isatty())
@@ -79,6 +80,9 @@ def run_training(
 
 def make_fabric(config: TrainConfig, environment: RunEnvironment) -> Fabric:
     """Set up devices, processes and precision."""
+    from lightning_fabric import Fabric  # takes seconds, which `--help` and a typo should not
+    from lightning_fabric.plugins import MixedPrecision
+
     options: dict[str, Any] = {
         "accelerator": environment.accelerator,
         "devices": environment.devices,
@@ -89,7 +93,7 @@ def make_fabric(config: TrainConfig, environment: RunEnvironment) -> Fabric:
     except Exception as error:  # Lightning raises many types of errors for unavailable hardware
         asked = ", ".join(f"{name} {value}" for name, value in options.items())
         raise ValueError(f"{asked} is not available on this machine: {error}") from error
-    if config.precision == "fp32":
+    if config.precision in ("fp32", "tf32"):
         return fabric
     device = fabric.device.type
     kind = "bf16-mixed" if config.precision == "bf16" else "16-mixed"
@@ -219,6 +223,18 @@ def masks_are_small(config: TrainConfig, weights: int, steps_per_epoch: int) -> 
     """Whether all masks of a run with ``weights`` weights are small enough to be recorded by default."""
     masks = config.total_steps(steps_per_epoch) // config.steps_between_masks(steps_per_epoch) + 1
     return masks * weights / 8 <= SMALL_BYTES
+
+
+@contextmanager
+def _float32_products(config: TrainConfig) -> Iterator[None]:
+    """With precision tf32, lets products of float32 matrices use TF32; otherwise the caller's choice stays."""
+    before = torch.get_float32_matmul_precision()
+    if config.precision == "tf32":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @contextmanager

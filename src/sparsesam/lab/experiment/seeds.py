@@ -25,6 +25,7 @@ class Purpose(IntEnum):
     SUBSET = 7
     VIEWS = 8
     VALIDATION = 9
+    FISHER = 10
 
 
 def derive(seed: int, purpose: Purpose, *place: int) -> int:

@@ -6,6 +6,7 @@ Each run has a directory named by the hash of the settings it uses, so identical
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import time
 import warnings
@@ -25,7 +26,7 @@ from sparsesam.integrations.extras import required_by
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, from_mapping, unused
 from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.result import RunResult, read_result
-from sparsesam.lab.experiment.run_directory import RunDirectory, read_json, read_records
+from sparsesam.lab.experiment.run_directory import RunDirectory, read_json, read_records, write_atomically
 from sparsesam.lab.names import check_names, suggestion
 
 #: How often a run on a Ray cluster may lose its machine.
@@ -48,6 +49,12 @@ class Sweep:
             (label, replace(config, seed=seed)) for seed in self.seeds for label, config in self.variants.items()
         ]
         return [Job(label, config, out / config.content_hash) for label, config in configs]
+
+    def write(self, out: Path) -> None:
+        """Write ``sweep.json`` beside the runs: the title and the order of the variants, for the report."""
+        order = {label: replace(config, seed=0).content_hash for label, config in self.variants.items()}
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomically(out / "sweep.json", json.dumps({"title": self.title, "variants": order}, indent=1) + "\n")
 
 
 @dataclass(frozen=True)

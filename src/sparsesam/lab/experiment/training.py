@@ -7,11 +7,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning_fabric import Fabric
-from lightning_fabric.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -25,6 +23,9 @@ from sparsesam.lab.experiment.errors import DivergedError
 from sparsesam.lab.experiment.optimizers import lr_factor, make_optimizer
 from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
 from sparsesam.masks.state import around_refresh
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
 
 #: Reading the loss synchronizes with the GPU and all ranks, so there it is read only every `SYNC_EVERY` steps.
 SYNC_EVERY = 20
@@ -73,12 +74,12 @@ class Training:
         # closures. `_step` does the wrapper's work.
         self.model = fabric.setup_module(compiled)
         # With one process and float32 Fabric's wrapper does nothing but cost 2 % of a small network's step.
-        self._forward = compiled if fabric.world_size == 1 and config.precision == "fp32" else self.model
+        self._forward = compiled if fabric.world_size == 1 and config.precision in ("fp32", "tf32") else self.model
         self.optimizer = make_optimizer(
-            config, compiled, fisher_data=batches.unaugmented(), steps_per_epoch=batches.steps
+            config, compiled, fisher_data=batches.for_fisher(), steps_per_epoch=batches.steps
         )
         precision = fabric.strategy.precision
-        self.scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
+        self.scaler = getattr(precision, "scaler", None)  # only mixed precision has one
         self._rate = [group["lr"] for group in self.optimizer.param_groups]
 
     # ---- what is shown and recorded ----------------------------------------------------------------------
@@ -154,7 +155,7 @@ class Training:
         self.sums.loss, self.sums.correct = self.sums.loss + loss, self.sums.correct + correct
         if not math.isfinite(loss):
             rho = "" if self.rho is None else f" or rho ({self.rho})"
-            precision = "" if self.config.precision == "fp32" else ", or train with precision fp32"
+            precision = "" if self.config.precision in ("fp32", "tf32") else ", or train with precision fp32"
             raise DivergedError(
                 f"the loss is {loss} by step {self.steps_taken}; lower lr ({self.config.lr}){rho}, "
                 f"use a longer warm-up (warmup_epochs {self.config.warmup_epochs}){precision}"
@@ -245,15 +246,16 @@ class Training:
 
     # ---- evaluation --------------------------------------------------------------------------------------
 
-    def evaluate(self, split: Literal["val", "test"]) -> tuple[float, float]:
-        """Returns mean loss and accuracy on the validation or test images, over all ranks."""
+    def evaluate(self, split: Literal["val", "test"]) -> tuple[float, float, float]:
+        """Returns mean loss, accuracy and top-5 accuracy on the validation or test images, over all ranks."""
         if self.fabric.world_size > 1:  # normalization statistics differ between ranks after a step; use rank 0's
             for buffer in self.module.buffers():
                 torch.distributed.broadcast(buffer, 0)
         # Not the wrapped model: its forward would wait for ranks that have fewer batches.
         model = self.module if self.ema is None else self.ema
-        loss, correct, images = self._summed(loss_and_accuracy(model, self.batches.evaluation(split), self.fabric))
-        return loss / images, correct / images
+        sums = self._summed(loss_and_accuracy(model, self.batches.evaluation(split), self.fabric))
+        loss, correct, among_five, images = sums
+        return loss / images, correct / images, among_five / images
 
     def _summed(self, values: Tensor) -> list[float]:
         """Returns the sums over all ranks."""
@@ -283,13 +285,14 @@ class Training:
 
 @torch.no_grad()
 def loss_and_accuracy(model: nn.Module, batches: Iterable[Batch], fabric: Fabric) -> Tensor:
-    """Returns the sum of losses, correct predictions and number of images over this rank's batches."""
+    """Returns sums over this rank's batches: loss, images with the right class first or among five, all images."""
     model.eval()
-    totals = torch.zeros(3, device=fabric.device)
+    totals = torch.zeros(4, device=fabric.device)
     for batch in batches:
         with fabric.autocast():
             scores = model(batch.images)
         scores = scores.float()
         right, count = (scores.argmax(1) == batch.labels).sum(), scores.new_tensor(len(scores))
-        totals += torch.stack((cross_entropy(scores, batch.labels, reduction="sum"), right, count))
+        among_five = (scores.topk(min(5, scores.shape[1])).indices == batch.labels[:, None]).sum()
+        totals += torch.stack((cross_entropy(scores, batch.labels, reduction="sum"), right, among_five, count))
     return totals

@@ -50,14 +50,22 @@ class HessianAnalysis(LayerAnalysis[HessianResult]):
     keep_graph: bool = option(False, "keep the graphs of the batches: half the time, several times the memory")
 
     def measure(self, subject: TrainedRun, progress: ProgressCallback) -> HessianResult:
+        products, density_products = 0, self.density_probes * self.density_steps
+        total = 3 * self.count + self.trace_probes + density_products  # eigenvalues and trace may take fewer or more
+
+        def on_product() -> None:
+            nonlocal products
+            products += 1
+            progress(products, max(products, total))
+
         common: dict[str, Any] = {"parameters": self.layers, "keep_graph": self.keep_graph, "seed": subject.on.seed}
+        common["on_product"] = on_product
         objective = subject.objective
         eigenvalues = hessian_eigenvalues(objective, self.count, tolerance=self.tolerance, **common)
-        progress(1, 3)
+        total = products + self.trace_probes + density_products
         trace = hessian_trace(objective, probes=self.trace_probes, tolerance=0.01, **common)
-        progress(2, 3)
+        total = products + density_products
         density = spectral_density(objective, steps=self.density_steps, probes=self.density_probes, **common)
-        progress(3, 3)
         return HessianResult(eigenvalues, trace, density)
 
     @classmethod

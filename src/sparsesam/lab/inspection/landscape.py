@@ -156,4 +156,4 @@ def _surface_figures(name: str, results: Sequence[LabeledResult[Landscape]]) -> 
 def _cut(surface: Series) -> Series:
     assert surface.z is not None
     row = min(range(len(surface.y)), key=lambda place: abs(surface.y[place]))
-    return Series(surface.name, surface.color, surface.x, surface.z[row], surface.number)
+    return dataclasses.replace(surface, y=surface.z[row], z=None)

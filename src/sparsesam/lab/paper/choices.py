@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -21,12 +20,7 @@ _SOURCES = {
 }
 
 
-#: The mark of settings at their default.
-UNMENTIONED = _SOURCES["ours"].format("the text does not mention it")
-
-
-@dataclass(frozen=True)
-class SettingSource:
+class Source(NamedTuple):
     """A setting or another decision; ``mark`` says where its ``values`` come from."""
 
     name: str
@@ -34,60 +28,49 @@ class SettingSource:
     mark: str
 
 
-def settings_of(recipe: Recipe) -> list[SettingSource]:
-    """Returns every setting that the runs of the recipe use, once for each mark it has."""
-    found: dict[str, dict[str, list[str]]] = {name: {} for name in DEFAULTS if name != "seed"}
+def settings_of(recipe: Recipe) -> list[Source]:
+    """Returns every setting that the runs use, once for each mark; those at their default as one, the last."""
+    found: dict[str, dict[str, dict[str, None]]] = {name: {} for name in DEFAULTS if name != "seed"}
     for row, column in recipe.cells:
         config = recipe.config(row, column)
-        for name in found.keys() - set(unused(config)):
-            found[name].setdefault(_mark(name, recipe, config), []).append(str(getattr(config, name)))
-    return [
-        SettingSource(name, tuple(dict.fromkeys(values)), mark)
-        for name, marks in found.items()
-        for mark, values in marks.items()
-    ]
+        for name in found.keys() - unused(config):
+            found[name].setdefault(_mark(name, recipe, config), {})[str(getattr(config, name))] = None
+    marked = [Source(name, tuple(values), mark) for name, marks in found.items() for mark, values in marks.items()]
+    others = Source("every other", ("its default",), _SOURCES["ours"].format(read_choices()[recipe.scale]["*"]))
+    shown = [one for one in marked if (*one.values, one.mark) != (str(DEFAULTS[one.name]), others.mark)]
+    return [*shown, others] if marked else []
 
 
-def other_choices(recipe: Recipe) -> list[SettingSource]:
+def other_choices(recipe: Recipe) -> list[Source]:
     """Returns the decisions behind a recipe that are not settings; without runs, those that name the recipe."""
-    configs = [recipe.config(row, column) for row, column in recipe.cells]
+    configs: list[TrainConfig | None] = [recipe.config(row, column) for row, column in recipe.cells]
     return [
-        SettingSource(one["name"], (one["what"],), _SOURCES[one["from"]].format(one["say"]))
+        Source(one["name"], (one["what"],), _SOURCES[one["from"]].format(one["say"]))
         for one in read_choices()["choices"]
-        if any(_fits(one.get("when", {}), recipe, config) for config in configs)
-        or (not configs and recipe.label in _listed(one.get("when", {}).get("recipe", [])))
+        if any(_fits(one["when"], recipe, config) for config in configs or [None])
     ]
 
 
 def _mark(name: str, recipe: Recipe, config: TrainConfig) -> str:
     if name in recipe.overrides:
         return _SOURCES["ours"].format("--set says so")
-    if recipe.scale == "laptop":
-        return _SOURCES["ours"].format("the laptop scale must take minutes on a CPU")
-    value = getattr(config, name)
-    for rule in read_choices()["settings"].get(name, []):
+    rules, value = read_choices()[recipe.scale], getattr(config, name)
+    for rule in rules.get(name, []):
         if rule.get("value", value) == value and _fits(rule.get("when", {}), recipe, config):
             return _SOURCES[rule["from"]].format(rule["say"])
-    if value == DEFAULTS[name]:
-        return UNMENTIONED
-    raise ValueError(f"{recipe.label}: choices.yaml does not say where {name}={value} comes from")
+    if recipe.scale == "full" and value != DEFAULTS[name]:
+        raise ValueError(f"{recipe.label}: choices.yaml does not say where {name}={value} comes from")
+    return _SOURCES["ours"].format(rules["*"])
 
 
-def _fits(wanted: Mapping[str, Any], recipe: Recipe, config: TrainConfig) -> bool:
-    """Whether each name in ``wanted`` has a value that matches one of its patterns; "not" negates what is under it."""
-    for name, patterns in wanted.items():
-        if name == "not":
-            fits = not _fits(patterns, recipe, config)
-        else:
-            value = recipe.label if name == "recipe" else str(getattr(config, name))
-            fits = any(fnmatchcase(value, str(pattern)) for pattern in _listed(patterns))
-        if not fits:
-            return False
-    return True
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+def _fits(wanted: Mapping[str, Any], recipe: Recipe, config: TrainConfig | None) -> bool:
+    """Whether each name in ``wanted`` has a value that matches one of its patterns."""
+    values = {**(vars(config) if config else {}), "recipe": recipe.label}
+    listed = {name: one if isinstance(one, list) else [one] for name, one in wanted.items()}
+    return all(
+        any(fnmatchcase(str(values.get(name, "")), str(pattern)) for pattern in patterns)
+        for name, patterns in listed.items()
+    )
 
 
 @cache

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.table import Table
+from rich.console import Console, Group
 
-from sparsesam.lab.display import plural, to_rich
-from sparsesam.lab.experiment.confidence import differ
+from sparsesam.lab.display import Table, plural, to_rich
+from sparsesam.lab.experiment.confidence import MIN_SEEDS, rank
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Job
 from sparsesam.lab.paper.recipe import Column, Finished, MeanOverSeeds, Recipe, finished_results
@@ -36,12 +36,21 @@ class RecipeRuns:
     def _finished(self) -> Finished:
         return finished_results((job.config, vars(job.result) if job.is_finished else None) for job in self.jobs)
 
-    def table(self) -> Table:
-        """Returns the comparison for the terminal."""
-        recipe, done = self.recipe, sum(job.is_finished for job in self.jobs)
-        compared = recipe.comparison(self._finished())
-        caption = f"{done} of {plural(len(self.jobs), 'run')}"
-        return to_rich(compared, f"{recipe.place}: {recipe.title}", caption=caption)
+    def table(self) -> Group:
+        """Returns the comparison for the terminal, in several tables where one would be too wide."""
+        recipe, console, unlimited = self.recipe, Console(), Console(width=10_000)
+        compared, step = recipe.comparison(self._finished()), 2 if recipe.scale == "full" and recipe.has_numbers else 1
+        *columns, seeds = range(1, len(compared.columns))
+        parts: list[list[int]] = [[]]
+        for together in (columns[place : place + step] for place in range(0, len(columns), step)):
+            wider = to_rich(_part(compared, [0, *parts[-1], *together, seeds]), "")
+            if parts[-1] and unlimited.measure(wider).maximum > console.width:
+                parts.append([])
+            parts[-1] += together
+        drawn = [to_rich(_part(compared, [0, *part, seeds]), "") for part in parts]
+        drawn[0].title = f"{recipe.place}: {recipe.title}"
+        drawn[-1].caption = f"{sum(job.is_finished for job in self.jobs)} of {plural(len(self.jobs), 'run')}"
+        return Group(*drawn)
 
     def sentences(self) -> Iterator[str]:
         """Yield what the table does not show: what ran, on which machine, and which differences are significant."""
@@ -69,8 +78,8 @@ class RecipeRuns:
             machines = "; ".join(dict.fromkeys(_machine(job) for job in self.jobs if job.is_finished))
             count = plural(seeds[0], "seed") if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
             intervals = "brackets hold the 95 % interval of the mean (Student's t)"
-            if seeds[-1] == 1:
-                intervals = "one seed has no interval"
+            if seeds[-1] < MIN_SEEDS:
+                intervals = "fewer than three seeds have no interval"
             yield f"On {machines}. {count} for each number; {intervals}."
         for column in recipe.columns:
             found = {row: cells[row, column.label] for row in recipe.row_labels if (row, column.label) in cells}
@@ -78,21 +87,25 @@ class RecipeRuns:
                 yield _best_of(column, found)
 
 
+def _part(table: Table, places: Sequence[int]) -> Table:
+    """Returns the columns at these places, with narrow headings."""
+    rows = [[row[place] for place in places] for row in table.rows]
+    return replace(table, columns=[table.columns[place].replace(": ", ":\n", 1) for place in places], rows=rows)
+
+
 def _best_of(column: Column, found: Mapping[str, MeanOverSeeds]) -> str:
     """Describe the best row of a column, and the rows not significantly different from it."""
-    order = sorted(found, key=lambda row: found[row].mean, reverse=not column.is_timed)
-    best, others = order[0], order[1:]
-    apart = {row: differ(found[best].values, found[row].values) for row in others}
-    if None in apart.values():
-        return f"{column.label}: one seed shows no significant difference; --seeds 3 or more may."
-    alike = [row for row in others if not apart[row]]
-    what = "fastest" if column.is_timed else "best"
-    start = f"{column.label}: {best} is {what}"
+    ranking = rank({row: cell.values for row, cell in found.items()}, highest=not column.is_timed)
+    if ranking is None:
+        return f"{column.label}: no ranking with fewer than three seeds; --seeds 3 or more may show a difference."
+    few = [row for row, cell in found.items() if len(cell.values) < MIN_SEEDS]
+    others, alike = len(found) - len(few) - 1, [row for row in ranking.alike if row != ranking.best]
+    start = f"{column.label}: {ranking.best} is {'fastest' if column.is_timed else 'best'}"
+    end = f" Not ranked, fewer than three seeds: {', '.join(few)}." if few else ""
     if not alike:
-        return f"{start}; it differs significantly from every other row."
-    if len(alike) == len(others):
-        return f"{start}, but does not differ significantly from any other row with these seeds."
-    return f"{start}, but does not differ significantly from {' and '.join(alike)} with these seeds."
+        return f"{start}; it differs significantly from every other row.{end}"
+    rows = "any other row" if len(alike) == others else " and ".join(alike)
+    return f"{start}, but does not differ significantly from {rows} with these seeds.{end}"
 
 
 def _machine(job: Job) -> str:

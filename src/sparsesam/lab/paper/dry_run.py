@@ -1,10 +1,10 @@
-"""Dry runs of a recipe: estimates the cost of its runs, and takes two steps of each on random images to check them."""
+"""Dry runs of a recipe: estimates its cost, and takes two steps of each run on random images to check it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -20,12 +20,12 @@ from sparsesam.lab.experiment.errors import RunError
 from sparsesam.lab.experiment.optimizers import make_optimizer
 from sparsesam.lab.experiment.run import make_fabric, make_training
 from sparsesam.lab.models import build_model
+from sparsesam.lab.paper.figures import analysis_forwards
 from sparsesam.lab.paper.recipe import Recipe
-from sparsesam.utils.memory import SavedBytes, free_bytes
+from sparsesam.utils.memory import SavedBytes
 
-STEPS = 2
-#: Images per step on a CPU if the ascent uses the whole batch; smaller ascent fractions need at least one image.
-CPU_BATCH = 2
+#: Steps, and images per step on a CPU, unless a smaller ascent fraction needs more.
+STEPS, CPU_BATCH = 2, 2
 #: A CPU core does some 50 GFLOP per second: more than this takes minutes.
 CPU_FLOPS = 2e12
 #: The speed of the paper's A100 implied by its table 10: ResNet-18, 50,000 images per epoch, two forward-backward
@@ -33,35 +33,17 @@ CPU_FLOPS = 2e12
 PAPER_TFLOPS = 50_000 * 2 * 3 * 1.1108 / 13.60 / 1e3
 
 
-class Shape(NamedTuple):
-    """Shape of a data set: the arguments of a model, and the number of images per epoch."""
-
-    classes: int
-    channels: int
-    side: int
-    train: int
-
-
+#: Classes, channels, side and training images of each data set.
 SHAPES = {
-    "digits": Shape(10, 1, 8, 1000),
-    "cifar10": Shape(10, 3, 32, 50_000),
-    "cifar100": Shape(100, 3, 32, 50_000),
-    "imagenet": Shape(1000, 3, 224, 1_281_167),
+    "digits": (10, 1, 8, 1000),
+    "cifar10": (10, 3, 32, 50_000),
+    "cifar100": (100, 3, 32, 50_000),
+    "imagenet": (1000, 3, 224, 1_281_167),
 }
 
 
-def shape_of(config: TrainConfig) -> Shape:
-    try:
-        return SHAPES[config.dataset]
-    except KeyError:
-        raise ValueError(
-            f"dataset must be one of {', '.join(SHAPES)} for a dry run, which loads no data, got {config.dataset!r}"
-        ) from None
-
-
-@dataclass(frozen=True)
-class RunCost:
-    """Cost of one run, or the sum over several, with the largest ``memory``. ``passes`` are forward-backward passes."""
+class Cost(NamedTuple):
+    """Of one run or analysis, or the sum over several with the largest ``memory``; ``passes``: forward-backward."""
 
     runs: int
     steps: int
@@ -69,98 +51,96 @@ class RunCost:
     flops: float
     memory: float
 
-    def hours(self, tflops: float) -> float:
-        return self.flops / (tflops * 1e12) / 3600
+
+class DryRun(NamedTuple):
+    """``steps`` is the number of steps taken; ``reason`` says why none were taken."""
+
+    config: TrainConfig
+    cost: Cost
+    steps: int
+    reason: str = ""
 
 
-def cost(config: TrainConfig) -> RunCost:
-    """Estimate the cost of a run: a backward pass costs two forward passes, the optimizer's arithmetic nothing."""
-    shape, model = shape_of(config), measured_model(config.model, shape_of(config))
-    per_epoch = math.ceil(min(config.train_size or shape.train, shape.train) / config.batch_size)
-    steps = config.total_steps(per_epoch)
-    masks = math.ceil(steps / config.steps_between_masks(per_epoch)) if config.optimizer == "ssam-f" else 0
-    fisher = masks * config.fisher_samples / config.batch_size
-    passes = steps * passes_per_step(config, epochs=steps / per_epoch) + fisher
-    flops = passes * 3 * model.forward_flops * config.batch_size
-    return RunCost(1, steps, passes, flops, _memory(config, model))
-
-
-def total(costs: Iterable[RunCost]) -> RunCost:
-    found = list(costs) or [RunCost(0, 0, 0.0, 0.0, 0.0)]
-    runs, steps, passes, flops, memory = zip(*map(astuple, found), strict=True)
-    return RunCost(sum(runs), sum(steps), sum(passes), sum(flops), max(memory))
-
-
-class MeasuredModel(NamedTuple):
-    """Per image: operations of a forward pass, and bytes that a float32 forward saves for the backward."""
-
-    parameters: int
-    forward_flops: float
-    saved_bytes: float
+def shape_of(config: TrainConfig) -> tuple[int, int, int, int]:
+    if config.dataset not in SHAPES:
+        raise ValueError(
+            f"dataset must be one of {', '.join(SHAPES)} for a dry run, which loads no data, got {config.dataset!r}"
+        )
+    return SHAPES[config.dataset]
 
 
 @cache
-def measured_model(name: str, shape: Shape) -> MeasuredModel:
-    """Measure a model on the meta device, without memory or arithmetic."""
+def measured_model(name: str, classes: int, channels: int, side: int) -> tuple[int, float, float]:
+    """Returns a model's parameters, the operations of a forward per image, and the bytes saved for its backward.
+
+    It is built on the meta device, without memory or arithmetic.
+    """
     with torch.device("meta"):
-        model = build_model(name, *shape[:3])
-        images = torch.empty(2, shape.channels, shape.side, shape.side)
+        model, images = build_model(name, classes, channels, side), torch.empty(2, channels, side, side)
     saved = SavedBytes(model.parameters())
     with FlopCounterMode(display=False) as counter, saved.counted():
         model(images)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return MeasuredModel(parameters, counter.get_total_flops() / len(images), saved.total / len(images))
+    return parameters, counter.get_total_flops() / len(images), saved.total / len(images)
 
 
-def _memory(config: TrainConfig, model: MeasuredModel) -> float:
-    """Returns the bytes of a step or of a Fisher measurement, whichever is larger.
+def cost(config: TrainConfig) -> Cost:
+    """Estimate the cost of a run: a backward pass costs two forward passes, the optimizer's arithmetic nothing.
 
-    Both hold weights, gradients and the base optimizer's state. A step adds the saved weights to restore after the
-    ascent, a mask, and the batch's activations, half as large in 16 bits but with 16-bit copies of the weights. The
+    Memory holds weights, gradients and the base optimizer's state. A step adds the saved weights to restore after the
+    ascent, a mask, and the batch's activations, half as large in 16 bits but with 16-bit copies of the weights. A
     Fisher information adds sums and scores, and the float32 activations of one image with their gradients.
     """
-    is_adam = (config.optimizer if config.is_plain else config.base) != "sgd"
-    held = model.parameters * (4 + 4 + (8 if is_adam else 4))
-    halves = config.precision != "fp32"
-    step = config.batch_size * model.saved_bytes * (0.5 if halves else 1) + model.parameters * (2 if halves else 0)
-    if not config.is_plain:
-        step += model.parameters * 4.125
-    fisher = 2 * model.saved_bytes + model.parameters * 8 if config.optimizer == "ssam-f" else 0.0
-    return held + max(step, fisher)
+    *shape, images = shape_of(config)
+    parameters, flops, saved = measured_model(config.model, *shape)
+    per_epoch = math.ceil(min(config.train_size or images, images) / config.batch_size)
+    steps, halves = config.total_steps(per_epoch), config.precision in ("bf16", "fp16")
+    passes = steps * passes_per_step(config, epochs=steps / per_epoch)
+    state = 12 if (config.optimizer if config.is_plain else config.base) == "sgd" else 16
+    needed = config.batch_size * saved * (0.5 if halves else 1) + parameters * (2 if halves else 0)
+    needed += 0.0 if config.is_plain else parameters * 4.125
+    if config.optimizer == "ssam-f":
+        masks = math.ceil(steps / config.steps_between_masks(per_epoch))
+        passes += masks * config.fisher_samples / config.batch_size
+        needed = max(needed, 2 * saved + parameters * 8)
+    return Cost(1, steps, passes, passes * 3 * flops * config.batch_size, parameters * state + needed)
 
 
-@dataclass(frozen=True)
-class DryRun:
-    """``steps`` is the number of steps taken; ``reason`` says why none were taken."""
+def analysis_cost(recipe: Recipe) -> Cost:
+    """Estimate the passes of the figure's analysis, which measures one network of each cell."""
+    found = []
+    for config in (recipe.config(row, column) for row, column in recipe.cells):
+        _, flops, _ = measured_model(config.model, *shape_of(config)[:3])
+        images = analysis_forwards(recipe, config)
+        found.append(Cost(0, 0, images / (3 * config.batch_size), images * flops, 0.0))
+    return total(found)
 
-    config: TrainConfig
-    cost: RunCost
-    steps: int
-    reason: str = ""
+
+def total(costs: Iterable[Cost]) -> Cost:
+    runs, steps, passes, flops, memory = zip(Cost(0, 0, 0.0, 0.0, 0.0), *costs, strict=True)
+    return Cost(sum(runs), sum(steps), sum(passes), sum(flops), max(memory))
 
 
 def dry_run(recipe: Recipe) -> Iterator[tuple[str, DryRun]]:
     """Dry-run every run of a recipe with one seed; yields (label, result)."""
     for label, config in recipe.sweep([0]).variants.items():
         try:
-            found = dry_run_config(config)
+            yield label, dry_run_config(config)
         except Exception as error:
             raise RunError(f"{recipe.label}: {label} cannot run: {type(error).__name__}: {error}") from error
-        yield label, found
 
 
 def dry_run_config(config: TrainConfig) -> DryRun:
-    """Build the run's model and optimizer, and take two steps if memory and time allow.
+    """Build the run's model and optimizer and take two steps, on a CPU with a few images and if it takes seconds.
 
-    Errors are those of the run itself. A GPU uses the run's batch size, a CPU a few images.
+    Errors are those of the run itself, such as too little memory of a GPU, which uses the run's batch size.
     """
-    fabric, estimate = make_fabric(config, RunEnvironment()), cost(config)
-    reason = _why_not(config, estimate, fabric.device)
-    if reason:
-        build_on_meta(config)
-        return DryRun(config, estimate, 0, reason)
-    short = config
+    fabric, estimate, short = make_fabric(config, RunEnvironment()), cost(config), config
     if fabric.device.type != "cuda":
+        flops = STEPS * 6 * CPU_BATCH * measured_model(config.model, *shape_of(config)[:3])[1]
+        if flops > CPU_FLOPS:
+            build_on_meta(config)
+            return DryRun(config, estimate, 0, f"two steps take {flops / 1e12:.0f} TFLOP, too much for a CPU")
         batch = max(CPU_BATCH, round(1 / config.ascent_fraction))
         short = replace(config, batch_size=batch, fisher_samples=2)
     short = replace(short, train_size=STEPS * short.batch_size, test_size=1, max_steps=None)
@@ -173,10 +153,10 @@ def dry_run_config(config: TrainConfig) -> DryRun:
 
 def build_on_meta(config: TrainConfig) -> None:
     """Build model and optimizer without memory."""
-    shape = shape_of(config)
+    *shape, images = shape_of(config)
     with torch.device("meta"):
-        model = build_model(config.model, *shape[:3])
-    make_optimizer(config, model, fisher_data=[], steps_per_epoch=math.ceil(shape.train / config.batch_size))
+        model = build_model(config.model, *shape)
+    make_optimizer(config, model, fisher_data=[], steps_per_epoch=math.ceil(images / config.batch_size))
 
 
 def _random_splits(config: TrainConfig) -> Splits:
@@ -189,39 +169,22 @@ def _random_splits(config: TrainConfig) -> Splits:
     return Splits(whole, whole, name=config.dataset, classes=names, mean=mean, std=std)
 
 
-def _why_not(config: TrainConfig, estimate: RunCost, device: torch.device) -> str:
-    """Returns why this machine should not take the steps; empty if it should."""
-    needed = estimate.memory
-    if device.type != "cuda":
-        model = measured_model(config.model, shape_of(config))
-        flops = STEPS * 6 * CPU_BATCH * model.forward_flops
-        if flops > CPU_FLOPS:
-            return f"two steps take {flops / 1e12:.0f} TFLOP, too much for a CPU"
-        needed = 36.0 * model.parameters + 2 * CPU_BATCH * model.saved_bytes
-    free = free_bytes(device)
-    if free is not None and needed > free:
-        return f"two steps need about {needed / 2**30:.0f} GiB, but {free / 2**30:.0f} are free"
-    return ""
-
-
 def cost_table(recipe: Recipe, runs: Sequence[DryRun], *, seeds: int, tflops: float) -> Table:
-    """Returns a table with the cost of each kind of run and the total over all seeds."""
+    """Returns a table with the cost of each kind of run, of the figure's analysis, and the total over all seeds."""
     drawn = Table(title=f"{recipe.place}, estimated", caption="passes: forward-backward passes over a batch")
     drawn.add_column("one seed", overflow="fold", min_width=16)
     for heading in ("runs", "steps", "passes", "PFLOP", "GPU\nhours", "GPU\nmemory"):
         drawn.add_column(heading, justify="right", no_wrap=True)
-
-    def add_row(label: str, costs: Sequence[RunCost]) -> None:
-        one = total(costs)
-        counts = (str(one.runs), f"{one.steps:,}", f"{one.passes:,.0f}", f"{one.flops / 1e15:,.1f}")
-        drawn.add_row(label, *counts, f"{one.hours(tflops):,.1f}", f"{one.memory / 2**30:.1f} GiB")
-
-    groups: dict[str, list[RunCost]] = {}
+    groups: dict[str, list[Cost]] = {}
     for one in runs:
-        kind = f"{one.config.model} on {one.config.dataset}, {one.config.optimizer}"
-        groups.setdefault(kind, []).append(one.cost)
+        groups.setdefault(f"{one.config.model} on {one.config.dataset}, {one.config.optimizer}", []).append(one.cost)
+    analysis = analysis_cost(recipe)
+    if analysis.flops:
+        groups["analysis of the trained networks"] = [analysis]
+    groups[f"all, {plural(seeds, 'seed')}"] = [*(seeds * [one.cost for one in runs]), analysis]
     for label, costs in groups.items():
-        add_row(label, costs)
-    drawn.add_section()
-    add_row(f"all, {plural(seeds, 'seed')}", seeds * [one.cost for one in runs])
+        count, steps, passes, flops, memory = total(costs)
+        shown = [str(count), f"{steps:,}"] if count else ["–", "–"]
+        shown += [f"{passes:,.0f}", f"{flops / 1e15:,.1f}", f"{flops / (tflops * 1e12) / 3600:,.1f}"]
+        drawn.add_row(label, *shown, f"{memory / 2**30:.1f} GiB" if memory else "–")
     return drawn

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from sparsesam.lab.data import Splits, corrupt, load_dataset
 from sparsesam.lab.display import Axis, Bar, Figure, Series, SeriesStyle, assign_styles, write_images, write_plot
+from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.result import EpochRecord, read_epochs
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Job
@@ -21,11 +21,31 @@ from sparsesam.lab.inspection import Analysis, LabeledResult, TrainedRun, load_r
 from sparsesam.lab.inspection.gradients import GradientAnalysis
 from sparsesam.lab.inspection.hessian import HessianAnalysis
 from sparsesam.lab.inspection.landscape import LandscapeAnalysis
+from sparsesam.lab.inspection.progress import show_progress
 from sparsesam.lab.paper.comparison import RecipeRuns
-from sparsesam.lab.paper.recipe import Column
+from sparsesam.lab.paper.recipe import Column, Recipe
 
 #: The order in the paper's figure 3.
 CORRUPTED = ("resolution", "occlusion", "gaussian-noise", "fog")
+#: Training images of landscape and spectrum, unless the recipe has another number.
+SAMPLES = 2048
+
+
+def analysis_forwards(recipe: Recipe, config: TrainConfig) -> float:
+    """Estimate the cost of measuring one network for the recipe's figure, in forward passes of one image.
+
+    A gradient costs three forward passes, a Hessian-vector product six. The five largest eigenvalues take some 20.
+    """
+    options = recipe.analysis
+    samples: int = options.pop("samples", SAMPLES)
+    if recipe.figure == "gradients":
+        return 2 * 3 * config.batch_size
+    if recipe.figure == "landscape":
+        return samples * (LandscapeAnalysis(**options).points or 50) ** 2
+    if recipe.figure == "hessian":
+        one = HessianAnalysis(**options)
+        return samples * 6 * (20 + one.trace_probes + one.density_probes * one.density_steps)
+    return 0.0
 
 
 def draw_figure(trained: RecipeRuns, file: Path) -> list[str]:
@@ -110,7 +130,7 @@ def _sparsity(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
 
 def _landscape(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
     """The training loss on a grid of points x points over [-1, 1]² along filter-normalized random directions."""
-    found = _measure_on_samples(trained, partial(LandscapeAnalysis, points=50))
+    found = _measure_on_samples(trained, LandscapeAnalysis)
     sentences = [
         f"{one.label}: loss {one.result.center_loss:.4g} in the middle, "
         f"{np.max(one.result.loss, where=np.isfinite(one.result.loss), initial=-np.inf):.4g} at the highest point"
@@ -120,15 +140,21 @@ def _landscape(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
 
 
 def _hessian(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
-    """The spectral density, with the largest eigenvalue and its ratio to the fifth in the legend."""
+    """The spectral density: panels of SGD, SAM and SSAM, with the largest eigenvalue and its ratio to the fifth.
+
+    Each panel has axes of its own: SGD's eigenvalues can be ten times the others'.
+    """
     found = _measure_on_samples(trained, HessianAnalysis)
-    sentences = []
+    sentences: list[str] = []
+    panels: dict[str, list[Series]] = {}
     for one in found:
         spectrum = one.result.eigenvalues
         ratio = "–" if spectrum.ratio is None else f"{spectrum.ratio:.4g}"
         sentences.append(f"{one.label}: lambda_1 {spectrum.eigenvalues[0]:.4g}, lambda_1 / lambda_5 {ratio}")
-    named = [replace(one, label=name) for one, name in zip(found, sentences, strict=True)]
-    return HessianAnalysis.figures("hessian", named)[1:], sentences
+        (figure,) = HessianAnalysis.figures("hessian", [replace(one, label=sentences[-1])])[1:]
+        panels.setdefault(one.label.partition("-")[0], []).extend(figure.series)
+    titled = {one[0].name if len(one) == 1 else title: one for title, one in panels.items()}  # single lines: no legend
+    return [replace(figure, title="", panels=titled)], [*sentences, "Each panel has its own axes."]
 
 
 def _speedup(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
@@ -183,9 +209,8 @@ def _measure_rows(trained: RecipeRuns, column: Column, measure: Callable[[Job], 
 
 
 def _measure_on_samples(trained: RecipeRuns, make: Callable[..., Analysis[Any]]) -> list[LabeledResult[Any]]:
-    """Measure on 2048 training images, unless the recipe has another number."""
     options, (column,) = trained.recipe.analysis, trained.recipe.columns
-    on, analysis = {"samples": options.pop("samples", 2048), "data_dir": trained.data_dir}, make(**options)
+    on, analysis = {"samples": options.pop("samples", SAMPLES), "data_dir": trained.data_dir}, make(**options)
     return _measure_rows(trained, column, lambda job: _kept(load_run(job.directory, **on), analysis))
 
 
@@ -197,4 +222,5 @@ def _kept(run: TrainedRun, analysis: Analysis[Any]) -> Any:
         content = json.loads(file.read_text())
         if all(content["made"].get(key) == value for key, value in wanted.items() if key != "notes"):
             return analysis.read(content["result"])
-    return analysis.measure_and_write(run)
+    with show_progress(f"{analysis.name} of {run.path}") as progress:
+        return analysis.measure_and_write(run, progress)

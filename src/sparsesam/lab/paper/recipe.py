@@ -61,7 +61,7 @@ class MeanOverSeeds:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95 % interval of the mean; None for one seed."""
+        """The 95 % interval of the mean; None for fewer than three seeds."""
         highest = math.inf if self.column.is_timed else 1.0
         return confidence_interval(list(self.values.values()), lowest=0.0, highest=highest)
 
@@ -87,7 +87,6 @@ class Recipe:
     aliases: Sequence[str] = ()
     figure: str | None = None
     notes: Sequence[str] = ()
-    full_notes: Sequence[str] = ()
     scale: Scale = "laptop"
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
@@ -101,8 +100,14 @@ class Recipe:
 
     @property
     def remarks(self) -> list[str]:
-        """Notes on the table, at full scale also on its networks."""
-        return [*self.notes, *(self.full_notes if self.scale == "full" else ())]
+        """Notes on the table and on its runs at this scale."""
+        found = [*self.notes, *self._scaled.get("notes", ())]
+        baselines = [self.config(row, column) for row, column in self.cells if column.settings.get("sgd")]
+        tuned = {f"{one.epochs} and {one.weight_decay:g}": None for one in baselines if one.optimizer == "sgd"}
+        if tuned and self.scale == "laptop":
+            words = "were tuned on validation images, once for each network and task; the others' were not"
+            found.append(f"SGD's epochs and weight decay ({'; '.join(tuned)}) {words}.")
+        return found
 
     @property
     def has_numbers(self) -> bool:
@@ -134,6 +139,11 @@ class Recipe:
         return columns
 
     @property
+    def sgd_settings(self) -> set[str]:
+        """Settings that SGD has of its own."""
+        return {name for column in self.columns for name in column.settings.get("sgd", {})}
+
+    @property
     def row_labels(self) -> list[str]:
         return list(self._scaled.get("rows", self.rows))
 
@@ -145,10 +155,10 @@ class Recipe:
 
     def config(self, row: str, column: Column) -> TrainConfig:
         values = {**column.settings, **self.rows[row]["set"]}
-        sgd_weight_decay = values.pop("sgd_weight_decay", None)
-        if values.get("optimizer") == "sgd" and sgd_weight_decay is not None:
-            values["weight_decay"] = sgd_weight_decay
-        return from_mapping(TrainConfig, {**values, **self.overrides})
+        own = values.pop("sgd", {})
+        return from_mapping(
+            TrainConfig, {**values, **(own if values.get("optimizer") == "sgd" else {}), **self.overrides}
+        )
 
     def check_overrides(self) -> None:
         """Raise ValueError if one run would appear in several cells, for example because rows vary a setting."""
@@ -157,7 +167,8 @@ class Recipe:
         for timed in (False, True):  # times are measured in separate runs
             cells = [cell for cell in self.cells if cell[1].is_timed is timed]
             planned = [self.at(self.scale).config(*cell) for cell in cells]
-            varied = [name for name in self.overrides if len({getattr(config, name) for config in planned}) > 1]
+            varied = [name for name in self.overrides if len({getattr(one, name) for one in planned}) > 1]
+            varied = [name for name in varied if name not in self.sgd_settings]
             runs = len({config.content_hash for config in planned})
             if varied or len({self.config(*cell).content_hash for cell in cells}) < runs:
                 raise ValueError(
@@ -200,14 +211,18 @@ class Recipe:
         """Returns a table of our means over the seeds with 95 % intervals, beside the paper's numbers."""
         columns, theirs = self.columns, self.at("full").columns if self.has_numbers else []
         numbers, lines = self.numbers(finished), []
+        headings = [*(f"ours: {column.label}" for column in columns), *(f"paper: {column.label}" for column in theirs)]
+        order = list(range(len(headings)))
+        if self.scale == "full" and theirs:  # the same columns: ours and the paper's side by side
+            order.sort(key=lambda place: place % len(theirs))
         for row in self.row_labels:
             found = [numbers.get((row, column.label)) for column in columns]
-            ours = [Cell(str(cell), order=cell.mean) if cell else Cell("–") for cell in found]
+            shown = [Cell(str(cell), order=cell.mean) if cell else Cell("–") for cell in found]
             printed = itertools.zip_longest(theirs, self.rows[row]["paper"][: len(theirs)])
-            paper = [Cell(column.show_paper(number), order=number) for column, number in printed]
+            shown += [Cell(column.show_paper(number), order=number) for column, number in printed]
             seeds = max((len(cell.values) for cell in found if cell), default=0)
-            lines.append(cells(row, *ours, *paper, seeds))
-        headings = [*(f"ours: {column.label}" for column in columns), *(f"paper: {column.label}" for column in theirs)]
+            lines.append(cells(row, *(shown[place] for place in order), seeds))
+        headings = [headings[place] for place in order]
         return Table(f"paper-{self.label}-{self.scale}", caption, ["", *headings, "our seeds"], lines)
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from pathlib import Path
+from typing import Literal, TypeVar
 
 from sparsesam.lab.display import Number, plural, ratio
-from sparsesam.lab.display.figure import OPTIMIZERS
 from sparsesam.lab.experiment.calibration import SweepCalibration, read_calibration
-from sparsesam.lab.experiment.confidence import differ
+from sparsesam.lab.experiment.confidence import MIN_SEEDS, rank
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.report.read_run import RunRecord, find_runs
-from sparsesam.lab.report.variants import Variant, group_variants, task_label, unique
+from sparsesam.lab.report.variants import LENGTH, Variant, group_variants, setting_name, task_label, unique
+
+FileT = TypeVar("FileT")
 
 
 class ReportData:
@@ -27,16 +31,27 @@ class ReportData:
     def __init__(self, places: Iterable[str | os.PathLike[str]]) -> None:
         self.directories = [RunRecord(path) for path in find_runs(places)]
         self.runs = [run for run in self.directories if run.status != "analyses only"]
-        self.problems = [(str(run.path), one) for run in self.directories for one in run.problems]
-        self.calibrations: list[SweepCalibration] = []
+        self.problems = [(str(run.path), text) for run in self.directories for text in run.problems]
+        self.calibrations = self._beside_runs(read_calibration)
+        self.sweeps = self._beside_runs(read_sweep_file)
+        self.tasks = self._tasks()
+
+    @property
+    def title(self) -> str:
+        """The title of the sweep; "sparsesam report" for none or several."""
+        return self.sweeps[0][0] if len(self.sweeps) == 1 else "sparsesam report"
+
+    def _beside_runs(self, read: Callable[[Path], FileT | None]) -> list[FileT]:
+        """Read a file of each directory that contains runs; unreadable ones are noted as problems."""
+        found = []
         for folder in dict.fromkeys(run.path.resolve().parent for run in self.directories):
             try:
-                calibration = read_calibration(folder)
+                content = read(folder)
             except (OSError, ValueError) as error:
                 self.problems.append((str(folder), str(error)))
-                continue
-            self.calibrations += [calibration] if calibration else []
-        self.tasks = self._tasks()
+            else:
+                found += [] if content is None else [content]
+        return found
 
     def _tasks(self) -> list[Task]:
         """Group every run with known settings by task and variant."""
@@ -45,18 +60,30 @@ class ReportData:
             if run.config is not None:
                 variants = found.setdefault(task_label(run.config), {})
                 variants.setdefault(replace(run.config, seed=0), []).append(run)
+        order = {key: place for place, key in enumerate(key for _, keys in self.sweeps for key in keys)}
         labels = sorted(found)
         names = unique([re.sub(r"[^a-z0-9.]+", "-", label.lower()).strip("-.")[:60] or "task" for label in labels], "-")
         return [
-            Task(name, label, group_variants(found[label]), self.calibrations)
+            Task(name, label, group_variants(found[label], order), self.calibrations)
             for name, label in zip(names, labels, strict=True)
         ]
 
     def count(self) -> str:
         statuses = [run.status for run in self.runs]
-        known = [one for one in ("finished", "failed", "unfinished") if one in statuses]
-        counts = ", ".join(f"{statuses.count(one)} {one}" for one in known)
+        known = [status for status in ("finished", "failed", "unfinished") if status in statuses]
+        counts = ", ".join(f"{statuses.count(status)} {status}" for status in known)
         return f"{plural(len(statuses), 'run')}: {counts}" if statuses else "no runs, analyses only"
+
+
+def read_sweep_file(folder: Path) -> tuple[str, list[str]] | None:
+    """Returns a sweep's title and the ``content_hash`` of its variants in order; None without ``sweep.json``."""
+    try:
+        content = json.loads((folder / "sweep.json").read_text())
+        return str(content["title"]), list(content["variants"].values())
+    except FileNotFoundError:
+        return None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"sweep.json is not of this version of sparsesam ({error}); delete it") from error
 
 
 @dataclass(frozen=True)
@@ -80,7 +107,7 @@ class Task:
         """Times if one calibration measured all finished variants; otherwise forward-backward passes."""
         finished = [variant for variant in self.variants if variant.finished]
         plain = next((variant for variant in finished if variant.config.is_plain), None)
-        name = OPTIMIZERS[plain.config.optimizer][0] if plain is not None else "a plain step"
+        name = plain.label if plain is not None else "a plain step"
         for calibration in self.calibrations:
             if plain is not None and all(calibration.of(variant.config) for variant in finished):
                 seconds = {variant: calibration.seconds_per_epoch(variant.config) for variant in self.variants}
@@ -96,25 +123,40 @@ class Task:
         passes = {variant: statistics.median(values) if values else None for variant, values in counted.items()}
         return VariantCosts("passes", name, explanation, _relative(passes, plain))
 
-    @property
-    def recommendation(self) -> Recommendation | None:
-        """The cheapest variant whose accuracy does not differ significantly from the highest mean.
+    @cached_property
+    def verdicts(self) -> list[Verdict]:
+        """Returns a verdict for each length that several variants have, or one that says why nothing is ranked."""
+        lengths: dict[tuple[object, ...], list[Variant]] = {}
+        for variant in self.variants:
+            if variant.accuracy is not None:
+                lengths.setdefault(variant.length, []).append(variant)
+        found = [self._verdict(group, len(lengths) > 1) for group in lengths.values() if len(group) > 1]
+        if len(lengths) > 1 and not found:
+            return [Verdict("No ranking: every variant has another length, which is not compared.", None)]
+        return found
 
-        Of equally cheap ones, the most accurate. A difference is significant if its 95 % interval, seed by seed,
-        excludes 0. None for fewer than two variants with an accuracy and a cost.
+    def _verdict(self, variants: list[Variant], name_length: bool) -> Verdict:
+        """The cheapest variant whose accuracy does not differ significantly from the highest mean; of equally cheap
+        ones, the most accurate.
         """
-        costs = self.cost.values
-        known = [variant for variant in self.variants if variant.accuracy is not None and costs[variant] is not None]
-        if len(known) < 2:
-            return None
-        best = max(known, key=lambda variant: variant.accuracy or 0.0)
-        equal = [variant for variant in known if variant is best or _is_not_different(variant, best)]
-        chosen = min(equal, key=lambda variant: (costs[variant], -(variant.accuracy or 0.0)))
-        sentence = f"Best choice: {chosen.label}, {chosen.accuracy_text} at {self.cost.show(chosen)}. "
+        length = [(name, value) for name, value in zip(LENGTH, variants[0].length, strict=True) if value is not None]
+        start = f"{', '.join(setting_name(*setting) for setting in length)}. ".capitalize() if name_length else ""
+        ranking = rank({variant: variant.accuracies for variant in variants})
+        if ranking is None:
+            few = (
+                "it takes two variants with at least three finished seeds; with fewer, a difference cannot be told from"
+            )
+            return Verdict(f"{start}No ranking: {few} chance.", None)
+        cost, best = self.cost, ranking.best
+        chosen = min(ranking.alike, key=lambda variant: (cost.values[variant] or math.inf, -(variant.accuracy or 0.0)))
+        sentence = f"{start}Best choice: {chosen.label}, {chosen.accuracy_text} at {cost.show(chosen)}. "
         if chosen is best:
-            return Recommendation(chosen, best, sentence + "It has the highest mean accuracy.")
-        highest = f"The highest mean is {best.accuracy_text}, {best.label} at {self.cost.show(best)}; "
-        return Recommendation(chosen, best, sentence + highest + "the difference is not significant.")
+            sentence += "It has the highest mean accuracy."
+        else:
+            highest = f"The highest mean is {best.accuracy_text}, {best.label} at {cost.show(best)}"
+            sentence += f"{highest}; the difference is not significant."
+        few = ", ".join(variant.label for variant in variants if len(variant.accuracies) < MIN_SEEDS)
+        return Verdict(f"{sentence} Not ranked, fewer than three seeds: {few}." if few else sentence, chosen)
 
 
 @dataclass(frozen=True)
@@ -136,24 +178,19 @@ class VariantCosts:
 
 
 @dataclass(frozen=True)
-class Recommendation:
-    """``best`` has the highest mean accuracy; ``chosen`` is the cheapest without a significant difference."""
+class Verdict:
+    """``chosen`` is None if the ``sentence`` says why there is no ranking."""
 
-    chosen: Variant
-    best: Variant
     sentence: str
+    chosen: Variant | None
 
 
 def _relative(costs: Mapping[Variant, Number], plain: Variant | None) -> dict[Variant, Number]:
     """Convert costs per epoch or step to costs of whole runs, in units of the plain variant's."""
     if plain is None:
         return dict(costs)
-    whole = {variant: cost and cost * variant.config.epochs for variant, cost in costs.items()}
+    whole = {
+        variant: cost and cost * (variant.mean("epochs") or variant.config.epochs) for variant, cost in costs.items()
+    }
     unit = whole[plain]
     return {variant: cost / unit if cost and unit else None for variant, cost in whole.items()}
-
-
-def _is_not_different(first: Variant, second: Variant) -> bool:
-    """Whether the difference is not significant; with fewer than three common seeds, whether the means are equal."""
-    ours, theirs = first.by_seed("test_accuracy"), second.by_seed("test_accuracy")
-    return not differ(ours, theirs) if len(ours.keys() & theirs.keys()) > 2 else first.accuracy == second.accuracy

@@ -85,23 +85,25 @@ def _asset(name: str) -> str:
     return (resources.files("sparsesam.lab.report") / "assets" / name).read_text(encoding="utf-8")
 
 
-# ---- figures as data -------------------------------------------------------------------------------------------
-
-
 def _json(figures: Sequence[Figure]) -> str:
     """Returns the figures as JSON for a script element, with `<` escaped, which could end the element."""
     drawn, most = [], points_per_curve(figures)
     for place, figure in enumerate(figures):
         # A surface and its contours share their data, which is written once.
-        twin = next((one.name for one in figures[:place] if one.panels is figure.panels), None)
+        twin = next((other.name for other in figures[:place] if other.panels is figure.panels), None)
         panels = [
-            {"name": name, "series": [downsampled(series, most) for series in panel]}
-            for name, panel in figure.panels.items()
+            {"name": name, "series": [_described(figure, panel, series) for series in panel]}
+            for name, given in figure.panels.items()
+            for panel in [[downsampled(series, most) for series in given]]
         ]
         drawn.append({**vars(figure), "panels_of": twin, "panels": [] if twin else panels})
     exact = json.dumps(drawn, default=vars, allow_nan=False)
     rounded = json.loads(exact, parse_float=lambda digits: float(f"{float(digits):.6g}"))  # enough digits for a chart
     return json.dumps(rounded, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _described(figure: Figure, panel: Sequence[Series], series: Series) -> dict[str, Any]:
+    return {**vars(series), "bars_shown": figure.bars_shown(panel, series) if figure.kind == "lines" else None}
 
 
 def points_per_curve(figures: Sequence[Figure]) -> int:

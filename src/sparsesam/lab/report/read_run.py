@@ -12,7 +12,7 @@ from typing import Any, Literal
 import yaml
 
 from sparsesam.lab.display import Number, number
-from sparsesam.lab.experiment.config import TrainConfig, from_mapping
+from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, from_mapping, names_of
 from sparsesam.lab.experiment.run_directory import RunDirectory
 
 Status = Literal["finished", "failed", "unfinished", "analyses only"]
@@ -32,8 +32,8 @@ def find_runs(places: Iterable[str | os.PathLike[str]]) -> list[Path]:
         below = list(_below(place))
         if not below:
             raise ValueError(f"{place} has no runs; a run's directory contains a config.yaml")
-        for one in below:
-            found.setdefault(one.resolve(), one)
+        for folder in below:
+            found.setdefault(folder.resolve(), folder)
     return list(found.values())
 
 
@@ -48,10 +48,10 @@ def _below(place: Path) -> Iterator[Path]:
 class RunRecord:
     """The content of a run's files; ``problems`` are messages about unreadable ones.
 
-    ``epochs`` are the latest record of each epoch, in order; ``analyses`` the files' contents by name. ``config`` has
-    unused settings at their defaults, so that identical runs are equal; None if the settings cannot be read. ``name``
-    is the name given by a sweep or --name, or empty. ``result`` is empty for a run that is not finished; ``reason``
-    then says why.
+    ``epochs`` are the latest record of each epoch, in order; ``analyses`` the files' contents by name. ``settings`` are
+    as recorded; ``config`` has unused ones at their defaults, so that identical runs are equal, and is None if they
+    cannot be read. ``name`` is the name given by a sweep or --name, or empty. ``result`` is empty for a run that is not
+    finished; ``reason`` then says why.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,15 +62,15 @@ class RunRecord:
         self.analyses = self._read_analyses(files.analyses)
         written, failure = self._read_mapping(files.result), self._read_mapping(files.failure)
         begun = _last(records, "run") | _last(records, "resume")
-        settings = self._read_mapping(files.config) or _mapping((begun, written), "config")
-        self.config = self._config(settings) if settings else None
+        self.settings = self._read_mapping(files.config) or _mapping((begun, written), "config")
+        self.config = self._config() if self.settings else None
         self.epochs = self._by_epoch(records)
         self.name = str(written.get("name") or begun.get("name") or "")
         self.provenance = _mapping((written, begun, failure), "provenance")
         result = _mapping((written,), "result") or _last(records, "result")
         self.result = result if number(result.get("test_accuracy")) is not None else {}
         self.status, self.reason = self._status(failure)
-        if not settings and self.status != "analyses only":
+        if not self.settings and self.status != "analyses only":
             self.problems.append("no settings could be read")
 
     @property
@@ -86,9 +86,11 @@ class RunRecord:
         values = {epoch: number(record.get(name)) for epoch, record in self.epochs.items()}
         return {epoch: value for epoch, value in values.items() if value is not None}
 
-    def _config(self, settings: dict[str, Any]) -> TrainConfig | None:
+    def _config(self) -> TrainConfig | None:
+        others = names_of(RunEnvironment)
         try:
-            return from_mapping(TrainConfig, settings).canonical
+            own = {name: value for name, value in self.settings.items() if name not in others}
+            return from_mapping(TrainConfig, own).canonical
         except (TypeError, ValueError) as error:
             self.problems.append(f"its settings are not valid in this version of sparsesam: {error}")
             return None

@@ -9,11 +9,14 @@ from typing import Any
 
 from sparsesam.lab.display import Number, SeriesStyle, assign_styles, number, percent
 from sparsesam.lab.display.figure import OPTIMIZERS
+from sparsesam.lab.experiment.confidence import half_width
 from sparsesam.lab.experiment.config import DEFAULTS, TrainConfig
 from sparsesam.lab.report.read_run import RunRecord
 
 #: Settings that define a task, besides data set and model: accuracies are compared only if these agree.
-TASK = ("train_size", "test_size", "label_noise", "corruption", "corruption_rate")
+TASK = ("train_size", "val_size", "test_size", "image_size", "label_noise", "corruption", "corruption_rate")
+#: Runs are ranked only if these agree too.
+LENGTH = ("epochs", "max_steps")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,17 +41,20 @@ class Variant:
         return self.mean("test_accuracy")
 
     @property
+    def accuracies(self) -> dict[int, float]:
+        return self.by_seed("test_accuracy")
+
+    @property
     def accuracy_text(self) -> str:
-        return percent(self.accuracy, self.deviation("test_accuracy"))
+        return percent(self.accuracy, half_width(list(self.accuracies.values())))
+
+    @property
+    def length(self) -> tuple[Any, ...]:
+        return tuple(getattr(self.config, name) for name in LENGTH)
 
     def mean(self, measure: str) -> Number:
         values = self.by_seed(measure).values()
         return statistics.fmean(values) if values else None
-
-    def deviation(self, measure: str) -> Number:
-        """Returns the sample standard deviation over seeds; None for fewer than two runs."""
-        values = self.by_seed(measure).values()
-        return statistics.stdev(values) if len(values) > 1 else None
 
     def by_seed(self, measure: str) -> dict[int, float]:
         known = {run.seed: run.measured(measure) for run in self.finished}
@@ -56,13 +62,23 @@ class Variant:
 
     def label_of(self, run: RunRecord, among: Iterable[RunRecord]) -> str:
         """Returns the variant's label, with the seed if several of its runs are ``among`` those shown."""
-        others = [one for one in among if one in self.runs and one is not run]
+        others = [other for other in among if other in self.runs and other is not run]
         return f"{self.label}, seed {run.seed}" if others else self.label
 
 
-def group_variants(groups: Mapping[TrainConfig, list[RunRecord]]) -> list[Variant]:
-    """Returns the variants in report order, with unique labels and styles; configs of ``groups`` have seed 0."""
-    ordered = sorted(groups, key=lambda config: _rank(config, groups[config]))
+def group_variants(groups: Mapping[TrainConfig, list[RunRecord]], places: Mapping[str, int]) -> list[Variant]:
+    """Returns the variants with unique labels and styles; configs of ``groups`` have seed 0.
+
+    The order is that of ``places``, by ``content_hash``: the sweep's. Others follow: plain steps, SAM, SSAM; defaults
+    before other settings.
+    """
+
+    def order(config: TrainConfig) -> tuple[Any, ...]:
+        changed = changed_settings(config)
+        values = [(name, number(value) or 0.0, str(value)) for name, value in changed.items()]
+        return places.get(config.content_hash, len(places)), _method(config)[0], len(changed), values
+
+    ordered = sorted(groups, key=order)
     labels = unique([_given_name(groups[config]) or _label(config, ordered) for config in ordered], ", ")
     styles = assign_styles([config.optimizer for config in ordered])
     return [
@@ -84,10 +100,19 @@ def _given_name(runs: Sequence[RunRecord]) -> str:
 
 
 def _label(config: TrainConfig, others: Sequence[TrainConfig]) -> str:
-    """Returns the optimizer with every non-default setting that is not shared by its other variants."""
-    differing = differing_settings([one for one in others if one.optimizer == config.optimizer])
-    words = [setting_name(name, value) for name, value in changed_settings(config).items() if name in differing]
-    return ", ".join([OPTIMIZERS[config.optimizer][0], *words])
+    """Returns the optimizer with its length, if others differ in it, and every non-default setting that is not shared
+    by its other variants.
+    """
+    lengths = [name for name in differing_settings(others) if name in LENGTH]
+    differing = differing_settings([other for other in others if other.optimizer == config.optimizer])
+    named = {name: getattr(config, name) for name in lengths if getattr(config, name) is not None}
+    named |= {name: value for name, value in changed_settings(config).items() if name in differing}
+    return ", ".join([_method(config)[1], *(setting_name(name, value) for name, value in named.items())])
+
+
+def _method(config: TrainConfig) -> tuple[int, str]:
+    """Returns the optimizer's place in the order of the report, and its name."""
+    return list(OPTIMIZERS).index(config.optimizer), OPTIMIZERS[config.optimizer][0]
 
 
 def task_label(config: TrainConfig) -> str:
@@ -105,16 +130,9 @@ def _one_per_seed(members: Sequence[RunRecord]) -> tuple[list[RunRecord], list[R
     return chosen, [run for run in members if run not in chosen]
 
 
-def _rank(config: TrainConfig, runs: Sequence[RunRecord]) -> tuple[Any, ...]:
-    """Order: plain steps, SAM, SSAM; defaults before other settings; variants without a finished run last."""
-    changed = [(name, number(value) or 0.0, str(value)) for name, value in changed_settings(config).items()]
-    is_unfinished = all(run.status != "finished" for run in runs)
-    return is_unfinished, list(OPTIMIZERS).index(config.optimizer), len(changed), changed
-
-
 def differing_settings(configs: Sequence[TrainConfig]) -> list[str]:
     """Returns the settings that are not the same in all configs."""
-    return [name for name in DEFAULTS if name != "seed" and len({getattr(one, name) for one in configs}) > 1]
+    return [name for name in DEFAULTS if name != "seed" and len({getattr(config, name) for config in configs}) > 1]
 
 
 def changed_settings(config: TrainConfig) -> dict[str, Any]:
@@ -133,6 +151,6 @@ def show_setting(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.6g}"
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         return ", ".join(map(show_setting, value))
     return "none" if value is None else str(value)

@@ -8,15 +8,15 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from sparsesam.lab.display import write_figures
+from sparsesam.lab.display import make_parent, write_figures
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.run_directory import write_atomically
 from sparsesam.lab.report.data import ReportData, Task
 from sparsesam.lab.report.page import Part, Section, render
-from sparsesam.lab.report.sections.analyses import analysis_parts, missing_analyses
+from sparsesam.lab.report.sections.analyses import analysis_parts
 from sparsesam.lab.report.sections.paper import paper_parts
 from sparsesam.lab.report.sections.results import curves_part, overview_parts, results_part, sparsity_part
-from sparsesam.lab.report.sections.runs import provenance_parts, runs_parts, unfinished_parts
+from sparsesam.lab.report.sections.runs import machines_parts, runs_parts, unfinished_parts
 
 StrPath = str | os.PathLike[str]
 
@@ -25,22 +25,19 @@ def write_report(
     runs: Iterable[StrPath],
     out: StrPath = "report.html",
     *,
-    title: str = "sparsesam report",
+    title: str | None = None,
     figures: StrPath | None = None,
     bounds: bool = False,
 ) -> ReportData:
     """Write one page about all runs at or below ``runs``; with ``figures``, also each figure to that directory.
 
-    ``bounds`` shows generalization bounds even if they are vacuous.
+    The default ``title`` is the sweep's. ``bounds`` shows generalization bounds even if they are vacuous.
     """
     out = Path(out)
-    if out.is_dir():
-        raise ValueError(f"out must be a file such as report.html, got the directory {str(out)!r}")
+    make_parent("--out", out)
     data, sections = build_report(runs, bounds=bounds)
     made = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M UTC}, {provenance()['command']}"
-    missing = missing_analyses(data)
-    page = render(sections, title=title, made=made, count=data.count(), problems=data.problems, missing=missing)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    page = render(sections, title=title or data.title, made=made, count=data.count(), problems=data.problems)
     write_atomically(out, page)
     if figures is not None:
         write_figures([figure for section in sections for figure in section.figures], Path(figures))
@@ -59,7 +56,7 @@ def build_report(runs: Iterable[StrPath], *, bounds: bool = False) -> tuple[Repo
         Section("paper", "Comparison with the paper", paper_parts(data)),
         Section("other-analyses", "Analyses without a run", analysis_parts(data, None, show_bounds=bounds)),
         Section("runs", "Runs", runs_parts(data)),
-        Section("provenance", "Machines and settings", provenance_parts(data)),
+        Section("machines", "Machines", machines_parts(data)),
         Section("unfinished", "Failed and unfinished", unfinished_parts(data)),
     ]
     shown = [replace(section, parts=_with_content(section.parts)) for section in sections]

@@ -5,8 +5,6 @@
   const GLYPHS = ["●", "◆", "■", "▲", "▼", "✚", "✖", "★", "⬟", "⬢"];
   const DASHES = ["solid", "dash", "dashdot", "longdash", "longdashdot"];
   const STROKES = { solid: "", dash: "5 3", dashdot: "5 2 1 2", longdash: "9 3", longdashdot: "9 2 1 2", dot: "1.5 3" };
-  // This many series differ in color; the next ones have another dash.
-  const COLORS = 11;
   const PRINT_WIDTH = 660;
   const isTouched = matchMedia("(pointer: coarse)").matches;
 
@@ -34,18 +32,27 @@
   const fade = (rgb, share) => rgb.replace("rgb(", "rgba(").replace(")", `, ${share})`);
   // Plotly interprets some HTML tags in text, so < and & in a name must be escaped.
   const literal = (text) => (typeof text === "string" ? text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;") : text);
-  const dash = (series) => (series.faint ? "dot" : DASHES[Math.floor(series.number / COLORS) % DASHES.length]);
+  // Series of one method have its color and marker; they differ in dash or filling, then in strength.
+  const dash = (series) => (series.faint ? "dot" : DASHES[series.variant % DASHES.length]);
+  const strength = (series, looks) => Math.max(0.4, 1 - 0.3 * Math.floor(series.variant / looks));
+  const isOpen = (series) => series.variant % 2 === 1;
 
   // ---- convert a figure's data to plotly's
 
-  function lines(series, colors) {
-    const color = colors.of(series.color);
+  function lines(series, colors, figure) {
+    const color = fade(colors.of(series.color), strength(series, DASHES.length));
     const shared = { legendgroup: series.name, type: "scatter" };
     const main = {
       ...shared, name: literal(series.name), x: series.x, y: series.y, mode: series.x.length === 1 ? "markers" : "lines",
       line: { color, width: series.faint ? 1.4 : 2, dash: dash(series) }, marker: { color },
     };
     if (!series.bars) return [main];
+    if (series.bars_shown) {
+      const pick = (values) => series.bars_shown.filter((i) => series.bars[i]).map((i) => values[i]);
+      const [y, ends] = [pick(series.y), pick(series.bars)];
+      const sizes = { array: ends.map((end, i) => end[1] - y[i]), arrayminus: ends.map((end, i) => y[i] - end[0]) };
+      return [main, { ...shared, x: pick(series.x), y, mode: "markers", marker: { color, size: 4 }, hoverinfo: "skip", showlegend: false, error_y: { type: "data", symmetric: false, ...sizes, color, thickness: 1.2, width: 3 } }];
+    }
     const known = series.x.map((_, i) => i).filter((i) => series.bars[i]);
     const [down, up] = [0, 1].map((end) => known.map((i) => series.bars[i][end]));
     const band = {
@@ -57,21 +64,23 @@
 
   function points(series, colors) {
     if (series.faint) return lines(series, colors);
-    const color = colors.of(series.color);
     const many = series.x.length > 50;
+    const color = fade(colors.of(series.color), strength(series, 2) * (many ? 0.5 : 1));
+    const x = series.x.map((one) => one + series.shift);
     const length = (end, sign) => series.y.map((y, i) => (series.bars?.[i] ? sign * (series.bars[i][end] - y) : 0));
     const bars = { symmetric: false, array: length(1, 1), arrayminus: length(0, -1) };
-    const ring = { type: "scatter", mode: "markers", x: series.x, y: series.y, hoverinfo: "skip", marker: { color, symbol: "circle-open", size: 22, line: { width: 2 } } };
+    const ring = { type: "scatter", mode: "markers", x, y: series.y, hoverinfo: "skip", marker: { color, symbol: "circle-open", size: 22, line: { width: 2 } } };
     return [...(series.mark ? [ring] : []), {
-      type: "scatter", mode: "markers", name: literal(series.name), x: series.x, y: series.y,
-      marker: { color, symbol: many ? "circle" : SYMBOLS[series.number % SYMBOLS.length], size: many ? 4 : 11, opacity: many ? 0.5 : 1 },
+      type: "scatter", mode: "markers", name: literal(series.name), x, y: series.y, customdata: series.x,
+      hovertemplate: many ? undefined : "%{customdata:.3~f}, %{y:.2f}",
+      marker: { color, symbol: many ? "circle" : SYMBOLS[series.marker % SYMBOLS.length] + (isOpen(series) ? "-open" : ""), size: many ? 4 : 11, line: { width: isOpen(series) ? 2 : 0 } },
       error_y: series.bars ? { type: "data", ...bars, color, thickness: 1.5, width: 5 } : undefined,
     }];
   }
 
   function bars(series, colors) {
     const color = colors.of(series.color);
-    const shape = ["", "/", "x", "-", "|", "+", "."][Math.floor(series.number / COLORS) % 7];
+    const shape = ["", "/", "x", "-", "|", "+", "."][series.variant % 7];
     return [{
       type: "bar", name: literal(series.name), x: series.x.map(literal), y: series.y, opacity: series.faint ? 0.55 : 1,
       marker: { color, pattern: { shape, fgcolor: colors.sheet, size: 6, fillmode: "overlay" } },
@@ -125,7 +134,8 @@
     const basic = {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, barmode: "group", uirevision: figure.panel,
       font: { color: colors.ink, family: "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', sans-serif", size: 12 },
-      margin: { l: 8, r: 12, t: 12, b: 8 }, hoverlabel: { namelength: -1 },
+      // The toolbar is in the margin above the chart, not on it.
+      margin: { l: 8, r: 12, t: isTouched ? 12 : 30, b: 8 }, hoverlabel: { namelength: -1 },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: colors.line, activecolor: colors.soft },
       // Touching a chart should scroll the page.
       dragmode: isTouched ? false : "zoom",
@@ -138,7 +148,7 @@
       const distance = element(figure).clientWidth < 450 ? 1.6 : 1.08;
       const eye = { x: 1.35 * distance, y: -1.45 * distance, z: 0.95 * distance };
       const scene = { aspectmode: "cube", domain: { x: [0, 0.92], y: [0, 1] }, xaxis: plane(figure.x), yaxis: plane(figure.y), zaxis: z, camera: { eye, center: { x: 0, y: 0, z: -0.2 } }, uirevision: "kept" };
-      return { ...basic, dragmode: "orbit", margin: { l: 0, r: 0, t: 0, b: 0 }, scene };
+      return { ...basic, dragmode: "orbit", margin: { l: 0, r: 0, t: 24, b: 0 }, scene };
     }
     const all = (name) => figure.panels[figure.panel].series.flatMap((series) => series[name]);
     const both = { ...basic, xaxis: axis(figure.x, colors, all("x")), yaxis: axis(figure.y, colors, all("y")) };
@@ -153,29 +163,28 @@
     return both;
   }
 
-  // The label of a marked point, placed where no other point or bar is.
+  // Labels of marked points, placed where no other point or bar is.
   function marks(figure, colors) {
     const shown = figure.panels[figure.panel].series.filter((series) => !figure.hidden.has(series.name) && series.x.length === 1);
-    const marked = shown.find((series) => series.mark);
-    if (!marked) return [];
     const plot = element(figure).querySelector(".plot");
     const [bottoms, tops] = [0, 1].map((end) => shown.map((series) => series.bars?.[0]?.[end] ?? series.y[0]));
     const scale = (low, high, size) => (value) => (high > low ? (value - low) / (high - low) : 0.5) * size;
     const x = scale(Math.min(...shown.map((series) => series.x[0])), Math.max(...shown.map((series) => series.x[0])), plot.clientWidth * 0.8);
     const y = scale(Math.min(...bottoms), Math.max(...tops), plot.clientHeight * 0.7);
     const [width, height, gap] = [100, 18, 17];
-    const [left, up] = [x(marked.x[0]), y(marked.y[0])];
-    // Try beside the point first, then below and above it, then further below.
-    const sides = [[gap, 0], [8, -12], [8, 12], [8, -28], [8, -48]].flatMap(([side, shift]) => ["left", "right"].map((xanchor) => {
-      const from = xanchor === "left" ? left + side : left - side - width;
-      const low = up + shift - (shift === 0 ? height / 2 : shift < 0 ? height : 0);
-      const yanchor = shift === 0 ? "middle" : shift < 0 ? "top" : "bottom";
-      return { xanchor, yanchor, xshift: xanchor === "left" ? side : -side, yshift: shift, box: [from, from + width, low, low + height] };
-    }));
-    const hits = ({ box: [from, to, low, high] }) => shown.filter((series, i) => series !== marked && x(series.x[0]) + 7 > from && x(series.x[0]) - 7 < to && y(tops[i]) + 7 > low && y(bottoms[i]) - 7 < high).length + (to > plot.clientWidth * 0.85 || from < -plot.clientWidth * 0.04 ? 10 : 0);
-    const best = sides.reduce((a, b) => (hits(b) < hits(a) ? b : a));
-    const { box, ...place } = best;
-    return [{ x: marked.x[0], y: marked.y[0], text: literal(marked.mark), showarrow: false, font: { color: colors.ink, size: 12.5, weight: 600 }, ...place }];
+    return shown.filter((series) => series.mark).map((marked) => {
+      const [left, up] = [x(marked.x[0]), y(marked.y[0])];
+      // Try beside the point first, then below and above it, then further below.
+      const sides = [[gap, 0], [8, -12], [8, 12], [8, -28], [8, -48]].flatMap(([side, shift]) => ["left", "right"].map((xanchor) => {
+        const from = xanchor === "left" ? left + side : left - side - width;
+        const low = up + shift - (shift === 0 ? height / 2 : shift < 0 ? height : 0);
+        const yanchor = shift === 0 ? "middle" : shift < 0 ? "top" : "bottom";
+        return { xanchor, yanchor, xshift: xanchor === "left" ? side : -side, yshift: shift, box: [from, from + width, low, low + height] };
+      }));
+      const hits = ({ box: [from, to, low, high] }) => shown.filter((series, i) => series !== marked && x(series.x[0]) + 7 > from && x(series.x[0]) - 7 < to && y(tops[i]) + 7 > low && y(bottoms[i]) - 7 < high).length + (to > plot.clientWidth * 0.85 || from < -plot.clientWidth * 0.04 ? 10 : 0);
+      const { box, ...place } = sides.reduce((a, b) => (hits(b) < hits(a) ? b : a));
+      return { x: marked.x[0] + marked.shift, y: marked.y[0], text: literal(marked.mark), showarrow: false, font: { color: colors.ink, size: 12.5, weight: 600 }, ...place };
+    });
   }
 
   function content(figure, colors) {
@@ -226,13 +235,14 @@
     const drawn = document.createElementNS(space, "svg");
     const line = figure.kind === "lines" || (series.faint && figure.kind === "points");
     const shape = document.createElementNS(space, line ? "line" : "text");
-    const color = colors.of(series.color);
+    const color = fade(colors.of(series.color), strength(series, line ? DASHES.length : 2));
+    const hollow = !line && figure.kind === "points" && isOpen(series);
     for (const [name, value] of Object.entries({ width: line ? 30 : 16, height: 14, "aria-hidden": "true" })) drawn.setAttribute(name, value);
     const look = line
       ? { x1: 0, x2: 30, y1: 7, y2: 7, stroke: color, "stroke-width": 2.5, "stroke-dasharray": STROKES[dash(series)] }
-      : { x: 8, y: 12, "text-anchor": "middle", "font-size": 13, fill: color };
+      : { x: 8, y: 12, "text-anchor": "middle", "font-size": 13, fill: hollow ? "none" : color, stroke: hollow ? color : "none", "stroke-width": 1.3 };
     for (const [name, value] of Object.entries(look)) shape.setAttribute(name, value);
-    if (!line) shape.textContent = figure.kind === "bars" ? "■" : GLYPHS[series.number % GLYPHS.length];
+    if (!line) shape.textContent = figure.kind === "bars" ? "■" : GLYPHS[series.marker % GLYPHS.length];
     drawn.append(shape);
     return drawn;
   }
@@ -328,7 +338,7 @@
   const button = document.getElementById("theme");
   const isDark = () => (document.documentElement.dataset.theme || (system.matches ? "dark" : "light")) === "dark";
   const showTheme = () => {
-    button.setAttribute("aria-pressed", String(isDark()));
+    button.textContent = isDark() ? "Light colors" : "Dark colors";
     redraw();
   };
   button.addEventListener("click", () => {

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from sparsesam.lab.display import Figure, SeriesStyle, Table
-from sparsesam.lab.display.figure import PALETTE_SIZE
 from sparsesam.lab.inspection import ANALYSES, Analysis, LabeledResult
 from sparsesam.lab.inspection.trained_run import Origin
 from sparsesam.lab.report.data import ReportData, Task
@@ -20,7 +19,7 @@ def analysis_parts(data: ReportData, task: Task | None, *, show_bounds: bool) ->
         found = {name: results for name in analysis.files if (results := _read_results(data, analysis, name, task))}
         if not found:
             continue
-        everything = [one for results in found.values() for one in results]
+        everything = [result for results in found.values() for result in results]
         if (reason := analysis.why_hidden(everything)) and not show_bounds:
             parts.append(Part("", notes=[reason]))
             continue
@@ -29,16 +28,6 @@ def analysis_parts(data: ReportData, task: Task | None, *, show_bounds: bool) ->
             blocks += [analysis.table(name, results), *analysis.figures(name, results)]
         parts.append(Part(analysis.title, blocks, notes=analysis.notes(everything)))
     return parts
-
-
-def missing_analyses(data: ReportData) -> list[str]:
-    """Returns the commands of the analyses that no run has."""
-    present = {name for run in data.directories for name in run.analyses}
-    return [
-        f"sparsesam analyze {kind} {analysis.subject_type.argument[0]}"
-        for kind, analysis in ANALYSES.items()
-        if not present.intersection(analysis.files)
-    ]
 
 
 def _read_results(
@@ -62,16 +51,14 @@ def _read_results(
         label, style = run.path.name, SeriesStyle()
         if task is not None:
             variant = task.variant_of(run)
-            label, place = variant.label_of(run, having), [one for one in having if one in variant.runs].index(run)
-            style = variant.style._replace(number=variant.style.number + PALETTE_SIZE * place)
+            label, seeds = variant.label_of(run, having), [other for other in having if other in variant.runs]
+            number = variant.style.variant + len(task.variants) * seeds.index(run)
+            style = variant.style._replace(variant=number)
         found.append(LabeledResult(label, result, style, _label_at(data, Path(other)) if other else ""))
     return found
 
 
 def _label_at(data: ReportData, directory: Path) -> str:
     """Returns the label of the run in that directory, or the directory's name if it is not in this report."""
-    for task in data.tasks:
-        for run in task.runs:
-            if run.path.resolve() == directory.resolve():
-                return task.variant_of(run).label_of(run, task.runs)
-    return directory.name
+    there = [(task, run) for task in data.tasks for run in task.runs if run.path.resolve() == directory.resolve()]
+    return next((task.variant_of(run).label_of(run, task.runs) for task, run in there), directory.name)

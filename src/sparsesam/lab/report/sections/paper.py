@@ -16,7 +16,7 @@ from sparsesam.lab.report.variants import setting_name
 
 def paper_parts(data: ReportData) -> list[Part]:
     known = [(run, run.config) for run in data.runs if run.config is not None]
-    scaled = [one.at(scale) for one in recipes().values() if one.has_numbers for scale in get_args(Scale)]
+    scaled = [recipe.at(scale) for recipe in recipes().values() if recipe.has_numbers for scale in get_args(Scale)]
     tables = [_table(recipe, known) for recipe in scaled]
     return [Part("", [table for table in tables if table is not None])]
 
@@ -35,12 +35,13 @@ def _overrides(recipe: Recipe, configs: list[TrainConfig]) -> dict[str, Any]:
     """Returns what `paper run --set` changed: settings that the table does not vary and that all its runs share."""
     if not configs:
         return {}
-    cells_ = [recipe.config(row, column).canonical for row, column in recipe.cells]
+    in_cells = [recipe.config(row, column).canonical for row, column in recipe.cells]
     changed = {}
     for name in names_of(TrainConfig):
-        planned, ran = {getattr(one, name) for one in cells_}, {getattr(one, name) for one in configs}
-        if name != "seed" and len(planned) == 1 and len(ran) == 1 and planned != ran:
-            changed[name] = ran.pop()
+        planned, ran = ({(one.optimizer, getattr(one, name)) for one in some} for some in (in_cells, configs))
+        is_free = name in recipe.sgd_settings or len({value for _, value in planned}) == 1
+        if name != "seed" and is_free and len({value for _, value in ran}) == 1 and not ran <= planned:
+            changed[name] = ran.pop()[1]
     return changed
 
 
@@ -50,6 +51,6 @@ def _caption(recipe: Recipe, runs: int) -> str:
     if recipe.scale == "laptop":
         parts.append("The data set is not the paper’s: compare the differences between rows, not the values.")
     if recipe.overrides:
-        changed = ", ".join(setting_name(name, one) for name, one in recipe.overrides.items())
+        changed = ", ".join(setting_name(name, value) for name, value in recipe.overrides.items())
         parts.append(f"Ours were run with {changed} instead of the recipe’s.")
     return " ".join(parts)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 
-from sparsesam.lab.display import Axis, Cell, Figure, Series, Table, cells, error_bars, finished_of, number_cell
-from sparsesam.lab.display.figure import needs_log
+from sparsesam.lab.display import Axis, Cell, Figure, Series, Table, cells, finished_of, number_cell, side_by_side
+from sparsesam.lab.display.figure import MOST_BANDS, needs_log
 from sparsesam.lab.display.numbers import Number, percent, plural, ratio
 from sparsesam.lab.experiment.confidence import confidence_interval
-from sparsesam.lab.report.data import ReportData, Task, VariantCosts
+from sparsesam.lab.experiment.config import unused
+from sparsesam.lab.report.data import ReportData, Task, Verdict
 from sparsesam.lab.report.page import Part
-from sparsesam.lab.report.variants import Variant, differing_settings
+from sparsesam.lab.report.variants import Variant, differing_settings, show_setting
 
 #: Measures of each epoch and their names.
 _CURVES = {
@@ -28,82 +30,74 @@ def overview_parts(data: ReportData) -> list[Part]:
         return []
     rows = []
     for task in data.tasks:
-        cost, recommendation = task.cost, task.recommendation
-        known = [variant for variant in task.variants if variant.accuracy is not None]
-        shown = recommendation.chosen if recommendation else max(known, key=lambda one: one.accuracy or 0, default=None)
-        if shown is not None:
-            accuracy = Cell(shown.accuracy_text, order=shown.accuracy)
-            costs = Cell(cost.show(shown), order=cost.values[shown])
-            rows.append(cells(task.label, accuracy, shown.label, costs, len(known)))
-    caption = (
-        "The best choice for each task: the cheapest variant not significantly different from the best. "
-        "Mean ± standard deviation over seeds."
-    )
-    columns = ["task", "test accuracy", "variant", "cost", "variants"]
-    return [Part("", [Table("overview", caption, columns, rows)])]
+        variants = sum(variant.accuracy is not None for variant in task.variants)
+        for verdict in task.verdicts or [Verdict("–", None)]:
+            found: list[str | Cell] = [verdict.sentence, "–", "–"]
+            if chosen := verdict.chosen:
+                cost = Cell(task.cost.show(chosen), order=task.cost.values[chosen])
+                found = [chosen.label, Cell(chosen.accuracy_text, order=chosen.accuracy), cost]
+            rows.append(cells(task.label, *found, variants))
+    caption = "The best choice for each task: the cheapest variant not significantly different from the best."
+    return [Part("", [Table("overview", caption, ["task", "best choice", "test accuracy", "cost", "variants"], rows)])]
 
 
 def results_part(task: Task) -> Part:
-    cost, recommendation = task.cost, task.recommendation
-    chosen = recommendation.chosen if recommendation else None
-    figure = Figure(
-        name="accuracy-against-cost",
-        title="Test accuracy against cost",
-        caption=f"{cost.explanation} Up and to the left is better. Bars are 95 % confidence intervals of the mean, "
-        "from three seeds on; the ring marks the cheapest variant not significantly different from the best.",
-        kind="points",
-        x=Axis(cost.axis),
-        y=Axis("test accuracy (%)"),
-        panels={"": [one for variant in task.variants for one in _point(variant, cost.values[variant], chosen)]},
-    )
-    lead = recommendation.sentence if recommendation else ""
-    return Part("", [figure, _table(task)], lead, _notes(task))
+    cost, verdicts = task.cost, task.verdicts
+    chosen = [verdict.chosen for verdict in verdicts if verdict.chosen]
+    ring = " The ring marks the cheapest variant not significantly different from the best." if chosen else ""
+    caption = f"{cost.explanation} Up and to the left is better.{ring}"
+    points = [point for variant in task.variants for point in _point(variant, cost.values[variant], chosen)]
+    figure = _against("cost", cost.axis, caption, points)
+    duplicates = sum(len(variant.duplicates) for variant in task.variants)
+    note = f"{plural(duplicates, 'run')} with the same settings and seed as another: counted once."
+    lead = "\n".join(verdict.sentence for verdict in verdicts)
+    return Part("", [figure, _table(task), _settings(task)], lead, [note] if duplicates else [])
 
 
-def _point(variant: Variant, place: Number, chosen: Variant | None = None) -> list[Series]:
-    """Returns the point of a variant, with the 95 % interval from three seeds on; nothing if a value is not known."""
+def _against(name: str, axis: str, caption: str, points: Sequence[Series], levels: Sequence[Series] = ()) -> Figure:
+    """Returns the figure of test accuracies against something; ``levels`` are reference lines."""
+    points = side_by_side(points)
+    moved = " Points that would hide each other are drawn side by side." if any(point.shift for point in points) else ""
+    x, y, panels = Axis(axis), Axis("test accuracy (%)"), {"": [*levels, *points]}
+    return Figure(f"accuracy-against-{name}", f"Test accuracy against {name}", caption + moved, x, y, panels, "points")
+
+
+def _point(variant: Variant, place: Number, chosen: Sequence[Variant] = ()) -> list[Series]:
+    """Returns the point of a variant with its interval; nothing if a value is not known."""
     if place is None or variant.accuracy is None:
         return []
-    values = [100 * one for one in variant.by_seed("test_accuracy").values()]
-    bars = [confidence_interval(values, lowest=0.0, highest=100.0)] if len(values) > 2 else None
-    mark = "best choice" if variant is chosen else ""
+    interval = confidence_interval([100 * value for value in variant.accuracies.values()], lowest=0.0, highest=100.0)
+    mark, bars = "best choice" if variant in chosen else "", interval and [interval]
     return [variant.style.series(variant.label, [place], [100 * variant.accuracy], bars=bars, mark=mark)]
 
 
 def _table(task: Task) -> Table:
     cost = f"{task.cost.measure} / {task.cost.reference}"
-    columns = ["variant", "test accuracy", cost, "sparsity", "best epoch’s", "train accuracy", "seeds"]
+    columns = ["variant", "test accuracy", cost, "sparsity", "best epoch *", "train accuracy", "seeds"]
     caption = (
-        "Mean ± standard deviation over the finished seeds, in the last epoch. “Best epoch’s” is the mean accuracy of "
-        "best.pt, which is chosen on validation images or, in runs without them, on the test images themselves, which "
-        "makes it too high."
+        "Means over the finished seeds, in the last epoch. * Test accuracy of best.pt, which is chosen on validation "
+        "images or, in runs without them, on the test images themselves, which makes it too high."
     )
-    return Table("accuracy", caption, columns, [_row(variant, task.cost) for variant in task.variants])
+    rows = []
+    for variant in task.variants:
+        finished, failed = len(variant.finished), sum(run.status == "failed" for run in variant.runs)
+        accuracy = Cell(variant.accuracy_text, order=variant.accuracy)
+        seeds = Cell(finished_of(finished, len(variant.runs), failed), order=finished)
+        best, train = (number_cell(variant.mean(name), percent) for name in ("best_test_accuracy", "train_accuracy"))
+        ratios = number_cell(task.cost.values[variant], ratio)
+        rows.append(cells(variant.label, accuracy, ratios, variant.mean("sparsity"), best, train, seeds))
+    return Table("accuracy", caption, columns, rows)
 
 
-def _row(variant: Variant, cost: VariantCosts) -> list[Cell]:
-    finished, failed = len(variant.finished), sum(run.status == "failed" for run in variant.runs)
-    return cells(
-        variant.label,
-        Cell(variant.accuracy_text, order=variant.accuracy),
-        number_cell(cost.values[variant], ratio),
-        variant.mean("sparsity"),
-        number_cell(variant.mean("best_test_accuracy"), percent),
-        number_cell(variant.mean("train_accuracy"), percent),
-        Cell(finished_of(finished, len(variant.runs), failed), order=finished),
-    )
-
-
-def _notes(task: Task) -> list[str]:
-    notes = []
-    few = sum(0 < len(variant.finished) < 3 for variant in task.variants)
-    if few:
-        notes.append(f"{plural(few, 'variant')} with fewer than three finished seeds: differences may be chance.")
-    duplicates = sum(len(variant.duplicates) for variant in task.variants)
-    if duplicates:
-        notes.append(f"{plural(duplicates, 'run')} with the same settings and seed as another: counted once.")
-    names = [name.replace("_", " ") for name in differing_settings([variant.config for variant in task.variants])]
-    return [*notes, f"Settings that differ: {', '.join(names)}."] if names else notes
+def _settings(task: Task) -> Table:
+    """Returns the settings in which the variants differ, "–" where a variant does not use one."""
+    names = differing_settings([variant.config for variant in task.variants])
+    rows = []
+    for variant in task.variants if names else ():
+        used = {name: getattr(variant.config, name) for name in names if name not in unused(variant.config)}
+        rows.append(cells(variant.label, *(show_setting(used[name]) if name in used else "–" for name in names)))
+    caption = "The settings in which the variants differ. A click on a run, below, shows all of its settings."
+    return Table("variants", caption, ["variant", *names], rows)
 
 
 def sparsity_part(task: Task) -> Part:
@@ -116,18 +110,9 @@ def sparsity_part(task: Task) -> Part:
         for variant in task.variants
         if variant.config.is_plain and variant.accuracy is not None
     ]
-    figure = Figure(
-        name="accuracy-against-sparsity",
-        title="Test accuracy against sparsity",
-        caption="The actual sparsity of the masks; 0 is SAM. Dotted: no perturbation. Bars as above.",
-        kind="points",
-        x=Axis("share of weights not perturbed"),
-        y=Axis("test accuracy (%)"),
-        panels={
-            "": [*levels, *(one for variant in task.variants for one in _point(variant, variant.mean("sparsity")))]
-        },
-    )
-    return Part("Accuracy against sparsity", [figure])
+    points = [point for variant in task.variants for point in _point(variant, variant.mean("sparsity"))]
+    caption = "The actual sparsity of the masks; 0 is SAM. Dotted: no perturbation."
+    return Part("Sparsity", [_against("sparsity", "share of weights not perturbed", caption, points, levels)])
 
 
 def curves_part(task: Task) -> Part:
@@ -135,15 +120,16 @@ def curves_part(task: Task) -> Part:
     figures = []
     for measure, words in _CURVES.items():
         is_share = measure.endswith("accuracy")
-        series = [one for variant in task.variants for one in _curves(variant, measure, 100.0 if is_share else None)]
-        log = not is_share and needs_log(value for one in series for value in one.y)
-        mean = (
-            "Mean over the finished seeds, with ± one standard deviation. " if any(one.bars for one in series) else ""
-        )
-        dotted = "Dotted: unfinished runs." if any(one.faint for one in series) else ""
+        highest = 100.0 if is_share else None
+        series = [curve for variant in task.variants for curve in _curves(variant, measure, highest)]
+        log = not is_share and needs_log(value for curve in series for value in curve.y)
+        mean = "Means over the finished seeds. " if any(len(variant.finished) > 1 for variant in task.variants) else ""
+        bars = "Bars at a few epochs each, so that they do not hide each other. "
+        few = bars if sum(curve.bars is not None for curve in series) > MOST_BANDS else ""
+        dotted = "Dotted: unfinished runs." if any(curve.faint for curve in series) else ""
         y = Axis(f"{words} (%)" if is_share else words, log=log)
         x, name = Axis("epoch", whole=True), measure.replace("_", "-")
-        figures.append(Figure(name, words.capitalize(), f"{mean}{dotted}".strip(), x, y, {"": series}))
+        figures.append(Figure(name, words.capitalize(), f"{mean}{few}{dotted}".strip(), x, y, {"": series}))
     return Part("Training curves", figures)
 
 
@@ -154,9 +140,9 @@ def _curves(variant: Variant, measure: str, percent: float | None) -> list[Serie
     finished = [curves[run] for run in variant.finished]
     epochs = sorted({epoch for curve in finished for epoch in curve})
     values = [[curve[epoch] for curve in finished if epoch in curve] for epoch in epochs]
-    means = [statistics.fmean(one) for one in values]
-    deviations = [statistics.stdev(one) if len(one) > 1 else None for one in values]
-    bars = error_bars(means, deviations, lowest=0.0, highest=percent or math.inf) if len(finished) > 1 else None
+    means = [statistics.fmean(at_epoch) for at_epoch in values]
+    intervals = [confidence_interval(at_epoch, lowest=0.0, highest=percent or math.inf) for at_epoch in values]
+    bars = intervals if any(intervals) else None
     mean = [variant.style.series(variant.label, epochs, means, bars=bars)] if epochs else []
     others = [
         variant.style.series(f"{variant.label_of(run, variant.runs)} ({run.status})", curve, curve.values(), faint=True)

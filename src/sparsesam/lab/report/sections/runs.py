@@ -1,4 +1,4 @@
-"""All runs, their machines, versions, commits and settings, and the unfinished ones."""
+"""All runs with their settings, their machines, versions and commits, and the unfinished ones."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ from sparsesam.lab.display import Cell, Table, cells, number_cell, percent, plur
 from sparsesam.lab.report.data import ReportData
 from sparsesam.lab.report.page import Part
 from sparsesam.lab.report.read_run import RunRecord
-from sparsesam.lab.report.variants import changed_settings, differing_settings, show_setting
+from sparsesam.lab.report.variants import show_setting
 
 _PROVENANCE = ("cpu", "machine", "threads", "python", "torch", "numpy", "sparsesam", "commit")
-#: Settings that are always shown.
-_ALWAYS = ("dataset", "model", "base", "lr", "batch_size")
+#: Marks a commit whose working tree had changes.
+CHANGED = " *"
 
 
 def runs_parts(data: ReportData) -> list[Part]:
-    names = {run: variant.label for task in data.tasks for variant in task.variants for run in variant.runs}
+    names: dict[RunRecord, str] = {}
     for variant in (variant for task in data.tasks for variant in task.variants):
+        names |= dict.fromkeys(sorted(variant.runs, key=lambda run: run.seed or 0), variant.label)
         names |= dict.fromkeys(variant.duplicates, f"{variant.label}, not counted twice")
+    names |= dict.fromkeys((run for run in data.runs if run not in names), "?")
     columns = ["directory", "test accuracy", "variant", "seed", "status", "epochs", "training time (s)"]
     root = _common_directory(data)
-    caption = f"All runs below {root}. Unfinished runs have the accuracy of their last epoch."
-    rows = [_row(run, os.path.relpath(run.path, root), names.get(run, "?")) for run in data.runs]
+    caption = (
+        f"Below {root}; a click on a run shows its settings. Unfinished runs have the accuracy of their last epoch."
+    )
+    rows = [_row(run, os.path.relpath(run.path, root), label) for run, label in names.items()]
     return [Part("", [Table("runs", caption, columns, rows)])]
 
 
@@ -46,8 +50,9 @@ def _row(run: RunRecord, name: str, label: str) -> list[Cell]:
     accuracies = [*run.curve("test_accuracy").values(), run.measured("test_accuracy")]
     known = [accuracy for accuracy in accuracies if accuracy is not None]
     planned = "?" if run.config is None else run.config.epochs
+    settings = "\n".join(f"{key}: {show_setting(value)}" for key, value in run.settings.items())
     return cells(
-        name,
+        Cell(name, details=settings),
         number_cell(known[-1] if known else None, percent),
         label,
         run.seed,
@@ -57,26 +62,14 @@ def _row(run: RunRecord, name: str, label: str) -> list[Cell]:
     )
 
 
-def provenance_parts(data: ReportData) -> list[Part]:
-    return [Part("", [_machines(data), _settings(data)])]
-
-
-def _machines(data: ReportData) -> Table:
+def machines_parts(data: ReportData) -> list[Part]:
     known = [run.provenance for run in data.directories if run.provenance]
-    counts = Counter(tuple(_text(provenance.get(name)) for name in _PROVENANCE) for provenance in known)
-    rows = [cells(*texts, count) for texts, count in counts.items()]
-    caption = "+changes: the working tree had uncommitted changes."
-    return Table("origins", caption, [*_PROVENANCE, "runs"], rows)
-
-
-def _settings(data: ReportData) -> Table:
-    configs = [variant.config for task in data.tasks for variant in task.variants]
-    varied = differing_settings(configs)
-    shared = {name: getattr(configs[0], name) for name in _ALWAYS} | changed_settings(configs[0]) if configs else {}
-    rows = [cells(name, _text(one)) for name, one in shared.items() if name not in varied]
-    caption = "Settings shared by all runs; most defaults are left out."
-    return Table("settings", caption, ["setting", "value"], rows)
+    texts = [tuple(_text(provenance.get(name)) for name in _PROVENANCE) for provenance in known]
+    rows = [cells(*values, count) for values, count in Counter(texts).items()]
+    changed = any(CHANGED in values[-1] for values in texts)
+    caption = f"{CHANGED.strip()} The working tree had uncommitted changes." if changed else ""
+    return [Part("", [Table("machines", caption, [*_PROVENANCE, "runs"], rows)])]
 
 
 def _text(value: Any) -> str:
-    return "–" if value is None else show_setting(value)
+    return "–" if value is None else show_setting(value).replace("+changes", CHANGED)

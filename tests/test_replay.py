@@ -1,0 +1,433 @@
+"""The rules of the tape, one by one: what is reused, what runs again, and what must be noticed."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sparsesam.replay import Tape
+
+
+class Count(TorchDispatchMode):
+    """The operations that are computed: a mode below the tape's sees those only."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+W = nn.Parameter(torch.full((3,), 2.0, dtype=torch.float64))
+
+
+def passes(function, *, moved=None, between=False, gap=lambda: None, start=None, hold=False):
+    """Both passes of a function that returns a tensor. Returns the results, the tape, and what the second computed."""
+    tape = Tape({"w": W} if moved is None else moved, start=start, between=between)
+    with tape.recording():
+        first = function()
+    one = first.detach().clone()
+    if not hold:
+        del first
+    gap()
+    with Count() as count, tape.replaying():
+        second = function()
+    return one, second.detach(), tape, count.seen
+
+
+X = torch.arange(3.0, dtype=torch.float64).requires_grad_()
+
+
+def test_operation_with_the_same_inputs_is_not_computed_again():
+    first, second, tape, seen = passes(lambda: torch.exp(X) * W)
+    assert torch.equal(first, second)
+    assert "exp" not in seen
+    assert seen.count("mul") == 1
+    assert (tape.operations, tape.reused) == (1, 1)
+    assert tape.ended == "aten.mul.Tensor reads w, which is perturbed"
+
+
+def test_output_that_died_is_computed_again():
+    _, _, tape, seen = passes(lambda: torch.exp(torch.sin(X.detach())) * W)
+    assert "sin" in seen
+    assert tape.reused == 1  # exp, which the product needs
+
+
+def test_view_of_a_perturbed_weight_does_not_end_the_tape():
+    _, _, tape, _ = passes(lambda: (W[:2], torch.exp(X) * W)[1])
+    assert tape.reused == 1
+
+
+def test_weight_that_shares_memory_with_a_perturbed_one_is_perturbed():
+    alias = W.detach().view(3)
+    _, _, tape, _ = passes(lambda: torch.exp(X) * alias)
+    assert tape.ended == "aten.mul.Tensor reads w, which is perturbed"
+
+
+def test_host_input_is_compared_by_its_bits():
+    values = iter([0.0, -0.0])
+    first, second, tape, _ = passes(lambda: torch.exp(1 / torch.tensor(next(values))) * W.sum())
+    assert (first.item(), second.item()) == (float("inf"), 0.0)
+    assert tape.reused == 0
+    assert tape.ended == "aten.reciprocal.default has another input"
+
+
+def test_equal_host_input_in_other_memory_is_the_same_input():
+    _, _, tape, _ = passes(lambda: torch.exp(X.detach().clone().requires_grad_() * torch.tensor([1.0, 2.0, 3.0])) * W)
+    assert tape.reused == 2  # the product and its exponential
+
+
+@pytest.mark.parametrize("scale", [(0.0, -0.0), (2, 2.0)], ids=str)
+def test_numbers_are_compared_by_type_and_sign(scale):
+    values = iter(scale)
+    _, _, tape, _ = passes(lambda: torch.add(torch.exp(X), X, alpha=next(values)) * W)
+    assert tape.reused == 1
+    assert tape.ended == "aten.add.Tensor has other arguments"
+
+
+def test_weight_is_compared_by_version():
+    body = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def function():
+        out = torch.exp(torch.sin(X) * body) * W
+        with torch.no_grad():
+            body.mul_(2)
+        return out
+
+    _, _, tape, _ = passes(function)
+    assert tape.ended == "aten.mul.Tensor has another input"
+    assert tape.reused == 1
+
+
+def test_write_through_data_of_a_weight_is_counted():
+    body = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    first, second, _, _ = passes(lambda: (torch.exp(X * body) * W, body.data.mul_(2))[0])
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("write", [lambda h: h.mul_(2), lambda h: h.data.mul_(2), lambda h: h.detach()[:1].zero_()])
+def test_output_written_after_the_frontier_is_computed_again(write):
+    def function():
+        h = torch.exp(X)
+        out = h.detach() * W
+        with torch.no_grad():
+            write(h)
+        return out
+
+    first, second, tape, seen = passes(function)
+    assert torch.equal(first, second)
+    assert tape.reused == 0
+    assert "exp" in seen
+
+
+def test_output_written_by_the_backward_is_computed_again():
+    class Overwrites(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, h):
+            ctx.h = h.detach()
+            return h * W.detach()
+
+        @staticmethod
+        def backward(ctx, g):
+            ctx.h.data.mul_(2)
+            return g * ctx.h
+
+    tape, results = Tape({"w": W}), []
+    for context in (tape.recording, tape.replaying):
+        with context():
+            x = X.detach().clone().requires_grad_()
+            (Overwrites.apply(torch.exp(x)) * W).sum().backward()
+        results.append(x.grad)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    "give", [lambda h: h.numpy(), lambda h: h.data_ptr(), lambda h: h.untyped_storage(), lambda h: h.__dlpack__()]
+)
+def test_memory_given_away_is_not_reused(give):
+    first, second, tape, seen = passes(lambda: (lambda h: (give(h.detach()), torch.sin(h) * W)[1])(torch.exp(X)))
+    assert torch.equal(first, second)
+    assert "exp" in seen
+    assert "sin" not in seen
+    assert tape.reused == 1
+
+
+@pytest.mark.parametrize("between", [True, False])
+def test_memory_that_somebody_holds_is_copied_before_it_is_handed_out(between):
+    held = []
+
+    def function():
+        h = torch.exp(X)
+        held.append(h.detach())
+        return h * W
+
+    _, _, tape, _ = passes(function, between=between)
+    assert tape.reused == 1
+    held[1].zero_()
+    assert torch.equal(held[0], torch.exp(X.detach()))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda h: h.mul_(2), lambda h: h.data.mul_(2), lambda h: h.numpy().fill(0), lambda h: h.numpy()[:2].sort()],
+)
+def test_write_between_the_passes_is_noticed(write):
+    held = []
+
+    def function():
+        h = torch.exp(-X)
+        held.append(h.detach())
+        return h * W
+
+    first, second, tape, _ = passes(function, between=True, gap=lambda: write(held[0]))
+    assert torch.equal(first, second)
+    assert tape.reused == 0
+
+
+def test_weight_written_through_data_between_the_passes_is_noticed():
+    body = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    first, second, tape, _ = passes(lambda: torch.exp(X * body) * W, between=True, gap=lambda: body.data.mul_(2))
+    assert not torch.equal(first, second)
+    assert tape.reused == 0
+
+
+def test_random_operation_needs_its_state_and_leaves_the_state_it_left():
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+
+    def function():
+        return torch.exp(torch.rand(3, dtype=torch.float64) * X) * W
+
+    first, second, tape, _ = passes(function)
+    assert not torch.equal(first, second)
+    assert tape.reused == 0
+    torch.set_rng_state(state)
+    first, second, tape, seen = passes(function, gap=lambda: torch.set_rng_state(state))
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    torch.rand(3, dtype=torch.float64)
+    assert torch.equal(first, second)
+    assert torch.equal(after, torch.get_rng_state())
+    assert "rand" not in seen
+
+
+def test_statistics_of_a_reused_batch_norm_move_as_in_a_plain_pass():
+    for dtype in (torch.float32, torch.float64):
+        x = torch.randn(8, 3, 4, 4, dtype=dtype, requires_grad=True)
+        ours, plain = nn.BatchNorm2d(3).to(dtype), nn.BatchNorm2d(3).to(dtype)
+        weight = nn.Parameter(torch.ones((), dtype=dtype))
+        _, _, _, seen = passes(lambda x=x, ours=ours, weight=weight: ours(x) * weight, moved={"weight": weight})
+        plain(x)
+        plain(x)
+        assert "native_batch_norm" not in seen
+        assert all(torch.equal(a, b) for a, b in zip(ours.buffers(), plain.buffers(), strict=True))
+
+
+def test_memory_filled_outside_of_torch_is_compared_by_its_bits():
+    calls = [0]
+
+    def function():
+        calls[0] += 1
+        filled = torch.zeros(3, dtype=torch.float64)
+        with torch._C.DisableTorchFunction():  # as an extension does
+            filled.numpy().fill(calls[0])
+        return torch.exp(X * filled) * W
+
+    first, second, tape, _ = passes(function)
+    assert not torch.equal(first, second)
+    assert tape.ended == "aten.mul.Tensor has another input"
+
+
+@torch.library.custom_op("sparsesam_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda h: doubled(h), "sparsesam_tests.doubled.default is not a plain operation of aten or prims"),
+        (lambda h: torch.vmap(torch.sin)(h), "a function transform"),
+        (lambda h: h.detach().to_sparse().to_dense(), "aten._to_dense.default reads a tensor that is not plain"),
+        (lambda h: torch.empty(0, dtype=h.dtype).set_(h.detach()), "aten.set_.source_Tensor is not a plain"),
+    ],
+)
+def test_what_ends_the_tape(function, why):
+    first, second, tape, _ = passes(lambda: function(torch.exp(X).detach()) + torch.exp(X) * W)
+    assert torch.equal(first, second)
+    assert tape.ended.startswith(why)
+
+
+def test_inference_tensor_ends_the_tape():
+    with torch.inference_mode():
+        tensor = torch.ones(3, dtype=torch.float64)
+    _, _, tape, _ = passes(lambda: (torch.exp(X).detach() * tensor) + W.detach())
+    assert tape.ended == "aten.mul.Tensor reads a tensor that is not plain"
+
+
+def test_tape_starts_with_the_forward_of_the_given_module():
+    inner = nn.Tanh()
+    _, _, tape, seen = passes(lambda: inner(torch.exp(X)) * W, start=inner)
+    assert (tape.operations, tape.reused) == (1, 1)
+    assert "exp" in seen
+    assert not inner._forward_pre_hooks
+
+
+def test_meta_device_needs_no_host_read():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Dropout(), nn.Linear(4, 2)).to("meta")
+    x, moved = torch.empty(3, 4, device="meta"), dict(model[4].named_parameters())
+    held = []
+
+    def function():
+        held.append(model(x))
+        return held[-1].sum()
+
+    tape = Tape(moved)
+    with tape.recording():
+        torch.autograd.backward(function(), inputs=list(moved.values()))
+    with tape.replaying():
+        function().backward()
+    assert tape.reused >= 1
+
+
+def test_write_between_the_passes_raises_a_version_on_a_device():
+    x, weight = torch.empty(3, device="meta", requires_grad=True), nn.Parameter(torch.empty(3, device="meta"))
+    for write, reused in ((lambda h: h.sum(), 1), (lambda h: h.mul_(2), 0)):
+        held = []
+
+        def function(held=held):
+            held.append(torch.exp(x))
+            return held[-1] * weight
+
+        def gap(held=held, write=write):
+            with torch.no_grad():
+                write(held[0])
+
+        assert passes(function, moved={"w": weight}, between=True, gap=gap)[2].reused == reused
+
+
+def stacks():
+    return torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("fails_in", [1, 2])
+def test_nothing_is_left_after_an_error(error, fails_in):
+    calls, inner, memory = [0], nn.Tanh(), []
+
+    def function():
+        calls[0] += 1
+        h = inner(torch.exp(X))
+        memory.append(weakref.ref(h))
+        out = h * W
+        if calls[0] == fails_in:
+            raise error
+        return out
+
+    tape = Tape({"w": W}, start=inner)
+    try:
+        with tape.recording():
+            function()
+        with tape.replaying():
+            function()
+    except error:
+        pass
+    assert calls[0] == fails_in
+    assert stacks() == (0, 0)
+    assert not tape.entries
+    assert not inner._forward_pre_hooks
+    assert not any(reference() for reference in memory)
+
+
+def test_operations_after_the_end_of_the_replay_are_not_intercepted():
+    tape, depths = Tape({"w": W}), []
+    with tape.recording():
+        torch.exp(X) * W
+    with tape.replaying():
+        out = (torch.exp(X) * W).sum()
+        out.register_hook(lambda _: depths.append(stacks()))
+        out.backward(inputs=[W])
+    W.grad = None
+    assert depths == [(0, 0)]
+
+
+def test_replay_that_ends_inside_a_changed_thread_state_keeps_the_stack_whole():
+    def function():
+        h = torch.exp(X)
+        with torch.inference_mode(), torch.autocast("cpu"):
+            torch.sin(h * W)
+        return torch.sin(h * W)
+
+    first, second, _, _ = passes(function)
+    assert torch.equal(first, second)
+    assert stacks() == (0, 0)
+    assert torch.equal(torch.sin(X), torch.sin(X))
+
+
+def test_modes_of_the_user_around_and_inside():
+    with Count() as outer:
+
+        def function():
+            with Count() as inner:
+                out = torch.exp(X) * W
+            assert [name for name in inner.seen if name != "detach"] == ["exp", "mul"]
+            return out
+
+        first, second, _, _ = passes(function)
+    assert torch.equal(first, second)
+    assert outer.seen.count("exp") == 1
+
+
+def test_release_may_be_called_twice_and_drops_the_memory():
+    tape = Tape({"w": W})
+    with tape.recording():
+        h = torch.exp(X)
+        h * W
+    reference = weakref.ref(h.untyped_storage())
+    del h
+    tape.release()
+    tape.release()
+    assert reference() is None
+    with tape.replaying():
+        torch.exp(X) * W
+    assert tape.reused == 0
+
+
+def test_memory_of_reused_outputs_is_handed_over():
+    """After the second pass only its own graph holds them, and nothing does when that is gone."""
+    tape = Tape({"w": W}, between=False)
+    with tape.recording():
+        F.mse_loss(torch.exp(X) * W, X.detach()).backward(inputs=[W])
+    with tape.replaying():
+        h = torch.exp(X)
+        loss = F.mse_loss(h * W, X.detach())
+    assert tape.reused == 1
+    reference = weakref.ref(h)
+    loss.backward(inputs=[W])
+    del h, loss
+    assert reference() is None
+    W.grad = None
+
+
+def test_reused_operations_are_those_of_a_plain_network():
+    """What autograd saves is alive: convolutions and ReLUs. Batch norms run again: their outputs died."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)),
+        *(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(4 * 16, 2)),
+    )
+    x, moved = torch.randn(2, 3, 8, 8), dict(model[7].named_parameters())
+    first, second, tape, seen = passes(lambda: model(x), moved=moved, hold=True)
+    assert torch.equal(first, second)
+    assert "convolution" not in seen
+    assert seen.count("native_batch_norm") == 2
+    assert "relu" not in seen
+    assert tape.reused == 3

@@ -1,0 +1,116 @@
+"""Compiled blocks are operations of the tape, and two ranks agree without talking about it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from sparsesam.compile_blocks import compile_blocks
+from sparsesam.replay import Tape
+from tests.distributed.processes import run_ranks
+from tests.test_programs import bits
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled():
+    donated = torch._functorch.config.donated_buffer
+    torch._dynamo.reset()
+    yield
+    torch._functorch.config.donated_buffer = donated
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6) if kind == "statistics" else nn.LayerNorm(6)
+        self.dropout, self.kind = nn.Dropout(0.2 if kind == "dropout" else 0.0), kind
+
+    def forward(self, x):
+        h = torch.sin(self.norm(self.layer(x)))
+        if self.kind == "graph break":
+            torch._dynamo.graph_break()
+        return x + self.dropout(h * torch.tanh(h))
+
+
+def train(kind, *, taped, compiled=True):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Block(kind), Block(kind), nn.Linear(6, 3)).double()
+    if compiled:
+        compile_blocks(model)
+    return steps(model, model, taped=taped, start=None)
+
+
+def steps(model, called, *, taped, start, seed=0):
+    """SAM on the last layer; returns the bits of the losses, gradients and buffers, and the reused operations."""
+    moved = {name: p for name, p in model.named_parameters() if name.startswith("3")}
+    found, reused = [], []
+    for step in range(3):
+        torch.manual_seed(100 * seed + step)
+        x, y = torch.randn(8, 6, dtype=torch.float64), torch.randint(0, 3, (8,))
+        tape = Tape(moved, start=start, between=False)
+        for context in (tape.recording, tape.replaying):
+            torch.manual_seed(step)
+            model.zero_grad()
+            if taped:
+                with context():
+                    F.cross_entropy(called(x), y).backward()
+            else:
+                F.cross_entropy(called(x), y).backward()
+            found.append(bits([*(p.grad for p in model.parameters()), *model.buffers()]))
+            with torch.no_grad():
+                for p in moved.values():
+                    p.add_(p.grad, alpha=0.1)
+        reused.append((tape.reused, tape.ended))
+    return found, reused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "reused"), [("plain", 3), ("graph break", 3), ("dropout", 1), ("statistics", 1)], ids=lambda v: str(v)
+)
+def test_compiled_block_is_one_operation(kind, reused):
+    """Blocks that draw or update statistics run again; the linear layer before them is reused."""
+    wanted, _ = train(kind, taped=False)
+    torch._dynamo.reset()
+    found, counts = train(kind, taped=True)
+    assert found == wanted
+    assert [count for count, _ in counts][-1] >= reused - 1
+
+
+def on_rank(rank, taped):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).double()
+    ddp = nn.parallel.DistributedDataParallel(model)
+    return steps(model, ddp, taped=taped, start=model, seed=rank)
+
+
+def test_two_ranks_of_a_ddp():
+    wanted, found = (run_ranks(on_rank, 2, taped) for taped in (False, True))
+    assert [bits for bits, _ in found] == [bits for bits, _ in wanted]
+    for _, counts in found:
+        assert all(count > 0 and "3.bias, which is perturbed" in ended for count, ended in counts)
+
+
+def with_collective(rank):
+    x = torch.ones(2, requires_grad=True)
+    weight = nn.Parameter(torch.ones(2))
+    tape, results = Tape({"weight": weight}), []
+    for context in (tape.recording, tape.replaying):
+        with context():
+            h = torch.exp(x)
+            shared = h.detach() * (rank + 1 + len(results))
+            dist.all_reduce(shared)
+            results.append((h + shared * weight).detach())
+    return results, tape.reused, tape.ended
+
+
+def test_collectives_always_run():
+    for results, _, ended in run_ranks(with_collective, 2):
+        e = torch.exp(torch.ones(2))
+        assert torch.equal(results[0], e + e * 3)
+        assert torch.equal(results[1], e + (e * 2 + e * 3))
+        assert "c10d" in ended or "other arguments" in ended
