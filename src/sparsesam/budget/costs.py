@@ -312,7 +312,7 @@ class _Trace(TorchDispatchMode):
 
     def _run_forward(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Note what replay.py decides by: who reads parameters, and which outputs are alive and not written to."""
-        place, kind, read = len(self.forward), operators.kind_of(func), _storages(args, kwargs)
+        place, kind, read = len(self.forward), operators.kind_of(func, args), _storages(args, kwargs)
         for storage, (maker, reference) in list(self._alive.items()):
             if reference.expired():
                 del self._alive[storage]
@@ -327,7 +327,8 @@ class _Trace(TorchDispatchMode):
             if storage not in read:
                 self._alive[storage] = place, StorageWeakRef(tensor.untyped_storage())
         # A batch norm that is reused computes its statistics again, most of its cost.
-        self.is_reusable.append(kind.makes and not (kind.written or kind.is_blank or kind.is_batch_norm))
+        is_reusable = kind.is_plain and kind.makes and not (kind.written or kind.is_blank or kind.is_batch_norm)
+        self.is_reusable.append(is_reusable)
         self.freed.append(np.inf)
         self.forward.append(cost)
         return result

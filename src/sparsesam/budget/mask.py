@@ -54,7 +54,7 @@ class BudgetMask(MaskRule):
 
         max  sum of scores over P     subject to     cost of a step that perturbs P <= budget
 
-    Every parameter is tried as the frontier, the earliest one that is perturbed. From there on, the budget goes to the
+    Every parameter is tried as the frontier, the earliest that is perturbed. From there on, the budget goes to the
     parameters, or to their filters, with the largest scores per cost; normalization parameters and biases cost almost
     nothing. It needs ``norm="masked"``: with "full", every gradient is computed.
     """
