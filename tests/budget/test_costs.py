@@ -52,6 +52,21 @@ class TokenModel(nn.Module):
         return self.head(x.mean(1))
 
 
+class Unusual(nn.Module):
+    """A view of a weight is taken long before its use, an output is written to, and a gradient has two steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(36, 8)
+        self.middle, self.last = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(4, 8))
+        self.bias = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x):
+        last = self.last.t()
+        x = F.relu_(self.first(x.flatten(1)))
+        return F.gelu(torch.addmm(self.bias, x, self.middle, alpha=2.0)) @ last
+
+
 def tokens(count=64):
     generator = torch.Generator().manual_seed(1)
     return torch.randint(11, (count, 5), generator=generator), torch.randint(3, (count,), generator=generator)
@@ -68,7 +83,7 @@ def masks_of(model, *prefixes):
 
 
 def example(model):
-    return cases.images(64) if isinstance(model, Block) else tokens()
+    return tokens() if isinstance(model, TokenModel) else cases.images(64)
 
 
 def products_of_step(model, masks):
@@ -102,6 +117,9 @@ def products_of_step(model, masks):
         (TokenModel, ["place"]),
         (TokenModel, ["embed", "wide"]),
         (TokenModel, ["norm", "wide/", "head/"]),
+        (Unusual, ["last"]),
+        (Unusual, ["middle"]),
+        (Unusual, ["bias"]),
     ],
 )
 def test_predicted_products_are_those_of_step(build, kept, monkeypatch):
