@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -38,3 +40,33 @@ def test_rho_of_groups_can_be_set_from_outside():
     with opt.perturbed():
         moves = [now - then for now, then in zip(cases.weights_of(model), before, strict=True)]
     assert oracles.flat(moves).norm().item() == pytest.approx(0.7)
+
+
+def test_rho_follows_the_learning_rate():
+    model = cases.mlp()
+    base = cases.sgd(model, lr=0.2)
+    follow = sparsesam.FollowLearningRate(base, max_lr=0.2, min_lr=0.1, final=0.5)
+    opt = sparsesam.GSAM(base, model, rho=0.4, rho_schedule=follow)
+    found = []
+    for seed, rate in enumerate((0.2, 0.15, 0.1, 0.05)):
+        base.param_groups[0]["lr"] = rate
+        opt.step(cases.closure_for(model, opt, *cases.vectors(seed=seed)))
+        found.append(opt.param_groups[0]["rho"])
+    assert found == pytest.approx([0.4, 0.3, 0.2, 0.2])
+
+
+def test_copy_follows_the_learning_rate_of_its_own_base():
+    model = cases.mlp()
+    base = cases.sgd(model, lr=0.2)
+    opt = sparsesam.SAM(base, model, rho=0.4, rho_schedule=sparsesam.FollowLearningRate(base, max_lr=0.2))
+    twin, other = copy.deepcopy((model, opt))
+    base.param_groups[0]["lr"] = 0.1
+    for one, each in ((model, opt), (twin, other)):
+        each.step(cases.closure_for(one, each, *cases.vectors()))
+    assert [each.param_groups[0]["rho"] for each in (opt, other)] == pytest.approx([0.2, 0.4])
+
+
+@pytest.mark.parametrize("options", [{"max_lr": 0.0}, {"max_lr": 0.1, "min_lr": 0.1}, {"max_lr": 0.1, "final": -1.0}])
+def test_invalid_range_of_learning_rates_raises(options):
+    with pytest.raises(ValueError, match="must be"):
+        sparsesam.FollowLearningRate(cases.sgd(cases.mlp()), **options)

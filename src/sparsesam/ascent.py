@@ -60,7 +60,7 @@ class Step:
         self.phase: Phase | None = None
         self.rng: RNGSnapshot | None = None  # random states at the start of the first pass
         self.first: dict[Tensor, Tensor] = {}  # gradients of the first pass, if `combine` needs them
-        self.weights: dict[str, Tensor] = {}  # w at the kept entries, for variants that need it
+        self.kept: dict[str, Tensor] = {}  # by parameter name, what a variant needs until the end of the step
         self.ascent_failed = self.is_empty = False  # the norm was not finite; the closure computed no gradient
         self.repeats = False  # a trainer reruns earlier micro-batches in a one-pass step
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -92,3 +94,22 @@ def gradient_outside_the_optimizer(rank, clears):
 def test_gradient_outside_the_optimizer_is_that_of_the_second_pass(clears):
     for found, wanted in run_ranks(gradient_outside_the_optimizer, 2, clears):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def resumed_methods(rank):
+    found = {}
+    for kind in ("LookSAM", "FriendlySAM", "FriendlySAM of a mask"):
+        runs = [sharded(equal_runs.network(), 2) for _ in range(2)]
+        first, second = (equal_runs.optimizer(kind, model) for model in runs)
+        equal_runs.train(runs[0], first, (rank, 2), range(5))
+        runs[1].load_state_dict(runs[0].state_dict())
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        for model, opt in zip(runs, (first, second), strict=True):
+            equal_runs.train(model, opt, (rank, 2), range(5, 10))
+        found[kind] = [[p.full_tensor().detach() for p in model.parameters()] for model in runs]
+    return found
+
+
+def test_methods_with_state_resume_from_shards():
+    for kind, runs in run_ranks(resumed_methods, 2)[0].items():
+        assert cases.same_bits(*runs), kind

@@ -148,7 +148,7 @@ class ExtrapolatedSAM(OnePass):
             buffers = [back.pop(t.name).to(w).view(w.shape) for t, w in zip(targets, weights, strict=True)]
             ahead = torch._foreach_sub(weights, buffers, alpha=k)
             torch._foreach_copy_(buffers, weights)
-            step.weights.update(zip([target.name for target in targets], buffers, strict=True))
+            step.kept.update(zip([target.name for target in targets], buffers, strict=True))
             self._perturbation.move_to(targets, ahead, saved=buffers)
         self.own.counters.skipped_ascents += not groups and any(target.rho for target in self._tracked(step))
 
@@ -158,12 +158,12 @@ class ExtrapolatedSAM(OnePass):
         # The difference is needed only if the next step is perturbed.
         tracked = self._tracked(step) if self._kind_of(self.steps + 1) is StepKind.ASCEND else []
         for target, weight in zip(tracked, entries_of(tracked), strict=True):
-            if target.name not in step.weights:
+            if target.name not in step.kept:
                 old = back.pop(target.name, None)
                 fits = old is not None and old.shape == weight.shape and old.dtype == weight.dtype
-                step.weights[target.name] = old.copy_(weight) if old is not None and fits else weight.clone()
+                step.kept[target.name] = old.copy_(weight) if old is not None and fits else weight.clone()
         super().update()
-        buffers = [step.weights[target.name] for target in tracked]
+        buffers = [step.kept[target.name] for target in tracked]
         if buffers:
             torch._foreach_sub_(buffers, entries_of(tracked))
         self.own.tensors["back"] = dict(zip([target.name for target in tracked], buffers, strict=True))

@@ -126,10 +126,8 @@ class WSAM(TwoGradients):
     def _start(self, own: OwnState) -> None:
         super()._start(own)
         self.allows_scaler = not self.decouple
-        self._sharpness: dict[str, Tensor] = {}  # of the step in progress, weighted
 
     def combine(self, names: list[str], first: list[Tensor] | None, second: list[Tensor]) -> None:
-        self._sharpness = {}
         if first is None or not second:
             return
         weight = self.gamma / (1 - self.gamma)
@@ -137,14 +135,16 @@ class WSAM(TwoGradients):
         torch._foreach_copy_(second, first)
         if self.decouple:
             torch._foreach_mul_(sharpness, weight)
-            self._sharpness = dict(zip(names, sharpness, strict=True))
+            assert self._step is not None, "gradients are combined within a step"
+            self._step.kept = dict(zip(names, sharpness, strict=True))
         else:
             torch._foreach_add_(second, sharpness, alpha=weight)
 
     def after_update(self) -> None:
+        assert self._step is not None, "an update ends a step"
         for group in self.param_groups:
             for p in group["params"]:
-                term = self._sharpness.pop(self._names[p], None)
+                term = self._step.kept.pop(self._names[p], None)
                 if term is not None:
                     rate = float(group["lr"]) * (-1 if group.get("maximize") else 1)
                     local_part(p).sub_(term.to(p.dtype), alpha=rate)
