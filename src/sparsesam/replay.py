@@ -14,8 +14,8 @@ version and writes. Memory given away (``numpy()``, ``data_ptr()``) or not fille
 collectives; compiled regions are operations), function transforms, subclasses, sparse, nested and inference tensors.
 
 **Reuse** needs an output that is alive at the end of the tape and not written afterwards, by the loss, the backward or
-the user's code between the passes. Memory that somebody still holds is copied before it is handed out. Random
-operations need the generator state that they had, and leave the one that they left.
+the user's code between the passes. Memory that somebody holds is copied first. Random operations need the generator
+state that they had, and leave the one that they left.
 
 Below any dispatch mode torch differentiates views of overwritten tensors by other formulas, which may round otherwise.
 Not seen are kernels outside of the dispatcher that write to memory which an operation has filled, operations of other
@@ -227,8 +227,7 @@ class _Replay(_Mode):
             out, values = call.run()
         else:
             values = [o.again(call.tensors) if isinstance(o, (Output, Alias)) else o for o in entry.outputs]
-            out = entry.returns(values) if entry.returns in (tuple, list) else values[0]
-            tape.reused += 1
+            out, tape.reused = entry.returns(values) if entry.returns in (tuple, list) else values[0], tape.reused + 1
             if call.generator is not None and entry.random[1] is not None:
                 call.generator.set_state(entry.random[1])
             if call.statistics():
@@ -287,10 +286,10 @@ class Tape:
             with self._active(mode):
                 yield
             mode.end("the first pass is over")
+            self.operations = len(self.entries)
         except BaseException:
             self.release()
             raise
-        self.operations = len(self.entries)
         if not any(output.kept for output in self.outputs()):
             self.release()
         elif self.between and not self.checksums:
