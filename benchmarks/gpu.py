@@ -19,13 +19,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+from sparsesam.ascent.perturbation import pieces
 from torch import Tensor, nn
 
 import sparsesam
 from benchmarks.cases import SGD, Case, Wrap, cifar_batch, sam, ssam
 from benchmarks.dispatch import LaunchCounter
 from benchmarks.timing import device_name, interleaved, print_provenance, ratios
-from sparsesam.ascent.perturbation import pieces
 from sparsesam.lab.models import resnet18
 from sparsesam.lab.models.vit import vit
 from sparsesam.masks.packed import PackedMask

@@ -31,14 +31,7 @@ def train(rank: int, port: int, epochs: int) -> None:
     for _ in range(epochs):
         for batch in torch.randperm(1400).split(128):
             mine = batch[rank::RANKS]
-
-            def closure(mine=mine):
-                opt.zero_grad()
-                loss = F.cross_entropy(model(x[mine]), y[mine])
-                loss.backward()
-                return loss
-
-            opt.step(closure)
+            opt.minimize(lambda mine=mine: F.cross_entropy(model(x[mine]), y[mine]))
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     others = [torch.empty_like(weights) for _ in range(RANKS)]
     distributed.all_gather(others, weights)

@@ -55,7 +55,7 @@ def main() -> None:
 
     mask = sparsesam.dynamic_mask(sparsity=0.8, refresh=50)
     methods = {
-        "AdamW": lambda base, model: base,
+        "AdamW": lambda base, model: sparsesam.SAM(base, model, rho=0.0),  # the base optimizer, exactly
         "SSAM-D": lambda base, model: sparsesam.SSAM(base, model, rho=0.1, mask=mask),
         "one pass": lambda base, model: sparsesam.recommended(base, model, cost=1.0),
     }
@@ -67,14 +67,7 @@ def main() -> None:
             generator = torch.Generator().manual_seed(epoch)
             for chosen in torch.randperm(len(train), generator=generator).split(64):
                 inputs, targets = batch_of([train[i] for i in chosen.tolist()])
-
-                def closure(inputs=inputs, targets=targets, model=model, opt=opt):
-                    opt.zero_grad()
-                    loss = F.cross_entropy(model(*inputs), targets)
-                    loss.backward()
-                    return loss
-
-                opt.step(closure)
+                opt.minimize(lambda m=model, i=inputs, t=targets: F.cross_entropy(m(*i), t))
         model.eval()
         inputs, targets = batch_of(test)
         with torch.no_grad():

@@ -1,6 +1,6 @@
 """One torch thread per test worker: the workers share the cores, and sums are the same everywhere.
 
-Every test starts with the same random state. In CI (the variable CI is set) hypothesis tries the same examples each time.
+Every test starts with the same random state. In CI (the variable CI is set) hypothesis tries the same examples.
 """
 
 import os

@@ -77,13 +77,21 @@ def test_resumed_run_equals_uninterrupted(kind, base):
     assert (opt.steps, opt.param_groups[0]["rho"]) == (resumed.steps, resumed.param_groups[0]["rho"])
 
 
-@pytest.mark.parametrize("kind", RULES)
+VARIANTS = {
+    "gsam": lambda model: sparsesam.GSAM(cases.sgd(model), model, alpha=0.7),
+    "wsam": lambda model: sparsesam.WSAM(cases.sgd(model), model, gamma=0.3, decouple=False),
+    "extrapolated": lambda model: sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 3.0),
+}
+
+
+@pytest.mark.parametrize("kind", [*RULES, *VARIANTS])
 @pytest.mark.parametrize(
     "clone", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
 )
 def test_copy_continues_like_original(kind, clone):
     model = cases.convnet()
-    opt = make(kind, model)
+    opt = VARIANTS[kind](model) if kind in VARIANTS else make(kind, model)
+    torch.optim.lr_scheduler.StepLR(opt, 100)  # replaces opt.step by a function that cannot be pickled
     run(model, opt, range(4))
     twin, twin_opt = clone((model, opt))
     run(model, opt, range(4, 9))
@@ -203,7 +211,9 @@ def test_checkpoint_with_another_meaning_of_rho_raises(first, steps):
         opt.step(cases.closure_for(model, opt, *cases.vectors(8, seed=seed)))
     other = second(cases.sgd(model), model)
     before = dict(other.param_groups[0])
-    with pytest.raises(ValueError, match=f"saved by an optimizer with {first.strength}, but this .* has {second.strength}"):
+    with pytest.raises(
+        ValueError, match=f"saved by an optimizer with {first.strength}, but this .* has {second.strength}"
+    ):
         other.load_state_dict(opt.state_dict())
     assert other.param_groups[0] == before
 

@@ -55,7 +55,9 @@ def normalized():
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
 
 
-@pytest.mark.parametrize("options", [{"kind": sparsesam.MomentumSAM}, {"every": 2, "off_steps": "reuse"}, {"every": 2}, {}])
+@pytest.mark.parametrize(
+    "options", [{"kind": sparsesam.MomentumSAM}, {"every": 2, "off_steps": "reuse"}, {"every": 2}, {}]
+)
 @pytest.mark.parametrize("two_phase", [False, True])
 def test_statistics_update_once_in_every_step(options, two_phase):
     model = seeded(normalized)

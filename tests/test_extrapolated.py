@@ -271,6 +271,8 @@ def test_gradient_mask_needs_base_with_momentum():
     opt = sparsesam.ExtrapolatedSAM(base, model, 5.0, mask=RULES["momentum"]())
     with pytest.raises(ValueError, match="base must have a momentum"):
         steps_of(model, opt, range(2))
+    with pytest.raises(ValueError, match="base must have a momentum, got SGD with momentum=0"):
+        sparsesam.ExtrapolatedSAM(cases.sgd(model, momentum=0), model, 5.0, mask=RULES["momentum"]())
 
 
 @pytest.mark.parametrize("mask", [None, sparsesam.random_mask(sparsity=0.5)], ids=["all", "half"])

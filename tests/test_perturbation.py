@@ -11,16 +11,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsesam
 from sparsesam import perturbation as pieces
+from sparsesam.masks.kept_entries import positions_of
+from sparsesam.masks.packed import PackedMask
 from sparsesam.perturbation import (
     Perturbation,
+    Target,
     norm_of,
     perturbation_of,
     scaled_direction,
     usable_or_inf,
 )
-from sparsesam.masks.kept_entries import positions_of
-from sparsesam.perturbation import Target
-from sparsesam.masks.packed import PackedMask
 from tests import cases, oracles
 
 IMPLEMENTATIONS = ("host", "device")

@@ -191,6 +191,21 @@ def test_write_between_the_passes_is_noticed(write):
     assert tape.reused == 0
 
 
+def test_write_in_the_second_pass_through_memory_given_away_after_the_frontier_is_noticed():
+    arrays = []
+
+    def function():
+        if arrays:
+            arrays[0] *= 2
+        h = torch.exp(X)
+        out = h * W
+        arrays.append(h.detach().numpy())
+        return out
+
+    first, second, _, _ = passes(function)
+    assert torch.equal(first, second)
+
+
 def test_weight_written_through_data_between_the_passes_is_noticed():
     body = nn.Parameter(torch.ones(3, dtype=torch.float64))
     first, second, tape, _ = passes(lambda: torch.exp(X * body) * W, between=True, gap=lambda: body.data.mul_(2))

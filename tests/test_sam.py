@@ -467,13 +467,16 @@ def test_one_pass_step_after_a_skipped_one_keeps_the_statistics():
         assert model[1].num_batches_tracked == count
 
 
-@pytest.mark.parametrize("mask", [None, sparsesam.random_mask(sparsity=0.5, pattern="filter")])
-def test_extrapolation_after_a_change_of_dtype(mask):
+@pytest.mark.parametrize("then", [lambda _: None, lambda opt: opt.state_dict(), lambda opt: opt.refresh_mask()])
+@pytest.mark.parametrize("pattern", ["unstructured", "filter"])
+def test_extrapolation_after_a_change_of_dtype(pattern, then):
     model = cases.mlp(torch.float32)
+    mask = sparsesam.random_mask(sparsity=0.5, pattern=pattern)
     opt = sparsesam.ExtrapolatedSAM(torch.optim.SGD(model.parameters(), lr=0.1), model, 3.0, mask=mask)
     x, y = cases.vectors(dtype=torch.float32)
     opt.minimize(lambda: F.cross_entropy(model(x), y))
     model.double()
+    then(opt)
     for _ in range(2):
         opt.minimize(lambda: F.cross_entropy(model(x.double()), y))
     assert opt.steps == 3
@@ -495,3 +498,26 @@ def test_closure_without_backward_is_skipped_and_not_counted():
         opt.step(closure)
     assert cases.same_bits(before, cases.weights_of(model))
     assert (len(calls), opt.steps, opt.skipped_steps) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("ended_by", ["not finite", "error"])
+def test_sharpness_term_of_a_step_not_taken_is_dropped(ended_by):
+    """The next step, a plain one, once applied it."""
+    model = cases.mlp()
+    opt = sparsesam.WSAM(cases.sgd(model), model, every=2)
+    x, y = cases.vectors()
+    if ended_by == "not finite":
+        with pytest.warns(RuntimeWarning, match="not finite"):
+            opt.minimize(lambda: F.cross_entropy(model(x), y) * float("nan"))
+    else:
+        hook = opt.base.register_step_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            opt.minimize(lambda: F.cross_entropy(model(x), y))
+        hook.remove()
+        opt.param_groups[0]["rho"] = 0.0
+    plain = copy.deepcopy(model)
+    opt.minimize(lambda: F.cross_entropy(model(x), y))
+    base = cases.sgd(plain)
+    F.cross_entropy(plain(x), y).backward()
+    base.step()
+    assert cases.same_bits(cases.weights_of(model), cases.weights_of(plain))

@@ -21,10 +21,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TESTS = [
-    f"tests/{folder}test_*.py"
-    for folder in ("", "step/", "masks/", "ascent/", "ascent/perturbation/", "budget/", "distributed/")
-]
+TESTS = [f"tests/{folder}test_*.py" for folder in ("", "masks/", "budget/", "distributed/")]
 #: What the core tests need; those that compare with other packages skip themselves where these are missing.
 TOOLS = ["pytest", "pytest-xdist", "hypothesis", "pyyaml", "pytorch-optimizer", "schedulefree"]
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
@@ -124,7 +121,7 @@ def page(rows: list[dict[str, str]], not_run: list[str]) -> str:
             "",
             "# Versions",
             "",
-            "The core tests (optimizer, masks, ascent, engine, budget, DDP, FSDP2, torch.func, compat) on combinations",
+            "The core tests (optimizers, masks, savings, budget, DDP, FSDP2, torch.func, compat) on combinations",
             "of Python and torch, each in its own environment, without a GPU. Tests that need a newer torch, or",
             "packages that are not installed in the environment, are skipped.",
             "",

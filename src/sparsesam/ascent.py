@@ -148,7 +148,6 @@ class PerturbingOptimizer(OptimizerWrapper):
 
     # ---- state -----------------------------------------------------------------------------------------------
 
-    _copied: tuple[str, ...] = ("base", "model", "defaults", "own", "options")
     _step: Step | None  # the step in progress
 
     def __init__(

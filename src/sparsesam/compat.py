@@ -188,8 +188,6 @@ class WSAM(SAM, variants.WSAM):
     As there, ``step(closure)`` runs both passes, and ``max_norm`` clips the gradient at w + e.
     """
 
-    _copied = (*variants.WSAM._copied, "max_norm")
-
     def __init__(
         self,
         model: nn.Module,
@@ -224,7 +222,6 @@ class GSAM(variants.GSAM):
     learning rate's scheduler, ``update_rho_t()``. The parameters are those of ``base``.
     """
 
-    _copied = (*variants.GSAM._copied, "rho_scheduler")
     _loss: Callable[[], tuple[Tensor, Any]] | None = None
 
     def __init__(

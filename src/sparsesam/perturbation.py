@@ -40,6 +40,8 @@ SLICE = 1 << 16
 #: Entries joined into one vector on other devices; besides the saved values, a few such vectors are allocated.
 GROUP = 1 << 23
 _HALF = (torch.float16, torch.bfloat16)
+#: Norms whose squares float32 holds, to its precision; and the smallest that is not taken for zero.
+_SAFE, _LEAST = (1e-15, 1e15), 1e-30
 
 
 @dataclass(slots=True)
@@ -90,19 +92,20 @@ def usable_or_inf(norm: Tensor) -> Tensor:
 
 
 def scaled_direction(direction: Tensor, weight: Tensor, *, eta: float | None, times: int = 1) -> Tensor:
-    """T g, or T² g with ``times=2``."""
+    """T g, or T² g with ``times=2``; that in at least float32."""
     if eta is None:
         return direction
-    scale = weight.abs().add_(eta)
+    scale = (weight.float() if weight.dtype in _HALF else weight).abs().add_(eta)  # T² g may be below half precision
     if times == 2:
         scale.square_()
     return scale.mul_(direction) if scale.dtype == direction.dtype else direction * scale
 
 
-def norm_of(direction: Tensor, weight: Tensor, *, eta: float | None) -> Tensor:
-    """||T g||, in at least float32."""
+def norm_of(direction: Tensor, weight: Tensor, *, eta: float | None, dtype: torch.dtype | None = None) -> Tensor:
+    """||T g||, in ``dtype``; default: in at least float32."""
     scaled = scaled_direction(direction, weight, eta=eta)
-    norm: Tensor = torch.linalg.vector_norm(scaled, dtype=torch.float32 if scaled.dtype in _HALF else None)
+    dtype = dtype or (torch.float32 if scaled.dtype in _HALF else None)
+    norm: Tensor = torch.linalg.vector_norm(scaled, dtype=dtype)
     return norm
 
 
@@ -128,19 +131,29 @@ class Perturbation:
     def norm(self, targets: Sequence[Target], norm: Norm) -> float | Tensor:
         """||T g|| over all targets, or over their kept entries.
 
-        A tensor if all targets are on accelerators, so that the host need not synchronize; otherwise a number.
+        A tensor if all targets are on accelerators, so that the host need not synchronize; otherwise a number, in which
+        squares neither overflow nor underflow: it is zero below 1e-30, where rho / norm could overflow.
         """
+        total = self._norm(targets, norm)
+        if not any(target.is_on_host for target in targets):
+            return total
+        number = float(total)
+        if not _SAFE[0] < number < _SAFE[1] and not math.isnan(number):
+            number = float(self._norm(targets, norm, torch.float64))
+        return 0.0 if number < _LEAST else number
+
+    def _norm(self, targets: Sequence[Target], norm: Norm, dtype: torch.dtype | None = None) -> float | Tensor:
         parts = []
         for piece, directions in pieces_of(targets, whole=norm == "full"):
             positions = self._positions(piece)
             direction = piece.read(directions, positions)
             weight = direction if piece.eta is None else piece.read(piece.weights, positions)
-            parts.append(norm_of(direction, weight, eta=piece.eta))
+            parts.append(norm_of(direction, weight, eta=piece.eta, dtype=dtype))
         if not parts:
             return 0.0
         home = parts[0].device
         total: Tensor = torch.linalg.vector_norm(torch.stack([part.to(home) for part in parts]))
-        return float(total) if any(target.is_on_host for target in targets) else total
+        return total
 
     @torch.no_grad()
     def move(self, targets: Sequence[Target], norm: float | Tensor, *, times: int = 2) -> None:
@@ -160,7 +173,9 @@ class Perturbation:
                 moved = weight.add_(e) if piece.is_view else e.add_(weight)
             else:
                 factor = float(piece.rho) / norm
+                e = e.float() if e.dtype in _HALF else e  # float16 ends at 65504, which the factor may exceed
                 moved = weight.add_(e, alpha=factor) if piece.is_view else torch.add(weight, e, alpha=factor)
+                moved = moved.to(weight.dtype)
             if not piece.is_view:
                 piece.write(moved, positions)
         # Drop positions that were not used, such as those of other experts.

@@ -4,24 +4,22 @@ Below autograd, an operation of the second forward that has the same overload an
 returns its output of the first, if that is still alive and unwritten; everything else runs. Python code, hooks and
 autograd run as always, and every value in anybody's hands is right at every moment: nothing is known about modules.
 
-**Memory, not tensors.** A tensor is a storage and a geometry. A storage was made by an operation on the tape, or comes
-from outside. Made storages are known by their number on the tape: what is in them follows from the operations before.
-On the tape are operations that make storages or write to made ones, and nothing else. Views always run.
+**Memory, not tensors.** A tensor is a storage and a geometry. A storage was made by an operation on the tape, and known
+by its number, or comes from outside. On the tape are operations that make storages or write to made ones; views run.
 
 **Inputs from outside** are compared by their bits in host memory; parameters and device memory by storage, geometry,
-version and the writes that were seen. Memory that was given away (``numpy()``, ``data_ptr()``) and memory that no
-operation has filled yet (``empty``, ``zeros``) count as outside, because somebody else may fill them.
+version and writes. Memory given away (``numpy()``, ``data_ptr()``) or not filled yet (``empty``, ``zeros``) is outside.
 
-**The tape ends** at the first operation that reads a perturbed weight; also at operations that are not of aten or prims
-(collectives, custom and higher-order operators, but not compiled regions), in function transforms, and at subclasses,
-sparse, quantized, nested and inference tensors.
+**The tape ends** at the first operation that reads a perturbed weight; also at operations not of aten or prims (such as
+collectives; compiled regions are operations), function transforms, subclasses, sparse, nested and inference tensors.
 
-**Reuse** needs an output that is alive at the end of the tape and that nobody writes to afterwards: not the loss, not
-the first backward, not the user's code between the passes. Memory that somebody still holds is copied before it is
-handed out. Random operations need the generator state that they had, and leave the state that they left.
+**Reuse** needs an output that is alive at the end of the tape and not written afterwards, by the loss, the backward or
+the user's code between the passes. Memory that somebody still holds is copied before it is handed out. Random
+operations need the generator state that they had, and leave the one that they left.
 
-What cannot be seen: kernels outside of the dispatcher that write to memory which an operation has filled; operations of
-other threads; weights written through memory that was given away before the step; how long an object lives.
+Below any dispatch mode torch differentiates views of overwritten tensors by other formulas, which may round otherwise.
+Not seen are kernels outside of the dispatcher that write to memory which an operation has filled, operations of other
+threads, weights written through memory that was given away earlier, and how long an object lives.
 """
 
 from __future__ import annotations
@@ -34,11 +32,12 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils import _python_dispatch as dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsesam.utils import operators
-from sparsesam.utils.operators import Call, Kind, storage_of
-from sparsesam.utils.outputs import Alias, Entry, Output
+from sparsesam.utils.operators import Alias, Call, Entry, Kind, Output, storage_of
+
+_SMALL = 1 << 17  # bytes of which a checksum costs less than counting writes to them
 
 
 class _Watch(TorchFunctionMode):
@@ -50,15 +49,13 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, mode = kwargs or {}, self.mode
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling() or mode.is_busy:
             return func(*args, **kwargs)
         if mode.is_idle:
-            return mode.step_aside(func, args, kwargs)
+            return operators.call_without(mode, func, args, kwargs)
         if func in operators.GIVES_AWAY_MEMORY:
-            mode.tape.given_away.update(
-                storage_of(t) for t in args if isinstance(t, Tensor) and operators.has_storage(t)
-            )
-        elif torch._C._functorch.peek_interpreter_stack() is not None:
+            mode.tape.given_away.update(storage_of(t) for t in operators.split(args, {})[0] if operators.has_storage(t))
+        elif operators.is_transformed():
             mode.end("a function transform")
         elif func in operators.RUNS_HOOKS:
             with self:
@@ -66,7 +63,7 @@ class _Watch(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Mode(dispatch.TorchDispatchMode):
+class _Mode(TorchDispatchMode):
     """What both passes have in common: which operations are on the tape, and what they read."""
 
     supports_higher_order_operators = True
@@ -81,32 +78,25 @@ class _Mode(dispatch.TorchDispatchMode):
         self.has_started = tape.start is None
         self.is_over = False  # operations are no longer recorded or compared
         self.is_idle = False  # nor are writes counted
+        self.is_busy = False  # with an operation
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def step_aside(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Calls a function without this mode: an operation costs less then."""
-        if dispatch._get_current_dispatch_mode() is not self:
-            return func(*args, **kwargs)
-        dispatch._pop_mode()
-        try:
-            return func(*args, **kwargs)
-        finally:
-            dispatch._push_mode(self)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.is_idle:
-            return func(*args, **kwargs)
+        was_busy, self.is_busy = self.is_busy, True
+        try:
+            return func(*args, **(kwargs or {})) if self.is_idle else self.handle(func, args, kwargs or {})
+        finally:
+            self.is_busy = was_busy
+
+    def handle(self, func: Any, args: Any, kwargs: Any) -> Any:
         kind = operators.kind_of(func, args)
         if self.has_started and not self.is_over:
-            if kind.is_view:
-                if args and type(args[0]) is nn.Parameter:
-                    self.tape.know(storage_of(args[0]), args[0])
-                return func(*args, **kwargs)
-            call = self.read(kind, func, args, kwargs)
+            if kind.is_view and args and type(args[0]) is nn.Parameter:
+                self.tape.know(storage_of(args[0]), args[0])
+            call = None if kind.is_view else self.read(kind, func, args, kwargs)
             if call is not None:
                 return self.perform(call)
         self.tape.count_writes(kind, args, kwargs)
@@ -138,11 +128,6 @@ class _Mode(dispatch.TorchDispatchMode):
             is_recorded |= storage in self.made and storage not in self.blank
         generator = operators.generator_of(tensors, others) if kind.is_seeded else None
         return Call(kind, func, args, kwargs, tensors, storages, others, generator) if is_recorded else None
-
-    def run(self, call: Call) -> tuple[Any, Sequence[Any]]:
-        self.tape.count_writes(call.kind, call.args, call.kwargs)
-        out = call.func(*call.args, **call.kwargs)
-        return out, out if isinstance(out, (tuple, list)) else (out,)
 
     def describe(self, t: Tensor, storage: int) -> tuple[Any, ...] | None:
         """Equal descriptions are equal values. None: the values themselves must be compared."""
@@ -179,7 +164,10 @@ class _Record(_Mode):
                 else:
                     for output in made:
                         output.keep()
-            self.is_idle = all(entry.returns is None for entry in tape.entries)
+            memory = [output.kept for output in tape.outputs() if output.kept is not None]
+            self.is_idle = tape.is_small(memory)
+            if self.is_idle:
+                tape.take_checksums()
 
     def perform(self, call: Call) -> Any:
         tape, updated = self.tape, call.statistics()
@@ -188,7 +176,8 @@ class _Record(_Mode):
             for t, storage in zip(call.tensors, call.storages, strict=True)
         ]
         entry = Entry(call, inputs)
-        out, values = self.run(call)
+        tape.count_writes(call.kind, call.args, call.kwargs)
+        out, values = call.run()
         if call.generator is not None:
             entry.random = entry.random[0], call.generator.get_state()
         can_reuse = not (call.kind.written or call.kind.is_blank or (updated and not call.tensors[0].is_cpu))
@@ -230,19 +219,19 @@ class _Replay(_Mode):
         entry = tape.entries[self.position] if self.position < len(tape.entries) else None
         if entry is None or (why := self.difference(entry, call)):
             self.end("" if entry is None else f"{call.func} has {why}")
-            return call.func(*call.args, **call.kwargs)
+            return call.run()[0]
         self.position += 1
-        made = entry.made()
-        if entry.returns is None or any(o.kept is None or tape.is_spoilt(o) for o in made):
-            out, values = self.run(call)
+        can_reuse = entry.returns is not None and all(o.is_intact() and not tape.is_spoilt(o) for o in entry.made())
+        tape.count_writes(call.kind, call.args, call.kwargs)
+        if not can_reuse:
+            out, values = call.run()
         else:
             values = [o.again(call.tensors) if isinstance(o, (Output, Alias)) else o for o in entry.outputs]
             out = entry.returns(values) if entry.returns in (tuple, list) else values[0]
             tape.reused += 1
-            if call.generator is not None:
-                call.generator.set_state(entry.random[1])  # type: ignore[arg-type]
+            if call.generator is not None and entry.random[1] is not None:
+                call.generator.set_state(entry.random[1])
             if call.statistics():
-                tape.count_writes(call.kind, call.args, call.kwargs)
                 torch.ops.aten.batch_norm_update_stats(call.args[0], call.args[3], call.args[4], call.args[6])
         for value, output in zip(values, entry.outputs, strict=True):
             if type(output) is Output:
@@ -252,19 +241,18 @@ class _Replay(_Mode):
         return out
 
     def difference(self, entry: Entry, call: Call) -> str:
-        if entry.func is not call.func:
-            return f"taken the place of {entry.func}"
-        if len(entry.inputs) != len(call.tensors) or not operators.same(entry.others, call.others):
-            return "other arguments"
+        is_same = entry.func is call.func and len(entry.inputs) == len(call.tensors)
+        if not is_same or not operators.same(entry.others, call.others):
+            return "other arguments" if entry.func is call.func else f"taken the place of {entry.func}"
         if entry.settings != operators.settings() or entry.random[0] != operators.random_state(call.generator):
             return "another random state, or other settings of torch"
         compared = zip(entry.inputs, call.tensors, call.storages, strict=True)
         return "" if all(self.matches(*one) for one in compared) else "another input"
 
     def matches(self, recorded: Any, t: Tensor, storage: int) -> bool:
-        if recorded is None or not isinstance(recorded[-1], Tensor):
-            return recorded is None or recorded == self.describe(t, storage)
-        return recorded[0] == t.stride() and operators.same_bits(recorded[1], t)
+        if recorded is not None and isinstance(recorded[-1], Tensor):
+            return recorded[0] == t.stride() and operators.same_bits(recorded[1], t)
+        return recorded is None or recorded == self.describe(t, storage)
 
 
 class Tape:
@@ -276,10 +264,8 @@ class Tape:
         between: whether the user's code runs between the two contexts. Writes there, to weights and to memory that the
             user holds, are noticed by checksums; on a device, by version counters only.
 
-    Attributes:
-        operations: operations of the first forward, until the tape ended, that make or write memory.
-        reused: those of them that were not computed again in the second.
-        ended: where and why reuse ended, with the weight's or the operation's name.
+    ``operations`` are those of the first forward, without views, until the tape ended; ``reused`` those that the second
+    did not compute again; ``ended`` says where and why that ended, with the weight's or the operation's name.
     """
 
     def __init__(self, moved: Mapping[str, Tensor], *, start: nn.Module | None = None, between: bool = True) -> None:
@@ -300,23 +286,19 @@ class Tape:
         try:
             with self._active(mode):
                 yield
+            mode.end("the first pass is over")
         except BaseException:
             self.release()
             raise
-        mode.end("the first pass is over")
         self.operations = len(self.entries)
-        if mode.is_idle:
+        if not any(output.kept for output in self.outputs()):
             self.release()
-        elif self.between:
-            for output in self._outputs():
-                output.watch()
-            self.checksums = {s: operators.checksum(t.untyped_storage()) for s, t in self.versioned.items() if t.is_cpu}
+        elif self.between and not self.checksums:
+            self.take_checksums()
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Around the second forward and backward."""
-        for output in self._outputs():
-            output.drop_if_written()
         for storage, checksum in self.checksums.items():
             if operators.checksum(self.versioned[storage].untyped_storage()) != checksum:
                 self.given_away.add(storage)
@@ -335,15 +317,25 @@ class Tape:
     def _active(self, mode: _Mode) -> Iterator[None]:
         with ExitStack() as stack:
             if self.start is not None:
-                begin = lambda *_: setattr(mode, "has_started", True)  # noqa: E731
-                stack.enter_context(self.start.register_forward_pre_hook(begin, prepend=True))
+                hook = self.start.register_forward_pre_hook(lambda *_: setattr(mode, "has_started", True), prepend=True)
+                stack.enter_context(hook)
             if not mode.is_idle:
                 stack.enter_context(_Watch(mode))
                 stack.enter_context(mode)
             yield
 
-    def _outputs(self) -> list[Output]:
+    def outputs(self) -> list[Output]:
         return [output for entry in self.entries for output in entry.made()]
+
+    def is_small(self, memory: list[torch.UntypedStorage]) -> bool:
+        memory = memory + [t.untyped_storage() for t in self.versioned.values()]
+        is_on_host = all(m.device.type == "cpu" for m in memory)
+        return is_on_host and sum(m.nbytes() for m in memory) < _SMALL and not operators.is_transformed()
+
+    def take_checksums(self) -> None:
+        for output in self.outputs():
+            output.watch()
+        self.checksums = {s: operators.checksum(t.untyped_storage()) for s, t in self.versioned.items() if t.is_cpu}
 
     def know(self, storage: int, t: Tensor) -> None:
         if storage not in self.versioned and storage not in self.moved:

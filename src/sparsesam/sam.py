@@ -117,8 +117,8 @@ class SharpnessAware(PerturbingOptimizer):
                 self.base.step()
                 return None
             raise RuntimeError(
-                "step() needs a gradient at w + e: pass a closure, or run the second pass in "
-                "`with opt.perturbed(): loss_fn(model(x), y).backward()` before step()"
+                "step() needs a gradient at w + e: pass a closure, or run the second pass in `with opt.perturbed():` "
+                "before step(). For trainers see docs/moving-over.md"
             )
         with self._ended_on_error():
             step = self._begin(batch)
@@ -215,7 +215,7 @@ class SharpnessAware(PerturbingOptimizer):
 
     @inside_wrappers
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """``loss.backward()``; inside `first_pass`, only of the gradients that the ascent needs."""
+        """``loss.backward()``; in a first pass (a closure's: without DDP), only of the gradients that are needed."""
         step = self._step
         if step is None or step.phase is not Phase.FIRST or step.shortcuts is None:
             loss.backward(**options)
@@ -226,7 +226,8 @@ class SharpnessAware(PerturbingOptimizer):
     def ascent_inputs(self) -> list[Tensor] | None:
         """Inside `first_pass`: the parameters whose gradient is needed, for ``loss.backward(inputs=…)``; None: all."""
         step = self._step
-        return None if step is None or step.shortcuts is None else step.shortcuts.inputs
+        shortcuts = step.shortcuts if step is not None and step.phase is Phase.FIRST else None
+        return None if shortcuts is None else shortcuts.inputs_for_trainer()
 
     @inside_wrappers
     @contextmanager

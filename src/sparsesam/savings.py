@@ -63,6 +63,11 @@ class Shortcuts:
         everything: bool,
         is_due: bool,
     ) -> None:
+        if options.is_implicit and params.shards is not None:
+            raise ValueError(
+                f'ascent must be "explicit" with sharded parameters (fully_shard, DTensor), got {options.ascent!r}: '
+                "their layers need every gradient"
+            )
         self._model, self._ddp, self._options = model, ddp, options
         moved = {p.name: p.parameter for p in params if _moves(masks[p.name], p.rho, options)}
         needs_all = options.norm == "full" or options.ascent == "implicit-dense"
@@ -84,6 +89,7 @@ class Shortcuts:
         self.why_no_tape = why
         self.tape = None if why else Tape(moved, start=None if ddp is None else ddp.module)
         self.is_complete = True  # no gradient was left out
+        self._by_filter = False  # of layers with kept filters, only their gradients were computed
 
     def _gradients_wanted(
         self, params: PerturbedParams, masks: Mapping[str, PackedMask | None]
@@ -112,11 +118,11 @@ class Shortcuts:
 
     @contextmanager
     def first_pass(self, *, narrows: bool, is_local: bool, between: bool) -> Iterator[None]:
-        """``narrows``: the optimizer may run the backward. ``is_local``: gradients are not averaged over ranks.
+        """``narrows``: the optimizer runs the backward. ``is_local``: gradients are not averaged over ranks.
         ``between``: the user's code runs between the passes.
         """
         is_implicit = self._options.is_implicit and self.layers is not None
-        if not narrows:
+        if not narrows and self._ddp is not None:  # a closure that calls loss.backward() needs its synchronization
             self.inputs = None
         # DistributedDataParallel would wait for the gradients that are left out.
         averages = self._ddp is not None and not is_local and (self.inputs is not None or is_implicit)
@@ -143,9 +149,14 @@ class Shortcuts:
         if is_full:
             loss.backward(**options)
             return
-        self.is_complete = False
+        self.is_complete, self._by_filter = False, True
         with nullcontext() if self.layers is None else self.layers.narrowed():
             loss.backward(inputs=inputs, **options)
+
+    def inputs_for_trainer(self) -> list[Tensor] | None:
+        """Returns `inputs` to somebody else's backward: the gradients of other parameters count as left out."""
+        self.is_complete &= self.inputs is None
+        return self.inputs
 
     def check_implicit(self, warn: Callable[[str], None]) -> None:
         """Raise unless the first pass computed gradients through masked weights; warn of weights where it did not."""
@@ -170,7 +181,7 @@ class Shortcuts:
     def savings(self) -> Savings:
         computed = sum(p.numel() for p in self._trainable)
         if not self.is_complete:
-            kept = {p: want.mask.count for p, want in self._wanted.items() if not want.dense}
+            kept = {p: want.mask.count for p, want in self._wanted.items() if self._by_filter and not want.dense}
             computed = sum(kept.get(p, p.numel()) for p in self._needed)
         total = sum(p.numel() for p in self._trainable)
         left_out = 1 - computed / total if total else 0.0

@@ -128,8 +128,6 @@ class OptimizerWrapper(Optimizer):
     #: The option that holds the strength of the perturbation in each parameter group.
     strength = "rho"
 
-    #: What pickled copies hold; everything else is made anew.
-    _copied: tuple[str, ...] = ("base", "model", "defaults", "own")
     own: OwnState
     _wrapped: weakref.ref[nn.Module] | None = None  # the model as given, possibly a DistributedDataParallel
     _params: PerturbedParams | None = None
@@ -172,7 +170,9 @@ class OptimizerWrapper(Optimizer):
         self.own = own
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: self.__dict__[key] for key in self._copied}
+        """Copies hold the public attributes; others, and methods that a scheduler has replaced, are made anew."""
+        held = self.__dict__.items()
+        return {key: value for key, value in held if key[0] != "_" and not callable(getattr(type(self), key, None))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Optimizer.__setstate__(self, state)

@@ -14,8 +14,6 @@ import torch
 from torch import distributed as dist
 from torch import multiprocessing as mp
 
-from tests import cases
-
 _worlds = {}
 
 

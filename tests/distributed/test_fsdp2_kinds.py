@@ -170,6 +170,10 @@ def refused(rank):
     opt = sparsesam.SSAM(cases.sgd(model), model, mask=sparsesam.random_mask(sparsity=0.5, seed=int(rank == 2)))
     with pytest.raises(RuntimeError, match="of rank 2 differ from rank 0's"):
         equal_runs.train(model, opt, (rank, RANKS), range(1))
+    mask, model = sparsesam.random_mask(sparsity=0.5), sharded(equal_runs.network(), RANKS)
+    opt = sparsesam.SSAM(cases.sgd(model), model, mask=mask, norm="masked", ascent="implicit")
+    with pytest.raises(ValueError, match='ascent must be "explicit" with sharded parameters'):
+        equal_runs.train(model, opt, (rank, RANKS), range(1))
     return True
 
 
@@ -238,5 +242,5 @@ def test_selection_sends_counts_not_scores(found):
     assert small_bytes == large_bytes < 3 * 2048 * 8 + 100
 
 
-def test_fsdp1_and_differing_random_states_raise(found):
+def test_fsdp1_differing_random_states_and_implicit_ascent_raise(found):
     assert found["refused"]

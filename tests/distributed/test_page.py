@@ -29,8 +29,6 @@ def every_block(rank, folder):
     batches = [tuple(t.chunk(2)[rank] for t in cases.vectors(seed=seed)) for seed in range(5)]
     names = {"torch": torch, "sparsesam": sparsesam, "loss_fn": F.cross_entropy, "loader": batches, "net": cases.mlp()}
     names["train_set"], names["path"] = cases.vectors(), f"{folder}/saved"
-    # For the optimizer and model that a block has created.
-    names["closure_for"] = lambda x, y: cases.closure_for(names.get("model", names["net"]), names["opt"], x, y)
     exec(*blocks("DDP"), names)
     steps = [names["opt"].steps]
     del names["model"]

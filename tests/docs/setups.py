@@ -50,6 +50,11 @@ def staged(tmp_path):
     return {"model": model, "base": cases.sgd(model), "opt": opt}
 
 
+def normalized(tmp_path):
+    parts = OrderedDict(layer4=nn.Linear(6, 6), norm=nn.LayerNorm(6), fc=nn.Linear(6, 3))
+    return {"model": nn.Sequential(parts)}
+
+
 def lightning(tmp_path):
     import lightning_fabric
     import pytorch_lightning
@@ -92,7 +97,10 @@ def trained_run(tmp_path):
 #: By page: what it needs beyond `usual`.
 SETUPS = {
     "docs/training-loops.md": plain,
-    "docs/engine.md": staged,
+    "README.md": staged,
+    "docs/index.md": staged,
+    "docs/savings.md": staged,
+    "docs/methods.md": normalized,
     "docs/lightning.md": lightning,
     "docs/hugging-face.md": hugging_face,
     "docs/accelerate.md": accelerated,

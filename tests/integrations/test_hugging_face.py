@@ -123,14 +123,30 @@ def test_resumed_run_equals_uninterrupted(tmp_path):
     assert all(torch.equal(mask, other.masks[name]) for name, mask in opt.masks.items())
 
 
-def test_engine_is_active_and_changes_nothing(tmp_path):
+def test_savings_change_nothing(tmp_path):
     model = language_model()
     twin = copy.deepcopy(model)
     last = {"mask": sparsesam.fixed_mask("transformer.h.1.*"), "norm": "masked"}
     opt = masked(model, **last)
-    train(model, opt, arguments(tmp_path, gradient_accumulation_steps=2))
-    plain(twin, masked(twin, engine=False, **last), count=2)
-    assert opt.engine_report()["engine"].startswith("on")
+    train(model, opt, arguments(tmp_path))
+    plain(twin, masked(twin, engine=False, **last))
+    assert opt.savings().reused > 0
+    assert_same_weights(model, twin)
+
+
+def test_schedule_free_base_equals_plain_loop(tmp_path):
+    """The Trainer calls the optimizer's train() before every pass."""
+    schedulefree = pytest.importorskip("schedulefree")
+    model = language_model()
+    twin = copy.deepcopy(model)
+    opt, other = (
+        sparsesam.SAM(schedulefree.SGDScheduleFree(m.parameters(), lr=0.1), m, rho=0.3) for m in (model, twin)
+    )
+    train(model, opt, arguments(tmp_path))
+    other.train()
+    plain(twin, other)
+    opt.eval()
+    other.eval()
     assert_same_weights(model, twin)
 
 
@@ -229,12 +245,15 @@ def accumulated(model, opt, loader, accelerator):
             prepared.zero_grad()
 
 
-@pytest.mark.parametrize("schedule", [{}, {"every": 2}, {"every": 2, "off_steps": "reuse"}], ids=str)
+@pytest.mark.parametrize("schedule", [{}, {"every": 2}, {"every": 2, "off_steps": "reuse"}, {"mask": "4.*"}], ids=str)
 def test_accelerator_accumulate_equals_plain_loop(schedule):
     model = cases.mlp()
     twin = copy.deepcopy(model)
     loader = DataLoader(TensorDataset(*cases.vectors(40)), batch_size=8)
-    opt, other = (sparsesam.SAM(cases.sgd(m), m, rho=0.3, **schedule) for m in (model, twin))
+    if "mask" in schedule:
+        opt, other = (cases.ssam(m, **schedule) for m in (model, twin))
+    else:
+        opt, other = (sparsesam.SAM(cases.sgd(m), m, rho=0.3, **schedule) for m in (model, twin))
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     accumulated(model, opt, loader, accelerator)
     micro = list(loader)
@@ -247,6 +266,7 @@ def test_accelerator_accumulate_equals_plain_loop(schedule):
                 (F.cross_entropy(twin(x), y) / 2).backward()
         other.step()
     assert opt.steps == other.steps == 3
+    assert (opt.savings().gradients > 0.5) is ("mask" in schedule)
     assert_same_weights(model, twin)
 
 
@@ -267,7 +287,7 @@ def test_accelerator_accumulate_around_two_phases_raises():
                 prepared.step()
                 prepared.zero_grad()
 
-    with pytest.raises(RuntimeError, match="AccumulatedPasses"):
+    with pytest.raises(RuntimeError, match=r"docs/moving-over\.md"):
         train()
     assert cases.same_bits(before, cases.weights_of(model))
 

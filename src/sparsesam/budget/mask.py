@@ -1,56 +1,51 @@
-"""The mask rule for a budget, its constructor, and a report of what it perturbs per layer."""
+"""The mask rule for a budget: the units with the largest total score that fit, and a report of what was chosen."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, get_args
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsesam.budget.choice import (
-    BudgetUnit,
-    FrontierOption,
-    best_units,
-    frontier_options,
-    unit_count,
-    unit_masks,
-    unit_sums,
-)
-from sparsesam.budget.costs import LayerCost, LayerCosts, layer_costs
+from sparsesam.budget.costs import Floats, How, StepCosts, step_costs
 from sparsesam.masks.fisher_problem import LossFn, ModelLoss
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.scores import Fisher, GradientEnergy, Score, ScoreContext
-from sparsesam.utils.checks import check_choice, is_within
+from sparsesam.utils.checks import NonFiniteScoreError, check_choice, is_within
+
+BudgetUnit = Literal["tensor", "filter"]
 
 
-@dataclass(frozen=True)
-class BudgetReport:
-    """What is perturbed within a budget; all costs are in steps of the base optimizer."""
+class BudgetReport(NamedTuple):
+    """What is perturbed within a budget; costs are in steps of the base optimizer."""
 
     budget: float
     predicted: float
-    frontier: str | None
+    frontier: str | None  # the first perturbed parameter
     share: float
-    rows: tuple[LayerCost, ...]
+    rows: dict[str, tuple[float, float]]  # by parameter: the cost of perturbing it alone, and its perturbed share
 
     def __str__(self) -> str:
-        width = max(len(row.layer) for row in self.rows)
-        head = f"{'layer':{width}} {'forward':>8} {'dX':>8} {'dW':>8} {'perturbed':>10}"
+        width = max(map(len, self.rows))
         lines = [
             f"budget {self.budget:.3f}, predicted {self.predicted:.3f} steps of the base optimizer",
             f"{self.share:.1%} of the weights are perturbed, the first of them in {self.frontier}",
-            head,
-        ]
-        lines += [
-            f"{row.layer:{width}} {row.forward:8.4f} {row.input_gradient:8.4f} {row.weight_gradient:8.4f} "
-            f"{row.share:10.1%}"
-            for row in self.rows
+            f"{'parameter':{width}} {'alone':>6} {'perturbed':>10}",
+            *(f"{name:{width}} {alone:6.3f} {share:10.1%}" for name, (alone, share) in self.rows.items()),
         ]
         return "\n".join(lines)
+
+
+class Frontier(NamedTuple):
+    """The earliest parameter that may be perturbed: what that costs, and what can be perturbed from there on."""
+
+    fixed: float
+    items: Mapping[str, Floats]  # by parameter: the added cost of perturbing 0, 1, 2, … of its units
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,13 +54,13 @@ class BudgetMask(MaskRule):
 
         max  sum of scores over P     subject to     cost of a step that perturbs P <= budget
 
-    Every layer is tried as the frontier, the earliest perturbed layer. From there on, all normalization parameters and
-    biases are perturbed, because they cost almost nothing; the rest of the budget goes to whole weight tensors (an
-    exact optimum) or to their filters. It needs ``norm="masked"``: with "full" the engine can leave out less.
+    Every parameter is tried as the frontier, the earliest that is perturbed. From there on, the budget goes to the
+    parameters, or to their filters, with the largest scores per cost; normalization parameters and biases cost almost
+    nothing. It needs ``norm="masked"``: with "full", every gradient is computed.
     """
 
     needs_masked_norm: ClassVar[bool] = True
-    costs: LayerCosts
+    costs: StepCosts
     budget: float
     score: Score = field(default_factory=GradientEnergy)
     unit: BudgetUnit = "tensor"
@@ -79,13 +74,12 @@ class BudgetMask(MaskRule):
                 f"budget must be a finite number of at least 1, got {self.budget}; it is the cost of a step relative "
                 "to the base optimizer's, SAM's is about 2"
             )
-        options = list(frontier_options(self.costs, self.costs.shapes, self.unit))
-        self._require(options)
-        weights = [one.fixed + one.cheapest for one in options if one.items]
-        if weights and min(weights) > self._allowance:
+        weights = {name: shape for name, shape in self.costs.shapes.items() if len(shape) > 1}
+        least = _least(self._frontiers(self.costs.shapes), weights)
+        if weights and least > self._allowance:
             warnings.warn(
                 f"no weight {self.unit} fits into budget={self.budget}, only normalization parameters and biases near "
-                f"the output; the cheapest weight {self.unit} needs {1 + min(weights) / self.costs.base:.4f}",
+                f"the output; the cheapest weight {self.unit} needs {1 + least / self.costs.base:.4f}",
                 stacklevel=4,
             )
 
@@ -99,53 +93,130 @@ class BudgetMask(MaskRule):
         return (self.budget - 1) * self.costs.base
 
     def make(self, context: ScoreContext) -> dict[str, Tensor]:
-        ones = {name: torch.ones_like(p, dtype=torch.bool) for name, p in context.parameters.items()}
-        self._check_known(ones)
-        if self.costs.step(ones) <= self.budget:
-            return ones
-        shapes = {name: p.shape for name, p in context.parameters.items()}
-        options = list(frontier_options(self.costs, shapes, self.unit))
-        self._require(options)
-        counts = {name: unit_count(self.costs, name, self.unit) for name in shapes}
-        scores = unit_sums(self.score(context), counts)
-        return unit_masks(best_units(options, scores, self._allowance), context.parameters, counts)
-
-    def report(self, masks: Mapping[str, Tensor]) -> BudgetReport:
-        """Returns what these masks (usually ``opt.masks``) perturb and cost."""
-        if not masks:
-            raise ValueError("masks must not be empty; opt.masks is empty before the first step")
-        kept = {name: int(mask.count_nonzero()) for name, mask in masks.items()}
-        rows = tuple(self._row(layer, kept) for layer in self.costs.layers)
-        frontier = next((row.layer for row in rows if row.share > 0), None)
-        share = sum(kept.values()) / max(1, sum(mask.numel() for mask in masks.values()))
-        return BudgetReport(self.budget, self.costs.step(masks), frontier, share, rows)
-
-    def _row(self, layer: LayerCost, kept: Mapping[str, int]) -> LayerCost:
-        """Returns a layer's costs in steps of the base optimizer."""
-        size = sum(self.costs.shapes[name].numel() for name in layer.parameters)
-        return replace(
-            layer,
-            forward=layer.forward / self.costs.base,
-            input_gradient=layer.input_gradient / self.costs.base,
-            weight_gradient=layer.weight_gradient / self.costs.base,
-            share=sum(kept.get(name, 0) for name in layer.parameters) / max(1, size),
-        )
-
-    def _check_known(self, names: Mapping[str, Tensor]) -> None:
-        unknown = [name for name in names if name not in self.costs.shapes]
+        masks = {name: torch.ones_like(p, dtype=torch.bool) for name, p in context.parameters.items()}
+        unknown = [name for name in masks if name not in self.costs.shapes]
         if unknown:
             raise ValueError(
                 f"costs must be those of the model being trained, but {unknown[0]!r} is not among them; "
                 "make a new rule with budget_mask(model, ...) after freezing or unfreezing layers"
             )
+        if self.costs.step(masks) <= self.budget:
+            return masks
+        counts = {name: self._unit_count(name) for name in masks}
+        scores = unit_sums(self.score(context), counts)
+        chosen = best_units(self._frontiers(context.parameters), scores, self._allowance)
+        for name, mask in masks.items():
+            mask.zero_().view(counts[name], -1)[chosen.get(name, [])] = True
+        return masks
 
-    def _require(self, options: Sequence[FrontierOption]) -> None:
-        least = min((one.least for one in options), default=math.inf)
+    def report(self, masks: Mapping[str, Tensor]) -> BudgetReport:
+        """Returns what these masks (usually ``opt.masks``) perturb and cost."""
+        if not masks:
+            raise ValueError("masks must not be empty; opt.masks is empty before the first step")
+        rows = {
+            name: (self.costs.step({name: torch.ones_like(masks[name])}), masks[name].double().mean().item())
+            for name in sorted(masks.keys() & self.costs.first_use.keys(), key=self.costs.first_use.__getitem__)
+        }
+        frontier = next((name for name, (_, share) in rows.items() if share > 0), None)
+        kept = sum(int(mask.count_nonzero()) for mask in masks.values())
+        share = kept / max(1, sum(mask.numel() for mask in masks.values()))
+        return BudgetReport(self.budget, self.costs.step(masks), frontier, share, rows)
+
+    def _unit_count(self, name: str) -> int:
+        """The number of filters, if they can be computed separately; otherwise 1, the tensor itself."""
+        return self.costs.shapes[name][0] if self.unit == "filter" and name in self.costs.filters else 1
+
+    def _frontiers(self, names: Mapping[str, Any]) -> list[Frontier]:
+        """Returns what can be perturbed of these parameters; raises if nothing fits.
+
+        An item is charged the cost that it adds to the passes of the frontier. If two items need the same input
+        gradients, both are charged for them, so a choice never costs more than its charge, and less only with parallel
+        branches.
+        """
+        costs, frontiers = self.costs, []
+        places = {name: place for name, place in costs.first_use.items() if name in names}
+        units = {}
+        for name in places:
+            count = self._unit_count(name)
+            units[name] = np.array([costs.perturbing(name, k / count) for k in range(count + 1)])
+        for frontier in sorted(set(places.values())):
+            first = {name for name, place in places.items() if place == frontier}
+            fixed, items = costs.passing(first), {}
+            for name in (name for name, place in places.items() if place >= frontier):
+                added = costs.passing({*first, name}) - fixed
+                items[name] = units[name] + added * (np.arange(len(units[name])) > 0)
+            frontiers.append(Frontier(fixed, items))
+        least = _least(frontiers, names)
         if least > self._allowance:
             raise ValueError(
-                f"budget must be at least {1 + least / self.costs.base:.4f} for this model, got {self.budget}: "
+                f"budget must be at least {1 + least / costs.base:.4f} for this model, got {self.budget}: "
                 "perturbing only its cheapest parameters costs that much; give more, or train with the base optimizer"
             )
+        return frontiers
+
+
+def _least(frontiers: Sequence[Frontier], names: Mapping[str, Any]) -> float:
+    """Returns the cost of perturbing the cheapest unit of these parameters."""
+    costs = (f.fixed + float(item[1:].min()) for f in frontiers for name, item in f.items.items() if name in names)
+    return min(costs, default=math.inf)
+
+
+def unit_sums(scores: Mapping[str, Tensor], counts: Mapping[str, int]) -> dict[str, Floats]:
+    """Returns the score of each unit: the sum over its weights."""
+    sums = {}
+    for name, score in scores.items():
+        total = score.detach().reshape(counts[name], -1).sum(1, dtype=torch.float64).cpu().numpy()
+        if not np.isfinite(total).all():
+            raise NonFiniteScoreError(f"the scores of {name!r} must be finite, got NaN or infinity")
+        if (total < 0).any():
+            raise ValueError(f"the scores of {name!r} must be at least 0, got {total.min()}; use squares or magnitudes")
+        sums[name] = total
+    return sums
+
+
+def best_units(frontiers: Sequence[Frontier], scores: Mapping[str, Floats], allowance: float) -> dict[str, list[int]]:
+    """Returns the units to perturb, by parameter, for the frontier with the largest total score."""
+    best, chosen = 0.0, {}
+    for fixed, items in frontiers:
+        if fixed <= allowance:
+            orders = [np.argsort(-scores[name], kind="stable") for name in items]
+            sums = [np.cumsum([0.0, *scores[name][order]]) for name, order in zip(items, orders, strict=True)]
+            taken = best_prefixes(sums, list(items.values()), allowance - fixed)
+            total = sum(float(values[k]) for values, k in zip(sums, taken, strict=True))
+            if total > best:
+                chosen = {name: order[:k].tolist() for name, order, k in zip(items, orders, taken, strict=True)}
+                best = total
+    return chosen
+
+
+def best_prefixes(values: Sequence[Floats], costs: Sequence[Floats], capacity: float) -> list[int]:
+    """Returns how many of the first entries of each list to take; ``values[l][k]``, ``costs[l][k]`` are of k entries.
+
+    For a price p per unit of cost, the best k of each list maximizes values[l][k] - p * costs[l][k]. The choice at the
+    lowest price that fits is optimal for the capacity that it uses; the rest is filled greedily, by the largest gain.
+    The total is below the optimum by at most the value of one list.
+    """
+    longest = max(map(len, values))
+    value = np.stack([np.pad(entries, (0, longest - len(entries))) for entries in values])
+    cost = np.stack([np.pad(entries, (0, longest - len(entries)), constant_values=np.inf) for entries in costs])
+    lists = np.arange(len(values))
+    density = np.divide(value, cost, out=np.zeros_like(value), where=cost > 0)
+    low, high = 0.0, 2 * float(density.max()) or 1.0
+    taken = np.argmax(value - high * cost, axis=1)
+    for _ in range(60):
+        price = (low + high) / 2
+        choice = np.argmax(value - price * cost, axis=1)
+        if cost[lists, choice].sum() <= capacity:
+            high, taken = price, choice
+        else:
+            low = price
+    while True:
+        spent, reached = cost[lists, taken][:, None], value[lists, taken][:, None]
+        gain = np.where(cost - spent <= capacity - spent.sum(), value - reached, 0.0)
+        place, many = np.unravel_index(int(np.argmax(gain)), gain.shape)
+        if gain[place, many] <= 0:
+            return [int(k) for k in taken]
+        taken[place] = many
 
 
 def budget_mask(
@@ -158,7 +229,7 @@ def budget_mask(
     samples: int = 128,
     score: Score | None = None,
     unit: BudgetUnit = "tensor",
-    how: Literal["time", "cpu-time", "count"] = "time",
+    how: How = "time",
     refresh: int | None = None,
     seed: int = 0,
     model_loss: ModelLoss | None = None,
@@ -197,5 +268,5 @@ def budget_mask(
         raise ValueError(
             "data must be given with loss_fn or model_loss, got None; without a loss the scores are squared gradients"
         )
-    costs = layer_costs(model, example_input, how=how)
+    costs = step_costs(model, example_input, how=how)
     return BudgetMask(costs, budget, score or GradientEnergy(), unit, refresh, seed)

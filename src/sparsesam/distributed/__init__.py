@@ -1,1 +1,1 @@
-"""Support for torch.distributed: DistributedDataParallel, Join, sharded parameters, and agreement between ranks."""
+"""Support for torch.distributed: DistributedDataParallel, sharded parameters, and agreement between ranks."""

@@ -24,7 +24,8 @@ def kept_entries(weight: Tensor, mask: PackedMask | None) -> Tensor:
 
 
 def put_entries(weight: Tensor, mask: PackedMask | None, entries: Tensor) -> Tensor:
-    """Write the result of `kept_entries`, or the same as a vector, back to the weight."""
+    """Write the result of `kept_entries`, or the same as a vector, back to the weight, in the weight's dtype."""
+    entries = entries.to(weight.dtype)  # that of the model may have changed since
     if mask is None or mask.is_full:
         return weight.copy_(entries.view(weight.shape))
     if mask.bits is None:

@@ -1,4 +1,4 @@
-"""What torch's operators read, write, make and draw; what other functions do to memory; the bits of tensors."""
+"""What torch's operators read, write, make and draw; their outputs in the first pass; the bits of tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ import torch
 import torch._functorch.config
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _python_dispatch as dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
+from torch.utils.weak import TensorWeakRef
 
 storage_of: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 _aten = torch.ops.aten
@@ -62,17 +66,20 @@ def _kind_of_overload(func: OpOverload) -> Kind:
     schema, name = func._schema, func._schema.name.partition("::")[2]
     is_alias = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
     is_idle = func.namespace in ("profiler", "prim")
-    is_plain = is_idle or (func.namespace in ("aten", "prims") and name not in _EXCHANGES_MEMORY)
+    is_torchs = is_idle or func.namespace in ("aten", "prims")
+    is_plain = is_torchs and name not in _EXCHANGES_MEMORY
+    is_view = is_plain and (is_idle or is_alias or torch.Tag.inplace_view in func.tags)
+    written = tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write)
     return Kind(
         is_plain=is_plain,
-        is_view=is_plain and (is_idle or is_alias or torch.Tag.inplace_view in func.tags),
+        is_view=is_view,
         makes=any(r.alias_info is None and "Tensor" in str(r.type) for r in schema.returns),
         is_seeded=torch.Tag.nondeterministic_seeded in func.tags,
         is_empty=name in _EMPTY,
         is_blank=name in _EMPTY or name in _CONSTANT,
         is_batch_norm=func in _BATCH_NORMS,
         is_region=False,
-        written=tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write),
+        written=() if is_view else written if is_torchs else None,  # schemas of collectives do not say what they write
     )
 
 
@@ -171,7 +178,12 @@ def _bits(t: Tensor) -> Tensor:
 
 def checksum(storage: torch.UntypedStorage) -> int:
     """Of host memory."""
-    return zlib.crc32(torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data)
+    return zlib.crc32(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy().data)
+
+
+def is_transformed() -> bool:
+    """Whether a function transform, such as ``vmap``, is active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def has_storage(t: Tensor) -> bool:
@@ -221,5 +233,99 @@ class Call(NamedTuple):
     others: list[Any]
     generator: torch.Generator | None
 
+    def run(self) -> tuple[Any, Sequence[Any]]:
+        """What it returns, and that as a sequence."""
+        out = self.func(*self.args, **self.kwargs)
+        return out, out if isinstance(out, (tuple, list)) else (out,)
+
     def statistics(self) -> list[int]:
         return [id(t) for t in running_statistics(self.kind, self.args)]
+
+
+def call_without(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a function without the mode, if it is the innermost: its operations cost less then."""
+    if dispatch._get_current_dispatch_mode() is not mode:
+        return func(*args, **kwargs)
+    dispatch._pop_mode()
+    try:
+        return func(*args, **kwargs)
+    finally:
+        dispatch._push_mode(mode)
+
+
+# ---- operations of the first pass, for the second to use again ------------------------------------------------
+
+
+class Output:
+    """A storage that an operation has made, and the tensor on it that was returned."""
+
+    __slots__ = ("geometry", "kept", "number", "options", "reference", "seen", "shared", "storage", "tensor")
+
+    def __init__(self, t: Tensor, number: int) -> None:
+        self.number, self.storage, self.reference = number, storage_of(t), StorageWeakRef(t.untyped_storage())
+        self.geometry, self.options = (t.storage_offset(), t.size(), t.stride()), (t.dtype, t.device)
+        self.tensor = None if t.is_cpu else TensorWeakRef(t)
+        self.kept: torch.UntypedStorage | None = None
+        self.seen: int | None = None  # checksum or version
+        self.shared: Tensor | None = None  # has the version counter of those who hold the memory
+
+    def is_alive(self) -> bool:
+        return not self.reference.expired()
+
+    def is_held_elsewhere(self) -> bool:
+        return torch._C._storage_Use_Count(self.storage) > 1
+
+    def keep(self) -> None:
+        self.kept = torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata)
+
+    def again(self, _: list[Tensor]) -> Tensor:
+        """The tensor, on memory that nobody else holds."""
+        memory: Any = self.kept.clone() if self.kept is not None and self.is_held_elsewhere() else self.kept
+        self.kept = None
+        return torch.empty(0, dtype=self.options[0], device=self.options[1]).set_(memory, *self.geometry)
+
+    def watch(self) -> None:
+        """Notice writes by those who hold the memory: by its bits; on a device by their version counter."""
+        if self.kept is None or self.seen is not None or not self.is_held_elsewhere():
+            return
+        if self.tensor is None:
+            self.seen = checksum(self.kept)
+        elif (tensor := self.tensor()) is not None:
+            self.shared, self.seen = tensor.detach(), tensor._version
+        else:
+            self.kept = None
+
+    def is_intact(self) -> bool:
+        """Whether the memory is kept, and nobody has written to it since ``watch``."""
+        shared, self.shared = self.shared, None
+        if self.kept is None or self.seen is None:
+            return self.kept is not None
+        return self.seen == (checksum(self.kept) if shared is None else shared._version)
+
+
+class Alias:
+    """An output that is one of the operation's inputs, or a view of it."""
+
+    def __init__(self, t: Tensor, tensors: list[Tensor], index: int) -> None:
+        self.index, self.is_input = index, t is tensors[index]
+        self.geometry = t.size(), t.stride(), t.storage_offset()
+
+    def again(self, tensors: list[Tensor]) -> Tensor:
+        source = tensors[self.index]
+        return source if self.is_input else source.as_strided(*self.geometry)
+
+
+class Entry:
+    """An operation of the first pass."""
+
+    __slots__ = ("func", "inputs", "others", "outputs", "random", "returns", "settings")
+
+    def __init__(self, call: Call, inputs: list[Any]) -> None:
+        self.func, self.others, self.settings = call.func, call.others, settings()
+        self.inputs = inputs  # a description, a copy with its stride, or None: not compared
+        self.random: tuple[bytes, Tensor | None] = random_state(call.generator), None
+        self.outputs: list[Any] = []
+        self.returns: type | None = None  # None: it always runs
+
+    def made(self) -> list[Output]:
+        return [o for o in self.outputs if type(o) is Output]

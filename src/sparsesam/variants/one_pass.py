@@ -20,7 +20,7 @@ from sparsesam.wrapper import PerturbedParam, PerturbedParams
 _MOMENTUM = ("momentum_buffer", "exp_avg")
 _REMEDY = (
     "give the base a momentum (SGD, RMSprop and Muon: momentum=0.9; Adam and its variants have one), or use "
-    "ExtrapolatedSAM, which works with every base"
+    "ExtrapolatedSAM, which works with every base, without a mask made from gradients"
 )
 
 
@@ -45,6 +45,12 @@ class OnePass(SharpnessAware):
         return {name: momentum for name, momentum in found.items() if momentum is not None}
 
 
+def require_momentum(base: Optimizer) -> None:
+    momenta = [group["momentum"] for group in base.param_groups if "momentum" in group]
+    if momenta and not any(momenta):
+        raise ValueError(f"base must have a momentum, got {type(base).__name__} with momentum=0; {_REMEDY}")
+
+
 class MomentumSAM(OnePass):
     """Implements Momentum-SAM (Becker, Altrock, Risse 2024): SAM in one pass, ahead along the momentum.
 
@@ -62,9 +68,7 @@ class MomentumSAM(OnePass):
 
     def __init__(self, base: Optimizer, model: nn.Module, rho: float = 0.25, **options: Any) -> None:
         super().__init__(base, model, rho, **options)
-        momenta = [group["momentum"] for group in base.param_groups if "momentum" in group]
-        if momenta and not any(momenta):
-            raise ValueError(f"base must have a momentum, got {type(base).__name__} with momentum=0; {_REMEDY}")
+        require_momentum(base)
 
     def signed_rho(self, param: PerturbedParam) -> float | Tensor:
         return -param.rho  # also with maximize: the momentum consists of reversed gradients
@@ -124,6 +128,8 @@ class ExtrapolatedSAM(OnePass):
             )
         options: dict[str, Any] = {"rho_schedule": schedule, "every": every, "start": start}
         super().__init__(base, model, steps_ahead, mask=mask, norm="masked", **options)
+        if self.own.masks.needs_gradient:  # which is the momentum here
+            require_momentum(base)
 
     @property
     def last_update_norm(self) -> float | None:

@@ -57,15 +57,13 @@ class GSAM(TwoGradients):
     several ranks it splits each rank's own gradient, where this one splits the gradient that all ranks use.
 
     Args:
-        alpha: the weight of the part of g that is orthogonal to s; 0.4 is usual, the paper's are below 1.
+        alpha: the weight of the part of g that is orthogonal to s; 0.4 is usual.
 
     Examples:
         >>> schedule = sparsesam.FollowLearningRate(base, max_lr=0.1)
         >>> opt = sparsesam.GSAM(base, model, rho=0.1, alpha=0.4, rho_schedule=schedule)
         >>> loss = opt.minimize(lambda: loss_fn(model(x), y))
     """
-
-    _copied = (*TwoGradients._copied, "alpha")
 
     def __init__(
         self, base: Optimizer, model: nn.Module, rho: float = 0.05, *, alpha: float = 0.4, **options: Any
@@ -78,9 +76,12 @@ class GSAM(TwoGradients):
     def combine(self, names: list[str], first: list[Tensor] | None, second: list[Tensor]) -> None:
         if first is None or not second or self.alpha == 0:
             return
+        share = self.share(first, second)
+        alpha = torch.where(share.isfinite(), self.alpha, 0.0)  # ||s||² overflows: SAM's step
         # s - alpha (g - share s) = (1 + alpha share) s - alpha g
-        torch._foreach_mul_(second, 1 + self.alpha * self.share(first, second))
-        torch._foreach_add_(second, first, alpha=-self.alpha)
+        torch._foreach_mul_(second, 1 + alpha * share.nan_to_num(0.0, 0.0, 0.0))
+        torch._foreach_mul_(first, alpha)
+        torch._foreach_sub_(second, first)
 
 
 class WSAM(TwoGradients):
@@ -104,8 +105,6 @@ class WSAM(TwoGradients):
         >>> opt = sparsesam.WSAM(base, model, rho=0.05, gamma=0.9)
         >>> loss = opt.minimize(lambda: loss_fn(model(x), y))
     """
-
-    _copied = (*TwoGradients._copied, "gamma", "decouple")
 
     def __init__(
         self,
@@ -137,7 +136,8 @@ class WSAM(TwoGradients):
         sharpness = torch._foreach_sub(second, first)
         torch._foreach_copy_(second, first)
         if self.decouple:
-            self._sharpness = dict(zip(names, torch._foreach_mul(sharpness, weight), strict=True))
+            torch._foreach_mul_(sharpness, weight)
+            self._sharpness = dict(zip(names, sharpness, strict=True))
         else:
             torch._foreach_add_(second, sharpness, alpha=weight)
 
@@ -163,7 +163,7 @@ class LookSAM(TwoGradients):
     and calls the closure twice in every step. The layerwise form of the paper is ``radius="layer", adaptive="layer"``.
 
     Args:
-        every: k, the steps from one step of SAM to the next; 5 is usual.
+        every: k, the steps from one step of SAM to the next; 5 or 10 are usual.
         alpha: the weight of v between them; 0.7 is usual.
 
     Examples:
@@ -172,7 +172,6 @@ class LookSAM(TwoGradients):
     """
 
     saved_tensors = {"orthogonal": "whole"}  # noqa: RUF012
-    _copied = (*TwoGradients._copied, "alpha")
 
     def __init__(
         self,

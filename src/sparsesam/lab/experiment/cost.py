@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from sparsesam.budget.call_trace import MultiplyAdds
+from sparsesam.budget import MultiplyAdds
 from sparsesam.lab.experiment.config import TrainConfig
 
 

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import sparsesam
-from sparsesam.budget.call_trace import MultiplyAdds
+from sparsesam.budget import MultiplyAdds
 from sparsesam.lab.experiment.batches import Batch, Batches
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.cost import StepCost, StepName, plain_pass_operations

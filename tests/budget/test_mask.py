@@ -1,0 +1,269 @@
+"""A budget instead of a sparsity: the best choice that fits, its report, and its limits."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import sparsesam
+from sparsesam.budget import BudgetMask, budget_mask, step_costs
+from sparsesam.budget.mask import best_prefixes
+from sparsesam.masks.scores import ScoreContext
+from sparsesam.utils.checks import NonFiniteScoreError
+from tests import cases
+
+
+class Given:
+    """Fixed scores, whatever the model."""
+
+    needs_gradient = False
+
+    def __init__(self, scores):
+        self.scores = scores
+
+    def __call__(self, context):
+        return {name: self.scores[name].clone() for name in context.parameters}
+
+
+def chain():
+    torch.manual_seed(0)
+    layers = [nn.Linear(a, b) for a, b in itertools.pairwise([7, 12, 8, 12, 4])]
+    return nn.Sequential(*itertools.chain.from_iterable((layer, nn.GELU()) for layer in layers[:-1]), layers[-1])
+
+
+def conv_model():
+    torch.manual_seed(0)
+    blocks = [[nn.Conv2d(a, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()] for a in (1, 8, 8)]
+    return nn.Sequential(*itertools.chain.from_iterable(blocks), nn.Flatten(), nn.Linear(8 * 36, 3))
+
+
+class Towers(nn.Module):
+    """Two parallel branches."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = (nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(3)) for _ in range(2))
+
+    def forward(self, x):
+        a = b = x
+        for left, right in zip(self.left, self.right, strict=True):
+            a, b = F.gelu(left(a)), F.gelu(right(b))
+        return a + b
+
+
+def random_scores(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {n: torch.rand(p.shape, generator=generator).pow(4) for n, p in model.named_parameters()}
+
+
+def context(model):
+    return ScoreContext(model, dict(model.named_parameters()), torch.Generator(), 0)
+
+
+def gathered(masks, scores):
+    return sum(float(scores[name][mask].double().sum()) for name, mask in masks.items())
+
+
+CHAIN = chain()
+CHAIN_COSTS = step_costs(CHAIN, torch.zeros(256, 7), how="count")
+
+# ---- choosing --------------------------------------------------------------------------------------------------------
+
+numbers = st.floats(0, 10, allow_nan=False)
+lists = st.lists(
+    st.tuples(st.lists(numbers, min_size=1, max_size=3), st.floats(0, 3), st.floats(0.1, 3)), min_size=1, max_size=4
+)
+
+
+@settings(deadline=None)
+@given(lists=lists, capacity=st.floats(0, 20))
+def test_prefixes_fit_and_are_nearly_optimal(lists, capacity):
+    values = [np.cumsum([0.0, *sorted(entries, reverse=True)]) for entries, _, _ in lists]
+    costs = [np.array([0.0] + [opening + k * each for k in range(1, len(e) + 1)]) for e, opening, each in lists]
+    taken = best_prefixes(values, costs, capacity)
+    assert sum(c[k] for c, k in zip(costs, taken, strict=True)) <= capacity + 1e-9
+    choices = itertools.product(*(range(len(v)) for v in values))
+    fitting = [c for c in choices if sum(cost[k] for cost, k in zip(costs, c, strict=True)) <= capacity]
+    best = max(sum(v[k] for v, k in zip(values, c, strict=True)) for c in fitting)
+    # The difference is at most the value of one list.
+    assert sum(v[k] for v, k in zip(values, taken, strict=True)) >= best - max(v[-1] for v in values) - 1e-9
+
+
+def test_prefixes_of_equal_cost_are_best_entries():
+    values = [np.cumsum([0.0, 9, 5, 1]), np.cumsum([0.0, 8, 7, 6])]
+    assert best_prefixes(values, [np.arange(4.0), np.arange(4.0)], 4.0) == [1, 3]
+
+
+@pytest.mark.parametrize("budget", [1.2, 1.3, 1.5, 1.8])
+def test_choice_is_nearly_that_of_exhaustive_search(budget):
+    names = [name for name, _ in CHAIN.named_parameters()]
+    subsets = [set(itertools.compress(names, kept)) for kept in itertools.product([False, True], repeat=len(names))]
+    masks_of = lambda chosen: {n: torch.full(s, n in chosen) for n, s in CHAIN_COSTS.shapes.items()}  # noqa: E731
+    fitting = [masks_of(chosen) for chosen in subsets if CHAIN_COSTS.step(masks_of(chosen)) <= budget]
+    for seed in range(10):
+        scores = random_scores(CHAIN, seed)
+        masks = BudgetMask(CHAIN_COSTS, budget, Given(scores)).make(context(CHAIN))
+        assert CHAIN_COSTS.step(masks) <= budget + 1e-12
+        assert gathered(masks, scores) >= 0.85 * max(gathered(one, scores) for one in fitting)
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 999), budget=st.floats(1.13, 2.1))
+def test_filters_fit_and_are_whole(seed, budget):
+    scores = random_scores(CHAIN, seed)
+    masks = BudgetMask(CHAIN_COSTS, budget, Given(scores), unit="filter").make(context(CHAIN))
+    assert CHAIN_COSTS.step(masks) <= budget + 1e-12
+    assert all(torch.equal(mask.any(1), mask.all(1)) for mask in masks.values() if mask.dim() > 1)
+
+
+@pytest.mark.parametrize("unit", ["tensor", "filter"])
+def test_larger_budget_gathers_more(unit):
+    scores = random_scores(CHAIN, 1)
+    rules = [BudgetMask(CHAIN_COSTS, budget, Given(scores), unit) for budget in (1.2, 1.4, 1.7, 2.5)]
+    totals = [gathered(rule.make(context(CHAIN)), scores) for rule in rules]
+    assert totals == sorted(set(totals))
+    assert totals[-1] == pytest.approx(sum(float(score.sum()) for score in scores.values()))
+
+
+@pytest.mark.parametrize("unit", ["tensor", "filter"])
+@pytest.mark.parametrize("budget", [1.2, 1.4, 1.7])
+def test_normalization_and_biases_are_perturbed_only_behind_frontier(unit, budget):
+    model = conv_model()
+    costs = step_costs(model, cases.images(16)[0], how="count")
+    masks = BudgetMask(costs, budget, Given(random_scores(model, 0)), unit).make(context(model))
+    frontier = min(costs.first_use[name] for name, mask in masks.items() if mask.any())
+    for name, mask in masks.items():
+        if mask.dim() < 2:
+            assert bool(mask.all()) == bool(mask.any()) == (costs.first_use[name] >= frontier)
+
+
+def test_cost_of_parallel_branches_is_not_underestimated():
+    model = Towers()
+    costs = step_costs(model, torch.randn(64, 6), how="count")
+    for seed, budget, unit in itertools.product(range(5), (1.3, 1.5, 1.7), ("tensor", "filter")):
+        masks = BudgetMask(costs, budget, Given(random_scores(model, seed)), unit).make(context(model))
+        assert any(mask.any() for mask in masks.values())
+        assert costs.step(masks) <= budget + 1e-12
+
+
+def test_budget_of_two_passes_perturbs_everything_without_scores():
+    masks = BudgetMask(CHAIN_COSTS, 2.5, Given({})).make(context(CHAIN))
+    assert all(mask.all() for mask in masks.values())
+
+
+# ---- with the optimizer ----------------------------------------------------------------------------------------------
+
+
+def train(opt, model, steps, seed=0):
+    for step in range(steps):
+        x, y = cases.images(seed=seed + step)
+        opt.minimize(lambda: F.cross_entropy(model(x), y))  # noqa: B023
+
+
+def start(budget=1.4, **options):
+    model = conv_model()
+    rule = budget_mask(model, cases.images()[0], budget, how="count", **options)
+    return model, rule, sparsesam.SSAM(cases.sgd(model), model, mask=rule, norm="masked")
+
+
+def test_excluded_parameters_are_not_chosen():
+    model = conv_model()
+    groups = [{"params": model[:4].parameters()}, {"params": model[4:].parameters(), "perturb": False}]
+    rule = budget_mask(model, cases.images()[0], 1.9, how="count")
+    opt = sparsesam.SSAM(torch.optim.SGD(groups, lr=0.1), model, mask=rule, norm="masked")
+    train(opt, model, 1)
+    assert set(opt.masks) == {"0.weight", "1.weight", "1.bias", "3.weight"}
+    assert any(mask.any() for mask in opt.masks.values())
+
+
+@pytest.mark.parametrize("unit", ["tensor", "filter"])
+def test_step_leaves_out_what_budget_excludes(unit):
+    model, rule, opt = start(unit=unit)
+    train(opt, model, 2)
+    assert opt.savings().gradients == pytest.approx(1 - rule.report(opt.masks).share)
+    assert any(f"reads {name}," in opt.savings().ended for name, mask in opt.masks.items() if mask.any())
+
+
+def test_fisher_scores_use_data():
+    model, rule, opt = start(data=cases.images(), loss_fn=F.cross_entropy, samples=8)
+    assert not rule.needs_gradient
+    train(opt, model, 1)
+    assert 0 < opt.sparsity < 1
+
+
+@pytest.mark.parametrize("unit", ["tensor", "filter"])
+def test_resumed_run_equals_uninterrupted(unit):
+    model, rule, opt = start(unit=unit, refresh=3, seed=1)
+    train(opt, model, 4)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    saved = copy.deepcopy(opt.state_dict())
+    resumed_model, _, resumed = start(unit=unit, refresh=3, seed=1)
+    resumed_model.load_state_dict(weights)
+    resumed.load_state_dict(saved)
+    assert rule.report(resumed.masks) == rule.report(opt.masks)
+    train(opt, model, 4, seed=4)
+    train(resumed, resumed_model, 4, seed=4)
+    assert cases.same_bits(model.state_dict().values(), resumed_model.state_dict().values())
+
+
+def test_report_lists_what_was_chosen():
+    model, rule, opt = start()
+    with pytest.raises(ValueError, match="before the first step"):
+        rule.report(opt.masks)
+    train(opt, model, 1)
+    report = rule.report(opt.masks)
+    assert report.share == pytest.approx(1 - opt.sparsity)
+    assert 1 < report.predicted <= 1.4
+    assert report.frontier == next(name for name, (_, share) in report.rows.items() if share)
+    assert report.rows["10.weight"][0] < report.rows["0.weight"][0]
+    assert "budget 1.400" in str(report)
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+def small(budget=1.5, **options):
+    return budget_mask(chain(), torch.randn(64, 7), budget, how="count", **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: small(0.9), "budget must be a finite number of at least 1, got 0.9"),
+        (lambda: small(math.nan), "budget must be a finite number of at least 1, got nan"),
+        (lambda: small(math.inf), "budget must be a finite number of at least 1, got inf"),
+        (lambda: small(1.0), r"budget must be at least 1\.0\d+ for this model, got 1.0"),
+        (lambda: small(unit="column"), "unit must be one of 'tensor', 'filter', got 'column'"),
+        (lambda: small(loss_fn=F.cross_entropy), "data must be given with loss_fn"),
+        (lambda: small(data=cases.vectors()), "with data, give either loss_fn"),
+        (lambda: small(data=[], score=Given({})), "score and data must not both be given"),
+        (lambda: small().make(context(conv_model())), "make a new rule"),
+    ],
+)
+def test_bad_input(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_budget_that_fits_only_biases_warns():
+    budget = 1 + CHAIN_COSTS.passing(["6.bias"]) / CHAIN_COSTS.base + 0.01
+    with pytest.warns(UserWarning, match="no weight tensor fits into budget"):
+        rule = BudgetMask(CHAIN_COSTS, budget, Given(random_scores(CHAIN, 0)))
+    masks = rule.make(context(CHAIN))
+    assert [name for name, mask in masks.items() if mask.any()] == ["6.bias"]
+
+
+@pytest.mark.parametrize(("value", "error"), [(math.nan, NonFiniteScoreError), (-1.0, ValueError)])
+def test_negative_or_non_finite_scores_raise(value, error):
+    scores = {name: torch.full(p.shape, value) for name, p in CHAIN.named_parameters()}
+    with pytest.raises(error, match="the scores of"):
+        BudgetMask(CHAIN_COSTS, 1.5, Given(scores)).make(context(CHAIN))

@@ -1,0 +1,193 @@
+"""Numbers at the ends of their range: what the optimizers do with them.
+
+- e is that of the equation to one rounding of the weight's dtype (float16 and bfloat16 included), for every ||g|| from
+  1e-30 to 1e36. On a CPU the norm itself neither overflows nor underflows; on other devices squares are
+  in float32 (float64 for float64), and a norm that overflows or is zero there counts as below.
+- A smaller ||g||, NaN or inf: the step is taken without perturbation and counted in ``skipped_ascents``; if the last
+  gradient is not finite either, no step is taken (``skipped_steps``).
+- Parameters without or with one entry are parameters like others. A batch without samples has a
+  gradient of zero, also where its loss is NaN: the base takes a step without perturbation.
+- GSAM's scalar products are in at least float32; where they overflow, the step is SAM's.
+- Selection counts and positions are 64-bit integers.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import sparsesam
+from sparsesam.distributed.shards import Shards
+from sparsesam.masks.packed import PackedMask
+from sparsesam.masks.patterns.structured import fill_greedily
+from sparsesam.masks.select import kth_largest_by_digits
+from sparsesam.perturbation import Perturbation, Target, pieces_of
+from tests import cases, oracles
+
+DTYPES = {torch.float16: (-8, 5), torch.bfloat16: (-42, 36), torch.float32: (-46, 36), torch.float64: (-60, 60)}
+
+
+def survive(folder: Path | None, count: int, seed: int = 0) -> Counter[str]:
+    draw = np.random.default_rng(seed)
+    found = Counter(one_ascent(draw) for _ in range(count))
+    for check in (combined_gradients, tiny_parameters, empty_batches, huge_selection):
+        found[check.__name__.replace("_", " ")] = check()
+    return found
+
+
+def one_ascent(draw: np.random.Generator) -> str:
+    """e of a random gradient, against the equation in float64."""
+    dtype = list(DTYPES)[draw.integers(len(DTYPES))]
+    eta, norm = [None, 0.01][draw.integers(2)], ["full", "masked"][draw.integers(2)]
+    shapes = [(draw.integers(1, 9), draw.integers(1, 9)) for _ in range(draw.integers(1, 4))]
+    model = nn.ParameterList(torch.from_numpy(draw.normal(size=shape)).to(dtype) for shape in shapes)
+    masks = {name: torch.from_numpy(draw.random(p.shape) < 0.6) for name, p in model.named_parameters()}
+    masks["0"][:] = draw.random() < 0.7
+    scale, spread = 10.0 ** draw.uniform(*DTYPES[dtype]), draw.uniform(0, 8)
+    gradients = [torch.from_numpy(draw.normal(size=s) * scale * 10 ** draw.uniform(-spread, 0, s)) for s in shapes]
+    gradients = [g.to(dtype) for g in gradients]
+    base = torch.optim.SGD(model.parameters(), lr=0.0)
+    rho = float(10 ** draw.uniform(-2, 1))
+    opt = sparsesam.SSAM(
+        base, model, rho, mask=sparsesam.fixed_mask(masks), norm=norm, adaptive=False if eta is None else "all"
+    )
+    before = cases.weights_of(model)
+    set_gradients(model, gradients)
+    with warnings.catch_warnings(action="ignore"), opt.perturbed():
+        moved = oracles.flat(cases.weights_of(model))
+        set_gradients(model, gradients)
+    assert cases.same_bits(before, cases.weights_of(model))
+    weight, gradient = oracles.flat(before).double(), oracles.flat(gradients).double()
+    mask = oracles.flat(list(masks.values())).double()
+    scaled = (1 if eta is None else weight.abs() + eta) * gradient
+    length = float((scaled * (1 if norm == "full" else mask)).norm())
+    case = f"{dtype}, rho {rho}, norm {norm}, eta {eta}, ||g|| {length}"
+    if mask.sum() == 0 or not 1e-30 <= length < np.inf:
+        assert torch.equal(moved, oracles.flat(before)), case
+        # Where there is nothing to move, nothing is skipped.
+        assert opt.skipped_ascents == (mask.sum() > 0), case
+        why = "a norm below 1e-30" if length < 1e-30 else "a norm of NaN or inf"
+        return f"not perturbed, {why if mask.sum() else 'an empty mask'}"
+    expected = weight + oracles.perturbation(gradient, weight, mask, rho=rho, norm=norm, eta=eta)
+    limit = float(torch.finfo(dtype).max)
+    fits = expected.abs() < limit
+    rounding = torch.finfo(dtype).eps * torch.maximum(expected.abs(), weight.abs()) + 4 * torch.finfo(dtype).tiny
+    rounding += 1e-5 * (expected - weight).abs() * (dtype != torch.float64) + 1e-12 * (dtype == torch.float64)
+    rounding += 8 * rho / length * 1e-45  # T² g may be a subnormal float32
+    assert ((moved.double() - expected).abs() <= rounding)[fits].all(), case
+    assert opt.skipped_ascents == 0, case
+    return f"as the equation, {dtype}"
+
+
+def set_gradients(model: nn.Module, gradients: list[torch.Tensor]) -> None:
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient.clone()
+
+
+def combined_gradients() -> int:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for scale in (1e-4, 1, 1e3, 1e25):
+            model = nn.ParameterList([torch.ones(64).to(dtype)])
+            first, second = ((torch.arange(64) * step % 7 * scale).to(dtype) for step in (2, 3))
+            if not second.isfinite().all():
+                continue
+            opt = sparsesam.GSAM(torch.optim.SGD(model.parameters(), lr=0.0), model, alpha=0.4)
+            set_gradients(model, [first])
+            with opt.perturbed():
+                set_gradients(model, [second])
+            g, s = first.double(), second.double()
+            expected = s if scale > 1e18 else s - 0.4 * (g - (g @ s) / (s @ s) * s)
+            error = (model[0].grad.double() - expected).norm() / expected.norm()
+            assert error < 2 * torch.finfo(dtype).eps, (dtype, scale, error)
+    return 11
+
+
+MASKS = {
+    "all": None,
+    "half": sparsesam.random_mask(sparsity=0.5),
+    "filters": sparsesam.random_mask(sparsity=0.5, pattern="filter"),
+    "dynamic": sparsesam.dynamic_mask(sparsity=0.5, refresh=2),
+    "2:4": sparsesam.random_mask(pattern="2:4"),
+}
+METHODS = {
+    "SAM": sparsesam.SAM,
+    "MomentumSAM": sparsesam.MomentumSAM,
+    "ExtrapolatedSAM": sparsesam.ExtrapolatedSAM,
+    "GSAM": sparsesam.GSAM,
+    "WSAM": sparsesam.WSAM,
+}
+
+
+class Tiny(nn.Module):
+    """Parameters without an entry, with one, and without a dimension, besides an ordinary one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = {"empty": (0,), "no_rows": (0, 3), "no_columns": (3, 0), "one": (1,), "scalar": (), "plain": (4, 3)}
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.ones(shape, dtype=torch.float64)))
+
+    def forward(self) -> torch.Tensor:
+        return sum((p - 3).square().sum() for p in self.parameters())
+
+
+def tiny_parameters() -> int:
+    number = 0
+    for method in METHODS.values():
+        for mask in MASKS.values():
+            model = Tiny()
+            opt = method(cases.sgd(model, lr=0.01), model, mask=mask)
+            losses = [float(opt.minimize(model)) for _ in range(4)]
+            assert losses[-1] < losses[0], (method, mask)
+            assert opt.steps == 4
+            again = method(cases.sgd(model, lr=0.01), model, mask=mask)
+            again.load_state_dict(opt.state_dict())
+            again.minimize(model)
+            number += 1
+    return number
+
+
+def empty_batches() -> int:
+    x, y = cases.vectors(0)
+    model = cases.mlp()
+    opt = sparsesam.SAM(cases.sgd(model), model)
+    before = cases.weights_of(model)
+    for number, reduction in enumerate(("mean", "sum"), start=1):
+        loss = opt.minimize(lambda how=reduction: F.cross_entropy(model(x), y, reduction=how))
+        assert loss.isnan() == (reduction == "mean")
+        assert cases.same_bits(before, cases.weights_of(model))
+        assert (opt.steps, opt.skipped_ascents, opt.skipped_steps) == (number, number, 0)
+    part = sparsesam.SAM(cases.sgd(model), model, ascent_fraction=0.5)
+    part.minimize(lambda batch: F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), batch=(x, y))
+    assert part.skipped_ascents == 1
+    return 3
+
+
+def huge_selection() -> int:
+    """More than 2^31 entries: positions, sizes and counts; no memory is taken for the entries."""
+    positions = torch.tensor([3, 2**31 + 5, 2**40 + 1, 2**33])
+    assert [kth_largest_by_digits(positions, k, Shards.whole({})) for k in (1, 2, 3)] == [2**40 + 1, 2**33, 2**31 + 5]
+    scores = {"a": torch.tensor([4.0, 0.0]), "b": torch.tensor([3.0]), "c": torch.tensor([2.0])}
+    sizes = {"a": 2**31 + 7, "b": 2**32, "c": 5}
+    taken = fill_greedily(scores, sizes, 2**31 + 2**32 + 20)
+    assert [mask.tolist() for mask in taken.values()] == [[True, False], [True], [True]]
+    size = 2**31 + 16
+    weight = torch.empty(size, device="meta")
+    for kept in (4, 2**31):
+        bits = torch.empty(size // 8, dtype=torch.uint8, device="meta")
+        mask = PackedMask(torch.Size([size]), kept, bits)
+        target = Target("w", weight, weight, mask, 0.1, None)
+        ((piece, _),) = pieces_of([target])
+        found = piece.positions({})
+        assert found.dtype == torch.int64
+        assert len(found) == kept
+        perturbation = Perturbation()
+        perturbation.move([target], perturbation.norm([target], "masked"))
+        perturbation.undo()
+    return 4
