@@ -18,6 +18,7 @@ def cost(tmp_path, **settings):
         ({"optimizer": "sam"}, 2),
         ({"optimizer": "sam", "ascent_fraction": 0.25}, 1.25),
         ({"optimizer": "sam", "ascent_every": 2}, 1.5),
+        ({"optimizer": "sam", "ascent_steps": 2}, 3),
         ({"optimizer": "sam", "ascent_start": 1}, 1.5),
         ({"optimizer": "sgd", "accumulate": 2}, 1),
         ({"optimizer": "ssam-random", "mask_epochs": None}, 2),
@@ -32,6 +33,10 @@ def test_passes_are_counted_in_units_of_plain_pass(tmp_path, settings, expected)
 def test_work_skipped_by_engine_is_not_counted(tmp_path):
     settings = {"optimizer": "ssam-random", "pattern": "filter", "sparsity": 0.9, "norm": "masked", "mask_epochs": None}
     assert cost(tmp_path, **settings) < 1.9
+
+
+def test_run_with_few_perturbed_layers_costs_little_more_than_plain_steps(tmp_path):
+    assert cost(tmp_path, optimizer="ssam", layers="12.*") < 1.01
 
 
 def test_masks_are_counted(tmp_path):
@@ -67,6 +72,7 @@ def test_linear_layer_operations_are_exact_and_nothing_changes():
         ({"optimizer": "auto"}, 1),
         ({"optimizer": "sam", "ascent_fraction": 0.25}, 1.25),
         ({"optimizer": "sam", "ascent_every": 2}, 1.5),
+        ({"optimizer": "sam", "ascent_steps": 2}, 3),
         ({"optimizer": "sam", "ascent_start": 8, "epochs": 10}, 1.2),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -72,7 +71,7 @@ def _run(runs: RecipeRuns, options: Namespace, out: Path) -> None:
         )
     if jobs:
         timed = chosen.timed()
-        execute(jobs, options, runs.table, timed=[job for job in jobs if replace(job.config, seed=0) in timed])
+        execute(jobs, options, runs.table, timed=[job for job in jobs if job.config.variant in timed])
         _say_each(runs.sentences())
         _say(f"runs: {out}")
         report_failures(jobs)

@@ -69,7 +69,7 @@ class SweepCalibration:
 
 def key(config: TrainConfig) -> str:
     """Returns a key that is the same for all seeds of a variant."""
-    return replace(config, seed=0).content_hash
+    return config.variant.content_hash
 
 
 def read_calibration(folder: Path) -> SweepCalibration | None:

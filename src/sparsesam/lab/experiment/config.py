@@ -269,8 +269,9 @@ class TrainConfig:
                 "optimizer ssam needs layers, the parameters to perturb ('layer4.*,fc.*'), or a budget (1.2), "
                 f"got layers {self.layers} and budget {self.budget}; ssam-f chooses the mask by Fisher information"
             )
-        if self.optimizer in OWN_SETTINGS and self.ascent != "explicit":
-            raise ValueError(f"ascent must be explicit with optimizer {self.optimizer}, got {self.ascent}")
+        has_no_mask = self.optimizer in ("sam", "asam") and self.ascent in ("implicit", "implicit-dense")
+        if has_no_mask or (self.optimizer in OWN_SETTINGS and self.ascent != "explicit"):
+            raise ValueError(f"ascent must not be {self.ascent!r} for {self.optimizer}; leave it at explicit")
         if self.optimizer == "look-sam" and self.ascent_every == 1:
             raise ValueError("ascent_every must be above 1 with optimizer look-sam, got 1, which is SAM; 5 is usual")
         if self.optimizer in ("sam-on", "ssam"):  # |e| = rho, however few weights are perturbed
@@ -316,6 +317,11 @@ class TrainConfig:
         chosen = {name: value for name, value in used.items() if value != DEFAULTS[name]}
         text = json.dumps({"version": _HASH_VERSION, **chosen}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @property
+    def variant(self) -> TrainConfig:
+        """The canonical config with seed 0: equal for all runs of a variant."""
+        return dataclasses.replace(self.canonical, seed=0)
 
     @property
     def canonical(self) -> TrainConfig:

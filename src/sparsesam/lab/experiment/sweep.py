@@ -54,7 +54,7 @@ class Sweep:
 
     def write(self, out: Path) -> None:
         """Write ``sweep.json`` beside the runs: the title and the order of the variants, for the report."""
-        order = {label: replace(config, seed=0).content_hash for label, config in self.variants.items()}
+        order = {label: config.variant.content_hash for label, config in self.variants.items()}
         out.mkdir(parents=True, exist_ok=True)
         write_atomically(out / "sweep.json", json.dumps({"title": self.title, "variants": order}, indent=1) + "\n")
 

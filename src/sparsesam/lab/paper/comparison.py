@@ -26,8 +26,8 @@ class RecipeRuns:
 
     def of(self, row: str, column: Column) -> list[Job]:
         """Returns the runs of a cell, one per seed."""
-        wanted = replace(self.recipe.config(row, column), seed=0)
-        return [job for job in self.jobs if replace(job.config, seed=0) == wanted]
+        wanted = self.recipe.config(row, column).variant
+        return [job for job in self.jobs if job.config.variant == wanted]
 
     def numbers(self) -> dict[tuple[str, str], MeanOverSeeds]:
         """Returns our numbers by row and column."""

@@ -190,7 +190,7 @@ class Recipe:
 
     def timed(self) -> set[TrainConfig]:
         """Returns the runs whose time is measured, with seed 0."""
-        return {self.config(row, column) for row, column in self.cells if column.is_timed}
+        return {self.config(row, column).variant for row, column in self.cells if column.is_timed}
 
     def numbers(self, finished: Finished) -> dict[tuple[str, str], MeanOverSeeds]:
         """Returns our numbers by row and column, for finished runs."""
@@ -205,7 +205,7 @@ class Recipe:
         return found
 
     def _values(self, row: str, column: Column, finished: Finished) -> dict[int, float]:
-        results = finished.get(replace(self.config(row, column).canonical, seed=0), {})
+        results = finished.get(self.config(row, column).variant, {})
         found = {seed: number(result.get(column.measure)) for seed, result in results.items()}
         return {seed: value for seed, value in found.items() if value is not None}
 
@@ -233,7 +233,7 @@ def finished_results(runs: Iterable[tuple[TrainConfig, Mapping[str, Any] | None]
     found: Finished = {}
     for config, result in runs:
         if result:
-            found.setdefault(replace(config.canonical, seed=0), {})[config.seed] = result
+            found.setdefault(config.variant, {})[config.seed] = result
     return found
 
 

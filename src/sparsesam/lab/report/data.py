@@ -8,7 +8,7 @@ import os
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -59,7 +59,7 @@ class ReportData:
         for run in self.runs:
             if run.config is not None:
                 variants = found.setdefault(task_label(run.config), {})
-                variants.setdefault(replace(run.config, seed=0), []).append(run)
+                variants.setdefault(run.config.variant, []).append(run)
         order = {key: place for place, key in enumerate(key for _, keys in self.sweeps for key in keys)}
         labels = sorted(found)
         names = unique([re.sub(r"[^a-z0-9.]+", "-", label.lower()).strip("-.")[:60] or "task" for label in labels], "-")
