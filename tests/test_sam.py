@@ -521,3 +521,15 @@ def test_sharpness_term_of_a_step_not_taken_is_dropped(ended_by):
     F.cross_entropy(plain(x), y).backward()
     base.step()
     assert cases.same_bits(cases.weights_of(model), cases.weights_of(plain))
+
+
+def test_state_is_not_loaded_inside_a_pass():
+    """It would drop what restores the weights."""
+    model = cases.mlp()
+    opt = sparsesam.SAM(cases.sgd(model), model)
+    x, y = cases.vectors()
+    before, state = cases.weights_of(model), opt.state_dict()
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(RuntimeError, match="inside a pass"), opt.perturbed():
+        opt.load_state_dict(state)
+    assert cases.same_bits(before, cases.weights_of(model))

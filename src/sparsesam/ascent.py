@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from sparsesam.checkpoint import OwnState
 from sparsesam.distributed.shards import Shards, as_shard_of, local_part
@@ -26,7 +27,7 @@ from sparsesam.options import Ascent, AscentScope, OffSteps, Options, Radius
 from sparsesam.perturbation import Norm, Perturbation, Target, entries_of, is_usable, usable_or_inf
 from sparsesam.savings import Shortcuts
 from sparsesam.schedules import RhoSchedule
-from sparsesam.utils.restore import RNGSnapshot
+from sparsesam.utils.restore import RNGSnapshot, Snapshot
 from sparsesam.wrapper import OptimizerWrapper, PerturbedParam, PerturbedParams, inside_wrappers
 
 
@@ -58,6 +59,8 @@ class Step:
         self.masks: Masks = {}
         self.shortcuts: Shortcuts | None = None
         self.phase: Phase | None = None
+        self.written: Snapshot | None = None  # what a pass at w + e may write to
+        self.hook: RemovableHandle | None = None  # of the model, while it is at w + e
         self.rng: RNGSnapshot | None = None  # random states at the start of the first pass
         self.first: dict[Tensor, Tensor] = {}  # gradients of the first pass, if `combine` needs them
         self.kept: dict[str, Tensor] = {}  # by parameter name, what a variant needs until the end of the step
@@ -297,6 +300,11 @@ class PerturbingOptimizer(OptimizerWrapper):
         if self.is_perturbed:
             raise RuntimeError("an optimizer cannot be copied inside perturbed(): its weights are at w + e")
         return super().__getstate__()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._step is not None and self._step.phase in (Phase.FIRST, Phase.PERTURBED):
+            raise RuntimeError("load_state_dict() inside a pass would lose the weights w; call it after the step")
+        super().load_state_dict(state_dict)
 
     def _mode(self, name: str) -> Callable[[], None]:
         switch = super()._mode(name)

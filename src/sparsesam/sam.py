@@ -278,8 +278,8 @@ class SharpnessAware(PerturbingOptimizer):
         """``clears``: gradients start from zero. ``returns``: running statistics are restored."""
         step.phase = Phase.PERTURBED
         statistics = statistics_of(self.model.modules()) if returns else []
-        written = Snapshot([*step.params.renormalized, *statistics])
-        hook = self.model.register_state_dict_pre_hook(WarnOfPerturbedWeights())
+        step.written = Snapshot([*step.params.renormalized, *statistics])
+        step.hook = self.model.register_state_dict_pre_hook(WarnOfPerturbedWeights())
         is_complete = False
         try:
             self._ascend(step, batch)
@@ -291,12 +291,7 @@ class SharpnessAware(PerturbingOptimizer):
                 yield
             is_complete = True
         finally:
-            hook.remove()
-            try:
-                self._restore(step, written)
-            except BaseException:  # Ctrl-C while restoring
-                self._restore(step, written)
-                raise
+            self._restore(step)
             step.phase = Phase.READY if is_complete else Phase.BETWEEN
         self._combine(step)
 
@@ -319,11 +314,14 @@ class SharpnessAware(PerturbingOptimizer):
         if step.rng is not None:
             self._rng.write(step.rng)
 
-    def _restore(self, step: Step, written: Snapshot) -> None:
+    def _restore(self, step: Step) -> None:
         self._perturbation.undo()
         if step.params.shards is not None:
             reshard(self.model)
-        written.restore()
+        if step.written is not None:
+            step.written.restore()
+        if step.hook is not None:
+            step.hook.remove()
 
     # ---- to w + e --------------------------------------------------------------------------------------------
 
@@ -409,6 +407,8 @@ class SharpnessAware(PerturbingOptimizer):
             raise
 
     def _end(self) -> None:
+        if self._step is not None and self._step.phase is Phase.PERTURBED:
+            self._restore(self._step)  # Ctrl-C before or while that was done
         step, self._step = self._step, None
         if step is not None and step.first_passes:
             nothing = Savings(0.0, 0, 0, "the first pass was not in `with opt.first_pass():`")
