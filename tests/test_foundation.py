@@ -16,7 +16,7 @@ CORE = sorted(
 )
 TESTS = Path(__file__).parent
 #: Folders of tests that belong to other folders than src/sparsesam.
-ELSEWHERE = {"benchmarks", "docs", "examples", "studies"}
+ELSEWHERE = {"benchmarks", "docs", "examples", "studies", "torture"}
 
 
 def listed_in_contributing():
