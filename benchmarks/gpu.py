@@ -19,13 +19,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from sparsesam.ascent.perturbation import pieces
 from torch import Tensor, nn
 
 import sparsesam
 from benchmarks.cases import SGD, Case, Wrap, cifar_batch, sam, ssam
 from benchmarks.dispatch import LaunchCounter
 from benchmarks.timing import device_name, interleaved, print_provenance, ratios
+from sparsesam import perturbation
 from sparsesam.lab.models import resnet18
 from sparsesam.lab.models.vit import vit
 from sparsesam.masks.packed import PackedMask
@@ -108,7 +108,10 @@ def beyond_passes(case: Case) -> tuple[int, int]:
     """Returns launches and waits of a step, without its two passes (base optimizer: one) and the base's update."""
     counts = []
     for run in (case, case.closure, case.base.step):
-        with mock.patch.object(pieces, "HOSTS", ()), LaunchCounter() as counter:  # treat a CPU like an accelerator
+        with (
+            mock.patch.object(perturbation, "HOSTS", ()),
+            LaunchCounter() as counter,
+        ):  # treat a CPU like an accelerator
             run()
         counts.append((counter.count, counter.syncs.total()))
     passes = 1 if case.optimizer is case.base else 2

@@ -29,7 +29,7 @@ def test_step_takes_no_more_passes_than_cost_allows(cost, passes):
 
 def test_strength_is_that_of_chosen_method():
     model = cases.mlp()
-    assert sparsesam.recommended(cases.sgd(model), model, strength=7.0).param_groups[0]["rho"] == 7.0
+    assert sparsesam.recommended(cases.sgd(model), model, strength=7.0).param_groups[0]["steps_ahead"] == 7.0
     assert sparsesam.recommended(cases.sgd(model), model, cost=2, strength=0.7).param_groups[0]["rho"] == 0.7
 
 

@@ -102,7 +102,7 @@ def test_bad_value_exits_with_reason(tmp_path, capsys):
     assert main(["train", "--epochs", "many"]) == 2
     assert "--epochs must be a whole number, got 'many'" in capsys.readouterr().err
     assert main(["train", "--adaptive", "fully"]) == 2
-    assert "--adaptive must be true or false or 'all', got 'fully'" in capsys.readouterr().err
+    assert "--adaptive must be true or false or one of 'all', 'layer', got 'fully'" in capsys.readouterr().err
     assert main(["train", "--epochs", "0"]) == 2
     assert "epochs must be at least 1, got 0" in capsys.readouterr().err
     assert main(["train", *SHORT, "--dataset", "cifra10", "--out", str(tmp_path / "run")]) == 2

@@ -77,7 +77,8 @@ class GSAM(TwoGradients):
         if first is None or not second or self.alpha == 0:
             return
         share = self.share(first, second)
-        alpha = torch.where(share.isfinite(), self.alpha, 0.0)  # ||s||² overflows: SAM's step
+        # Where ||s||² overflows: SAM's step.
+        alpha = torch.where(share.isfinite(), torch.full_like(share, self.alpha), torch.zeros_like(share))
         # s - alpha (g - share s) = (1 + alpha share) s - alpha g
         torch._foreach_mul_(second, 1 + alpha * share.nan_to_num(0.0, 0.0, 0.0))
         torch._foreach_mul_(first, alpha)

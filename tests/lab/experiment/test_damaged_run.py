@@ -65,7 +65,8 @@ def test_damaged_settings_stop_and_deleted_ones_come_from_checkpoint(runs, capsy
     halve(runs / "stopped" / "config.yaml")
     assert main(["train", "--resume", "--out", str(runs / "stopped")]) == 1
     printed = capsys.readouterr().err
-    assert "config.yaml is damaged (its sum does not match its content); restore it, or delete it" in printed
+    assert "config.yaml is damaged (" in printed
+    assert "; restore it, or delete it" in printed
     assert printed.count("\n") == 1
     (runs / "stopped" / "config.yaml").unlink()
     assert main(["train", "--resume", "--out", str(runs / "stopped"), "--quiet"]) == 0
