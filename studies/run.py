@@ -55,6 +55,8 @@ def prepare(job: Job, data_dir: Path | None) -> Training:
     environment = RunEnvironment(accelerator="cpu", data_dir=data_dir)
     splits = load_splits(job.config, environment)
     training = make_training(job.config, splits, make_fabric(job.config, environment), environment)
+    # A quarter less time on CPU; rounding differs.
+    training.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if job.part is not None:
         PARTS[job.part](training)
     return training
