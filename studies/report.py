@@ -206,7 +206,7 @@ def draw_chart(every: list[Results], file: Path) -> None:
                 front.append((cost, mean.value))
         x, y = zip(*front, strict=True)
         panels[results.title].append(Series("Pareto front", "ink", x, y, faint=True))
-    x_axis, y_axis = Axis("cost of the training, in epochs of SGD", log=True), Axis("test accuracy, %")
+    x_axis, y_axis = Axis("cost of the training, in epochs of SGD"), Axis("test accuracy, %")
     write_plot([Figure("accuracy-cost", "", "", x_axis, y_axis, panels, "points")], file)
 
 
