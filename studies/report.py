@@ -178,6 +178,16 @@ def claims_table(every: list[Results]) -> list[str]:
     return table("claim | task | difference, points | n | verdict", rows)
 
 
+def strength_table(every: list[Results]) -> list[str]:
+    """Compares the best number of steps ahead with SAM's best rho."""
+    rows = []
+    for results in every:
+        if {"SAM", "extrapolation"} <= results.methods.keys():
+            sam, ahead = (results.methods[name].runs[0]["settings"] for name in ("SAM", "extrapolation"))
+            rows.append((results.title, sam["rho"], ahead["steps_ahead"], f"{ahead['steps_ahead'] / sam['rho']:.0f}"))
+    return table("task | SAM's rho | steps ahead | ratio", rows)
+
+
 def old_table(every: list[Results]) -> list[str]:
     rows = [
         (results.name, method, with_interval(own.mean), own.mean.count, own.tuned, f"{own.passes:.2f}")
@@ -228,6 +238,7 @@ def main() -> None:
     lines = ["# Results", "", "Written by `python -m studies.report` from `records/`. ± is a 95 % confidence interval."]
     lines += ["", "*Cost* is that of the whole training, in epochs of SGD: epochs x passes per step, masks included."]
     lines += ["", "## The paper's claims", "", *claims_table(every), ""]
+    lines += ["## How strong", "", *strength_table(every), ""]
     for results in new:
         lines += [f"## {results.title}", "", *task_table(results), ""]
         if search := search_table(results):
