@@ -117,7 +117,9 @@ def load(folder: Path) -> list[Results]:
     for file in sorted(folder.glob("*.jsonl")):
         if file.stem != "cost":
             records[file.stem.removesuffix("-masks")] += read(file)
-    return [Results(name, own, times.get(name, {})) for name, own in records.items()]
+    return [
+        Results(name, own, {**times.get(name, {}), **times.get(f"{name}-masks", {})}) for name, own in records.items()
+    ]
 
 
 def with_interval(mean: Mean) -> str:
@@ -190,11 +192,19 @@ def strength_table(every: list[Results]) -> list[str]:
 
 def old_table(every: list[Results]) -> list[str]:
     rows = [
-        (results.name, method, with_interval(own.mean), own.mean.count, own.tuned, f"{own.passes:.2f}")
+        (
+            results.name,
+            method,
+            with_interval(own.mean),
+            own.mean.count,
+            f"{own.passes:.2f}",
+            results.time(method),
+            own.tuned,
+        )
         for results in every
         for method, own in results.methods.items()
     ]
-    return table("task | method | test accuracy | n | settings | passes", rows)
+    return table("task | method | test accuracy | n | passes | time / SGD | settings", rows)
 
 
 def draw_chart(every: list[Results], file: Path) -> None:
