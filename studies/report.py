@@ -98,7 +98,7 @@ class Results:
             if record["method"]:
                 by_method[record["method"]].append(record)
         self.all = {method: Method(own) for method, own in by_method.items()}
-        tested = [(method, own) for method, own in self.all.items() if len(own.accuracy) > 1]
+        tested = [(method, own) for method, own in self.all.items() if own.accuracy]
         self.methods = dict(sorted(tested, key=lambda item: item[1].cost))
         self.title = str(read_task(name).content["title"]) if name in task_names() else name
 
@@ -123,7 +123,9 @@ def load(folder: Path) -> list[Results]:
 
 
 def with_interval(mean: Mean) -> str:
-    """Format a percentage with its interval, shown by its ends if it would extend beyond 0 or 100."""
+    """Format a percentage with its interval, shown by its ends if it would extend beyond 0 or 100; one run has none."""
+    if mean.count == 1:
+        return f"{mean.value:.1f}"
     low, high = mean.value - mean.interval, mean.value + mean.interval
     if low < 0 or high > 100:
         return f"{mean.value:.1f} ({max(low, 0):.1f} to {min(high, 100):.1f})"
@@ -208,12 +210,16 @@ def old_table(every: list[Results]) -> list[str]:
 
 
 def draw_chart(every: list[Results], file: Path) -> None:
-    """Draw accuracy against the cost of the whole training, a panel for each task; a line joins the Pareto front."""
+    """Draw accuracy against the cost of the whole training, a panel for each task; a line joins the Pareto front.
+
+    Tasks with a single seed are left out.
+    """
+    every = [results for results in every if max((own.mean.count for own in results.methods.values()), default=0) > 1]
     names = list(dict.fromkeys([*COLORS, *(method for results in every for method in results.methods)]))
     styles = dict(zip(names, assign_styles([COLORS.get(name, "") for name in names]), strict=True))
     panels: dict[str, list[Series]] = {}
     for results in every:
-        means = {method: (own.cost, own.mean) for method, own in results.methods.items()}
+        means = {method: (own.cost, own.mean) for method, own in results.methods.items() if own.mean.count > 1}
         panels[results.title] = [
             styles[method].series(
                 method, [cost], [mean.value], bars=[(mean.value - mean.interval, mean.value + mean.interval)]
@@ -259,7 +265,7 @@ def main() -> None:
     page = options.docs / "study.md"
     filled = fill(page.read_text(), "summary", summary_table(joint))
     page.write_text(fill(filled, "claims", claims_table(new)))
-    draw_chart([results for results in new if results.methods], options.docs / "accuracy-cost.svg")
+    draw_chart(new, options.docs / "accuracy-cost.svg")
 
 
 if __name__ == "__main__":
