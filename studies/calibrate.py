@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import replace
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -20,20 +19,12 @@ from sparsesam.lab.experiment.provenance import provenance
 from studies.plan import HERE, Record, Task, read_task, task_names
 from studies.run import append, prepare, read
 
-#: Runs with twice the epochs have the same steps as SGD.
-_SGD, _TWICE = "SGD", "SGD, 2 x epochs"
-
 
 class Stopwatch:
     """Times a method's training, a few steps at a time."""
 
     def __init__(self, task: Task, method: str, records: list[Record], data_dir: Path | None) -> None:
-        name, values = task.axis(method)
-        best = task.best(method, records)
-        job = task.job(method, "tune", {name: values[0] if best is None else best, "seed": 0})
-        self.share = 1 - task.methods[method].get("start", 0.0)  # share of the training that is perturbed
-        perturbed = {key: value for key, value in job.settings.items() if key != "ascent_start"}
-        self.training = prepare(replace(job, settings=perturbed), data_dir)
+        self.training = prepare(task.plan(method, records)[-1][0], data_dir)
         mask = getattr(self.training.optimizer, "mask", None)
         self.period = 0 if mask is None else mask.refresh or 0  # steps between masks; 0: only the first mask
         self.steps: list[float] = []
@@ -56,8 +47,7 @@ class Stopwatch:
 
 def measure(task: Task, records: list[Record], data_dir: Path | None, *, rounds: int, steps: int) -> dict[str, float]:
     """Returns the cost of each method relative to SGD."""
-    names = [name for name in task.names if name != _TWICE and task.best(name, records) is not None]
-    watches = {name: Stopwatch(task, name, records, data_dir) for name in [_SGD, *(n for n in names if n != _SGD)]}
+    watches = {method: Stopwatch(task, method, records, data_dir) for method in task.methods}
     for watch in watches.values():
         watch.run(steps)
         watch.steps.clear()  # warm-up
@@ -65,8 +55,7 @@ def measure(task: Task, records: list[Record], data_dir: Path | None, *, rounds:
         for watch in watches.values():
             watch.run(steps)
     lower = {name: quantiles(watch.steps, n=4)[0] for name, watch in watches.items()}
-    ratios = {name: (lower[name] + watch.mask_seconds) / lower[_SGD] for name, watch in watches.items()}
-    return {**{name: 1 + (ratio - 1) * watches[name].share for name, ratio in ratios.items()}, _TWICE: 2.0}
+    return {name: (lower[name] + watch.mask_seconds) / lower["SGD"] for name, watch in watches.items()}
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ def _fashion(data_dir: Path | None, *, final: bool) -> Splits:
 
 
 def _cifar(data_dir: Path | None, *, final: bool) -> Splits:
-    return _subset(_half_size("cifar10", data_dir), train=4000, validation=2000, final=final)
+    return _subset(_half_size("cifar10", data_dir), train=5000, validation=5000, final=final)
 
 
 digits_validation, digits_test = partial(_digits, final=False), partial(_digits, final=True)

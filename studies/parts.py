@@ -5,10 +5,8 @@ Each function takes a `Training` before its first step and changes how its optim
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,28 +15,6 @@ from torch.nn.utils import get_total_norm
 
 import sparsesam
 from sparsesam.lab.experiment.training import Training
-from sparsesam.masks.mask import MaskRule
-from sparsesam.masks.scores import ScoreContext
-
-
-def hardest_first(training: Training) -> None:
-    """The ascent of K-SAM (Ni et al. 2022): sorts samples by loss, so that ``ascent_fraction`` takes the largest.
-
-    A forward pass over the whole batch finds them, with frozen normalization statistics. The descent is on the whole
-    batch.
-    """
-    step: Any = training.optimizer.step
-    model = training.module
-
-    def sorted_step(closure: Any, *, batch: tuple[Tensor, Tensor], **options: Any) -> Any:
-        images, labels = batch
-        model.eval()
-        with torch.no_grad():
-            order = cross_entropy(model(images), labels, reduction="none").argsort(descending=True)
-        model.train()
-        return step(closure, batch=(images[order], labels[order]), **options)
-
-    training.optimizer.step = sorted_step  # type: ignore[assignment, method-assign]
 
 
 def look_sam(training: Training, alpha: float = 0.7) -> None:
@@ -84,89 +60,45 @@ def look_sam(training: Training, alpha: float = 0.7) -> None:
     opt.base.register_step_pre_hook(change)
 
 
-@dataclass(frozen=True, eq=False)
-class DrawnLayers(MaskRule):
-    """Draws ``share`` of the layers in each step, without replacement, with weights ||g|| or equal weights.
-
-    The largest of log ||g|| + Gumbel noise are such a sample. g is the gradient of the last step, so that the first
-    pass can skip work; without a gradient, all layers are equally likely.
-    """
-
-    share: float
-    by_norm: bool = True
-    refresh: int | None = 1
-    seed: int = 0
-
-    def make(self, context: ScoreContext) -> dict[str, Tensor]:
-        layers: dict[str, list[str]] = {}
-        for name in context.parameters:
-            layers.setdefault(name.rpartition(".")[0], []).append(name)
-        noise = -torch.rand(len(layers), generator=context.generator, dtype=torch.float64).log().neg().log()
-        keys = {}
-        for (layer, names), extra in zip(layers.items(), noise.tolist(), strict=True):
-            norm = float(get_total_norm([context.gradient(name) for name in names]))
-            keys[layer] = (math.log(norm) if self.by_norm and norm > 0 else 0.0) + extra
-        drawn = sorted(layers, key=lambda layer: -keys[layer])[: math.ceil(self.share * len(layers))]
-        kept = {name for layer in drawn for name in layers[layer]}
-        return {
-            name: torch.full_like(parameter, name in kept, dtype=torch.bool)
-            for name, parameter in context.parameters.items()
-        }
+#: Parameters of the last stage and of the classifier alone, and of the first layer with its normalization.
+LAST_STAGE = {"small-cnn": ("7.*", "8.*", "12.*"), "resnet10-small": ("layer4.*", "fc.*")}
+CLASSIFIER = {"small-cnn": ("12.*",), "resnet10-small": ("fc.*",)}
+FIRST_LAYER = {"small-cnn": ("0.", "1."), "resnet10-small": ("conv1.", "bn1.")}
 
 
-def draw_layers(training: Training, *, by_norm: bool = True, descends: bool = False) -> None:
-    """Like SL-SAM (2026): draws half of the layers in each step, by the norm of the last gradient.
-
-    With ``descends``, the update skips the other layers as well.
-    """
+def use_mask(training: Training, mask: sparsesam.MaskRule) -> None:
+    """Replaces the optimizer by SSAM with ``mask``, whose perturbation has length rho."""
     opt = training.optimizer
     assert isinstance(opt, sparsesam.SSAM)
-    mask = DrawnLayers(0.5, by_norm, seed=training.config.seed)
-    drawn = sparsesam.SSAM(opt.base, training.module, training.config.rho, mask=mask, norm="masked")
-    away: list[tuple[Tensor, Tensor | None]] = []
-
-    def leave_out(*_: Any) -> None:
-        empty = {name for name, kept in drawn.masks.items() if not kept.any()}
-        for name, parameter in training.module.named_parameters():
-            if name in empty:
-                away.append((parameter, parameter.grad))
-                parameter.grad = None
-
-    def put_back(*_: Any) -> None:
-        """Restore the gradients, which the next draw uses."""
-        for parameter, gradient in away:
-            parameter.grad = gradient
-        away.clear()
-
-    if descends:
-        opt.base.register_step_pre_hook(leave_out)
-        opt.base.register_step_post_hook(put_back)
-    training.optimizer = drawn
+    training.optimizer = sparsesam.SSAM(opt.base, training.module, training.config.rho, mask=mask, norm="masked")
 
 
-def by_length(training: Training) -> None:
-    """Extrapolation with k = ``steps_ahead`` / (mean length of the updates so far): a length instead of a number."""
-    opt = training.optimizer
-    assert isinstance(opt, sparsesam.ExtrapolatedSAM)
-    assert training.config.steps_ahead is not None
-    wanted, step = training.config.steps_ahead, cast(Any, opt.step)
-    lengths: list[float] = []
+def all_but_first(training: Training) -> None:
+    first = FIRST_LAYER[training.config.model]
+    names = [name for name, _ in training.module.named_parameters() if not name.startswith(first)]
+    use_mask(training, sparsesam.fixed_mask(*names))
 
-    def step_and_measure(*args: Any, **options: Any) -> Any:
-        result = step(*args, **options)
-        lengths.append(opt.last_update_norm or 0.0)
-        for group in opt.param_groups:
-            group["rho"] = wanted * len(lengths) / (sum(lengths) or math.inf)
-        return result
 
-    opt.step = step_and_measure  # type: ignore[method-assign]
+def within_budget(training: Training, budget: float = 1.2) -> None:
+    """Perturbs the tensors of the most Fisher information that fit; costs are counted, so that runs are repeatable."""
+    images = next(training.batches.train(0)).images
+    mask = sparsesam.budget_mask(
+        training.module,
+        images,
+        budget,
+        data=training.batches.unaugmented(),
+        loss_fn=cross_entropy,
+        how="count",
+        refresh=sparsesam.every_epochs(5, steps_per_epoch=training.batches.steps),
+        seed=training.config.seed,
+    )
+    use_mask(training, mask)
 
 
 PARTS: dict[str, Callable[[Training], None]] = {
-    "hardest-first": hardest_first,
     "look-sam": look_sam,
-    "by-length": by_length,
-    "draw-layers": lambda training: draw_layers(training, by_norm=False),
-    "draw-layers-by-norm": draw_layers,
-    "draw-layers-by-norm-descent": lambda training: draw_layers(training, descends=True),
+    "last-stage": lambda training: use_mask(training, sparsesam.fixed_mask(*LAST_STAGE[training.config.model])),
+    "classifier": lambda training: use_mask(training, sparsesam.fixed_mask(*CLASSIFIER[training.config.model])),
+    "all-but-first": all_but_first,
+    "budget": within_budget,
 }

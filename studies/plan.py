@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import yaml
+from torch.quasirandom import SobolEngine
 
 from sparsesam.lab.experiment.config import TrainConfig, from_mapping
-from sparsesam.lab.experiment.cost import passes_per_step
 
 HERE = Path(__file__).parent
 Record = dict[str, Any]
+#: Values of the tuned settings, as (name, value) pairs, and the validation accuracy of each seed.
+Point = tuple[tuple[str, Any], ...]
+Trials = dict[Point, dict[int, float]]
 
 
 @dataclass(frozen=True)
@@ -25,82 +28,91 @@ class Job:
     method: str
     stage: str
     settings: Mapping[str, Any]
-    flatness: bool = False
-    part: str | None = None  # a name in `parts.py`; `part_passes` are the passes it adds to each step
-    part_passes: float = 0.0
+    part: str | None = None  # a name in `parts.py`
 
     @property
     def config(self) -> TrainConfig:
         return from_mapping(TrainConfig, self.settings)
+
+    @property
+    def identity(self) -> Record:
+        """The entries of a record that tell which run it is of."""
+        return {"task": self.task, "method": self.method, "stage": self.stage, "settings": dict(self.settings)}
 
 
 @dataclass(frozen=True)
 class Task:
     name: str
     content: Mapping[str, Any]
-    methods: Mapping[str, Mapping[str, Any]]
+    parts: Mapping[str, Mapping[str, Any]]  # of methods: settings and parts that are the same in every task
 
     @property
-    def core(self) -> list[str]:
+    def methods(self) -> list[str]:
         return list(self.content["methods"])
 
-    @property
-    def names(self) -> list[str]:
-        return [*self.core, *self.content.get("then", [])]
+    def axes(self, method: str) -> dict[str, list[Any]]:
+        """Returns the values of each tuned setting: epochs and weight decay, as for all methods, and the strength."""
+        own = {name: values for name, values in self.content["methods"][method].items() if isinstance(values, list)}
+        return {**self.content.get("axes", {}), **own}
 
-    def axis(self, method: str) -> tuple[str, list[float]]:
-        """Returns the setting that a method tunes, and its values."""
-        ((name, values),) = self.methods[method]["tune"].items()
-        return name, self.content.get("tune", {}).get(method, values)
+    def points(self, method: str) -> Iterator[Point]:
+        """Returns distinct points of the grid in a quasi-random order, the same for all methods."""
+        axes, seen = self.axes(method), set()
+        for row in SobolEngine(3, scramble=True, seed=0).draw(4096).tolist():
+            point = tuple((name, values[int(place * len(values))]) for place, (name, values) in zip(row, axes.items()))  # noqa: B905
+            if point not in seen:
+                seen.add(point)
+                yield point
 
-    def tuning(self, method: str) -> list[Job]:
-        name, values = self.axis(method)
-        return [
-            self.job(method, "tune", {name: value, "seed": seed})
-            for value in values
-            for seed in self.content["tune_seeds"]
-        ]
+    def plan(self, method: str, records: Iterable[Record]) -> list[list[Job]]:
+        """Returns the runs of each round of the search, and of the test, as far as the records determine them."""
+        known = {(str(r["settings"]), r["stage"]): r["accuracy"] for r in records if r["method"] == method}
+        plan, trials = [], Trials()
+        for rule in self.content.get("rounds", []):
+            points, seeds = self.chosen(rule, method, trials), rule.get("seeds", [100])
+            plan.append([self.job(method, "tune", point, seed) for seed in seeds for point in points])
+            for job, point in zip(plan[-1], [*points] * len(seeds), strict=True):
+                accuracy = known.get((str(job.settings), "tune"))
+                if accuracy is None:
+                    return plan
+                trials.setdefault(point, {})[job.settings["seed"]] = accuracy
+        best = best_first(trials)[0] if trials else ()
+        return [*plan, [self.job(method, "final", best, seed) for seed in range(self.content["seeds"])]]
 
-    def finals(self, method: str, records: Iterable[Record]) -> list[Job]:
-        """Returns the runs with the best strength on validation images; none before all tuning is done."""
-        best = self.best(method, records)
-        if best is None:
-            return []
-        name, _ = self.axis(method)
-        return [self.job(method, "final", {name: best, "seed": seed}) for seed in range(self.content["seeds"])]
-
-    def best(self, method: str, records: Iterable[Record]) -> float | None:
-        """Returns the value with the highest mean accuracy over the tuning seeds; the first of equals."""
-        found = self.tuned(method, records)
-        return max(found, key=lambda value: found[value]) if found is not None else None
-
-    def tuned(self, method: str, records: Iterable[Record]) -> dict[float, float] | None:
-        """Returns the validation accuracy by value; None while a run is missing."""
-        name, values = self.axis(method)
-        mine = [r for r in records if (r["task"], r["method"], r["stage"]) == (self.name, method, "tune")]
-        found = {}
-        for value in values:
-            seeds = {r["settings"]["seed"]: r["accuracy"] for r in mine if r["settings"][name] == value}
-            if not set(self.content["tune_seeds"]) <= seeds.keys():
-                return None
-            found[value] = fmean(seeds[seed] for seed in self.content["tune_seeds"])
-        return found
-
-    def job(self, method: str, stage: str, own: Mapping[str, Any]) -> Job:
-        rule, common = self.methods[method], dict(self.content["settings"])
-        common["dataset"] = self.content["data"] + ("_validation" if stage == "tune" else "_test")
-        settings = {**common, **rule["settings"], **own}
-        base = self.content.get("base", "sgd")
-        if settings["optimizer"] == "sgd":
-            settings["optimizer"] = base
+    def chosen(self, rule: Mapping[str, Any], method: str, trials: Trials) -> list[Point]:
+        """Returns the points of a round: ``draw`` new ones, ``near`` the best, or the ``best`` again."""
+        if "best" in rule:
+            found = best_first(trials)
+        elif "near" in rule:
+            axes, center = self.axes(method), dict(best_first(trials)[0])
+            found = [
+                point
+                for point in self.points(method)
+                if point not in trials
+                and all(abs(axes[name].index(value) - axes[name].index(center[name])) <= 1 for name, value in point)
+            ]
         else:
-            settings["base"] = base
-        settings["epochs"] *= rule.get("epochs", 1)
-        if "start" in rule:
-            settings["ascent_start"] = rule["start"] * settings["epochs"]
-        wanted = self.content.get("flatness", {"methods": [], "seeds": 0})
-        flatness = stage == "final" and method in wanted["methods"] and own["seed"] < wanted["seeds"]
-        return Job(self.name, method, stage, settings, flatness, rule.get("part"), rule.get("part_passes", 0.0))
+            found = list(self.points(method))
+        if "epochs" in rule:  # of the whole round, in place of tuned ones
+            found = [tuple({**dict(point), "epochs": rule["epochs"]}.items()) for point in found]
+        count = rule.get("best") or rule.get("near") or rule["draw"]
+        return list(dict.fromkeys(found))[:count]
+
+    def job(self, method: str, stage: str, point: Point, seed: int) -> Job:
+        rule, own = self.parts[method], self.content["methods"][method]
+        fixed = {name: value for name, value in own.items() if not isinstance(value, list)}
+        data = self.content["data"] + ("_validation" if stage == "tune" else "_test")
+        settings = {**self.content["settings"], "dataset": data, **rule["settings"], **fixed, **dict(point)}
+        return Job(self.name, method, stage, {**settings, "seed": seed}, rule.get("part"))
+
+
+def best_first(trials: Trials) -> list[Point]:
+    """Sorts points: tried with the most seeds first, then by mean accuracy; of equals, the one with fewer epochs."""
+
+    def quality(point: Point) -> tuple[int, float, float]:
+        return len(trials[point]), fmean(trials[point].values()), -dict(point).get("epochs", 0)
+
+    return sorted(trials, key=quality, reverse=True)
 
 
 def read_task(name: str) -> Task:
@@ -111,11 +123,3 @@ def read_task(name: str) -> Task:
 
 def task_names() -> list[str]:
     return sorted(path.stem for path in (HERE / "tasks").glob("*.yaml"))
-
-
-def passes_with_fisher(config: TrainConfig, images: int) -> float:
-    """Returns forward-backward passes over a batch per step, including those of the Fisher information."""
-    fisher = 0.0
-    if config.optimizer == "ssam-f" and config.mask_epochs is not None:
-        fisher = config.fisher_samples * -(-config.epochs // config.mask_epochs) / (images * config.epochs)
-    return passes_per_step(config) + fisher

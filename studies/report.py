@@ -1,122 +1,131 @@
 """Writes the tables and the chart of the studies: ``python -m studies.report``.
 
-Reads the records; writes results.md beside this file, and docs/accuracy-cost.svg.
+Reads the records; writes results.md beside this file, docs/accuracy-cost.svg, and the tables of docs/study.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 
 from sparsesam.lab.display import Axis, Figure, Series, assign_styles, write_plot
-from studies.plan import HERE, Record, Task, read_task, task_names
+from studies.plan import HERE, Record, read_task, task_names
 from studies.run import read
 from studies.statistics import Mean, paired, verdict
 
-ONE_PASS = "extrapolation"
-UNTUNED = "extrapolation, 10 and 60 steps"
-BY_LENGTH = "extrapolation, by length"
-#: (claim of the paper, the better, the worse, points within which they count as equal, or the first as not worse)
-ORDERINGS: list[tuple[str, str, str, float | None]] = [
+DOCS = HERE.parent / "docs"
+STRENGTHS = ("rho", "steps_ahead", "ema")
+#: (claim of the paper, the better, the worse, points within which they count as equal)
+CLAIMS: list[tuple[str, str, str, float | None]] = [
     ("SAM > SGD", "SAM", "SGD", None),
     ("SSAM-F 50 % = SAM, within 1 point", "SSAM-F 50 %", "SAM", 1.0),
-    ("SSAM-F 90 % > SGD", "SSAM-F 90 %", "SGD", None),
-    ("SSAM-F 99 % > SGD", "SSAM-F 99 %", "SGD", None),
     ("Fisher > random, 50 %", "SSAM-F 50 %", "random 50 %", None),
+    ("SSAM-F 90 % > SGD", "SSAM-F 90 %", "SGD", None),
     ("Fisher > random, 90 %", "SSAM-F 90 %", "random 90 %", None),
     ("Fisher > random, 99 %", "SSAM-F 99 %", "random 99 %", None),
     ("drop flattest > random", "SSAM-D 90 %, drop flattest", "SSAM-D 90 %, drop random", None),
     ("drop random > sharpest", "SSAM-D 90 %, drop random", "SSAM-D 90 %, drop sharpest", None),
-    ("2:4 >= filters, within 1 point", "SSAM-F 2:4", "SSAM-F filters 50 %", 1.0),
+    ("2:4 = filters, within 1 point", "SSAM-F 2:4", "SSAM-F filters 50 %", 1.0),
     ("implicit = explicit, within 1 point", "SSAM-F 2:4, implicit", "SSAM-F 2:4", 1.0),
-    ("a quarter of the batch = all of it, within 1 point", "SAM, 1/4 of the batch", "SAM", 1.0),
-    ("in one pass: Fisher > random, 90 %", "extrapolation, Fisher 90 %", "extrapolation, random 90 %", None),
-    ("in one pass: extrapolation > Momentum-SAM", "extrapolation", "Momentum-SAM", None),
-    ("in one pass: ahead > climbing", "Momentum-SAM", "momentum, climbing", None),
 ]
+#: The optimizers whose colors methods have in the chart; other methods have the colors left.
+COLORS = {"SGD": "sgd", "SAM": "sam", "SSAM-F 50 %": "ssam-f", "extrapolation": "auto"}
 
 
-#: The same network, batches and methods.
-SAME_COST = {
-    "digits-0": "digits-30",
-    "digits-50": "digits-30",
-    "fashion-0": "fashion-30",
-    "cifar-0-decay": "cifar-0-augmented",
-}
+def point(record: Record) -> str:
+    """Returns the settings of a run, except for seed and images."""
+    return str({name: value for name, value in sorted(record["settings"].items()) if name not in ("seed", "dataset")})
+
+
+class Method:
+    """The runs of a method on a task: its trials on validation images, and the tested runs of the best of them."""
+
+    def __init__(self, records: list[Record]) -> None:
+        groups: dict[str, dict[str, list[Record]]] = {"tune": defaultdict(list), "final": defaultdict(list)}
+        for record in records:
+            groups[record["stage"]][point(record)].append(record)
+        self.trials = groups["tune"].values()
+
+        def quality(settings: str) -> tuple[int, float]:
+            trials = groups["tune"].get(settings, [])
+            return len(trials), fmean(trial["accuracy"] for trial in trials) if trials else 0.0
+
+        # If a search was extended, the best settings of before have been tested too.
+        self.runs = groups["final"][max(groups["final"], key=quality)] if groups["final"] else []
+        self.accuracy = {run["settings"]["seed"]: 100 * run["accuracy"] for run in self.runs}
+
+    @property
+    def mean(self) -> Mean:
+        return Mean.of(list(self.accuracy.values()))
+
+    @property
+    def passes(self) -> float:
+        return fmean(run["passes"] for run in self.runs)
+
+    @property
+    def cost(self) -> float:
+        """Forward-backward passes over the training images, in the whole training."""
+        return self.passes * float(self.runs[0]["settings"]["epochs"])
+
+    @property
+    def tuned(self) -> str:
+        settings = self.runs[0]["settings"]
+        names = ("epochs", "weight_decay", *STRENGTHS)
+        shown = {name: settings[name] for name in names if settings.get(name) is not None}
+        return ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in shown.items())
+
+    def best_by(self, name: str) -> str:
+        """Returns the highest validation accuracy at each value of a setting, over all others."""
+        best: dict[float, float] = defaultdict(float)
+        for trials in self.trials:
+            value = trials[0]["settings"].get(name)
+            if value is not None:
+                best[value] = max(best[value], fmean(trial["accuracy"] for trial in trials))
+        return ", ".join(f"{value:g}: {100 * best[value]:.1f}" for value in sorted(best))
 
 
 class Results:
-    """All records of one data set and setting, from all task files that share it."""
+    """The methods of a task, those of least cost first."""
 
-    def __init__(self, tasks: list[Task], records: list[Record], costs: dict[str, dict[str, float]]) -> None:
-        self.tasks, self.records = tasks, records
-        self.cost = {name: ratio for task in tasks for name, ratio in costs.get(task.name, {}).items()}
-        self.accuracy: dict[str, dict[int, float]] = defaultdict(dict)
-        self.chosen = list(filter(self._is_chosen, records))
-        for record in self.chosen:
-            self.accuracy[record["method"]][record["settings"]["seed"]] = 100 * record["accuracy"]
+    def __init__(self, name: str, records: list[Record], times: dict[str, float]) -> None:
+        self.name, self.times = name, times
+        by_method: dict[str, list[Record]] = defaultdict(list)
+        for record in records:
+            if record["method"]:
+                by_method[record["method"]].append(record)
+        self.all = {method: Method(own) for method, own in by_method.items()}
+        tested = [(method, own) for method, own in self.all.items() if own.accuracy]
+        self.methods = dict(sorted(tested, key=lambda item: item[1].cost))
+        self.title = str(read_task(name).content["title"]) if name in task_names() else name
 
-    def _is_chosen(self, record: Record) -> bool:
-        """Whether a run was tested with the strength that is best in the current tuning records."""
-        if record["stage"] != "final":
-            return False
-        task = next(task for task in self.tasks if task.name == record["task"])
-        name, _ = task.axis(record["method"])
-        return bool(record["settings"][name] == task.best(record["method"], self.records))
+    def against(self, method: str, other: str) -> str:
+        if method == other or other not in self.methods:
+            return "–"
+        return str(paired(self.methods[method].accuracy, self.methods[other].accuracy))
 
-    @property
-    def title(self) -> str:
-        return str(self.tasks[0].content["title"])
-
-    def mean(self, method: str) -> Mean:
-        return Mean.of(list(self.accuracy[method].values()))
-
-    def task_of(self, method: str) -> Task:
-        return next(task for task in self.tasks if method in task.names)
-
-    def best(self, method: str) -> float | None:
-        """Returns the best strength of the tuning; None without tuning."""
-        found = [task.best(method, self.records) for task in self.tasks if method in task.names]
-        return found[0] if found else None
-
-    def strength(self, method: str) -> str:
-        best = self.best(method)
-        return "" if best is None else f"{self.task_of(method).axis(method)[0].replace('_', ' ')} {best:g}"
-
-    def passes(self, method: str) -> float:
-        own = [r for r in self.chosen if r["method"] == method]
-        factor = self.task_of(method).methods[method].get("epochs", 1)
-        return fmean(float(r["passes"]) for r in own) * float(factor)
-
-    def shown_cost(self, method: str) -> str:
-        return f"{self.cost[method]:.2f}" if method in self.cost else "–"
-
-    def methods(self) -> list[str]:
-        """Returns the methods with finished runs, the cheapest first."""
-        return sorted((m for m in self.accuracy if len(self.accuracy[m]) > 1), key=self.passes)
+    def time(self, method: str) -> str:
+        return f"{self.times[method]:.2f}" if method in self.times else "–"
 
 
-def load_results(folder: Path) -> list[Results]:
-    costs: dict[str, dict[str, float]] = {r["task"]: r["cost"] for r in read(folder / "cost.jsonl")}
-    for same, measured in SAME_COST.items():
-        costs.setdefault(same, costs.get(measured, {}))
-    groups: dict[str, list[Task]] = defaultdict(list)
-    for name in task_names():
-        groups[name.removesuffix("-masks")].append(read_task(name))
-    found = []
-    for tasks in groups.values():
-        records = [record for task in tasks for record in read(folder / f"{task.name}.jsonl")]
-        results = Results(tasks, records, costs)
-        if len(results.methods()) > 1:
-            found.append(results)
-    return found
+def load(folder: Path) -> list[Results]:
+    times: dict[str, dict[str, float]] = {record["task"]: record["cost"] for record in read(folder / "cost.jsonl")}
+    records: dict[str, list[Record]] = defaultdict(list)
+    for file in sorted(folder.glob("*.jsonl")):
+        if file.stem != "cost":
+            records[file.stem.removesuffix("-masks")] += read(file)
+    return [
+        Results(name, own, {**times.get(name, {}), **times.get(f"{name}-masks", {})}) for name, own in records.items()
+    ]
 
 
-def share_with_interval(mean: Mean) -> str:
-    """Format a percentage with its interval, shown by its ends if it would extend beyond 0 or 100."""
+def with_interval(mean: Mean) -> str:
+    """Format a percentage with its interval, shown by its ends if it would extend beyond 0 or 100; one run has none."""
+    if mean.count == 1:
+        return f"{mean.value:.1f}"
     low, high = mean.value - mean.interval, mean.value + mean.interval
     if low < 0 or high > 100:
         return f"{mean.value:.1f} ({max(low, 0):.1f} to {min(high, 100):.1f})"
@@ -129,193 +138,134 @@ def table(headings: str, rows: Iterable[Sequence[object]]) -> list[str]:
     return [f"| {headings} |", "|---" * (1 + headings.count("|")) + "|", *lines] if lines else []
 
 
-def accuracy_table(results: Results) -> list[str]:
+def summary_table(every: list[Results]) -> list[str]:
+    """Returns accuracy and cost of each method, with two columns for each task."""
+    tasks = [results for results in every if results.methods]
     rows = []
-    for method in results.methods():
-        mean, passes = results.mean(method), f"{results.passes(method):.2f}"
-        accuracy, cost = share_with_interval(mean), results.shown_cost(method)
-        rows.append((method, accuracy, mean.count, results.strength(method), passes, cost))
-    return table("method | test accuracy | n | tuned | passes | time / SGD", rows)
+    for method in dict.fromkeys(method for results in tasks for method in results.methods):
+        row = [method]
+        for results in tasks:
+            own = results.methods.get(method)
+            row += ["–", "–"] if own is None else [with_interval(own.mean), f"{own.cost:.0f}"]
+        rows.append(row)
+    return table(" | ".join(["method", *(f"{results.title} | cost" for results in tasks)]), rows)
 
 
-def bar_table(every: list[Results]) -> list[str]:
-    """Compares one pass with SAM, against SAM's standard error."""
+def task_table(results: Results) -> list[str]:
     rows = []
-    for results in every:
-        if not {"SGD", "SAM", ONE_PASS} <= set(results.methods()):
-            continue
-        means = [results.mean(name) for name in ("SGD", "SAM", ONE_PASS)]
-        sgd, sam, ours = means
-        gain, share = sam.value - sgd.value, "no gain to share"
-        if gain > 2 * sam.standard_error:
-            share = f"{100 * (ours.value - sgd.value) / gain:.0f} %"
-        rows.append(
-            (
-                *(results.title, ours.count, *(f"{mean.value:.1f}" for mean in means), f"{sam.standard_error:.2f}"),
-                *(paired(results.accuracy[ONE_PASS], results.accuracy["SAM"]), share, results.shown_cost(ONE_PASS)),
-                "yes" if ours.value >= sam.value - sam.standard_error else "no",
-            )
-        )
-    return table(
-        "task | n | SGD | SAM | one pass | SAM's standard error | one pass - SAM, seed by seed | share of SAM's gain "
-        "| time / SGD | within one standard error",
-        rows,
-    )
+    for method, own in results.methods.items():
+        differences = (results.against(method, "SGD"), results.against(method, "SAM"))
+        price = (f"{own.cost:.1f}", f"{own.passes:.2f}", results.time(method))
+        rows.append((method, with_interval(own.mean), own.mean.count, *differences, *price, own.tuned))
+    return table("method | test accuracy | n | - SGD | - SAM | cost | passes | time / SGD | settings", rows)
 
 
-def ordering_table(every: list[Results]) -> list[str]:
-    rows = []
-    for claim, better, worse, equal_within in ORDERINGS:
-        for results in every:
-            if min(len(results.accuracy[better]), len(results.accuracy[worse])) < 5:
-                continue
-            difference = paired(results.accuracy[better], results.accuracy[worse])
-            judgment = verdict(difference, within=equal_within, one_sided=">=" in claim)
-            rows.append((results.tasks[0].name, claim, difference, difference.count, judgment))
-    return table("task | claim | difference, points | n | verdict", rows)
+def search_table(results: Results) -> list[str]:
+    def strength(own: Method) -> str:
+        return next((found for name in STRENGTHS if (found := own.best_by(name))), "")
 
-
-def by_value(accuracies: Mapping[float, float]) -> str:
-    return ", ".join(f"{value:g}: {100 * accuracy:.1f}" for value, accuracy in accuracies.items())
-
-
-def strength_table(results: Results) -> list[str]:
-    """Validation accuracy by strength."""
-    rows = []
-    for task in results.tasks:
-        for method in task.names:
-            found = task.tuned(method, results.records)
-            if found is not None:
-                rows.append((method, task.axis(method)[0].replace("_", " "), by_value(found)))
-    return table("method | tuned | validation accuracy by value", rows)
-
-
-def length_table(every: list[Results]) -> list[str]:
-    """The perturbation norm of the best extrapolation, beside the best rho of the other methods."""
-    rows = []
-    for results in every:
-        if not {"SAM", ONE_PASS} <= set(results.methods()):
-            continue
-        best = {name: results.best(name) for name in ("SAM", "Momentum-SAM", ONE_PASS)}
-        chosen = [r["perturbation"] for r in results.chosen if r["method"] == ONE_PASS]
-        early = fmean(fmean(lengths[: max(1, len(lengths) // 3)]) for lengths in chosen)
-        shown = ["–" if value is None else f"{value:g}" for value in best.values()]
-        rho = best["SAM"]
-        assert rho is not None
-        rows.append((results.title, *shown, f"{early:.2g}", f"{early / rho:.0f}"))
-    return table(
-        "task | SAM's rho | Momentum-SAM's rho | steps ahead | length, first third of training | length / SAM's rho",
-        rows,
-    )
-
-
-def one_pass_tasks(folder: Path) -> Iterator[tuple[str, Task, list[Record], dict[float, float]]]:
-    """Returns title, task, records, and validation accuracy by the number of steps ahead."""
-    for name in task_names():
-        task, records = read_task(name), read(folder / f"{name}.jsonl")
-        found = task.tuned(ONE_PASS, records) if ONE_PASS in task.names else None
-        if found is not None:
-            yield task.content["title"].replace("how far ahead", "digits, 30 % wrong"), task, records, found
-
-
-def ahead_table(folder: Path) -> list[str]:
-    """Validation accuracy by the number of steps ahead, with one change of the training at a time."""
     rows = [
-        (title, f"{max(steps, key=steps.__getitem__):g}", by_value(steps))
-        for title, _, _, steps in one_pass_tasks(folder)
+        (method, sum(map(len, own.trials)), own.best_by("epochs"), own.best_by("weight_decay"), strength(own))
+        for method, own in results.all.items()
+        if own.trials
     ]
-    return table("training | best | validation accuracy by steps ahead", rows)
+    return table("method | runs | by epochs | by weight decay | by strength", rows)
 
 
-def default_table(folder: Path) -> list[str]:
-    """Validation accuracy of untuned strengths, against the best number of steps."""
+def claims_table(every: list[Results]) -> list[str]:
     rows = []
-    for title, task, records, steps in one_pass_tasks(folder):
-        untuned, by_length = (task.tuned(method, records) or {} for method in (UNTUNED, BY_LENGTH))
-        if not (untuned or by_length or 60 in steps):
-            continue
-        best = max(steps, key=steps.__getitem__)
-        every = {**steps, **untuned}
-        found = [*(every.get(number) for number in (10, 40, 60)), *(by_length.get(length) for length in (3, 4.5))]
-        shown = ["–" if value is None else f"{100 * (value - steps[best]):+.1f}" for value in found]
-        rows.append((title, f"{best:g}: {100 * steps[best]:.1f}", *shown))
-    return table("task | best number of steps | 10 steps | 40 steps | 60 steps | length 3 | length 4.5", rows)
+    for claim, better, worse, within in CLAIMS:
+        for results in every:
+            if {better, worse} <= results.methods.keys():
+                difference = paired(results.methods[better].accuracy, results.methods[worse].accuracy)
+                rows.append((claim, results.title, difference, difference.count, verdict(difference, within=within)))
+    return table("claim | task | difference, points | n | verdict", rows)
 
 
-def flatness_table(results: Results) -> list[str]:
+def strength_table(every: list[Results]) -> list[str]:
+    """Compares the best number of steps ahead with SAM's best rho."""
     rows = []
-    for method in results.methods():
-        own = [r for r in results.chosen if r["method"] == method and "lambda_1" in r]
-        if own:
-            columns = [Mean.of([r[key] for r in own]) for key in ("lambda_1", "sharpness", "train_loss_at_w")]
-            rows.append((method, *(f"{column.value:.3g} ± {column.interval:.2g}" for column in columns), len(own)))
-    return table("method | λ₁ | rise of the loss within 0.5 | training loss | n", rows)
+    for results in every:
+        if {"SAM", "extrapolation"} <= results.methods.keys():
+            sam, ahead = (results.methods[name].runs[0]["settings"] for name in ("SAM", "extrapolation"))
+            rows.append((results.title, sam["rho"], ahead["steps_ahead"], f"{ahead['steps_ahead'] / sam['rho']:.0f}"))
+    return table("task | SAM's rho | steps ahead | ratio", rows)
 
 
-#: The methods of the chart, and the optimizers whose colors they have.
-_DRAWN = {
-    "SGD": "sgd",
-    "SGD, 2 x epochs": "",
-    "SAM": "sam",
-    "SSAM-F 50 %": "ssam-f",
-    "Momentum-SAM": "",
-    ONE_PASS: "auto",
-}
-
-
-def _frontier(results: Results) -> Series:
-    points = sorted(
-        (results.cost.get(name, results.passes(name)), results.mean(name).value) for name in results.methods()
-    )
-    best = [point for place, point in enumerate(points) if all(point[1] > other for _, other in points[:place])]
-    costs, accuracies = zip(*best, strict=True)
-    return Series("Pareto front", "ink", costs, accuracies, faint=True)
+def old_table(every: list[Results]) -> list[str]:
+    rows = [
+        (
+            results.name,
+            method,
+            with_interval(own.mean),
+            own.mean.count,
+            f"{own.passes:.2f}",
+            results.time(method),
+            own.tuned,
+        )
+        for results in every
+        for method, own in results.methods.items()
+    ]
+    return table("task | method | test accuracy | n | passes | time / SGD | settings", rows)
 
 
 def draw_chart(every: list[Results], file: Path) -> None:
-    """Draw accuracy against cost, a panel for each task, two in a row; a line joins the Pareto-optimal methods."""
-    styles = dict(zip(_DRAWN, assign_styles(list(_DRAWN.values())), strict=True))
-    panels = {}
+    """Draw accuracy against the cost of the whole training, a panel for each task; a line joins the Pareto front.
+
+    Tasks with a single seed are left out.
+    """
+    every = [results for results in every if max((own.mean.count for own in results.methods.values()), default=0) > 1]
+    names = list(dict.fromkeys([*COLORS, *(method for results in every for method in results.methods)]))
+    styles = dict(zip(names, assign_styles([COLORS.get(name, "") for name in names]), strict=True))
+    panels: dict[str, list[Series]] = {}
     for results in every:
-        means = {name: results.mean(name) for name in _DRAWN if name in results.methods()}
+        means = {method: (own.cost, own.mean) for method, own in results.methods.items() if own.mean.count > 1}
         panels[results.title] = [
-            styles[name].series(
-                name,
-                [results.cost.get(name, results.passes(name))],
-                [mean.value],
-                bars=[(mean.value - mean.interval, mean.value + mean.interval)],
+            styles[method].series(
+                method, [cost], [mean.value], bars=[(mean.value - mean.interval, mean.value + mean.interval)]
             )
-            for name, mean in means.items()
+            for method, (cost, mean) in means.items()
         ]
-        panels[results.title].append(_frontier(results))
-    titles, x, y = list(panels), Axis("time of a step / SGD"), Axis("test accuracy, %")
-    rows = [{title: panels[title] for title in titles[start : start + 2]} for start in range(0, len(titles), 2)]
-    write_plot([Figure("accuracy-cost", "", "", x, y, row, "points") for row in rows], file)
+        front: list[tuple[float, float]] = []
+        for cost, mean in means.values():
+            if not front or mean.value > front[-1][1]:
+                front.append((cost, mean.value))
+        x, y = zip(*front, strict=True)
+        panels[results.title].append(Series("Pareto front", "ink", x, y, faint=True))
+    x_axis, y_axis = Axis("cost of the training, in epochs of SGD"), Axis("test accuracy, %")
+    write_plot([Figure("accuracy-cost", "", "", x_axis, y_axis, panels, "points")], file)
+
+
+def fill(page: str, name: str, lines: list[str]) -> str:
+    """Replaces what is between ``<!-- name -->`` and ``<!-- end -->``."""
+    replaced: Callable[[re.Match[str]], str] = lambda found: "\n".join([found[1], "", *lines, "", found[2]])  # noqa: E731
+    return re.sub(rf"(<!-- {name} -->).*?(<!-- end -->)", replaced, page, flags=re.DOTALL)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--records", type=Path, default=HERE / "records")
     parser.add_argument("--out", type=Path, default=HERE / "results.md")
-    parser.add_argument("--chart", type=Path, default=HERE.parent / "docs" / "accuracy-cost.svg")
+    parser.add_argument("--docs", type=Path, default=DOCS)
     options = parser.parse_args()
-    every = load_results(options.records)
-    lines = [
-        "# Results",
-        "",
-        "Written by `python -m studies.report` from `records/`. ± is a 95 % confidence interval.",
-        "",
-    ]
-    lines += ["## Against SAM", "", *bar_table(every), "", "## Orderings", "", *ordering_table(every), ""]
-    lines += ["## How strong", "", *length_table(every), "", *ahead_table(options.records), ""]
-    lines += ["## Untuned", "", *default_table(options.records), ""]
-    for results in every:
-        lines += [f"## {results.title}", "", *accuracy_table(results), ""]
-        if flatness := flatness_table(results):
-            lines += ["Flatness of the training loss at the end:", "", *flatness, ""]
-        lines += ["<details><summary>Tuning</summary>", "", *strength_table(results), "", "</details>", ""]
+    every = load(options.records)
+    new = [results for results in every if results.name in task_names()]
+    joint = [results for results in new if results.name.startswith("joint-")]
+    lines = ["# Results", "", "Written by `python -m studies.report` from `records/`. ± is a 95 % confidence interval."]
+    lines += ["", "*Cost* is that of the whole training, in epochs of SGD: epochs x passes per step, masks included."]
+    lines += ["", "## The paper's claims", "", *claims_table(every), ""]
+    lines += ["## How strong", "", *strength_table(every), ""]
+    for results in new:
+        lines += [f"## {results.title}", "", *task_table(results), ""]
+        if search := search_table(results):
+            lines += ["The search: highest accuracy on validation images, over the other settings.", "", *search, ""]
+    lines += ["## Earlier tasks", "", "One number was tuned for each method, at a fixed number of epochs."]
+    lines += ["", *old_table([results for results in every if results not in new]), ""]
     options.out.write_text("\n".join(lines))
-    draw_chart(every, options.chart)
+    page = options.docs / "study.md"
+    filled = fill(page.read_text(), "summary", summary_table(joint))
+    page.write_text(fill(filled, "claims", claims_table(new)))
+    draw_chart(new, options.docs / "accuracy-cost.svg")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ class Mean:
 
     def __str__(self) -> str:
         """Format as a difference."""
-        return f"{self.value:+.1f} ± {self.interval:.1f}"
+        return f"{self.value:+.1f}" if self.count == 1 else f"{self.value:+.1f} ± {self.interval:.1f}"
 
 
 def paired(better: Mapping[int, float], worse: Mapping[int, float]) -> Mean:

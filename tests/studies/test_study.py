@@ -1,73 +1,120 @@
-"""The study's arithmetic."""
+"""The study's search and arithmetic."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
-from studies.plan import Task, passes_with_fisher
+from studies.parts import PARTS
+from studies.plan import Task, best_first, read_task, task_names
+from studies.report import Method, fill
 from studies.statistics import Mean, paired, verdict
-
-from sparsesam.lab.experiment.config import TrainConfig
 
 CONTENT = {
     "data": "somewhere:digits",
-    "settings": {"epochs": 4},
-    "tune_seeds": [100, 101],
+    "settings": {"lr": 0.1},
+    "axes": {"epochs": [8, 15, 30, 60], "weight_decay": [0.1, 0.2, 0.3, 0.4]},
+    "rounds": [{"draw": 6}, {"near": 3}, {"best": 2, "seeds": [101, 102]}],
     "seeds": 2,
-    "methods": ["SAM"],
-    "then": ["late"],
+    "methods": {"SGD": {}, "SAM": {"rho": [1, 2, 3, 4]}, "fixed": {"rho": 5}},
 }
-METHODS = {
-    "SAM": {"settings": {"optimizer": "sam"}, "tune": {"rho": [0.1, 0.2]}},
-    "late": {"settings": {"optimizer": "sam"}, "start": 0.5, "epochs": 2, "tune": {"rho": [0.1]}},
-}
+METHODS = {name: {"settings": {"optimizer": "sam"}} for name in CONTENT["methods"]}
 
 
-def task():
-    return Task("made-up", CONTENT, METHODS)
+def task(**changes):
+    return Task("made-up", {**CONTENT, **changes}, METHODS)
 
 
-def record(value, seed, accuracy):
-    settings = {"rho": value, "seed": seed}
-    return {"task": "made-up", "method": "SAM", "stage": "tune", "settings": settings, "accuracy": accuracy}
+def accuracy(settings):
+    """The best settings are 30 epochs, weight decay 0.2 and rho 2."""
+    distance = abs(settings["epochs"] - 30) / 10 + 10 * abs(settings["weight_decay"] - 0.2)
+    return 1 - 0.01 * (distance + abs(settings.get("rho", 2) - 2))
 
 
-def test_best_strength_has_highest_mean_over_tuning_seeds():
-    records = [record(0.1, 100, 0.9), record(0.1, 101, 0.5), record(0.2, 100, 0.8), record(0.2, 101, 0.8)]
-    assert task().best("SAM", records[:3]) is None
-    assert task().best("SAM", records) == 0.2
-    assert task().finals("SAM", records[:3]) == []
-    finals = task().finals("SAM", records)
-    assert [(job.settings["rho"], job.settings["seed"]) for job in finals] == [(0.2, 0), (0.2, 1)]
+def searched(some, method="SAM"):
+    """Returns the records of a whole search, and the plan that follows from them."""
+    records = []
+    while (plan := some.plan(method, records))[-1][0].stage == "tune":
+        records += [{**job.identity, "accuracy": accuracy(job.settings)} for job in plan[-1]]
+    return records, plan
+
+
+def without(job, *names):
+    return {name: value for name, value in job.settings.items() if name not in names}
+
+
+def test_all_methods_try_the_same_epochs_and_weight_decays():
+    sam, fixed = task().plan("SAM", []), task().plan("fixed", [])
+    assert [without(job, "rho") for job in sam[0]] == [without(job, "rho") for job in fixed[0]]
+    assert [len(sam), len(sam[0])] == [1, 6]
+    assert len({str(job.settings) for job in task().plan("SGD", [])[0]}) == 6
+
+
+def test_search_continues_near_the_best_and_repeats_the_best():
+    records, (drawn, near, again, finals) = searched(task())
+    assert [len(drawn), len(near), len(again), len(finals)] == [6, 3, 4, 2]
+    best = max(drawn, key=lambda job: accuracy(job.settings)).settings
+    axes = task().axes("SAM")
+    for job in near:
+        assert without(job) not in [without(other) for other in drawn]
+        for name, values in axes.items():
+            assert abs(values.index(job.settings[name]) - values.index(best[name])) <= 1
+    top = sorted([*drawn, *near], key=lambda job: -accuracy(job.settings))[:2]
+    for seed in (101, 102):
+        found = [without(job, "seed") for job in again if job.settings["seed"] == seed]
+        assert found == [without(job, "seed") for job in top]
+    assert [without(job, "seed", "dataset") for job in finals] == [without(top[0], "seed", "dataset")] * 2
+    assert task().plan("SAM", records[:-1])[-1] == again
+
+
+def test_halving_trains_fewer_settings_longer():
+    rounds = [{"draw": 4, "epochs": 1}, {"best": 2, "epochs": 2}, {"best": 1, "epochs": 4}]
+    _, plan = searched(task(rounds=rounds))
+    assert [[job.settings["epochs"] for job in jobs] for jobs in plan[:3]] == [[1] * 4, [2] * 2, [4]]
+    assert {job.settings["epochs"] for job in plan[3]} == {4}
+
+
+def test_a_task_without_rounds_tests_the_given_settings():
+    ((first, second),) = task(rounds=[], axes={}).plan("fixed", [])
+    assert (first.stage, first.settings["rho"], second.settings["seed"]) == ("final", 5, 1)
 
 
 def test_tuning_never_uses_test_images():
-    assert {job.settings["dataset"] for job in task().tuning("SAM")} == {"somewhere:digits_validation"}
-    records = [record(value, seed, 0.5) for value in (0.1, 0.2) for seed in (100, 101)]
-    assert {job.settings["dataset"] for job in task().finals("SAM", records)} == {"somewhere:digits_test"}
+    _, plan = searched(task())
+    assert {job.settings["dataset"] for jobs in plan[:-1] for job in jobs} == {"somewhere:digits_validation"}
+    assert {job.settings["dataset"] for job in plan[-1]} == {"somewhere:digits_test"}
 
 
-def test_longer_and_later_methods_are_relative_to_task():
-    (job, _) = task().tuning("late")
-    assert (job.settings["epochs"], job.settings["ascent_start"]) == (8, 4.0)
+def test_of_equal_accuracies_fewer_epochs_are_best():
+    trials = {(("epochs", 8),): {0: 0.5}, (("epochs", 4),): {0: 0.5}, (("epochs", 2),): {0: 0.4, 1: 0.4}}
+    assert [dict(point)["epochs"] for point in best_first(trials)] == [2, 4, 8]
 
 
-@pytest.mark.parametrize(
-    ("settings", "passes"),
-    [
-        ({"optimizer": "sgd"}, 1),
-        ({"optimizer": "sam"}, 2),
-        ({"optimizer": "sam", "ascent": "extrapolation"}, 1),
-        ({"optimizer": "sam", "ascent_fraction": 0.25}, 1.25),
-        ({"optimizer": "sam", "ascent_every": 5}, 1.2),
-        ({"optimizer": "sam", "ascent_start": 7.0, "epochs": 10}, 1.3),
-        ({"optimizer": "ssam-f", "mask_epochs": 5, "epochs": 10, "fisher_samples": 128}, 2 + 2 * 128 / 10_000),
-    ],
-)
-def test_passes(settings, passes):
-    config = TrainConfig(**settings)
-    assert passes_with_fisher(config, images=1000) == pytest.approx(passes)
+@pytest.mark.parametrize("name", task_names())
+def test_tasks_can_be_run(name):
+    some = read_task(name)
+    for method in some.methods:
+        for job in some.plan(method, [])[0]:
+            assert job.config.content_hash
+            assert job.part is None or job.part in PARTS
+
+
+def made(stage, rho, seed, accuracy, passes=2.0):
+    settings = {"epochs": 10, "weight_decay": 0.1, "rho": rho, "seed": seed, "dataset": stage}
+    return {"method": "SAM", "stage": stage, "settings": settings, "accuracy": accuracy, "passes": passes}
+
+
+def test_report_reads_the_tests_of_the_best_trial():
+    tuned = [made("tune", 0.1, 100, 0.9), made("tune", 0.2, 100, 0.8), made("tune", 0.2, 101, 0.8)]
+    method = Method([*tuned, made("final", 0.1, 0, 0.5), made("final", 0.2, 0, 0.7), made("final", 0.2, 1, 0.6)])
+    assert method.accuracy == {0: 70, 1: 60}
+    assert (method.cost, method.tuned) == (20, "epochs 10, weight decay 0.1, rho 0.2")
+    assert method.best_by("rho") == "0.1: 90.0, 0.2: 80.0"
+
+
+def test_report_fills_the_tables_of_a_page():
+    page = "a\n<!-- one -->\nold\n<!-- end -->\nb\n<!-- two -->\n<!-- end -->"
+    assert fill(page, "one", ["| x |"]) == page.replace("\nold\n", "\n\n| x |\n\n")
 
 
 def test_mean_has_student_t_interval():
