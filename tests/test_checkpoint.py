@@ -77,6 +77,33 @@ def test_resumed_run_equals_uninterrupted(kind, base):
     assert (opt.steps, opt.param_groups[0]["rho"]) == (resumed.steps, resumed.param_groups[0]["rho"])
 
 
+@pytest.mark.parametrize("change", ["added", "frozen"])
+def test_parameters_changed_before_a_checkpoint_get_a_mask_after_it(change):
+    def made():
+        model = cases.convnet()
+        head = list(model[4].parameters())
+        base = torch.optim.SGD(list(model.parameters()) if change == "frozen" else list(model[:4].parameters()), lr=0.1)
+        return model, sparsesam.SSAM(base, model, mask=sparsesam.random_mask(sparsity=0.5)), head
+
+    def changed(model, opt, head):
+        model[0].weight.requires_grad_(change != "frozen")
+        if change == "added":
+            opt.add_param_group({"params": head})
+
+    model, opt, head = made()
+    run(model, opt, range(2))
+    changed(model, opt, head)
+    state = copy.deepcopy((model.state_dict(), opt.state_dict()))
+    again, resumed, head = made()
+    changed(again, resumed, head)
+    again.load_state_dict(state[0])
+    resumed.load_state_dict(state[1])
+    run(model, opt, range(2, 4))
+    run(again, resumed, range(2, 4))
+    assert all(torch.equal(opt.masks[name], resumed.masks[name]) for name in opt.masks)
+    assert cases.same_bits(model.state_dict().values(), again.state_dict().values())
+
+
 VARIANTS = {
     "gsam": lambda model: sparsesam.GSAM(cases.sgd(model), model, alpha=0.7),
     "wsam": lambda model: sparsesam.WSAM(cases.sgd(model), model, gamma=0.3, decouple=False),

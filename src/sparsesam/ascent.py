@@ -390,6 +390,7 @@ class PerturbingOptimizer(OptimizerWrapper):
             require_gradients(self.base, "first")
         if self._refresh_due(step.params):
             if not step.first_passes and self.own.masks.needs_gradient and not self.direction(step.params):
+                self.own.counters.skipped_ascents += self._moves(step)
                 return  # a momentum exists from the second step on
             self._refresh(step.params, batch)
             step.masks = self._masks_of(step.params)

@@ -133,7 +133,8 @@ class MaskState:
             "is_made": self.masks is not None,
             # Not a tensor: torch.distributed.checkpoint would treat it as a shard of the model's size and device.
             "generator": self.generator.get_state().cpu().numpy().tobytes().hex(),
-            "asked": self.asked,
+            # Masks of other parameters, such as before a group was added, are replaced in the next ascent.
+            "asked": self.asked or (self.masks is not None and self.masks.keys() != parameters.keys()),
             "last_step": self.last_step,
             "skipped": self.skipped,
         }
