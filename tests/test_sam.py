@@ -523,6 +523,17 @@ def test_sharpness_term_of_a_step_not_taken_is_dropped(ended_by):
     assert cases.same_bits(cases.weights_of(model), cases.weights_of(plain))
 
 
+@pytest.mark.parametrize(
+    "step", [lambda opt: opt.minimize(lambda _: 1 / 0, batch=0), lambda opt: opt.step(lambda _: 1 / 0, batch=0)]
+)
+def test_two_ways_in_one_step_raise_before_the_closure_runs(step):
+    model = cases.mlp()
+    opt = sparsesam.SAM(cases.sgd(model), model)
+    cases.both_passes(opt, model, *cases.vectors())
+    with pytest.raises(RuntimeError, match="already exists"):
+        step(opt)
+
+
 def test_state_is_not_loaded_inside_a_pass():
     """It would drop what restores the weights."""
     model = cases.mlp()

@@ -111,7 +111,7 @@ class SharpnessAware(PerturbingOptimizer):
         if self.is_perturbed:
             raise RuntimeError("step() inside perturbed() would update the weights at w + e; call it after the block")
         if self._step is not None and self._step.phase is Phase.READY:
-            return self._finish(self._step, closure)
+            return self._finish(self._step, closure, batch)
         if closure is None:
             if self._step is None and self._only_makes_state():
                 self.base.step()
@@ -380,12 +380,11 @@ class SharpnessAware(PerturbingOptimizer):
             self.after_update()
         self.own.counters.steps += 1
 
-    def _finish(self, step: Step, closure: Callable[[], Any] | None) -> Any:
+    def _finish(self, step: Step, closure: Callable[[], Any] | None, batch: Any) -> Any:
         """Take the step after perturbed(). Lightning's manual optimization passes a closure that computes nothing."""
-        result, step.is_empty = None, True
+        result, step.is_empty = None, closure is None
         with self._ended_on_error():
-            if closure is not None:
-                step.is_empty = False
+            if closure is not None and batch is None and not isinstance(closure, Objective):
                 with self._checked(step, [p.parameter for p in step.params]), torch.enable_grad():
                     result = without_graph(closure())
             if not step.is_empty:
