@@ -144,7 +144,7 @@ def test_large_tensor_is_not_concatenated_with_others(monkeypatch):
     targets, _ = targets_of(weights, directions, "none")
     monkeypatch.setattr(pieces, "GROUP", weights[-1].numel() - 1)
     with cases.moved_as_on("device"):
-        groups = [piece.weights for piece, _ in pieces.pieces_of(targets)]
+        groups = [piece.weights for piece in pieces.pieces_of(targets)]
     assert all(len(group) == 1 or sum(one.numel() for one in group) <= pieces.GROUP for group in groups)
     assert sum(map(len, groups)) == len(targets)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import enum
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -15,16 +14,15 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from sparsesam.checkpoint import OwnState
-from sparsesam.distributed.shards import Shards, as_shard_of, local_part
+from sparsesam.distributed.shards import as_shard_of, local_part
 from sparsesam.gradients import require_gradients
 from sparsesam.groups import check_model
-from sparsesam.masks.kept_entries import kept_entries, put_entries
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.scores import ScoreContext
 from sparsesam.masks.state import MaskState
-from sparsesam.options import Ascent, AscentScope, OffSteps, Options, Radius
-from sparsesam.perturbation import Norm, Perturbation, Target, entries_of, is_usable, usable_or_inf
+from sparsesam.options import Ascent, AscentScope, OffSteps, Options
+from sparsesam.perturbation import Norm, Perturbation, Radius, Target, entries_of, is_usable
 from sparsesam.savings import Shortcuts
 from sparsesam.schedules import RhoSchedule
 from sparsesam.utils.restore import RNGSnapshot, Snapshot
@@ -337,8 +335,7 @@ class PerturbingOptimizer(OptimizerWrapper):
         return {p.name: masks.get(p.name) for p in params}
 
     def _refresh(self, params: PerturbedParams, batch: Any) -> None:
-        old = self._masks_of(params)
-        self.own.masks.refresh(
+        self.own.refresh(
             ScoreContext(
                 self.model,
                 {p.name: p.parameter for p in params},
@@ -352,18 +349,6 @@ class PerturbingOptimizer(OptimizerWrapper):
             )
         )
         self._perturbation.index.clear()
-        self._follow_masks(params, old, self._masks_of(params))
-
-    def _follow_masks(self, params: PerturbedParams, old: Masks, new: Masks) -> None:
-        """Carry kept entries over to new masks, with zeros where only the new one keeps; the last e is dropped."""
-        for kind in self.own.tensors.keys() - self.own.whole:
-            by_name = self.own.tensors[kind]
-            if kind == "last":
-                by_name.clear()
-            for p in params:
-                if p.name in by_name:
-                    dense = put_entries(torch.zeros_like(local_part(p.parameter)), old[p.name], by_name[p.name])
-                    by_name[p.name] = kept_entries(dense, new[p.name]).clone()
 
     # ---- the move --------------------------------------------------------------------------------------------
 
@@ -408,8 +393,9 @@ class PerturbingOptimizer(OptimizerWrapper):
         if not self._moves(step) or (step.params.shards is None and all(t.is_unmoved for t in targets)):
             self.own.counters.skipped_ascents += self._moves(step)  # weights are to be moved, and have no gradient
             return
-        self._scale_layers(step.params, targets)
-        norm = self._last_norm = self._norm(targets, step.params.shards)
+        shards, radius = step.params.shards, self.options.radius
+        self._perturbation.scale_layers(targets, shards)
+        norm = self._last_norm = self._perturbation.norm(targets, self.options.norm, shards)
         if isinstance(norm, Tensor):  # on a device: the same rule, without synchronizing
             self.own.counters.skip_where(~is_usable(norm))
         elif norm == 0 or not math.isfinite(norm):
@@ -423,41 +409,21 @@ class PerturbingOptimizer(OptimizerWrapper):
             return
         keeps = "last" in self.own.tensors
         before = [entries.clone() for entries in entries_of(targets)] if keeps else []
-        self._move(targets, norm, step.params.shards)
+        if radius == "global":
+            self._perturbation.move(targets, norm)
+        else:  # norm / norm is 1, or NaN where a device's norm is not usable: then nothing moves
+            self._perturbation.set_radius(targets, radius, self.options.norm, shards)
+            self._perturbation.move(targets, norm / norm, times=1 if radius == "element" else 2)
         if keeps:
             e = torch._foreach_sub(entries_of(targets), before)
             self.own.tensors["last"] = dict(zip([target.name for target in targets], e, strict=True))
-
-    def _move(self, targets: list[Target], norm: float | Tensor, shards: Shards | None) -> None:
-        if self.options.radius == "global":
-            self._perturbation.move(targets, norm)
-            return
-        if self.options.radius == "element":
-            for target in targets:
-                target.direction = target.direction.sign()
-        else:
-            for target, own in zip(targets, self._norms(targets, self.options.norm, shards), strict=True):
-                if isinstance(own, Tensor):
-                    target.rho = target.rho / usable_or_inf(own)
-                else:
-                    target.rho = target.rho / own if own > 0 else 0.0
-        # norm / norm is 1, or NaN where a device's norm is not usable: then nothing moves.
-        self._perturbation.move(targets, norm / norm, times=1 if self.options.radius == "element" else 2)
-
-    def _scale_layers(self, params: PerturbedParams, targets: list[Target]) -> None:
-        """With adaptive="layer", T = ||w|| of a tensor: T² g = T (T g)."""
-        layerwise = {p.name for p in params if p.layerwise}
-        scaled = [target for target in targets if target.name in layerwise]
-        weights = [replace(target, direction=target.weight, mask=None) for target in scaled]
-        for target, size in zip(scaled, self._norms(weights, "full", params.shards), strict=True):
-            target.direction, target.rho = target.direction * size, target.rho * size
 
     def target(self, step: Step, param: PerturbedParam, direction: Tensor) -> Target:
         mask = None if self.options.ascent == "implicit-dense" else step.masks[param.name]
         weight = param.parameter if step.params.shards is None else local_part(param.parameter)
         rho = self.signed_rho(param)
         rho = rho / step.first_passes if step.first_passes > 1 else rho
-        return Target(param.name, weight, direction, mask, rho, param.eta)
+        return Target(param.name, weight, direction, mask, rho, param.eta, param.layerwise)
 
     def _directions(self, params: PerturbedParams) -> dict[str, Tensor]:
         """Returns the directions as dense tensors, or this rank's parts of them."""
@@ -465,22 +431,6 @@ class PerturbingOptimizer(OptimizerWrapper):
         if params.shards is not None:
             found = {p.name: local_part(found[p.name], p.parameter) for p in params if p.name in found}
         return {name: g.to_dense() if g.is_sparse else g for name, g in found.items()}
-
-    def _norm(self, targets: Sequence[Target], shards: Shards | None) -> float | Tensor:
-        """Returns the norm of the targets' directions, over all ranks if they are sharded."""
-        if shards is None:
-            return self._perturbation.norm(targets, self.options.norm)
-        counted = set(shards.counted(target.name for target in targets))
-        return shards.norm(self._perturbation.norm([t for t in targets if t.name in counted], self.options.norm))
-
-    def _norms(self, targets: Sequence[Target], norm: Norm, shards: Shards | None) -> list[float | Tensor]:
-        """Returns the norm of each target's direction, over all ranks if they are sharded."""
-        norms = [self._perturbation.norm([target], norm) for target in targets]
-        if shards is None:
-            return norms
-        counts = [shards.parts[target.name].counts for target in targets]
-        zeros = [torch.zeros_like(one) if isinstance(one, Tensor) else 0.0 for one in norms]
-        return [shards.norm(one if own else zero) for one, zero, own in zip(norms, zeros, counts, strict=True)]
 
     def _moves(self, step: Step) -> bool:
         """Whether any weight is to be moved, on any rank."""

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsesam.masks.kept_entries import dense_entries, kept_in
+from sparsesam.masks.kept_entries import dense_entries, kept_entries, kept_in, put_entries
 from sparsesam.masks.packed import PackedMask
+from sparsesam.masks.scores import ScoreContext
 from sparsesam.masks.state import MaskState
 
 OWN = "sparsesam"
@@ -125,6 +126,19 @@ class OwnState:
         return replace(
             self, masks=MaskState(self.masks.rule), tensors={kind: {} for kind in self.tensors}, counters=Counters()
         )
+
+    def refresh(self, context: ScoreContext) -> None:
+        """Make new masks. Kept entries follow them, with zeros where only the new one keeps; the last e is dropped."""
+        old = self.masks.masks or {}
+        self.masks.refresh(context)
+        new = self.masks.masks or {}
+        self.tensors.get("last", {}).clear()
+        for kind in self.tensors.keys() - self.whole:
+            self.tensors[kind] = {
+                name: kept_entries(put_entries(torch.zeros_like(w), old.get(name), entries), new.get(name)).clone()
+                for name, entries in self.tensors[kind].items()
+                if (w := context.local.get(name)) is not None  # otherwise it is not perturbed any more
+            }
 
     def state_dict(
         self, parameters: Mapping[str, Tensor], trained: Mapping[str, Tensor]

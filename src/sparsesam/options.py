@@ -9,14 +9,13 @@ from typing import Literal, get_args
 from torch import nn
 
 from sparsesam.masks.mask import MaskRule
-from sparsesam.perturbation import Norm
+from sparsesam.perturbation import Norm, Radius
 from sparsesam.schedules import RhoSchedule
 from sparsesam.utils.checks import check_choice, check_count, is_within
 
 Ascent = Literal["explicit", "implicit", "implicit-dense"]
 AscentScope = Literal["global", "local"]
 OffSteps = Literal["skip", "reuse"]
-Radius = Literal["global", "layer", "element"]
 
 
 @dataclass(frozen=True)

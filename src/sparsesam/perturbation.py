@@ -10,9 +10,9 @@ T = 1 for SAM; T = |w| + eta for the adaptive form (ASAM). g is the direction of
     …                                      # weights at w + e
     perturbation.undo()                    # weights at w, bit for bit
 
-Weights are moved in pieces. On a CPU a piece is a slice of one tensor that fits in cache. On other devices it is many
-tensors of one dtype, rho and eta, joined into one vector, so that the number of kernel launches does not grow with the
-number of tensors, and the host reads no value.
+Weights are moved in pieces. On a CPU a piece is one tensor. On other devices it is many tensors of one dtype, rho and
+eta, joined into one vector, so that the number of kernel launches does not grow with the number of tensors, and the
+host reads no value.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from sparsesam.distributed.shards import Shards
 from sparsesam.masks.kept_entries import kept_entries, positions_of, put_entries
 from sparsesam.masks.packed import PackedMask
 
 Norm = Literal["full", "masked"]
+Radius = Literal["global", "layer", "element"]
 
 #: Devices whose values the host can read without waiting, and whose tensors are moved one by one.
 HOSTS = ("cpu",)
-#: Entries of a slice on these devices, a multiple of 8.
-SLICE = 1 << 16
 #: Entries joined into one vector on other devices; besides the saved values, a few such vectors are allocated.
 GROUP = 1 << 23
 _HALF = (torch.float16, torch.bfloat16)
@@ -48,8 +48,8 @@ _SAFE, _LEAST = (1e-15, 1e15), 1e-30
 class Target:
     """A weight tensor and the direction g along which it is perturbed, usually its gradient.
 
-    ``mask=None`` perturbs all of it, ``eta=None`` means T = 1. A negative ``rho`` goes against the direction. ``rho``
-    may be a tensor on the weight's device, which is then not read by the host.
+    ``mask=None`` perturbs all of it; ``eta=None`` means T = 1, or T = ||w|| with ``layerwise``. A negative ``rho`` goes
+    against the direction. ``rho`` may be a tensor on the weight's device, which is then not read by the host.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Target:
     mask: PackedMask | None
     rho: float | Tensor
     eta: float | None
+    layerwise: bool = False
 
     @property
     def is_dense(self) -> bool:
@@ -128,12 +129,15 @@ class Perturbation:
         self._used: set[tuple[str, ...]] = set()  # keys of the index since the last move
 
     @torch.no_grad()
-    def norm(self, targets: Sequence[Target], norm: Norm) -> float | Tensor:
-        """||T g|| over all targets, or over their kept entries.
+    def norm(self, targets: Sequence[Target], norm: Norm, shards: Shards | None = None) -> float | Tensor:
+        """||T g|| over all targets, or over their kept entries; over all ranks if they are sharded.
 
         A tensor if all targets are on accelerators, so that the host need not synchronize; otherwise a number, in which
         squares neither overflow nor underflow: it is zero below 1e-30, where rho / norm could overflow.
         """
+        if shards is not None:
+            counted = set(shards.counted(target.name for target in targets))
+            return shards.norm(self.norm([target for target in targets if target.name in counted], norm))
         total = self._norm(targets, norm)
         if not any(target.is_on_host for target in targets):
             return total
@@ -144,16 +148,35 @@ class Perturbation:
 
     def _norm(self, targets: Sequence[Target], norm: Norm, dtype: torch.dtype | None = None) -> float | Tensor:
         parts = []
-        for piece, directions in pieces_of(targets, whole=norm == "full"):
+        for piece in pieces_of(targets, whole=norm == "full"):
             positions = self._positions(piece)
-            direction = piece.read(directions, positions)
+            direction = piece.read(piece.directions, positions)
             weight = direction if piece.eta is None else piece.read(piece.weights, positions)
             parts.append(norm_of(direction, weight, eta=piece.eta, dtype=dtype))
         if not parts:
             return 0.0
-        home = parts[0].device
-        total: Tensor = torch.linalg.vector_norm(torch.stack([part.to(home) for part in parts]))
+        first = parts[0].device
+        total: Tensor = torch.linalg.vector_norm(torch.stack([part.to(first) for part in parts]))
         return total
+
+    def scale_layers(self, targets: Sequence[Target], shards: Shards | None) -> None:
+        """Where T is the norm of the whole weight tensor: T² g = T (T g)."""
+        for target in targets:
+            if target.layerwise:
+                size = self.norm([replace(target, direction=target.weight, mask=None)], "full", shards)
+                target.direction, target.rho = target.direction * size, target.rho * size
+
+    def set_radius(self, targets: Sequence[Target], radius: Radius, norm: Norm, shards: Shards | None) -> None:
+        """Change the targets so that a move with norm 1 has this radius."""
+        for target in targets:
+            if radius == "element":
+                target.direction = target.direction.sign()
+                continue
+            own = self.norm([target], norm, shards)
+            if isinstance(own, Tensor):
+                target.rho = target.rho / usable_or_inf(own)
+            else:
+                target.rho = target.rho / own if own > 0 else 0.0
 
     @torch.no_grad()
     def move(self, targets: Sequence[Target], norm: float | Tensor, *, times: int = 2) -> None:
@@ -161,10 +184,10 @@ class Perturbation:
         nothing moves. With ``times=1``, e = rho * m ⊙ T g / norm.
         """
         norm = usable_or_inf(norm) if isinstance(norm, Tensor) else norm
-        for piece, directions in pieces_of([target for target in targets if not target.is_unmoved]):
+        for piece in pieces_of([target for target in targets if not target.is_unmoved]):
             positions = self._positions(piece)
             weight = piece.read(piece.weights, positions)
-            e = scaled_direction(piece.read(directions, positions), weight, eta=piece.eta, times=times)
+            e = scaled_direction(piece.read(piece.directions, positions), weight, eta=piece.eta, times=times)
             saved = weight.clone() if piece.is_view else weight
             # Listed before it is moved, so that an interrupted move is undone too.
             self._undo.append(partial(self._write, piece, saved))
@@ -236,37 +259,37 @@ Index = dict[tuple[str, ...], tuple[list[Tensor], Tensor]]
 
 @dataclass(slots=True)
 class Piece:
-    """Weights that move together: all entries, the entries whose ``bits`` are set, or some ``rows`` of one weight.
+    """Weights that move together: one tensor, some ``rows`` of it, or tensors joined into one vector.
 
-    ``lengths``: how many entries of each weight move, if the weights are joined into one vector. A piece that is not
-    joined is one tensor, and a vector if there are bits. Entries are in row-major order.
+    Of a vector, the entries whose ``bits`` are set move, ``count`` in all. Entries are in row-major order.
     """
 
     names: list[str]
     weights: list[Tensor]
+    directions: list[Tensor]
     rho: float | Tensor
     eta: float | None
-    bits: list[Tensor] | None = None
     rows: Tensor | None = None
-    lengths: list[int] | None = None
+    bits: list[Tensor] | None = None
+    count: int = 0
+    is_joined: bool = True
 
     @property
     def is_view(self) -> bool:
         """Whether `read` returns the tensor itself, not a copy."""
-        return self.lengths is None and self.bits is None and self.rows is None
+        return not self.is_joined and self.rows is None
 
     def positions(self, index: Index) -> Tensor | None:
         """Returns the entries or rows that move, None for all; ``index`` caches them on devices, if they are few."""
         if self.bits is None:
             return self.rows
-        if self.lengths is None:
-            return positions_of(self.bits[0])
         bits, found = index.get(tuple(self.names), ([], None))
         if found is None or not all(map(operator.is_, bits, self.bits)):
-            count, size = sum(self.lengths), sum(weight.numel() for weight in self.weights)
-            found = positions_of(torch.cat(self.bits), count)
+            size = sum(weight.numel() for weight in self.weights)
+            found = positions_of(torch.cat(self.bits), self.count)
             # Only if positions, saved entries and mask take no more memory than SAM, and positions fit in four bytes.
-            if 4 * count + 4 * count + size / 8 <= 4 * size and size < 1 << 30:
+            is_small = 4 * self.count + 4 * self.count + size / 8 <= 4 * size and size < 1 << 30
+            if is_small and self.weights[0].device.type not in HOSTS:
                 found = found.int()
                 index[tuple(self.names)] = self.bits, found
         return found
@@ -288,11 +311,11 @@ class Piece:
         first = self.weights[0]
         if len(self.weights) > 1:
             torch._foreach_copy_(self.weights, self._parted(values))
-        elif positions is None or (self.lengths is not None and not first.is_contiguous()):
+        elif positions is None or (self.is_joined and not first.is_contiguous()):
             first.copy_(values.view(first.shape))
 
     def _as_one(self, tensors: list[Tensor]) -> Tensor:
-        if self.lengths is None:
+        if not self.is_joined:
             return tensors[0]
         vectors = [tensor.reshape(-1) for tensor in tensors]
         if self.bits is not None and len(vectors) == 1:  # may be as large as an embedding, so it is not copied
@@ -309,8 +332,8 @@ class Piece:
         return [part[: weight.numel()].view(weight.shape) for part, weight in parts]
 
 
-def pieces_of(targets: Sequence[Target], *, whole: bool = False) -> Iterator[tuple[Piece, list[Tensor]]]:
-    """Yield the pieces of the kept entries, with their directions; of all entries with ``whole``."""
+def pieces_of(targets: Sequence[Target], *, whole: bool = False) -> Iterator[Piece]:
+    """Yield the pieces of the kept entries; of all entries with ``whole``."""
     groups: dict[tuple[Any, ...], list[Target]] = {}
     filled: Counter[tuple[Any, ...]] = Counter()
     number: Counter[tuple[Any, ...]] = Counter()
@@ -319,7 +342,8 @@ def pieces_of(targets: Sequence[Target], *, whole: bool = False) -> Iterator[tup
         if mask is not None and mask.is_empty:
             continue
         if target.is_on_host:
-            yield from _slices(target, mask)
+            rows = None if mask is None else mask.rows
+            yield _piece([target], rows=rows, is_masked=mask is not None and rows is None, joins=False)
             continue
         rho = id(target.rho) if isinstance(target.rho, Tensor) else target.rho
         key = weight.device, weight.dtype, target.direction.dtype, rho, target.eta, mask is not None
@@ -328,29 +352,19 @@ def pieces_of(targets: Sequence[Target], *, whole: bool = False) -> Iterator[tup
         groups.setdefault((*key, number[key]), []).append(target)
         filled[key] += weight.numel()
     for (*_, is_masked, _), group in groups.items():
-        yield _joined(group, is_masked)
+        yield _piece(group, is_masked=is_masked)
 
 
-def _slices(target: Target, mask: PackedMask | None) -> Iterator[tuple[Piece, list[Tensor]]]:
-    """Yield slices of one tensor that fit in cache; the whole tensor if it is dense, rows, or not contiguous."""
-    names, weight, direction, rho, eta = [target.name], target.weight.detach(), target.direction, target.rho, target.eta
-    if mask is None or mask.bits is None or mask.rows is not None:
-        yield Piece(names, [weight], rho, eta, rows=None if mask is None else mask.rows), [direction]
-    elif not weight.is_contiguous():
-        yield _joined([target], is_masked=True)
-    else:
-        weight, direction = weight.view(-1), direction.reshape(-1)
-        for start in range(0, len(weight), SLICE):
-            part, bits = slice(start, start + SLICE), mask.bits[start // 8 : (start + SLICE) // 8]
-            yield Piece(names, [weight[part]], rho, eta, [bits]), [direction[part]]
-
-
-def _joined(targets: list[Target], is_masked: bool) -> tuple[Piece, list[Tensor]]:
-    weights = [target.weight.detach() for target in targets]
-    bits, lengths = None, [weight.numel() for weight in weights]
-    if is_masked:
-        masks = [target.mask for target in targets if target.mask is not None]
-        bits, lengths = [mask.bits for mask in masks if mask.bits is not None], [mask.count for mask in masks]
-    names, first = [target.name for target in targets], targets[0]
-    piece = Piece(names, weights, first.rho, first.eta, bits, lengths=lengths)
-    return piece, [target.direction for target in targets]
+def _piece(targets: list[Target], *, rows: Tensor | None = None, is_masked: bool, joins: bool = True) -> Piece:
+    masks = [target.mask for target in targets if target.mask is not None] if is_masked else []
+    return Piece(
+        [target.name for target in targets],
+        [target.weight.detach() for target in targets],
+        [target.direction for target in targets],
+        targets[0].rho,
+        targets[0].eta,
+        rows,
+        [mask.bits for mask in masks if mask.bits is not None] if is_masked else None,
+        sum(mask.count for mask in masks),
+        is_joined=joins or is_masked,
+    )

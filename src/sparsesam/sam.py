@@ -41,7 +41,7 @@ from sparsesam.masks.mask import MaskRule
 from sparsesam.options import require_mask_rule
 from sparsesam.perturbation import is_usable
 from sparsesam.savings import Savings, Shortcuts
-from sparsesam.utils.restore import RNGState, Snapshot, WarnOfPerturbedWeights, statistics_of, statistics_versions
+from sparsesam.utils.restore import RNGState, Snapshot, WarnOfPerturbedWeights, statistics_of
 from sparsesam.wrapper import inside_wrappers
 
 
@@ -56,7 +56,6 @@ class SharpnessAware(PerturbingOptimizer):
         super()._start(own)
         self._rng = RNGState(self.model.parameters())
         self._unused = UnusedGradients()
-        self._statistics: list[int] | None = statistics_versions(self.model)
         self._savings = Savings(0.0, 0, 0, "no step taken yet")
 
     # ---- one step --------------------------------------------------------------------------------------------
@@ -122,7 +121,6 @@ class SharpnessAware(PerturbingOptimizer):
             )
         with self._ended_on_error():
             step = self._begin(batch)
-            self._statistics = None
             with torch.enable_grad():
                 result = without_graph(self._run_passes(step, closure, batch))
             if step.is_empty:
@@ -247,16 +245,15 @@ class SharpnessAware(PerturbingOptimizer):
         with self._ended_on_error():
             self._unused.require_none()
             step = self._step
-            if step is None or step.phase is not Phase.BETWEEN:
+            had_first_pass = step is not None and step.phase is Phase.BETWEEN
+            if step is None or not had_first_pass:
                 step = self._begin(batch, shortcuts=False)
             else:
                 self._require_unchanged(step)
             if step.first_passes > 1:
                 raise RuntimeError(f"a step has {step.first_passes + 1} passes: use minimize()")
-            is_moved = self._statistics not in (None, statistics_versions(self.model))
-            with self._perturbed(step, batch, True, step.first_passes > 0 or is_moved):
+            with self._perturbed(step, batch, clears=True, returns=had_first_pass or step.first_passes > 0):
                 yield
-        self._statistics = statistics_versions(self.model)
         self._unused.watch([] if step.params.shards is not None else [p.parameter for p in step.params])
 
     @contextmanager
@@ -300,7 +297,7 @@ class SharpnessAware(PerturbingOptimizer):
         params = self._perturbed_params()
         masks = self._masks_of(params)
         is_same = masks.keys() == step.masks.keys() and all(step.masks[name] is mask for name, mask in masks.items())
-        if not step.is_complete and (not is_same or self.own.masks.asked):
+        if not step.is_complete and (not is_same or self._refresh_due(params)):
             raise RuntimeError(
                 "masks or parameter groups changed between first_pass() and perturbed(), and gradients of the newly "
                 "perturbed weights were not computed; make such changes before first_pass()"
@@ -394,7 +391,6 @@ class SharpnessAware(PerturbingOptimizer):
                 )
             self.update()
         self._end()
-        self._statistics = statistics_versions(self.model)
         return result
 
     @contextmanager

@@ -183,7 +183,7 @@ def huge_selection() -> int:
         bits = torch.empty(size // 8, dtype=torch.uint8, device="meta")
         mask = PackedMask(torch.Size([size]), kept, bits)
         target = Target("w", weight, weight, mask, 0.1, None)
-        ((piece, _),) = pieces_of([target])
+        (piece,) = pieces_of([target])
         found = piece.positions({})
         assert found.dtype == torch.int64
         assert len(found) == kept

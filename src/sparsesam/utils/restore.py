@@ -58,14 +58,6 @@ def statistics_of(modules: Iterable[nn.Module]) -> list[Tensor]:
     ]
 
 
-def statistics_versions(model: nn.Module) -> list[int]:
-    """Returns version counters, which differ after a forward of torch's normalization layers in training mode.
-
-    Batch normalization raises only that of num_batches_tracked, instance normalization those of mean and variance.
-    """
-    return [buffer._version for buffer in statistics_of(model.modules())]
-
-
 @contextmanager
 def preserve_model_state(model: nn.Module, *, evaluate: bool = True, freeze: bool = True) -> Iterator[None]:
     """Enable gradients in the block; on exit, restore training modes, requires_grad, buffers and random states.
