@@ -96,7 +96,11 @@ def lost_ranks_are_named(fabric: Fabric, command: str) -> Iterator[None]:
         yield
         return
     ranks: list[Any] = [None] * fabric.world_size
-    torch.distributed.all_gather_object(ranks, (socket.gethostname(), os.getpid()))
+    try:
+        torch.distributed.all_gather_object(ranks, (socket.gethostname(), os.getpid()))
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise LostRankError(f"a rank ended before training began ({reason}); continue with: {command}") from error
     try:
         yield
     except RunError:
