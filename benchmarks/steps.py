@@ -266,30 +266,31 @@ def tiny(session: Session, *, operations: int = 100) -> None:
     print(f"an operation recorded and replayed takes {each:.1f} us longer than running it twice")
 
 
-@benchmark(quick={"width": 64, "model": "resnet10-small"})
-def memory(session: Session, *, width: int = 2048, model: str = "resnet18") -> None:
+@benchmark(quick={**QUICK, "width": 64})
+def memory(session: Session, *, width: int = 2048, model: str = "resnet18", batch: int = 8) -> None:
     """How many bytes per parameter does a step need beyond SGD, without and with a new mask?
 
-    In a perceptron with one sample every temporary of the optimizer shows; in ResNet-18 with eight, activations hide
-    some.
+    In a perceptron with one sample every temporary of the optimizer shows; in a ResNet with a batch, activations hide some.
     """
     torch.manual_seed(0)
     layers = (nn.Linear(1024, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
-    networks = {"perceptron": (nn.Sequential(*layers), torch.randn(1, 1024))}
-    networks[model] = (build_model(model), torch.randn(8, 3, 32, 32))
+    networks: dict[str, tuple[nn.Module, torch.Tensor]] = {
+        "perceptron": (nn.Sequential(*layers), torch.randn(1, 1024)),
+        model: (build_model(model), torch.randn(batch, 3, 32, 32)),
+    }
     for name, (network, images) in networks.items():
-        batch = (images, torch.zeros(len(images), dtype=torch.long))
-        base = Case(network, batch).peak_bytes()
+        data = (images, torch.zeros(len(images), dtype=torch.long))
+        base = Case(network, data).peak_bytes()
         parameters = sum(p.numel() for p in network.parameters())
         wraps: dict[str, Wrap] = {"SAM": sam}
         for sparsity in (0.5, 0.9):
-            fisher = sparsesam.fisher_mask(batch, cross_entropy, sparsity=sparsity, samples=len(images))
+            fisher = sparsesam.fisher_mask(data, cross_entropy, sparsity=sparsity, samples=len(images))
             dynamic = sparsesam.dynamic_mask(sparsity=sparsity, total_steps=100, refresh=None)
             wraps[f"SSAM-F {sparsity}"] = ssam(fisher, norm="full")
             wraps[f"SSAM-D {sparsity}"] = ssam(dynamic, norm="full")
         rows = []
         for case, wrap in wraps.items():
-            peaks = [Case(network, batch, wrap).peak_bytes(refresh=refresh) for refresh in (False, True)]
+            peaks = [Case(network, data, wrap).peak_bytes(refresh=refresh) for refresh in (False, True)]
             rows.append((case, *(f"{(peak - base) / parameters:.3f}" for peak in peaks)))
         print(f"{name}, batch {len(images)}, {parameters:,} parameters; SGD itself {base / parameters:.2f}")
         show(" | step | with a new mask", rows)

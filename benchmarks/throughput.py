@@ -30,7 +30,7 @@ def throughput(session: Session, *, models: tuple[str, ...] = ("resnet18", "smal
     also augments.
     """
     for model in models:
-        side, batch, steps = (8, 64, 30) if model == "small-cnn" else (32, 32, 3)
+        side, batch, steps = (8, 64, 3 if session.quick else 30) if model == "small-cnn" else (32, 32, 3)
         print(f"{model}, batch {batch} of {side}x{side}, rounds of {steps} steps")
         rows = []
         for name, ratio in session.compare(cases(model, side, batch, steps), "bare loop").items():
