@@ -1,7 +1,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
-THREADS ?= 2
-BENCH ?= steps fisher selection memory engine budget vit_timing throughput augmentation sweep hessian landscape report
+BENCH ?= all
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test coverage slow lint docs matrix package licences torture bench clean
@@ -51,10 +50,8 @@ licences: .venv/.installed  ## list the licences of all dependencies
 torture: .venv/.installed  ## damaged files, crashes and malformed inputs, about an hour; docs/reliability.md
 	@OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore $(BIN)/python -m tests.torture
 
-bench: .venv/.installed  ## every measured figure, about an hour; BENCH=steps for one
-	@set -e; for figure in $(BENCH); do \
-		echo "== benchmarks.$$figure"; OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m benchmarks.$$figure; \
-	done
+bench: .venv/.installed  ## every measured figure, about an hour; BENCH='steps --threads 1' for one
+	@$(BIN)/python -m benchmarks $(BENCH)
 
 clean:  ## remove the environment and everything the tools left
 	@rm -rf .venv build dist runs .pytest_cache .hypothesis .coverage .mypy_cache .ruff_cache .import_linter_cache

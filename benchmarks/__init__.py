@@ -1,1 +1,1 @@
-"""Benchmarks of time and memory; run with ``python -m benchmarks.<name>``."""
+"""Benchmarks of time and memory: ``python -m benchmarks`` lists them."""

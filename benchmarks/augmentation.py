@@ -1,11 +1,4 @@
-"""Cost of augmentation: CIFAR batches as tensors, against single images with Pillow, on one core.
-
-python -m benchmarks.augmentation [--batch 128] [--rounds 31] [--warmup 3] [--threads 1]
-
-Both crop (padding 4), flip, convert to a normalized float tensor and cut out 16x16 with probability 0.5. The images are
-random numbers, as the cost does not depend on the content. A training step of a small network is timed first, for
-comparison: augmentation must not limit training.
-"""
+"""Cost of augmentation: CIFAR batches as tensors, against single images with Pillow."""
 
 from __future__ import annotations
 
@@ -18,26 +11,29 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from benchmarks.cases import Case, cifar_batch
-from benchmarks.timing import arguments, begin, compare, format_ratios, medians
+from benchmarks.runner import Session, benchmark
+from benchmarks.timing import medians, show
 from sparsesam.lab.data import Augment
 from sparsesam.lab.models import build_model
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-OURS, PILLOW = "batch of tensors", "image by image, Pillow"
-LIGHT_MODEL = "resnet10-small"
+OURS = "batch of tensors"
 
 
-def main() -> None:
-    options = begin(arguments(__doc__, batch=128, rounds=31, warmup=3, threads=1))
+@benchmark(rounds=31, threads=1, quick={"batch": 8})
+def augmentation(session: Session, *, batch: int = 128, model: str = "resnet10-small") -> None:
+    """How fast is the augmentation of a batch, against Pillow image by image, and against a training step?
+
+    Both crop (padding 4), flip, convert to a normalized float tensor and cut out 16x16 with probability 0.5. The
+    images are random numbers, as the cost does not depend on the content.
+    """
     # First, so that the memory allocator is in the same state as in training.
     torch.manual_seed(0)
-    step = Case(build_model(LIGHT_MODEL), cifar_batch(options.batch))
-    alone = medians({f"SGD step of {LIGHT_MODEL}": step}, 3, options.clock)
-    rows = compare(cases(options.batch), OURS, options)
-    print(f"batch {options.batch}, {options.rounds} interleaved rounds")
-    print(format_ratios(rows, OURS))
-    for name, seconds in (alone | {row.name: row.seconds for row in rows}).items():
-        print(f"{options.batch / seconds:10,.0f} images/s  {name}")
+    step = {f"SGD step of {model}": Case(build_model(model), cifar_batch(batch))}
+    rows = [(name, f"{batch / seconds:,.0f}", "–") for name, seconds in medians(step, 3, session.clock).items()]
+    for name, ratio in session.compare(cases(batch), OURS).items():
+        rows.append((name, f"{batch / ratio.seconds:,.0f}", str(ratio)))
+    show(f" | images/s | x {OURS}", rows)
 
 
 def cases(batch: int) -> dict[str, Callable[[], None]]:
@@ -54,7 +50,7 @@ def cases(batch: int) -> dict[str, Callable[[], None]]:
     def pillow() -> None:
         torch.stack([pillow_view(picture, draws, mean, std) for picture in pictures])
 
-    return {OURS: ours, PILLOW: pillow}
+    return {OURS: ours, "image by image, Pillow": pillow}
 
 
 def pillow_view(picture: Image.Image, draws: random.Random, mean: Tensor, std: Tensor) -> Tensor:
@@ -70,7 +66,3 @@ def pillow_view(picture: Image.Image, draws: random.Random, mean: Tensor, std: T
         left, top = draws.randrange(-8, 24), draws.randrange(-8, 24)
         tensor[:, max(0, top) : top + 16, max(0, left) : left + 16] = 0
     return tensor
-
-
-if __name__ == "__main__":
-    main()

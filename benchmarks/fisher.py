@@ -1,13 +1,8 @@
-"""Cost of the Fisher information of ResNet-18 relative to other methods.
-
-    python -m benchmarks.fisher [--samples 128] [--rounds 5] [--threads 2] [--quick]
-
-Rounds are interleaved so that other load affects all methods equally; medians are compared. Targets: at most 1.5 x one
-plain forward-backward pass over the same images, no slower than torch.func.vmap, BackPACK and Opacus.
-"""
+"""Cost of the Fisher information relative to other ways to compute it."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from benchmarks.timing import arguments, begin, medians
-from sparsesam.lab.models import resnet18
+from benchmarks.runner import Session, benchmark
+from benchmarks.timing import show
+from sparsesam.lab.models import build_model
 from sparsesam.masks.fisher import fisher_diagonal
 
 Squares = dict[str, Tensor]
@@ -90,7 +86,7 @@ def with_backpack(source: nn.Module) -> Callable[[Tensor, Tensor], Squares]:
         return module
 
     names = [name for name, _ in source.named_parameters()]
-    model = extend(modular(_copy(source)).eval(), use_converter=True)
+    model = extend(modular(copy.deepcopy(source)).eval(), use_converter=True)
     loss = extend(nn.CrossEntropyLoss(reduction="sum"))
 
     def run(x: Tensor, y: Tensor) -> Squares:
@@ -110,17 +106,17 @@ def with_opacus(source: nn.Module) -> Callable[[Tensor, Tensor], Squares]:
     """
     from opacus import GradSampleModule  # type: ignore[import-untyped]
 
-    copy = _copy(source)
-    for module in copy.modules():
+    own = copy.deepcopy(source)
+    for module in own.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eval().requires_grad_(False)
-    model = GradSampleModule(copy, loss_reduction="sum", strict=False)
+    model = GradSampleModule(own, loss_reduction="sum", strict=False)
 
     def run(x: Tensor, y: Tensor) -> Squares:
         model.zero_grad(set_to_none=True)
         F.cross_entropy(model(x), y, reduction="sum").backward()
         squares = {}
-        parameters: list[tuple[str, Any]] = list(copy.named_parameters())
+        parameters: list[tuple[str, Any]] = list(own.named_parameters())
         for name, p in parameters:
             if not p.requires_grad:
                 continue
@@ -131,45 +127,35 @@ def with_opacus(source: nn.Module) -> Callable[[Tensor, Tensor], Squares]:
     return run
 
 
-def _copy(source: nn.Module) -> nn.Module:
-    copy = resnet18(num_classes=10)
-    copy.load_state_dict(source.state_dict())
-    return copy
+@benchmark(rounds=5, quick={"model": "resnet10-small", "samples": 4})
+def fisher(session: Session, *, model: str = "resnet18", samples: int = 128, packages: bool = True) -> None:
+    """How long does the Fisher information of a ResNet take, against a forward-backward pass and other packages?
 
-
-def main() -> None:
-    parser = arguments(__doc__, samples=128, rounds=5, threads=2)
-    parser.add_argument("--quick", action="store_true", help="leave out BackPACK and Opacus")
-    options = begin(parser)
+    --no-packages leaves out BackPACK and Opacus.
+    """
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
-    x, y = torch.randn(options.samples, 3, 32, 32), torch.randint(10, (options.samples,))
-    model = resnet18(num_classes=10)
+    x, y = torch.randn(samples, 3, 32, 32), torch.randint(10, (samples,))
+    network = build_model(model)
     for _ in range(3):
-        plain(model, x, y)  # moves the running statistics away from their initial values
-
-    trained = _copy(model)
+        plain(network, x, y)  # moves the running statistics away from their initial values
     contenders: dict[str, Callable[[], Squares]] = {
-        "sparsesam": lambda: ours(model, x, y),
-        "plain forward-backward": lambda: plain(trained, x, y),
-        "loop with backward()": lambda: textbook_loop(model, x, y),
-        "torch.func.vmap": lambda: by_vmap(model, x, y),
+        "sparsesam": partial(ours, network, x, y),
+        "plain forward-backward": partial(plain, copy.deepcopy(network), x, y),
+        "loop with backward()": partial(textbook_loop, network, x, y),
+        "torch.func.vmap": partial(by_vmap, network, x, y),
     }
-    if not options.quick:
-        for name, make in (("BackPACK", with_backpack), ("Opacus", with_opacus)):
-            contenders[name] = partial(make(model), x, y)
-    expected = textbook_loop(model, x, y)
-    print(f"ResNet-18, {options.samples} images 3x32x32, median of {options.rounds} interleaved rounds")
+    if packages:
+        contenders |= {"BackPACK": partial(with_backpack(network), x, y), "Opacus": partial(with_opacus(network), x, y)}
+    expected, errors = textbook_loop(network, x, y), {}
     for name, run in contenders.items():
         squares = run()
-        if squares:
-            error = max((squares[k] - expected[k]).norm() / expected[k].norm() for k in squares)
-            print(f"{name:>24}: largest relative difference to the loop {error:.1e}")
-    seconds = medians(contenders, options.rounds, options.clock)
-    print(f"\n{'':>24} {'seconds':>8} {'sparsesam / this':>17}")
-    for name, value in seconds.items():
-        print(f"{name:>24} {value:8.3f} {seconds['sparsesam'] / value:17.2f}")
-
-
-if __name__ == "__main__":
-    main()
+        errors[name] = max(
+            [float((squares[k] - expected[k]).norm() / expected[k].norm()) for k in squares], default=0.0
+        )
+    seconds = session.medians(contenders)
+    rows = [
+        (name, f"{value:.3f}", f"{seconds['sparsesam'] / value:.2f}", f"{errors[name]:.1e}")
+        for name, value in seconds.items()
+    ]
+    show(" | s | sparsesam / this | largest relative difference to the loop", rows)

@@ -1,11 +1,4 @@
-"""Hessian-vector products needed for the five largest eigenvalues to a relative 1e-3.
-
-    python -m benchmarks.hessian [--threads 2] [--resnet18]
-
-All methods use the same trained model and samples; products are counted, which do not depend on the machine's load. The
-reference is a dense eigendecomposition (small network) or Lanczos to 1e-6. eigsh and power iteration run at their usual
-settings for a tolerance of 1e-3; the target is no more products than either.
-"""
+"""Hessian-vector products needed for the largest eigenvalues."""
 
 from __future__ import annotations
 
@@ -13,7 +6,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,22 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.timing import arguments, begin, medians
+from benchmarks.runner import Session, benchmark
+from benchmarks.timing import medians, show
 from sparsesam.analysis import HessianOperator, Objective, hessian_eigenvalues
+from sparsesam.lab import models
 from sparsesam.lab.data.registry import load_digits
-from sparsesam.lab.models import resnet18, small_cnn
+from sparsesam.lab.models import small_cnn
 
 Array = npt.NDArray[np.float64]
 COUNT, TOLERANCE = 5, 1e-3
 SEEDS = range(3)
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """Products and relative error of one method at one setting, each the worst over the seeds."""
-
-    products: int
-    error: float
 
 
 def ours(model: nn.Module, x: Tensor, y: Tensor, seed: int) -> tuple[int, Array]:
@@ -91,8 +77,8 @@ def with_pyhessian(model: nn.Module, x: Tensor, y: Tensor, seed: int) -> tuple[i
     return counted, np.sort(np.array(values, dtype=np.float64))[::-1]
 
 
-def product_times(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
-    """Returns median CPU seconds of one Hessian-vector product."""
+def product_times(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, str]:
+    """Returns median CPU milliseconds of one Hessian-vector product."""
     from curvlinops import HessianLinearOperator
 
     objective = Objective(model, [(x, y)], F.cross_entropy)
@@ -101,17 +87,9 @@ def product_times(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
     theirs = HessianLinearOperator(model, nn.CrossEntropyLoss(), parameters, [(x, y)], check_deterministic=False)
     operators = {"sparsesam": once, "sparsesam, keep_graph": kept, "curvlinops": theirs}
     vector = torch.randn(once.size)
+    products = {name: partial(operator.__matmul__, vector) for name, operator in operators.items()}
     with kept.measuring():
-        return medians({name: partial(one.__matmul__, vector) for name, one in operators.items()}, 9, time.process_time)
-
-
-def attempt(run: Callable[[int], tuple[int, Array]], reference: Array) -> Attempt:
-    products, error = 0, 0.0
-    for seed in SEEDS:
-        used, values = run(seed)
-        products = max(products, used)
-        error = max(error, float(np.max(np.abs(values - reference) / np.abs(reference))))
-    return Attempt(products, error)
+        return {name: f"{1e3 * value:.1f}" for name, value in medians(products, 9, time.process_time).items()}
 
 
 def dense_reference(model: nn.Module, x: Tensor, y: Tensor) -> Array:
@@ -144,47 +122,40 @@ def trained(model: nn.Module, x: Tensor, y: Tensor, steps: int, lr: float) -> nn
     return model.eval()
 
 
-def report(name: str, model: nn.Module, x: Tensor, y: Tensor, reference: Array) -> bool:
-    print(f"{name}: {sum(p.numel() for p in model.parameters())} weights, {len(x)} samples")
-    print(f"  eigenvalues {np.array2string(reference, precision=4)}")
-    methods = {"sparsesam": ours, "curvlinops + eigsh": with_eigsh, "PyHessian": with_pyhessian}
-    rows = {name: attempt(partial(method, model, x, y), reference) for name, method in methods.items()}
-    for label, row in rows.items():
-        print(f"  {label:50} {row.products:5d} products   relative error {row.error:.1e}")
-    for label, seconds in product_times(model, x, y).items():
-        print(f"  {label:50} {1e3 * seconds:8.1f} ms a product")
-    print()
-    own = rows["sparsesam"]
-    return own.error <= TOLERANCE and all(own.products <= row.products for row in rows.values())
+def report(title: str, model: nn.Module, x: Tensor, y: Tensor, reference: Array) -> None:
+    print(f"{title}: {sum(p.numel() for p in model.parameters())} weights, {len(x)} samples")
+    print(f"eigenvalues {np.array2string(reference, precision=4)}")
+    times, rows = product_times(model, x, y), []
+    for name, method in {"sparsesam": ours, "curvlinops": with_eigsh, "PyHessian": with_pyhessian}.items():
+        found = [method(model, x, y, seed) for seed in SEEDS]
+        error = max(float(np.max(np.abs(values - reference) / np.abs(reference))) for _, values in found)
+        rows.append((name, max(products for products, _ in found), f"{error:.1e}", times.pop(name, "–")))
+    show(" | products | relative error | ms a product", [*rows, *((name, "–", "–", ms) for name, ms in times.items())])
 
 
-def main() -> None:
-    parser = arguments(__doc__, threads=2)
-    parser.add_argument("--resnet18", action="store_true", help="also ResNet-18 on CIFAR shapes; takes several minutes")
-    options = begin(parser)
+@benchmark(quick={"steps": 2})
+def hessian(session: Session, *, steps: int = 500, resnet18: bool = False) -> None:
+    """How many Hessian-vector products do the five largest eigenvalues to a relative 1e-3 take?
+
+    All methods use the same trained model and samples; products are counted, which do not depend on the machine's
+    load. The reference is a dense eigendecomposition (small network) or Lanczos to 1e-6; curvlinops with SciPy's eigsh
+    and PyHessian's power iteration run at their usual settings. Products are the most of three start vectors, the
+    error the largest of the eigenvalues and starts. --resnet18 adds ResNet-18, which takes several minutes.
+    """
     warnings.filterwarnings("ignore")
-    print(
-        f"products: the most of {len(SEEDS)} start vectors; error: the largest of {COUNT} eigenvalues and the starts\n"
-    )
     digits = load_digits()
     x, y = digits.train.images / 255, digits.train.labels
-
     torch.manual_seed(0)
-    network = trained(nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10)), x, y, 500, 0.1)
-    met = report("tanh network, digits", network, x[:512], y[:512], dense_reference(network, x[:512], y[:512]))
-
+    network = trained(nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10)), x, y, steps, 0.1)
+    report("tanh network, digits", network, x[:512], y[:512], dense_reference(network, x[:512], y[:512]))
+    if session.quick:
+        return
     torch.manual_seed(0)
     network = trained(small_cnn(), x, y, 300, 0.05)
-    met &= report("small_cnn, digits", network, x[:256], y[:256], tight_reference(network, x[:256], y[:256]))
-
-    if options.resnet18:
+    report("small_cnn, digits", network, x[:256], y[:256], tight_reference(network, x[:256], y[:256]))
+    if resnet18:
         torch.manual_seed(0)
         images = F.interpolate(x[:256], 32).expand(-1, 3, -1, -1).contiguous()
-        network = trained(resnet18(10), images, y[:256], 40, 0.02)
+        network = trained(models.resnet18(10), images, y[:256], 40, 0.02)
         some = images[:32], y[:32]
-        met &= report("ResNet-18, digits as 3x32x32", network, *some, tight_reference(network, *some))
-    print("target (1e-3 with no more products than either at its usual setting):", "met" if met else "MISSED")
-
-
-if __name__ == "__main__":
-    main()
+        report("ResNet-18, digits as 3x32x32", network, *some, tight_reference(network, *some))

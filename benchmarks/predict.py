@@ -1,7 +1,5 @@
 """Predicted, not measured: the time of a step with DistributedDataParallel on 8 to 1,024 GPUs.
 
-python -m benchmarks.predict [--parameters 25.6e6] [--pass-ms 100] [--link-gbs 25] …
-
 The time of a step is the sum of its passes, the part of the gradient all-reduce that the backward does not hide, the
 move to w + e and back, and the base optimizer's update:
 
@@ -14,9 +12,11 @@ It ignores stragglers, input pipelines, network contention and the effect of a s
 
 from __future__ import annotations
 
-import argparse
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+
+from benchmarks.runner import Session, benchmark
+from benchmarks.timing import show
 
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 #: gradients and weights are float32
@@ -96,28 +96,11 @@ def step_ms(method: Method, gpus: int, given: Assumptions) -> float:
     return method.passes * given.pass_ms + sent + move_ms(method, given) + update
 
 
-def table(given: Assumptions) -> str:
-    """Returns a table of milliseconds per step, and the ratio to SGD on as many GPUs."""
-    lines = ["| GPUs | " + " | ".join(METHODS) + " |", "|---" * (1 + len(METHODS)) + "|"]
+@benchmark(options=Assumptions)
+def predict(session: Session, **given: float) -> None:
+    """Predicted, not measured: what would a step cost under DDP on 8 to 1,024 GPUs, and x SGD on as many?"""
+    rows = []
     for gpus in GPUS:
-        base = step_ms(METHODS["SGD"], gpus, given)
-        cells = [f"{(ms := step_ms(method, gpus, given)):.1f} ms, {ms / base:.2f} x" for method in METHODS.values()]
-        lines.append(f"| {gpus} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for one in fields(Assumptions):
-        kind = int if isinstance(one.default, int) else float
-        parser.add_argument(f"--{one.name.replace('_', '-')}", type=kind, default=one.default)
-    given = Assumptions(**vars(parser.parse_args(arguments)))
-    print("predicted, not measured; assumptions:")
-    for one in fields(given):
-        print(f"  {one.name:15} {getattr(given, one.name):g}")
-    print()
-    print(table(given))
-
-
-if __name__ == "__main__":
-    main()
+        times = [step_ms(method, gpus, Assumptions(**given)) for method in METHODS.values()]  # type: ignore[arg-type]
+        rows.append((gpus, *(f"{time:.1f} ms, {time / times[0]:.2f} x" for time in times)))
+    show(" | ".join(["GPUs", *METHODS]), rows)

@@ -1,9 +1,4 @@
-"""Time of a report of many runs, on synthetic records of a grid of runs.
-
-python -m benchmarks.report [--runs 100] [--epochs 100]
-
-The command runs in its own process, so the time includes its startup.
-"""
+"""Time of a report of many runs, on synthetic records of a grid of runs."""
 
 from __future__ import annotations
 
@@ -21,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.timing import arguments, begin
+from benchmarks.runner import Session, benchmark
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.cost import passes_per_step
 from sparsesam.lab.experiment.run_directory import append_records
@@ -29,23 +24,24 @@ from sparsesam.lab.experiment.run_directory import append_records
 _SETTINGS = (
     {"optimizer": "sgd"},
     {"optimizer": "sam"},
-    *({"optimizer": one, "sparsity": sparsity} for one in ("ssam-f", "ssam-d") for sparsity in (0.5, 0.8, 0.9, 0.95)),
+    *({"optimizer": name, "sparsity": sparsity} for name in ("ssam-f", "ssam-d") for sparsity in (0.5, 0.8, 0.9, 0.95)),
 )
 _SEEDS = 5
 
 
-def main() -> None:
-    options = begin(arguments(__doc__, runs=100, epochs=100))
+@benchmark(quick={"runs": 4, "epochs": 2})
+def report(session: Session, *, runs: int = 100, epochs: int = 100) -> None:
+    """How long does a report of many runs take? The command is a process of its own; its startup counts."""
     with tempfile.TemporaryDirectory() as folder:
-        runs, page = Path(folder) / "runs", Path(folder) / "report.html"
-        write_runs(runs, runs=options.runs, epochs=options.epochs)
-        command = [sys.executable, "-m", "sparsesam.lab.cli", "report", str(runs), "-o", str(page)]
+        made, page = Path(folder) / "runs", Path(folder) / "report.html"
+        write_runs(made, runs=runs, epochs=epochs)
+        command = [sys.executable, "-m", "sparsesam.lab.cli", "report", str(made), "-o", str(page)]
         start = time.perf_counter()
         subprocess.run(command, check=True, capture_output=True)
         seconds = time.perf_counter() - start
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         size = page.stat().st_size / 1e6
-    print(f"{options.runs} runs of {options.epochs} epochs: {seconds:.2f} s, a page of {size:.1f} MB")
+    print(f"{runs} runs of {epochs} epochs: {seconds:.2f} s, a page of {size:.1f} MB")
     print(f"{used.ru_utime + used.ru_stime:.2f} s of the processor, which other work on the machine does not lengthen")
 
 
@@ -73,7 +69,3 @@ def _write_run(path: Path, config: TrainConfig, draw: random.Random) -> None:
     result = {**records[-1], "best_test_accuracy": best, "seconds_per_epoch": seconds, "sparsity": config.sparsity}
     result["forward_backwards_per_step"] = passes_per_step(config)
     (path / "result.json").write_text(json.dumps({"result": result, "config": settings, "provenance": origin}))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,4 @@
-"""Time of mask selection: python -m benchmarks.selection [--rounds 7] [--largest 200]
-
-The methods of one table are interleaved, and the median over the rounds is shown. Scores have the tensor
-shapes of ResNet-18 (CIFAR stem, 11.17 M weights), repeated for the larger sizes, up to ``--largest`` million weights.
-"""
+"""Time of mask selection, on scores with the tensor shapes of ResNet-18 (CIFAR stem, 11.17 M weights)."""
 
 from __future__ import annotations
 
@@ -13,17 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.timing import arguments, begin, medians
-from sparsesam.lab.models import resnet18
+from benchmarks.runner import Session, benchmark
+from benchmarks.timing import show
+from sparsesam.lab.models import build_model
 from sparsesam.masks.patterns import NM, NMFilters, Structured, Unstructured
 from sparsesam.masks.select import random_scores, top_mask
 
 Scores = dict[str, Tensor]
 
 
-def squared_gaussians(generator: torch.Generator, *, copies: int = 1, zeros: float = 0.0) -> Scores:
+def squared_gaussians(model: str, generator: torch.Generator, *, copies: int = 1, zeros: float = 0.0) -> Scores:
     with torch.device("meta"):
-        shapes = {name: parameter.shape for name, parameter in resnet18().named_parameters()}
+        shapes = {name: parameter.shape for name, parameter in build_model(model).named_parameters()}
     scores = {}
     for copy in range(copies):
         for name, shape in shapes.items():
@@ -45,11 +42,11 @@ def topk_of_concatenation(scores: Mapping[str, Tensor], count: int, *, ordered: 
 
 def partition_of_everything(scores: Mapping[str, Tensor], count: int, among: Mapping[str, Tensor]) -> Scores:
     """The simple form of top_mask: np.partition of all allowed scores gives the threshold. Ties are not resolved."""
-    entries = np.concatenate([np.compress(among[name].view(-1), one.view(-1)) for name, one in scores.items()])
+    entries = np.concatenate([np.compress(among[name].view(-1), score.view(-1)) for name, score in scores.items()])
     place = len(entries) - count
     entries.partition(place)
     threshold = float(entries[place])
-    return {name: (one >= threshold).logical_and_(among[name]) for name, one in scores.items()}
+    return {name: (score >= threshold).logical_and_(among[name]) for name, score in scores.items()}
 
 
 def simple_drop_and_grow(masks: Mapping[str, Tensor], keep: Scores, generator: torch.Generator) -> Scores:
@@ -60,37 +57,47 @@ def simple_drop_and_grow(masks: Mapping[str, Tensor], keep: Scores, generator: t
     return {name: mask.logical_or_(left[name]) for name, mask in grown.items()}
 
 
-def show(title: str, times: Mapping[str, float], size: int, *, against: str | None = None) -> None:
-    print(f"\n{title}")
-    for name, seconds in times.items():
-        ratio = f"{times[against] / seconds:8.1f} x" if against else ""
-        print(f"  {name:44s} {1e3 * seconds:9.1f} ms {1e9 * seconds / size:7.2f} ns/weight {ratio}")
+def table(title: str, times: Mapping[str, float], size: int) -> None:
+    """Prints times of selections among ``size`` weights, and how much faster each is than the first."""
+    first = next(iter(times.values()))
+    rows = [
+        (name, f"{1e3 * seconds:.1f}", f"{1e9 * seconds / size:.2f}", f"{first / seconds:.1f}")
+        for name, seconds in times.items()
+    ]
+    show(f"{title} | ms | ns/weight | x as fast as the first", rows)
 
 
-def main() -> None:
-    options = begin(arguments(__doc__, rounds=7, largest=200, threads=2))
-    print(f"medians of {options.rounds} interleaved rounds")
+@benchmark(rounds=7, quick={"model": "resnet10-small", "millions": (1,), "units": 10})
+def selection(
+    session: Session,
+    *,
+    model: str = "resnet18",
+    millions: tuple[int, ...] = (11, 50, 200),
+    units: int = 10_000,
+) -> None:
+    """How long does it take to select a mask, against torch.topk and np.partition, and with more weights?
+
+    --millions are the numbers of weights of the last tables, --units a hundredth of the number of filters.
+    """
     generator = torch.Generator().manual_seed(0)
-
-    plain = squared_gaussians(generator)
+    scores_of = partial(squared_gaussians, model, generator)
+    plain = scores_of()
     size = sum(score.numel() for score in plain.values())
     everything = {name: torch.ones_like(score, dtype=torch.bool) for name, score in plain.items()}
-    for title, scores in (
-        ("squared gaussians", plain),
-        ("30 % zeros", squared_gaussians(generator, zeros=0.3)),
-    ):
-        contenders: dict[str, Callable[[], object]] = {
+    contenders: dict[str, Callable[[], object]]
+    for title, scores in (("squared gaussians", plain), ("30 % zeros", scores_of(zeros=0.3))):
+        contenders = {
             "torch.topk of the concatenation": partial(topk_of_concatenation, scores, size // 2),
             "the same, sorted=False": partial(topk_of_concatenation, scores, size // 2, ordered=False),
             "np.partition of all scores": partial(partition_of_everything, scores, size // 2, everything),
             "top_mask": partial(top_mask, scores, size // 2),
         }
-        times = medians(contenders, options.rounds, options.clock)
-        show(f"top half of {size:,} scores, {title}", times, size, against="torch.topk of the concatenation")
+        table(f"top half of {size:,} scores, {title}", session.medians(contenders), size)
 
     entries, two_of_four, filters = Unstructured(), NM(2, 4), Structured("filter")
-    masks, keep = entries.select(plain, 0.5), squared_gaussians(generator)
+    masks, keep = entries.select(plain, 0.5), scores_of()
     drop_and_grow = partial(entries.drop_and_grow, sparsity=0.5, ratio=0.5)
+    of_filters = partial(filters.drop_and_grow, filters.select(plain, 0.5), keep, generator, sparsity=0.5, ratio=0.5)
     contenders = {
         "Unstructured drop_and_grow, random growth": partial(drop_and_grow, masks, keep, generator),
         "the same by np.partition of all scores": partial(simple_drop_and_grow, masks, keep, generator),
@@ -106,30 +113,21 @@ def main() -> None:
         "2:4 drop_and_grow, random growth": partial(
             two_of_four.drop_and_grow, two_of_four.select(plain), keep, generator, ratio=0.5
         ),
-        "filter drop_and_grow, random growth": partial(
-            filters.drop_and_grow, filters.select(plain, 0.5), keep, generator, sparsity=0.5, ratio=0.5
-        ),
+        "filter drop_and_grow, random growth": of_filters,
     }
-    show(f"{size:,} weights, sparsity 0.5, ratio 0.5", medians(contenders, options.rounds, options.clock), size)
+    table(f"{size:,} weights, sparsity 0.5, ratio 0.5", session.medians(contenders), size)
 
-    units = {f"p{i}": torch.rand(10_000, 1 + i % 7, generator=generator) for i in range(100)}
-    number = sum(score.numel() for score in units.values())
-    times = medians({"filter select": partial(filters.select, units, 0.5)}, options.rounds, options.clock)
-    show("1,000,000 filters of seven sizes", times, number)
+    many = {f"p{i}": torch.rand(units, 1 + i % 7, generator=generator) for i in range(100)}
+    times = session.medians({"filter select": partial(filters.select, many, 0.5)})
+    table(f"{100 * units:,} filters of seven sizes", times, sum(score.numel() for score in many.values()))
 
-    for millions in (11, 50, 200):
-        if millions > options.largest:
-            continue
-        scores = squared_gaussians(generator, copies=max(1, round(millions * 1e6 / size)))
+    for number in millions:
+        scores = scores_of(copies=max(1, round(number * 1e6 / size)))
         total = sum(score.numel() for score in scores.values())
-        masks = top_mask(scores, total // 2)
         contenders = {
             "top_mask": partial(top_mask, scores, total // 2),
-            "Unstructured drop_and_grow, random growth": partial(drop_and_grow, masks, scores, generator),
+            "Unstructured drop_and_grow, random growth": partial(
+                drop_and_grow, top_mask(scores, total // 2), scores, generator
+            ),
         }
-        times = medians(contenders, max(3, options.rounds // 2), options.clock)
-        show(f"growth with size: {total:,} weights", times, total)
-
-
-if __name__ == "__main__":
-    main()
+        table(f"growth with size: {total:,} weights", session.medians(contenders), total)

@@ -1,44 +1,296 @@
-"""Cost of a step in SGD steps: ResNet-18 on CIFAR shapes, without mask refreshes.
-
-python -m benchmarks.steps [--batch 64] [--rounds 11] [--warmup 2] [--threads 2]
-"""
+"""What a step costs in SGD steps: masks and methods, under DDP, compiled, in a tiny model; and its memory."""
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
 import torch
+from torch import distributed as dist
+from torch import nn
+from torch.multiprocessing.spawn import start_processes
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 import sparsesam
-from benchmarks.cases import Case, Wrap, cifar_batch, pytorch_optimizer_sam, sam, ssam
-from benchmarks.timing import arguments, begin, compare, format_ratios
-from sparsesam.lab.models import resnet18
+from benchmarks.cases import Batch, Case, OtherCase, Wrap, cifar_batch, sam, ssam
+from benchmarks.runner import Session, benchmark
+from benchmarks.timing import Ratio, show
+from sparsesam.lab.display import Axis, Figure, assign_styles, write_plot
+from sparsesam.lab.experiment.provenance import provenance
+from sparsesam.lab.models import build_model
+
+#: Names of the last block, the last stage and the last two stages in each model.
+TAILS = {
+    "resnet18": (("layer4.1.*", "fc.*"), ("layer4.*", "fc.*"), ("layer[34].*", "fc.*")),
+    "resnet10-small": (("layer4.0.*", "fc.*"), ("layer4.*", "fc.*"), ("layer[34].*", "fc.*")),
+    "wrn-28-10": (("layer3.3.*", "bn.*", "fc.*"), ("layer3.*", "bn.*", "fc.*"), ("layer[23].*", "bn.*", "fc.*")),
+    "vit-s-16": (
+        ("blocks.11.*", "norm.*", "head.*"),
+        ("blocks.9.*", "blocks.1?.*", "norm.*", "head.*"),
+        ("blocks.[6-9].*", "blocks.1?.*", "norm.*", "head.*"),
+    ),
+}
+QUICK = {"model": "resnet10-small", "batch": 2}
+PERIOD = 5  # of LookSAM
+
+METHODS: dict[str, Wrap] = {
+    "SAM": lambda base, model: sparsesam.SAM(base, model, 0.05),
+    "ASAM": lambda base, model: sparsesam.SAM(base, model, 0.5, adaptive=True),
+    "SAM, radius by layer": lambda base, model: sparsesam.SAM(base, model, 0.01, radius="layer"),
+    "SAM, radius by element": lambda base, model: sparsesam.SAM(base, model, 0.001, radius="element"),
+    "SAM, two ascent steps": lambda base, model: sparsesam.SAM(base, model, 0.05, ascent_steps=2),
+    "SAM-ON": ssam(sparsesam.fixed_mask(types=sparsesam.NORMALIZATION)),
+    "GSAM": lambda base, model: sparsesam.GSAM(base, model, 0.05),
+    "WSAM": lambda base, model: sparsesam.WSAM(base, model, 0.05),
+    "LookSAM, k=5": lambda base, model: sparsesam.LookSAM(base, model, 0.05, every=PERIOD),
+    "FriendlySAM": lambda base, model: sparsesam.FriendlySAM(base, model, 0.05),
+    "ZSharp": lambda base, model: sparsesam.ZSharp(base, model, 0.05),
+    "ESAM": lambda base, model: sparsesam.ESAM(base, model, 0.05),
+    "MomentumSAM": lambda base, model: sparsesam.MomentumSAM(base, model, 0.25),
+    "ExtrapolatedSAM": lambda base, model: sparsesam.ExtrapolatedSAM(base, model, 10.0),
+}
+#: The curves of the chart: their cases, and the optimizer whose color they have.
+CURVES = {
+    "last layers": (("last block", "last stage", "last two stages"), "auto"),
+    "last stage, 25 % of the batch": (("last stage, a quarter of the batch",), ""),
+    "filters, explicit": (("half the filters, explicit",), "ssam-f"),
+    "filters, implicit": (("half the filters, implicit", "a tenth of the filters, implicit"), "ssam-d"),
+    "SSAM without savings": (("unstructured 50 %, engine off",), ""),
+    "SGD": (("SGD",), "sgd"),
+    "SAM": (("SAM",), "sam"),
+    "pytorch-optimizer SAM": (("pytorch-optimizer SAM",), ""),
+    "pytorch-optimizer LookSAM, k=5": (("pytorch-optimizer LookSAM, k=5",), ""),
+}
+Make = Callable[[], Case]
 
 
-def main() -> None:
-    parser = arguments(__doc__, batch=64, rounds=11, warmup=2, threads=2)
-    options = begin(parser)
-    if options.warmup < 1:
-        parser.error(f"--warmup must be at least 1, got {options.warmup}: the masks are made in the warm-up")
-    rows = compare(cases(options.batch), "SGD", options)
-    print(f"ResNet-18, batch {options.batch}, {options.rounds} interleaved rounds")
-    print(format_ratios(rows, "SGD"))
+class StepCost(NamedTuple):
+    case: Case
+    time: Ratio
+    peak: float | None  # of live bytes, x SGD; None if not measured
 
 
-def cases(batch: int) -> dict[str, Case]:
-    """Returns a step of each optimizer, each with its own copy of one model; masks are computed once and kept."""
+def time_steps(session: Session, makes: Mapping[str, Make], *, memory: bool = False) -> dict[str, StepCost]:
+    """Times the cases against SGD, and prints a table."""
+    cases = {name: make() for name, make in session.chosen(makes, "SGD").items()}
+    peaks = {name: case.peak_bytes() for name, case in cases.items()} if memory else {}
+    parameters = sum(p.numel() for p in cases["SGD"].model.parameters())
+    costs, rows = {}, []
+    for name, ratio in session.compare(cases, "SGD").items():
+        case, peak = cases[name], peaks.get(name)
+        time = ratio.per(case.steps)
+        costs[name] = StepCost(case, time, peak and peak / peaks["SGD"])
+        row = [name, time.milliseconds, str(time), f"{case.passes:.2f}", f"{case.perturbed:.1%}"]
+        if peak is not None:
+            row += [f"{peak / peaks['SGD']:.3f}", f"{(peak - peaks['SGD']) / parameters:.2f}"]
+        rows.append(row)
+    more = " | peak of live bytes, x SGD | bytes per parameter beyond SGD" if memory else ""
+    show(f" | ms | x SGD (quartiles) | passes | perturbed{more}", rows)
+    return costs
+
+
+def made(model: str, batch: int) -> tuple[nn.Module, Batch]:
     torch.manual_seed(0)
-    model, data = resnet18(), cifar_batch(batch)
+    side = 224 if model == "vit-s-16" else 32
+    return build_model(model, image_size=side), cifar_batch(batch, side)
+
+
+@benchmark(rounds=7, only="", quick=QUICK)
+def steps(session: Session, *, model: str = "resnet18", batch: int = 64, memory: bool = False, chart: str = "") -> None:
+    """What does a step cost with each kind of mask?
+
+    Masks are made before the timing. --model is resnet18, wrn-28-10 or vit-s-16 (use --batch 8 with these two).
+    --chart FILE.svg draws cost and memory against the share of perturbed weights.
+    """
+    network, data = made(model, batch)
+    block, stage, more = (sparsesam.fixed_mask(*names) for names in TAILS[model])
+    half, tenth = (filters_of_every_layer(network, share) for share in (0.5, 0.1))
+    unstructured = sparsesam.random_mask(sparsity=0.5)
     fisher = sparsesam.fisher_mask(data, cross_entropy, sparsity=0.5, samples=min(16, batch))
     dynamic = sparsesam.dynamic_mask(sparsity=0.5, total_steps=10**6, refresh=None)
     wraps: dict[str, Wrap | None] = {
         "SGD": None,
         "SAM": sam,
-        "SSAM-F 0.5": ssam(fisher, norm="full"),
-        "SSAM-D 0.5": ssam(dynamic, norm="full"),
-        "pytorch-optimizer SAM": pytorch_optimizer_sam,
+        "SSAM-F, unstructured 50 %": ssam(fisher, norm="full"),
+        "SSAM-D, unstructured 50 %": ssam(dynamic, norm="full"),
+        "half the filters, explicit": ssam(half),
+        "half the filters, implicit": ssam(half, ascent="implicit"),
+        "a tenth of the filters, implicit": ssam(tenth, ascent="implicit"),
+        "last block": ssam(block),
+        "last stage": ssam(stage),
+        "last two stages": ssam(more),
+        "last stage, a quarter of the batch": ssam(stage, ascent_fraction=0.25),
+        "unstructured 50 %, engine on": ssam(unstructured),
+        "unstructured 50 %, engine off": ssam(unstructured, engine=False),
     }
-    return {name: Case(model, data, wrap) for name, wrap in wraps.items()}
+    makes: dict[str, Make] = {name: partial(Case, network, data, wrap) for name, wrap in wraps.items()}
+    makes["last stage, step(closure)"] = partial(Case, network, data, ssam(stage), closure=True)
+    makes["pytorch-optimizer SAM"] = partial(OtherCase, network, data, "SAM")
+    makes["pytorch-optimizer LookSAM, k=5"] = partial(OtherCase, network, data, "LookSAM", k=PERIOD)
+    costs = time_steps(session, makes, memory=memory or bool(chart))
+    if chart:
+        draw(costs, Path(chart))
 
 
-if __name__ == "__main__":
-    main()
+def filters_of_every_layer(model: nn.Module, share: float) -> sparsesam.MaskRule:
+    """Returns a mask of the given share of the filters of every layer, and all biases and normalization parameters."""
+    generator = torch.Generator().manual_seed(0)
+    masks = {}
+    for name, parameter in model.named_parameters():
+        mask = torch.ones_like(parameter, dtype=torch.bool)
+        if parameter.dim() > 1:
+            mask[torch.randperm(len(parameter), generator=generator)[round(share * len(parameter)) :]] = False
+        masks[name] = mask
+    return sparsesam.fixed_mask(masks)
+
+
+def draw(costs: Mapping[str, StepCost], file: Path) -> None:
+    times, peaks = [], []
+    styles = assign_styles([optimizer for _, optimizer in CURVES.values()])
+    for (label, (names, _)), style in zip(CURVES.items(), styles, strict=True):
+        found = [costs[name] for name in names if name in costs]
+        if not found:
+            continue
+        x, bars = [100 * cost.case.perturbed for cost in found], [(cost.time.low, cost.time.high) for cost in found]
+        times.append(style.series(label, x, [cost.time.median for cost in found], bars=bars))
+        peaks.append(style.series(label, x, [cost.peak for cost in found]))
+    origin = provenance()
+    title = f"Cost of a step: {origin['cpu']}, {origin['threads']} thread(s), torch {origin['torch']}"
+    share, peak = Axis("weights perturbed (%)"), Axis("peak of live bytes, x SGD")
+    figures = [
+        Figure("step-cost", title, "", share, Axis("time of a step, x SGD"), {"": times}, "points"),
+        Figure("step-memory", "", "", share, peak, {"": peaks}, "points"),
+    ]
+    write_plot(figures, file)
+    print(file)
+
+
+@benchmark(rounds=7, only="", quick=QUICK)
+def methods(session: Session, *, model: str = "resnet18", batch: int = 64, memory: bool = False) -> None:
+    """What does a step of every method cost, beside pytorch-optimizer's?"""
+    network, data = made(model, batch)
+    makes: dict[str, Make] = {"SGD": partial(Case, network, data)}
+    for name, wrap in {**METHODS, "last stage": ssam(sparsesam.fixed_mask(*TAILS[model][1]))}.items():
+        makes[name] = partial(Case, network, data, wrap, steps=PERIOD if "LookSAM" in name else 1)
+    for name in ("SAM", "FriendlySAM", "WSAM", "GSAM"):
+        makes[f"pytorch-optimizer {name}"] = partial(OtherCase, network, data, name)
+    makes["pytorch-optimizer LookSAM, k=5"] = partial(OtherCase, network, data, "LookSAM", k=PERIOD)
+    time_steps(session, makes, memory=memory)
+
+
+def last_stage(model: nn.Module, batch: Batch, names: tuple[str, ...], prepare: Any) -> dict[str, Make]:
+    """Returns SGD, SAM and the last stage, each on a copy of the model prepared in the same way."""
+    stage = sparsesam.fixed_mask(*names)
+    wraps = {
+        "SGD": None,
+        "SAM": sam,
+        "last stage": ssam(stage),
+        'last stage, norm="full"': ssam(stage, norm="full"),
+        "last stage, engine off": ssam(stage, engine=False),
+    }
+    return {name: partial(Case, model, batch, wrap, prepare=prepare) for name, wrap in wraps.items()}
+
+
+@benchmark(rounds=7, threads=1, cpu_time=True, quick=QUICK)
+def ddp(session: Session, *, model: str = "resnet18", batch: int = 32) -> None:
+    """What does a step cost under DDP? Two ranks with a batch each; times of rank 0."""
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(on_rank, (folder, session, model, batch), nprocs=2, start_method="spawn")
+
+
+def on_rank(rank: int, folder: str, session: Session, model: str, batch: int) -> None:
+    torch.set_num_threads(session.threads)
+    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    if rank != 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # one table is enough
+    network, data = made(model, batch)
+    costs = time_steps(session, last_stage(network, data, TAILS[model][1], DistributedDataParallel))
+    print(costs["last stage"].case.optimizer.savings())
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@benchmark(rounds=7, threads=1, cpu_time=True, quick={**QUICK, "backend": "aot_eager"})
+def compiled(session: Session, *, model: str = "resnet18", batch: int = 64, backend: str = "inductor") -> None:
+    """What does a step cost with compiled blocks?"""
+    network, data = made(model, batch)
+    compile_blocks = partial(sparsesam.compile_blocks, backend=backend)
+    costs = time_steps(session, last_stage(network, data, TAILS[model][1], compile_blocks))
+    print(costs["last stage"].case.optimizer.savings())
+
+
+class Chain(nn.Module):
+    """Many small operations that do not depend on the weights of the layer after them."""
+
+    def __init__(self, operations: int) -> None:
+        super().__init__()
+        self.operations, self.head = operations, nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.operations):
+            x = torch.tanh(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@benchmark(rounds=2000, threads=1, cpu_time=True)
+def tiny(session: Session, *, operations: int = 100) -> None:
+    """What do the savings add to a step of a tiny model, and to an operation that is recorded and replayed?
+
+    A perceptron 64-64-10, batch 8, and a chain of operations before the perturbed layer. The plain steps compute all
+    gradients twice; an operation costs what recording and replaying it takes longer than running it twice.
+    """
+    torch.manual_seed(0)
+    perceptron = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    data = (torch.randn(8, 64), torch.randint(10, (8,)))
+    problems = {
+        "last layer": (perceptron, sparsesam.fixed_mask("2.*")),
+        "unstructured 50 %": (perceptron, sparsesam.random_mask(sparsity=0.5)),
+        "chain": (Chain(operations), sparsesam.fixed_mask("head.*")),
+        "no chain": (Chain(0), sparsesam.fixed_mask("head.*")),
+    }
+    cases = {}
+    for name, (model, mask) in problems.items():
+        cases[name] = Case(model, data, ssam(mask))
+        cases[f"{name}, plain"] = Case(model, data, ssam(mask, engine=False))
+    ms = {name: 1e3 * seconds for name, seconds in session.medians(cases).items()}
+    added = {name: ms[name] - ms[f"{name}, plain"] for name in problems}
+    rows = [(name, *(f"{value:.3f}" for value in (ms[name], ms[f"{name}, plain"], added[name]))) for name in problems]
+    show(" | ms | two plain passes | added", rows)
+    each = 1e3 * (added["chain"] - added["no chain"]) / operations
+    print(f"an operation recorded and replayed takes {each:.1f} us longer than running it twice")
+
+
+@benchmark(quick={**QUICK, "width": 64})
+def memory(session: Session, *, width: int = 2048, model: str = "resnet18", batch: int = 8) -> None:
+    """How many bytes per parameter does a step need beyond SGD, without and with a new mask?
+
+    In a perceptron with one sample every temporary of the optimizer shows; in a ResNet with a batch, activations hide some.
+    """
+    torch.manual_seed(0)
+    layers = (nn.Linear(1024, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+    networks: dict[str, tuple[nn.Module, torch.Tensor]] = {
+        "perceptron": (nn.Sequential(*layers), torch.randn(1, 1024)),
+        model: (build_model(model), torch.randn(batch, 3, 32, 32)),
+    }
+    for name, (network, images) in networks.items():
+        data = (images, torch.zeros(len(images), dtype=torch.long))
+        base = Case(network, data).peak_bytes()
+        parameters = sum(p.numel() for p in network.parameters())
+        wraps: dict[str, Wrap] = {"SAM": sam}
+        for sparsity in (0.5, 0.9):
+            fisher = sparsesam.fisher_mask(data, cross_entropy, sparsity=sparsity, samples=len(images))
+            dynamic = sparsesam.dynamic_mask(sparsity=sparsity, total_steps=100, refresh=None)
+            wraps[f"SSAM-F {sparsity}"] = ssam(fisher, norm="full")
+            wraps[f"SSAM-D {sparsity}"] = ssam(dynamic, norm="full")
+        rows = []
+        for case, wrap in wraps.items():
+            peaks = [Case(network, data, wrap).peak_bytes(refresh=refresh) for refresh in (False, True)]
+            rows.append((case, *(f"{(peak - base) / parameters:.3f}" for peak in peaks)))
+        print(f"{name}, batch {len(images)}, {parameters:,} parameters; SGD itself {base / parameters:.2f}")
+        show(" | step | with a new mask", rows)

@@ -1,11 +1,4 @@
-"""Overhead of the training loop of ``sparsesam train`` over a minimal loop: SGD, the same model, images and batches.
-
-python -m benchmarks.throughput [--rounds 15] [--warmup 2] [--threads 2] [--cpu-time]
-
-A round is a few steps of each. The minimal loop reads normalized images from memory and does nothing else; ours draws
-the order, normalizes, computes loss and accuracy, checks for a non-finite loss and Ctrl-C, and in the last case also
-augments.
-"""
+"""Overhead of the training loop of ``sparsesam train`` over a minimal loop."""
 
 from __future__ import annotations
 
@@ -17,31 +10,39 @@ from lightning_fabric import Fabric
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.timing import arguments, begin, compare
-from sparsesam.lab import models
+from benchmarks.runner import Session, benchmark
+from benchmarks.timing import show
 from sparsesam.lab.data import Labelled, Splits
 from sparsesam.lab.experiment.batches import Batches
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.training import Training
+from sparsesam.lab.models import build_model
 
 CPU = torch.device("cpu")
 
 
-def main() -> None:
-    options = begin(arguments(__doc__, rounds=15, warmup=2, threads=2))
-    for model, side, batch, steps in (("resnet18", 32, 32, 3), ("small-cnn", 8, 64, 30)):
-        made = cases(model, side, batch, steps)
-        print(f"{model}, batch {batch}, {options.rounds} interleaved rounds of {steps} steps")
-        for row in compare(made, "bare loop", options):
-            rate = steps * batch / row.seconds
-            quartiles = f"{1 / row.high:.3f} to {1 / row.low:.3f}"
-            print(f"  {row.name:32} {rate:8.0f} images/s  {1 / row.median:.3f} of the bare loop ({quartiles})")
+@benchmark(rounds=15, quick={"models": ("small-cnn",)})
+def throughput(session: Session, *, models: tuple[str, ...] = ("resnet18", "small-cnn")) -> None:
+    """How many images per second does ``sparsesam train`` with SGD train, relative to a bare loop?
+
+    A round is a few steps of each. The bare loop reads normalized images from memory and does nothing else; ours draws
+    the order, normalizes, computes loss and accuracy, checks for a non-finite loss and Ctrl-C, and in the last case
+    also augments.
+    """
+    for model in models:
+        side, batch, steps = (8, 64, 3 if session.quick else 30) if model == "small-cnn" else (32, 32, 3)
+        print(f"{model}, batch {batch} of {side}x{side}, rounds of {steps} steps")
+        rows = []
+        for name, ratio in session.compare(cases(model, side, batch, steps), "bare loop").items():
+            speed = f"{1 / ratio.median:.3f} ({1 / ratio.high:.3f} to {1 / ratio.low:.3f})"
+            rows.append((name, f"{steps * batch / ratio.seconds:.0f}", speed))
+        show(" | images/s | x bare loop (quartiles)", rows)
 
 
 def cases(name: str, side: int, batch: int, steps: int) -> dict[str, Callable[[], None]]:
     splits = _images(side, batch * steps)
     torch.manual_seed(0)
-    model = models.build_model(name, 10, 3, side)
+    model = build_model(name, 10, 3, side)
     return {
         "bare loop": _bare(copy.deepcopy(model), splits, batch),
         "sparsesam train": _ours(copy.deepcopy(model), name, splits, batch, augment=False),
@@ -87,7 +88,3 @@ def _ours(model: nn.Module, name: str, splits: Splits, batch: int, *, augment: b
         training.advance(lambda: False)
 
     return run
-
-
-if __name__ == "__main__":
-    main()

@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
-from sparsesam.lab.experiment.provenance import provenance
-
-
-def arguments(doc: str | None, **numbers: int) -> argparse.ArgumentParser:
-    """Returns a parser with these integer options, and --cpu-time if there are rounds."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    if "rounds" in numbers:
-        parser.add_argument("--cpu-time", action="store_true", help="count CPU seconds; use with --threads 1")
-    return parser
-
-
-def begin(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the arguments, set threads, print provenance; ``clock`` follows --cpu-time."""
-    options = parser.parse_args()
-    if hasattr(options, "threads"):
-        torch.set_num_threads(options.threads)
-    options.clock = time.process_time if getattr(options, "cpu_time", False) else time.perf_counter
-    print_provenance()
-    return options
+Cases = Mapping[str, Callable[[], object]]
+Clock = Callable[[], float]
 
 
 class Timed(NamedTuple):
@@ -52,14 +30,20 @@ class Ratio:
     median: float
     high: float
 
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+    def per(self, count: int) -> Ratio:
+        """Returns the ratio of one of ``count`` equal parts of the case."""
+        return Ratio(self.name, self.seconds / count, self.low / count, self.median / count, self.high / count)
+
+    @property
+    def milliseconds(self) -> str:
+        return f"{1e3 * self.seconds:.1f}"
+
 
 def interleaved(
-    cases: Mapping[str, Callable[[], object]],
-    reference: str,
-    *,
-    rounds: int,
-    warmup: int,
-    clock: Callable[[], float] = time.perf_counter,
+    cases: Cases, reference: str, *, rounds: int, warmup: int, clock: Clock = time.perf_counter
 ) -> dict[str, list[Timed]]:
     """Time each case in each round, next to the reference.
 
@@ -94,14 +78,17 @@ def interleaved(
     return timed
 
 
-def compare(cases: Mapping[str, Callable[[], object]], reference: str, options: argparse.Namespace) -> list[Ratio]:
-    """Compare each case with the reference, using the rounds, warm-up and clock of the options."""
-    return ratios(interleaved(cases, reference, rounds=options.rounds, warmup=options.warmup, clock=options.clock))
+def ratios(timed: Mapping[str, Sequence[Timed]]) -> dict[str, Ratio]:
+    """Returns each case's time divided by that of the adjacent reference runs."""
+    table = {}
+    for name, times in timed.items():
+        each = sorted(run.seconds / run.reference for run in times)
+        low, median, high = statistics.quantiles(each, n=4, method="inclusive") if len(each) > 1 else each * 3
+        table[name] = Ratio(name, statistics.median(run.seconds for run in times), low, median, high)
+    return table
 
 
-def medians(
-    cases: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, float]:
+def medians(cases: Cases, rounds: int, clock: Clock = time.perf_counter) -> dict[str, float]:
     """Returns the median seconds of each case, run in turn without a reference; a tenth as many rounds warm up."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     warmup = math.ceil(rounds / 10)
@@ -113,33 +100,10 @@ def medians(
     return {name: statistics.median(values[warmup:]) for name, values in times.items()}
 
 
-def ratios(timed: Mapping[str, Sequence[Timed]]) -> list[Ratio]:
-    """Returns each case's time divided by that of the adjacent reference runs."""
-    table = []
-    for name, times in timed.items():
-        each = sorted(one.seconds / one.reference for one in times)
-        low, median, high = statistics.quantiles(each, n=4, method="inclusive") if len(each) > 1 else each * 3
-        table.append(Ratio(name, statistics.median(one.seconds for one in times), low, median, high))
-    return table
-
-
-def format_ratios(table: Sequence[Ratio], reference: str) -> str:
-    """Format the table as text, one line per case."""
-    width = max(len(row.name) for row in table)
-    lines = [f"{'':{width}}  median ms  x {reference} (quartiles of the rounds)"]
-    lines += [
-        f"{row.name:{width}}  {1e3 * row.seconds:9.1f}  {row.median:.3f} ({row.low:.3f} to {row.high:.3f})"
-        for row in table
-    ]
-    return "\n".join(lines)
-
-
-def print_provenance() -> None:
-    """Print versions, machine, threads, command and commit, one line each."""
-    for key, value in provenance().items():
-        print(f"{key:10} {value}")
-    print()
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+def show(headings: str, rows: Iterable[Sequence[object]]) -> None:
+    """Print a Markdown table; ``headings`` are separated by ``|``."""
+    table = [[cell.strip() for cell in headings.split("|")], *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
+    rule = "|".join("-" * (width + 2) for width in widths)
+    print("\n".join([f"| {lines[0]} |", f"|{rule}|", *(f"| {line} |" for line in lines[1:]), ""]))

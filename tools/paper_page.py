@@ -41,8 +41,8 @@ A name is a label of the paper (`tab:corruption`, `nm_vit`), an alias (`landscap
 result is a table with the measured values next to the paper's: the mean over `--seeds` and its 95 % interval,
 followed by overridden settings, the changes of the laptop scale, the machine, and the differences that are not
 significant. `--set NAME=VALUE` changes a setting of all runs; a setting that rows or columns vary raises an error.
-Times are measured in separate short runs with nothing else running. `python -m benchmarks.vit_timing` measures the
-ViT timing at a size that fits the machine.
+Times are measured in separate short runs with nothing else running. `python -m benchmarks nm_vit` measures the ViT
+timing at a size that fits the machine.
 
 A dry run builds the model and the optimizer of every run and takes two steps on generated images where memory allows:
 with the run's own batch on a GPU, with two images on a CPU. It prints the estimated cost: steps, forward-backwards,

@@ -1,7 +1,7 @@
 import itertools
 
 import pytest
-from benchmarks.timing import Timed, format_ratios, interleaved, ratios
+from benchmarks.timing import Timed, interleaved, ratios, show
 
 
 def test_reference_runs_between_others_and_order_rotates():
@@ -22,10 +22,15 @@ def test_case_is_compared_with_adjacent_references():
 
 
 def test_ratios_are_taken_per_round():
-    sgd, sam = ratios({"SGD": [Timed(1, 1), Timed(100, 100)], "SAM": [Timed(2, 1), Timed(200, 100), Timed(2, 1)]})
-    assert sgd.median == 1
-    assert (sam.low, sam.median, sam.high) == (2, 2, 2)
-    assert "2.000" in format_ratios([sgd, sam], "SGD")
+    found = ratios({"SGD": [Timed(1, 1), Timed(100, 100)], "SAM": [Timed(2, 1), Timed(200, 100), Timed(4, 1)]})
+    assert found["SGD"].median == 1
+    assert str(found["SAM"]) == "2.000 (2.000 to 3.000)"
+    assert str(found["SAM"].per(2)) == "1.000 (1.000 to 1.500)"
+
+
+def test_table_is_markdown(capsys):
+    show("| x", [("a", 1), ("long", 2.5)])
+    assert capsys.readouterr().out == "|      | x   |\n|------|-----|\n| a    | 1   |\n| long | 2.5 |\n\n"
 
 
 def test_unknown_reference_raises():

@@ -4,7 +4,7 @@ The matrix is never formed. A product is one double backward over the objective'
 
     H v = sum_b share_b * grad_w <grad_w loss_b, v>.
 
-Measured (python -m benchmarks.hessian --resnet18): a product takes 0.3 (1,210 weights) to 0.9 (ResNet-18) of
+Measured (python -m benchmarks hessian --resnet18): a product takes 0.3 (1,210 weights) to 0.9 (ResNet-18) of
 curvlinops' time, with keep_graph 0.15 to 0.6.
 """
 

@@ -1,7 +1,7 @@
 """The Lanczos method for a symmetric operator given by matrix-vector products, with full reorthogonalization.
 
 Why not SciPy's eigsh: it needs 21 products for five eigenvalues to 1e-3 where this needs 13 to 17 (python -m
-benchmarks.hessian), runs on the CPU only, and would be a dependency of the core.
+benchmarks hessian), runs on the CPU only, and would be a dependency of the core.
 """
 
 from __future__ import annotations

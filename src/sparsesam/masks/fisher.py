@@ -4,7 +4,7 @@
 
 This is a loop over single samples, which works for any model. A formula per kind of layer, applied to one pass over a
 batch, was 1.1 times as fast for ResNet-18. `torch.func.vmap` of the gradient is at best as fast as the loop there and
-1.3 times as fast for a small transformer encoder, but not every model can be mapped (python -m benchmarks.fisher).
+1.3 times as fast for a small transformer encoder, but not every model can be mapped (python -m benchmarks fisher).
 """
 
 from __future__ import annotations

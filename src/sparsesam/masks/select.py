@@ -3,7 +3,7 @@
 The k-th largest score t of all tensors is found first (`kth_largest`). Everything above t is chosen, then entries equal
 to t in the order of their position in the whole tensors, so that ranks choose the same entries as one process would.
 
-Measured on 11 M scores (python -m benchmarks.selection): the top half takes 0.04 s, by np.partition of all scores 0.10
+Measured on 11 M scores (python -m benchmarks selection): the top half takes 0.04 s, by np.partition of all scores 0.10
 s, by torch.topk of the concatenation 0.78 s; a drop and growth of SSAM-D takes 0.11 s, by np.partition 0.20 s.
 """
 

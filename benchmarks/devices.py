@@ -1,0 +1,186 @@
+"""Steps on the current device: launches, waits and memory; and the paper's timing of N:M masks."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import sparsesam
+from benchmarks.cases import SGD, Batch, Case, Wrap, cifar_batch, sam, ssam
+from benchmarks.dispatch import LaunchCounter
+from benchmarks.runner import Session, benchmark
+from benchmarks.timing import Clock, show
+from sparsesam import perturbation
+from sparsesam.lab.models import build_model
+from sparsesam.lab.models.vit import vit
+from sparsesam.masks.packed import PackedMask
+from sparsesam.semi_structured import Hardware, choose_backend
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+DEVICE = str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
+WIDTH = 8192
+#: Seconds of one iteration on an A100 (the paper's table nm_vit).
+PAPER = {"SAM": 4.10, "implicit 1:2": 3.58, "implicit 2:4": 3.53}
+NM_CASES: dict[str, dict[str, Any]] = {
+    "Adam": {},
+    "SAM": {},
+    "explicit 2:4": {"pattern": "2:4"},
+    "implicit 1:2": {"pattern": "1:2", "ascent": "implicit-dense"},
+    "implicit 2:4": {"pattern": "2:4", "ascent": "implicit-dense"},
+    "implicit 2:4, masked dW": {"pattern": "2:4", "ascent": "implicit", "norm": "masked"},
+    "implicit 2:4 filters, masked dW": {"pattern": "2:4 filters", "ascent": "implicit", "norm": "masked"},
+}
+
+
+@benchmark(rounds=20, only="", quick={"model": "resnet10-small", "batch": 2})
+def gpu(
+    session: Session, *, device: str = DEVICE, model: str = "resnet18", precision: str = "fp32", batch: int = 128
+) -> None:
+    """What do SGD, SAM and masks cost on this device: time, launches, waits, memory?
+
+    --model is a name of ours, or ``vit``. Launches and waits exclude the passes of a step and the base optimizer's
+    update: they count dispatched operations that reach the device. On CUDA the last column counts the warnings of
+    `torch.cuda.set_sync_debug_mode` in a whole step; it must be 0.
+    """
+    where, half = torch.device(device), PRECISIONS[precision]
+    torch.manual_seed(0)
+    wide = partial(vit, 10, 3, 32, patch_size=4, dim=384, depth=6, heads=6, mlp_ratio=4.0)
+    network = (wide() if model == "vit" else build_model(model)).to(where)
+    images, labels = (tensor.to(where) for tensor in cifar_batch(batch))
+    cases = {
+        name: Case(network, (images, labels), wrap, settings={**SGD, "foreach": True}, precision=half)
+        for name, wrap in session.chosen(masks(), "SGD").items()
+    }
+    print(f"{device_name(where)}; 2:4 products: {sparse_product(network, batch, half)}")
+    rows = []
+    for name, ratio in session.compare(cases, "SGD", device_clock(session, where)).items():
+        of_cuda = (_peak(cases[name]), _syncs(cases[name])) if where.type == "cuda" else ("–", "–")
+        rows.append((name, ratio.milliseconds, f"{ratio.median:.2f}", *beyond_passes(cases[name]), *of_cuda))
+    show(" | ms | x SGD | launches | waits | MB | CUDA syncs", rows)
+
+
+def masks() -> dict[str, Wrap | None]:
+    def masked(pattern: str, sparsity: float | None = None, *, norm: str = "full", **options: Any) -> Wrap:
+        return ssam(sparsesam.random_mask(pattern=pattern, sparsity=sparsity), norm=norm, **options)
+
+    return {
+        "SGD": None,
+        "SAM": sam,
+        "ASAM": lambda base, model: sparsesam.SAM(base, model, rho=1.0, adaptive=True),
+        "entries, sparsity 0.5": masked("unstructured", 0.5),
+        "entries, sparsity 0.9": masked("unstructured", 0.9),
+        "filters, sparsity 0.5, masked norm": masked("filter", 0.5, norm="masked"),
+        "2:4": masked("2:4"),
+        "2:4, implicit": masked("2:4", norm="masked", ascent="implicit"),
+        "1:2, implicit": masked("1:2", norm="masked", ascent="implicit"),
+    }
+
+
+def beyond_passes(case: Case) -> tuple[int, int]:
+    """Returns launches and waits of a step, without its two passes (base optimizer: one) and the base's update."""
+    counts = []
+    for run in (case, case.closure, case.base.step):
+        with mock.patch.object(perturbation, "HOSTS", ()), LaunchCounter() as counter:  # a CPU like an accelerator
+            run()
+        counts.append((counter.count, counter.syncs.total()))
+    passes = 1 if case.optimizer is case.base else 2
+    launches, waits = (step - passes * each - update for step, each, update in zip(*counts, strict=True))
+    return launches, waits
+
+
+def sparse_product(model: nn.Module, batch: int, precision: torch.dtype | None) -> str:
+    """Returns torch's sparse backend for the model's largest linear layer; "dense" if there is none."""
+    layers = [module.weight.detach() for module in model.modules() if isinstance(module, nn.Linear)]
+    weight = max(layers, key=Tensor.numel).to(precision or torch.float32)
+    n, m = (1, 2) if weight.dtype == torch.float32 else (2, 4)
+    mask = PackedMask.pack(sparsesam.NM(n, m).select({"w": torch.rand(weight.shape)})["w"])
+    dy = weight.new_empty(batch * 64, weight.shape[0])
+    backend = choose_backend(dy, weight, mask, Hardware.of(weight.device))
+    return f"{'dense' if backend is None else backend.__name__} ({n}:{m}, {tuple(weight.shape)})"
+
+
+def _peak(case: Case) -> str:
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    case()
+    return f"{(torch.cuda.max_memory_allocated() - before) / 2**20:.0f}"
+
+
+def _syncs(case: Case) -> str:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            case()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return str(sum("synchroniz" in str(warning.message) for warning in caught))
+
+
+@benchmark(rounds=5, only="", quick={"scale": 1 / 512, "image": 2, "batch": 2})
+def nm_vit(
+    session: Session,
+    *,
+    scale: float = 0.125,
+    image: int = 16,
+    batch: int = 4,
+    precision: str = "fp32",
+    device: str = DEVICE,
+) -> None:
+    """The paper's timing of N:M masks: what does a step of a ViT with a single, very wide block cost, x SAM?
+
+    The paper uses --scale 1 (a width of 8192), --image 32 and --batch 16 with Adam on an A100: 403 million weights, so
+    that each case takes 8 GB, and all cases are in memory at once; --only selects fewer. Sparse tensor cores skip half
+    of the multiplications of the input gradient in an implicit 2:4 ascent, in 16 bits; on other devices the masked
+    product is dense and costs as much as the unmasked one. Masks are made once, before the timing.
+    """
+    where = torch.device(device)
+    cases = {
+        name: nm_case(name, round(WIDTH * scale), image, batch, where, PRECISIONS[precision])
+        for name in session.chosen(NM_CASES, "SAM")
+    }
+    print(f"{precision} on {device_name(where)}, patches of one pixel")
+    rows = []
+    for name, ratio in session.compare(cases, "SAM", device_clock(session, where)).items():
+        theirs = (f"{PAPER[name]:.2f}", f"{PAPER[name] / PAPER['SAM']:.2f}") if name in PAPER else ("–", "–")
+        rows.append((name, f"{ratio.seconds:.4f}", ratio, *theirs))
+    show(" | s | x SAM (quartiles) | paper: s | x SAM", rows)
+
+
+def nm_case(name: str, width: int, side: int, batch: int, device: torch.device, precision: torch.dtype | None) -> Case:
+    torch.manual_seed(0)
+    model = vit(10, 3, side, patch_size=1, dim=width, depth=1, heads=1, mlp_ratio=1.0)
+    data = (torch.randn(batch, 3, side, side, device=device), torch.arange(batch, device=device) % 10)
+    wrap = None if name == "Adam" else partial(nm_wrap, data=data, **NM_CASES[name])
+    move = partial(nn.Module.to, device=device)
+    return Case(model, data, wrap, prepare=move, base=torch.optim.Adam, settings={"lr": 1e-3}, precision=precision)
+
+
+def nm_wrap(base: torch.optim.Optimizer, model: nn.Module, *, data: Batch, pattern: str = "", **options: Any) -> Any:
+    """Returns SAM, or SSAM with a mask computed once, in the first step."""
+    if not pattern:
+        return sparsesam.SAM(base, model, rho=0.2)
+    mask = sparsesam.fisher_mask(data, cross_entropy, pattern=pattern, samples=len(data[1]))
+    return sparsesam.SSAM(base, model, rho=0.2, mask=mask, **options)
+
+
+def device_clock(session: Session, device: torch.device) -> Clock:
+    """Returns a clock that waits for the device."""
+
+    def clock() -> float:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        return session.clock()
+
+    return clock
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
