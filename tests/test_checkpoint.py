@@ -78,7 +78,8 @@ def test_resumed_run_equals_uninterrupted(kind, base):
 
 
 @pytest.mark.parametrize("change", ["added", "frozen"])
-def test_parameters_changed_before_a_checkpoint_get_a_mask_after_it(change):
+@pytest.mark.parametrize("refresh", ["steps ago", "just now"])
+def test_parameters_changed_before_a_checkpoint_get_a_mask_after_it(change, refresh):
     def made():
         model = cases.convnet()
         head = list(model[4].parameters())
@@ -92,6 +93,8 @@ def test_parameters_changed_before_a_checkpoint_get_a_mask_after_it(change):
 
     model, opt, head = made()
     run(model, opt, range(2))
+    if refresh == "just now":
+        opt.refresh_mask(now=True)
     changed(model, opt, head)
     state = copy.deepcopy((model.state_dict(), opt.state_dict()))
     again, resumed, head = made()

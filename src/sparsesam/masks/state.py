@@ -129,13 +129,14 @@ class MaskState:
         """Returns plain values, and a mask for each parameter, which is zero before the first refresh."""
         if self.rule is None:
             return None, {}
+        # Masks of other parameters, such as before a group was added, are replaced in the next ascent.
+        is_outdated = self.masks is not None and self.masks.keys() != parameters.keys()
         values = {
             "is_made": self.masks is not None,
             # Not a tensor: torch.distributed.checkpoint would treat it as a shard of the model's size and device.
             "generator": self.generator.get_state().cpu().numpy().tobytes().hex(),
-            # Masks of other parameters, such as before a group was added, are replaced in the next ascent.
-            "asked": self.asked or (self.masks is not None and self.masks.keys() != parameters.keys()),
-            "last_step": self.last_step,
+            "asked": self.asked or is_outdated,
+            "last_step": -1 if is_outdated else self.last_step,
             "skipped": self.skipped,
         }
         masks = self.masks or {}
