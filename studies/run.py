@@ -98,7 +98,7 @@ def extrapolated_length(optimizer: object) -> float | None:
     if not isinstance(optimizer, sparsesam.ExtrapolatedSAM):
         return None
     norm = optimizer.last_update_norm
-    return None if norm is None else float(optimizer.param_groups[0]["rho"]) * norm
+    return None if norm is None else float(optimizer.param_groups[0][optimizer.strength_key]) * norm
 
 
 def read(file: Path) -> list[Record]:
