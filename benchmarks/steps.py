@@ -270,7 +270,8 @@ def tiny(session: Session, *, operations: int = 100) -> None:
 def memory(session: Session, *, width: int = 2048, model: str = "resnet18", batch: int = 8) -> None:
     """How many bytes per parameter does a step need beyond SGD, without and with a new mask?
 
-    In a perceptron with one sample every temporary of the optimizer shows; in a ResNet with a batch, activations hide some.
+    In a perceptron with one sample every temporary of the optimizer shows; in a ResNet with a batch, activations hide
+    some.
     """
     torch.manual_seed(0)
     layers = (nn.Linear(1024, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
