@@ -188,6 +188,7 @@ class Perturbation:
             positions = self._positions(piece)
             weight = piece.read(piece.weights, positions)
             e = scaled_direction(piece.read(piece.directions, positions), weight, eta=piece.eta, times=times)
+            piece.directions = []  # what undoes the move must not hold the gradients
             saved = weight.clone() if piece.is_view else weight
             # Listed before it is moved, so that an interrupted move is undone too.
             self._undo.append(partial(self._write, piece, saved))
