@@ -544,3 +544,18 @@ def test_state_is_not_loaded_inside_a_pass():
     with pytest.raises(RuntimeError, match="inside a pass"), opt.perturbed():
         opt.load_state_dict(state)
     assert cases.same_bits(before, cases.weights_of(model))
+
+
+def test_refresh_asked_for_again_in_the_same_step_does_not_stop_two_phases():
+    model = cases.mlp()
+    last = [name for name, _ in model.named_parameters()][-1]
+    opt = cases.ssam(model, last)
+    x, y = cases.vectors()
+    opt.refresh_mask(now=True)
+    opt.refresh_mask()
+    with opt.first_pass():
+        opt.backward(torch.nn.functional.cross_entropy(model(x), y))
+    with opt.perturbed():
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+    opt.step()
+    assert opt.steps == 1
