@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from sparsesam import replay
+
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 if os.environ.get("CI"):
@@ -24,3 +26,9 @@ def seeded():
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 (what other packages draw from)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _records_small_operations(monkeypatch):
+    """The models of the tests are so small that their operations would not be recorded."""
+    monkeypatch.setattr(replay, "OPERATION", 0)

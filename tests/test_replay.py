@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import sparsesam
+from sparsesam import replay
 from sparsesam.replay import Tape
 
 
@@ -446,3 +448,16 @@ def test_reused_operations_are_those_of_a_plain_network():
     assert seen.count("native_batch_norm") == 2
     assert "relu" not in seen
     assert tape.reused == 3
+
+
+@pytest.mark.parametrize(("width", "recorded"), [(8, [0, 101]), (512, range(102))], ids=["small", "large"])
+def test_small_operations_are_recorded_only_once_in_a_hundred_steps(monkeypatch, width, recorded):
+    monkeypatch.setattr(replay, "OPERATION", 1 << 16)
+    model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2))
+    base = torch.optim.SGD(model.parameters(), lr=1e-4)
+    opt = sparsesam.SSAM(base, model, mask=sparsesam.fixed_mask("2.*"), norm="masked")
+    found = []
+    for step in range(102):
+        opt.minimize(lambda: model(torch.ones(1, width)).square().sum())
+        found += [step] if opt.savings().reused else []
+    assert found == list(recorded)

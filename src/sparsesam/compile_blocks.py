@@ -26,8 +26,9 @@ def compile_blocks(model: Model, **options: Any) -> Model:
     outermost modules with parameters are compiled. Modules that are already compiled are not compiled again.
 
     This compiles faster than ``torch.compile(model)``, because equal blocks share their code. Each block is one
-    operation for the second forward, which uses it again if it draws no random numbers and writes to no buffer. It is
-    shown by torch's option ``wrap_inductor_compiled_regions``; with a torch or a backend without it, blocks always run.
+    operation for the second forward, which uses it again if it draws no random numbers and writes to no buffer but, in
+    host memory, to running statistics. It is shown by torch's option ``wrap_inductor_compiled_regions``; with a torch
+    or a backend without it, blocks always run.
 
     It also turns off torch's donated buffers for this process (``torch._functorch.config.donated_buffer``): with them,
     a compiled backward overwrites tensors that the second forward would use.

@@ -37,7 +37,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sparsesam.utils import operators
 from sparsesam.utils.operators import Alias, Call, Entry, Kind, Output, storage_of
 
-_SMALL = 1 << 17  # bytes of which a checksum costs less than counting writes to them
+#: Bytes that are read in the time that it takes to record an operation and to find it again, and the number of
+#: operations that are recorded in the time that it takes to begin.
+OPERATION, BEGINNING = 1 << 17, 10
 
 
 class _Watch(TorchFunctionMode):
@@ -164,10 +166,6 @@ class _Record(_Mode):
                 else:
                     for output in made:
                         output.keep()
-            memory = [output.kept for output in tape.outputs() if output.kept is not None]
-            self.is_idle = tape.is_small(memory)
-            if self.is_idle:
-                tape.take_checksums()
 
     def perform(self, call: Call) -> Any:
         tape, updated = self.tape, call.statistics()
@@ -177,7 +175,8 @@ class _Record(_Mode):
         ]
         entry = Entry(call, inputs)
         tape.count_writes(call.kind, call.args, call.kwargs)
-        out, values = call.run()
+        out, values, entry.added = call.run()
+        tape.bytes += sum(t.nbytes for t in call.tensors)
         if call.generator is not None:
             entry.random = entry.random[0], call.generator.get_state()
         can_reuse = not (call.kind.written or call.kind.is_blank or (updated and not call.tensors[0].is_cpu))
@@ -194,6 +193,8 @@ class _Record(_Mode):
             else:
                 self.adopt(call, value, tape.numbers)
                 value, tape.numbers = Output(value, tape.numbers), tape.numbers + 1
+                if call.kind.is_region:  # of many outputs, all must live
+                    value.keep()
             entry.outputs.append(value if can_reuse or isinstance(value, Output) else None)
         entry.returns = type(out) if can_reuse else None
         tape.entries.append(entry)
@@ -224,14 +225,14 @@ class _Replay(_Mode):
         can_reuse = entry.returns is not None and all(o.is_intact() and not tape.is_spoilt(o) for o in entry.made())
         tape.count_writes(call.kind, call.args, call.kwargs)
         if not can_reuse:
-            out, values = call.run()
+            out, values, _ = call.run()
         else:
             values = [o.again(call.tensors) if isinstance(o, (Output, Alias)) else o for o in entry.outputs]
             out, tape.reused = entry.returns(values) if entry.returns in (tuple, list) else values[0], tape.reused + 1
             if call.generator is not None and entry.random[1] is not None:
                 call.generator.set_state(entry.random[1])
             if call.statistics():
-                torch.ops.aten.batch_norm_update_stats(call.args[0], call.args[3], call.args[4], call.args[6])
+                call.update_statistics(entry.added)
         for value, output in zip(values, entry.outputs, strict=True):
             if type(output) is Output:
                 output.kept = None
@@ -271,6 +272,7 @@ class Tape:
         self.moved = {storage_of(t): name for name, t in moved.items()}
         self.start, self.between = start, between
         self.operations, self.reused, self.ended = 0, 0, ""
+        self.bytes = 0  # that the operations read
         self.numbers = 0  # of storages made in the first pass
         self.entries: list[Entry] = []
         self.writes: dict[int, int] = {}
@@ -292,8 +294,11 @@ class Tape:
             raise
         if not any(output.kept for output in self.outputs()):
             self.release()
-        elif self.between and not self.checksums:
-            self.take_checksums()
+        elif self.between:
+            for output in self.outputs():
+                output.watch()
+            known = self.versioned.items()
+            self.checksums = {storage: operators.checksum(t.untyped_storage()) for storage, t in known if t.is_cpu}
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
@@ -326,15 +331,10 @@ class Tape:
     def outputs(self) -> list[Output]:
         return [output for entry in self.entries for output in entry.made()]
 
-    def is_small(self, memory: list[torch.UntypedStorage]) -> bool:
-        memory = memory + [t.untyped_storage() for t in self.versioned.values()]
-        is_on_host = all(m.device.type == "cpu" for m in memory)
-        return is_on_host and sum(m.nbytes() for m in memory) < _SMALL and not operators.is_transformed()
-
-    def take_checksums(self) -> None:
-        for output in self.outputs():
-            output.watch()
-        self.checksums = {s: operators.checksum(t.untyped_storage()) for s, t in self.versioned.items() if t.is_cpu}
+    @property
+    def is_worthwhile(self) -> bool:
+        """Whether running the operations again would take longer than recording them did."""
+        return self.bytes >= OPERATION * (BEGINNING + self.operations)
 
     def know(self, storage: int, t: Tensor) -> None:
         if storage not in self.versioned and storage not in self.moved:

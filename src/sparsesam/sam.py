@@ -57,6 +57,7 @@ class SharpnessAware(PerturbingOptimizer):
         self._rng = RNGState(self.model.parameters())
         self._unused = UnusedGradients()
         self._savings = Savings(0.0, 0, 0, "no step taken yet")
+        self._records_from = 0  # the step from which on operations are recorded
 
     # ---- one step --------------------------------------------------------------------------------------------
 
@@ -342,7 +343,8 @@ class SharpnessAware(PerturbingOptimizer):
             step.kind, step.first_passes = StepKind.PLAIN, 0
         if step.first_passes and shortcuts:
             what, everything = (self.model, self._ddp, params, step.masks, self.options), self.needs_every_gradient
-            step.shortcuts = Shortcuts(*what, everything=everything, is_due=is_due)
+            records = self.steps >= self._records_from
+            step.shortcuts = Shortcuts(*what, everything=everything, is_due=is_due, records=records)
         self._step = step
         return step
 
@@ -408,6 +410,8 @@ class SharpnessAware(PerturbingOptimizer):
         if step is not None and step.first_passes:
             nothing = Savings(0.0, 0, 0, "the first pass was not in `with opt.first_pass():`")
             self._savings = nothing if step.shortcuts is None else step.shortcuts.savings()
+            if step.shortcuts is not None and step.shortcuts.tape is not None and not step.shortcuts.tape.is_worthwhile:
+                self._records_from = self.steps + 100  # batches may have grown by then
             step.release()
 
     def savings(self) -> Savings:

@@ -49,6 +49,7 @@ class Shortcuts:
     """What one step leaves out; made at its beginning, released at its end.
 
     ``everything``: the method needs every gradient. ``is_due``: a mask will be made from the gradients of this step.
+    ``records``: whether recording operations was worthwhile in earlier steps.
     ``inputs`` are the parameters whose gradient the ascent needs; None: all, and nothing is left out of the backward.
     """
 
@@ -62,6 +63,7 @@ class Shortcuts:
         *,
         everything: bool,
         is_due: bool,
+        records: bool,
     ) -> None:
         if options.is_implicit and params.shards is not None:
             raise ValueError(
@@ -86,6 +88,8 @@ class Shortcuts:
             why = "every parameter is perturbed"
         elif why is None and options.ascent_fraction < 1:
             why = "the ascent uses only a part of the batch"
+        elif why is None and not records:
+            why = "operations are so small that recording them takes longer than running them again"
         self.why_no_tape = why
         self.tape = None if why else Tape(moved, start=None if ddp is None else ddp.module)
         self.is_complete = True  # no gradient was left out

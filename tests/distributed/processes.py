@@ -14,6 +14,8 @@ import torch
 from torch import distributed as dist
 from torch import multiprocessing as mp
 
+from sparsesam import replay
+
 _worlds = {}
 
 
@@ -63,6 +65,7 @@ class World:
 
 def _serve(rank, ranks, store, pipe):
     torch.set_num_threads(1)
+    replay.OPERATION = 0  # as in conftest.py
     os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     while True:

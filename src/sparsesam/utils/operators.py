@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
@@ -42,10 +41,11 @@ class Kind(NamedTuple):
     is_blank: bool  # makes memory that has yet to be filled: empty or constant
     is_batch_norm: bool
     is_region: bool  # compiled code
+    statistics: tuple[tuple[int, float], ...]  # inputs s of a region that it only updates, s <- c * s + x, and their c
     written: tuple[tuple[int, str], ...] | None  # arguments, by position and name; None: unknown
 
 
-_OPAQUE = Kind(False, False, False, False, False, False, False, False, None)
+_OPAQUE = Kind(False, False, False, False, False, False, False, False, (), None)
 _KINDS: dict[Any, Kind] = {}
 _REGIONS: WeakKeyDictionary[Any, Kind] = WeakKeyDictionary()
 
@@ -56,7 +56,7 @@ def kind_of(func: Any, args: Sequence[Any]) -> Kind:
         if isinstance(func, OpOverload):
             kind = _KINDS[func] = _kind_of_overload(func)
         elif str(func) == "inductor_compiled_code":  # what torch.compile's wrap_inductor_compiled_regions shows
-            kind = _REGIONS.get(args[0]) or _REGIONS.setdefault(args[0], _kind_of_region(args[0]))
+            kind = _REGIONS.get(args[0]) or _REGIONS.setdefault(args[0], _kind_of_region(*args))
         else:
             kind = _OPAQUE
     return kind
@@ -79,28 +79,49 @@ def _kind_of_overload(func: OpOverload) -> Kind:
         is_blank=name in _EMPTY or name in _CONSTANT,
         is_batch_norm=func in _BATCH_NORMS,
         is_region=False,
+        statistics=(),
         written=() if is_view else written if is_torchs else None,  # schemas of collectives do not say what they write
     )
 
 
-def _kind_of_region(region: Any) -> Kind:
-    """Plain, if it draws no random numbers and writes to none of its inputs."""
+def _kind_of_region(region: Any, values: Sequence[Any]) -> Kind:
+    """Plain, if it draws no random numbers, and writes to its inputs only to update statistics in host memory."""
     opaque = _OPAQUE._replace(makes=True, is_region=True)
     graph = getattr(region.original_gm, "graph", None)
     if graph is None or torch._functorch.config.donated_buffer:
         return opaque
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    written, is_plain = [], True
+    written, statistics, is_plain = [], [], True
     for node in graph.nodes:
-        if node.op == "call_function" and node.target is not operator.getitem:
+        if node.op == "call_function" and node.target.__module__ not in ("_operator", "math"):  # sizes, items
             kind = kind_of(node.target, ())
             if not kind.is_plain or kind.is_batch_norm or kind.written is None:
                 return opaque
+            is_plain &= not kind.is_seeded and "inductor_" not in str(node.target)
             if kind.written and node.args[0] not in inputs:
                 return opaque
-            written += [(1, str(inputs.index(node.args[0])))] if kind.written else []
-            is_plain &= not kind.written and not kind.is_seeded and "inductor_" not in str(node.target)
-    return opaque._replace(is_plain=is_plain, written=tuple(written))
+            if kind.written:
+                index, factor = inputs.index(node.args[0]), _factor(node)
+                written.append((1, str(index)))
+                if factor is not None and values[index].is_cpu:  # devices may fuse c * s + x, and round once
+                    statistics.append((index, factor))
+    if not is_plain or len(statistics) < len(written):
+        return opaque._replace(written=tuple(written))
+    return opaque._replace(is_plain=True, statistics=tuple(statistics), written=())
+
+
+def _factor(copy: Any) -> float | None:
+    """The c of a write s <- c * s + x, if s is not read otherwise; None of other writes."""
+    old, new = copy.args[:2]
+    if new.target is not _aten.add.Tensor or new.kwargs or new.args[0] is new.args[1]:
+        return None
+    is_product = [getattr(term, "target", None) is _aten.mul.Tensor and term.args[0] is old for term in new.args]
+    factor, readers = 1, {old: {copy, new}, new: {copy}}
+    if any(is_product):
+        product = new.args[is_product.index(True)]
+        factor, readers = product.args[1], {old: {copy, product}, product: {new}, new: {copy}}
+    is_update = all(node.users.keys() == users for node, users in readers.items())
+    return factor if is_update and isinstance(factor, (int, float)) and factor >= 0 else None
 
 
 def written_by(kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -114,7 +135,9 @@ def written_by(kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> li
 
 
 def running_statistics(kind: Kind, args: Sequence[Any]) -> list[Tensor]:
-    """Those that a batch norm updates, and does not read."""
+    """Those that a batch norm or a compiled region updates, and does not read."""
+    if kind.is_region:
+        return [args[1][i] for i, _ in kind.statistics]
     return [t for t in args[3:5] if t is not None] if kind.is_batch_norm and args[5] else []
 
 
@@ -233,13 +256,28 @@ class Call(NamedTuple):
     others: list[Any]
     generator: torch.Generator | None
 
-    def run(self) -> tuple[Any, Sequence[Any]]:
-        """What it returns, and that as a sequence."""
-        out = self.func(*self.args, **self.kwargs)
-        return out, out if isinstance(out, (tuple, list)) else (out,)
+    def run(self) -> tuple[Any, Sequence[Any], list[Tensor]]:
+        """What it returns, that as a sequence, and what a compiled region adds to its statistics."""
+        args, added = self.args, []
+        if self.kind.statistics:  # c * -0.0 + x is x
+            inputs = list(args[1])
+            added = [torch.full_like(inputs[i], -0.0) for i, _ in self.kind.statistics]
+            for (i, _), x in zip(self.kind.statistics, added, strict=True):
+                inputs[i] = x
+            args = args[0], inputs
+        out = self.func(*args, **self.kwargs)
+        if added:
+            self.update_statistics(added)
+        return out, out if isinstance(out, (tuple, list)) else (out,), added
 
     def statistics(self) -> list[int]:
         return [id(t) for t in running_statistics(self.kind, self.args)]
+
+    def update_statistics(self, added: list[Tensor]) -> None:
+        if self.kind.is_batch_norm:
+            _aten.batch_norm_update_stats(self.args[0], self.args[3], self.args[4], self.args[6])
+        for (i, factor), x in zip(self.kind.statistics, added, strict=True):
+            self.args[1][i].mul_(factor).add_(x)
 
 
 def call_without(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -318,13 +356,14 @@ class Alias:
 class Entry:
     """An operation of the first pass."""
 
-    __slots__ = ("func", "inputs", "others", "outputs", "random", "returns", "settings")
+    __slots__ = ("added", "func", "inputs", "others", "outputs", "random", "returns", "settings")
 
     def __init__(self, call: Call, inputs: list[Any]) -> None:
         self.func, self.others, self.settings = call.func, call.others, settings()
         self.inputs = inputs  # a description, a copy with its stride, or None: not compared
         self.random: tuple[bytes, Tensor | None] = random_state(call.generator), None
         self.outputs: list[Any] = []
+        self.added: list[Tensor] = []
         self.returns: type | None = None  # None: it always runs
 
     def made(self) -> list[Output]:
