@@ -70,10 +70,6 @@ class Step:
         """Whether the first pass left out no gradient."""
         return self.shortcuts is None or self.shortcuts.is_complete
 
-    def release(self) -> None:
-        if self.shortcuts is not None:
-            self.shortcuts.release()
-
 
 class PerturbingOptimizer(OptimizerWrapper):
     """An optimizer with masks, which moves its weights to w + e. Every method has these arguments:
@@ -437,6 +433,23 @@ class PerturbingOptimizer(OptimizerWrapper):
         if step.params.shards is not None:
             return not self.own.masks.is_empty and any(isinstance(p.rho, Tensor) or p.rho != 0 for p in step.params)
         return any(not self.target(step, p, p.parameter).is_unmoved for p in step.params)
+
+    # ---- the gradients of both passes ---------------------------------------------------------------------------
+
+    def _combine(self, step: Step) -> None:
+        if not self.combines:
+            return
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if any(p.grad.is_sparse for p in params):
+            raise TypeError(f"{type(self).__name__} combines gradients, which must be dense: make layers sparse=False")
+        first, second = None, [local_part(p.grad, p) for p in params]
+        if step.first_passes and not step.ascent_failed:
+            first = [local_part(step.first.get(p, torch.zeros_like(p)), p) for p in params]
+        if first is not None and isinstance(self._last_norm, Tensor):  # on a device: the same, without synchronizing
+            usable = is_usable(self._last_norm)
+            first = [torch.where(usable.to(g.device), g, s) for g, s in zip(first, second, strict=True)]
+        self.combine([self._names[p] for p in params], first, second)
+        step.first = {}
 
     def _warn_once(self, text: str) -> None:
         kind = text.split(":")[0]

@@ -101,6 +101,12 @@ class OldGradient:
         if self._watched is not None:
             self._handle.remove()
 
+    def __enter__(self) -> OldGradient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def _before_accumulation(self, _: Any) -> None:
         if self._treatment is None:
             self._treatment = Treatment.ADDED_TO if self._is_there() else Treatment.CLEARED

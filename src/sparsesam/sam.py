@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from sparsesam.ascent import PerturbingOptimizer, Phase, Step, StepKind
 from sparsesam.checkpoint import OwnState
 from sparsesam.distributed.ddp import refuse_join
-from sparsesam.distributed.shards import local_part, reshard
+from sparsesam.distributed.shards import reshard
 from sparsesam.gradients import (
     Objective,
     OldGradient,
@@ -39,7 +39,6 @@ from sparsesam.gradients import (
 from sparsesam.groups import scale_strength
 from sparsesam.masks.mask import MaskRule
 from sparsesam.options import require_mask_rule
-from sparsesam.perturbation import is_usable
 from sparsesam.savings import Savings, Shortcuts
 from sparsesam.utils.restore import RNGState, Snapshot, WarnOfPerturbedWeights, statistics_of
 from sparsesam.wrapper import inside_wrappers
@@ -146,7 +145,7 @@ class SharpnessAware(PerturbingOptimizer):
             self.base.zero_grad()
         if step.kind is StepKind.PLAIN:
             last = closure(*whole)
-            step.phase, step.is_empty = Phase.READY, self._found_nothing(last)
+            step.phase, step.is_empty = Phase.READY, self._found_nothing(last, OldGradient([]))
             self._combine(step)
             return last
         first = None
@@ -160,36 +159,30 @@ class SharpnessAware(PerturbingOptimizer):
                     )
                 # The running statistics are updated by the last pass, which sees the whole batch.
                 part, statistics = (part_of(batch, fraction),), Snapshot(statistics_of(self.model.modules()))
-            with self._checked(step, watched), self._first_pass(step, narrows=narrows):
+            with OldGradient(watched) as old, self._first_pass(step, narrows=narrows):
                 first = without_graph(closure(*part))  # otherwise it would keep activations during the second pass
             statistics.restore()
-            step.is_empty |= self._found_nothing(first)
+            step.is_empty |= self._found_nothing(first, old)
             if step.is_empty:
                 return first
         clears = step.first_passes > 0 or self.closure_accumulates
         returns = step.first_passes > 0 and fraction == 1
-        with self._checked(step, [] if clears else watched), self._perturbed(step, batch, clears, returns):
+        with OldGradient([] if clears else watched) as old, self._perturbed(step, batch, clears, returns):
             for _ in range(step.first_passes - 1):
                 closure(*part)
                 self.ascend(step)
                 self._restart(step)
             last = closure(*whole)
-        step.is_empty |= self._found_nothing(last)
+        step.is_empty |= self._found_nothing(last, old)
         return first if returns else last
 
-    def _found_nothing(self, result: Any) -> bool:
-        """Whether a closure computed no gradient on purpose; in the first step, that is taken for a mistake."""
-        return (result is None or self.steps > 0) and not has_gradients(self.base)
+    def _found_nothing(self, result: Any, old: OldGradient) -> bool:
+        """Whether a closure computed no gradient on purpose; in the first step, that is taken for a mistake.
 
-    @contextmanager
-    def _checked(self, step: Step, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """Raise if the block adds to existing gradients; note if it neither adds to them nor clears them."""
-        old = OldGradient(parameters)
-        try:
-            yield
-        finally:
-            old.release()
-        step.is_empty |= not self.closure_accumulates and old.is_untouched()
+        Raise if it added to the ``old`` gradients.
+        """
+        is_untouched = not self.closure_accumulates and old.is_untouched()
+        return is_untouched or ((result is None or self.steps > 0) and not has_gradients(self.base))
 
     # ---- the two passes --------------------------------------------------------------------------------------
 
@@ -350,21 +343,6 @@ class SharpnessAware(PerturbingOptimizer):
 
     # ---- the update ------------------------------------------------------------------------------------------
 
-    def _combine(self, step: Step) -> None:
-        if not self.combines:
-            return
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if any(p.grad.is_sparse for p in params):
-            raise TypeError(f"{type(self).__name__} combines gradients, which must be dense: make layers sparse=False")
-        first, second = None, [local_part(p.grad, p) for p in params]
-        if step.first_passes and not step.ascent_failed:
-            first = [local_part(step.first.get(p, torch.zeros_like(p)), p) for p in params]
-        if first is not None and isinstance(self._last_norm, Tensor):  # on a device: the same, without synchronizing
-            usable = is_usable(self._last_norm)
-            first = [torch.where(usable.to(g.device), g, s) for g, s in zip(first, second, strict=True)]
-        self.combine([self._names[p] for p in params], first, second)
-        step.first = {}
-
     def update(self) -> None:
         """Run the base optimizer's update, with the gradient at w + e."""
         step = self._step
@@ -384,8 +362,9 @@ class SharpnessAware(PerturbingOptimizer):
         result, step.is_empty = None, closure is None
         with self._ended_on_error():
             if closure is not None and batch is None and not isinstance(closure, Objective):
-                with self._checked(step, [p.parameter for p in step.params]), torch.enable_grad():
+                with OldGradient([p.parameter for p in step.params]) as old, torch.enable_grad():
                     result = without_graph(closure())
+                step.is_empty = not self.closure_accumulates and old.is_untouched()
             if not step.is_empty:
                 raise RuntimeError(
                     "step(closure) after perturbed(): the gradient at w + e already exists; call step() without a "
@@ -410,9 +389,8 @@ class SharpnessAware(PerturbingOptimizer):
         if step is not None and step.first_passes:
             nothing = Savings(0.0, 0, 0, "the first pass was not in `with opt.first_pass():`")
             self._savings = nothing if step.shortcuts is None else step.shortcuts.savings()
-            if step.shortcuts is not None and step.shortcuts.tape is not None and not step.shortcuts.tape.is_worthwhile:
+            if step.shortcuts is not None and not step.shortcuts.release():
                 self._records_from = self.steps + 100  # batches may have grown by then
-            step.release()
 
     def savings(self) -> Savings:
         """Returns what the last step left out; its ``str`` says it in three lines."""

@@ -193,9 +193,12 @@ class Shortcuts:
             return Savings(left_out, 0, 0, str(self.why_no_tape))
         return Savings(left_out, self.tape.reused, self.tape.operations, self.tape.ended)
 
-    def release(self) -> None:
-        if self.tape is not None:
-            self.tape.release()
+    def release(self) -> bool:
+        """Drop the tape; returns whether recording was, or may be, worthwhile."""
+        if self.tape is None:
+            return True
+        self.tape.release()
+        return self.tape.is_worthwhile
 
 
 def _moves(mask: PackedMask | None, rho: float | Tensor, options: Options) -> bool:
