@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 
 import pytest
@@ -461,3 +462,39 @@ def test_small_operations_are_recorded_only_once_in_a_hundred_steps(monkeypatch,
         opt.minimize(lambda: model(torch.ones(1, width)).square().sum())
         found += [step] if opt.savings().reused else []
     assert found == list(recorded)
+
+
+def test_interruption_at_any_line_leaves_no_mode_on_torchs_stacks():
+    x, files = torch.randn(4, 6), ("replay.py", "savings.py")
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = sparsesam.SSAM(base, model, mask=sparsesam.fixed_mask("2.*"), norm="masked")
+
+    def interrupted_at(number):
+        """Whether a step had so many lines."""
+        count = 0
+
+        def trace(frame, event, _):
+            nonlocal count
+            if not frame.f_code.co_filename.endswith(files):
+                return None
+            count += event == "line"
+            if event == "line" and count == number:
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            opt.minimize(lambda: model(x).square().sum())
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+    lines = 0
+    while interrupted_at(lines + 1):
+        lines += 1
+        left = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+        assert left == (0, 0), lines
+    assert lines > 200

@@ -279,6 +279,7 @@ class Tape:
         self.given_away: set[int] = set()
         self.versioned: dict[int, Tensor] = {}  # outside memory that is known by its version
         self.checksums: dict[int, int] = {}
+        self._contexts = ExitStack()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -313,19 +314,20 @@ class Tape:
             self.release()
 
     def release(self) -> None:
-        """Drops everything that is kept."""
+        """Drops everything that is kept, and modes that Ctrl-C has left."""
+        self._contexts.close()
         for held in (self.entries, self.writes, self.given_away, self.versioned, self.checksums):
             held.clear()
 
     @contextmanager
     def _active(self, mode: _Mode) -> Iterator[None]:
-        with ExitStack() as stack:
+        with self._contexts as contexts:
             if self.start is not None:
                 hook = self.start.register_forward_pre_hook(lambda *_: setattr(mode, "has_started", True), prepend=True)
-                stack.enter_context(hook)
+                contexts.enter_context(hook)
             if not mode.is_idle:
-                stack.enter_context(_Watch(mode))
-                stack.enter_context(mode)
+                contexts.enter_context(_Watch(mode))
+                contexts.enter_context(mode)
             yield
 
     def outputs(self) -> list[Output]:

@@ -93,6 +93,7 @@ class Shortcuts:
         self.why_no_tape = why
         self.tape = None if why else Tape(moved, start=None if ddp is None else ddp.module)
         self.is_complete = True  # no gradient was left out
+        self._contexts = ExitStack()  # of the first pass
         self._by_filter = False  # of layers with kept filters, only their gradients were computed
 
     def _gradients_wanted(
@@ -130,7 +131,7 @@ class Shortcuts:
             self.inputs = None
         # DistributedDataParallel would wait for the gradients that are left out.
         averages = self._ddp is not None and not is_local and (self.inputs is not None or is_implicit)
-        with ExitStack() as stack:
+        with self._contexts as stack:
             if self._ddp is not None and (averages or is_local):
                 stack.enter_context(self._ddp.no_sync())
             if self.layers is not None:
@@ -194,7 +195,8 @@ class Shortcuts:
         return Savings(left_out, self.tape.reused, self.tape.operations, self.tape.ended)
 
     def release(self) -> bool:
-        """Drop the tape; returns whether recording was, or may be, worthwhile."""
+        """Drop the tape, and leave contexts that Ctrl-C has left open; returns whether recording is worthwhile."""
+        self._contexts.close()
         if self.tape is None:
             return True
         self.tape.release()
