@@ -15,7 +15,7 @@ from benchmarks.timing import show
 from sparsesam import fixed_mask
 from sparsesam.budget import BudgetMask, BudgetUnit, step_costs
 from sparsesam.lab.models import build_model
-from sparsesam.lab.models.vit import vit
+from sparsesam.lab.models.vit import VisionTransformer
 from sparsesam.masks.scores import Fisher
 
 #: The names with which the last block and the last stage, or half, of each model begin.
