@@ -16,7 +16,7 @@ def test_ours_with_interval_beside_papers(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     (drawn,) = compared(tmp_path, SEEDS | APART).table().renderables
     assert drawn.title.startswith("Table 9")
-    assert list(drawn.columns[1].cells)[:3] == ["81.00 (78.52 to 83.48)", "91.10 (88.37 to 93.83)", "–"]
+    assert list(drawn.columns[1].cells)[:3] == ["81.00 ± 2.48", "91.10 ± 2.73", "–"]
     assert list(drawn.columns[2].cells)[:3] == ["76.67", "77.25", "77.08"]
     assert drawn.caption == "6 of 21 runs"
 

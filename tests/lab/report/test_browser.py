@@ -247,14 +247,6 @@ def test_ticks_do_not_overlap(looked_at):
                     assert not any(overlap(box, other) for other in inner[:place]), figure
 
 
-def test_label_of_recommended_point_covers_no_other_point(looked_at):
-    figure = "accuracy-against-cost"
-    (word,) = boxes(looked_at, ".annotation-text-g")[figure]
-    points = boxes(looked_at, ".scatterlayer path.point")[figure]
-    assert len(points) == 4  # three variants and the ring
-    assert not any(overlap(word, point) for point in points)
-
-
 def test_swatches_of_legend_differ(looked_at):
     script = """() => [...document.querySelectorAll(".legend")].map(legend =>
         [...legend.querySelectorAll("svg")].map(swatch => swatch.innerHTML))"""

@@ -81,7 +81,7 @@ def test_first_figure_has_intervals_and_marks_recommended_point(tmp_path):
     part = sections(tmp_path)[1][DIGITS].parts[0]
     assert part.lead.startswith("Best choice: SAM, 91.0 ± 2.5 % at 2.00 × SGD’s passes")
     sgd, sam = part.blocks[0].panels[""]
-    assert (sgd.mark, sam.mark) == ("", "best choice")
+    assert (sgd.chosen, sam.chosen) == (False, True)
     width = 4.302653 / 3**0.5  # t(0.975, 2) times the standard error in points
     assert sam.bars[0] == pytest.approx((91 - width, 91 + width))
 

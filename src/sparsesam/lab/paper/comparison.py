@@ -13,7 +13,7 @@ from sparsesam.lab.display import Table, plural, to_rich
 from sparsesam.lab.experiment.confidence import MIN_SEEDS, rank
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Job
-from sparsesam.lab.paper.recipe import Column, Finished, MeanOverSeeds, Recipe, finished_results
+from sparsesam.lab.paper.recipe import Column, Finished, Recipe, finished_results
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class RecipeRuns:
         wanted = self.recipe.config(row, column).variant
         return [job for job in self.jobs if job.config.variant == wanted]
 
-    def numbers(self) -> dict[tuple[str, str], MeanOverSeeds]:
-        """Returns our numbers by row and column."""
+    def numbers(self) -> dict[tuple[str, str], dict[int, float]]:
+        """Returns our numbers by row and column, then by seed."""
         return self.recipe.numbers(self._finished())
 
     def _finished(self) -> Finished:
@@ -73,11 +73,11 @@ class RecipeRuns:
                 "five, without mask refreshes and loading of images; for mask refreshes, medians without the first."
             )
         cells = self.numbers()
-        seeds = sorted({len(cell.values) for cell in cells.values()})
+        seeds = sorted({len(values) for values in cells.values()})
         if seeds:
             machines = "; ".join(dict.fromkeys(_machine(job) for job in self.jobs if job.is_finished))
             count = plural(seeds[0], "seed") if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
-            intervals = "brackets hold the 95 % interval of the mean (Student's t)"
+            intervals = "± is the 95 % interval of the mean (Student's t)"
             if seeds[-1] < MIN_SEEDS:
                 intervals = "fewer than three seeds have no interval"
             yield f"On {machines}. {count} for each number; {intervals}."
@@ -93,12 +93,12 @@ def _part(table: Table, places: Sequence[int]) -> Table:
     return replace(table, columns=[table.columns[place].replace(": ", ":\n", 1) for place in places], rows=rows)
 
 
-def _best_of(column: Column, found: Mapping[str, MeanOverSeeds]) -> str:
+def _best_of(column: Column, found: Mapping[str, Mapping[int, float]]) -> str:
     """Describe the best row of a column, and the rows not significantly different from it."""
-    ranking = rank({row: cell.values for row, cell in found.items()}, highest=not column.is_timed)
+    ranking = rank(found, highest=not column.is_timed)
     if ranking is None:
         return f"{column.label}: no ranking with fewer than three seeds; --seeds 3 or more may show a difference."
-    few = [row for row, cell in found.items() if len(cell.values) < MIN_SEEDS]
+    few = [row for row, values in found.items() if len(values) < MIN_SEEDS]
     others, alike = len(found) - len(few) - 1, [row for row in ranking.alike if row != ranking.best]
     start = f"{column.label}: {ranking.best} is {'fastest' if column.is_timed else 'best'}"
     end = f" Not ranked, fewer than three seeds: {', '.join(few)}." if few else ""

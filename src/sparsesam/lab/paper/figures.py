@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from sparsesam.lab.data import Splits, corrupt, load_dataset
 from sparsesam.lab.display import Axis, Bar, Figure, Series, SeriesStyle, assign_styles, write_images, write_plot
+from sparsesam.lab.experiment.confidence import confidence_interval
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.result import EpochRecord, read_epochs
 from sparsesam.lab.experiment.run_directory import RunDirectory
@@ -109,8 +111,9 @@ def _sparsity(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
     for row, column in recipe.cells:
         method, at = row.split()[0], recipe.config(row, column).sparsity or 0.0
         if ours := cells.get((row, column.label)):
-            bar = ours.interval and (100 * ours.interval[0], 100 * ours.interval[1])
-            points.setdefault((column.label, method, False), []).append((at, 100 * ours.mean, bar))
+            shares = [100 * value for value in ours.values()]
+            bar = confidence_interval(shares, lowest=0.0, highest=100.0)
+            points.setdefault((column.label, method, False), []).append((at, statistics.fmean(shares), bar))
         theirs = recipe.rows[row]["paper"][places[column.label] :]
         if is_full and theirs:
             points.setdefault((column.label, method, True), []).append((at, theirs[0], None))

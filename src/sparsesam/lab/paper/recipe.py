@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any, Literal
 import yaml
 
 from sparsesam.lab.display import Cell, Table, cells, number
-from sparsesam.lab.experiment.confidence import confidence_interval
+from sparsesam.lab.experiment.confidence import half_width
 from sparsesam.lab.experiment.config import DEFAULTS, TrainConfig, from_mapping
 from sparsesam.lab.experiment.sweep import Sweep
 from sparsesam.lab.names import check_names
@@ -42,37 +41,19 @@ class Column:
     def is_timed(self) -> bool:
         return self.measure in TIMES
 
+    def show(self, values: Mapping[int, float]) -> str:
+        """Format our mean over the seeds, ± its 95 % interval from three seeds on: percentages, seconds or factors."""
+        scale = 1 if self.is_timed else 100
+        form = ".3g" if self.is_timed and self.relative_to is None else ".2f"
+        mean, width = statistics.fmean(values.values()), half_width(list(values.values()))
+        text = f"{'' if self.relative_to is None else '×'}{scale * mean:{form}}"
+        return text if width is None else f"{text} ± {scale * width:{form}}"
+
     def show_paper(self, number: float | None) -> str:
         """Format a number as the paper prints it."""
         if number is None:
             return "–"
         return f"{number:.2f}" if self.relative_to is None else f"×{number:g}"
-
-
-@dataclass(frozen=True)
-class MeanOverSeeds:
-    """Our number in a cell of a table, from at least one seed."""
-
-    values: Mapping[int, float]
-    column: Column
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.values.values())
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """The 95 % interval of the mean; None for fewer than three seeds."""
-        highest = math.inf if self.column.is_timed else 1.0
-        return confidence_interval(list(self.values.values()), lowest=0.0, highest=highest)
-
-    def __str__(self) -> str:
-        """The mean and its interval: percentages, seconds or factors."""
-        is_speed, scale = self.column.relative_to is not None, 1 if self.column.is_timed else 100
-        form = ".3g" if self.column.is_timed and not is_speed else ".2f"
-        text = f"{'×' if is_speed else ''}{scale * self.mean:{form}}"
-        interval = self.interval
-        return text if interval is None else f"{text} ({scale * interval[0]:{form}} to {scale * interval[1]:{form}})"
 
 
 @dataclass(frozen=True)
@@ -192,8 +173,8 @@ class Recipe:
         """Returns the runs whose time is measured, with seed 0."""
         return {self.config(row, column).variant for row, column in self.cells if column.is_timed}
 
-    def numbers(self, finished: Finished) -> dict[tuple[str, str], MeanOverSeeds]:
-        """Returns our numbers by row and column, for finished runs."""
+    def numbers(self, finished: Finished) -> dict[tuple[str, str], dict[int, float]]:
+        """Returns our numbers by row and column, then by seed, for finished runs."""
         found = {}
         for row, column in self.cells:
             values = self._values(row, column, finished)
@@ -201,7 +182,7 @@ class Recipe:
                 reference = self._values(column.relative_to, column, finished)
                 values = {seed: reference[seed] / value for seed, value in values.items() if seed in reference}
             if values:
-                found[row, column.label] = MeanOverSeeds(values, column)
+                found[row, column.label] = values
         return found
 
     def _values(self, row: str, column: Column, finished: Finished) -> dict[int, float]:
@@ -218,12 +199,14 @@ class Recipe:
         if self.scale == "full" and theirs:  # the same columns: ours and the paper's side by side
             order.sort(key=lambda place: place % len(theirs))
         for row in self.row_labels:
-            found = [numbers.get((row, column.label)) for column in columns]
-            shown = [Cell(str(cell), order=cell.mean) if cell else Cell("–") for cell in found]
+            found = [numbers.get((row, column.label), {}) for column in columns]
+            shown = [
+                Cell(column.show(values), order=statistics.fmean(values.values())) if values else Cell("–")
+                for column, values in zip(columns, found, strict=True)
+            ]
             printed = itertools.zip_longest(theirs, self.rows[row]["paper"][: len(theirs)])
             shown += [Cell(column.show_paper(number), order=number) for column, number in printed]
-            seeds = max((len(cell.values) for cell in found if cell), default=0)
-            lines.append(cells(row, *(shown[place] for place in order), seeds))
+            lines.append(cells(row, *(shown[place] for place in order), max(map(len, found))))
         headings = [headings[place] for place in order]
         return Table(f"paper-{self.label}-{self.scale}", caption, ["", *headings, "our seeds"], lines)
 

@@ -47,7 +47,7 @@ def _overrides(recipe: Recipe, configs: list[TrainConfig]) -> dict[str, Any]:
 
 def _caption(recipe: Recipe, runs: int) -> str:
     count = f", {plural(runs, 'run')}" if runs else ""
-    parts = [f"{recipe.title} ({recipe.label}, {recipe.scale} scale{count}). Brackets: 95 % interval of our mean."]
+    parts = [f"{recipe.title} ({recipe.label}, {recipe.scale} scale{count})."]
     if recipe.scale == "laptop":
         parts.append("The data set is not the paper’s: compare the differences between rows, not the values.")
     if recipe.overrides:
