@@ -50,7 +50,7 @@ def gpu(
     """
     where, half = torch.device(device), PRECISIONS[precision]
     torch.manual_seed(0)
-    wide = partial(vit, 10, 3, 32, patch_size=4, dim=384, depth=6, heads=6, mlp_ratio=4.0)
+    wide = partial(VisionTransformer, 10, 3, 32, patch_size=4, dim=384, depth=6, heads=6, mlp_ratio=4.0)
     network = (wide() if model == "vit" else build_model(model)).to(where)
     images, labels = (tensor.to(where) for tensor in cifar_batch(batch))
     cases = {
