@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import get_args
 
 import torch
@@ -40,7 +39,7 @@ def budget(
     data = cifar_batch(batch)
     for name in models:
         torch.manual_seed(0)
-        model = partial(VisionTransformer, patch_size=4, dim=192, depth=4, heads=3)() if name == "vit" else build_model(name)
+        model = VisionTransformer(patch_size=4, dim=192, depth=4, heads=3) if name == "vit" else build_model(name)
         block, stage = TAILS["vit" if name == "vit" else "resnet"]
         costs = step_costs(model, data[0], how="cpu-time" if session.cpu_time else "time")
         masks = {

@@ -40,7 +40,7 @@ def test_wide_table_is_drawn_in_parts_that_keep_ours_beside_papers(monkeypatch):
 
 def test_tuning_of_baseline_is_stated(tmp_path):
     words = " ".join(compared(tmp_path, SEEDS).sentences())
-    assert "SGD's epochs and weight decay (12 and 0.03) were tuned on validation images" in words
+    assert "SGD's epochs, weight_decay were tuned on validation images, the others' were not" in words
 
 
 def test_rows_that_seeds_cannot_distinguish_are_named(tmp_path):

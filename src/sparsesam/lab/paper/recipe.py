@@ -1,11 +1,11 @@
-"""The paper's tables and figures as recipes: their runs at two scales, and the paper's numbers beside ours."""
+"""The paper's tables and figures as recipes: their runs at two scales, and the paper's numbers."""
 
 from __future__ import annotations
 
 import itertools
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import yaml
 
-from sparsesam.lab.display import Cell, Table, cells, number
 from sparsesam.lab.experiment.confidence import half_width
 from sparsesam.lab.experiment.config import DEFAULTS, TrainConfig, from_mapping
 from sparsesam.lab.experiment.sweep import Sweep
@@ -22,8 +21,6 @@ from sparsesam.lab.names import check_names
 from sparsesam.utils.checks import nearest
 
 Scale = Literal["laptop", "full"]
-#: Results by canonical config with seed 0, and by seed.
-Finished = dict[TrainConfig, dict[int, Mapping[str, Any]]]
 #: Measures of time, from short separate runs, after warm-up; step times exclude mask refreshes.
 TIMES = ("warm_seconds_per_step", "warm_seconds_per_epoch", "seconds_per_mask")
 
@@ -43,6 +40,8 @@ class Column:
 
     def show(self, values: Mapping[int, float]) -> str:
         """Format our mean over the seeds, ± its 95 % interval from three seeds on: percentages, seconds or factors."""
+        if not values:
+            return "–"
         scale = 1 if self.is_timed else 100
         form = ".3g" if self.is_timed and self.relative_to is None else ".2f"
         mean, width = statistics.fmean(values.values()), half_width(list(values.values()))
@@ -83,13 +82,7 @@ class Recipe:
     @property
     def remarks(self) -> list[str]:
         """Notes on the table and on its runs at this scale."""
-        found = [*self.notes, *self._scaled.get("notes", ())]
-        baselines = [self.config(row, column) for row, column in self.cells if column.settings.get("sgd")]
-        tuned = {f"{one.epochs} and {one.weight_decay:g}": None for one in baselines if one.optimizer == "sgd"}
-        if tuned and self.scale == "laptop":
-            words = "were tuned on validation images, once for each network and task; the others' were not"
-            found.append(f"SGD's epochs and weight decay ({'; '.join(tuned)}) {words}.")
-        return found
+        return [*self.notes, *self._scaled.get("notes", ())]
 
     @property
     def has_numbers(self) -> bool:
@@ -172,52 +165,6 @@ class Recipe:
     def timed(self) -> set[TrainConfig]:
         """Returns the runs whose time is measured, with seed 0."""
         return {self.config(row, column).variant for row, column in self.cells if column.is_timed}
-
-    def numbers(self, finished: Finished) -> dict[tuple[str, str], dict[int, float]]:
-        """Returns our numbers by row and column, then by seed, for finished runs."""
-        found = {}
-        for row, column in self.cells:
-            values = self._values(row, column, finished)
-            if column.relative_to is not None:
-                reference = self._values(column.relative_to, column, finished)
-                values = {seed: reference[seed] / value for seed, value in values.items() if seed in reference}
-            if values:
-                found[row, column.label] = values
-        return found
-
-    def _values(self, row: str, column: Column, finished: Finished) -> dict[int, float]:
-        results = finished.get(self.config(row, column).variant, {})
-        found = {seed: number(result.get(column.measure)) for seed, result in results.items()}
-        return {seed: value for seed, value in found.items() if value is not None}
-
-    def comparison(self, finished: Finished, caption: str = "") -> Table:
-        """Returns a table of our means over the seeds with 95 % intervals, beside the paper's numbers."""
-        columns, theirs = self.columns, self.at("full").columns if self.has_numbers else []
-        numbers, lines = self.numbers(finished), []
-        headings = [*(f"ours: {column.label}" for column in columns), *(f"paper: {column.label}" for column in theirs)]
-        order = list(range(len(headings)))
-        if self.scale == "full" and theirs:  # the same columns: ours and the paper's side by side
-            order.sort(key=lambda place: place % len(theirs))
-        for row in self.row_labels:
-            found = [numbers.get((row, column.label), {}) for column in columns]
-            shown = [
-                Cell(column.show(values), order=statistics.fmean(values.values())) if values else Cell("–")
-                for column, values in zip(columns, found, strict=True)
-            ]
-            printed = itertools.zip_longest(theirs, self.rows[row]["paper"][: len(theirs)])
-            shown += [Cell(column.show_paper(number), order=number) for column, number in printed]
-            lines.append(cells(row, *(shown[place] for place in order), max(map(len, found))))
-        headings = [headings[place] for place in order]
-        return Table(f"paper-{self.label}-{self.scale}", caption, ["", *headings, "our seeds"], lines)
-
-
-def finished_results(runs: Iterable[tuple[TrainConfig, Mapping[str, Any] | None]]) -> Finished:
-    """Collect the results of finished runs from pairs of config and result."""
-    found: Finished = {}
-    for config, result in runs:
-        if result:
-            found.setdefault(config.variant, {})[config.seed] = result
-    return found
 
 
 @cache
