@@ -96,7 +96,7 @@ def _obtain(
             ) from error
         folder = cache / layout.folders[0]
         for archive in (file for file in files if ".tar" in file.suffixes):
-            unpack(archive, folder)
+            unpack(archive, folder, (*layout.train, *layout.test))
             if not given:
                 archive.unlink()
         return layout, folder
