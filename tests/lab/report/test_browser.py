@@ -323,6 +323,22 @@ def test_equal_points_do_not_hide_each_other(opened, tmp_path):
     assert not any(overlap(first, second) for i, first in enumerate(points) for second in points[:i])
 
 
+def test_bands_appear_when_three_curves_are_left(opened, tmp_path):
+    for seed in range(3):
+        for optimizer in ("sgd", "sam", "asam", "gsam"):
+            write_run(tmp_path / f"{optimizer}{seed}", optimizer=optimizer, seed=seed, accuracy=0.8 + seed / 50)
+    write_report([tmp_path], tmp_path / "report.html")
+    figure = opened(tmp_path / "report.html").locator("#figure-test-accuracy")
+    figure.scroll_into_view_if_needed()
+    figure.locator(".main-svg").first.wait_for(state="attached")
+    bands = figure.locator(".scatterlayer .js-fill")
+    assert bands.count() == 0
+    assert "when at most 3 curves are shown" in figure.locator("figcaption").inner_text()
+    figure.get_by_role("button", name="GSAM").click()
+    bands.first.wait_for(state="attached")
+    assert bands.count() == 3
+
+
 def test_svg_and_csv_are_saved(drawn):
     figure = drawn.locator("#figure-accuracy-against-cost")
     name, svg = saved(drawn, figure.get_by_role("button", name="SVG"))

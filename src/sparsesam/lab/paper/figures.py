@@ -86,8 +86,8 @@ def _curves(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
 
     def series(row: str, style: SeriesStyle, column: Column, name: str, factor: float) -> Series:
         values = factor * np.array([[getattr(record, name) for record in run] for run in _epochs(trained, row, column)])
-        bars = list(zip(values.min(0).tolist(), values.max(0).tolist(), strict=True)) if len(values) > 1 else None
-        return style.series(row, range(1, values.shape[1] + 1), values.mean(0), bars=bars)
+        bars = [confidence_interval(at_epoch, lowest=0.0) for at_epoch in values.T.tolist()]
+        return style.series(row, range(1, values.shape[1] + 1), values.mean(0), bars=bars if any(bars) else None)
 
     figures = []
     for name, title, unit, factor in (
@@ -99,7 +99,7 @@ def _curves(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
             for column in trained.recipe.columns
         }
         figures.append(Figure(name, title, "", Axis("epoch", whole=True), Axis(title.lower() + unit), panels))
-    return figures, ["Lines are means over the seeds, shades extend from the lowest to the highest."]
+    return figures, ["Lines are means over the seeds, shades their 95 % intervals from three seeds on."]
 
 
 def _sparsity(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
