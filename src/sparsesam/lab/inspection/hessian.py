@@ -38,7 +38,7 @@ class HessianResult(AnalysisResult):
 class HessianAnalysis(LayerAnalysis[HessianResult]):
     help = "the Hessian's largest eigenvalues, trace and spectral density"
     title = "Hessian"
-    caption = "Curvature: a smaller lambda_1 and a smaller trace mean a flatter minimum. ± is the 95 % interval over random vectors."
+    caption = "Curvature: flatter minima have a smaller lambda_1 and trace. ± is the 95 % interval over random vectors."
     files = ("hessian", "hessian-layers")
     result_type = HessianResult
 

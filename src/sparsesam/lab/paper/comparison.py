@@ -89,13 +89,13 @@ class RecipeRuns:
     def sentences(self) -> Iterator[str]:
         """Yield what the table does not show: what ran, on which machine, and which differences are significant."""
         recipe, configs = self.recipe, [job.config for job in self.jobs]
-        trained = ", ".join(dict.fromkeys(f"{one.model} on {one.dataset}" for one in configs))
+        trained = ", ".join(dict.fromkeys(f"{config.model} on {config.dataset}" for config in configs))
         yield f"Ours: {trained}; {recipe.scale} scale."
         if recipe.overrides:
             changed = ", ".join(f"{name}={value}" for name, value in recipe.overrides.items())
             yield f"Overridden by --set in every run: {changed}. These are not the recipe's own settings."
         if recipe.scale == "laptop":
-            noise = sorted({one.label_noise for one in configs if one.label_noise})
+            noise = sorted({config.label_noise for config in configs if config.label_noise})
             if noise:
                 shares = " or ".join(f"{100 * share:g} %" for share in noise)
                 yield f"{shares} of the training labels are wrong; the test labels are clean."

@@ -143,7 +143,7 @@ class Recipe:
         for timed in (False, True):  # times are measured in separate runs
             cells = [cell for cell in self.cells if cell[1].is_timed is timed]
             planned = [self.at(self.scale).config(*cell) for cell in cells]
-            varied = [name for name in self.overrides if len({getattr(one, name) for one in planned}) > 1]
+            varied = [name for name in self.overrides if len({getattr(config, name) for config in planned}) > 1]
             varied = [name for name in varied if name not in self.sgd_settings]
             runs = len({config.content_hash for config in planned})
             if varied or len({self.config(*cell).content_hash for cell in cells}) < runs:
@@ -170,13 +170,13 @@ class Recipe:
 @cache
 def recipes() -> dict[str, Recipe]:
     content = yaml.safe_load((resources.files("sparsesam.lab.paper") / "recipes.yaml").read_text())
-    return {label: Recipe(label, **one) for label, one in content["recipes"].items()}
+    return {label: Recipe(label, **fields) for label, fields in content["recipes"].items()}
 
 
 def recipe(name: str) -> Recipe:
     """Find a recipe by its LaTeX label in the paper, with or without prefix, an alias, or its number: "figure 7"."""
-    as_written = {one: found for found in recipes().values() for one in found.names}
-    plain = {_plain(one): found for one, found in as_written.items() if ":" not in one}
+    as_written = {known: found for found in recipes().values() for known in found.names}
+    plain = {_plain(known): found for known, found in as_written.items() if ":" not in known}
     found = as_written.get(name) or plain.get(_plain(name))
     if found is None:
         meant = nearest(name, as_written, otherwise="no name is similar;")
