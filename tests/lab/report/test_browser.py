@@ -313,14 +313,15 @@ def test_click_on_run_shows_its_settings(drawn):
 
 
 def test_equal_points_do_not_hide_each_other(opened, tmp_path):
-    for optimizer in ("sgd", "sam", "asam"):
+    for optimizer in ("sgd", "sam", "asam", "gsam", "wsam"):
         write_run(tmp_path / optimizer, optimizer=optimizer, accuracy=0.9)
     write_report([tmp_path], tmp_path / "report.html")
-    page = opened(tmp_path / "report.html", **DESKTOP)
-    page.locator("figure .main-svg").first.wait_for(state="attached")
-    points = boxes(page, ".scatterlayer path.point")["accuracy-against-cost"]
-    assert len(points) == 3
-    assert not any(overlap(first, second) for i, first in enumerate(points) for second in points[:i])
+    for options in (PHONE, DESKTOP):
+        page = opened(tmp_path / "report.html", **options)
+        page.locator("figure .main-svg").first.wait_for(state="attached")
+        points = boxes(page, ".scatterlayer path.point")["accuracy-against-cost"]
+        assert len(points) == 5
+        assert not any(overlap(first, second) for i, first in enumerate(points) for second in points[:i])
 
 
 def test_bands_appear_when_three_curves_are_left(opened, tmp_path):

@@ -60,14 +60,15 @@
     if (series.faint) return lines(series, colors, false);
     const many = series.x.length > 50;
     const color = fade(colors.of(series.color), strength(series, 2) * (many ? 0.5 : 1));
-    const x = series.x.map((one) => one + series.shift);
+    // Relative to a narrow chart, markers are larger.
+    const x = series.x.map((value) => value + series.shift * (isNarrow(figure) ? 2 : 1));
     const length = (end, sign) => series.y.map((y, i) => (series.bars?.[i] ? sign * (series.bars[i][end] - y) : 0));
     const bars = { symmetric: false, array: length(1, 1), arrayminus: length(0, -1) };
     const ring = { type: "scatter", mode: "markers", x, y: series.y, hoverinfo: "skip", marker: { color, symbol: "circle-open", size: 22, line: { width: 2 } } };
     return [...(series.chosen ? [ring] : []), {
       type: "scatter", mode: "markers", name: literal(series.name), x, y: series.y, customdata: series.x,
       hovertemplate: many ? undefined : "%{customdata:.3~f}, %{y:.2f}",
-      marker: { color, symbol: many ? "circle" : SYMBOLS[series.marker % SYMBOLS.length] + (isOpen(series) ? "-open" : ""), size: many ? 4 : element(figure).clientWidth < 450 ? 8 : 11, line: { width: isOpen(series) ? 2 : 0 } },
+      marker: { color, symbol: many ? "circle" : SYMBOLS[series.marker % SYMBOLS.length] + (isOpen(series) ? "-open" : ""), size: many ? 4 : isNarrow(figure) ? 8 : 11, line: { width: isOpen(series) ? 2 : 0 } },
       error_y: series.bars ? { type: "data", ...bars, color, thickness: 1.5, width: 5 } : undefined,
     }];
   }
@@ -139,7 +140,7 @@
       // The color bar has the title of z, which would be cut off beside the surface.
       const z = { ...plane(figure.z), title: { text: "" }, range: figure.range_z && figure.range_z[0] < figure.range_z[1] ? figure.range_z : undefined };
       // On a narrow screen the axes' titles need more room.
-      const distance = element(figure).clientWidth < 450 ? 1.6 : 1.08;
+      const distance = isNarrow(figure) ? 1.6 : 1.08;
       const eye = { x: 1.35 * distance, y: -1.45 * distance, z: 0.95 * distance };
       const scene = { aspectmode: "cube", domain: { x: [0, 0.92], y: [0, 1] }, xaxis: plane(figure.x), yaxis: plane(figure.y), zaxis: z, camera: { eye, center: { x: 0, y: 0, z: -0.2 } }, uirevision: "kept" };
       return { ...basic, dragmode: "orbit", margin: { l: 0, r: 0, t: 24, b: 0 }, scene };
@@ -167,6 +168,7 @@
 
   const config = { responsive: true, displaylogo: false, displayModeBar: isTouched ? false : "hover", modeBarButtonsToRemove: ["toImage", "lasso2d", "select2d"] };
   const element = (figure) => document.getElementById(`figure-${figure.name}`);
+  const isNarrow = (figure) => element(figure).clientWidth < 450;
 
   function draw(figure, scheme, width) {
     const colors = palette(scheme);
