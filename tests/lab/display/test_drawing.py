@@ -91,10 +91,12 @@ def test_nothing_is_cut_and_legend_does_not_cover_data(count):
         assert drawing.bbox.y0 - 1 <= box.y0 <= box.y1 <= drawing.bbox.y1 + 1
 
 
-def test_chosen_point_has_ring():
+def test_chosen_point_has_ring_and_name_in_legend():
     series = [Series(f"variant {i}", "blue", [i], [90 + i], i, chosen=i == 1) for i in range(3)]
     drawing = draw([figure({"": series}, "points")])
-    (axes,) = drawing.subfigs[0].subfigs[0].axes
+    (part,) = drawing.subfigs[0].subfigs
+    (axes,) = part.axes
+    assert [text.get_text() for text in part.legends[0].texts] == ["variant 0", "variant 1 (best choice)", "variant 2"]
     rings = [line.get_xydata().tolist() for line in axes.lines if line.get_markersize() > 10]
     assert rings == [[[1, 91]]]
 

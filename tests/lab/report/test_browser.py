@@ -247,6 +247,12 @@ def test_ticks_do_not_overlap(looked_at):
                     assert not any(overlap(box, other) for other in inner[:place]), figure
 
 
+def test_chosen_point_has_ring_and_name_in_legend(looked_at):
+    figure = looked_at.locator("#figure-accuracy-against-cost")
+    assert figure.locator(".legend button").all_text_contents() == ["●SGD", "▲SAM", "✖SSAM-F (best choice)"]
+    assert figure.locator(".scatterlayer path.point").count() == 4  # three variants and the ring
+
+
 def test_swatches_of_legend_differ(looked_at):
     script = """() => [...document.querySelectorAll(".legend")].map(legend =>
         [...legend.querySelectorAll("svg")].map(swatch => swatch.innerHTML))"""

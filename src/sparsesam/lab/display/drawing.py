@@ -155,7 +155,8 @@ def _draw_curves(axes: Canvas, figure: Figure, panel: Sequence[Series]) -> None:
         bars = None if ends is None else np.nan_to_num(np.abs(ends - y))
         is_line = figure.kind == "lines" or series.faint
         looks = len(_DASHES) if is_line else 2  # of the variants of a method, before they become fainter
-        style = {"color": color, "label": _literal(series.name), "alpha": max(0.4, 1 - 0.3 * (series.variant // looks))}
+        label = f"{series.name} (best choice)" if series.chosen else series.name
+        style = {"color": color, "label": _literal(label), "alpha": max(0.4, 1 - 0.3 * (series.variant // looks))}
         if is_line:
             axes.plot(x, y, linestyle=":" if series.faint else _DASHES[series.variant % looks], linewidth=1.2, **style)
             if ends is not None and not figure.has_many_bands:

@@ -191,7 +191,7 @@
       const button = document.createElement("button");
       button.type = "button";
       button.setAttribute("aria-pressed", String(!figure.hidden.has(one.name)));
-      button.append(swatch(figure, one, colors), document.createTextNode(one.name));
+      button.append(swatch(figure, one, colors), document.createTextNode(one.chosen ? `${one.name} (best choice)` : one.name));
       button.addEventListener("click", () => {
         figure.hidden.has(one.name) ? figure.hidden.delete(one.name) : figure.hidden.add(one.name);
         draw(figure);
