@@ -1,3 +1,4 @@
+import gzip
 import io
 import re
 import tarfile
@@ -108,10 +109,15 @@ def test_folder_is_replaced_and_only_named_files_are_written(tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a.tar.gz", "here", "into", "one", "two"]
 
 
-def test_damaged_archive_raises_and_leaves_folder(tmp_path):
+def with_wrong_checksum(content):
+    return gzip.compress(gzip.decompress(content)[:600])[:-8] + bytes(8)
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:40], with_wrong_checksum])
+def test_damaged_archive_raises_and_leaves_folder(tmp_path, damage):
     archive, folder = write_tar(tmp_path / "a.tar.gz", {"here/one": b"1"}), tmp_path / "here"
     unpack(archive, folder, ["one"])
-    archive.write_bytes(archive.read_bytes()[:40])
+    archive.write_bytes(damage(archive.read_bytes()))
     with pytest.raises(DataError, match="expected a complete archive of files and folders"):
         unpack(archive, folder, ["one"])
     assert (folder / "one").read_bytes() == b"1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import logging
 import os
 import shutil
@@ -111,7 +112,7 @@ def unpack(archive: Path, folder: Path, names: Iterable[str]) -> None:
                 for member in tar:
                     if member.name in wanted and (file := tar.extractfile(member)) is not None:
                         complete.joinpath(Path(member.name).name).write_bytes(file.read())
-        except (EOFError, KeyError, tarfile.TarError, zlib.error) as error:
+        except (EOFError, KeyError, gzip.BadGzipFile, tarfile.TarError, zlib.error) as error:
             raise DataError(f"{archive}: expected a complete archive of files and folders, found {error}") from error
         shutil.rmtree(folder, ignore_errors=True)
         complete.replace(folder)
