@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import get_args
 
 import torch
@@ -15,7 +14,7 @@ from benchmarks.timing import show
 from sparsesam import fixed_mask
 from sparsesam.budget import BudgetMask, BudgetUnit, step_costs
 from sparsesam.lab.models import build_model
-from sparsesam.lab.models.vit import vit
+from sparsesam.lab.models.vit import VisionTransformer
 from sparsesam.masks.scores import Fisher
 
 #: The names with which the last block and the last stage, or half, of each model begin.
@@ -40,7 +39,7 @@ def budget(
     data = cifar_batch(batch)
     for name in models:
         torch.manual_seed(0)
-        model = partial(vit, patch_size=4, dim=192, depth=4, heads=3)() if name == "vit" else build_model(name)
+        model = VisionTransformer(patch_size=4, dim=192, depth=4, heads=3) if name == "vit" else build_model(name)
         block, stage = TAILS["vit" if name == "vit" else "resnet"]
         costs = step_costs(model, data[0], how="cpu-time" if session.cpu_time else "time")
         masks = {

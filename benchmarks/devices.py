@@ -18,7 +18,7 @@ from benchmarks.runner import Session, benchmark
 from benchmarks.timing import Clock, show
 from sparsesam import perturbation
 from sparsesam.lab.models import build_model
-from sparsesam.lab.models.vit import vit
+from sparsesam.lab.models.vit import VisionTransformer
 from sparsesam.masks.packed import PackedMask
 from sparsesam.semi_structured import Hardware, choose_backend
 
@@ -50,7 +50,7 @@ def gpu(
     """
     where, half = torch.device(device), PRECISIONS[precision]
     torch.manual_seed(0)
-    wide = partial(vit, 10, 3, 32, patch_size=4, dim=384, depth=6, heads=6, mlp_ratio=4.0)
+    wide = partial(VisionTransformer, 10, 3, 32, patch_size=4, dim=384, depth=6, heads=6, mlp_ratio=4.0)
     network = (wide() if model == "vit" else build_model(model)).to(where)
     images, labels = (tensor.to(where) for tensor in cifar_batch(batch))
     cases = {
@@ -156,7 +156,7 @@ def nm_vit(
 
 def nm_case(name: str, width: int, side: int, batch: int, device: torch.device, precision: torch.dtype | None) -> Case:
     torch.manual_seed(0)
-    model = vit(10, 3, side, patch_size=1, dim=width, depth=1, heads=1, mlp_ratio=1.0)
+    model = VisionTransformer(10, 3, side, patch_size=1, dim=width, depth=1, heads=1, mlp_ratio=1.0)
     data = (torch.randn(batch, 3, side, side, device=device), torch.arange(batch, device=device) % 10)
     wrap = None if name == "Adam" else partial(nm_wrap, data=data, **NM_CASES[name])
     move = partial(nn.Module.to, device=device)

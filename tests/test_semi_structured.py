@@ -12,7 +12,7 @@ from torch.sparse.semi_structured import SparseSemiStructuredTensorCUSPARSELT as
 from torch.sparse.semi_structured import SparseSemiStructuredTensorCUTLASS as Cutlass
 
 import sparsesam
-from sparsesam.lab.models.vit import vit
+from sparsesam.lab.models.vit import VisionTransformer
 from sparsesam.masks.packed import PackedMask
 from sparsesam.semi_structured import Hardware, choose_backend, input_gradient, to_pack
 
@@ -90,7 +90,7 @@ def test_product_without_gpu_is_masked_and_dense(shape):
 
 def test_every_linear_layer_of_papers_vit_uses_sparse_product():
     """In bf16 with 2:4, and in float32 with 1:2; all but the classifier and what sees the pixels."""
-    model = vit(10, 3, 32, patch_size=4, dim=384, depth=1, heads=6, mlp_ratio=4.0)
+    model = VisionTransformer(10, 3, 32, patch_size=4, dim=384, depth=1, heads=6, mlp_ratio=4.0)
     inner = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and min(m.weight.shape) >= 384]
     assert len(inner) >= 3
     for layer in inner:

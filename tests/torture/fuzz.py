@@ -291,7 +291,7 @@ _ARCHIVE = _archive()
 
 def archive(folder: Path, rng: random.Random) -> object:
     (folder / "a.tar.gz").write_bytes(mutated(_ARCHIVE, rng))
-    return unpack(folder / "a.tar.gz", folder / "unpacked" / "data")
+    return unpack(folder / "a.tar.gz", folder / "unpacked" / "data", ["a"])
 
 
 def paper_recipe(folder: Path, rng: random.Random) -> object:

@@ -1,12 +1,9 @@
+"""An empty cache for each test, and a local web server that can be made to fail."""
+
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
 import pytest
-
-from tests.lab.data.server import serve
-
-
-@pytest.fixture
-def server():
-    with serve() as running:
-        yield running
 
 
 @pytest.fixture(autouse=True)
@@ -14,3 +11,51 @@ def cache(tmp_path, monkeypatch):
     """An empty cache for this test."""
     monkeypatch.setenv("SPARSESAM_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+class Server(ThreadingHTTPServer):
+    """``files`` by path; the first ``interruptions`` answers stop half-way; ``requests`` keeps the paths, ``ranges``
+    the requested parts.
+    """
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files, self.interruptions, self.has_ranges = {}, 0, True
+        self.requests, self.ranges = [], []
+
+    def url(self, name):
+        return f"http://127.0.0.1:{self.server_port}/{name}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.server.requests.append(self.path.lstrip("/"))
+        body = self.server.files.get(self.path.lstrip("/"))
+        if body is None:
+            return self.send_error(404)
+        wanted = self.headers.get("Range")
+        self.server.ranges.append(wanted)
+        start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted and self.server.has_ranges else 0
+        if start >= len(body):
+            return self.send_error(416)
+        body = body[start:]
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.server.interruptions:
+            self.server.interruptions -= 1
+            body = body[: len(body) // 2]
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    with Server() as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join()

@@ -35,17 +35,13 @@ def one_cut_out(image, top, left, chosen, size):
 
 @DTYPES
 @pytest.mark.parametrize("padding", [0, 1, 4])
-def test_crop_and_flip_equals_loop_over_images(dtype, padding):
-    images = batch(dtype)
-    tops, lefts, flips = draws(0, 2 * padding + 1), draws(0, 2 * padding + 1, seed=2), draws(0, 2, seed=3).bool()
-    expected = [one_crop_and_flip(*each, padding) for each in zip(images, tops, lefts, flips, strict=True)]
+@pytest.mark.parametrize("is_mirrored", [False, True])
+def test_crop_and_flip_equals_loop_over_images(dtype, padding, is_mirrored):
+    images, tops, lefts = batch(dtype), draws(0, 2 * padding + 1), draws(0, 2 * padding + 1, seed=2)
+    flips = draws(0, 2, seed=3).bool() if is_mirrored else None
+    each = zip(images, tops, lefts, [False] * 16 if flips is None else flips, strict=True)
+    expected = [one_crop_and_flip(*image_and_draws, padding) for image_and_draws in each]
     assert torch.equal(crop_and_flip(images, tops, lefts, flips, padding=padding), torch.stack(expected))
-
-
-def test_crop_without_flip_equals_loop_over_images():
-    images, tops, lefts = batch(torch.uint8), draws(0, 9), draws(0, 9, seed=2)
-    expected = [one_crop_and_flip(*each, False, 4) for each in zip(images, tops, lefts, strict=True)]
-    assert torch.equal(crop_and_flip(images, tops, lefts, None, padding=4), torch.stack(expected))
 
 
 @pytest.mark.parametrize("size", [1, 4, 7, 16])

@@ -91,32 +91,21 @@ def test_nothing_is_cut_and_legend_does_not_cover_data(count):
         assert drawing.bbox.y0 - 1 <= box.y0 <= box.y1 <= drawing.bbox.y1 + 1
 
 
-@pytest.mark.parametrize("marked", range(3))
-def test_label_of_marked_point_is_within_axes_and_covers_no_point(marked):
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    places = [1.0, 1.9, 2.0]
-    series = [
-        Series(
-            f"variant {i}",
-            "blue",
-            [x],
-            [90 + i],
-            i,
-            bars=[(89.5 + i, 90.5 + i)],
-            mark="recommended" if i == marked else "",
-        )
-        for i, x in enumerate(places)
-    ]
+def test_chosen_point_has_ring_and_name_in_legend():
+    series = [Series(f"variant {i}", "blue", [i], [90 + i], i, chosen=i == 1) for i in range(3)]
     drawing = draw([figure({"": series}, "points")])
-    canvas = FigureCanvasAgg(drawing)
-    canvas.draw()
-    (axes,) = drawing.subfigs[0].subfigs[0].axes
-    (word,) = (text for text in axes.texts if text.get_text() == "recommended")
-    box = word.get_window_extent(canvas.get_renderer())
-    assert axes.bbox.x0 <= box.x0 <= box.x1 <= axes.bbox.x1
-    for i, x in enumerate(places):
-        assert not box.contains(*axes.transData.transform((x, 90 + i)))
+    (part,) = drawing.subfigs[0].subfigs
+    (axes,) = part.axes
+    assert [text.get_text() for text in part.legends[0].texts] == ["variant 0", "variant 1 (best choice)", "variant 2"]
+    rings = [line.get_xydata().tolist() for line in axes.lines if line.get_markersize() > 10]
+    assert rings == [[[1, 91]]]
+
+
+@pytest.mark.parametrize(("count", "bands"), [(3, 3), (4, 0)])
+def test_bands_are_drawn_for_three_series_at_most(count, bands):
+    series = [Series(str(i), "blue", [1, 2], [i, i], bars=[(i - 1, i + 1)] * 2) for i in range(count)]
+    (axes,) = draw([figure({"": series})]).subfigs[0].subfigs[0].axes
+    assert len(axes.collections) == bands
 
 
 def test_plot_has_row_per_figure_without_single_points(tmp_path):

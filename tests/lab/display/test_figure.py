@@ -93,10 +93,8 @@ def test_points_that_hide_each_other_are_drawn_side_by_side():
     assert side_by_side([]) == []
 
 
-def test_many_intervals_are_bars_at_different_points():
-    series = [Series(str(i), "blue", list(range(30)), [1.0] * 30, bars=[(0.0, 2.0)] * 30) for i in range(7)]
-    drawn = figure({"": series})
-    shown = [drawn.bars_shown(series, one) for one in series]
-    assert all(len(places) >= 4 for places in shown)
-    assert len({place for places in shown for place in places}) == sum(map(len, shown))
-    assert drawn.bars_shown(series[:3], series[0]) is None
+def test_bands_of_more_than_three_series_are_many():
+    series = [Series(str(i), "blue", [0, 1], [1.0, 1.0], bars=[(0.0, 2.0)] * 2) for i in range(4)]
+    assert not figure({"": series[:3], "other": series[1:]}).has_many_bands
+    assert figure({"": series[:3], "other": series}).has_many_bands
+    assert not figure({"": series}, "points").has_many_bands

@@ -52,7 +52,7 @@ def test_papers_one_block_vit_has_sizes_of_its_table():
         "blocks.0.mlp.fc1.weight": (8192, 8192),
         "blocks.0.mlp.fc2.weight": (8192, 8192),
     }
-    assert parameters["position.table"].shape == (1, 32 * 32 + 1, 8192)
+    assert parameters["positions"].shape == (1, 32 * 32 + 1, 8192)
 
 
 def test_pooling_and_projection_of_papers_vit_are_options():
@@ -62,6 +62,6 @@ def test_pooling_and_projection_of_papers_vit_are_options():
             for name in ("", "-mean", "-no-projection", "-mean-no-projection")
         }
     projection = {"blocks.0.attention.proj.weight", "blocks.0.attention.proj.bias"}
-    assert names[""] - names["-mean"] == {"class_token.token"}
+    assert names[""] - names["-mean"] == {"class_token"}
     assert names[""] - names["-no-projection"] == projection
-    assert names[""] - names["-mean-no-projection"] == {"class_token.token", *projection}
+    assert names[""] - names["-mean-no-projection"] == {"class_token", *projection}

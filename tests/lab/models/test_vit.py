@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparsesam.lab.models import build_model, vit
+from sparsesam.lab.models import VisionTransformer, build_model
 from sparsesam.lab.models.vit import Attention
 
 
@@ -20,17 +20,17 @@ def test_attention_is_softmax_of_scaled_products():
 def test_every_matrix_belongs_to_plain_layer():
     modules = dict(build_model("vit-tiny-small").named_modules())
     owners = {type(module).__name__ for module in modules.values() for _ in module.parameters(recurse=False)}
-    assert owners == {"Conv2d", "Linear", "LayerNorm", "ClassToken", "PositionEmbedding"}
+    assert owners == {"Conv2d", "Linear", "LayerNorm", "VisionTransformer"}
     assert not any(isinstance(module, nn.MultiheadAttention) for module in modules.values())
 
 
 def test_order_of_patches_matters_only_through_positions():
     torch.manual_seed(0)
-    model = vit(4, 1, 8, patch_size=4, dim=12, depth=2, heads=3).eval()
+    model = VisionTransformer(4, 1, 8, patch_size=4, dim=12, depth=2, heads=3).eval()
     images = torch.randn(2, 1, 8, 8)
     swapped = torch.cat([images[..., 4:], images[..., :4]], dim=-1)
     assert not torch.allclose(model(images), model(swapped), atol=1e-6)
-    nn.init.zeros_(model.position.table)
+    nn.init.zeros_(model.positions)
     assert torch.allclose(model(images), model(swapped), atol=1e-6)
 
 
@@ -41,13 +41,13 @@ def test_patches_must_tile_image():
 
 def test_heads_must_divide_dimension():
     with pytest.raises(ValueError, match="heads must divide dim, got heads=5 for dim=12"):
-        vit(4, 1, 8, patch_size=4, dim=12, depth=1, heads=5)
+        VisionTransformer(4, 1, 8, patch_size=4, dim=12, depth=1, heads=5)
 
 
 def test_head_can_use_mean_over_patches():
     torch.manual_seed(0)
-    model = vit(4, 1, 8, patch_size=4, dim=12, depth=1, heads=3, pool="mean", projects=False).eval()
+    model = VisionTransformer(4, 1, 8, patch_size=4, dim=12, depth=1, heads=3, pool="mean", projects=False).eval()
     images = torch.randn(2, 1, 8, 8)
-    tokens = model[:-2](images)
+    tokens = model.patches(images).flatten(2).transpose(1, 2)
     assert tokens.shape == (2, 4, 12)
-    assert torch.allclose(model(images), model.head(tokens.mean(1)))
+    assert torch.equal(model(images), model.head(model.norm(model.blocks(tokens + model.positions)).mean(1)))

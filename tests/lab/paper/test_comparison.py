@@ -16,7 +16,7 @@ def test_ours_with_interval_beside_papers(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     (drawn,) = compared(tmp_path, SEEDS | APART).table().renderables
     assert drawn.title.startswith("Table 9")
-    assert list(drawn.columns[1].cells)[:3] == ["81.00 (78.52 to 83.48)", "91.10 (88.37 to 93.83)", "–"]
+    assert list(drawn.columns[1].cells)[:3] == ["81.00 ± 2.48", "91.10 ± 2.73", "–"]
     assert list(drawn.columns[2].cells)[:3] == ["76.67", "77.25", "77.08"]
     assert drawn.caption == "6 of 21 runs"
 
@@ -40,7 +40,7 @@ def test_wide_table_is_drawn_in_parts_that_keep_ours_beside_papers(monkeypatch):
 
 def test_tuning_of_baseline_is_stated(tmp_path):
     words = " ".join(compared(tmp_path, SEEDS).sentences())
-    assert "SGD's epochs and weight decay (12 and 0.03) were tuned on validation images" in words
+    assert "SGD's epochs, weight_decay were tuned on validation images, the others' were not" in words
 
 
 def test_rows_that_seeds_cannot_distinguish_are_named(tmp_path):

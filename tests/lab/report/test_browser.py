@@ -247,12 +247,10 @@ def test_ticks_do_not_overlap(looked_at):
                     assert not any(overlap(box, other) for other in inner[:place]), figure
 
 
-def test_label_of_recommended_point_covers_no_other_point(looked_at):
-    figure = "accuracy-against-cost"
-    (word,) = boxes(looked_at, ".annotation-text-g")[figure]
-    points = boxes(looked_at, ".scatterlayer path.point")[figure]
-    assert len(points) == 4  # three variants and the ring
-    assert not any(overlap(word, point) for point in points)
+def test_chosen_point_has_ring_and_name_in_legend(looked_at):
+    figure = looked_at.locator("#figure-accuracy-against-cost")
+    assert figure.locator(".legend button").all_text_contents() == ["●SGD", "▲SAM", "✖SSAM-F (best choice)"]
+    assert figure.locator(".scatterlayer path.point").count() == 4  # three variants and the ring
 
 
 def test_swatches_of_legend_differ(looked_at):
@@ -321,14 +319,31 @@ def test_click_on_run_shows_its_settings(drawn):
 
 
 def test_equal_points_do_not_hide_each_other(opened, tmp_path):
-    for optimizer in ("sgd", "sam", "asam"):
+    for optimizer in ("sgd", "sam", "asam", "gsam", "wsam"):
         write_run(tmp_path / optimizer, optimizer=optimizer, accuracy=0.9)
     write_report([tmp_path], tmp_path / "report.html")
-    page = opened(tmp_path / "report.html", **DESKTOP)
-    page.locator("figure .main-svg").first.wait_for(state="attached")
-    points = boxes(page, ".scatterlayer path.point")["accuracy-against-cost"]
-    assert len(points) == 3
-    assert not any(overlap(first, second) for i, first in enumerate(points) for second in points[:i])
+    for options in (PHONE, DESKTOP):
+        page = opened(tmp_path / "report.html", **options)
+        page.locator("figure .main-svg").first.wait_for(state="attached")
+        points = boxes(page, ".scatterlayer path.point")["accuracy-against-cost"]
+        assert len(points) == 5
+        assert not any(overlap(first, second) for i, first in enumerate(points) for second in points[:i])
+
+
+def test_bands_appear_when_three_curves_are_left(opened, tmp_path):
+    for seed in range(3):
+        for optimizer in ("sgd", "sam", "asam", "gsam"):
+            write_run(tmp_path / f"{optimizer}{seed}", optimizer=optimizer, seed=seed, accuracy=0.8 + seed / 50)
+    write_report([tmp_path], tmp_path / "report.html")
+    figure = opened(tmp_path / "report.html").locator("#figure-test-accuracy")
+    figure.scroll_into_view_if_needed()
+    figure.locator(".main-svg").first.wait_for(state="attached")
+    bands = figure.locator(".scatterlayer .js-fill")
+    assert bands.count() == 0
+    assert "when at most 3 curves are shown" in figure.locator("figcaption").inner_text()
+    figure.get_by_role("button", name="GSAM").click()
+    bands.first.wait_for(state="attached")
+    assert bands.count() == 3
 
 
 def test_svg_and_csv_are_saved(drawn):

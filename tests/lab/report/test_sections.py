@@ -4,7 +4,6 @@ import pytest
 
 from sparsesam.lab.display.figure import Figure
 from sparsesam.lab.display.table import Table
-from sparsesam.lab.paper.recipe import recipe
 from sparsesam.lab.report.write import build_report
 from tests.lab.report.made_runs import PROVENANCE, analyses, write_analysis, write_every_analysis, write_run
 
@@ -81,7 +80,7 @@ def test_first_figure_has_intervals_and_marks_recommended_point(tmp_path):
     part = sections(tmp_path)[1][DIGITS].parts[0]
     assert part.lead.startswith("Best choice: SAM, 91.0 ± 2.5 % at 2.00 × SGD’s passes")
     sgd, sam = part.blocks[0].panels[""]
-    assert (sgd.mark, sam.mark) == ("", "best choice")
+    assert (sgd.chosen, sam.chosen) == (False, True)
     width = 4.302653 / 3**0.5  # t(0.975, 2) times the standard error in points
     assert sam.bars[0] == pytest.approx((91 - width, 91 + width))
 
@@ -155,47 +154,6 @@ def test_sparsities_are_drawn_beside_plain_level(tmp_path):
     plain, *masked = blocks(sections(tmp_path)[1][DIGITS])["accuracy-against-sparsity"].panels[""]
     assert (plain.faint, list(plain.y)) == (True, [70, 70])
     assert [one.x for one in masked] == [[0.5], [0.9]]
-
-
-# ---- the paper's tables ------------------------------------------------------------------------------------------
-
-
-def write_recipe(out, label, scale, leave_out=(), **overrides):
-    for number, job in enumerate(recipe(label).at(scale, overrides).sweep([0, 1]).jobs(out)):
-        if job.label not in leave_out:
-            settings = {**vars(job.config)}
-            epochs = settings.pop("epochs")
-            write_run(job.directory, epochs=1, planned=epochs, accuracy=0.5 + number / 100, **settings)
-
-
-def paper_tables(place):
-    found = sections(place)[1]
-    return list(blocks(found["paper"]).values()) if "paper" in found else []
-
-
-def test_papers_numbers_are_shown_in_recipe_directory_with_any_settings(tmp_path):
-    write_recipe(tmp_path / "paper" / "mask-strategy" / "laptop", "mask-strategy", "laptop", epochs=2)
-    (table,) = paper_tables(tmp_path)
-    sgd, sam, *_ = texts(table)
-    assert sgd == ["SGD", "53.50", "76.67", "2"]
-    assert (sam[0], sam[2]) == ("SAM", "77.25")
-    assert "Ours were run with epochs 2 instead of the recipe’s." in table.caption
-
-
-def test_recipe_run_elsewhere_is_recognized_by_all_its_cells(tmp_path):
-    write_recipe(tmp_path / "all", "mask-strategy", "laptop")
-    write_recipe(tmp_path / "most", "mask-strategy", "laptop", leave_out=("SAM, digits",))
-    assert [table.name for table in paper_tables(tmp_path / "all")] == ["paper-mask-strategy-laptop"]
-    assert paper_tables(tmp_path / "most") == []
-
-
-def test_incomplete_recipe_is_shown_in_its_directory(tmp_path):
-    out = tmp_path / "mask-strategy" / "laptop"
-    job = recipe("mask-strategy").sweep([0]).jobs(out)[0]
-    settings = {name: one for name, one in vars(job.config).items() if name != "epochs"}
-    write_run(job.directory, epochs=1, planned=30, finished=False, **settings)
-    (table,) = paper_tables(tmp_path)
-    assert texts(table)[0] == ["SGD", "–", "76.67", "0"]
 
 
 # ---- analyses ----------------------------------------------------------------------------------------------------

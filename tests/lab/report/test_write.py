@@ -58,10 +58,3 @@ def test_figures_are_written_beside_page(tmp_path):
     write_report([tmp_path / "runs"], tmp_path / "report.html", figures=tmp_path / "figures")
     made = {path.name for path in (tmp_path / "figures").iterdir()}
     assert {"test-accuracy.csv", "test-accuracy.svg", "test-accuracy.pdf", "accuracy-against-cost.pdf"} <= made
-
-
-def test_template_is_packaged():
-    from importlib import resources
-
-    assets = resources.files("sparsesam.lab.report") / "assets"
-    assert {"page.html", "page.css", "page.js"} <= {one.name for one in assets.iterdir()}

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from sparsesam.lab.commands.parser import Namespace, Parser
 from sparsesam.lab.commands.sweep import add_execution, execute, overrides, report_failures
-from sparsesam.lab.display import check_plot, plural
+from sparsesam.lab.display import check_plot
 from sparsesam.lab.experiment.setting_types import PositiveFloat, PositiveInt
 from sparsesam.lab.paper.choices import other_choices, settings_of
 from sparsesam.lab.paper.comparison import RecipeRuns
@@ -81,12 +81,9 @@ def _run(runs: RecipeRuns, options: Namespace, out: Path) -> None:
 
 
 def _dry_run(runs: RecipeRuns, seeds: int, tflops: float) -> None:
-    found = []
-    for label, one in dry_run(runs.recipe):
-        done = plural(one.steps, "step") if one.steps else f"built, no steps: {one.reason}"
-        _say(f"{label}: {done}")
-        found.append(one)
-    Console(highlight=False).print(cost_table(runs.recipe, found, seeds=seeds, tflops=tflops))
+    for line in dry_run(runs.recipe):
+        _say(line)
+    Console(highlight=False).print(cost_table(runs.recipe, seeds=seeds, tflops=tflops))
     source = ", the speed of the A100 that table 10 of the paper implies (ResNet-18 with SAM, 13.60 s per epoch)"
     given = f"{tflops:g} TFLOP/s{source if tflops == round(PAPER_TFLOPS, 1) else ''}; change it with --tflops"
     counted = "a backward pass counts as two forward passes, a Hessian-vector product as two of both"

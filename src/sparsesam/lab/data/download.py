@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import logging
 import os
 import shutil
 import tarfile
 import tempfile
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -98,24 +100,19 @@ def _resume(url: str, output_file: str, pooch: object, *, part: Path, progress: 
     part.replace(output_file)
 
 
-def unpack(archive: Path, folder: Path) -> None:
-    """Unpack the folder of that name atomically. Members outside of it are not written."""
+def unpack(archive: Path, folder: Path, names: Iterable[str]) -> None:
+    """Replace the folder by the named files of the archive's folder of that name; nothing else is written."""
+    wanted = {f"{folder.name}/{name}" for name in names}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as place:
+        complete = Path(place, folder.name)
+        complete.mkdir()
         try:
             with tarfile.open(archive) as tar:
-                if hasattr(tarfile, "data_filter"):
-                    tar.extractall(place, filter="data")
-                else:  # before Python 3.10.12 and 3.11.4
-                    if unsafe := [member.name for member in tar if not _is_plain(member, Path(place))]:
-                        raise tarfile.TarError(f"{unsafe[0]!r}, which is not a file or folder in it")
-                    tar.extractall(place)
-        except (EOFError, tarfile.TarError, zlib.error) as error:
+                for member in tar:
+                    if member.name in wanted and (file := tar.extractfile(member)) is not None:
+                        complete.joinpath(Path(member.name).name).write_bytes(file.read())
+        except (EOFError, KeyError, gzip.BadGzipFile, tarfile.TarError, zlib.error) as error:
             raise DataError(f"{archive}: expected a complete archive of files and folders, found {error}") from error
         shutil.rmtree(folder, ignore_errors=True)
-        Path(place, folder.name).replace(folder)
-
-
-def _is_plain(member: tarfile.TarInfo, place: Path) -> bool:
-    """Whether a member is a file or folder inside ``place``."""
-    return (member.isfile() or member.isdir()) and (place / member.name).resolve().is_relative_to(place.resolve())
+        complete.replace(folder)

@@ -58,7 +58,7 @@ def _labelled(what: str, split: Any, image: str, label: str, size: int | None) -
         if size is not None:
             picture = picture.resize((size, size))
         images.append(np.array(picture))
-    shapes = {one.shape for one in images}
+    shapes = {array.shape for array in images}
     if len(shapes) > 1:
         raise DataError(f"{what}: expected images of one size and mode, found {len(shapes)}; pass image_size")
     pixels = torch.from_numpy(np.stack(images))

@@ -96,7 +96,7 @@ def _obtain(
             ) from error
         folder = cache / layout.folders[0]
         for archive in (file for file in files if ".tar" in file.suffixes):
-            unpack(archive, folder)
+            unpack(archive, folder, (*layout.train, *layout.test))
             if not given:
                 archive.unlink()
         return layout, folder
@@ -109,7 +109,7 @@ def _cifar(
 
     def layout(form: str, md5: str, folder: str, suffix: str, read: Callable[..., Labelled]) -> Layout:
         archive = Remote(f"https://www.cs.toronto.edu/~kriz/{name}-{form}.tar.gz", md5)
-        return Layout((archive,), (folder, ""), tuple(one + suffix for one in train), (test + suffix,), read)
+        return Layout((archive,), (folder, ""), tuple(file + suffix for file in train), (test + suffix,), read)
 
     return (
         layout("binary", *binary[:2], ".bin", partial(read_cifar_binary, label_bytes=binary[2])),

@@ -149,30 +149,24 @@ def _draw_panel(canvas: Canvas, figure: Figure, title: str, panel: Sequence[Seri
 
 def _draw_curves(axes: Canvas, figure: Figure, panel: Sequence[Series]) -> None:
     """Draw lines with bands, or points with error bars; faint series are always lines."""
-    places = [series.x[0] for series in panel if len(series.x) == 1]
     for series in panel:
         x, y, color = _floats(series.x) + series.shift, _floats(series.y), COLORS[series.color][0]
         ends = None if series.bars is None else _floats([bar or (np.nan, np.nan) for bar in series.bars]).T
         bars = None if ends is None else np.nan_to_num(np.abs(ends - y))
-        is_line, shown = figure.kind == "lines" or series.faint, figure.bars_shown(panel, series)
+        is_line = figure.kind == "lines" or series.faint
         looks = len(_DASHES) if is_line else 2  # of the variants of a method, before they become fainter
-        style = {"color": color, "label": _literal(series.name), "alpha": max(0.4, 1 - 0.3 * (series.variant // looks))}
+        label = f"{series.name} (best choice)" if series.chosen else series.name
+        style = {"color": color, "label": _literal(label), "alpha": max(0.4, 1 - 0.3 * (series.variant // looks))}
         if is_line:
             axes.plot(x, y, linestyle=":" if series.faint else _DASHES[series.variant % looks], linewidth=1.2, **style)
-            if shown is not None and bars is not None:
-                axes.errorbar(x[shown], y[shown], yerr=bars[:, shown], fmt=".", markersize=3, color=color, capsize=2)
-            elif ends is not None:
+            if ends is not None and not figure.has_many_bands:
                 axes.fill_between(x, *ends, color=color, alpha=0.15, linewidth=0)
             continue
         many, fill = len(x) > 50, "none" if series.variant % 2 else color
         look, size = ("o", 3) if many else (_MARKERS[series.marker % len(_MARKERS)], 6)
         axes.errorbar(x, y, yerr=bars, fmt=look, markersize=size, markerfacecolor=fill, capsize=2, **style)
-        if series.mark:
-            axes.plot(x, series.y, "o", markersize=13, markerfacecolor="none", markeredgecolor=color)
-            # Toward the middle, so that the label stays within the axes.
-            gap, side = (10, "left") if 2 * series.x[0] <= min(places) + max(places) else (-10, "right")
-            offset = {"xytext": (gap, 0), "textcoords": "offset points"}
-            axes.annotate(_literal(series.mark), (x[0], series.y[0]), ha=side, va="center", **offset)
+        if series.chosen:
+            axes.plot(x, y, "o", markersize=13, markerfacecolor="none", markeredgecolor=color)
             axes.margins(0.12, 0.15)  # room for the ring
 
 

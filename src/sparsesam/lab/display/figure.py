@@ -57,7 +57,7 @@ OPTIMIZERS = {
     "esam": ("ESAM", "brown"),
     "zsharp": ("ZSharp", "lime"),
 }
-#: More intervals than this are drawn as a few bars each: as many bands would hide each other.
+#: More bands than this would hide each other: none are drawn.
 MOST_BANDS = 3
 
 
@@ -75,8 +75,8 @@ class Series:
     """``color``, ``marker`` and ``variant`` are those of its `SeriesStyle`.
 
     ``bars`` are the low and high end of an error bar, or band, at each point. ``z`` has a row for each y. A ``faint``
-    series is a thin dotted reference. A point with a ``mark`` has a ring and that label. ``shift`` is how far the
-    series is drawn to the right of its x, so that it does not hide another.
+    series is a thin dotted reference, a ``chosen`` point has a ring. ``shift`` is how far the series is drawn to the
+    right of its x, so that it does not hide another.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Series:
     bars: Sequence[Bar | None] | None = None
     z: Sequence[Sequence[Number]] | None = None
     faint: bool = False
-    mark: str = ""
+    chosen: bool = False
     shift: float = 0.0
 
     @property
@@ -167,14 +167,11 @@ class Figure:
         count = max if self.kind == "lines" else sum
         return any(count(panel or [0]) > 1 for panel in panels)
 
-    def bars_shown(self, panel: Sequence[Series], series: Series) -> list[int] | None:
-        """Returns the points at which to draw bars instead of a band, staggered among the series; None for a band."""
-        with_bars = [other for other in panel if other.bars]
-        if len(with_bars) <= MOST_BANDS or series not in with_bars:
-            return None
-        count = len(series.x)
-        step = max(-(-count // 6), min(count, len(with_bars)))
-        return [place for place in range(count) if (count - 1 - place) % step == with_bars.index(series) % step]
+    @property
+    def has_many_bands(self) -> bool:
+        """Whether a panel has more bands than are drawn at a time."""
+        bands = [sum(series.bars is not None for series in panel) for panel in self.panels.values()]
+        return self.kind == "lines" and max(bands) > MOST_BANDS
 
     def to_csv(self) -> str:
         """Returns the data as CSV with a header, one point per row."""

@@ -38,7 +38,7 @@ class HessianResult(AnalysisResult):
 class HessianAnalysis(LayerAnalysis[HessianResult]):
     help = "the Hessian's largest eigenvalues, trace and spectral density"
     title = "Hessian"
-    caption = "Curvature: a smaller lambda_1 and a smaller trace mean a flatter minimum. ± is the standard error."
+    caption = "Curvature: flatter minima have a smaller lambda_1 and trace. ± is the 95 % interval over random vectors."
     files = ("hessian", "hessian-layers")
     result_type = HessianResult
 
@@ -74,7 +74,7 @@ class HessianAnalysis(LayerAnalysis[HessianResult]):
         return {
             "lambda_1": spectrum.eigenvalues[0],
             "lambda_1 / lambda_5": spectrum.ratio,
-            "trace": number_cell(trace.trace, lambda value: plus_minus(value, trace.standard_error)),
+            "trace": number_cell(trace.trace, lambda value: plus_minus(value, 1.96 * trace.standard_error)),
             "smallest Ritz value": min(float(nodes.min()) for nodes in density.nodes),
             "weights": spectrum.size,
             "products": spectrum.products + trace.products + density.products,

@@ -11,7 +11,7 @@ from torch import nn
 from sparsesam.integrations.extras import required_by
 from sparsesam.lab.models.resnet import BasicBlock, Bottleneck, resnet, resnet18, wide_resnet
 from sparsesam.lab.models.vgg import small_cnn, vgg
-from sparsesam.lab.models.vit import vit, vit_tiny_small
+from sparsesam.lab.models.vit import VisionTransformer, vit_tiny_small
 from sparsesam.lab.names import accepted, call_function, find_function, look_up
 from sparsesam.utils.checks import nearest
 
@@ -20,7 +20,7 @@ _DEPTHS = {"vgg11": (1, 1, 2, 2, 2), "vgg13": (2, 2, 2, 2, 2), "vgg16": (2, 2, 3
 _VGGS = {name: [(64 * 2 ** min(i, 3),) * depth for i, depth in enumerate(depths)] for name, depths in _DEPTHS.items()}
 #: The SSAM paper's model for timing N:M products, one very wide block: 1x1 patches, one head, mlp ratio 1. The paper
 #: follows the original design, with a class token and a projection; its text does not exclude the other variants.
-_ONE_BLOCK = partial(vit, patch_size=1, dim=8192, depth=1, heads=1, mlp_ratio=1.0)
+_ONE_BLOCK = partial(VisionTransformer, patch_size=1, dim=8192, depth=1, heads=1, mlp_ratio=1.0)
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet18": resnet18,
@@ -32,8 +32,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     **{f"{name}-bn-4096": partial(vgg, stages, head="4096") for name, stages in _VGGS.items()},
     "wrn-28-10": partial(wide_resnet, 28, 10),
     "wrn-34-10": partial(wide_resnet, 34, 10),
-    "vit-b-16": partial(vit, patch_size=16, dim=768, depth=12, heads=12),
-    "vit-s-16": partial(vit, patch_size=16, dim=384, depth=12, heads=6),  # Touvron et al. 2021
+    "vit-b-16": partial(VisionTransformer, patch_size=16, dim=768, depth=12, heads=12),
+    "vit-s-16": partial(VisionTransformer, patch_size=16, dim=384, depth=12, heads=6),  # Touvron et al. 2021
     "vit-one-block-8192": _ONE_BLOCK,
     "vit-one-block-8192-mean": partial(_ONE_BLOCK, pool="mean"),
     "vit-one-block-8192-no-projection": partial(_ONE_BLOCK, projects=False),

@@ -13,41 +13,6 @@ from torch import Tensor, nn
 EPSILON = 1e-6
 
 
-class PatchEmbedding(nn.Module):
-    """(batch, channels, side, side) to (batch, patches, dim): a linear map of each patch."""
-
-    def __init__(self, in_channels: int, patch_size: int, dim: int) -> None:
-        super().__init__()
-        self.projection = nn.Conv2d(in_channels, dim, patch_size, stride=patch_size)
-
-    def forward(self, images: Tensor) -> Tensor:
-        patches: Tensor = self.projection(images)
-        return patches.flatten(2).transpose(1, 2)
-
-
-class ClassToken(nn.Module):
-    """Prepends a learned token: (batch, patches, dim) to (batch, 1 + patches, dim)."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.token = nn.Parameter(torch.zeros(1, 1, dim))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return torch.cat([self.token.expand(len(tokens), -1, -1), tokens], dim=1)
-
-
-class PositionEmbedding(nn.Module):
-    """Adds a learned vector to each position of (batch, tokens, dim)."""
-
-    def __init__(self, tokens: int, dim: int, std: float) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.empty(1, tokens, dim))
-        nn.init.normal_(self.table, std=std)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return tokens + self.table
-
-
 class Attention(nn.Module):
     """Multi-head self-attention over (batch, tokens, dim): softmax(q kᵀ / √(dim / heads)) v, and a projection."""
 
@@ -84,31 +49,7 @@ class TransformerBlock(nn.Module):
         return x
 
 
-class TokenPool(nn.Module):
-    """(batch, tokens, dim) to (batch, dim): the class token or the mean over the tokens."""
-
-    def __init__(self, kind: Literal["class", "mean"]) -> None:
-        super().__init__()
-        self.kind = kind
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return tokens[:, 0] if self.kind == "class" else tokens.mean(dim=1)
-
-
-def vit(
-    num_classes: int = 10,
-    in_channels: int = 3,
-    image_size: int = 32,
-    *,
-    patch_size: int,
-    dim: int,
-    depth: int,
-    heads: int,
-    mlp_ratio: float = 4.0,
-    position_std: float = 0.02,
-    pool: Literal["class", "mean"] = "class",
-    projects: bool = True,
-) -> nn.Sequential:
+class VisionTransformer(nn.Module):
     """Patches, class token, positions, ``depth`` blocks, a final normalization and a linear head on the class token.
 
     ``pool="mean"`` puts the head on the mean over the patches instead, without a class token. ``projects=False``
@@ -117,38 +58,58 @@ def vit(
     Weights are initialized as in the paper's code (Xavier; 1 / √fan-in for the patches), except for the head: with
     zeros as in that code, the first gradients and Fisher scores of all other weights would be zero.
     """
-    if image_size % patch_size:
-        raise ValueError(f"image_size must be a multiple of the patch size {patch_size}, got {image_size}")
-    blocks = [TransformerBlock(dim, heads, round(mlp_ratio * dim), projects=projects) for _ in range(depth)]
-    layers: dict[str, nn.Module] = {"patches": PatchEmbedding(in_channels, patch_size, dim)}
-    tokens = (image_size // patch_size) ** 2
-    if pool == "class":
-        layers["class_token"] = ClassToken(dim)
-        tokens += 1
-    layers |= {
-        "position": PositionEmbedding(tokens, dim, position_std),
-        "blocks": nn.Sequential(*blocks),
-        "norm": nn.LayerNorm(dim, eps=EPSILON),
-        "pool": TokenPool(pool),
-        "head": nn.Linear(dim, num_classes),
-    }
-    model = nn.Sequential(OrderedDict(layers))
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.xavier_uniform_(module.weight)
-        elif isinstance(module, nn.Conv2d):
-            nn.init.normal_(module.weight, std=module.weight[0].numel() ** -0.5)
-        if isinstance(module, nn.Linear | nn.Conv2d) and module.bias is not None:
-            nn.init.zeros_(module.bias)
-    return model
+
+    def __init__(
+        self,
+        num_classes: int = 10,
+        in_channels: int = 3,
+        image_size: int = 32,
+        *,
+        patch_size: int,
+        dim: int,
+        depth: int,
+        heads: int,
+        mlp_ratio: float = 4.0,
+        position_std: float = 0.02,
+        pool: Literal["class", "mean"] = "class",
+        projects: bool = True,
+    ) -> None:
+        super().__init__()
+        if image_size % patch_size:
+            raise ValueError(f"image_size must be a multiple of the patch size {patch_size}, got {image_size}")
+        blocks = [TransformerBlock(dim, heads, round(mlp_ratio * dim), projects=projects) for _ in range(depth)]
+        tokens = (image_size // patch_size) ** 2 + (pool == "class")
+        self.patches = nn.Conv2d(in_channels, dim, patch_size, stride=patch_size)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, dim)) if pool == "class" else None
+        self.positions = nn.Parameter(torch.empty(1, tokens, dim))
+        self.blocks = nn.Sequential(*blocks)
+        self.norm = nn.LayerNorm(dim, eps=EPSILON)
+        nn.init.normal_(self.positions, std=position_std)
+        self.head = nn.Linear(dim, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+            elif isinstance(module, nn.Conv2d):
+                nn.init.normal_(module.weight, std=module.weight[0].numel() ** -0.5)
+            if isinstance(module, nn.Linear | nn.Conv2d) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, in_channels, side, side) to (batch, num_classes)."""
+        tokens: Tensor = self.patches(images).flatten(2).transpose(1, 2)
+        if self.class_token is not None:
+            tokens = torch.cat([self.class_token.expand(len(tokens), -1, -1), tokens], dim=1)
+        tokens = self.norm(self.blocks(tokens + self.positions))
+        scores: Tensor = self.head(tokens.mean(dim=1) if self.class_token is None else tokens[:, 0])
+        return scores
 
 
-def vit_tiny_small(num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Sequential:
+def vit_tiny_small(num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> VisionTransformer:
     """Four blocks of 96 dimensions, patches of about an eighth of the side, at least two pixels: for a laptop's CPU.
 
     Position embeddings start as large as patches, not at 0.02: otherwise they take hundreds of steps to matter.
     """
     sizes = [size for size in range(min(2, image_size), image_size + 1) if image_size % size == 0]
     patch = min(sizes, key=lambda size: abs(size - image_size / 8))
-    tiny = partial(vit, patch_size=patch, dim=96, depth=4, heads=3, mlp_ratio=2.0, position_std=1.0)
-    return tiny(num_classes, in_channels, image_size)
+    tiny = partial(VisionTransformer, dim=96, depth=4, heads=3, mlp_ratio=2.0, position_std=1.0)
+    return tiny(num_classes, in_channels, image_size, patch_size=patch)

@@ -37,7 +37,7 @@ def settings_of(recipe: Recipe) -> list[Source]:
             found[name].setdefault(_mark(name, recipe, config), {})[str(getattr(config, name))] = None
     marked = [Source(name, tuple(values), mark) for name, marks in found.items() for mark, values in marks.items()]
     others = Source("every other", ("its default",), _SOURCES["ours"].format(read_choices()[recipe.scale]["*"]))
-    shown = [one for one in marked if (*one.values, one.mark) != (str(DEFAULTS[one.name]), others.mark)]
+    shown = [source for source in marked if (*source.values, source.mark) != (str(DEFAULTS[source.name]), others.mark)]
     return [*shown, others] if marked else []
 
 
@@ -45,9 +45,9 @@ def other_choices(recipe: Recipe) -> list[Source]:
     """Returns the decisions behind a recipe that are not settings; without runs, those that name the recipe."""
     configs: list[TrainConfig | None] = [recipe.config(row, column) for row, column in recipe.cells]
     return [
-        Source(one["name"], (one["what"],), _SOURCES[one["from"]].format(one["say"]))
-        for one in read_choices()["choices"]
-        if any(_fits(one["when"], recipe, config) for config in configs or [None])
+        Source(choice["name"], (choice["what"],), _SOURCES[choice["from"]].format(choice["say"]))
+        for choice in read_choices()["choices"]
+        if any(_fits(choice["when"], recipe, config) for config in configs or [None])
     ]
 
 
@@ -66,7 +66,7 @@ def _mark(name: str, recipe: Recipe, config: TrainConfig) -> str:
 def _fits(wanted: Mapping[str, Any], recipe: Recipe, config: TrainConfig | None) -> bool:
     """Whether each name in ``wanted`` has a value that matches one of its patterns."""
     values = {**(vars(config) if config else {}), "recipe": recipe.label}
-    listed = {name: one if isinstance(one, list) else [one] for name, one in wanted.items()}
+    listed = {name: patterns if isinstance(patterns, list) else [patterns] for name, patterns in wanted.items()}
     return all(
         any(fnmatchcase(str(values.get(name, "")), str(pattern)) for pattern in patterns)
         for name, patterns in listed.items()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from rich.console import Console, Group
 
-from sparsesam.lab.display import Table, plural, to_rich
+from sparsesam.lab.display import Table, cells, plural, to_rich
 from sparsesam.lab.experiment.confidence import MIN_SEEDS, rank
+from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Job
-from sparsesam.lab.paper.recipe import Column, Finished, MeanOverSeeds, Recipe, finished_results
+from sparsesam.lab.paper.recipe import Column, Recipe
 
 
 @dataclass(frozen=True)
@@ -24,22 +27,53 @@ class RecipeRuns:
     jobs: Sequence[Job]
     data_dir: Path | None = None
 
+    @cached_property
+    def _by_variant(self) -> dict[TrainConfig, list[Job]]:
+        found: dict[TrainConfig, list[Job]] = {}
+        for job in self.jobs:
+            found.setdefault(job.config.variant, []).append(job)
+        return found
+
     def of(self, row: str, column: Column) -> list[Job]:
         """Returns the runs of a cell, one per seed."""
-        wanted = self.recipe.config(row, column).variant
-        return [job for job in self.jobs if job.config.variant == wanted]
+        return self._by_variant.get(self.recipe.config(row, column).variant, [])
 
-    def numbers(self) -> dict[tuple[str, str], MeanOverSeeds]:
-        """Returns our numbers by row and column."""
-        return self.recipe.numbers(self._finished())
+    def numbers(self) -> dict[tuple[str, str], dict[int, float]]:
+        """Returns our numbers by row and column, then by seed, for finished runs."""
+        found = {}
+        for row, column in self.recipe.cells:
+            values = self._measured(row, column)
+            if column.relative_to is not None:
+                reference = self._measured(column.relative_to, column)
+                values = {seed: reference[seed] / value for seed, value in values.items() if seed in reference}
+            if values:
+                found[row, column.label] = values
+        return found
 
-    def _finished(self) -> Finished:
-        return finished_results((job.config, vars(job.result) if job.is_finished else None) for job in self.jobs)
+    def _measured(self, row: str, column: Column) -> dict[int, float]:
+        measured = {job.config.seed: getattr(job.result, column.measure, None) for job in self.of(row, column)}
+        return {seed: value for seed, value in measured.items() if value is not None}
+
+    def compared(self) -> Table:
+        """Returns a table of our means over the seeds, ± their 95 % intervals, beside the paper's numbers."""
+        recipe, numbers, lines = self.recipe, self.numbers(), []
+        columns, theirs = recipe.columns, recipe.at("full").columns if recipe.has_numbers else []
+        headings = [*(f"ours: {column.label}" for column in columns), *(f"paper: {column.label}" for column in theirs)]
+        order = list(range(len(headings)))
+        if recipe.scale == "full" and theirs:  # the same columns: ours and the paper's side by side
+            order.sort(key=lambda place: place % len(theirs))
+        for row in recipe.row_labels:
+            found = [numbers.get((row, column.label), {}) for column in columns]
+            shown = [column.show(values) for column, values in zip(columns, found, strict=True)]
+            printed = itertools.zip_longest(theirs, recipe.rows[row]["paper"][: len(theirs)])
+            shown += [column.show_paper(number) for column, number in printed]
+            lines.append(cells(row, *(shown[place] for place in order), max(map(len, found))))
+        return Table("comparison", "", ["", *(headings[place] for place in order), "our seeds"], lines)
 
     def table(self) -> Group:
         """Returns the comparison for the terminal, in several tables where one would be too wide."""
         recipe, console, unlimited = self.recipe, Console(), Console(width=10_000)
-        compared, step = recipe.comparison(self._finished()), 2 if recipe.scale == "full" and recipe.has_numbers else 1
+        compared, step = self.compared(), 2 if recipe.scale == "full" and recipe.has_numbers else 1
         *columns, seeds = range(1, len(compared.columns))
         parts: list[list[int]] = [[]]
         for together in (columns[place : place + step] for place in range(0, len(columns), step)):
@@ -55,17 +89,20 @@ class RecipeRuns:
     def sentences(self) -> Iterator[str]:
         """Yield what the table does not show: what ran, on which machine, and which differences are significant."""
         recipe, configs = self.recipe, [job.config for job in self.jobs]
-        trained = ", ".join(dict.fromkeys(f"{one.model} on {one.dataset}" for one in configs))
+        trained = ", ".join(dict.fromkeys(f"{config.model} on {config.dataset}" for config in configs))
         yield f"Ours: {trained}; {recipe.scale} scale."
         if recipe.overrides:
             changed = ", ".join(f"{name}={value}" for name, value in recipe.overrides.items())
             yield f"Overridden by --set in every run: {changed}. These are not the recipe's own settings."
         if recipe.scale == "laptop":
-            noise = sorted({one.label_noise for one in configs if one.label_noise})
+            noise = sorted({config.label_noise for config in configs if config.label_noise})
             if noise:
                 shares = " or ".join(f"{100 * share:g} %" for share in noise)
                 yield f"{shares} of the training labels are wrong; the test labels are clean."
             yield "Network and data are not the paper's: compare rows, not values."
+            if recipe.sgd_settings:
+                tuned = ", ".join(sorted(recipe.sgd_settings))
+                yield f"SGD's {tuned} were tuned on validation images, the others' were not; `paper show` lists them."
         yield from recipe.remarks
         if any(column.is_timed for column in recipe.columns):
             yield (
@@ -73,11 +110,11 @@ class RecipeRuns:
                 "five, without mask refreshes and loading of images; for mask refreshes, medians without the first."
             )
         cells = self.numbers()
-        seeds = sorted({len(cell.values) for cell in cells.values()})
+        seeds = sorted({len(values) for values in cells.values()})
         if seeds:
             machines = "; ".join(dict.fromkeys(_machine(job) for job in self.jobs if job.is_finished))
             count = plural(seeds[0], "seed") if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
-            intervals = "brackets hold the 95 % interval of the mean (Student's t)"
+            intervals = "± is the 95 % interval of the mean (Student's t)"
             if seeds[-1] < MIN_SEEDS:
                 intervals = "fewer than three seeds have no interval"
             yield f"On {machines}. {count} for each number; {intervals}."
@@ -93,12 +130,12 @@ def _part(table: Table, places: Sequence[int]) -> Table:
     return replace(table, columns=[table.columns[place].replace(": ", ":\n", 1) for place in places], rows=rows)
 
 
-def _best_of(column: Column, found: Mapping[str, MeanOverSeeds]) -> str:
+def _best_of(column: Column, found: Mapping[str, Mapping[int, float]]) -> str:
     """Describe the best row of a column, and the rows not significantly different from it."""
-    ranking = rank({row: cell.values for row, cell in found.items()}, highest=not column.is_timed)
+    ranking = rank(found, highest=not column.is_timed)
     if ranking is None:
         return f"{column.label}: no ranking with fewer than three seeds; --seeds 3 or more may show a difference."
-    few = [row for row, cell in found.items() if len(cell.values) < MIN_SEEDS]
+    few = [row for row, values in found.items() if len(values) < MIN_SEEDS]
     others, alike = len(found) - len(few) - 1, [row for row in ranking.alike if row != ranking.best]
     start = f"{column.label}: {ranking.best} is {'fastest' if column.is_timed else 'best'}"
     end = f" Not ranked, fewer than three seeds: {', '.join(few)}." if few else ""

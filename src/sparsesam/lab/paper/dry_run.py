@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -24,15 +24,12 @@ from sparsesam.lab.paper.figures import analysis_forwards
 from sparsesam.lab.paper.recipe import Recipe
 from sparsesam.utils.memory import SavedBytes
 
-#: Steps, and images per step on a CPU, unless a smaller ascent fraction needs more.
-STEPS, CPU_BATCH = 2, 2
-#: A CPU core does some 50 GFLOP per second: more than this takes minutes.
-CPU_FLOPS = 2e12
+#: Steps, and images per step on a CPU, unless a smaller ascent fraction needs more. A CPU core does some 50 GFLOP per
+#: second: steps of more than CPU_FLOPS take minutes.
+STEPS, CPU_BATCH, CPU_FLOPS = 2, 2, 2e12
 #: The speed of the paper's A100 implied by its table 10: ResNet-18, 50,000 images per epoch, two forward-backward
 #: passes of three times the forward's 1.11 GFLOP each, in 13.60 s.
 PAPER_TFLOPS = 50_000 * 2 * 3 * 1.1108 / 13.60 / 1e3
-
-
 #: Classes, channels, side and training images of each data set.
 SHAPES = {
     "digits": (10, 1, 8, 1000),
@@ -43,38 +40,25 @@ SHAPES = {
 
 
 class Cost(NamedTuple):
-    """Of one run or analysis, or the sum over several with the largest ``memory``; ``passes``: forward-backward."""
+    """Of a run, or of the analysis of its network, which takes no steps; ``passes``: forward-backward."""
 
-    runs: int
     steps: int
     passes: float
     flops: float
-    memory: float
-
-
-class DryRun(NamedTuple):
-    """``steps`` is the number of steps taken; ``reason`` says why none were taken."""
-
-    config: TrainConfig
-    cost: Cost
-    steps: int
-    reason: str = ""
-
-
-def shape_of(config: TrainConfig) -> tuple[int, int, int, int]:
-    if config.dataset not in SHAPES:
-        raise ValueError(
-            f"dataset must be one of {', '.join(SHAPES)} for a dry run, which loads no data, got {config.dataset!r}"
-        )
-    return SHAPES[config.dataset]
+    memory: float = 0.0
 
 
 @cache
-def measured_model(name: str, classes: int, channels: int, side: int) -> tuple[int, float, float]:
+def measure_model(name: str, dataset: str) -> tuple[int, float, float]:
     """Returns a model's parameters, the operations of a forward per image, and the bytes saved for its backward.
 
     It is built on the meta device, without memory or arithmetic.
     """
+    if dataset not in SHAPES:
+        raise ValueError(
+            f"dataset must be one of {', '.join(SHAPES)} for a dry run, which loads no data, got {dataset!r}"
+        )
+    classes, channels, side, _ = SHAPES[dataset]
     with torch.device("meta"):
         model, images = build_model(name, classes, channels, side), torch.empty(2, channels, side, side)
     saved = SavedBytes(model.parameters())
@@ -84,15 +68,15 @@ def measured_model(name: str, classes: int, channels: int, side: int) -> tuple[i
     return parameters, counter.get_total_flops() / len(images), saved.total / len(images)
 
 
-def cost(config: TrainConfig) -> Cost:
+def run_cost(config: TrainConfig) -> Cost:
     """Estimate the cost of a run: a backward pass costs two forward passes, the optimizer's arithmetic nothing.
 
     Memory holds weights, gradients and the base optimizer's state. A step adds the saved weights to restore after the
     ascent, a mask, and the batch's activations, half as large in 16 bits but with 16-bit copies of the weights. A
     Fisher information adds sums and scores, and the float32 activations of one image with their gradients.
     """
-    *shape, images = shape_of(config)
-    parameters, flops, saved = measured_model(config.model, *shape)
+    parameters, flops, saved = measure_model(config.model, config.dataset)
+    images = SHAPES[config.dataset][-1]
     per_epoch = math.ceil(min(config.train_size or images, images) / config.batch_size)
     steps, halves = config.total_steps(per_epoch), config.precision in ("bf16", "fp16")
     passes = steps * passes_per_step(config, epochs=steps / per_epoch)
@@ -103,44 +87,39 @@ def cost(config: TrainConfig) -> Cost:
         masks = math.ceil(steps / config.steps_between_masks(per_epoch))
         passes += masks * config.fisher_samples / config.batch_size
         needed = max(needed, 2 * saved + parameters * 8)
-    return Cost(1, steps, passes, passes * 3 * flops * config.batch_size, parameters * state + needed)
+    return Cost(steps, passes, passes * 3 * flops * config.batch_size, parameters * state + needed)
 
 
-def analysis_cost(recipe: Recipe) -> Cost:
+def analysis_costs(recipe: Recipe) -> list[Cost]:
     """Estimate the passes of the figure's analysis, which measures one network of each cell."""
     found = []
     for config in (recipe.config(row, column) for row, column in recipe.cells):
-        _, flops, _ = measured_model(config.model, *shape_of(config)[:3])
-        images = analysis_forwards(recipe, config)
-        found.append(Cost(0, 0, images / (3 * config.batch_size), images * flops, 0.0))
-    return total(found)
+        if images := analysis_forwards(recipe, config):
+            _, flops, _ = measure_model(config.model, config.dataset)
+            found.append(Cost(0, images / (3 * config.batch_size), images * flops))
+    return found
 
 
-def total(costs: Iterable[Cost]) -> Cost:
-    runs, steps, passes, flops, memory = zip(Cost(0, 0, 0.0, 0.0, 0.0), *costs, strict=True)
-    return Cost(sum(runs), sum(steps), sum(passes), sum(flops), max(memory))
-
-
-def dry_run(recipe: Recipe) -> Iterator[tuple[str, DryRun]]:
-    """Dry-run every run of a recipe with one seed; yields (label, result)."""
+def dry_run(recipe: Recipe) -> Iterator[str]:
+    """Dry-run every run of a recipe with one seed; yields a line about each."""
     for label, config in recipe.sweep([0]).variants.items():
         try:
-            yield label, dry_run_config(config)
+            yield f"{label}: {take_steps(config)}"
         except Exception as error:
             raise RunError(f"{recipe.label}: {label} cannot run: {type(error).__name__}: {error}") from error
 
 
-def dry_run_config(config: TrainConfig) -> DryRun:
+def take_steps(config: TrainConfig) -> str:
     """Build the run's model and optimizer and take two steps, on a CPU with a few images and if it takes seconds.
 
     Errors are those of the run itself, such as too little memory of a GPU, which uses the run's batch size.
     """
-    fabric, estimate, short = make_fabric(config, RunEnvironment()), cost(config), config
+    fabric, short = make_fabric(config, RunEnvironment()), config
     if fabric.device.type != "cuda":
-        flops = STEPS * 6 * CPU_BATCH * measured_model(config.model, *shape_of(config)[:3])[1]
+        flops = STEPS * 6 * CPU_BATCH * measure_model(config.model, config.dataset)[1]
         if flops > CPU_FLOPS:
             build_on_meta(config)
-            return DryRun(config, estimate, 0, f"two steps take {flops / 1e12:.0f} TFLOP, too much for a CPU")
+            return f"built, no steps: two steps take {flops / 1e12:.0f} TFLOP, too much for a CPU"
         batch = max(CPU_BATCH, round(1 / config.ascent_fraction))
         short = replace(config, batch_size=batch, fisher_samples=2)
     short = replace(short, train_size=STEPS * short.batch_size, test_size=1, max_steps=None)
@@ -148,12 +127,12 @@ def dry_run_config(config: TrainConfig) -> DryRun:
         short = replace(short, mask_steps=1)  # so that a mask is computed and updated
     training = make_training(short, _random_splits(short), fabric, RunEnvironment())
     training.advance(lambda: False, lambda: None)
-    return DryRun(config, estimate, training.steps_taken)
+    return plural(training.steps_taken, "step")
 
 
 def build_on_meta(config: TrainConfig) -> None:
     """Build model and optimizer without memory."""
-    *shape, images = shape_of(config)
+    *shape, images = SHAPES[config.dataset]
     with torch.device("meta"):
         model = build_model(config.model, *shape)
     make_optimizer(config, model, fisher_data=[], steps_per_epoch=math.ceil(images / config.batch_size))
@@ -161,7 +140,7 @@ def build_on_meta(config: TrainConfig) -> None:
 
 def _random_splits(config: TrainConfig) -> Splits:
     """Returns images of the data set's shape, all views of one random image."""
-    classes, channels, side, _ = shape_of(config)
+    classes, channels, side, _ = SHAPES[config.dataset]
     image = torch.zeros(1, channels, side, side, dtype=torch.uint8).random_(generator=torch.Generator().manual_seed(0))
     count = max(classes, config.train_size or 0)
     whole = Labelled(image.expand(count, -1, -1, -1), torch.arange(count) % classes)
@@ -169,22 +148,22 @@ def _random_splits(config: TrainConfig) -> Splits:
     return Splits(whole, whole, name=config.dataset, classes=names, mean=mean, std=std)
 
 
-def cost_table(recipe: Recipe, runs: Sequence[DryRun], *, seeds: int, tflops: float) -> Table:
+def cost_table(recipe: Recipe, *, seeds: int, tflops: float) -> Table:
     """Returns a table with the cost of each kind of run, of the figure's analysis, and the total over all seeds."""
     drawn = Table(title=f"{recipe.place}, estimated", caption="passes: forward-backward passes over a batch")
     drawn.add_column("one seed", overflow="fold", min_width=16)
     for heading in ("runs", "steps", "passes", "PFLOP", "GPU\nhours", "GPU\nmemory"):
         drawn.add_column(heading, justify="right", no_wrap=True)
     groups: dict[str, list[Cost]] = {}
-    for one in runs:
-        groups.setdefault(f"{one.config.model} on {one.config.dataset}, {one.config.optimizer}", []).append(one.cost)
-    analysis = analysis_cost(recipe)
-    if analysis.flops:
-        groups["analysis of the trained networks"] = [analysis]
-    groups[f"all, {plural(seeds, 'seed')}"] = [*(seeds * [one.cost for one in runs]), analysis]
+    for config in recipe.sweep([0]).variants.values():
+        groups.setdefault(f"{config.model} on {config.dataset}, {config.optimizer}", []).append(run_cost(config))
+    runs, analysis = [cost for costs in groups.values() for cost in costs], analysis_costs(recipe)
+    if analysis:
+        groups["analysis of the trained networks"] = analysis
+    groups[f"all, {plural(seeds, 'seed')}"] = [*(seeds * runs), *analysis]
     for label, costs in groups.items():
-        count, steps, passes, flops, memory = total(costs)
-        shown = [str(count), f"{steps:,}"] if count else ["–", "–"]
-        shown += [f"{passes:,.0f}", f"{flops / 1e15:,.1f}", f"{flops / (tflops * 1e12) / 3600:,.1f}"]
-        drawn.add_row(label, *shown, f"{memory / 2**30:.1f} GiB" if memory else "–")
+        steps, passes, flops, memory = zip(Cost(0, 0.0, 0.0), *costs, strict=True)
+        shown = [f"{sum(map(bool, steps)):,}", f"{sum(steps):,}"] if any(steps) else ["–", "–"]
+        shown += [f"{sum(passes):,.0f}", f"{sum(flops) / 1e15:,.1f}", f"{sum(flops) / (tflops * 1e12) / 3600:,.1f}"]
+        drawn.add_row(label, *shown, f"{max(memory) / 2**30:.1f} GiB" if any(memory) else "–")
     return drawn

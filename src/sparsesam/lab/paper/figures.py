@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from sparsesam.lab.data import Splits, corrupt, load_dataset
 from sparsesam.lab.display import Axis, Bar, Figure, Series, SeriesStyle, assign_styles, write_images, write_plot
+from sparsesam.lab.experiment.confidence import confidence_interval
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.result import EpochRecord, read_epochs
 from sparsesam.lab.experiment.run_directory import RunDirectory
@@ -43,8 +45,8 @@ def analysis_forwards(recipe: Recipe, config: TrainConfig) -> float:
     if recipe.figure == "landscape":
         return samples * (LandscapeAnalysis(**options).points or 50) ** 2
     if recipe.figure == "hessian":
-        one = HessianAnalysis(**options)
-        return samples * 6 * (20 + one.trace_probes + one.density_probes * one.density_steps)
+        hessian = HessianAnalysis(**options)
+        return samples * 6 * (20 + hessian.trace_probes + hessian.density_probes * hessian.density_steps)
     return 0.0
 
 
@@ -71,9 +73,9 @@ def _gradients(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
     drawn = {label: GradientAnalysis.figures("gradients", results)[0] for label, results in found.items()}
     panels = {label: figure.panels["every weight"] for label, figure in drawn.items()}
     sentences = [
-        f"{label}, {one.label}: r < 0 for {one.result.every.share_below_zero:.1%} of the weights"
+        f"{label}, {run.label}: r < 0 for {run.result.every.share_below_zero:.1%} of the weights"
         for label, results in found.items()
-        for one in results
+        for run in results
     ]
     sentences.append("r is measured on one training batch at the end of training, with a logarithm to base 10.")
     return [replace(next(iter(drawn.values())), panels=panels)], sentences
@@ -84,8 +86,8 @@ def _curves(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
 
     def series(row: str, style: SeriesStyle, column: Column, name: str, factor: float) -> Series:
         values = factor * np.array([[getattr(record, name) for record in run] for run in _epochs(trained, row, column)])
-        bars = list(zip(values.min(0).tolist(), values.max(0).tolist(), strict=True)) if len(values) > 1 else None
-        return style.series(row, range(1, values.shape[1] + 1), values.mean(0), bars=bars)
+        bars = [confidence_interval(at_epoch, lowest=0.0) for at_epoch in values.T.tolist()]
+        return style.series(row, range(1, values.shape[1] + 1), values.mean(0), bars=bars if any(bars) else None)
 
     figures = []
     for name, title, unit, factor in (
@@ -97,7 +99,7 @@ def _curves(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
             for column in trained.recipe.columns
         }
         figures.append(Figure(name, title, "", Axis("epoch", whole=True), Axis(title.lower() + unit), panels))
-    return figures, ["Lines are means over the seeds, shades extend from the lowest to the highest."]
+    return figures, ["Lines are means over the seeds, shades their 95 % intervals from three seeds on."]
 
 
 def _sparsity(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
@@ -109,8 +111,9 @@ def _sparsity(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
     for row, column in recipe.cells:
         method, at = row.split()[0], recipe.config(row, column).sparsity or 0.0
         if ours := cells.get((row, column.label)):
-            bar = ours.interval and (100 * ours.interval[0], 100 * ours.interval[1])
-            points.setdefault((column.label, method, False), []).append((at, 100 * ours.mean, bar))
+            shares = [100 * value for value in ours.values()]
+            bar = confidence_interval(shares, lowest=0.0, highest=100.0)
+            points.setdefault((column.label, method, False), []).append((at, statistics.fmean(shares), bar))
         theirs = recipe.rows[row]["paper"][places[column.label] :]
         if is_full and theirs:
             points.setdefault((column.label, method, True), []).append((at, theirs[0], None))
@@ -132,9 +135,9 @@ def _landscape(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
     """The training loss on a grid of points x points over [-1, 1]² along filter-normalized random directions."""
     found = _measure_on_samples(trained, LandscapeAnalysis)
     sentences = [
-        f"{one.label}: loss {one.result.center_loss:.4g} in the middle, "
-        f"{np.max(one.result.loss, where=np.isfinite(one.result.loss), initial=-np.inf):.4g} at the highest point"
-        for one in found
+        f"{run.label}: loss {run.result.center_loss:.4g} in the middle, "
+        f"{np.max(run.result.loss, where=np.isfinite(run.result.loss), initial=-np.inf):.4g} at the highest point"
+        for run in found
     ]
     return LandscapeAnalysis.figures("landscape-2d", found)[:1], sentences
 
@@ -147,13 +150,15 @@ def _hessian(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
     found = _measure_on_samples(trained, HessianAnalysis)
     sentences: list[str] = []
     panels: dict[str, list[Series]] = {}
-    for one in found:
-        spectrum = one.result.eigenvalues
+    for run in found:
+        spectrum = run.result.eigenvalues
         ratio = "–" if spectrum.ratio is None else f"{spectrum.ratio:.4g}"
-        sentences.append(f"{one.label}: lambda_1 {spectrum.eigenvalues[0]:.4g}, lambda_1 / lambda_5 {ratio}")
-        (figure,) = HessianAnalysis.figures("hessian", [replace(one, label=sentences[-1])])[1:]
-        panels.setdefault(one.label.partition("-")[0], []).extend(figure.series)
-    titled = {one[0].name if len(one) == 1 else title: one for title, one in panels.items()}  # single lines: no legend
+        sentences.append(f"{run.label}: lambda_1 {spectrum.eigenvalues[0]:.4g}, lambda_1 / lambda_5 {ratio}")
+        (figure,) = HessianAnalysis.figures("hessian", [replace(run, label=sentences[-1])])[1:]
+        panels.setdefault(run.label.partition("-")[0], []).extend(figure.series)
+    titled = {
+        lines[0].name if len(lines) == 1 else title: lines for title, lines in panels.items()
+    }  # single lines: no legend
     return [replace(figure, title="", panels=titled)], [*sentences, "Each panel has its own axes."]
 
 
@@ -163,7 +168,7 @@ def _speedup(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
     for row, style in _styles(trained).items():
         runs = _epochs(trained, row, column)
         steps = [[seconds for record in run for seconds in record.step_seconds] for run in runs]
-        seconds = np.mean([np.cumsum([0.0, *one]) for one in steps], axis=0)
+        seconds = np.mean([np.cumsum([0.0, *of_run]) for of_run in steps], axis=0)
         lines.append(style.series(row, range(len(seconds)), seconds))
     x, y = Axis("training iteration", whole=True), Axis("running time (s)")
     sentences = ["The time of the steps themselves, without loading images and mask refreshes."]
@@ -188,7 +193,7 @@ def _corrupted(trained: RecipeRuns) -> list[torch.Tensor]:
         assert isinstance(splits, Splits)
         images, generator = splits.train.images[:4], torch.Generator().manual_seed(0)
         changed = [corrupt(images, 1.0, kind, generator) for kind in CORRUPTED]
-        found += [one[place] for place in range(len(images)) for one in (images, *changed)]
+        found += [kind[place] for place in range(len(images)) for kind in (images, *changed)]
     return found
 
 

@@ -1,12 +1,11 @@
-"""The paper's tables and figures as recipes: their runs at two scales, and the paper's numbers beside ours."""
+"""The paper's tables and figures as recipes: their runs at two scales, and the paper's numbers."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
@@ -15,16 +14,13 @@ from typing import Any, Literal
 
 import yaml
 
-from sparsesam.lab.display import Cell, Table, cells, number
-from sparsesam.lab.experiment.confidence import confidence_interval
+from sparsesam.lab.experiment.confidence import half_width
 from sparsesam.lab.experiment.config import DEFAULTS, TrainConfig, from_mapping
 from sparsesam.lab.experiment.sweep import Sweep
 from sparsesam.lab.names import check_names
 from sparsesam.utils.checks import nearest
 
 Scale = Literal["laptop", "full"]
-#: Results by canonical config with seed 0, and by seed.
-Finished = dict[TrainConfig, dict[int, Mapping[str, Any]]]
 #: Measures of time, from short separate runs, after warm-up; step times exclude mask refreshes.
 TIMES = ("warm_seconds_per_step", "warm_seconds_per_epoch", "seconds_per_mask")
 
@@ -42,37 +38,21 @@ class Column:
     def is_timed(self) -> bool:
         return self.measure in TIMES
 
+    def show(self, values: Mapping[int, float]) -> str:
+        """Format our mean over the seeds, ± its 95 % interval from three seeds on: percentages, seconds or factors."""
+        if not values:
+            return "–"
+        scale = 1 if self.is_timed else 100
+        form = ".3g" if self.is_timed and self.relative_to is None else ".2f"
+        mean, width = statistics.fmean(values.values()), half_width(list(values.values()))
+        text = f"{'' if self.relative_to is None else '×'}{scale * mean:{form}}"
+        return text if width is None else f"{text} ± {scale * width:{form}}"
+
     def show_paper(self, number: float | None) -> str:
         """Format a number as the paper prints it."""
         if number is None:
             return "–"
         return f"{number:.2f}" if self.relative_to is None else f"×{number:g}"
-
-
-@dataclass(frozen=True)
-class MeanOverSeeds:
-    """Our number in a cell of a table, from at least one seed."""
-
-    values: Mapping[int, float]
-    column: Column
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.values.values())
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """The 95 % interval of the mean; None for fewer than three seeds."""
-        highest = math.inf if self.column.is_timed else 1.0
-        return confidence_interval(list(self.values.values()), lowest=0.0, highest=highest)
-
-    def __str__(self) -> str:
-        """The mean and its interval: percentages, seconds or factors."""
-        is_speed, scale = self.column.relative_to is not None, 1 if self.column.is_timed else 100
-        form = ".3g" if self.column.is_timed and not is_speed else ".2f"
-        text = f"{'×' if is_speed else ''}{scale * self.mean:{form}}"
-        interval = self.interval
-        return text if interval is None else f"{text} ({scale * interval[0]:{form}} to {scale * interval[1]:{form}})"
 
 
 @dataclass(frozen=True)
@@ -102,13 +82,7 @@ class Recipe:
     @property
     def remarks(self) -> list[str]:
         """Notes on the table and on its runs at this scale."""
-        found = [*self.notes, *self._scaled.get("notes", ())]
-        baselines = [self.config(row, column) for row, column in self.cells if column.settings.get("sgd")]
-        tuned = {f"{one.epochs} and {one.weight_decay:g}": None for one in baselines if one.optimizer == "sgd"}
-        if tuned and self.scale == "laptop":
-            words = "were tuned on validation images, once for each network and task; the others' were not"
-            found.append(f"SGD's epochs and weight decay ({'; '.join(tuned)}) {words}.")
-        return found
+        return [*self.notes, *self._scaled.get("notes", ())]
 
     @property
     def has_numbers(self) -> bool:
@@ -169,7 +143,7 @@ class Recipe:
         for timed in (False, True):  # times are measured in separate runs
             cells = [cell for cell in self.cells if cell[1].is_timed is timed]
             planned = [self.at(self.scale).config(*cell) for cell in cells]
-            varied = [name for name in self.overrides if len({getattr(one, name) for one in planned}) > 1]
+            varied = [name for name in self.overrides if len({getattr(config, name) for config in planned}) > 1]
             varied = [name for name in varied if name not in self.sgd_settings]
             runs = len({config.content_hash for config in planned})
             if varied or len({self.config(*cell).content_hash for cell in cells}) < runs:
@@ -192,61 +166,17 @@ class Recipe:
         """Returns the runs whose time is measured, with seed 0."""
         return {self.config(row, column).variant for row, column in self.cells if column.is_timed}
 
-    def numbers(self, finished: Finished) -> dict[tuple[str, str], MeanOverSeeds]:
-        """Returns our numbers by row and column, for finished runs."""
-        found = {}
-        for row, column in self.cells:
-            values = self._values(row, column, finished)
-            if column.relative_to is not None:
-                reference = self._values(column.relative_to, column, finished)
-                values = {seed: reference[seed] / value for seed, value in values.items() if seed in reference}
-            if values:
-                found[row, column.label] = MeanOverSeeds(values, column)
-        return found
-
-    def _values(self, row: str, column: Column, finished: Finished) -> dict[int, float]:
-        results = finished.get(self.config(row, column).variant, {})
-        found = {seed: number(result.get(column.measure)) for seed, result in results.items()}
-        return {seed: value for seed, value in found.items() if value is not None}
-
-    def comparison(self, finished: Finished, caption: str = "") -> Table:
-        """Returns a table of our means over the seeds with 95 % intervals, beside the paper's numbers."""
-        columns, theirs = self.columns, self.at("full").columns if self.has_numbers else []
-        numbers, lines = self.numbers(finished), []
-        headings = [*(f"ours: {column.label}" for column in columns), *(f"paper: {column.label}" for column in theirs)]
-        order = list(range(len(headings)))
-        if self.scale == "full" and theirs:  # the same columns: ours and the paper's side by side
-            order.sort(key=lambda place: place % len(theirs))
-        for row in self.row_labels:
-            found = [numbers.get((row, column.label)) for column in columns]
-            shown = [Cell(str(cell), order=cell.mean) if cell else Cell("–") for cell in found]
-            printed = itertools.zip_longest(theirs, self.rows[row]["paper"][: len(theirs)])
-            shown += [Cell(column.show_paper(number), order=number) for column, number in printed]
-            seeds = max((len(cell.values) for cell in found if cell), default=0)
-            lines.append(cells(row, *(shown[place] for place in order), seeds))
-        headings = [headings[place] for place in order]
-        return Table(f"paper-{self.label}-{self.scale}", caption, ["", *headings, "our seeds"], lines)
-
-
-def finished_results(runs: Iterable[tuple[TrainConfig, Mapping[str, Any] | None]]) -> Finished:
-    """Collect the results of finished runs from pairs of config and result."""
-    found: Finished = {}
-    for config, result in runs:
-        if result:
-            found.setdefault(config.variant, {})[config.seed] = result
-    return found
-
 
 @cache
 def recipes() -> dict[str, Recipe]:
     content = yaml.safe_load((resources.files("sparsesam.lab.paper") / "recipes.yaml").read_text())
-    return {label: Recipe(label, **one) for label, one in content["recipes"].items()}
+    return {label: Recipe(label, **fields) for label, fields in content["recipes"].items()}
 
 
 def recipe(name: str) -> Recipe:
     """Find a recipe by its LaTeX label in the paper, with or without prefix, an alias, or its number: "figure 7"."""
-    as_written = {one: found for found in recipes().values() for one in found.names}
-    plain = {_plain(one): found for one, found in as_written.items() if ":" not in one}
+    as_written = {known: found for found in recipes().values() for known in found.names}
+    plain = {_plain(known): found for known, found in as_written.items() if ":" not in known}
     found = as_written.get(name) or plain.get(_plain(name))
     if found is None:
         meant = nearest(name, as_written, otherwise="no name is similar;")

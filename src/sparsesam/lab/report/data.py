@@ -143,10 +143,8 @@ class Task:
         start = f"{', '.join(setting_name(*setting) for setting in length)}. ".capitalize() if name_length else ""
         ranking = rank({variant: variant.accuracies for variant in variants})
         if ranking is None:
-            few = (
-                "it takes two variants with at least three finished seeds; with fewer, a difference cannot be told from"
-            )
-            return Verdict(f"{start}No ranking: {few} chance.", None)
+            reason = "it takes two variants with at least three finished seeds; with fewer, a difference may be chance"
+            return Verdict(f"{start}No ranking: {reason}.", None)
         cost, best = self.cost, ranking.best
         chosen = min(ranking.alike, key=lambda variant: (cost.values[variant] or math.inf, -(variant.accuracy or 0.0)))
         sentence = f"{start}Best choice: {chosen.label}, {chosen.accuracy_text} at {cost.show(chosen)}. "

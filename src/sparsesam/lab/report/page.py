@@ -15,10 +15,10 @@ from markupsafe import Markup, escape
 from sparsesam import __version__
 from sparsesam.integrations.extras import required_by
 from sparsesam.lab.display import Figure, Series, Table
-from sparsesam.lab.display.figure import COLORS
+from sparsesam.lab.display.figure import COLORS, MOST_BANDS
 
-#: Most points of a curve and of all curves, to keep the page below 10 MB, of which plotly takes 5.
-MOST_POINTS, BUDGET = 300, 150_000
+#: Most points of a curve, to keep the page of a hundred runs below 10 MB, of which plotly takes 5.
+MOST_POINTS = 300
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ def render(sections: Sequence[Section], **texts: Any) -> str:
         **texts,
         version=__version__,
         sections=sections,
-        most_points=points_per_curve(figures),
+        most_points=MOST_POINTS,
+        most_bands=MOST_BANDS,
         colors=COLORS,
         style=Markup(_asset("page.css")),
         script=Markup(_asset("page.js")),
@@ -87,35 +88,23 @@ def _asset(name: str) -> str:
 
 def _json(figures: Sequence[Figure]) -> str:
     """Returns the figures as JSON for a script element, with `<` escaped, which could end the element."""
-    drawn, most = [], points_per_curve(figures)
-    for place, figure in enumerate(figures):
-        # A surface and its contours share their data, which is written once.
-        twin = next((other.name for other in figures[:place] if other.panels is figure.panels), None)
+    drawn = []
+    for figure in figures:
         panels = [
-            {"name": name, "series": [_described(figure, panel, series) for series in panel]}
-            for name, given in figure.panels.items()
-            for panel in [[downsampled(series, most) for series in given]]
+            {"name": name, "series": [vars(downsampled(series)) for series in panel]}
+            for name, panel in figure.panels.items()
         ]
-        drawn.append({**vars(figure), "panels_of": twin, "panels": [] if twin else panels})
+        drawn.append({**vars(figure), "panels": panels})
     exact = json.dumps(drawn, default=vars, allow_nan=False)
     rounded = json.loads(exact, parse_float=lambda digits: float(f"{float(digits):.6g}"))  # enough digits for a chart
     return json.dumps(rounded, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _described(figure: Figure, panel: Sequence[Series], series: Series) -> dict[str, Any]:
-    return {**vars(series), "bars_shown": figure.bars_shown(panel, series) if figure.kind == "lines" else None}
-
-
-def points_per_curve(figures: Sequence[Figure]) -> int:
-    curves = sum(len(panel) for figure in figures for panel in figure.panels.values())
-    return max(20, min(MOST_POINTS, BUDGET // max(1, curves)))
-
-
-def downsampled(series: Series, most: int) -> Series:
+def downsampled(series: Series) -> Series:
     """Keep every k-th point and the last; surfaces are not downsampled."""
-    if series.z is not None or len(series.x) <= most:
+    if series.z is not None or len(series.x) <= MOST_POINTS:
         return series
-    stride = -(-len(series.x) // (most - 1))
+    stride = -(-len(series.x) // (MOST_POINTS - 1))
     kept = sorted({*range(0, len(series.x), stride), len(series.x) - 1})
     bars = series.bars and [series.bars[place] for place in kept]
     return replace(series, x=[series.x[place] for place in kept], y=[series.y[place] for place in kept], bars=bars)

@@ -14,7 +14,6 @@ from sparsesam.lab.experiment.run_directory import write_atomically
 from sparsesam.lab.report.data import ReportData, Task
 from sparsesam.lab.report.page import Part, Section, render
 from sparsesam.lab.report.sections.analyses import analysis_parts
-from sparsesam.lab.report.sections.paper import paper_parts
 from sparsesam.lab.report.sections.results import curves_part, overview_parts, results_part, sparsity_part
 from sparsesam.lab.report.sections.runs import machines_parts, runs_parts, unfinished_parts
 
@@ -53,7 +52,6 @@ def build_report(runs: Iterable[StrPath], *, bounds: bool = False) -> tuple[Repo
     sections = [
         Section("overview", "Overview", overview_parts(data)),
         *(Section(f"task-{task.name}", task.label, _task_parts(data, task, bounds)) for task in data.tasks),
-        Section("paper", "Comparison with the paper", paper_parts(data)),
         Section("other-analyses", "Analyses without a run", analysis_parts(data, None, show_bounds=bounds)),
         Section("runs", "Runs", runs_parts(data)),
         Section("machines", "Machines", machines_parts(data)),

@@ -9,8 +9,8 @@
   const isTouched = matchMedia("(pointer: coarse)").matches;
 
   const figures = new Map();
-  for (const figure of JSON.parse(document.getElementById("figures").textContent)) {
-    if (figure.panels_of) figure.panels = figures.get(figure.panels_of).panels;
+  const stored = document.getElementById("figures");
+  for (const figure of JSON.parse(stored.textContent)) {
     figures.set(figure.name, { ...figure, panel: 0, hidden: new Set(), drawn: false });
   }
 
@@ -39,20 +39,14 @@
 
   // ---- convert a figure's data to plotly's
 
-  function lines(series, colors, figure) {
+  function lines(series, colors, hasBands) {
     const color = fade(colors.of(series.color), strength(series, DASHES.length));
     const shared = { legendgroup: series.name, type: "scatter" };
     const main = {
       ...shared, name: literal(series.name), x: series.x, y: series.y, mode: series.x.length === 1 ? "markers" : "lines",
       line: { color, width: series.faint ? 1.4 : 2, dash: dash(series) }, marker: { color },
     };
-    if (!series.bars) return [main];
-    if (series.bars_shown) {
-      const pick = (values) => series.bars_shown.filter((i) => series.bars[i]).map((i) => values[i]);
-      const [y, ends] = [pick(series.y), pick(series.bars)];
-      const sizes = { array: ends.map((end, i) => end[1] - y[i]), arrayminus: ends.map((end, i) => y[i] - end[0]) };
-      return [main, { ...shared, x: pick(series.x), y, mode: "markers", marker: { color, size: 4 }, hoverinfo: "skip", showlegend: false, error_y: { type: "data", symmetric: false, ...sizes, color, thickness: 1.2, width: 3 } }];
-    }
+    if (!series.bars || !hasBands) return [main];
     const known = series.x.map((_, i) => i).filter((i) => series.bars[i]);
     const [down, up] = [0, 1].map((end) => known.map((i) => series.bars[i][end]));
     const band = {
@@ -62,18 +56,19 @@
     return [band, main];
   }
 
-  function points(series, colors) {
-    if (series.faint) return lines(series, colors);
+  function points(series, colors, figure) {
+    if (series.faint) return lines(series, colors, false);
     const many = series.x.length > 50;
     const color = fade(colors.of(series.color), strength(series, 2) * (many ? 0.5 : 1));
-    const x = series.x.map((one) => one + series.shift);
+    // Relative to a narrow chart, markers are larger.
+    const x = series.x.map((value) => value + series.shift * (isNarrow(figure) ? 2 : 1));
     const length = (end, sign) => series.y.map((y, i) => (series.bars?.[i] ? sign * (series.bars[i][end] - y) : 0));
     const bars = { symmetric: false, array: length(1, 1), arrayminus: length(0, -1) };
     const ring = { type: "scatter", mode: "markers", x, y: series.y, hoverinfo: "skip", marker: { color, symbol: "circle-open", size: 22, line: { width: 2 } } };
-    return [...(series.mark ? [ring] : []), {
+    return [...(series.chosen ? [ring] : []), {
       type: "scatter", mode: "markers", name: literal(series.name), x, y: series.y, customdata: series.x,
       hovertemplate: many ? undefined : "%{customdata:.3~f}, %{y:.2f}",
-      marker: { color, symbol: many ? "circle" : SYMBOLS[series.marker % SYMBOLS.length] + (isOpen(series) ? "-open" : ""), size: many ? 4 : 11, line: { width: isOpen(series) ? 2 : 0 } },
+      marker: { color, symbol: many ? "circle" : SYMBOLS[series.marker % SYMBOLS.length] + (isOpen(series) ? "-open" : ""), size: many ? 4 : isNarrow(figure) ? 8 : 11, line: { width: isOpen(series) ? 2 : 0 } },
       error_y: series.bars ? { type: "data", ...bars, color, thickness: 1.5, width: 5 } : undefined,
     }];
   }
@@ -107,7 +102,7 @@
     return power * [1, 2, 5, 10].find((one) => one * power >= size);
   }
 
-  const TRACES = { lines, points, bars, heatmap: grid, surface: grid, contour: grid };
+  const TRACES = { points, bars, heatmap: grid, surface: grid, contour: grid };
 
   // A logarithmic axis over several decades labels only powers of ten.
   const decades = (values) => Math.log10(values.reduce((a, b) => Math.max(a, b), 0) / values.reduce((a, b) => Math.min(a, b), Infinity));
@@ -145,7 +140,7 @@
       // The color bar has the title of z, which would be cut off beside the surface.
       const z = { ...plane(figure.z), title: { text: "" }, range: figure.range_z && figure.range_z[0] < figure.range_z[1] ? figure.range_z : undefined };
       // On a narrow screen the axes' titles need more room.
-      const distance = element(figure).clientWidth < 450 ? 1.6 : 1.08;
+      const distance = isNarrow(figure) ? 1.6 : 1.08;
       const eye = { x: 1.35 * distance, y: -1.45 * distance, z: 0.95 * distance };
       const scene = { aspectmode: "cube", domain: { x: [0, 0.92], y: [0, 1] }, xaxis: plane(figure.x), yaxis: plane(figure.y), zaxis: z, camera: { eye, center: { x: 0, y: 0, z: -0.2 } }, uirevision: "kept" };
       return { ...basic, dragmode: "orbit", margin: { l: 0, r: 0, t: 24, b: 0 }, scene };
@@ -158,44 +153,22 @@
       both.yaxis.autorange = "reversed";
     }
     if (figure.kind === "bars") both.xaxis.type = "category";
-    if (figure.kind === "points") both.annotations = marks(figure, colors);
     if (figure.kind === "lines" && figure.panels[figure.panel].series.length > 1) both.hovermode = "closest";
     return both;
   }
 
-  // Labels of marked points, placed where no other point or bar is.
-  function marks(figure, colors) {
-    const shown = figure.panels[figure.panel].series.filter((series) => !figure.hidden.has(series.name) && series.x.length === 1);
-    const plot = element(figure).querySelector(".plot");
-    const [bottoms, tops] = [0, 1].map((end) => shown.map((series) => series.bars?.[0]?.[end] ?? series.y[0]));
-    const scale = (low, high, size) => (value) => (high > low ? (value - low) / (high - low) : 0.5) * size;
-    const x = scale(Math.min(...shown.map((series) => series.x[0])), Math.max(...shown.map((series) => series.x[0])), plot.clientWidth * 0.8);
-    const y = scale(Math.min(...bottoms), Math.max(...tops), plot.clientHeight * 0.7);
-    const [width, height, gap] = [100, 18, 17];
-    return shown.filter((series) => series.mark).map((marked) => {
-      const [left, up] = [x(marked.x[0]), y(marked.y[0])];
-      // Try beside the point first, then below and above it, then further below.
-      const sides = [[gap, 0], [8, -12], [8, 12], [8, -28], [8, -48]].flatMap(([side, shift]) => ["left", "right"].map((xanchor) => {
-        const from = xanchor === "left" ? left + side : left - side - width;
-        const low = up + shift - (shift === 0 ? height / 2 : shift < 0 ? height : 0);
-        const yanchor = shift === 0 ? "middle" : shift < 0 ? "top" : "bottom";
-        return { xanchor, yanchor, xshift: xanchor === "left" ? side : -side, yshift: shift, box: [from, from + width, low, low + height] };
-      }));
-      const hits = ({ box: [from, to, low, high] }) => shown.filter((series, i) => series !== marked && x(series.x[0]) + 7 > from && x(series.x[0]) - 7 < to && y(tops[i]) + 7 > low && y(bottoms[i]) - 7 < high).length + (to > plot.clientWidth * 0.85 || from < -plot.clientWidth * 0.04 ? 10 : 0);
-      const { box, ...place } = sides.reduce((a, b) => (hits(b) < hits(a) ? b : a));
-      return { x: marked.x[0] + marked.shift, y: marked.y[0], text: literal(marked.mark), showarrow: false, font: { color: colors.ink, size: 12.5, weight: 600 }, ...place };
-    });
-  }
-
   function content(figure, colors) {
     const shown = figure.panels[figure.panel].series.filter((series) => !figure.hidden.has(series.name));
-    return shown.flatMap((series) => TRACES[figure.kind](series, colors, figure));
+    // More bands would hide each other; they appear when the reader hides other series.
+    const hasBands = shown.filter((series) => series.bars).length <= Number(stored.dataset.mostBands);
+    return shown.flatMap((series) => (figure.kind === "lines" ? lines(series, colors, hasBands) : TRACES[figure.kind](series, colors, figure)));
   }
 
   // ---- drawing
 
   const config = { responsive: true, displaylogo: false, displayModeBar: isTouched ? false : "hover", modeBarButtonsToRemove: ["toImage", "lasso2d", "select2d"] };
   const element = (figure) => document.getElementById(`figure-${figure.name}`);
+  const isNarrow = (figure) => element(figure).clientWidth < 450;
 
   function draw(figure, scheme, width) {
     const colors = palette(scheme);
@@ -218,7 +191,7 @@
       const button = document.createElement("button");
       button.type = "button";
       button.setAttribute("aria-pressed", String(!figure.hidden.has(one.name)));
-      button.append(swatch(figure, one, colors), document.createTextNode(one.name));
+      button.append(swatch(figure, one, colors), document.createTextNode(one.chosen ? `${one.name} (best choice)` : one.name));
       button.addEventListener("click", () => {
         figure.hidden.has(one.name) ? figure.hidden.delete(one.name) : figure.hidden.add(one.name);
         draw(figure);

@@ -60,5 +60,5 @@ def _read_results(
 
 def _label_at(data: ReportData, directory: Path) -> str:
     """Returns the label of the run in that directory, or the directory's name if it is not in this report."""
-    there = [(task, run) for task in data.tasks for run in task.runs if run.path.resolve() == directory.resolve()]
-    return next((task.variant_of(run).label_of(run, task.runs) for task, run in there), directory.name)
+    found = [(task, run) for task in data.tasks for run in task.runs if run.path.resolve() == directory.resolve()]
+    return next((task.variant_of(run).label_of(run, task.runs) for task, run in found), directory.name)

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from sparsesam.lab.display import Axis, Cell, Figure, Series, Table, cells, finished_of, number_cell, side_by_side
-from sparsesam.lab.display.figure import MOST_BANDS, needs_log
+from sparsesam.lab.display.figure import needs_log
 from sparsesam.lab.display.numbers import Number, percent, plural, ratio
 from sparsesam.lab.experiment.confidence import confidence_interval
 from sparsesam.lab.experiment.config import unused
@@ -67,8 +67,8 @@ def _point(variant: Variant, place: Number, chosen: Sequence[Variant] = ()) -> l
     if place is None or variant.accuracy is None:
         return []
     interval = confidence_interval([100 * value for value in variant.accuracies.values()], lowest=0.0, highest=100.0)
-    mark, bars = "best choice" if variant in chosen else "", interval and [interval]
-    return [variant.style.series(variant.label, [place], [100 * variant.accuracy], bars=bars, mark=mark)]
+    x, y, bars = [place], [100 * variant.accuracy], interval and [interval]
+    return [variant.style.series(variant.label, x, y, bars=bars, chosen=variant in chosen)]
 
 
 def _table(task: Task) -> Table:
@@ -124,12 +124,10 @@ def curves_part(task: Task) -> Part:
         series = [curve for variant in task.variants for curve in _curves(variant, measure, highest)]
         log = not is_share and needs_log(value for curve in series for value in curve.y)
         mean = "Means over the finished seeds. " if any(len(variant.finished) > 1 for variant in task.variants) else ""
-        bars = "Bars at a few epochs each, so that they do not hide each other. "
-        few = bars if sum(curve.bars is not None for curve in series) > MOST_BANDS else ""
         dotted = "Dotted: unfinished runs." if any(curve.faint for curve in series) else ""
         y = Axis(f"{words} (%)" if is_share else words, log=log)
         x, name = Axis("epoch", whole=True), measure.replace("_", "-")
-        figures.append(Figure(name, words.capitalize(), f"{mean}{few}{dotted}".strip(), x, y, {"": series}))
+        figures.append(Figure(name, words.capitalize(), f"{mean}{dotted}".strip(), x, y, {"": series}))
     return Part("Training curves", figures)
 
 
