@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sparsesam.masks.fisher import fisher_diagonal
-from sparsesam.masks.fisher_problem import sample_categorical
-from tests.masks.fisher_oracle import fisher_by_definition
+from sparsesam.masks.fisher import fisher_diagonal, sample_categorical
+from tests.oracles import fisher_by_definition
 
 BATCH = 5
 
@@ -230,29 +229,20 @@ def test_loss_of_sample_is_loss_of_batch_of_one(loss_fn):
     check(resnet(), x, loss_fn, y)
 
 
-def test_inputs_may_be_positional_or_keyword_arguments():
-    model = Model(lambda self, a, b: self.layer(a * b), layer=nn.Linear(4, 3))
+def from_dictionary(model, batch):
+    return total_square(model(**batch["inputs"])["logits"], batch["y"])
+
+
+@pytest.mark.parametrize("form", ["positional", "list", "keyword", "model_loss"])
+def test_inputs_and_outputs_may_be_nested(form):
+    model = Model(lambda self, a, b: {"logits": self.layer(a * b), "extra": (a, None)}, layer=nn.Linear(4, 3))
     a, b, y = torch.randn(BATCH, 4), torch.randn(BATCH, 4), torch.rand(BATCH)
-    expected = fisher_by_definition(model, (a, b), y, total_square)
-    for inputs in [(a, b), [a, b], {"b": b, "a": a}]:
-        found = fisher_diagonal(model, [(inputs, y)], total_square)
-        torch.testing.assert_close(found.values["layer.weight"], expected["layer.weight"])
-
-
-def test_outputs_may_be_nested():
-    model = Model(lambda self, x: {"logits": self.layer(x), "extra": (x, None)}, layer=nn.Linear(4, 3))
-    check(model, torch.randn(BATCH, 4), lambda o, y: total_square(o["logits"], y))
-
-
-def test_model_may_compute_its_own_loss_from_dictionary():
-    x, y = images()
-    model = resnet()
-    expected = fisher_by_definition(model, x, y, F.cross_entropy)
-    found = fisher_diagonal(
-        model,
-        [{"pixels": x, "labels": y}],
-        model_loss=lambda model, batch: F.cross_entropy(model(batch["pixels"]), batch["labels"]),
-    )
+    expected = fisher_by_definition(model, (a, b), y, lambda output, y: total_square(output["logits"], y))
+    if form == "model_loss":
+        found = fisher_diagonal(model, [{"inputs": {"a": a, "b": b}, "y": y}], model_loss=from_dictionary)
+    else:
+        inputs = {"positional": (a, b), "list": [a, b], "keyword": {"b": b, "a": a}}[form]
+        found = fisher_diagonal(model, [(inputs, y)], lambda output, y: total_square(output["logits"], y))
     torch.testing.assert_close(found.values, expected)
 
 
@@ -267,16 +257,6 @@ def test_sampled_labels_average_to_true_fisher():
         model, [batch], F.cross_entropy, labels="sampled", generator=torch.Generator().manual_seed(0)
     )
     torch.testing.assert_close(found.values["0.weight"], expected, rtol=0.15, atol=0)
-
-
-def test_labels_are_drawn_by_given_function():
-    x, _ = images()
-    model = resnet()
-    found = fisher_diagonal(
-        model, [(x, None)], F.cross_entropy, labels="sampled", sample_labels=lambda o, g: o.argmax(1)
-    )
-    y = copy.deepcopy(model).eval()(x).argmax(1)
-    torch.testing.assert_close(found.values, fisher_by_definition(model, x, y, F.cross_entropy))
 
 
 def test_classes_are_sampled_for_every_pixel():
@@ -366,60 +346,23 @@ def test_low_precision_is_accumulated_in_float32(half):
     assert relative < 0.2
 
 
-def test_non_finite_result_names_parameter():
-    model = nn.Sequential(nn.Linear(4, 3))
-    with pytest.raises(ValueError, match=r"'0\.weight' is not finite"):
-        fisher_diagonal(model, [(torch.full((BATCH, 4), torch.inf), torch.rand(BATCH))], total_square)
+BATCHES = [(torch.randn(BATCH, 4), torch.rand(BATCH))]
 
 
-def test_bad_arguments_raise():
-    model = nn.Sequential(nn.Linear(4, 3))
-    batch = torch.randn(BATCH, 4), torch.rand(BATCH)
-    with pytest.raises(ValueError, match="loss_fn must return one number, got shape"):
-        fisher_diagonal(model, [batch], lambda output, target: output)
-    with pytest.raises(ValueError, match="pair"):
-        fisher_diagonal(model, [batch[0]], total_square)
-    with pytest.raises(ValueError, match="exactly one of"):
-        fisher_diagonal(model, [batch])
-    with pytest.raises(ValueError, match="generator"):
-        fisher_diagonal(model, [batch], F.cross_entropy, labels="sampled")
-    with pytest.raises(ValueError, match="'nothing'"):
-        fisher_diagonal(model, [batch], total_square, parameters={"nothing": batch[0]})
-    with pytest.raises(ValueError, match="no parameter"):
-        fisher_diagonal(nn.Tanh(), [batch], total_square)
-    with pytest.raises(ValueError, match="empty"):
-        fisher_diagonal(model, [], total_square)
-
-
-def test_agrees_with_backpack():
-    pytest.importorskip("backpack")
-    from backpack import backpack, extend
-    from backpack.extensions import SumGradSquared
-
-    conv = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)).double()
-    x, y = images()
-    found = fisher_diagonal(conv, [(x, y)], F.cross_entropy)
-    extended, loss = extend(copy.deepcopy(conv)), extend(nn.CrossEntropyLoss(reduction="sum"))
-    with backpack(SumGradSquared()):
-        loss(extended(x), y).backward()
-    for name, parameter in extended.named_parameters():
-        torch.testing.assert_close(found.values[name], parameter.sum_grad_squared / BATCH)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_agrees_with_opacus_on_residual_network():
-    pytest.importorskip("opacus")
-    from opacus import GradSampleModule
-
-    def residual(self, x):
-        return self.norm(x + self.conv2(self.conv1(x).relu())).relu()
-
-    block = Model(residual, norm=nn.GroupNorm(2, 4), conv1=nn.Conv2d(4, 4, 3, padding=1, bias=False))
-    block.conv2 = nn.Conv2d(4, 4, 3, padding=1)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), block, nn.Flatten(), nn.Linear(256, 3))
-    x, y = images()
-    found = fisher_diagonal(model, [(x, y)], F.cross_entropy)
-    sampled = GradSampleModule(copy.deepcopy(model), loss_reduction="sum")
-    F.cross_entropy(sampled(x), y, reduction="sum").backward()
-    for name, parameter in sampled._module.named_parameters():
-        torch.testing.assert_close(found.values[name], parameter.grad_sample.square().mean(0))
+@pytest.mark.parametrize(
+    ("batches", "loss_fn", "options", "words"),
+    [
+        (BATCHES, lambda output, target: output, {}, "loss_fn must return one number, got shape"),
+        ([BATCHES[0][0]], total_square, {}, "pair"),
+        (BATCHES, None, {}, "exactly one of"),
+        (BATCHES, F.cross_entropy, {"labels": "sampled"}, "generator"),
+        (BATCHES, total_square, {"parameters": {"nothing": torch.zeros(1)}}, "'nothing'"),
+        (BATCHES, total_square, {"parameters": {}}, "no parameter"),
+        ([], total_square, {}, "empty"),
+        ([(torch.full((BATCH, 4), torch.inf), torch.rand(BATCH))], total_square, {}, r"'0\.weight' is not finite"),
+    ],
+)
+def test_bad_arguments(batches, loss_fn, options, words):
+    model = nn.Sequential(nn.Linear(4, 3, dtype=torch.float32))
+    with pytest.raises(ValueError, match=words):
+        fisher_diagonal(model, batches, loss_fn, **options)

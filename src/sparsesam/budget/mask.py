@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsesam.budget.costs import Floats, How, StepCosts, step_costs
-from sparsesam.masks.fisher_problem import LossFn, ModelLoss
+from sparsesam.budget.costs import Floats, StepCosts, step_costs
+from sparsesam.masks.fisher import LossFn, ModelLoss
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.scores import Fisher, GradientEnergy, Score, ScoreContext
 from sparsesam.utils.checks import NonFiniteScoreError, check_choice, is_within
@@ -229,7 +229,6 @@ def budget_mask(
     samples: int = 128,
     score: Score | None = None,
     unit: BudgetUnit = "tensor",
-    how: How = "time",
     refresh: int | None = None,
     seed: int = 0,
     model_loss: ModelLoss | None = None,
@@ -238,21 +237,20 @@ def budget_mask(
 
     Args:
         model: the model that is trained.
-        example_input: a batch of inputs as in training, on which the cost of each layer is measured.
-        budget: what a step may cost, in steps of the base optimizer; SAM costs about 2.
+        example_input: a batch of inputs as in training, on which the operations of a pass are counted.
+        budget: what a step may cost, in steps of the base optimizer; SAM costs about 2. Operations are counted, which
+            is reproducible; the time of a step may be up to a tenth longer.
         data: the data on which Fisher information is measured, as in `fisher_mask`. Without it, ``score`` is used.
         loss_fn: as in `fisher_mask`.
         samples: as in `fisher_mask`.
         score: a `Score` in place of Fisher information. Default without ``data``: the squared gradient.
         unit: perturb whole weight tensors, ``"tensor"``, or some of their filters, ``"filter"``.
-        how: measure the ``"time"`` or ``"cpu-time"`` of each layer's forward, input gradient and weight gradient, or
-            ``"count"`` their operations, which is reproducible but ignores the machine.
         refresh: the optimizer steps between two masks. Default: the first mask is kept.
         seed: the seed for drawing samples.
         model_loss: as in `fisher_mask`.
 
     Examples:
-        >>> rule = sparsesam.budget_mask(model, x, budget=1.5, how="count")
+        >>> rule = sparsesam.budget_mask(model, x, budget=1.5)
         >>> opt = sparsesam.SSAM(base, model, rho=0.1, mask=rule, norm="masked")
         >>> loss = opt.step(closure)
         >>> rule.report(opt.masks).predicted <= 1.5
@@ -268,5 +266,4 @@ def budget_mask(
         raise ValueError(
             "data must be given with loss_fn or model_loss, got None; without a loss the scores are squared gradients"
         )
-    costs = step_costs(model, example_input, how=how)
-    return BudgetMask(costs, budget, score or GradientEnergy(), unit, refresh, seed)
+    return BudgetMask(step_costs(model, example_input), budget, score or GradientEnergy(), unit, refresh, seed)

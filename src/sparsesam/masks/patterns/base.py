@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from sparsesam.distributed.shards import Shards
-from sparsesam.masks.select import BoolMasks, Tensors, check_alike, count_true, random_scores, top_mask
+from sparsesam.masks.select import BoolMasks, Tensors, check_alike, check_scores, count_true, random_scores, top_mask
 from sparsesam.utils.checks import check_bool
 
 # Scores, whose largest are chosen, or a generator, which draws uniformly over the pattern's units.
@@ -104,6 +104,13 @@ def scores_of(choice: Choice, like: Tensors, shards: Shards) -> Tensors:
     return random_scores(like, generator=choice, shards=shards) if isinstance(choice, torch.Generator) else choice
 
 
+def scores_inside(masks: Tensors, choice: Choice, shards: Shards) -> Tensors:
+    """Returns the scores of the entries that the masks keep; -inf, which is never chosen, for others."""
+    scores = scores_of(choice, masks, shards)
+    check_scores(scores, shards)
+    return {name: score.masked_fill(~masks[name], -math.inf) for name, score in scores.items()}
+
+
 def weight_budget(shards: Shards, sparsity: float) -> int:
     return round((1 - sparsity) * shards.total)
 
@@ -132,7 +139,7 @@ class Unstructured(Pattern):
 
     def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
         left = min(left_after_drop(count_true(masks, shards), ratio), weight_budget(shards, sparsity))
-        return top_mask(scores_of(keep, masks, shards), left, among=masks, shards=shards)
+        return top_mask(scores_inside(masks, keep, shards), left, shards=shards)
 
 
 @dataclass(frozen=True)
@@ -143,7 +150,7 @@ class PerLayer(Pattern):
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Pattern):
-            raise TypeError(f'inner must be a Pattern, such as as_pattern("2:4"), got {self.inner!r}')
+            raise TypeError(f"inner must be a Pattern, such as NM(2, 4), got {self.inner!r}")
 
     @property
     def knows_shards(self) -> bool:
