@@ -113,7 +113,7 @@ def test_choice_is_nearly_that_of_exhaustive_search(budget):
         scores = random_scores(CHAIN, seed)
         masks = BudgetMask(CHAIN_COSTS, budget, Given(scores)).make(context(CHAIN))
         assert CHAIN_COSTS.step(masks) <= budget + 1e-12
-        assert gathered(masks, scores) >= 0.85 * max(gathered(one, scores) for one in fitting)
+        assert gathered(masks, scores) >= 0.85 * max(gathered(other, scores) for other in fitting)
 
 
 @settings(deadline=None, max_examples=30)
@@ -244,7 +244,7 @@ def small(budget=1.5, **options):
         (lambda: small(1.0), r"budget must be at least 1\.0\d+ for this model, got 1.0"),
         (lambda: small(unit="column"), "unit must be one of 'tensor', 'filter', got 'column'"),
         (lambda: small(loss_fn=F.cross_entropy), "data must be given with loss_fn"),
-        (lambda: small(data=cases.vectors()), "with data, give either loss_fn"),
+        (lambda: small(data=cases.vectors()), "exactly one of loss_fn and model_loss"),
         (lambda: small(data=[], score=Given({})), "score and data must not both be given"),
         (lambda: small().make(context(conv_model())), "make a new rule"),
     ],

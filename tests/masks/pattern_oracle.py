@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ def select(pattern: Pattern, scores: Scores, sparsity: float | None, first: Flag
     if isinstance(pattern, PerLayer):
         own = {name: None if first is None else {name: first[name]} for name in scores}
         return merged(select(pattern.inner, {name: score}, sparsity, own[name]) for name, score in scores.items())
+    if isinstance(pattern, NM) and pattern.axis == "filters":
+        kept = None if first is None else by_filter(first, np.all)
+        return spread(select(replace(pattern, axis="output"), by_filter(scores, np.mean), None, kept), scores)
     if isinstance(pattern, NM):
         return {name: n_of_m(pattern, score, None if first is None else first[name]) for name, score in scores.items()}
     certain = first or {name: np.zeros(score.shape, dtype=bool) for name, score in scores.items()}
@@ -36,12 +40,14 @@ def drop(pattern: Pattern, keep: Scores, masks: Flags, ratio: float) -> Flags:
     """The masks without round(ratio * kept) of the kept weights, those with the smallest ``keep``."""
     if isinstance(pattern, PerLayer):
         return merged(drop(pattern.inner, {name: keep[name]}, {name: masks[name]}, ratio) for name in masks)
-    if isinstance(pattern, NM):
-        return drop_n_of_m(pattern, keep, masks, ratio)
-    left = number(masks) - round(ratio * number(masks))
-    return (
-        greedy(keep, pattern.unit, left, masks) if isinstance(pattern, Structured) else top(inside(keep, masks), left)
-    )
+    if isinstance(pattern, NM) and pattern.axis == "filters":
+        return spread(
+            drop(replace(pattern, axis="output"), by_filter(keep, np.mean), by_filter(masks, np.all), ratio), masks
+        )
+    free = {name: in_groups(pattern, mask) & mask for name, mask in masks.items()} if isinstance(pattern, NM) else masks
+    left = number(free) - round(ratio * number(free))
+    kept = greedy(keep, pattern.unit, left, free) if isinstance(pattern, Structured) else top(inside(keep, free), left)
+    return {name: kept[name] | (mask & ~free[name]) for name, mask in masks.items()}
 
 
 def top(scores: Scores, count: int) -> Flags:
@@ -84,7 +90,9 @@ def greedy(scores: Scores, unit: str, budget: int, among: Flags, *, reach: bool 
 
 
 def groups(shape: tuple[int, ...], m: int, axis: str) -> Iterator[list[tuple[int, ...]]]:
-    """Index of every entry of every full group of m, along one axis of the im2col matrix."""
+    """Index of every entry of every full group of m, along one axis of the im2col matrix; vectors have no groups."""
+    if len(shape) < 2:
+        return
     outputs, inputs = shape[0], math.prod(shape[1:])
     length, lines = (outputs, inputs) if axis == "output" else (inputs, outputs)
     for i in range(lines):
@@ -94,12 +102,10 @@ def groups(shape: tuple[int, ...], m: int, axis: str) -> Iterator[list[tuple[int
 
 
 def n_of_m(pattern: NM, score: np.ndarray, first: np.ndarray | None) -> np.ndarray:
-    if pattern.axis == "filters":
-        rows = None if first is None else by_filter(first) == 1
-        return spread(n_of_m(as_output(pattern), by_filter(score), rows), score.shape)
-    fixed = (score > -math.inf) & (score.ndim >= 2 or pattern.vectors == "dense")
-    kept = fixed if first is None else first.copy()
-    for members in groups(score.shape, pattern.m, pattern.axis) if score.ndim >= 2 else ():
+    """Entries outside of full groups are all kept, except in vectors with vectors="none"."""
+    outside = (score > -math.inf) & (score.ndim >= 2 or pattern.vectors == "dense")
+    kept = outside if first is None else first.copy()
+    for members in groups(score.shape, pattern.m, pattern.axis):
         certain = [index for index in members if first is not None and first[index]]
         others = sorted((index for index in members if index not in certain), key=lambda index: -score[index])
         wanted = certain + [index for index in others if score[index] > -math.inf][: pattern.n - len(certain)]
@@ -108,33 +114,26 @@ def n_of_m(pattern: NM, score: np.ndarray, first: np.ndarray | None) -> np.ndarr
     return kept
 
 
-def drop_n_of_m(pattern: NM, keep: Scores, masks: Flags, ratio: float) -> Flags:
-    """Weights outside of full groups are fixed."""
-    if pattern.axis == "filters":
-        rows = {name: by_filter(mask) == 1 for name, mask in masks.items()}
-        kept = drop_n_of_m(as_output(pattern), {name: by_filter(score) for name, score in keep.items()}, rows, ratio)
-        return {name: spread(kept[name], mask.shape) for name, mask in masks.items()}
-    free = {name: np.zeros(mask.shape, dtype=bool) for name, mask in masks.items()}
-    for name, mask in masks.items():
-        for members in groups(mask.shape, pattern.m, pattern.axis) if mask.ndim >= 2 else ():
-            for index in members:
-                free[name][index] = mask[index]
-    left = top(inside(keep, free), number(free) - round(ratio * number(free)))
-    return {name: left[name] | (mask & ~free[name]) for name, mask in masks.items()}
+def in_groups(pattern: NM, mask: np.ndarray) -> np.ndarray:
+    found = np.zeros(mask.shape, dtype=bool)
+    for members in groups(mask.shape, pattern.m, pattern.axis):
+        for index in members:
+            found[index] = True
+    return found
 
 
-def as_output(pattern: NM) -> NM:
-    return NM(pattern.n, pattern.m, vectors=pattern.vectors)
+def by_filter(tensors: Scores, function: Callable[..., np.ndarray]) -> Flags:
+    """A number for each filter, (O, 1); vectors and scalars unchanged."""
+    return {
+        name: function(values.reshape(len(values), -1), axis=1, keepdims=True) if values.ndim >= 2 else values
+        for name, values in tensors.items()
+    }
 
 
-def by_filter(values: np.ndarray) -> np.ndarray:
-    """The mean of each filter, (O, 1); vectors and scalars unchanged."""
-    return values.reshape(len(values), -1).mean(1, keepdims=True) if values.ndim >= 2 else values * 1.0
-
-
-def spread(kept: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def spread(kept: Flags, like: Scores) -> Flags:
     """The inverse of `by_filter`: every entry has the value of its filter."""
-    return np.broadcast_to(kept.reshape(kept.shape[:1] + (1,) * (len(shape) - 1)), shape)
+    rows = {name: kept[name].reshape(kept[name].shape[:1] + (1,) * (values.ndim - 1)) for name, values in like.items()}
+    return {name: np.broadcast_to(rows[name], values.shape) for name, values in like.items()}
 
 
 def inside(scores: Scores, masks: Flags) -> Flags:

@@ -259,8 +259,6 @@ def budget_mask(
     if score is not None and data is not None:
         raise ValueError("score and data must not both be given: data is what Fisher scores are measured on")
     if data is not None:
-        if (loss_fn is None) == (model_loss is None):
-            raise ValueError("with data, give either loss_fn(output, target) or model_loss(model, batch), and not both")
         score = Fisher(data, loss_fn, samples=samples, model_loss=model_loss)
     elif loss_fn is not None or model_loss is not None:
         raise ValueError(

@@ -128,7 +128,7 @@ def _measured_parameters(model: nn.Module, names: Mapping[str, Tensor] | None) -
     wanted = [name for name, p in available.items() if p.requires_grad] if names is None else names
     measured = {name: available[name] for name in wanted}
     if not measured:
-        raise ValueError("there is no parameter to measure: none is given, or none requires a gradient")
+        raise ValueError("model has no parameter to measure: none is given, or none requires a gradient")
     return measured
 
 

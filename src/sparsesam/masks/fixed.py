@@ -73,36 +73,26 @@ class FixedMask(MaskRule):
 
     def make(self, context: ScoreContext) -> dict[str, Tensor]:
         check_like_parameters("masks", self.masks, context.parameters, _PERTURBED)
-        whole = self._of_types(context) | self._of_names(context)
-        made = {}
-        for name, parameter in context.parameters.items():
-            if name in self.masks:
-                made[name] = context.part_of(name, self.masks[name])
-            else:
-                # A parameter on the meta device still has a mask with values.
-                device = None if parameter.is_meta else parameter.device
-                made[name] = torch.full(context.local[name].shape, parameter in whole, dtype=torch.bool, device=device)
-        return made
-
-    def _of_types(self, context: ScoreContext) -> set[Tensor]:
+        perturbed = set(context.parameters.values())
         layers = [module for module in context.model.modules() if is_layer_of(module, self.types)]
-        found = set(context.parameters.values()) & {p for layer in layers for p in layer.parameters()}
-        if self.types and not found:
+        whole = perturbed & {p for layer in layers for p in layer.parameters()}
+        if self.types and not whole:
             shown = ", ".join(kind.__name__ for kind in self.types)
             raise ValueError(f"types has {shown}, but the model has no such layer with parameters to perturb")
-        return found
-
-    def _of_names(self, context: ScoreContext) -> set[Tensor]:
         every = context.model.named_parameters(remove_duplicate=False)  # a tied parameter has several names
-        perturbed = set(context.parameters.values())
-        names = {name: parameter for name, parameter in every if parameter in perturbed}
-        found: set[Tensor] = set()
+        names = {name: p for name, p in every if p in perturbed}
         for pattern in self.names:
-            matching = {parameter for name, parameter in names.items() if fnmatchcase(name, pattern)}
+            matching = {p for name, p in names.items() if fnmatchcase(name, pattern)}
             if not matching:
                 raise ValueError(f"names has {pattern!r}, which matches no {_PERTURBED}; {nearest(pattern, names)}")
-            found |= matching
-        return found
+            whole |= matching
+        made = {name: context.part_of(name, mask) for name, mask in self.masks.items()}
+        for name, p in context.parameters.items():
+            if name not in made:
+                # A parameter on the meta device still has a mask with values.
+                device = None if p.is_meta else p.device
+                made[name] = torch.full(context.local[name].shape, p in whole, dtype=torch.bool, device=device)
+        return {name: made[name] for name in context.parameters}
 
 
 def fixed_mask(
