@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sparsesam.distributed.shards import Shards
 from sparsesam.masks.patterns import Unstructured
-from sparsesam.masks.select import count_true, kth_largest, kth_largest_by_digits, random_scores, top_mask
+from sparsesam.masks.select import kth_largest, kth_largest_by_digits, random_scores, top_mask
 from tests.masks import pattern_oracle as oracle
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -86,18 +86,6 @@ def test_threshold_matches_sort_on_host_devices_and_ranks(kind, size):
         assert kth_largest_by_digits(values, k, whole) == falling[k - 1]
 
 
-@given(scores=score_dicts(), seed=st.integers(0, 999), share=st.floats(0, 1.2))
-@settings(deadline=None, max_examples=100)
-def test_first_is_chosen_before_all_others(scores, seed, share):
-    rng = np.random.default_rng(seed)
-    first = {name: torch.as_tensor(rng.random(tuple(score.shape)) < 0.3) for name, score in scores.items()}
-    count = count_true(first) + round(share * sum(score.numel() for score in scores.values()))
-    # Scores of +inf must not compete with `first`, so the oracle ranks the two in turn.
-    free = {name: ~mask.numpy() for name, mask in first.items()}
-    others = oracle.top(oracle.inside(oracle.as_float64(scores), free), count - count_true(first))
-    assert oracle.same(top_mask(scores, count, first=first), {name: others[name] | ~free[name] for name in first})
-
-
 def test_mixed_dtypes_are_compared_as_numbers():
     scores = {
         "half": torch.tensor([1.0], dtype=torch.float16),
@@ -116,23 +104,17 @@ def test_layout_does_not_change_order():
     assert torch.equal(mask, top_mask({"w": scores}, 100)["w"])
 
 
-ONES = torch.ones(3, dtype=torch.bool)
-
-
 @pytest.mark.parametrize(
-    ("scores", "count", "first", "words"),
+    ("scores", "count", "words"),
     [
-        *(({"a": torch.zeros(3), "b": torch.tensor([1.0, math.nan])}, k, None, r"'b'.*NaN") for k in (0, 1, 5)),
-        ({"a": torch.zeros(3)}, -1, None, "count must be at least 0"),
-        ({"a": torch.zeros(3, dtype=torch.int64)}, 1, None, "floating point"),
-        ({"a": torch.zeros(3)}, 2, {"a": ONES}, "first marks 3"),
-        ({"a": torch.zeros(3)}, 1, {"b": ONES}, "same names"),
-        ({"a": torch.zeros(4)}, 1, {"a": ONES}, "shape"),
+        *(({"a": torch.zeros(3), "b": torch.tensor([1.0, math.nan])}, k, r"'b'.*NaN") for k in (0, 1, 5)),
+        ({"a": torch.zeros(3)}, -1, "count must be at least 0"),
+        ({"a": torch.zeros(3, dtype=torch.int64)}, 1, "floating point"),
     ],
 )
-def test_bad_arguments(scores, count, first, words):
+def test_bad_arguments(scores, count, words):
     with pytest.raises(ValueError, match=words):
-        top_mask(scores, count, first=first)
+        top_mask(scores, count)
 
 
 def test_no_scores():

@@ -16,10 +16,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from sparsesam.distributed.shards import Shards, local_part
-from sparsesam.utils.batches import batch_size, call_model, leads_with, scalar_loss, to_device
+from sparsesam.utils.batches import batch_size, call_model, scalar_loss, slice_batch, to_device
 from sparsesam.utils.checks import NonFiniteScoreError, check_choice
 from sparsesam.utils.restore import preserve_model_state
 
@@ -137,10 +136,8 @@ def _samples(batches: Iterable[Any], problem: Problem, device: torch.device | st
     for batch in batches:
         moved = to_device(batch, device)
         size = batch_size(problem.inputs(moved))
-        leaves, structure = tree_flatten(moved)
-        parts = [leaf.split(1) if leads_with(leaf, size) else (leaf,) * size for leaf in leaves]
-        for sample in zip(*parts, strict=True):
-            yield tree_unflatten(sample, structure)
+        for place in range(size):
+            yield slice_batch(moved, slice(place, place + 1), size)
 
 
 def _means(sums: Mapping[str, Tensor], samples: int, shards: Shards | None) -> dict[str, Tensor]:

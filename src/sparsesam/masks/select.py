@@ -26,9 +26,7 @@ BoolMasks = dict[str, Tensor]  # bool
 _DIGIT = 11  # bits
 
 
-def top_mask(
-    scores: Tensors, count: int, *, first: Tensors | None = None, shards: Shards | None = None
-) -> dict[str, Tensor]:
+def top_mask(scores: Tensors, count: int, *, shards: Shards | None = None) -> BoolMasks:
     """Mark the ``count`` largest scores of all tensors together.
 
     m = argmax { sum_i m_i s_i : m in {0,1}^d, sum_i m_i = count }, ties going to the earlier position (order
@@ -38,7 +36,6 @@ def top_mask(
     Args:
         scores: name -> floating tensor; all on one device, any shapes.
         count: number of ones, at least 0.
-        first: name -> bool tensor; its true entries are chosen before all others and count towards ``count``.
         shards: which part of the tensors this rank holds; all of them by default.
 
     Returns:
@@ -49,20 +46,10 @@ def top_mask(
     if count < 0:
         raise ValueError(f"count must be at least 0, got {count}; 0 chooses nothing")
     wide = any(score.dtype == torch.float64 for score in scores.values())
-    values = {name: _flat(score).to(torch.float64 if wide else torch.float32) for name, score in scores.items()}
+    dtype = torch.float64 if wide else torch.float32
+    values = {name: score.detach().reshape(-1).to(dtype) for name, score in scores.items()}
     allowed = {name: value > -math.inf for name, value in values.items()}
-    certain = 0
-    if first is not None:
-        check_alike(scores, first, label="first")
-        certain = count_true(first, shards)
-        for name, mask in allowed.items():
-            mask &= ~_flat(first[name])
-    if certain > count:
-        raise ValueError(f"first marks {certain} entries but count is {count}; raise count or clear some of first")
-    chosen = _largest(values, allowed, count - certain, shards)
-    for name, mask in chosen.items():
-        if first is not None:
-            mask |= _flat(first[name])
+    chosen = _largest(values, allowed, count, shards)
     return {name: mask.view(scores[name].shape) for name, mask in chosen.items()}
 
 
@@ -107,10 +94,6 @@ def check_scores(scores: Tensors, shards: Shards) -> None:
         raise NonFiniteScoreError(
             f"{where}, which has no rank; replace it (-inf is never chosen) or find where the gradient overflowed"
         )
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1)
 
 
 def _largest(values: Tensors, allowed: dict[str, Tensor], count: int, shards: Shards) -> dict[str, Tensor]:

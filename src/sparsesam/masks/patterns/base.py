@@ -135,7 +135,12 @@ class Unstructured(Pattern):
     knows_shards = True
 
     def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> BoolMasks:
-        return top_mask(scores_of(choice, like, shards), weight_budget(shards, sparsity), first=first, shards=shards)
+        budget = weight_budget(shards, sparsity)
+        if first is None:
+            return top_mask(scores_of(choice, like, shards), budget, shards=shards)
+        free = {name: ~mask for name, mask in first.items()}
+        grown = top_mask(scores_inside(free, choice, shards), budget - count_true(first, shards), shards=shards)
+        return {name: mask | first[name] for name, mask in grown.items()}
 
     def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
         left = min(left_after_drop(count_true(masks, shards), ratio), weight_budget(shards, sparsity))

@@ -87,9 +87,10 @@ class NM(Pattern):
             scores, kept = _rows(units, units.scores(keep)), _rows(units, units.kept(masks))
             return _expand(units, self._of_rows()._drop(scores, kept, sparsity, ratio, Shards.whole(kept)), masks)
         outside = self._outside_groups(masks, self._groups(shards))  # fixed by the pattern, never dropped
-        fixed = count_true(outside, shards)
-        left = fixed + left_after_drop(count_true(masks, shards) - fixed, ratio)
-        return top_mask(scores_inside(masks, keep, shards), left, first=outside, shards=shards)
+        inside = {name: mask & ~outside[name] for name, mask in masks.items()}
+        left = left_after_drop(count_true(inside, shards), ratio)
+        kept = top_mask(scores_inside(inside, keep, shards), left, shards=shards)
+        return {name: mask | kept[name] for name, mask in outside.items()}
 
     def _of_rows(self) -> NM:
         """Returns the pattern of matrices (O, 1) with an entry for each filter, which every rank holds as a whole."""

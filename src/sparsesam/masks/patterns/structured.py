@@ -42,9 +42,11 @@ class Structured(Pattern):
 
     def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> BoolMasks:
         units = Units(self.unit, shards)
-        kept = None if first is None else units.kept(first)
+        kept = torch.zeros_like(units.sizes, dtype=torch.bool) if first is None else units.kept(first)
+        left = weight_budget(shards, sparsity) - int(units.sizes[kept].sum())
         fill = fill_greedily if self.rounding == "below" else fill_until_reached
-        return units.expand(fill(units.scores(choice), units.sizes, weight_budget(shards, sparsity), kept), like)
+        grown = fill(units.scores(choice).masked_fill(kept, -math.inf), units.sizes, left)
+        return units.expand(kept | grown, like)
 
     def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
         units = Units(self.unit, shards)
@@ -142,36 +144,33 @@ def _axis_of(unit: Unit, dimensions: int) -> int | None:
     return 0 if dimensions == 1 or unit == "filter" else 1
 
 
-def fill_greedily(scores: Tensor, sizes: Tensor, budget: int, first: Tensor | None = None) -> Tensor:
+def fill_greedily(scores: Tensor, sizes: Tensor, budget: int) -> Tensor:
     """Take units by decreasing score, each if it still fits: sum of sizes <= budget. All tensors: shape (units,).
 
-    Ties go to the earlier unit; -inf is never taken. Afterwards no other unit with a score above -inf would fit. Units
-    of ``first`` are taken before all others.
+    Ties go to the earlier unit; -inf is never taken. Afterwards no other unit with a score above -inf would fit.
 
     Each round takes a run of units by one cumulative sum. The unit that ends the run is larger than the remaining
     budget, and so are all units of its size: there are at most as many rounds as distinct sizes.
     """
-    taken, waiting = _in_order(scores, first)
-    left = budget - int(sizes[taken].sum())
-    while len(waiting := waiting[sizes[waiting] <= left]):
+    taken, waiting = torch.zeros_like(sizes, dtype=torch.bool), _in_order(scores)
+    while len(waiting := waiting[sizes[waiting] <= budget]):
         running = sizes[waiting].cumsum(0)
-        run = int(torch.searchsorted(running, left, right=True))
+        run = int(torch.searchsorted(running, budget, right=True))
         taken[waiting[:run]] = True
-        left -= int(running[run - 1])
+        budget -= int(running[run - 1])
         waiting = waiting[run:]
     return taken
 
 
-def fill_until_reached(scores: Tensor, sizes: Tensor, budget: int, first: Tensor | None = None) -> Tensor:
+def fill_until_reached(scores: Tensor, sizes: Tensor, budget: int) -> Tensor:
     """Take units by decreasing score until the sum of sizes reaches the budget; otherwise like `fill_greedily`."""
-    taken, waiting = _in_order(scores, first)
-    before = sizes[taken].sum() + sizes[waiting].cumsum(0) - sizes[waiting]
+    taken, waiting = torch.zeros_like(sizes, dtype=torch.bool), _in_order(scores)
+    before = sizes[waiting].cumsum(0) - sizes[waiting]
     taken[waiting[before < budget]] = True
     return taken
 
 
-def _in_order(scores: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns a copy of ``first``, and the indices of the others by decreasing score, ties in order of position."""
-    taken = torch.zeros(len(scores), dtype=torch.bool) if first is None else first.clone()
+def _in_order(scores: Tensor) -> Tensor:
+    """Returns the indices of scores above -inf by decreasing score, ties in order of position."""
     order = scores.argsort(descending=True, stable=True)
-    return taken, order[((scores > -math.inf) & ~taken)[order]]
+    return order[scores[order] > -math.inf]
