@@ -26,7 +26,7 @@ BoolMasks = dict[str, Tensor]  # bool
 _DIGIT = 11  # bits
 
 
-def top_mask(scores: Tensors, count: int, *, shards: Shards | None = None) -> BoolMasks:
+def top_mask(scores: Tensors, count: int, *, among: Tensors | None = None, shards: Shards | None = None) -> BoolMasks:
     """Mark the ``count`` largest scores of all tensors together.
 
     m = argmax { sum_i m_i s_i : m in {0,1}^d, sum_i m_i = count }, ties going to the earlier position (order
@@ -36,6 +36,7 @@ def top_mask(scores: Tensors, count: int, *, shards: Shards | None = None) -> Bo
     Args:
         scores: name -> floating tensor; all on one device, any shapes.
         count: number of ones, at least 0.
+        among: name -> bool tensor of the score's shape; only its true entries can be chosen.
         shards: which part of the tensors this rank holds; all of them by default.
 
     Returns:
@@ -49,6 +50,8 @@ def top_mask(scores: Tensors, count: int, *, shards: Shards | None = None) -> Bo
     dtype = torch.float64 if wide else torch.float32
     values = {name: score.detach().reshape(-1).to(dtype) for name, score in scores.items()}
     allowed = {name: value > -math.inf for name, value in values.items()}
+    for name, mask in (among or {}).items():
+        allowed[name] &= mask.reshape(-1)
     chosen = _largest(values, allowed, count, shards)
     return {name: mask.view(scores[name].shape) for name, mask in chosen.items()}
 

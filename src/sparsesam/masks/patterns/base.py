@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from sparsesam.distributed.shards import Shards
-from sparsesam.masks.select import BoolMasks, Tensors, check_alike, check_scores, count_true, random_scores, top_mask
+from sparsesam.masks.select import BoolMasks, Tensors, check_alike, count_true, random_scores, top_mask
 from sparsesam.utils.checks import check_bool
 
 # Scores, whose largest are chosen, or a generator, which draws uniformly over the pattern's units.
@@ -104,13 +104,6 @@ def scores_of(choice: Choice, like: Tensors, shards: Shards) -> Tensors:
     return random_scores(like, generator=choice, shards=shards) if isinstance(choice, torch.Generator) else choice
 
 
-def scores_inside(masks: Tensors, choice: Choice, shards: Shards) -> Tensors:
-    """Returns the scores of the entries that the masks keep; -inf, which is never chosen, for others."""
-    scores = scores_of(choice, masks, shards)
-    check_scores(scores, shards)
-    return {name: score.masked_fill(~masks[name], -math.inf) for name, score in scores.items()}
-
-
 def weight_budget(shards: Shards, sparsity: float) -> int:
     return round((1 - sparsity) * shards.total)
 
@@ -135,16 +128,16 @@ class Unstructured(Pattern):
     knows_shards = True
 
     def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> BoolMasks:
-        budget = weight_budget(shards, sparsity)
+        scores, budget = scores_of(choice, like, shards), weight_budget(shards, sparsity)
         if first is None:
-            return top_mask(scores_of(choice, like, shards), budget, shards=shards)
+            return top_mask(scores, budget, shards=shards)
         free = {name: ~mask for name, mask in first.items()}
-        grown = top_mask(scores_inside(free, choice, shards), budget - count_true(first, shards), shards=shards)
+        grown = top_mask(scores, budget - count_true(first, shards), among=free, shards=shards)
         return {name: mask | first[name] for name, mask in grown.items()}
 
     def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
         left = min(left_after_drop(count_true(masks, shards), ratio), weight_budget(shards, sparsity))
-        return top_mask(scores_inside(masks, keep, shards), left, shards=shards)
+        return top_mask(scores_of(keep, masks, shards), left, among=masks, shards=shards)
 
 
 @dataclass(frozen=True)

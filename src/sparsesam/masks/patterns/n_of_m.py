@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsesam.distributed.shards import ShardLayout, Shards
-from sparsesam.masks.patterns.base import Choice, Pattern, left_after_drop, scores_inside, scores_of
+from sparsesam.masks.patterns.base import Choice, Pattern, left_after_drop, scores_of
 from sparsesam.masks.patterns.structured import Units
 from sparsesam.masks.select import BoolMasks, Tensors, check_scores, count_true, top_mask
 from sparsesam.utils.checks import check_choice, check_count
@@ -89,7 +89,7 @@ class NM(Pattern):
         outside = self._outside_groups(masks, self._groups(shards))  # fixed by the pattern, never dropped
         inside = {name: mask & ~outside[name] for name, mask in masks.items()}
         left = left_after_drop(count_true(inside, shards), ratio)
-        kept = top_mask(scores_inside(inside, keep, shards), left, shards=shards)
+        kept = top_mask(scores_of(keep, masks, shards), left, among=inside, shards=shards)
         return {name: mask | kept[name] for name, mask in outside.items()}
 
     def _of_rows(self) -> NM:
