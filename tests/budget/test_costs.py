@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -201,14 +200,6 @@ def test_model_state_is_preserved(training):
     assert [p.requires_grad for p in model.parameters()] == [False] + [True] * 7
     assert all(p.grad is None for p in model.parameters())
     assert torch.equal(noise, torch.get_rng_state())
-
-
-def test_counts_are_deterministic():
-    x = torch.randn(2, 1, 6, 6)
-    once, again = (step_costs(Block(), x) for _ in range(2))
-    assert once.base == again.base
-    assert np.array_equal(once.second_forward, again.second_forward)
-    assert np.array_equal(once.backward, again.backward)
 
 
 def test_traced_graph_is_freed():

@@ -8,8 +8,8 @@ With P the perturbed parameters, a step of ``minimize`` with norm="masked" costs
   + moving P to w + e and back
 
 Operations are counted, so that a cost is the same on every machine: the multiply-adds of products, and one for each
-entry that other operations compute. The time of a step was 4 to 9 % above this count for ResNet-18 and a small ViT
-(CPU time with one thread, batches of 16 and 32): Python code and memory traffic are not in it.
+entry that other operations compute. Python code and memory traffic are not counted: for ResNet-18 and a small ViT,
+predictions were 4 to 9 % below the CPU time of a step (batches of 16 and 32, one thread; python -m benchmarks budget).
 """
 
 from __future__ import annotations

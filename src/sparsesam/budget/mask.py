@@ -16,7 +16,7 @@ from sparsesam.budget.costs import Floats, StepCosts, step_costs
 from sparsesam.masks.fisher import LossFn, ModelLoss
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.scores import Fisher, GradientEnergy, Score, ScoreContext
-from sparsesam.utils.checks import NonFiniteScoreError, check_choice, is_within
+from sparsesam.utils.checks import NonFiniteScoreError, check_choice, is_finite
 
 BudgetUnit = Literal["tensor", "filter"]
 
@@ -69,7 +69,7 @@ class BudgetMask(MaskRule):
 
     def __post_init__(self) -> None:
         check_choice("unit", self.unit, get_args(BudgetUnit))
-        if not is_within(self.budget, 1, math.inf) or self.budget == math.inf:
+        if not is_finite(self.budget, 1):
             raise ValueError(
                 f"budget must be a finite number of at least 1, got {self.budget}; it is the cost of a step relative "
                 "to the base optimizer's, SAM's is about 2"

@@ -91,11 +91,8 @@ def fisher_of(
         for parameter in model.parameters() if shards is not None else ():
             stack.callback(setattr, parameter, "grad", parameter.grad)
         for sample in _samples(batches, problem, device):
-            gradients = gradients_of(model, problem.sample_loss(model, sample), list(measured.values()))
-            for total, gradient in zip(sums.values(), gradients, strict=True):
-                if gradient is not None:
-                    magnitude = gradient.abs().to(total.dtype) if gradient.is_complex() else gradient.to(total.dtype)
-                    total.addcmul_(magnitude, magnitude)
+            loss = problem.sample_loss(model, sample)
+            _add_squares(gradients_of(model, loss, list(measured.values())), sums)
             count += 1
     return FisherDiagonal(_means(sums, count, shards), count)
 
@@ -112,6 +109,13 @@ def _sharded_gradients(model: nn.Module, loss: Tensor, parameters: list[Tensor])
     model.zero_grad()
     loss.backward()
     return [None if p.grad is None else local_part(p.grad, p) for p in parameters]
+
+
+def _add_squares(gradients: list[Tensor | None], sums: Mapping[str, Tensor]) -> None:
+    for total, gradient in zip(sums.values(), gradients, strict=True):
+        if gradient is not None:
+            magnitude = gradient.abs().to(total.dtype) if gradient.is_complex() else gradient.to(total.dtype)
+            total.addcmul_(magnitude, magnitude)
 
 
 def _sum_dtype(parameter: Tensor) -> torch.dtype:
