@@ -57,7 +57,7 @@ def _chosen(loader: DataLoader[Any]) -> Sequence[int]:
         batches: Iterable[Any] = loader.batch_sampler or ()
         drawn: Iterable[int] = itertools.chain.from_iterable(batches)
     elif isinstance(loader.sampler, SubsetRandomSampler):
-        return loader.sampler.indices
+        return list(loader.sampler.indices)
     elif isinstance(loader.sampler, (SequentialSampler, RandomSampler, DistributedSampler)):
         # The whole dataset, also for a distributed sampler: all ranks make the same mask.
         return range(len(cast(Sized, loader.dataset)))
@@ -108,7 +108,7 @@ def _from_indices(
     if len(indices) < count:
         _warn_fewer(len(indices), count)
     drawn = torch.randperm(len(indices), generator=generator, device=generator.device)[:count].tolist()
-    chosen = [int(indices[place]) for place in drawn]
+    chosen = [indices[place] for place in drawn]
     return (fetch(chosen[start : start + chunk]) for start in range(0, len(chosen), chunk))
 
 
