@@ -34,14 +34,14 @@ def budget(
 ) -> None:
     """How far is the predicted cost of a step from the measured one, and does a budget mask keep its budget?
 
-    ``vit`` has 4 blocks of width 192. All costs are measured first; then the cases take one step each per round.
+    ``vit`` has 4 blocks of width 192. Costs are counted; then the cases take one step each per round.
     """
     data = cifar_batch(batch)
     for name in models:
         torch.manual_seed(0)
         model = VisionTransformer(patch_size=4, dim=192, depth=4, heads=3) if name == "vit" else build_model(name)
         block, stage = TAILS["vit" if name == "vit" else "resnet"]
-        costs = step_costs(model, data[0], how="cpu-time" if session.cpu_time else "time")
+        costs = step_costs(model, data[0])
         masks = {
             "last block": masks_of(model, block),
             "last stage": masks_of(model, stage),

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.runner import Session, benchmark
 from benchmarks.timing import show
 from sparsesam.lab.models import build_model
-from sparsesam.masks.patterns import NM, NMFilters, Structured, Unstructured
+from sparsesam.masks.patterns import NM, Structured, Unstructured
 from sparsesam.masks.select import random_scores, top_mask
 
 Scores = dict[str, Tensor]
@@ -106,7 +106,7 @@ def selection(
         "random_scores": partial(random_scores, plain, generator=generator),
         "2:4 select": partial(two_of_four.select, plain),
         "2:4 input select": partial(NM(2, 4, axis="input").select, plain),
-        "2:4 filters select": partial(NMFilters(2, 4).select, plain),
+        "2:4 filters select": partial(NM(2, 4, axis="filters").select, plain),
         "filter select": partial(filters.select, plain, 0.5),
         "column select": partial(Structured("column").select, plain, 0.5),
         "tensor select": partial(Structured("tensor").select, plain, 0.5),

@@ -47,7 +47,7 @@ def main() -> None:
 
     def budgeted(base, model):  # perturbs as much as 1.25 x the arithmetic of SGD allows
         samples = list(zip(x[:128], y[:128], strict=True))
-        mask = sparsesam.budget_mask(model, x[:64], 1.25, how="count", data=samples, loss_fn=F.cross_entropy)
+        mask = sparsesam.budget_mask(model, x[:64], 1.25, data=samples, loss_fn=F.cross_entropy)
         return sparsesam.SSAM(base, model, rho=0.2, mask=mask, norm="masked")
 
     methods = {

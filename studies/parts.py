@@ -88,8 +88,7 @@ def within_budget(training: Training, budget: float = 1.2) -> None:
         budget,
         data=training.batches.unaugmented(),
         loss_fn=cross_entropy,
-        how="count",
-        refresh=sparsesam.every_epochs(5, steps_per_epoch=training.batches.steps),
+        refresh=5 * training.batches.steps,
         seed=training.config.seed,
     )
     use_mask(training, mask)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch.nn import functional as F
 
@@ -79,3 +81,18 @@ class Naive:
     def by_tensor(self, function, *vectors):
         parts = zip(*(unflat(vector, self.parameters) for vector in vectors), strict=True)
         return flat([function(*one) for one in parts])
+
+
+def fisher_by_definition(model, x, y, loss_fn):
+    """F = 1/N sum_i (grad_w loss(w; x_i, y_i))^2 with the model in evaluation mode."""
+    model = copy.deepcopy(model).eval()
+    parameters = dict(model.named_parameters())
+    total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
+    for i in range(len(y)):
+        output = model(*(part[i : i + 1] for part in x)) if isinstance(x, tuple) else model(x[i : i + 1])
+        loss = loss_fn(output, y[i : i + 1]).squeeze()
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        for name, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                total[name] += gradient.to_dense().abs() ** 2
+    return {name: value / len(y) for name, value in total.items()}

@@ -28,34 +28,47 @@ def one_step(opt, model, x, y):
     opt.step(closure)
 
 
-def pair(**options):
-    model = cases.mlp()
+def pair(name="SAM", build=cases.mlp, **options):
+    model = build()
     twin = copy.deepcopy(model)
     given = {"rho": 0.3, "lr": 0.1, "momentum": 0.9, **options}
-    ours = compat.SAM(model.parameters(), torch.optim.SGD, **given)
-    return model, ours, twin, pytorch_optimizer.SAM(twin.parameters(), torch.optim.SGD, **given)
+    ours = getattr(compat, name)(model.parameters(), torch.optim.SGD, **given)
+    return model, ours, twin, getattr(pytorch_optimizer, name)(twin.parameters(), torch.optim.SGD, **given)
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
+def assert_same_weights(model, twin):
+    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("SAM", {}),
+        ("SAM", {"adaptive": True}),
+        ("FriendlySAM", {"sigma": 0.7, "lmbda": 0.6}),
+        ("FriendlySAM", {"sigma": 0.7, "lmbda": 0.6, "adaptive": True}),
+        ("LookSAM", {"k": 3, "build": lambda: torch.nn.Linear(6, 3, bias=False).double()}),  # theirs projects by tensor
+    ],
+)
 @pytest.mark.parametrize("step", [two_steps, one_step])
-def test_steps_equal_original(step, adaptive):
-    model, ours, twin, theirs = pair(adaptive=adaptive)
-    for seed in range(10):
+def test_steps_equal_original(step, name, options):
+    model, ours, twin, theirs = pair(name, **options)
+    for seed in range(8):
         x, y = cases.vectors(seed=seed)
         step(ours, model, x, y)
         step(theirs, twin, x, y)
-    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-6, atol=1e-7)
+    assert_same_weights(model, twin)
 
 
 def test_first_step_without_clearing_keeps_gradient_like_original():
     model, ours, twin, theirs = pair()
     x, y = cases.vectors()
-    for opt, one in ((ours, model), (theirs, twin)):
-        F.cross_entropy(one(x), y).backward()
+    for opt, network in ((ours, model), (theirs, twin)):
+        F.cross_entropy(network(x), y).backward()
         opt.first_step()
-        F.cross_entropy(one(x), y).backward()
+        F.cross_entropy(network(x), y).backward()
         opt.second_step()
-    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-6, atol=1e-7)
+    assert_same_weights(model, twin)
 
 
 def test_original_checkpoint_loads_with_momentum():
@@ -66,7 +79,7 @@ def test_original_checkpoint_loads_with_momentum():
     ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
     two_steps(ours, model, x, y)
     two_steps(theirs, twin, x, y)
-    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-6, atol=1e-7)
+    assert_same_weights(model, twin)
 
 
 def test_davda54_checkpoint_loads_with_warning():
@@ -151,40 +164,6 @@ def test_original_call_on_our_optimizers_names_compat(kind):
 # ---- the rest of pytorch-optimizer's family ------------------------------------------------------------------
 
 
-def of_classes(name, model, twin, **options):
-    given = {"rho": 0.3, "lr": 0.1, "momentum": 0.9, **options}
-    return [
-        getattr(package, name)(one.parameters(), torch.optim.SGD, **given)
-        for package, one in ((compat, model), (pytorch_optimizer, twin))
-    ]
-
-
-@pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize("step", [two_steps, one_step])
-def test_friendly_sam_equals_original(step, adaptive):
-    model = cases.mlp()
-    twin = copy.deepcopy(model)
-    ours, theirs = of_classes("FriendlySAM", model, twin, sigma=0.7, lmbda=0.6, adaptive=adaptive)
-    for seed in range(6):
-        x, y = cases.vectors(seed=seed)
-        step(ours, model, x, y)
-        step(theirs, twin, x, y)
-    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("step", [two_steps, one_step])
-def test_look_sam_of_one_tensor_equals_original(step):
-    torch.manual_seed(0)
-    model = torch.nn.Linear(6, 3, bias=False).double()
-    twin = copy.deepcopy(model)
-    ours, theirs = of_classes("LookSAM", model, twin, k=3)
-    for seed in range(7):
-        x, y = cases.vectors(seed=seed)
-        step(ours, model, x, y)
-        step(theirs, twin, x, y)
-    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("options", [{}, {"decouple": False}, {"adaptive": True}, {"max_norm": 0.2}])
 def test_wsam_equals_original(options):
     model = cases.mlp()
@@ -194,8 +173,8 @@ def test_wsam_equals_original(options):
     theirs = pytorch_optimizer.WSAM(twin, twin.parameters(), torch.optim.SGD, **given)
     for seed in range(6):
         x, y = cases.vectors(seed=seed)
-        losses = [opt.step(cases.closure_for(one, opt, x, y)) for opt, one in ((ours, model), (theirs, twin))]
-    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-6, atol=1e-7)
+        losses = [ours.step(cases.closure_for(model, ours, x, y)), theirs.step(cases.closure_for(twin, theirs, x, y))]
+    assert_same_weights(model, twin)
     torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-7)
 
 
@@ -220,9 +199,7 @@ def test_gsam_equals_original(adaptive):
 
 
 def test_family_loads_the_base_optimizers_state_of_an_original_checkpoint():
-    model = cases.mlp()
-    twin = copy.deepcopy(model)
-    ours, theirs = of_classes("LookSAM", model, twin, k=2)
+    model, ours, twin, theirs = pair("LookSAM", k=2)
     two_steps(theirs, twin, *cases.vectors())
     ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
     found = [ours.state[p]["momentum_buffer"] for p in model.parameters()]

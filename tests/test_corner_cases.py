@@ -467,7 +467,7 @@ def test_implicit_reports_where_it_was_explicit():
 
 def test_budget_needs_masked_norm():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    mask = sparsesam.budget_mask(model, torch.randn(8, 4), budget=1.9, how="count")
+    mask = sparsesam.budget_mask(model, torch.randn(8, 4), budget=1.9)
     with pytest.raises(ValueError, match='norm must be "masked" with BudgetMask, got "full"'):
         sparsesam.SSAM(sgd(model), model, rho=0.1, mask=mask)
 

@@ -4,9 +4,8 @@ from sparsesam.budget import budget_mask
 from sparsesam.compile_blocks import compile_blocks
 from sparsesam.masks.fisher import fisher_diagonal
 from sparsesam.masks.fixed import NORMALIZATION, fixed_mask, normalization_layers
-from sparsesam.masks.mask import Mask, MaskRule, every_epochs
-from sparsesam.masks.patterns import NM, NMFilters, Pattern, PerLayer, Structured, Unstructured, as_pattern
-from sparsesam.masks.recipes import dynamic_mask, fisher_mask, random_mask
+from sparsesam.masks.mask import Mask, MaskRule, dynamic_mask, fisher_mask, random_mask
+from sparsesam.masks.patterns import NM, Pattern, PerLayer, Structured, Unstructured
 from sparsesam.masks.scores import Fisher, GradientMagnitude, Score, ScoreContext, WeightMagnitude
 from sparsesam.recommended import recommended
 from sparsesam.sam import SAM, SSAM, SharpnessAware
@@ -18,8 +17,8 @@ __version__ = "0.1.0"
 __all__ = [
     "ESAM", "GSAM", "NM", "NORMALIZATION", "SAM", "SSAM", "WSAM", "Cosine", "ExtrapolatedSAM", "Fisher",
     "FollowLearningRate", "FriendlySAM", "GradientMagnitude", "InverseSqrt", "LookSAM", "Mask", "MaskRule",
-    "MomentumSAM", "NMFilters", "Pattern", "PerLayer", "RhoSchedule", "Score", "ScoreContext", "SharpnessAware",
-    "Structured", "Unstructured", "Warmup", "WeightMagnitude", "ZSharp", "as_pattern", "budget_mask",
-    "compile_blocks", "dynamic_mask", "every_epochs", "fisher_diagonal", "fisher_mask", "fixed_mask",
+    "MomentumSAM", "Pattern", "PerLayer", "RhoSchedule", "Score", "ScoreContext", "SharpnessAware",
+    "Structured", "Unstructured", "Warmup", "WeightMagnitude", "ZSharp", "budget_mask",
+    "compile_blocks", "dynamic_mask", "fisher_diagonal", "fisher_mask", "fixed_mask",
     "normalization_layers", "random_mask", "recommended",
 ]  # fmt: skip

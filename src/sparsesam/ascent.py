@@ -317,7 +317,7 @@ class PerturbingOptimizer(OptimizerWrapper):
         """Refresh the mask in the next ascent, or ``now`` (for SSAM-D: after a backward pass)."""
         if self.mask is None:
             raise RuntimeError("refresh_mask() needs a mask; without one, every weight is perturbed")
-        self.own.masks.asked = True
+        self.own.masks.is_requested = True
         if now:
             if self._step is not None and not self._step.is_complete and self.own.masks.needs_gradient:
                 raise RuntimeError("refresh_mask(now=True) needs every gradient; call it outside of a first_pass()")

@@ -15,6 +15,8 @@ from sparsesam import sam, variants
 from sparsesam.checkpoint import split_own
 from sparsesam.gradients import gradients_of
 
+Params = Iterable[Tensor] | Iterable[dict[str, Any]]
+Base = Callable[..., Optimizer]
 #: State keys of the two packages in addition to the base optimizer's.
 _THEIR_STATE = ("old_p", "e_w", "old_g")
 
@@ -37,8 +39,8 @@ class SAM(sam.SAM):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        base_optimizer: Callable[..., Optimizer],
+        params: Params,
+        base_optimizer: Base,
         rho: float = 0.05,
         adaptive: bool = False,
         *,
@@ -46,7 +48,7 @@ class SAM(sam.SAM):
         **kwargs: Any,
     ) -> None:
         base, model = _made(params, base_optimizer, model, adaptive, kwargs)
-        super().__init__(base, model, rho, adaptive="all" if adaptive else False, eta=0.0)
+        super().__init__(base, model, rho, **_scaling(adaptive))
 
     @classmethod
     def _check_call(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -101,8 +103,8 @@ class SAM(sam.SAM):
             return
         state_dict = state_dict.get("base_optimizer", state_dict)
         state = {
-            key: {name: value for name, value in one.items() if name not in _THEIR_STATE}
-            for key, one in state_dict["state"].items()
+            key: {name: value for name, value in values.items() if name not in _THEIR_STATE}
+            for key, values in state_dict["state"].items()
         }
         groups = [
             {**group, "adaptive": "all" if group.get("adaptive") else False} for group in state_dict["param_groups"]
@@ -115,12 +117,14 @@ class SAM(sam.SAM):
             )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="the checkpoint is from a bare base optimizer")
-            super().load_state_dict({"state": {k: one for k, one in state.items() if one}, "param_groups": groups})
+            super().load_state_dict(
+                {"state": {key: values for key, values in state.items() if values}, "param_groups": groups}
+            )
 
 
 def _made(
-    params: Iterable[Tensor] | Iterable[dict[str, Any]],
-    base_optimizer: Callable[..., Optimizer],
+    params: Params,
+    base_optimizer: Base,
     model: nn.Module | None,
     adaptive: bool,
     kwargs: dict[str, Any],
@@ -130,13 +134,17 @@ def _made(
         raise ValueError(
             "use_gc must be False, got True; centralize gradients in a step pre-hook of the base optimizer"
         )
-    kwargs.pop("perturb_eps", None)  # a gradient of zero perturbs nothing here
+    kwargs.pop("perturb_eps", None)  # a gradient of zero perturbs nothing anyway
     base = base_optimizer(params, **kwargs)
     for group in base.param_groups:
         group["adaptive"] = "all" if group.get("adaptive", adaptive) else False
-    return base, nn.ParameterList(
-        [p for group in base.param_groups for p in group["params"]]
-    ) if model is None else model
+    if model is None:
+        model = nn.ParameterList([p for group in base.param_groups for p in group["params"]])
+    return base, model
+
+
+def _scaling(adaptive: bool) -> dict[str, Any]:
+    return {"adaptive": "all" if adaptive else False, "eta": 0.0}
 
 
 class LookSAM(SAM, variants.LookSAM):
@@ -147,8 +155,8 @@ class LookSAM(SAM, variants.LookSAM):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        base_optimizer: Callable[..., Optimizer],
+        params: Params,
+        base_optimizer: Base,
         rho: float = 0.1,
         k: int = 10,
         alpha: float = 0.7,
@@ -158,8 +166,7 @@ class LookSAM(SAM, variants.LookSAM):
         **kwargs: Any,
     ) -> None:
         base, model = _made(params, base_optimizer, model, adaptive, kwargs)
-        scale: Any = "all" if adaptive else False
-        variants.LookSAM.__init__(self, base, model, rho, every=k, alpha=alpha, adaptive=scale, eta=0.0)
+        variants.LookSAM.__init__(self, base, model, rho, every=k, alpha=alpha, **_scaling(adaptive))
 
 
 class FriendlySAM(SAM, variants.FriendlySAM):
@@ -167,8 +174,8 @@ class FriendlySAM(SAM, variants.FriendlySAM):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        base_optimizer: Callable[..., Optimizer],
+        params: Params,
+        base_optimizer: Base,
         rho: float = 0.05,
         sigma: float = 1.0,
         lmbda: float = 0.9,
@@ -178,21 +185,20 @@ class FriendlySAM(SAM, variants.FriendlySAM):
         **kwargs: Any,
     ) -> None:
         base, model = _made(params, base_optimizer, model, adaptive, kwargs)
-        scale: Any = "all" if adaptive else False
-        variants.FriendlySAM.__init__(self, base, model, rho, sigma=sigma, decay=lmbda, adaptive=scale, eta=0.0)
+        variants.FriendlySAM.__init__(self, base, model, rho, sigma=sigma, decay=lmbda, **_scaling(adaptive))
 
 
 class WSAM(SAM, variants.WSAM):
     """pytorch-optimizer's ``WSAM(model, params, SGD, rho=0.05, gamma=0.9, lr=0.1)``, with the same results.
 
-    As there, ``step(closure)`` runs both passes, and ``max_norm`` clips the gradient at w + e.
+    As in that package, ``step(closure)`` runs both passes, and ``max_norm`` clips the gradient at w + e.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        base_optimizer: Callable[..., Optimizer],
+        params: Params,
+        base_optimizer: Base,
         rho: float = 0.05,
         gamma: float = 0.9,
         adaptive: bool = False,
@@ -203,8 +209,7 @@ class WSAM(SAM, variants.WSAM):
         kwargs.pop("eps", None)
         base, model = _made(params, base_optimizer, model, adaptive, kwargs)
         self.max_norm = max_norm
-        scale: Any = "all" if adaptive else False
-        variants.WSAM.__init__(self, base, model, rho, gamma=gamma, decouple=decouple, adaptive=scale, eta=0.0)
+        variants.WSAM.__init__(self, base, model, rho, gamma=gamma, decouple=decouple, **_scaling(adaptive))
 
     def step(self, closure: Callable[..., Any] | None = None, **options: Any) -> Any:
         return variants.WSAM.step(self, closure, **options)
@@ -235,8 +240,7 @@ class GSAM(variants.GSAM):
         **_: Any,
     ) -> None:
         self.rho_scheduler = rho_scheduler
-        scale: Any = "all" if adaptive else False
-        super().__init__(base_optimizer, model, rho_scheduler.step(), alpha=alpha, adaptive=scale, eta=0.0)
+        super().__init__(base_optimizer, model, rho_scheduler.step(), alpha=alpha, **_scaling(adaptive))
 
     @classmethod
     def _check_call(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

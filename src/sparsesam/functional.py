@@ -58,7 +58,7 @@ def sharpness_aware_grad(
     def gradient(params: Params, *args: Any, **kwargs: Any) -> tuple[dict[str, Tensor], Tensor]:
         first, value = torch.func.grad_and_value(loss)(params, *args, **kwargs)
         e = perturbation(first, rho=rho, masks=masks, norm=norm)
-        there = {name: w + e[name] for name, w in params.items()}
-        return torch.func.grad(loss)(there, *args, **kwargs), value
+        perturbed = {name: w + e[name] for name, w in params.items()}
+        return torch.func.grad(loss)(perturbed, *args, **kwargs), value
 
     return gradient

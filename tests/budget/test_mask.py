@@ -74,7 +74,7 @@ def gathered(masks, scores):
 
 
 CHAIN = chain()
-CHAIN_COSTS = step_costs(CHAIN, torch.zeros(256, 7), how="count")
+CHAIN_COSTS = step_costs(CHAIN, torch.zeros(256, 7))
 
 # ---- choosing --------------------------------------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ def test_choice_is_nearly_that_of_exhaustive_search(budget):
         scores = random_scores(CHAIN, seed)
         masks = BudgetMask(CHAIN_COSTS, budget, Given(scores)).make(context(CHAIN))
         assert CHAIN_COSTS.step(masks) <= budget + 1e-12
-        assert gathered(masks, scores) >= 0.85 * max(gathered(one, scores) for one in fitting)
+        assert gathered(masks, scores) >= 0.85 * max(gathered(other, scores) for other in fitting)
 
 
 @settings(deadline=None, max_examples=30)
@@ -138,7 +138,7 @@ def test_larger_budget_gathers_more(unit):
 @pytest.mark.parametrize("budget", [1.2, 1.4, 1.7])
 def test_normalization_and_biases_are_perturbed_only_behind_frontier(unit, budget):
     model = conv_model()
-    costs = step_costs(model, cases.images(16)[0], how="count")
+    costs = step_costs(model, cases.images(16)[0])
     masks = BudgetMask(costs, budget, Given(random_scores(model, 0)), unit).make(context(model))
     frontier = min(costs.first_use[name] for name, mask in masks.items() if mask.any())
     for name, mask in masks.items():
@@ -148,7 +148,7 @@ def test_normalization_and_biases_are_perturbed_only_behind_frontier(unit, budge
 
 def test_cost_of_parallel_branches_is_not_underestimated():
     model = Towers()
-    costs = step_costs(model, torch.randn(64, 6), how="count")
+    costs = step_costs(model, torch.randn(64, 6))
     for seed, budget, unit in itertools.product(range(5), (1.3, 1.5, 1.7), ("tensor", "filter")):
         masks = BudgetMask(costs, budget, Given(random_scores(model, seed)), unit).make(context(model))
         assert any(mask.any() for mask in masks.values())
@@ -171,14 +171,14 @@ def train(opt, model, steps, seed=0):
 
 def start(budget=1.4, **options):
     model = conv_model()
-    rule = budget_mask(model, cases.images()[0], budget, how="count", **options)
+    rule = budget_mask(model, cases.images()[0], budget, **options)
     return model, rule, sparsesam.SSAM(cases.sgd(model), model, mask=rule, norm="masked")
 
 
 def test_excluded_parameters_are_not_chosen():
     model = conv_model()
     groups = [{"params": model[:4].parameters()}, {"params": model[4:].parameters(), "perturb": False}]
-    rule = budget_mask(model, cases.images()[0], 1.9, how="count")
+    rule = budget_mask(model, cases.images()[0], 1.9)
     opt = sparsesam.SSAM(torch.optim.SGD(groups, lr=0.1), model, mask=rule, norm="masked")
     train(opt, model, 1)
     assert set(opt.masks) == {"0.weight", "1.weight", "1.bias", "3.weight"}
@@ -232,7 +232,7 @@ def test_report_lists_what_was_chosen():
 
 
 def small(budget=1.5, **options):
-    return budget_mask(chain(), torch.randn(64, 7), budget, how="count", **options)
+    return budget_mask(chain(), torch.randn(64, 7), budget, **options)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def small(budget=1.5, **options):
         (lambda: small(1.0), r"budget must be at least 1\.0\d+ for this model, got 1.0"),
         (lambda: small(unit="column"), "unit must be one of 'tensor', 'filter', got 'column'"),
         (lambda: small(loss_fn=F.cross_entropy), "data must be given with loss_fn"),
-        (lambda: small(data=cases.vectors()), "with data, give either loss_fn"),
+        (lambda: small(data=cases.vectors()), "exactly one of loss_fn and model_loss"),
         (lambda: small(data=[], score=Given({})), "score and data must not both be given"),
         (lambda: small().make(context(conv_model())), "make a new rule"),
     ],

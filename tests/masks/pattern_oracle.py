@@ -1,22 +1,56 @@
-"""Naive versions of the selections, in Python loops over float64, to be checked against the paper by eye."""
+"""Naive versions of the patterns, in Python loops over float64, to be checked against the paper by eye."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sparsesam.masks.patterns import NM, Pattern, PerLayer, Structured
+
+Scores = Mapping[str, np.ndarray]
 Flags = dict[str, np.ndarray]
 
 
-def as_float64(scores: Mapping[str, Tensor]) -> Flags:
-    return {name: tensor.double().numpy().copy() for name, tensor in scores.items()}
+def select(pattern: Pattern, scores: Scores, sparsity: float | None, first: Flags | None = None) -> Flags:
+    """The best allowed mask that contains ``first``."""
+    if isinstance(pattern, PerLayer):
+        own = {name: None if first is None else {name: first[name]} for name in scores}
+        return merged(select(pattern.inner, {name: score}, sparsity, own[name]) for name, score in scores.items())
+    if isinstance(pattern, NM) and pattern.axis == "filters":
+        kept = None if first is None else by_filter(first, np.all)
+        return spread(select(replace(pattern, axis="output"), by_filter(scores, np.mean), None, kept), scores)
+    if isinstance(pattern, NM):
+        return {name: n_of_m(pattern, score, None if first is None else first[name]) for name, score in scores.items()}
+    certain = first or {name: np.zeros(score.shape, dtype=bool) for name, score in scores.items()}
+    left = round((1 - sparsity) * sum(score.size for score in scores.values())) - number(certain)
+    free = {name: ~flags for name, flags in certain.items()}
+    if isinstance(pattern, Structured):
+        others = greedy(scores, pattern.unit, left, free, reach=pattern.rounding == "reach")
+    else:
+        others = top(inside(scores, free), left)
+    return {name: others[name] | certain[name] for name in scores}
 
 
-def top(scores: Mapping[str, np.ndarray], count: int) -> Flags:
+def drop(pattern: Pattern, keep: Scores, masks: Flags, ratio: float) -> Flags:
+    """The masks without round(ratio * kept) of the kept weights, those with the smallest ``keep``."""
+    if isinstance(pattern, PerLayer):
+        return merged(drop(pattern.inner, {name: keep[name]}, {name: masks[name]}, ratio) for name in masks)
+    if isinstance(pattern, NM) and pattern.axis == "filters":
+        return spread(
+            drop(replace(pattern, axis="output"), by_filter(keep, np.mean), by_filter(masks, np.all), ratio), masks
+        )
+    free = {name: in_groups(pattern, mask) & mask for name, mask in masks.items()} if isinstance(pattern, NM) else masks
+    left = number(free) - round(ratio * number(free))
+    kept = greedy(keep, pattern.unit, left, free) if isinstance(pattern, Structured) else top(inside(keep, free), left)
+    return {name: kept[name] | (mask & ~free[name]) for name, mask in masks.items()}
+
+
+def top(scores: Scores, count: int) -> Flags:
     """The first ``count`` positions of a stable descending sort, without those of -inf."""
     flat = np.concatenate([score.reshape(-1) for score in scores.values()])
     order = [i for i in np.argsort(-flat, kind="stable") if flat[i] > -math.inf][:count]
@@ -39,63 +73,91 @@ def units(shape: tuple[int, ...], unit: str) -> Iterator[tuple[object, ...]]:
             yield (slice(None), j, ...)
 
 
-def greedy(
-    scores: Mapping[str, np.ndarray], unit: str, budget: int, among: Flags | None = None, *, reach: bool = False
-) -> Flags:
+def greedy(scores: Scores, unit: str, budget: int, among: Flags, *, reach: bool = False) -> Flags:
     """Visit all units by decreasing mean score; take each that still fits or, with ``reach``, until none is missing."""
     kept = {name: np.zeros(score.shape, dtype=bool) for name, score in scores.items()}
     every = [(name, index) for name, score in scores.items() for index in units(score.shape, unit)]
     # math.fsum: the mean does not depend on the order of summation.
-    mean = {
-        place: math.fsum(np.ravel(scores[name][index])) / np.size(scores[name][index])
-        for place, (name, index) in enumerate(every)
-    }
-    for place in sorted(mean, key=lambda place: (-mean[place], place)):
+    means = [math.fsum(np.ravel(scores[name][index])) / np.size(scores[name][index]) for name, index in every]
+    for place in sorted(range(len(every)), key=lambda place: (-means[place], place)):
         name, index = every[place]
-        if among is not None and not np.all(among[name][index]):
-            continue
         size = np.size(scores[name][index])
-        if (budget > 0 if reach else size <= budget) and mean[place] > -math.inf:
+        fits = budget > 0 if reach else size <= budget
+        if fits and means[place] > -math.inf and np.all(among[name][index]):
             kept[name][index] = True
             budget -= size
     return kept
 
 
 def groups(shape: tuple[int, ...], m: int, axis: str) -> Iterator[list[tuple[int, ...]]]:
-    """Index of every entry of every group of at most m, along one axis of the im2col matrix."""
+    """Index of every entry of every full group of m, along one axis of the im2col matrix; vectors have no groups."""
+    if len(shape) < 2:
+        return
     outputs, inputs = shape[0], math.prod(shape[1:])
-    for i in range(inputs if axis == "output" else outputs):
-        length = outputs if axis == "output" else inputs
-        for start in range(0, length, m):
-            members = [(k, i) if axis == "output" else (i, k) for k in range(start, min(start + m, length))]
+    length, lines = (outputs, inputs) if axis == "output" else (inputs, outputs)
+    for i in range(lines):
+        for start in range(0, length - m + 1, m):
+            members = [(k, i) if axis == "output" else (i, k) for k in range(start, start + m)]
             yield [(row, *map(int, np.unravel_index(column, shape[1:]))) for row, column in members]
 
 
-def n_of_m(score: np.ndarray, n: int, m: int, axis: str, vectors: str, first: np.ndarray | None = None) -> np.ndarray:
-    if score.ndim < 2:
-        return np.full(score.shape, vectors == "dense") & (score > -math.inf)
-    kept = np.zeros(score.shape, dtype=bool)
-    for members in groups(score.shape, m, axis):
-        if len(members) < m:
-            wanted = members
-        else:
-            certain = [index for index in members if first is not None and first[index]]
-            others = sorted((index for index in members if index not in certain), key=lambda index: -score[index])
-            wanted = certain + [index for index in others if score[index] > -math.inf][: n - len(certain)]
-        for index in wanted:
-            kept[index] = True
+def n_of_m(pattern: NM, score: np.ndarray, first: np.ndarray | None) -> np.ndarray:
+    """Entries outside of full groups are all kept, except in vectors with vectors="none"."""
+    outside = (score > -math.inf) & (score.ndim >= 2 or pattern.vectors == "dense")
+    kept = outside if first is None else first.copy()
+    for members in groups(score.shape, pattern.m, pattern.axis):
+        certain = [index for index in members if first is not None and first[index]]
+        others = sorted((index for index in members if index not in certain), key=lambda index: -score[index])
+        wanted = certain + [index for index in others if score[index] > -math.inf][: pattern.n - len(certain)]
+        for index in members:
+            kept[index] = index in wanted
     return kept
 
 
-def number(flags: Mapping[str, np.ndarray | Tensor]) -> int:
-    return sum(int(np.asarray(flag).sum()) for flag in flags.values())
+def in_groups(pattern: NM, mask: np.ndarray) -> np.ndarray:
+    found = np.zeros(mask.shape, dtype=bool)
+    for members in groups(mask.shape, pattern.m, pattern.axis):
+        for index in members:
+            found[index] = True
+    return found
+
+
+def by_filter(tensors: Scores, function: Callable[..., np.ndarray]) -> Flags:
+    """A number for each filter, (O, 1); vectors and scalars unchanged."""
+    return {
+        name: function(values.reshape(len(values), -1), axis=1, keepdims=True) if values.ndim >= 2 else values
+        for name, values in tensors.items()
+    }
+
+
+def spread(kept: Flags, like: Scores) -> Flags:
+    """The inverse of `by_filter`: every entry has the value of its filter."""
+    rows = {name: kept[name].reshape(kept[name].shape[:1] + (1,) * (values.ndim - 1)) for name, values in like.items()}
+    return {name: np.broadcast_to(rows[name], values.shape) for name, values in like.items()}
+
+
+def inside(scores: Scores, masks: Flags) -> Flags:
+    return {name: np.where(masks[name], score, -math.inf) for name, score in scores.items()}
+
+
+def merged(parts: Iterator[Flags]) -> Flags:
+    return {name: flags for part in parts for name, flags in part.items()}
+
+
+def number(flags: Scores) -> int:
+    return sum(int(flag.sum()) for flag in flags.values())
+
+
+def as_float64(scores: Mapping[str, Tensor]) -> Flags:
+    return {name: tensor.double().numpy().copy() for name, tensor in scores.items()}
+
+
+def as_flags(masks: Mapping[str, Tensor]) -> Flags:
+    return {name: mask.numpy() for name, mask in masks.items()}
 
 
 def same(masks: Mapping[str, Tensor], flags: Mapping[str, np.ndarray]) -> bool:
     return list(masks) == list(flags) and all(
-        masks[name].dtype == torch.bool
-        and masks[name].is_contiguous()
-        and masks[name].shape == flags[name].shape
-        and np.array_equal(masks[name].cpu().numpy(), flags[name])
-        for name in flags
+        mask.dtype == torch.bool and mask.is_contiguous() and np.array_equal(mask.numpy(), flags[name])
+        for name, mask in masks.items()
     )

@@ -1,4 +1,4 @@
-"""top_mask and random_mask choose exactly what a full sort, or uniform sampling, would choose."""
+"""top_mask and random scores choose exactly what a full sort, or uniform sampling, would choose."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sparsesam.distributed.shards import Shards
 from sparsesam.masks.patterns import Unstructured
-from sparsesam.masks.select import count_true, kth_largest, kth_largest_by_digits, random_scores, top_mask
+from sparsesam.masks.select import kth_largest, kth_largest_by_digits, random_scores, top_mask
 from tests.masks import pattern_oracle as oracle
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -41,44 +41,35 @@ def test_matches_stable_sort(scores, share):
     assert oracle.same(top_mask(scores, count), oracle.top(oracle.as_float64(scores), count))
 
 
-def _hard(kind: str, size: int) -> np.ndarray:
+def hard_distributions(size):
     rng = np.random.default_rng(size)
-    values = {
+    normal, place = rng.standard_normal(size), np.arange(size)
+    return {
         "equal": np.ones(size),
-        "zeros": rng.standard_normal(size) ** 2 * (rng.random(size) < 0.05),
-        "zeros 30 %": rng.standard_normal(size) ** 2 * (rng.random(size) > 0.3),
-        "periodic": np.arange(size) % 16,
-        "rising": np.arange(size),
-        "falling": -np.arange(size),
+        "zeros": normal**2 * (rng.random(size) < 0.05),
+        "zeros 30 %": normal**2 * (rng.random(size) > 0.3),
+        "periodic": place % 16,
+        "rising": place,
+        "falling": -place,
         "few": rng.integers(0, 5, size),
         "heavy": rng.standard_cauchy(size) ** 5,
-        "one peak": np.where(np.arange(size) == size // 3, 1.0, 0.0),
+        "one peak": np.where(place == size // 3, 1.0, 0.0),
         "infinite": rng.choice([-np.inf, np.inf, 0.0, 1.0], size),
         "never": np.full(size, -np.inf),
         "two blocks": np.r_[rng.random(size // 2), 1e6 + rng.random(size - size // 2)],
-    }[kind]
-    return values.astype(np.float32)
+    }
 
 
-KINDS = [
-    "equal",
-    "zeros",
-    "zeros 30 %",
-    "periodic",
-    "rising",
-    "falling",
-    "few",
-    "heavy",
-    "one peak",
-    "infinite",
-    "never",
-    "two blocks",
-]
+KINDS = list(hard_distributions(2))
+
+
+def hard(kind, size):
+    return torch.from_numpy(hard_distributions(size)[kind].astype(np.float32))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_hard_distributions(kind):
-    values = torch.from_numpy(_hard(kind, 1000))
+    values = hard(kind, 1000)
     scores = {"a": values[:390].view(13, 30), "b": values[390:391].view(()), "c": values[391:]}
     for count in [0, 1, 2, 37, 300, 499, 500, 501, 700, 951, 999, 1000]:
         assert oracle.same(top_mask(scores, count), oracle.top(oracle.as_float64(scores), count)), count
@@ -87,36 +78,12 @@ def test_hard_distributions(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1000, 200_000])
 def test_threshold_matches_sort_on_host_devices_and_ranks(kind, size):
-    values = torch.from_numpy(_hard(kind, size))
+    values = hard(kind, size)
     whole, falling = Shards.whole({"a": values}), values.sort(descending=True).values
     every = {"a": torch.ones(size, dtype=torch.bool)}
     for k in (1, 2, size // 3, size // 2, size - 49, size):
         assert kth_largest({"a": values}, every, k, whole) == falling[k - 1]
         assert kth_largest_by_digits(values, k, whole) == falling[k - 1]
-
-
-@given(scores=score_dicts(), data=st.data())
-@settings(deadline=None, max_examples=150)
-def test_among_is_minus_infinity_elsewhere_and_first_is_plus_infinity(scores, data):
-    size = sum(tensor.numel() for tensor in scores.values())
-    states = data.draw(st.lists(st.sampled_from("anf"), min_size=size, max_size=size))
-    letters = dict(
-        zip(
-            scores,
-            np.split(np.array(states), np.cumsum([t.numel() for t in scores.values()])[:-1]),
-            strict=True,
-        )
-    )
-    among = {k: torch.from_numpy(letters[k] == "a").view(v.shape) for k, v in scores.items()}
-    first = {k: torch.from_numpy(letters[k] == "f").view(v.shape) for k, v in scores.items()}
-    count = data.draw(st.integers(count_true(first), size + 1))
-    plain = oracle.as_float64(scores)
-    inside = {k: np.where(among[k], v, -np.inf) for k, v in plain.items()}
-    assert oracle.same(top_mask(scores, count, among=among), oracle.top(inside, count))
-    # Scores of +inf must not compete with `first`, so the oracle ranks the two in turn.
-    others = oracle.top({k: np.where(first[k], -np.inf, v) for k, v in plain.items()}, count - count_true(first))
-    expected = {k: others[k] | first[k].numpy() for k in plain}
-    assert oracle.same(top_mask(scores, count, first=first), expected)
 
 
 def test_mixed_dtypes_are_compared_as_numbers():
@@ -137,34 +104,17 @@ def test_layout_does_not_change_order():
     assert torch.equal(mask, top_mask({"w": scores}, 100)["w"])
 
 
-def test_nan_raises_and_names_tensor():
-    for count in (0, 1, 5):
-        with pytest.raises(ValueError, match=r"'b'.*NaN"):
-            top_mask({"a": torch.zeros(3), "b": torch.tensor([1.0, math.nan])}, count)
-
-
-@pytest.mark.parametrize("count", [-1, -10])
-def test_negative_count_raises(count):
-    with pytest.raises(ValueError, match="count must be at least 0"):
-        top_mask({"a": torch.zeros(3)}, count)
-
-
-def test_integer_scores_raise():
-    with pytest.raises(ValueError, match="floating point"):
-        top_mask({"a": torch.zeros(3, dtype=torch.int64)}, 1)
-
-
-def test_first_must_fit_into_count():
-    with pytest.raises(ValueError, match="first marks 3"):
-        top_mask({"a": torch.zeros(3)}, 2, first={"a": torch.ones(3, dtype=torch.bool)})
-
-
-def test_masks_must_match_scores():
-    scores = {"a": torch.zeros(3)}
-    with pytest.raises(ValueError, match="same names"):
-        top_mask(scores, 1, among={"b": torch.ones(3, dtype=torch.bool)})
-    with pytest.raises(ValueError, match="shape"):
-        top_mask(scores, 1, first={"a": torch.ones(4, dtype=torch.bool)})
+@pytest.mark.parametrize(
+    ("scores", "count", "words"),
+    [
+        *(({"a": torch.zeros(3), "b": torch.tensor([1.0, math.nan])}, k, r"'b'.*NaN") for k in (0, 1, 5)),
+        ({"a": torch.zeros(3)}, -1, "count must be at least 0"),
+        ({"a": torch.zeros(3, dtype=torch.int64)}, 1, "floating point"),
+    ],
+)
+def test_bad_arguments(scores, count, words):
+    with pytest.raises(ValueError, match=words):
+        top_mask(scores, count)
 
 
 def test_no_scores():

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.func import hessian
 
 from sparsesam.analysis.results import AnalysisResult, Array
-from sparsesam.masks.recipes import random_mask
+from sparsesam.masks.mask import random_mask
 from sparsesam.sam import SSAM
 from sparsesam.schedules import InverseSqrt
 from sparsesam.utils.checks import check_choice, check_count

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsesam.analysis.results import AnalysisResult
 from sparsesam.distributed.ddp import unwrap
-from sparsesam.masks.fisher_problem import LossFn, ModelLoss, Problem
+from sparsesam.masks.fisher import LossFn, ModelLoss, Problem
 from sparsesam.masks.fixed import NORMALIZATION, is_layer_of
 from sparsesam.utils.batches import batch_size, to_device
 from sparsesam.utils.checks import check_bool, check_choice, check_like_parameters
@@ -65,7 +65,7 @@ class Objective:
     ) -> None:
         check_choice("statistics", statistics, get_args(Statistics))
         self.model = unwrap(model)
-        self.problem = Problem(loss_fn, model_loss, "data", None, None)
+        self.problem = Problem(loss_fn, model_loss)
         self.batches = _as_list(batches)
         self.statistics: Statistics = statistics
         self.allow_random = allow_random

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsesam.budget.costs import Floats, How, StepCosts, step_costs
-from sparsesam.masks.fisher_problem import LossFn, ModelLoss
+from sparsesam.budget.costs import Floats, StepCosts, step_costs
+from sparsesam.masks.fisher import LossFn, ModelLoss
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.scores import Fisher, GradientEnergy, Score, ScoreContext
-from sparsesam.utils.checks import NonFiniteScoreError, check_choice, is_within
+from sparsesam.utils.checks import NonFiniteScoreError, check_choice, is_finite
 
 BudgetUnit = Literal["tensor", "filter"]
 
@@ -69,7 +69,7 @@ class BudgetMask(MaskRule):
 
     def __post_init__(self) -> None:
         check_choice("unit", self.unit, get_args(BudgetUnit))
-        if not is_within(self.budget, 1, math.inf) or self.budget == math.inf:
+        if not is_finite(self.budget, 1):
             raise ValueError(
                 f"budget must be a finite number of at least 1, got {self.budget}; it is the cost of a step relative "
                 "to the base optimizer's, SAM's is about 2"
@@ -229,7 +229,6 @@ def budget_mask(
     samples: int = 128,
     score: Score | None = None,
     unit: BudgetUnit = "tensor",
-    how: How = "time",
     refresh: int | None = None,
     seed: int = 0,
     model_loss: ModelLoss | None = None,
@@ -238,21 +237,20 @@ def budget_mask(
 
     Args:
         model: the model that is trained.
-        example_input: a batch of inputs as in training, on which the cost of each layer is measured.
-        budget: what a step may cost, in steps of the base optimizer; SAM costs about 2.
+        example_input: a batch of inputs as in training, on which the operations of a pass are counted.
+        budget: what a step may cost, in steps of the base optimizer; SAM costs about 2. Operations are counted, which
+            is reproducible; the time of a step may be up to a tenth longer.
         data: the data on which Fisher information is measured, as in `fisher_mask`. Without it, ``score`` is used.
         loss_fn: as in `fisher_mask`.
         samples: as in `fisher_mask`.
         score: a `Score` in place of Fisher information. Default without ``data``: the squared gradient.
         unit: perturb whole weight tensors, ``"tensor"``, or some of their filters, ``"filter"``.
-        how: measure the ``"time"`` or ``"cpu-time"`` of each layer's forward, input gradient and weight gradient, or
-            ``"count"`` their operations, which is reproducible but ignores the machine.
         refresh: the optimizer steps between two masks. Default: the first mask is kept.
         seed: the seed for drawing samples.
         model_loss: as in `fisher_mask`.
 
     Examples:
-        >>> rule = sparsesam.budget_mask(model, x, budget=1.5, how="count")
+        >>> rule = sparsesam.budget_mask(model, x, budget=1.5)
         >>> opt = sparsesam.SSAM(base, model, rho=0.1, mask=rule, norm="masked")
         >>> loss = opt.step(closure)
         >>> rule.report(opt.masks).predicted <= 1.5
@@ -261,12 +259,9 @@ def budget_mask(
     if score is not None and data is not None:
         raise ValueError("score and data must not both be given: data is what Fisher scores are measured on")
     if data is not None:
-        if (loss_fn is None) == (model_loss is None):
-            raise ValueError("with data, give either loss_fn(output, target) or model_loss(model, batch), and not both")
         score = Fisher(data, loss_fn, samples=samples, model_loss=model_loss)
     elif loss_fn is not None or model_loss is not None:
         raise ValueError(
             "data must be given with loss_fn or model_loss, got None; without a loss the scores are squared gradients"
         )
-    costs = step_costs(model, example_input, how=how)
-    return BudgetMask(costs, budget, score or GradientEnergy(), unit, refresh, seed)
+    return BudgetMask(step_costs(model, example_input), budget, score or GradientEnergy(), unit, refresh, seed)

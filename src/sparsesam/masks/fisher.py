@@ -9,24 +9,24 @@ batch, was 1.1 times as fast for ResNet-18. `torch.func.vmap` of the gradient is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from sparsesam.distributed.shards import Shards, local_part
-from sparsesam.masks.fisher_problem import LossFn, ModelLoss, Problem, SampleLabels
-from sparsesam.utils.batches import batch_size, leads_with, to_device
-from sparsesam.utils.checks import NonFiniteScoreError
+from sparsesam.utils.batches import batch_size, call_model, scalar_loss, slice_batch, to_device
+from sparsesam.utils.checks import NonFiniteScoreError, check_choice
 from sparsesam.utils.restore import preserve_model_state
 
+LossFn = Callable[[Any, Any], Tensor]
+ModelLoss = Callable[[nn.Module, Any], Tensor]
 
-@dataclass(frozen=True)
-class FisherDiagonal:
+
+class FisherDiagonal(NamedTuple):
     """Mean squared per-sample gradients, and the number of samples.
 
     ``values``: float32 (float64 for float64 parameters), zeros for a parameter the loss does not depend on.
@@ -44,7 +44,6 @@ def fisher_diagonal(
     model_loss: ModelLoss | None = None,
     parameters: Mapping[str, Tensor] | None = None,
     labels: Literal["data", "sampled"] = "data",
-    sample_labels: SampleLabels | None = None,
     generator: torch.Generator | None = None,
 ) -> FisherDiagonal:
     """Computes the diagonal of the Fisher information over the samples of ``batches``, one gradient per sample.
@@ -61,7 +60,6 @@ def fisher_diagonal(
         model_loss: ``model_loss(model, batch)`` in place of ``loss_fn``.
         parameters: the parameters to measure, by name. Default: all that require a gradient.
         labels: ``"data"``, or ``"sampled"`` from softmax(output) over dimension 1 (the true Fisher information).
-        sample_labels: ``sample_labels(output, generator)`` in place of that draw.
         generator: the random generator of that draw.
 
     Examples:
@@ -69,43 +67,60 @@ def fisher_diagonal(
         >>> diagonal.values["0.weight"].shape == model[0].weight.shape
         True
     """
-    problem = Problem(loss_fn, model_loss, labels, sample_labels, generator)
-    return fisher_of(problem, model, batches, parameters)
+    return fisher_of(Problem(loss_fn, model_loss, labels, generator), model, batches, parameters)
 
 
 def fisher_of(
-    problem: Problem, model: nn.Module, batches: Iterable[Any], parameters: Mapping[str, Tensor] | None
+    problem: Problem,
+    model: nn.Module,
+    batches: Iterable[Any],
+    parameters: Mapping[str, Tensor] | None,
+    shards: Shards | None = None,
 ) -> FisherDiagonal:
+    """With ``shards``, returns this rank's part of the diagonal; all ranks run the same samples."""
     measured = _measured_parameters(model, parameters)
-    tensors = list(measured.values())
-    with preserve_model_state(model):
-        sums, count = _zeros(measured), 0
-        for parameter in tensors:
-            parameter.requires_grad_()
-        for sample in _samples(batches, problem, tensors[0].device):
-            loss = problem.sample_loss(model, sample)
-            if loss.requires_grad:
-                _add_squares(torch.autograd.grad(loss, tensors, allow_unused=True), sums)
-            count += 1
-    return FisherDiagonal(_means(sums, count, None), count)
-
-
-def sharded_fisher(
-    problem: Problem, model: nn.Module, batches: Iterable[Any], parameters: Mapping[str, Tensor], shards: Shards
-) -> dict[str, Tensor]:
-    """Returns this rank's part of the diagonal; all ranks run the same sample, and FSDP2 averages its gradient."""
-    sums, count = _zeros(parameters), 0
+    device = next(iter(measured.values())).device if shards is None else shards.mesh.device_type
+    gradients_of = _gradients if shards is None else _sharded_gradients
     with ExitStack() as stack:
-        # FSDP2 does not support changing requires_grad after wrapping, and computes gradients in backward() only.
-        stack.enter_context(preserve_model_state(model, freeze=False))
-        for parameter in model.parameters():
+        # FSDP2 does not support changing requires_grad after wrapping.
+        stack.enter_context(preserve_model_state(model, freeze=shards is None))
+        sums = {name: torch.zeros_like(local_part(p), dtype=_sum_dtype(p)) for name, p in measured.items()}
+        count = 0
+        for parameter in measured.values() if shards is None else ():
+            parameter.requires_grad_()
+        for parameter in model.parameters() if shards is not None else ():
             stack.callback(setattr, parameter, "grad", parameter.grad)
-        for sample in _samples(batches, problem, shards.mesh.device_type):
-            model.zero_grad()
-            problem.sample_loss(model, sample).backward()
-            _add_squares([None if p.grad is None else local_part(p.grad, p) for p in parameters.values()], sums)
+        for sample in _samples(batches, problem, device):
+            loss = problem.sample_loss(model, sample)
+            _add_squares(gradients_of(model, loss, list(measured.values())), sums)
             count += 1
-    return _means(sums, count, shards)
+    return FisherDiagonal(_means(sums, count, shards), count)
+
+
+def _gradients(model: nn.Module, loss: Tensor, parameters: list[Tensor]) -> list[Tensor | None]:
+    if not loss.requires_grad:
+        return [None] * len(parameters)
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return [None if gradient is None else gradient.to_dense() for gradient in gradients]
+
+
+def _sharded_gradients(model: nn.Module, loss: Tensor, parameters: list[Tensor]) -> list[Tensor | None]:
+    """FSDP2 computes gradients in backward() only, and averages that of a sample over the ranks."""
+    model.zero_grad()
+    loss.backward()
+    return [None if p.grad is None else local_part(p.grad, p) for p in parameters]
+
+
+def _add_squares(gradients: list[Tensor | None], sums: Mapping[str, Tensor]) -> None:
+    for total, gradient in zip(sums.values(), gradients, strict=True):
+        if gradient is not None:
+            magnitude = gradient.abs().to(total.dtype) if gradient.is_complex() else gradient.to(total.dtype)
+            total.addcmul_(magnitude, magnitude)
+
+
+def _sum_dtype(parameter: Tensor) -> torch.dtype:
+    """float64 for parameters in double precision, float32 for others."""
+    return torch.promote_types(parameter.dtype.to_real(), torch.float32)
 
 
 def _measured_parameters(model: nn.Module, names: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
@@ -116,7 +131,7 @@ def _measured_parameters(model: nn.Module, names: Mapping[str, Tensor] | None) -
     wanted = [name for name, p in available.items() if p.requires_grad] if names is None else names
     measured = {name: available[name] for name in wanted}
     if not measured:
-        raise ValueError("there is no parameter to measure: none is given, or none requires a gradient")
+        raise ValueError("model has no parameter to measure: none is given, or none requires a gradient")
     return measured
 
 
@@ -125,30 +140,8 @@ def _samples(batches: Iterable[Any], problem: Problem, device: torch.device | st
     for batch in batches:
         moved = to_device(batch, device)
         size = batch_size(problem.inputs(moved))
-        leaves, structure = tree_flatten(moved)
-        parts = [leaf.split(1) if leads_with(leaf, size) else (leaf,) * size for leaf in leaves]
-        for sample in zip(*parts, strict=True):
-            yield tree_unflatten(sample, structure)
-
-
-def _zeros(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns zeros: float64 for parameters in double precision, float32 for others."""
-    wide = (torch.float64, torch.complex128)
-    return {
-        name: torch.zeros_like(local_part(p), dtype=torch.float64 if p.dtype in wide else torch.float32)
-        for name, p in parameters.items()
-    }
-
-
-def _add_squares(gradients: Iterable[Tensor | None], into: Mapping[str, Tensor]) -> None:
-    totals, found = [], []
-    for total, gradient in zip(into.values(), gradients, strict=True):
-        if gradient is not None:
-            dense = gradient.to_dense() if gradient.is_sparse else gradient
-            totals.append(total)
-            found.append((dense.abs() if dense.is_complex() else dense).to(total.dtype))
-    if totals:
-        torch._foreach_addcmul_(totals, found, found)
+        for place in range(size):
+            yield slice_batch(moved, slice(place, place + 1), size)
 
 
 def _means(sums: Mapping[str, Tensor], samples: int, shards: Shards | None) -> dict[str, Tensor]:
@@ -163,3 +156,62 @@ def _means(sums: Mapping[str, Tensor], samples: int, shards: Shards | None) -> d
             "gradient overflows at the current weights (lower the learning rate or rho, or measure in float32)"
         )
     return values
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Computes the loss of samples, with their own labels or labels drawn from the model's output."""
+
+    loss_fn: LossFn | None
+    model_loss: ModelLoss | None
+    labels: str = "data"
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        if (self.loss_fn is None) == (self.model_loss is None):
+            raise ValueError("exactly one of loss_fn and model_loss must be given")
+        check_choice("labels", self.labels, ("data", "sampled"))
+        if self.labels == "sampled" and self.model_loss is not None:
+            raise ValueError("labels='sampled' needs the model's output; use loss_fn instead of model_loss")
+        if self.labels == "sampled" and self.generator is None:
+            raise ValueError("labels='sampled' needs a generator, got None; give a torch.Generator")
+
+    def inputs(self, batch: Any) -> Any:
+        """Returns the part of a batch by which samples are counted: the model's inputs."""
+        return batch if self.model_loss is not None else self._pair(batch)[0]
+
+    def sample_loss(self, model: nn.Module, sample: Any) -> Tensor:
+        """Returns the loss of a batch, which is a single sample if its label is drawn."""
+        if self.model_loss is not None:
+            return scalar_loss(self.model_loss(model, sample), "model_loss")
+        assert self.loss_fn is not None
+        inputs, targets = self._pair(sample)
+        output = call_model(model, inputs)
+        if self.labels == "sampled":
+            targets = sample_categorical(output, self.generator)
+        return scalar_loss(self.loss_fn(output, targets), "loss_fn")
+
+    def _pair(self, batch: Any) -> tuple[Any, Any]:
+        if isinstance(batch, (tuple, list)) and len(batch) == 2:
+            return batch[0], batch[1]
+        if self.labels == "sampled":
+            return batch, None
+        raise ValueError(
+            f"with loss_fn a batch must be a pair (inputs, targets), got {type(batch).__name__}; "
+            "use model_loss=lambda model, batch: ... for anything else"
+        )
+
+
+@torch.no_grad()
+def sample_categorical(output: Any, generator: torch.Generator | None) -> Tensor:
+    """Draw class labels (N, ...) from softmax(output) of logits (N, C, ...)."""
+    if not isinstance(output, Tensor) or output.dim() < 2:
+        raise ValueError(
+            "labels='sampled' draws classes from an output tensor of shape (N, C, ...), got "
+            f"{tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__}; "
+            "use labels='data' for other outputs"
+        )
+    assert generator is not None
+    probabilities = output.to(torch.promote_types(output.dtype, torch.float32)).softmax(1).movedim(1, -1)
+    flat = probabilities.reshape(-1, probabilities.shape[-1]).to(generator.device)
+    return flat.multinomial(1, generator=generator).view(probabilities.shape[:-1]).to(output.device)

@@ -71,41 +71,28 @@ class FixedMask(MaskRule):
     seed = 0
     knows_shards = True
 
-    def __post_init__(self) -> None:
-        if not (self.masks or self.names or self.types):
-            raise ValueError(
-                "masks, names or types must be given, got none of them; "
-                'for example fixed_mask("layer4.*", "fc.*") or fixed_mask(types=(torch.nn.LayerNorm,))'
-            )
-        check_bool("masks", self.masks)
-
     def make(self, context: ScoreContext) -> dict[str, Tensor]:
         check_like_parameters("masks", self.masks, context.parameters, _PERTURBED)
-        names: dict[int, list[str]] = {id(parameter): [] for parameter in context.parameters.values()}
-        for name, tensor in context.model.named_parameters(remove_duplicate=False):  # a tied parameter has several
-            if id(tensor) in names:
-                names[id(tensor)].append(name)
+        perturbed = set(context.parameters.values())
         layers = [module for module in context.model.modules() if is_layer_of(module, self.types)]
-        whole = names.keys() & {id(parameter) for layer in layers for parameter in layer.parameters()}
+        whole = perturbed & {p for layer in layers for p in layer.parameters()}
         if self.types and not whole:
             shown = ", ".join(kind.__name__ for kind in self.types)
             raise ValueError(f"types has {shown}, but the model has no such layer with parameters to perturb")
+        every = context.model.named_parameters(remove_duplicate=False)  # a tied parameter has several names
+        names = {name: p for name, p in every if p in perturbed}
         for pattern in self.names:
-            matching = {key for key, own in names.items() if any(fnmatchcase(name, pattern) for name in own)}
+            matching = {p for name, p in names.items() if fnmatchcase(name, pattern)}
             if not matching:
-                known = [name for own in names.values() for name in own]
-                raise ValueError(f"names has {pattern!r}, which matches no {_PERTURBED}; {nearest(pattern, known)}")
+                raise ValueError(f"names has {pattern!r}, which matches no {_PERTURBED}; {nearest(pattern, names)}")
             whole |= matching
-        made = {}
-        for name, parameter in context.parameters.items():
-            if name in self.masks:
-                made[name] = context.part_of(name, self.masks[name])
-            else:
+        made = {name: context.part_of(name, mask) for name, mask in self.masks.items()}
+        for name, p in context.parameters.items():
+            if name not in made:
                 # A parameter on the meta device still has a mask with values.
-                device = None if parameter.is_meta else parameter.device
-                shape = context.local[name].shape
-                made[name] = torch.full(shape, id(parameter) in whole, dtype=torch.bool, device=device)
-        return made
+                device = None if p.is_meta else p.device
+                made[name] = torch.full(context.local[name].shape, p in whole, dtype=torch.bool, device=device)
+        return {name: made[name] for name in context.parameters}
 
 
 def fixed_mask(
@@ -124,9 +111,15 @@ def fixed_mask(
         >>> opt = sparsesam.SSAM(base, model, rho=0.1, mask=mask, norm="masked")
     """
     if isinstance(masks, str):
-        return FixedMask({}, (masks, *names), types)
+        names, masks = (masks, *names), None
     if masks is not None and not isinstance(masks, Mapping):
         raise TypeError(
             f'masks must be {{name: bool tensor}} or a name, as in fixed_mask("layer4.*", "fc.*"), got {masks!r}'
         )
+    if not (masks or names or types):
+        raise ValueError(
+            "masks, names or types must be given, got none of them; "
+            'for example fixed_mask("layer4.*", "fc.*") or fixed_mask(types=(torch.nn.LayerNorm,))'
+        )
+    check_bool("masks", masks or {})
     return FixedMask(dict(masks or {}), names, types)

@@ -25,7 +25,8 @@ class PackedMask:
         count = int(mask.count_nonzero())
         if count in (0, mask.numel()):
             return cls(mask.shape, count, None)
-        return cls(mask.shape, count, pack_bits(mask.detach().reshape(-1)))
+        bits = torch.from_numpy(np.packbits(mask.detach().reshape(-1).cpu().numpy()))
+        return cls(mask.shape, count, bits.to(mask.device))
 
     @property
     def numel(self) -> int:
@@ -67,31 +68,14 @@ class PackedMask:
         return placed
 
 
-def pack_bits(flat: Tensor) -> Tensor:
-    """Pack eight bools per byte, the first in the highest bit; the last byte is padded with zeros."""
-    if flat.device.type == "cpu":
-        return torch.from_numpy(np.packbits(flat.numpy()))
-    return pack_bits_on_device(flat)
-
-
-def pack_bits_on_device(flat: Tensor) -> Tensor:
-    padded = flat.new_zeros((flat.numel() + 7) // 8 * 8)
-    padded[: flat.numel()] = flat
-    return (padded.view(-1, 8) * bit_values(flat.device)).sum(1, dtype=torch.uint8)
-
-
 def unpack_bits(bits: Tensor) -> Tensor:
-    """The inverse of `pack_bits`; the padding is kept."""
+    """Returns eight bools per byte, the first from the highest bit; the last byte is padded with zeros."""
     if bits.device.type == "cpu":
         return torch.from_numpy(np.unpackbits(bits.numpy()).view(np.bool_))
     return unpack_bits_on_device(bits)
 
 
 def unpack_bits_on_device(bits: Tensor) -> Tensor:
-    return (bits[:, None] & bit_values(bits.device)).ne(0).reshape(-1)
-
-
-def bit_values(device: torch.device) -> Tensor:
-    """Returns 128, 64, …, 1, created on the device."""
-    places = torch.arange(7, -1, -1, dtype=torch.uint8, device=device)
-    return torch.ones_like(places).bitwise_left_shift_(places)
+    places = torch.arange(7, -1, -1, dtype=torch.uint8, device=bits.device)
+    values = torch.ones_like(places).bitwise_left_shift_(places)  # 128, 64, …, 1, without a copy from the host
+    return (bits[:, None] & values).ne(0).reshape(-1)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,8 +25,6 @@ from torch.utils.data import (
 from sparsesam.utils.batches import batch_size, slice_batch
 from sparsesam.utils.checks import check_count
 
-Fetch = Callable[[list[int]], Any]
-
 
 def draw_batches(data: Any, count: int, *, generator: torch.Generator, chunk: int) -> Iterator[Any]:
     """Yield ``count`` random samples of ``data`` as batches of at most ``chunk`` samples.
@@ -36,43 +35,32 @@ def draw_batches(data: Any, count: int, *, generator: torch.Generator, chunk: in
     """
     check_count("count", count, "it is the number of samples")
     check_count("chunk", chunk, "it is the size of a batch")
-    source = _indexed(data)
-    if source is None:
-        return _from_stream(data, count, chunk)
-    return _from_indices(*source, count, generator, chunk)
-
-
-def _indexed(data: Any) -> tuple[int, Fetch] | None:
-    """Returns the number of samples and a function from indices to a batch; None for a stream of batches."""
     if _is_tensors(data):
-        return _equal_length(data), lambda indices: tree_map(lambda part: part[torch.tensor(indices)], data)
+        return _from_indices(range(_equal_length(data)), partial(_rows, data), count, generator, chunk)
     if isinstance(data, DataLoader):
         if isinstance(data.dataset, IterableDataset) or (data.batch_size is None and data.batch_sampler is None):
-            return None
-        fetch = _collated(data.dataset, data.collate_fn)
-        chosen = _chosen(data)
-        if chosen is None:
-            return len(cast(Sized, data.dataset)), fetch
-        return len(chosen), lambda places: fetch([chosen[place] for place in places])
+            return _from_stream(data, count, chunk)
+        return _from_indices(_chosen(data), partial(_collated, data.dataset, data.collate_fn), count, generator, chunk)
     if _is_dataset(data):
-        return len(data), _collated(data, default_collate)
+        return _from_indices(range(len(data)), partial(_collated, data, default_collate), count, generator, chunk)
     if not isinstance(data, Iterable):
         raise TypeError(
             f"data must be a dataset, a DataLoader, a tuple of tensors or an iterable of batches, "
             f"got {type(data).__name__}"
         )
-    return None
+    return _from_stream(data, count, chunk)
 
 
-def _chosen(loader: DataLoader[Any]) -> list[int] | None:
-    """Returns the indices that the loader's own sampler may draw; None: the whole dataset."""
+def _chosen(loader: DataLoader[Any]) -> Sequence[int]:
+    """Returns the indices that the loader's own sampler may draw."""
     if type(loader.batch_sampler) is not BatchSampler:
         batches: Iterable[Any] = loader.batch_sampler or ()
         drawn: Iterable[int] = itertools.chain.from_iterable(batches)
     elif isinstance(loader.sampler, SubsetRandomSampler):
         return list(loader.sampler.indices)
     elif isinstance(loader.sampler, (SequentialSampler, RandomSampler, DistributedSampler)):
-        return None  # also for a distributed sampler: all ranks make the same mask
+        # The whole dataset, also for a distributed sampler: all ranks make the same mask.
+        return range(len(cast(Sized, loader.dataset)))
     else:
         drawn = loader.sampler
     with torch.random.fork_rng(devices=[]):  # a sampler may draw from the global generator, which training uses
@@ -102,22 +90,26 @@ def _equal_length(data: Any) -> int:
     return lengths[0]
 
 
-def _collated(dataset: Any, collate: Callable[[list[Any]], Any]) -> Fetch:
-    def fetch(indices: list[int]) -> Any:
-        if hasattr(dataset, "__getitems__"):
-            return collate(dataset.__getitems__(indices))
-        return collate([dataset[index] for index in indices])
-
-    return fetch
+def _rows(tensors: Any, indices: list[int]) -> Any:
+    return tree_map(lambda part: part[torch.tensor(indices)], tensors)
 
 
-def _from_indices(length: int, fetch: Fetch, count: int, generator: torch.Generator, chunk: int) -> Iterator[Any]:
-    if length == 0:
+def _collated(dataset: Any, collate: Callable[[list[Any]], Any], indices: list[int]) -> Any:
+    if hasattr(dataset, "__getitems__"):
+        return collate(dataset.__getitems__(indices))
+    return collate([dataset[index] for index in indices])
+
+
+def _from_indices(
+    indices: Sequence[int], fetch: Callable[[list[int]], Any], count: int, generator: torch.Generator, chunk: int
+) -> Iterator[Any]:
+    if len(indices) == 0:
         raise ValueError("data is empty; at least one sample is needed")
-    if length < count:
-        _warn_fewer(length, count)
-    drawn = torch.randperm(length, generator=generator, device=generator.device)[:count].tolist()
-    return (fetch(drawn[start : start + chunk]) for start in range(0, len(drawn), chunk))
+    if len(indices) < count:
+        _warn_fewer(len(indices), count)
+    drawn = torch.randperm(len(indices), generator=generator, device=generator.device)[:count].tolist()
+    chosen = [indices[place] for place in drawn]
+    return (fetch(chosen[start : start + chunk]) for start in range(0, len(chosen), chunk))
 
 
 def _from_stream(batches: Iterable[Any], count: int, chunk: int) -> Iterator[Any]:

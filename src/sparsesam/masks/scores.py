@@ -13,8 +13,7 @@ from torch import distributed as dist
 
 from sparsesam.distributed.agreement import communication_device, on_every_rank
 from sparsesam.distributed.shards import Shards, local_part
-from sparsesam.masks.fisher import fisher_of, sharded_fisher
-from sparsesam.masks.fisher_problem import LossFn, ModelLoss, Problem
+from sparsesam.masks.fisher import LossFn, ModelLoss, Problem, fisher_of
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.samples import draw_batches
 from sparsesam.utils.batches import to_device
@@ -91,15 +90,13 @@ class Fisher:
         self._problem(torch.Generator())
 
     def _problem(self, generator: torch.Generator) -> Problem:
-        return Problem(self.loss_fn, self.model_loss, self.labels, None, generator)
+        return Problem(self.loss_fn, self.model_loss, self.labels, generator)
 
     def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
         """Returns the Fisher information over the samples of all ranks."""
         problem, batches = self._problem(context.generator), self._batches(context)
-        if context.shards is not None:
-            return sharded_fisher(problem, context.model, batches, context.parameters, context.shards)
-        measure = partial(fisher_of, problem, context.model, batches, context.parameters)
-        if context.ranks is None:
+        measure = partial(fisher_of, problem, context.model, batches, context.parameters, context.shards)
+        if context.ranks is None or context.shards is not None:
             return measure().values
         # Also if all ranks measure the same samples: devices may round differently, and masks must be equal.
         result = on_every_rank(measure, NonFiniteScoreError, context.ranks)

@@ -26,14 +26,7 @@ BoolMasks = dict[str, Tensor]  # bool
 _DIGIT = 11  # bits
 
 
-def top_mask(
-    scores: Tensors,
-    count: int,
-    *,
-    among: Tensors | None = None,
-    first: Tensors | None = None,
-    shards: Shards | None = None,
-) -> dict[str, Tensor]:
+def top_mask(scores: Tensors, count: int, *, among: Tensors | None = None, shards: Shards | None = None) -> BoolMasks:
     """Mark the ``count`` largest scores of all tensors together.
 
     m = argmax { sum_i m_i s_i : m in {0,1}^d, sum_i m_i = count }, ties going to the earlier position (order
@@ -43,35 +36,23 @@ def top_mask(
     Args:
         scores: name -> floating tensor; all on one device, any shapes.
         count: number of ones, at least 0.
-        among: name -> bool tensor; only its true entries can be chosen, as if the others scored -inf.
-        first: name -> bool tensor; its true entries are chosen before all others and count towards ``count``.
+        among: name -> bool tensor of the score's shape; only its true entries can be chosen.
         shards: which part of the tensors this rank holds; all of them by default.
 
     Returns:
         name -> contiguous bool tensor of the score's shape, on its device.
     """
     shards = shards or Shards.whole(scores)
-    for label, masks in (("among", among), ("first", first)):
-        if masks is not None:
-            check_alike(scores, masks, label=label)
     check_scores(scores, shards)
     if count < 0:
         raise ValueError(f"count must be at least 0, got {count}; 0 chooses nothing")
     wide = any(score.dtype == torch.float64 for score in scores.values())
-    values = {name: _flat(score).to(torch.float64 if wide else torch.float32) for name, score in scores.items()}
+    dtype = torch.float64 if wide else torch.float32
+    values = {name: score.detach().reshape(-1).to(dtype) for name, score in scores.items()}
     allowed = {name: value > -math.inf for name, value in values.items()}
-    for name, mask in allowed.items():
-        if among is not None:
-            mask &= _flat(among[name])
-        if first is not None:
-            mask &= ~_flat(first[name])
-    certain = 0 if first is None else count_true(first, shards)
-    if certain > count:
-        raise ValueError(f"first marks {certain} entries but count is {count}; raise count or clear some of first")
-    chosen = _largest(values, allowed, count - certain, shards)
-    for name, mask in chosen.items():
-        if first is not None:
-            mask |= _flat(first[name])
+    for name, mask in (among or {}).items():
+        allowed[name] &= mask.reshape(-1)
+    chosen = _largest(values, allowed, count, shards)
     return {name: mask.view(scores[name].shape) for name, mask in chosen.items()}
 
 
@@ -82,10 +63,11 @@ def random_scores(like: Tensors, *, generator: torch.Generator, shards: Shards |
     score, and the earlier of them are chosen. Every rank draws whole tensors, one at a time, and keeps its part.
     """
     parts = (shards or Shards.whole(like)).parts
-    return {
-        name: parts[name].of(torch.rand(parts[name].shape, generator=generator, device=generator.device)).to(one.device)
-        for name, one in like.items()
-    }
+    drawn = {}
+    for name, tensor in like.items():
+        whole = torch.rand(parts[name].shape, generator=generator, device=generator.device)
+        drawn[name] = parts[name].of(whole).to(tensor.device)
+    return drawn
 
 
 def count_true(masks: Tensors, shards: Shards | None = None) -> int:
@@ -115,10 +97,6 @@ def check_scores(scores: Tensors, shards: Shards) -> None:
         raise NonFiniteScoreError(
             f"{where}, which has no rank; replace it (-inf is never chosen) or find where the gradient overflowed"
         )
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1)
 
 
 def _largest(values: Tensors, allowed: dict[str, Tensor], count: int, shards: Shards) -> dict[str, Tensor]:

@@ -43,7 +43,7 @@ class MaskState:
         self.rule = rule
         self.masks: dict[str, PackedMask] | None = None
         self.generator = torch.Generator().manual_seed(0 if rule is None else rule.seed)
-        self.asked = False
+        self.is_requested = False
         self.last_step = -1
         self.skipped = 0
         self._kept, self._total = 0, 0  # numbers of weights, on all ranks
@@ -74,12 +74,12 @@ class MaskState:
         if self.last_step == step:  # a step that a GradScaler skipped is repeated
             return False
         every = self.rule.refresh
-        return self.asked or (every is not None and step // every > self.last_step // every)
+        return self.is_requested or (every is not None and step // every > self.last_step // every)
 
     @torch.no_grad()
     def refresh(self, context: ScoreContext) -> None:
         """Make new masks; all ranks compare them."""
-        assert self.rule is not None, "there is nothing to make"
+        assert self.rule is not None, "without a rule there are no masks"
         try:
             masks = self._made(self.rule, context)
         except NonFiniteScoreError as error:
@@ -95,7 +95,7 @@ class MaskState:
             return
         self._hold(masks, context.local, context.shards)
         self.last_step = context.step
-        self.asked = False
+        self.is_requested = False
 
     def _made(self, rule: MaskRule, context: ScoreContext) -> dict[str, PackedMask]:
         """Returns the masks, which must be equal on all ranks: all use the same generator and the same scores."""
@@ -135,7 +135,7 @@ class MaskState:
             "is_made": self.masks is not None,
             # Not a tensor: torch.distributed.checkpoint would treat it as a shard of the model's size and device.
             "generator": self.generator.get_state().cpu().numpy().tobytes().hex(),
-            "asked": self.asked or is_outdated,
+            "asked": self.is_requested or is_outdated,
             "last_step": -1 if is_outdated else self.last_step,
             "skipped": self.skipped,
         }
@@ -178,7 +178,7 @@ class MaskState:
             self.masks = None
         state = np.frombuffer(bytes.fromhex(values["generator"]), dtype=np.uint8)
         self.generator.set_state(torch.from_numpy(state.copy()))
-        self.asked, self.last_step, self.skipped = values["asked"], values["last_step"], values["skipped"]
+        self.is_requested, self.last_step, self.skipped = values["asked"], values["last_step"], values["skipped"]
 
 
 def _content(masks: Mapping[str, PackedMask]) -> Iterator[Tensor | int | str]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-import sparsesam
 from sparsesam.lab.data import DATASETS
 from sparsesam.lab.experiment.setting_types import (
     Fraction,
@@ -31,6 +30,7 @@ from sparsesam.lab.experiment.setting_types import (
 )
 from sparsesam.lab.models import MODELS
 from sparsesam.lab.names import check_names
+from sparsesam.masks.patterns import as_pattern
 
 ConfigT = TypeVar("ConfigT", "TrainConfig", "RunEnvironment")
 
@@ -276,7 +276,7 @@ class TrainConfig:
             raise ValueError("ascent_every must be above 1 with optimizer look-sam, got 1, which is SAM; 5 is usual")
         if self.optimizer in ("sam-on", "ssam"):  # |e| = rho, however few weights are perturbed
             object.__setattr__(self, "norm", "masked")
-        sparsesam.as_pattern(self.pattern)
+        as_pattern(self.pattern)
 
     @property
     def base_name(self) -> str:

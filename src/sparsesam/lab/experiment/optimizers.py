@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 import sparsesam
 from sparsesam.lab.experiment.config import OWN_SETTINGS, TrainConfig
 from sparsesam.lab.experiment.seeds import Purpose, derive
+from sparsesam.masks.patterns import as_pattern
 
 _METHODS: dict[str, type[sparsesam.SharpnessAware]] = {
     "gsam": sparsesam.GSAM,
@@ -107,13 +108,12 @@ def _mask(config: TrainConfig, model: nn.Module, fisher_data: Any, steps_per_epo
         return sparsesam.fixed_mask(types=sparsesam.NORMALIZATION)
     refresh, seed = _refresh(config, steps_per_epoch), derive(config.seed, Purpose.MASK)
     if config.budget is not None:
-        # Counted, not timed: a time differs from run to run, and with it the mask.
         images = torch.stack([fisher_data[place][0] for place in range(min(config.batch_size, len(fisher_data)))])
         fisher = {"data": fisher_data, "loss_fn": cross_entropy, "samples": config.fisher_samples}
-        return sparsesam.budget_mask(model, images, config.budget, how="count", refresh=refresh, seed=seed, **fisher)
+        return sparsesam.budget_mask(model, images, config.budget, refresh=refresh, seed=seed, **fisher)
     if config.layers is not None:
         return sparsesam.fixed_mask(*config.layers)
-    pattern = sparsesam.as_pattern(config.pattern)
+    pattern = as_pattern(config.pattern)
     sparsity = config.sparsity
     if sparsity is None and pattern.implied_sparsity is None:
         sparsity = 0.5
@@ -147,7 +147,7 @@ def _mask(config: TrainConfig, model: nn.Module, fisher_data: Any, steps_per_epo
 def _refresh(config: TrainConfig, steps_per_epoch: int) -> int | None:
     if config.mask_steps is not None or config.mask_epochs is None:
         return config.mask_steps
-    return sparsesam.every_epochs(config.mask_epochs, steps_per_epoch=steps_per_epoch)
+    return config.mask_epochs * steps_per_epoch
 
 
 def _rho_schedule(config: TrainConfig, base: Optimizer, steps_per_epoch: int) -> sparsesam.RhoSchedule | None:

@@ -10,11 +10,11 @@ import re
 from typing import cast, get_args
 
 from sparsesam.masks.patterns.base import Pattern, PerLayer, Unstructured
-from sparsesam.masks.patterns.n_of_m import NM, NMFilters
+from sparsesam.masks.patterns.n_of_m import NM, GroupAxis
 from sparsesam.masks.patterns.structured import Structured, Unit
 from sparsesam.utils.checks import nearest
 
-__all__ = ["NM", "NMFilters", "Pattern", "PerLayer", "Structured", "Unstructured", "as_pattern"]
+__all__ = ["NM", "Pattern", "PerLayer", "Structured", "Unstructured", "as_pattern"]
 
 
 def as_pattern(value: Pattern | str) -> Pattern:
@@ -34,10 +34,7 @@ def as_pattern(value: Pattern | str) -> Pattern:
         if unit in get_args(Unit) and rounding in ("", "reach"):
             return Structured(cast(Unit, unit), "reach" if rounding else "below")
         if match := re.fullmatch(r"(\d+):(\d+)(?: (output|input|filters))?", words):
-            n, m = int(match[1]), int(match[2])
-            if match[3] == "filters":
-                return NMFilters(n, m)
-            return NM(n, m, axis="input" if match[3] == "input" else "output")
+            return NM(int(match[1]), int(match[2]), axis=cast(GroupAxis, match[3] or "output"))
     raise ValueError(
         f"pattern must be a Pattern or one of {', '.join(map(repr, known))}, with any n:m for 2:4, got {value!r}; "
         f"{nearest(str(value).lower(), known)}"

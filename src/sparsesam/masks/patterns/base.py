@@ -128,7 +128,12 @@ class Unstructured(Pattern):
     knows_shards = True
 
     def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> BoolMasks:
-        return top_mask(scores_of(choice, like, shards), weight_budget(shards, sparsity), first=first, shards=shards)
+        scores, budget = scores_of(choice, like, shards), weight_budget(shards, sparsity)
+        if first is None:
+            return top_mask(scores, budget, shards=shards)
+        free = {name: ~mask for name, mask in first.items()}
+        grown = top_mask(scores, budget - count_true(first, shards), among=free, shards=shards)
+        return {name: mask | first[name] for name, mask in grown.items()}
 
     def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
         left = min(left_after_drop(count_true(masks, shards), ratio), weight_budget(shards, sparsity))
@@ -143,7 +148,7 @@ class PerLayer(Pattern):
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Pattern):
-            raise TypeError(f'inner must be a Pattern, such as as_pattern("2:4"), got {self.inner!r}')
+            raise TypeError(f"inner must be a Pattern, such as NM(2, 4), got {self.inner!r}")
 
     @property
     def knows_shards(self) -> bool:

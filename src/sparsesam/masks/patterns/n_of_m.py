@@ -1,4 +1,4 @@
-"""Patterns that keep N of every M consecutive weights, or filters.
+"""The pattern that keeps N of every M consecutive weights, or filters.
 
 The edge of a shard may cut a group: FSDP2 shards dimension 0, along which the groups of axis="output" run. The scores
 of such a tensor are gathered on all ranks; in all other tensors, each rank chooses locally.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -20,39 +20,32 @@ from sparsesam.masks.patterns.structured import Units
 from sparsesam.masks.select import BoolMasks, Tensors, check_scores, count_true, top_mask
 from sparsesam.utils.checks import check_choice, check_count
 
-GroupAxis = Literal["output", "input"]
+GroupAxis = Literal["output", "input", "filters"]
 
 
 @dataclass(frozen=True)
-class _NOfM(Pattern):
-    n: int
-    m: int
-    knows_shards = True
-
-    @property
-    def implied_sparsity(self) -> float:
-        """1 - n / m."""
-        return 1 - self.n / self.m
-
-
-@dataclass(frozen=True)
-class NM(_NOfM):
-    """Keeps ``n`` of every ``m`` consecutive entries of the im2col matrix (O, C * kh * kw).
+class NM(Pattern):
+    """Keeps ``n`` of every ``m`` consecutive entries of the im2col matrix (O, C * kh * kw), or of its rows.
 
     Args:
         n: entries kept in each group.
         m: entries of a group.
         axis: groups run along ``"output"``, O, the dimension contracted in dX = dY · W, or ``"input"``, C * kh * kw.
+            ``"filters"``: n of every m consecutive filters are kept, by mean score: whole rows, which dense kernels
+            can skip.
         remainder: a last group with fewer than m entries is kept whole, ``"dense"``, or raises an error, ``"error"``.
         vectors: tensors with fewer than two dimensions are kept whole, ``"dense"``, or not perturbed, ``"none"``.
 
-    `drop_and_grow` drops N_drop = round(ratio * kept) of the kept entries in full groups, over all tensors together,
-    and refills every group to n.
+    `drop_and_grow` drops N_drop = round(ratio * kept) of the kept entries (or filters) in full groups, over all tensors
+    together, and refills every group to n.
     """
 
+    n: int
+    m: int
     axis: GroupAxis = "output"
     remainder: Literal["dense", "error"] = "dense"
     vectors: Literal["dense", "none"] = "dense"
+    knows_shards = True
 
     def __post_init__(self) -> None:
         check_count("m", self.m, "it is the size of a group, 4 in 2:4")
@@ -65,7 +58,17 @@ class NM(_NOfM):
         check_choice("remainder", self.remainder, ("dense", "error"))
         check_choice("vectors", self.vectors, ("dense", "none"))
 
+    @property
+    def implied_sparsity(self) -> float:
+        """1 - n / m."""
+        return 1 - self.n / self.m
+
     def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> BoolMasks:
+        if self.axis == "filters":
+            units = Units("filter", shards)
+            rows = _rows(units, units.scores(choice))
+            kept = None if first is None else _rows(units, units.kept(first))
+            return _expand(units, self._of_rows()._grow(rows, kept, rows, sparsity, Shards.whole(rows)), like)
         scores = scores_of(choice, like, shards)
         check_scores(scores, shards)
         groups = self._groups(shards)
@@ -79,10 +82,19 @@ class NM(_NOfM):
         return masks
 
     def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
+        if self.axis == "filters":
+            units = Units("filter", shards)
+            scores, kept = _rows(units, units.scores(keep)), _rows(units, units.kept(masks))
+            return _expand(units, self._of_rows()._drop(scores, kept, sparsity, ratio, Shards.whole(kept)), masks)
         outside = self._outside_groups(masks, self._groups(shards))  # fixed by the pattern, never dropped
-        fixed = count_true(outside, shards)
-        left = fixed + left_after_drop(count_true(masks, shards) - fixed, ratio)
-        return top_mask(scores_of(keep, masks, shards), left, among=masks, first=outside, shards=shards)
+        inside = {name: mask & ~outside[name] for name, mask in masks.items()}
+        left = left_after_drop(count_true(inside, shards), ratio)
+        kept = top_mask(scores_of(keep, masks, shards), left, among=inside, shards=shards)
+        return {name: mask | kept[name] for name, mask in outside.items()}
+
+    def _of_rows(self) -> NM:
+        """Returns the pattern of matrices (O, 1) with an entry for each filter, which every rank holds as a whole."""
+        return replace(self, axis="output")
 
     def _groups(self, shards: Shards) -> dict[str, _Groups]:
         """Returns the groups of the tensors that have any, by name."""
@@ -124,56 +136,24 @@ class _Groups:
     is_cut: bool
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Returns a matrix view of the entries in groups that this rank holds."""
+        """Returns a view of the entries in groups that this rank holds, of the im2col matrix (O, C * kh * kw)."""
         rows, columns = self.layout.indices
-        return as_matrix(tensor)[: len(rows), : len(columns)]
+        return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))[: len(rows), : len(columns)]
 
 
-@dataclass(frozen=True)
-class NMFilters(_NOfM):
-    """Keeps ``n`` of every ``m`` consecutive filters, by mean score: whole rows, which dense kernels can skip.
-
-    This is `NM` along the output axis of the matrix of filter scores (O, 1), which every rank holds as a whole.
-    `drop_and_grow` drops round(ratio * kept) of the kept filters in full groups.
-    """
-
-    remainder: Literal["dense", "error"] = "dense"
-    vectors: Literal["dense", "none"] = "dense"
-
-    def __post_init__(self) -> None:
-        self._inner()
-
-    def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> BoolMasks:
-        units = Units("filter", shards)
-        scores = _rows(units, units.scores(choice))
-        kept = None if first is None else _rows(units, units.kept(first))
-        return _expand(units, self._inner()._grow(scores, kept, scores, sparsity, Shards.whole(scores)), like)
-
-    def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
-        units = Units("filter", shards)
-        scores, kept = _rows(units, units.scores(keep)), _rows(units, units.kept(masks))
-        return _expand(units, self._inner()._drop(scores, kept, sparsity, ratio, Shards.whole(kept)), masks)
-
-    def _inner(self) -> NM:
-        return NM(self.n, self.m, remainder=self.remainder, vectors=self.vectors)
+def _rows(units: Units, values: Tensor) -> dict[str, Tensor]:
+    """Returns one number per filter, (O, 1) for tensors with two or more dimensions, so that a filter is a row."""
+    parts = units.shards.parts
+    return {name: v[:, None] if len(parts[name].shape) >= 2 else v for name, v in units.by_tensor(values).items()}
 
 
-def _rows(units: Units, values: Tensors) -> dict[str, Tensor]:
-    """(O,) -> (O, 1) for tensors with two or more dimensions, so that a filter is a row with one entry."""
-    is_matrix = {name: len(part.shape) >= 2 for name, part in units.shards.parts.items()}
-    return {name: value[:, None] if is_matrix[name] else value for name, value in values.items()}
-
-
-def _expand(units: Units, rows: Mapping[str, Tensor], like: Tensors) -> BoolMasks:
-    return units.expand({name: row.reshape(-1) for name, row in rows.items()}, like)
+def _expand(units: Units, rows: Tensors, like: Tensors) -> BoolMasks:
+    return units.expand(
+        torch.cat([torch.empty(0, dtype=torch.bool), *(row.reshape(-1) for row in rows.values())]), like
+    )
 
 
 # ---- the choice in groups of a matrix ------------------------------------------------------------------------
-
-
-def as_matrix(tensor: Tensor) -> Tensor:
-    """The im2col matrix (O, C * kh * kw) of a weight (O, C, kh, kw)."""
-    return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
 
 
 def choose_in_groups(scores: Tensor, first: Tensor, n: int, m: int, axis: GroupAxis) -> Tensor:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -45,49 +42,54 @@ class Structured(Pattern):
 
     def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> BoolMasks:
         units = Units(self.unit, shards)
-        kept = None if first is None else units.kept(first)
-        budget = weight_budget(shards, sparsity)
+        kept = torch.zeros_like(units.sizes, dtype=torch.bool) if first is None else units.kept(first)
+        left = weight_budget(shards, sparsity) - int(units.sizes[kept].sum())
         fill = fill_greedily if self.rounding == "below" else fill_until_reached
-        return units.expand(fill(units.scores(choice), units.sizes, budget, first=kept), like)
+        grown = fill(units.scores(choice).masked_fill(kept, -math.inf), units.sizes, left)
+        return units.expand(kept | grown, like)
 
     def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
         units = Units(self.unit, shards)
         left = left_after_drop(count_true(masks, shards), ratio)
-        if self.rounding == "below":  # otherwise, masks larger than the budget are as asked
+        if self.rounding == "below":  # "reach" allows masks larger than the budget
             left = min(left, weight_budget(shards, sparsity))
-        return units.expand(fill_greedily(units.scores(keep), units.sizes, left, among=units.kept(masks)), masks)
+        scores = units.scores(keep).masked_fill(~units.kept(masks), -math.inf)
+        return units.expand(fill_greedily(scores, units.sizes, left), masks)
 
 
 class Units:
-    """The units of tensors, which may be sharded, as CPU vectors that every rank holds as a whole.
+    """The units of all tensors, which may be sharded, as CPU vectors that every rank holds as a whole.
 
     For a tensor of shape (O, C, ...) a filter is an index along O, a column an index along C. Every entry of a 1-D
     tensor is its own filter and column; a 0-D tensor is one unit. Ranks exchange one number per unit.
 
-    ``counts``: the number of units of each tensor. ``sizes``: the number of weights in each of its units.
+    ``sizes``: the number of weights of each unit, shape (units,).
     """
 
     def __init__(self, unit: Unit, shards: Shards) -> None:
         self.unit, self.shards = unit, shards
         shapes = {name: part.shape for name, part in shards.parts.items()}
         self._axes = {name: _axis_of(unit, len(shape)) for name, shape in shapes.items()}
-        self.counts = {name: 1 if axis is None else shapes[name][axis] for name, axis in self._axes.items()}
-        self.sizes = {name: shape.numel() // max(1, self.counts[name]) for name, shape in shapes.items()}
+        self._counts = {name: 1 if axis is None else shapes[name][axis] for name, axis in self._axes.items()}
+        sizes = [shape.numel() // max(1, self._counts[name]) for name, shape in shapes.items()]
+        counts = torch.tensor(list(self._counts.values()), dtype=torch.int64)
+        self.sizes = torch.tensor(sizes, dtype=torch.int64).repeat_interleave(counts)
 
-    def scores(self, choice: Choice) -> dict[str, Tensor]:
-        """Returns for each unit a random number or, in float64, the mean score.
+    def scores(self, choice: Choice) -> Tensor:
+        """Returns for each unit a random number or the mean score, in float64.
 
         Sums of equal float32 scores are exact in float64, so that equal units tie. An entry of -inf makes its unit
         -inf, even if the unit also holds +inf.
         """
         if isinstance(choice, torch.Generator):
-            return random_scores({name: torch.empty(count) for name, count in self.counts.items()}, generator=choice)
+            drawn = random_scores({name: torch.empty(n) for name, n in self._counts.items()}, generator=choice)
+            return torch.cat([torch.empty(0, dtype=torch.float64), *drawn.values()])
         check_scores(choice, self.shards)
         sums = self._gathered({name: self._view(name, score).double().sum((0, 2)) for name, score in choice.items()})
-        means = {name: total / max(1, self.sizes[name]) for name, total in sums.items()}
-        return {name: mean.masked_fill(mean.isnan(), -math.inf) for name, mean in means.items()}
+        means = sums / self.sizes.clamp(min=1)
+        return means.masked_fill(means.isnan(), -math.inf)
 
-    def kept(self, masks: Tensors) -> BoolMasks:
+    def kept(self, masks: Tensors) -> Tensor:
         """Returns one bool per unit; raises ValueError if a mask keeps only a part of a unit."""
         found = {}
         for name, mask in masks.items():
@@ -99,16 +101,20 @@ class Units:
                     "select()"
                 )
             found[name] = some.double()
-        return {name: total > 0 for name, total in self._gathered(found).items()}
+        return self._gathered(found) > 0
 
-    def expand(self, kept: Tensors, like: Tensors) -> BoolMasks:
+    def expand(self, kept: Tensor, like: Tensors) -> BoolMasks:
         """Returns masks shaped like ``like``, in which each entry has the value of its unit."""
-        masks = {}
+        masks, of_units = {}, self.by_tensor(kept)
         for name, tensor in like.items():
             masks[name] = torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
             if tensor.numel():
-                self._view(name, masks[name])[:] = kept[name][self._index(name)].to(tensor.device)[:, None]
+                self._view(name, masks[name])[:] = of_units[name][self._index(name)].to(tensor.device)[:, None]
         return masks
+
+    def by_tensor(self, values: Tensor) -> dict[str, Tensor]:
+        """Split a vector of all units into one of each tensor."""
+        return dict(zip(self._counts, values.split(list(self._counts.values())), strict=True)) if self._counts else {}
 
     def _view(self, name: str, tensor: Tensor) -> Tensor:
         """Reshape to (before, units, after)."""
@@ -122,15 +128,13 @@ class Units:
         axis = self._axes[name]
         return torch.zeros(1, dtype=torch.int64) if axis is None else self.shards.parts[name].indices[axis]
 
-    def _gathered(self, parts: Tensors) -> dict[str, Tensor]:
+    def _gathered(self, parts: Tensors) -> Tensor:
         """Sum one float64 number per unit over all ranks."""
-        vectors = {name: torch.zeros(count, dtype=torch.float64) for name, count in self.counts.items()}
+        vector = torch.zeros(len(self.sizes), dtype=torch.float64)
+        own = self.by_tensor(vector)  # views
         for name in self.shards.counted(parts):
-            vectors[name][self._index(name)] = parts[name].cpu()
-        if not vectors:
-            return {}
-        summed = self.shards.sum(torch.cat(list(vectors.values())))
-        return dict(zip(vectors, summed.split(list(self.counts.values())), strict=True))
+            own[name][self._index(name)] = parts[name].cpu()
+        return self.shards.sum(vector)
 
 
 def _axis_of(unit: Unit, dimensions: int) -> int | None:
@@ -140,61 +144,33 @@ def _axis_of(unit: Unit, dimensions: int) -> int | None:
     return 0 if dimensions == 1 or unit == "filter" else 1
 
 
-def fill_greedily(
-    scores: Tensors,
-    sizes: Mapping[str, int],
-    budget: int,
-    *,
-    among: Tensors | None = None,
-    first: Tensors | None = None,
-) -> BoolMasks:
-    """Take units by decreasing score, each if it still fits: sum of sizes <= budget.
+def fill_greedily(scores: Tensor, sizes: Tensor, budget: int) -> Tensor:
+    """Take units by decreasing score, each if it still fits: sum of sizes <= budget. All tensors: shape (units,).
 
-    Ties go to the earlier unit; -inf is never taken. Afterwards no other unit (with a score above -inf, and in
-    ``among``) would fit. Units of ``first`` are taken before all others. ``sizes`` is the number of weights in each of
-    a tensor's units.
+    Ties go to the earlier unit; -inf is never taken. Afterwards no other unit with a score above -inf would fit.
 
     Each round takes a run of units by one cumulative sum. The unit that ends the run is larger than the remaining
     budget, and so are all units of its size: there are at most as many rounds as distinct sizes.
     """
-    taken, waiting, size = _in_order(scores, sizes, among, first)
-    budget -= int(size[taken].sum())
-    while len(waiting := waiting[size[waiting] <= budget]):
-        running = np.cumsum(size[waiting])
-        run = int(np.searchsorted(running, budget, side="right"))
+    taken, waiting = torch.zeros_like(sizes, dtype=torch.bool), _in_order(scores)
+    while len(waiting := waiting[sizes[waiting] <= budget]):
+        running = sizes[waiting].cumsum(0)
+        run = int(torch.searchsorted(running, budget, right=True))
         taken[waiting[:run]] = True
         budget -= int(running[run - 1])
         waiting = waiting[run:]
-    return _split(taken, scores)
+    return taken
 
 
-def fill_until_reached(
-    scores: Tensors, sizes: Mapping[str, int], budget: int, *, first: Tensors | None = None
-) -> BoolMasks:
+def fill_until_reached(scores: Tensor, sizes: Tensor, budget: int) -> Tensor:
     """Take units by decreasing score until the sum of sizes reaches the budget; otherwise like `fill_greedily`."""
-    taken, waiting, size = _in_order(scores, sizes, None, first)
-    before = int(size[taken].sum()) + np.cumsum(size[waiting]) - size[waiting]
+    taken, waiting = torch.zeros_like(sizes, dtype=torch.bool), _in_order(scores)
+    before = sizes[waiting].cumsum(0) - sizes[waiting]
     taken[waiting[before < budget]] = True
-    return _split(taken, scores)
+    return taken
 
 
-def _in_order(
-    scores: Tensors, sizes: Mapping[str, int], among: Tensors | None, first: Tensors | None
-) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Returns which units are in ``first``, the indices of the others by decreasing score, and the size of all."""
-    size = np.repeat([sizes[name] for name in scores], [len(score) for score in scores.values()])
-    values = np.concatenate([np.empty(0), *(score.double().numpy() for score in scores.values())])
-    values[~_joined(among, scores, default=True)] = -math.inf
-    taken = _joined(first, scores, default=False)
-    # A stable sort of the negated scores keeps equal ones in order of position.
-    order = np.argsort(-values, kind="stable")
-    return taken, order[(values > -math.inf)[order] & ~taken[order]], size
-
-
-def _joined(masks: Tensors | None, scores: Tensors, *, default: bool) -> npt.NDArray[np.bool_]:
-    flags = [np.full(len(score), default) if masks is None else masks[name].numpy() for name, score in scores.items()]
-    return np.concatenate([np.empty(0, dtype=bool), *flags])
-
-
-def _split(taken: npt.NDArray[np.bool_], scores: Tensors) -> BoolMasks:
-    return dict(zip(scores, torch.from_numpy(taken).split([len(score) for score in scores.values()]), strict=True))
+def _in_order(scores: Tensor) -> Tensor:
+    """Returns the indices of scores above -inf by decreasing score, ties in order of position."""
+    order = scores.argsort(descending=True, stable=True)
+    return order[scores[order] > -math.inf]
