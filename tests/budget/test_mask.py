@@ -78,6 +78,17 @@ CHAIN_COSTS = step_costs(CHAIN, torch.zeros(256, 7))
 
 # ---- choosing --------------------------------------------------------------------------------------------------------
 
+
+def test_masks_do_not_depend_on_the_memory_format():
+    made = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        model = conv_model().to(memory_format=memory_format)
+        rule = budget_mask(model, torch.zeros(4, 1, 6, 6), 1.5, score=Given(random_scores(model, 0)), unit="filter")
+        made.append(rule.make(context(model)))
+    assert made[0].keys() == made[1].keys()
+    assert all(torch.equal(mask, made[1][name]) for name, mask in made[0].items())
+
+
 numbers = st.floats(0, 10, allow_nan=False)
 lists = st.lists(
     st.tuples(st.lists(numbers, min_size=1, max_size=3), st.floats(0, 3), st.floats(0.1, 3)), min_size=1, max_size=4

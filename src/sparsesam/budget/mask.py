@@ -93,7 +93,8 @@ class BudgetMask(MaskRule):
         return (self.budget - 1) * self.costs.base
 
     def make(self, context: ScoreContext) -> dict[str, Tensor]:
-        masks = {name: torch.ones_like(p, dtype=torch.bool) for name, p in context.parameters.items()}
+        # Contiguous, whatever the memory format of the weights.
+        masks = {name: torch.ones(p.shape, dtype=torch.bool, device=p.device) for name, p in context.parameters.items()}
         unknown = [name for name in masks if name not in self.costs.shapes]
         if unknown:
             raise ValueError(
