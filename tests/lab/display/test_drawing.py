@@ -1,6 +1,7 @@
 """Figures as files: complete, without warnings, with the legend beside the data."""
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,19 +77,32 @@ def test_same_figure_gives_same_file(tmp_path):
 
 
 @pytest.mark.parametrize("count", [2, 12, 40])
-def test_nothing_is_cut_and_legend_does_not_cover_data(count):
+def test_nothing_is_cut_and_panels_share_legend_below_them(count):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     series = [Series(f"SSAM-F, sparsity 0.9, rho {i}", "blue", [1, 2], [i, 2 * i], i) for i in range(count)]
-    drawing = draw([figure({"": series})])
+    drawing = draw([figure({"left": series, "right": series})])
     canvas = FigureCanvasAgg(drawing)
     canvas.draw()
-    (part,) = drawing.subfigs[0].subfigs
-    legend, axes = (one.get_tightbbox(canvas.get_renderer()) for one in (part.legends[0], part.axes[0]))
-    assert legend.y1 <= axes.y0 + 1
-    for box in (legend, axes):
+    (row,) = drawing.subfigs
+    (legend,) = row.legends
+    assert [text.get_text() for text in legend.get_texts()] == [one.name for one in series]
+    legend, *panels = (one.get_tightbbox(canvas.get_renderer()) for one in (legend, *row.axes))
+    assert legend.y1 <= min(axes.y0 for axes in panels) + 1
+    for box in (legend, *panels):
         assert drawing.bbox.x0 - 1 <= box.x0 <= box.x1 <= drawing.bbox.x1 + 1
         assert drawing.bbox.y0 - 1 <= box.y0 <= box.y1 <= drawing.bbox.y1 + 1
+
+
+@pytest.mark.parametrize(("ends", "labels"), [((8, 72), ["10", "15", "20", "30", "50", "70"]), ((1, 1e4), None)])
+def test_short_logarithmic_axis_has_more_labels_than_powers_of_ten(ends, labels):
+    line = Series("SAM", "blue", ends, [1, 2])
+    drawing = draw([replace(figure({"": [line]}), x=Axis("cost", log=True))])
+    drawing.draw_without_rendering()
+    ((axes,),) = (row.axes for row in drawing.subfigs)
+    low, high = axes.get_xlim()
+    shown = [text.get_text() for text in axes.get_xticklabels() if low <= text.get_position()[0] <= high]
+    assert shown == labels if labels else all("10^" in text for text in shown)
 
 
 @pytest.mark.parametrize("marked", range(3))
@@ -111,7 +125,7 @@ def test_label_of_marked_point_is_within_axes_and_covers_no_point(marked):
     drawing = draw([figure({"": series}, "points")])
     canvas = FigureCanvasAgg(drawing)
     canvas.draw()
-    (axes,) = drawing.subfigs[0].subfigs[0].axes
+    (axes,) = drawing.subfigs[0].axes
     (word,) = (text for text in axes.texts if text.get_text() == "recommended")
     box = word.get_window_extent(canvas.get_renderer())
     assert axes.bbox.x0 <= box.x0 <= box.x1 <= axes.bbox.x1
