@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from benchmarks.runner import Session, benchmark
 from benchmarks.timing import show
 
-GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
+GPUS = (8, 16, 64, 1024)
 #: gradients and weights are float32
 _BYTES = 4
 #: PyTorch's DistributedDataParallel sends gradients in buckets of 25 MiB; the last waits for the end of the backward

@@ -161,13 +161,9 @@ def draw(costs: Mapping[str, StepCost], file: Path) -> None:
         times.append(style.series(label, x, [cost.time.median for cost in found], bars=bars))
         peaks.append(style.series(label, x, [cost.peak for cost in found]))
     origin = provenance()
-    title = f"Cost of a step: {origin['cpu']}, {origin['threads']} thread(s), torch {origin['torch']}"
-    share, peak = Axis("weights perturbed (%)"), Axis("peak of live bytes, x SGD")
-    figures = [
-        Figure("step-cost", title, "", share, Axis("time of a step, x SGD"), {"": times}, "points"),
-        Figure("step-memory", "", "", share, peak, {"": peaks}, "points"),
-    ]
-    write_plot(figures, file)
+    title = f"{origin['cpu']}, {origin['threads']} thread(s), torch {origin['torch']}"
+    panels = {"time of a step": times, "peak of live bytes": peaks}
+    write_plot([Figure("step-cost", title, "", Axis("weights perturbed (%)"), Axis("x SGD"), panels, "points")], file)
     print(file)
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
+
 from sparsesam.lab.display import Axis, Figure, Series, assign_styles, write_plot
 from studies.plan import HERE, Record, read_task, task_names
 from studies.run import read
@@ -212,7 +214,7 @@ def old_table(every: list[Results]) -> list[str]:
 def draw_chart(every: list[Results], file: Path) -> None:
     """Draw accuracy against the cost of the whole training, a panel for each task; a line joins the Pareto front.
 
-    Tasks with a single seed are left out.
+    Tasks with a single seed are left out. Points whose costs are nearly equal are drawn side by side.
     """
     every = [results for results in every if max((own.mean.count for own in results.methods.values()), default=0) > 1]
     names = list(dict.fromkeys([*COLORS, *(method for results in every for method in results.methods)]))
@@ -220,20 +222,41 @@ def draw_chart(every: list[Results], file: Path) -> None:
     panels: dict[str, list[Series]] = {}
     for results in every:
         means = {method: (own.cost, own.mean) for method, own in results.methods.items() if own.mean.count > 1}
+        places = spread([cost for cost, _ in means.values()])
         panels[results.title] = [
             styles[method].series(
-                method, [cost], [mean.value], bars=[(mean.value - mean.interval, mean.value + mean.interval)]
+                method,
+                [cost],
+                [mean.value],
+                bars=[(mean.value - mean.interval, mean.value + mean.interval)],
+                shift=place - cost,
             )
-            for method, (cost, mean) in means.items()
+            for (method, (cost, mean)), place in zip(means.items(), places, strict=True)
         ]
         front: list[tuple[float, float]] = []
-        for cost, mean in means.values():
-            if not front or mean.value > front[-1][1]:
-                front.append((cost, mean.value))
+        for (cost, mean), place in zip(means.values(), places, strict=True):
+            best = max(other.value for other_cost, other in means.values() if other_cost <= cost)
+            if mean.value == best:
+                front.append((place, mean.value))
         x, y = zip(*front, strict=True)
         panels[results.title].append(Series("Pareto front", "ink", x, y, faint=True))
-    x_axis, y_axis = Axis("cost of the training, in epochs of SGD"), Axis("test accuracy, %")
+    x_axis, y_axis = Axis("cost of the training, in epochs of SGD", log=True), Axis("test accuracy, %")
     write_plot([Figure("accuracy-cost", "", "", x_axis, y_axis, panels, "points")], file)
+
+
+def spread(costs: Sequence[float]) -> list[float]:
+    """Move ascending costs as little as possible, so that neighbors are 2.4 % of a logarithmic axis apart.
+
+    The places p minimize sum (p_i - log c_i)^2 with p_i+1 >= p_i + gap: the isotonic regression of log c_i - i gap,
+    which is max over j <= i of min over k >= i of its mean from j to k.
+    """
+    logarithms = np.log(costs)
+    steps = 0.024 * max(np.ptp(logarithms), 0.1) * np.arange(len(costs))
+    free, count = logarithms - steps, len(costs)
+    places = [
+        max(min(free[j : k + 1].mean() for k in range(i, count)) for j in range(i + 1)) + steps[i] for i in range(count)
+    ]
+    return [float(place) for place in np.exp(places)]
 
 
 def fill(page: str, name: str, lines: list[str]) -> str:

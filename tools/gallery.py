@@ -1,4 +1,4 @@
-"""Draws the figures of docs/analyses.md with the commands shown on that page.
+"""Draws the figures of docs/analyze.md with the commands shown on that page.
 
     python tools/gallery.py                    # a few minutes; writes docs/gallery/NAME.png
 
@@ -23,7 +23,7 @@ from sparsesam.lab.display import assign_styles, write_plot
 from sparsesam.lab.inspection import ANALYSES, LabeledResult
 
 ROOT = Path(__file__).parents[1]
-PAGE, PICTURES = ROOT / "docs" / "analyses.md", ROOT / "docs" / "gallery"
+PAGE, PICTURES = ROOT / "docs" / "analyze.md", ROOT / "docs" / "gallery"
 WIDTH, COLORS = 1400, 256  # of a picture, so that all of them take less than 300 KB
 #: By the name of a result's file: the figure that is shown, and its panel, None for all.
 SHOWN: dict[str, tuple[str, str | None]] = {

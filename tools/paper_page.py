@@ -69,8 +69,9 @@ _CHOICES = """
 _ITEMS = """
 ## Each equation, theorem, table and figure
 
-The proofs in the supplement are not code: the inequality of each lemma is checked along real steps on problems with
-known constants, and a stronger one is shown to fail; constants and rates are checked with the theorems.
+Files are those in src/sparsesam; `pytest -k TEST` runs a test. The proofs in the supplement
+are not code: the inequality of each lemma is checked along real steps on problems with known constants, and a stronger
+one is shown to fail; constants and rates are checked with the theorems.
 
 """
 
@@ -78,13 +79,19 @@ known constants, and a stronger one is shown to fail; constants and rates are ch
 def page() -> str:
     """The whole page."""
     everything = sorted(
-        (one.at("full") for one in recipes().values()),
-        key=lambda one: (one.place.startswith("Figure"), _number(one.place)),
+        (recipe.at("full") for recipe in recipes().values()),
+        key=lambda recipe: (recipe.place.startswith("Figure"), _number(recipe.place)),
     )
     parts = [
         _HEAD,
         _ITEMS,
-        _table(("item", "what", "command", "file, in src/sparsesam", "test"), _items(everything)),
+        _table(
+            ("item", "what, and its command", "file, and its test"),
+            [
+                (item, f"{what}<br>{command}", f"{file}<br>{_code(test.strip('`').partition('::')[2])}")
+                for item, what, command, file, test in _items(everything)
+            ],
+        ),
         _OPEN,
         *(f"- **{_places(places).capitalize()}**: {note}\n" for note, places in _notes(everything).items()),
         _CHOICES,
@@ -104,39 +111,40 @@ def page() -> str:
 def _notes(everything: Sequence[Recipe]) -> dict[str, list[str]]:
     """The notes, and the places that have each."""
     found: dict[str, list[str]] = {}
-    for one in everything:
-        for note in one.remarks:
-            found.setdefault(note, []).append(one.place)
+    for recipe in everything:
+        for note in recipe.remarks:
+            found.setdefault(note, []).append(recipe.place)
     return found
 
 
 def _items(everything: Sequence[Recipe]) -> list[tuple[str, ...]]:
     content: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
     rows: list[tuple[str, ...]] = [
-        (one["item"], one["what"], _code(one["command"]), _code(one["file"]), _code(one["test"])) for one in content
+        (row["item"], row["what"], _code(row["command"]), _code(row["file"]), _code(row["test"])) for row in content
     ]
-    for one in everything:
-        is_drawn = one.place.startswith("Figure")
+    for recipe in everything:
+        is_drawn = recipe.place.startswith("Figure")
         file = "lab/paper/figures.py" if is_drawn else "lab/paper/recipes.yaml"
         test = (
             "tests/lab/paper/test_figures.py::test_each_figure_is_trained_analyzed_and_drawn"
             if is_drawn
             else "tests/lab/paper/test_recipe.py::test_every_cell_is_valid_run"
         )
-        rows.append((one.place, one.title, _code(f"sparsesam paper run {one.label}"), _code(file), _code(test)))
+        command = _code(f"sparsesam paper run {recipe.label}")
+        rows.append((recipe.place, recipe.title, command, _code(file), _code(test)))
     return rows
 
 
 def _grouped(everything: Sequence[Recipe], *, settings: bool) -> Iterable[tuple[str, ...]]:
     """Yields a row for each choice with one value and one origin, and the recipes that use it."""
     found: dict[tuple[str, str, str], list[str]] = {}
-    for one in everything:
-        for choice in settings_of(one) if settings else other_choices(one):
+    for recipe in everything:
+        for choice in settings_of(recipe) if settings else other_choices(recipe):
             if choice.name == "every other":  # one row for all recipes
                 continue
-            found.setdefault((choice.name, ", ".join(choice.values), choice.mark), []).append(one.place)
+            found.setdefault((choice.name, ", ".join(choice.values), choice.mark), []).append(recipe.place)
     order = {name: place for place, name in enumerate(dict.fromkeys(name for name, _, _ in found))}
-    for (name, values, mark), places in sorted(found.items(), key=lambda one: order[one[0][0]]):
+    for (name, values, mark), places in sorted(found.items(), key=lambda item: order[item[0][0]]):
         shown = "all" if len(places) == len(everything) - (1 if settings else 0) else _places(places)
         yield (_code(name) if settings else name), values, mark, shown
 

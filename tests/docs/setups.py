@@ -104,5 +104,5 @@ SETUPS = {
     "docs/lightning.md": lightning,
     "docs/hugging-face.md": hugging_face,
     "docs/accelerate.md": accelerated,
-    "docs/analyses.md": trained_run,
+    "docs/analyze.md": trained_run,
 }

@@ -1,4 +1,4 @@
-"""The commands of docs/analyses.md make its pictures; here with smaller settings."""
+"""The commands of docs/analyze.md make its pictures; here with smaller settings."""
 
 from __future__ import annotations
 

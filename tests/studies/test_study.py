@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 from studies.parts import PARTS
 from studies.plan import Task, best_first, read_task, task_names
-from studies.report import Method, fill
+from studies.report import Method, fill, spread
 from studies.statistics import Mean, paired, verdict
 
 CONTENT = {
@@ -115,6 +116,14 @@ def test_report_reads_the_tests_of_the_best_trial():
 def test_report_fills_the_tables_of_a_page():
     page = "a\n<!-- one -->\nold\n<!-- end -->\nb\n<!-- two -->\n<!-- end -->"
     assert fill(page, "one", ["| x |"]) == page.replace("\nold\n", "\n\n| x |\n\n")
+
+
+def test_points_of_nearly_equal_cost_are_drawn_side_by_side():
+    costs = [8, 8, 8.1, 20, 80]
+    places = spread(costs)
+    assert min(b / a for a, b in itertools.pairwise(places)) == pytest.approx(10**0.024)
+    assert places[1] == pytest.approx(8, rel=0.01)  # as little as possible
+    assert places[3:] == pytest.approx([20, 80])
 
 
 def test_mean_has_student_t_interval():

@@ -108,7 +108,7 @@ class FriendlySAM(SharpnessAware):
 class ZSharp(SharpnessAware):
     """Implements ZSharp (Yun 2025): in each tensor, ascends along the entries of g that stand out.
 
-        d = g where |z| is at least its ``quantile``, otherwise 0,    z = (g - mean(g)) / std(g)
+        d = g where |z| is at least its quantile, otherwise 0,    z = (g - mean(g)) / std(g)
         e = rho * m ⊙ d / ||d||
 
     Mean, deviation and quantile are those of a whole parameter tensor in this step, whatever the mask m keeps; within a

@@ -1,6 +1,7 @@
 """Figures as files: complete, without warnings, with the legend beside the data."""
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,17 +77,19 @@ def test_same_figure_gives_same_file(tmp_path):
 
 
 @pytest.mark.parametrize("count", [2, 12, 40])
-def test_nothing_is_cut_and_legend_does_not_cover_data(count):
+def test_nothing_is_cut_and_panels_share_legend_below_them(count):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     series = [Series(f"SSAM-F, sparsity 0.9, rho {i}", "blue", [1, 2], [i, 2 * i], i) for i in range(count)]
-    drawing = draw([figure({"": series})])
+    drawing = draw([figure({"left": series, "right": series})])
     canvas = FigureCanvasAgg(drawing)
     canvas.draw()
-    (part,) = drawing.subfigs[0].subfigs
-    legend, axes = (one.get_tightbbox(canvas.get_renderer()) for one in (part.legends[0], part.axes[0]))
-    assert legend.y1 <= axes.y0 + 1
-    for box in (legend, axes):
+    (row,) = drawing.subfigs
+    (legend,) = row.legends
+    assert [text.get_text() for text in legend.get_texts()] == [one.name for one in series]
+    legend, *panels = (one.get_tightbbox(canvas.get_renderer()) for one in (legend, *row.axes))
+    assert legend.y1 <= min(axes.y0 for axes in panels) + 1
+    for box in (legend, *panels):
         assert drawing.bbox.x0 - 1 <= box.x0 <= box.x1 <= drawing.bbox.x1 + 1
         assert drawing.bbox.y0 - 1 <= box.y0 <= box.y1 <= drawing.bbox.y1 + 1
 
@@ -94,7 +97,7 @@ def test_nothing_is_cut_and_legend_does_not_cover_data(count):
 def test_chosen_point_has_ring_and_name_in_legend():
     series = [Series(f"variant {i}", "blue", [i], [90 + i], i, chosen=i == 1) for i in range(3)]
     drawing = draw([figure({"": series}, "points")])
-    (part,) = drawing.subfigs[0].subfigs
+    part = drawing.subfigs[0]
     (axes,) = part.axes
     assert [text.get_text() for text in part.legends[0].texts] == ["variant 0", "variant 1 (best choice)", "variant 2"]
     rings = [line.get_xydata().tolist() for line in axes.lines if line.get_markersize() > 10]
@@ -104,7 +107,7 @@ def test_chosen_point_has_ring_and_name_in_legend():
 @pytest.mark.parametrize(("count", "bands"), [(3, 3), (4, 0)])
 def test_bands_are_drawn_for_three_series_at_most(count, bands):
     series = [Series(str(i), "blue", [1, 2], [i, i], bars=[(i - 1, i + 1)] * 2) for i in range(count)]
-    (axes,) = draw([figure({"": series})]).subfigs[0].subfigs[0].axes
+    (axes,) = draw([figure({"": series})]).subfigs[0].axes
     assert len(axes.collections) == bands
 
 
@@ -137,3 +140,14 @@ def test_images_are_drawn_row_by_row(tmp_path, channels):
 def test_unsupported_suffix_raises(tmp_path):
     with pytest.raises(ValueError, match=r"plot must end in \.png, \.svg, \.pdf, got 'a\.gif'"):
         check_plot(tmp_path.__class__("a.gif"))
+
+
+@pytest.mark.parametrize(("ends", "labels"), [((8, 72), ["10", "15", "20", "30", "50", "70"]), ((1, 1e4), None)])
+def test_short_logarithmic_axis_has_more_labels_than_powers_of_ten(ends, labels):
+    line = Series("SAM", "blue", ends, [1, 2])
+    drawing = draw([replace(figure({"": [line]}), x=Axis("cost", log=True))])
+    drawing.draw_without_rendering()
+    ((axes,),) = (row.axes for row in drawing.subfigs)
+    low, high = axes.get_xlim()
+    shown = [text.get_text() for text in axes.get_xticklabels() if low <= text.get_position()[0] <= high]
+    assert shown == labels if labels else all("10^" in text for text in shown)

@@ -94,9 +94,15 @@ def draw(figures: Sequence[Figure], *files: Path) -> Canvas:
     with _new_drawing(width, sum(heights), *files) as drawing:
         rows = drawing.subfigures(len(heights), 1, squeeze=False, height_ratios=heights).flat
         for row, figure in zip(rows, figures, strict=False):
-            parts = row.subfigures(1, len(figure.panels), squeeze=False).flat
-            for part, (name, panel) in zip(parts, figure.panels.items(), strict=True):
-                _draw_panel(part, figure, ": ".join(filter(None, (figure.title, name))), panel)
+            for place, (name, panel) in enumerate(figure.panels.items(), start=1):
+                projection = "3d" if figure.kind == "surface" else None
+                axes = row.add_subplot(1, len(figure.panels), place, projection=projection)
+                _draw_panel(axes, figure, ": ".join(filter(None, (figure.title, name))), panel)
+            if figure.z is None and len(_legend_names(figure)) > 1:
+                labeled = [axes.get_legend_handles_labels() for axes in row.axes]
+                handles = {name: handle for pairs in labeled for handle, name in zip(*pairs, strict=True)}
+                columns = _legend_columns(figure)
+                row.legend(handles.values(), handles, loc="outside lower center", ncols=columns, fontsize="small")
     return drawing
 
 
@@ -120,16 +126,20 @@ def _new_drawing(width: float, height: float, *files: Path) -> Iterator[Canvas]:
 
 
 def _height(figure: Figure) -> float:
-    return _HEIGHT + 0.2 * max(-(-len(panel) // _legend_columns(panel)) for panel in figure.panels.values())
+    return _HEIGHT + 0.2 * -(-len(_legend_names(figure)) // _legend_columns(figure))
 
 
-def _legend_columns(panel: Sequence[Series]) -> int:
+def _legend_names(figure: Figure) -> list[str]:
+    """The panels of a figure share a legend."""
+    return list(dict.fromkeys(series.name for series in figure.series))
+
+
+def _legend_columns(figure: Figure) -> int:
     """About 84 characters fit below a panel; a legend's symbol and gaps take the space of 10."""
-    return max(1, 84 // (10 + max((len(series.name) for series in panel), default=0)))
+    return max(1, 84 * len(figure.panels) // (10 + max(map(len, _legend_names(figure)), default=0)))
 
 
-def _draw_panel(canvas: Canvas, figure: Figure, title: str, panel: Sequence[Series]) -> None:
-    axes = canvas.add_subplot(projection="3d" if figure.kind == "surface" else None)
+def _draw_panel(axes: Canvas, figure: Figure, title: str, panel: Sequence[Series]) -> None:
     if figure.kind == "bars":
         _draw_bars(axes, panel)
     elif figure.z is None:
@@ -141,10 +151,21 @@ def _draw_panel(canvas: Canvas, figure: Figure, title: str, panel: Sequence[Seri
     for name, axis in (("x", figure.x), ("y", figure.y)):
         if axis.log:
             axes.set(**{f"{name}scale": "log"})
+            _label_log_ticks(axes, name)
         if axis.whole:
             axes.locator_params(axis=name, integer=True)
-    if figure.z is None and len(panel) > 1:
-        canvas.legend(loc="outside lower center", ncols=_legend_columns(panel), fontsize="small")
+
+
+def _label_log_ticks(axes: Canvas, name: str) -> None:
+    """Label more than powers of ten if the axis has only one or two of these."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    low, high = getattr(axes, f"get_{name}lim")()
+    if 0 < high < 30 * low:
+        axis = getattr(axes, f"{name}axis")
+        axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())
 
 
 def _draw_curves(axes: Canvas, figure: Figure, panel: Sequence[Series]) -> None:
