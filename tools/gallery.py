@@ -71,7 +71,7 @@ def draw(name: str, file: Path) -> None:
     files = {run: Path("runs", run, "analyses", f"{name}.json") for run in ("sgd", "sam", "ssam-f", "")}
     found = {run: json.loads(path.read_text()) for run, path in files.items() if path.exists()}
     results = [
-        LabeledResult(run.upper(), kind.read(content["result"]), style, (content["made"]["other"] or "")[5:].upper())
+        LabeledResult(run.upper(), kind.read(content["result"]), style, content["made"].get("other", "")[5:].upper())
         for (run, content), style in zip(found.items(), assign_styles(list(found)), strict=True)
     ]
     figure_name, panel = SHOWN[name]

@@ -179,14 +179,15 @@ def test_killed_landscape_can_be_resumed(tmp_path):
     program = """if True:
         import sys
         from torch.nn import functional as F
-        from sparsesam.analysis import Objective, loss_landscape
+        from sparsesam.analysis import Objective, landscape, loss_landscape
         from tests.cases import mlp, vectors
         def stop_after_five(done, total):
             print(done, flush=True)
             if done == 5:
                 sys.stdin.read()  # until this process is killed
+        landscape.SAVE_EVERY = 0.0
         objective = Objective(mlp(), [vectors(12), vectors(5, seed=2)], F.cross_entropy)
-        loss_landscape(objective, points=4, state_file=sys.argv[1], save_every=0.0, progress=stop_after_five)
+        loss_landscape(objective, points=4, state_file=sys.argv[1], progress=stop_after_five)
     """
     file = tmp_path / "state.npz"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])}

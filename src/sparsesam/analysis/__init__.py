@@ -13,6 +13,7 @@ from sparsesam.analysis.convergence import Convergence, SmoothProblem, measure_c
 from sparsesam.analysis.fisher import FisherAgreement, fisher_vs_hessian
 from sparsesam.analysis.gradients import GradientDifference, compare_gradients, gradient_difference
 from sparsesam.analysis.hessian import (
+    HessianOperator,
     HessianSpectrum,
     HessianTrace,
     SpectralDensity,
@@ -21,11 +22,10 @@ from sparsesam.analysis.hessian import (
     hessian_trace,
     spectral_density,
 )
-from sparsesam.analysis.hessian_operator import HessianOperator
 from sparsesam.analysis.landscape import Landscape, ProgressCallback, loss_between, loss_landscape, random_directions
 from sparsesam.analysis.masks import MaskHistory, masks_over_time
-from sparsesam.analysis.objective import Objective, ObjectiveSummary, check_state, select_parameters
-from sparsesam.analysis.results import AnalysisResult
+from sparsesam.analysis.objective import Objective, check_state, select_parameters
+from sparsesam.analysis.results import AnalysisResult, ObjectiveSummary
 from sparsesam.analysis.sharpness import Sharpness, sharpness
 
 __all__ = [

@@ -6,13 +6,20 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from sparsesam.analysis.objective import Objective, ObjectiveSummary, ParameterFilter, norm, select_parameters
-from sparsesam.analysis.results import AnalysisResult
+from sparsesam.analysis.objective import Objective, ParameterFilter, norm, select_parameters
+from sparsesam.analysis.results import AnalysisResult, Measurement
 from sparsesam.analysis.sharpness import sharpness
 from sparsesam.utils.checks import check_count
+
+_NOTES = (
+    "the theorem assumes a loss within [0, 1]; for cross-entropy, which is not bounded, the bound is a heuristic",
+    "the maximum is found by gradient ascent and may be too small, which makes the bound too small",
+    "the theorem assumes that Gaussian noise on the masked weights does not lower the test loss; this is not checked",
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,7 @@ class ComplexityTerms(AnalysisResult):
 
 
 @dataclass(frozen=True)
-class GeneralizationBound(ComplexityTerms):
+class GeneralizationBound(ComplexityTerms, Measurement):
     """L_D(w) <= max_loss + complexity, with
 
         complexity = sqrt((dimension_term + confidence_term + remainder) / (n - 1))
@@ -49,16 +56,6 @@ class GeneralizationBound(ComplexityTerms):
     threshold: float
     vacuous: bool
     masked: bool
-    measured_on: ObjectiveSummary
-    notes: list[str]
-
-
-#: Notes that apply to every such bound.
-CAVEATS = (
-    "the theorem assumes a loss within [0, 1]; for cross-entropy, which is not bounded, the bound is a heuristic",
-    "the maximum is found by gradient ascent and may be too small, which makes the bound too small",
-    "the theorem assumes that Gaussian noise on the masked weights does not lower the test loss; this is not checked",
-)
 
 
 def complexity_terms(*, squared_norm: float, k: int, n: int, delta: float, rho: float) -> ComplexityTerms:
@@ -72,8 +69,7 @@ def complexity_terms(*, squared_norm: float, k: int, n: int, delta: float, rho: 
     dimension = k * math.log1p(squared_norm / rho**2 * (1 + math.sqrt(math.log(n) / k)) ** 2)
     confidence = 4 * math.log(n / delta)
     remainder = 8 * math.log(6 * n + 3 * k)
-    complexity = math.sqrt((dimension + confidence + remainder) / (n - 1))
-    return ComplexityTerms(dimension, confidence, remainder, complexity)
+    return ComplexityTerms(dimension, confidence, remainder, math.sqrt((dimension + confidence + remainder) / (n - 1)))
 
 
 def generalization_bound(
@@ -95,42 +91,27 @@ def generalization_bound(
     if classes is not None:
         check_count("classes", classes, "with one class there is nothing to predict", least=2)
     chosen = select_parameters(objective.model, parameters)
-    n = objective.samples if n is None else n
-    squared_norm = norm(chosen.values()) ** 2
-    k = sum(p.numel() for p in chosen.values())
-    terms = complexity_terms(squared_norm=squared_norm, k=k, n=n, delta=delta, rho=rho)
+    given: dict[str, Any] = {
+        "squared_norm": norm(chosen.values()) ** 2,
+        "k": sum(p.numel() for p in chosen.values()),
+        "n": objective.samples if n is None else n,
+        "delta": delta,
+        "rho": rho,
+    }
+    terms = complexity_terms(**given)
     measured = sharpness(objective, rho, steps=steps, masks=masks, parameters=parameters)
     bound = measured.max_loss + terms.complexity
-    threshold, guess = 1.0, "1, the largest loss within [0, 1]"
-    if classes is not None:
-        threshold, guess = math.log(classes), f"log {classes}, the loss of a uniform prediction"
-    vacuous = not bound < threshold
-    verdict = f"vacuous: {bound:.4g} is not below" if vacuous else f"not vacuous: {bound:.4g} is below"
-    notes = [f"{verdict} {threshold:.4g} ({guess})"]
-    if vacuous and not terms.complexity < threshold:
-        notes.append(
-            f"the complexity term alone is {terms.complexity:.4g}: with {k} weights and {n} samples the bound is "
-            "vacuous even at a training loss of 0"
-        )
-    # exp(4n / k) overflows for small models with much data, where this case never occurs.
-    if 4 * n / k < 700 and squared_norm > rho**2 * math.expm1(4 * n / k):
-        notes.append("||w||² > rho² (exp(4n/k) - 1): the case that the proof excludes because the bound exceeds 1")
-    notes += CAVEATS
-    if objective.samples < n:
-        notes.append(f"the training loss is measured on {objective.samples} of the {n} samples")
+    threshold = 1.0 if classes is None else math.log(classes)
+    some = f"the training loss is measured on {objective.samples} of the {given['n']} samples"
     return GeneralizationBound(
         **dataclasses.asdict(terms),
+        **given,
         bound=bound,
         max_loss=measured.max_loss,
         loss=measured.loss,
-        squared_norm=squared_norm,
-        k=k,
-        n=n,
-        delta=delta,
-        rho=rho,
         threshold=threshold,
-        vacuous=vacuous,
+        vacuous=not bound < threshold,
         masked=masks is not None,
         measured_on=objective.summary(),
-        notes=notes,
+        notes=[*_NOTES, *([some] if objective.samples < given["n"] else [])],
     )

@@ -9,25 +9,17 @@ import os
 import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from sparsesam.analysis.objective import (
-    Objective,
-    ObjectiveSummary,
-    ParameterFilter,
-    check_state,
-    moving,
-    norm,
-    select_parameters,
-)
-from sparsesam.analysis.results import AnalysisResult, Array
+from sparsesam.analysis.objective import Objective, ParameterFilter, check_state, moving, norm, select_parameters
+from sparsesam.analysis.results import Array, Measurement
 from sparsesam.distributed.ddp import unwrap
 from sparsesam.masks.fixed import NORMALIZATION, is_layer_of
 from sparsesam.utils.checks import check_choice, check_count, check_like_parameters
@@ -40,11 +32,13 @@ _ONE_DIMENSIONAL_NOTES = {
     "ignore": "biases and normalization parameters do not move",
     "normalize": "biases and normalization parameters move too, each entry scaled by its own magnitude",
 }
+#: Seconds between two writes of the state file.
+SAVE_EVERY = 10.0
 _INTERPOLATED = "running statistics are interpolated; statistics='recomputed' recomputes them at each point"
 
 
 @dataclass(frozen=True)
-class Landscape(AnalysisResult):
+class Landscape(Measurement):
     """loss[j, i] = f(w + x[i] * d_x + y[j] * d_y); a line has an empty ``y`` and loss[i].
 
     ``lengths`` are the norms of the directions: x * lengths[0] is a distance in weight space. ``seed`` is None
@@ -60,8 +54,6 @@ class Landscape(AnalysisResult):
     weights_moved: int
     seed: int | None
     not_finite: int
-    measured_on: ObjectiveSummary
-    notes: list[str]
 
 
 def loss_landscape(
@@ -75,30 +67,29 @@ def loss_landscape(
     parameters: ParameterFilter = None,
     one_dimensional: Literal["ignore", "normalize"] = "ignore",
     state_file: str | os.PathLike[str] | None = None,
-    save_every: float = 10.0,
     progress: ProgressCallback | None = None,
 ) -> Landscape:
     """Evaluate the loss on ``points`` (by ``points``) points over ``span`` along filter-normalized random directions.
 
     ``directions`` replaces the random ones, for example by ``HessianSpectrum.vectors``. They are not rescaled: with
-    unit vectors, x and y are distances. ``state_file``, written every ``save_every`` seconds, makes the evaluation
-    resumable; ``progress(done, total)`` is called after every point. The weights are restored bit for bit, also after
-    an exception.
+    unit vectors, x and y are distances. ``state_file``, written every ten seconds, makes the evaluation resumable;
+    ``progress(done, total)`` is called after every point. The weights are restored bit for bit, also after errors.
     """
     if dimensions not in (1, 2):
         raise ValueError(f"dimensions must be 1 or 2, got {dimensions}")
     axes = [_axis(points, span)] * dimensions
-    options: dict[str, Any] = {"state_file": state_file, "save_every": save_every, "progress": progress}
-    if directions is not None:
+    if directions is None:
+        kind, notes = "filter-normalized random directions", [_ONE_DIMENSIONAL_NOTES[one_dimensional]]
+        chosen = random_directions(
+            objective.model, dimensions, seed=seed, parameters=parameters, one_dimensional=one_dimensional
+        )
+    else:
+        kind, notes = "given directions", []
         if len(directions) < dimensions:
             raise ValueError(f"directions must hold {dimensions} for dimensions={dimensions}, got {len(directions)}")
         chosen = _check_directions(directions[:dimensions], objective.model)
-        return _evaluate(objective, chosen, axes, "given directions", [], **options)
-    chosen = random_directions(
-        objective.model, dimensions, seed=seed, parameters=parameters, one_dimensional=one_dimensional
-    )
-    kind, notes = "filter-normalized random directions", [_ONE_DIMENSIONAL_NOTES[one_dimensional]]
-    return _evaluate(objective, chosen, axes, kind, notes, seed=seed, **options)
+    result = _evaluate(objective, chosen, axes, kind, notes, state_file, progress)
+    return replace(result, seed=seed if directions is None else None)
 
 
 def loss_between(
@@ -129,7 +120,7 @@ def loss_between(
             for name, tensor in _named_tensors(model).items()
             if name in second and tensor.is_floating_point()
         }
-        return _evaluate(objective, [way], [axis], kind, notes, state_file=state_file, progress=progress)
+        return _evaluate(objective, [way], [axis], kind, notes, state_file, progress)
 
 
 def random_directions(
@@ -150,7 +141,7 @@ def random_directions(
     The Gaussian numbers depend only on the seed and the shapes, so checkpoints of one model get the same
     directions, each scaled to its own weights. They are drawn on the CPU and are the same for every device.
     """
-    check_choice("one_dimensional", one_dimensional, ("ignore", "normalize"))
+    check_choice("one_dimensional", one_dimensional, _ONE_DIMENSIONAL_NOTES)
     model = unwrap(model)
     chosen = select_parameters(model, parameters)
     generator = torch.Generator().manual_seed(seed)
@@ -173,9 +164,9 @@ def random_directions(
 
 def filter_normalized(direction: Tensor, weight: Tensor, *, axis: int = 0) -> Tensor:
     """Scale each slice of the direction along ``axis`` to the norm of the weight's slice (1-D: each entry)."""
-    others = [dimension for dimension in range(weight.dim()) if dimension != axis] if weight.dim() > 1 else []
-    if not others:
+    if weight.dim() < 2:
         return direction.sign() * weight.abs()
+    others = [dimension for dimension in range(weight.dim()) if dimension != axis]
     have = torch.linalg.vector_norm(direction, dim=others, keepdim=True)
     want = torch.linalg.vector_norm(weight, dim=others, keepdim=True)
     scaled: Tensor = direction * (want / have.clamp_min(torch.finfo(have.dtype).tiny))
@@ -189,7 +180,7 @@ def _check_directions(directions: Sequence[Mapping[str, Tensor]], model: nn.Modu
         check_like_parameters(f"directions[{number}]", direction, known)
         if not direction:
             raise ValueError(f"directions[{number}] moves no parameter; give {{name: tensor}}")
-    return [{name: value.detach().to(known[name]) for name, value in one.items()} for one in directions]
+    return [{name: value.detach().to(known[name]) for name, value in direction.items()} for direction in directions]
 
 
 def _axis(points: int, span: tuple[float, float]) -> Array:
@@ -209,14 +200,12 @@ def _evaluate(
     axes: Sequence[Array],
     kind: str,
     notes: list[str],
-    *,
     state_file: str | os.PathLike[str] | None,
     progress: ProgressCallback | None,
-    save_every: float = 10.0,
-    seed: int | None = None,
 ) -> Landscape:
     """Evaluate the loss at every point of the grid: columns are the first axis, rows the second, if there is one."""
-    tensors = {k: v for k, v in _named_tensors(objective.model).items() if any(k in one for one in directions)}
+    named = _named_tensors(objective.model)
+    tensors = {name: named[name] for name in named if any(name in direction for direction in directions)}
     along = [[direction.get(name) for name in tensors] for direction in reversed(directions)]
     points = list(itertools.product(*(axis.tolist() for axis in reversed(axes))))
     with objective.measuring(), moving(list(tensors.values())) as move:
@@ -227,7 +216,7 @@ def _evaluate(
             for point in points[len(losses) :]:
                 move(*zip(along, point, strict=True))
                 losses.append(objective.loss())
-                if file and time.monotonic() - saved_at >= save_every:
+                if file and time.monotonic() - saved_at >= SAVE_EVERY:
                     file.write(losses)
                     saved_at = time.monotonic()
                 if progress is not None:
@@ -236,9 +225,6 @@ def _evaluate(
             if file:
                 file.write(losses)
     loss = np.reshape(losses, [len(axis) for axis in reversed(axes)])
-    not_finite = int((~np.isfinite(loss)).sum())
-    if not_finite:
-        notes = [*notes, f"the loss of {not_finite} points is not finite"]
     return Landscape(
         kind=kind,
         x=axes[0],
@@ -247,8 +233,8 @@ def _evaluate(
         center_loss=center,
         lengths=[norm(direction.values()) for direction in directions],
         weights_moved=sum(tensor.numel() for tensor in tensors.values()),
-        seed=seed,
-        not_finite=not_finite,
+        seed=None,
+        not_finite=int((~np.isfinite(loss)).sum()),
         measured_on=objective.summary(),
         notes=notes,
     )

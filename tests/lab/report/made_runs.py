@@ -16,7 +16,6 @@ from sparsesam.lab.inspection.bound import BoundResult
 from sparsesam.lab.inspection.convergence import ConvergenceResult
 from sparsesam.lab.inspection.hessian import HessianResult
 from sparsesam.lab.inspection.sharpness import SharpnessResult
-from sparsesam.lab.inspection.trained_run import Origin
 from sparsesam.lab.report.read_run import RunRecord
 
 PROVENANCE = {"cpu": "a chip", "machine": "Linux", "threads": 1, "torch": "2", "python": "3", "commit": "abc"}
@@ -70,7 +69,7 @@ def write_calibration(folder, runs, seconds):
 def write_analysis(run, name, result, **made):
     folder = run / "analyses"
     folder.mkdir(parents=True, exist_ok=True)
-    content = {"analysis": name, "result": result, "made": Origin(**made).to_dict()}
+    content = {"analysis": name, "result": result, "made": made}
     folder.joinpath(f"{name}.json").write_text(json.dumps(content))
 
 

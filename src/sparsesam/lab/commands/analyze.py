@@ -43,7 +43,7 @@ def run(options: Namespace) -> None:
     for subject, style in zip(subjects, styles, strict=True):  # each result is saved at once
         with show_progress(f"{analysis.name} of {subject.path}") as progress:
             result = analysis.measure_and_write(subject, progress)
-        results.append(LabeledResult(str(subject.path), result, style, analysis.origin(subject).other or ""))
+        results.append(LabeledResult(str(subject.path), result, style, analysis.origin(subject).get("other", "")))
     console = Console(highlight=False)
     console.print(to_rich(analysis.table(analysis.name, results), analysis.name, transposed=True))
     for note in (*notes, *analysis.notes(results)):

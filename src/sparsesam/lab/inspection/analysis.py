@@ -15,9 +15,11 @@ from sparsesam.lab.display import Cell, Figure, Series, SeriesStyle, Table, tabl
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.run_directory import seal, write_atomically
 from sparsesam.lab.experiment.setting_types import option
-from sparsesam.lab.inspection.trained_run import Origin, ResultDirectory, TrainedRun
+from sparsesam.lab.inspection.trained_run import ResultDirectory, TrainedRun
 
 Summary = dict[str, Cell | float | None]
+#: The analysis with shared options, the subjects to measure, and notes on those left out.
+Prepared = tuple["Analysis[Any]", Sequence[Any], Sequence[str]]
 ResultT = TypeVar("ResultT", bound=AnalysisResult)
 MeasureT = TypeVar("MeasureT")
 
@@ -58,17 +60,20 @@ class Analysis(ABC, Generic[ResultT]):
     @property
     def options(self) -> dict[str, Any]:
         """The values of the options, by name."""
-        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if "help" in one.metadata}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.metadata}
 
     # ---- measuring
 
-    def prepare(self, subjects: Sequence[Any]) -> tuple[Analysis[Any], Sequence[Any], Sequence[str]]:
-        """Returns the analysis with shared options, the subjects to measure, and notes on those left out."""
+    def prepare(self, subjects: Sequence[Any]) -> Prepared:
         return self, subjects, ()
 
     @abstractmethod
     def measure(self, subject: Any, progress: ProgressCallback) -> ResultT:
         """Measure one subject; ``progress(done, total)`` is called in between."""
+
+    def origin(self, subject: Any) -> dict[str, Any]:
+        """Returns the checkpoint and the images that the result is measured on."""
+        return dict(subject.origin())
 
     def measure_and_write(self, subject: Any, progress: ProgressCallback = lambda done, total: None) -> ResultT:
         """Measure and write the result with its provenance to ``analyses/NAME.json`` (docs/analyze.md)."""
@@ -76,18 +81,13 @@ class Analysis(ABC, Generic[ResultT]):
         result = self.measure(subject, progress)
         seconds, machine = time.perf_counter() - start, provenance()
         made = {"options": self.options, "seconds": seconds, "command": machine["command"], "provenance": machine}
-        made = {**self.origin(subject).to_dict(), **made}
+        made = {**self.origin(subject), **made}
         config = getattr(subject, "config", None)
         content = {"analysis": self.name, "result": result.to_dict(), "made": made, "run": config and config.identity}
         file = subject.path / "analyses" / f"{self.name}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(seal(content), allow_nan=False) + "\n")
         return result
-
-    def origin(self, subject: Any) -> Origin:
-        """Returns the checkpoint and the images that the result was measured on."""
-        origin: Origin = subject.origin()
-        return origin
 
     # ---- showing
 
@@ -103,7 +103,7 @@ class Analysis(ABC, Generic[ResultT]):
 
     @classmethod
     def table(cls, name: str, results: Sequence[LabeledResult[ResultT]]) -> Table:
-        return table_of_rows(name, cls.caption, {one.label: cls.summary(one.result) for one in results})
+        return table_of_rows(name, cls.caption, {run.label: cls.summary(run.result) for run in results})
 
     @classmethod
     @abstractmethod
@@ -114,10 +114,10 @@ class Analysis(ABC, Generic[ResultT]):
     def notes(cls, results: Sequence[LabeledResult[ResultT]]) -> list[str]:
         """Returns each note once, with the runs it applies to unless it applies to all."""
         labels: dict[str, dict[str, None]] = {}
-        for one in results:
-            for note in one.result.remarks():
-                labels.setdefault(note, {})[one.label] = None
-        everyone = len({one.label for one in results})
+        for run in results:
+            for note in run.result.remarks():
+                labels.setdefault(note, {})[run.label] = None
+        everyone = len({run.label for run in results})
         return [note if len(of) == everyone else f"{', '.join(of)}: {note}" for note, of in labels.items()]
 
     @classmethod
@@ -132,9 +132,7 @@ class RadiusAnalysis(Analysis[ResultT]):
 
     rho: float | None = option(None, "norm of the perturbation; default the first run's")
 
-    def prepare(
-        self, subjects: Sequence[TrainedRun]
-    ) -> tuple[RadiusAnalysis[ResultT], Sequence[TrainedRun], Sequence[str]]:
+    def prepare(self, subjects: Sequence[TrainedRun]) -> Prepared:
         rho = subjects[0].config.rho if self.rho is None else self.rho
         return dataclasses.replace(self, rho=rho), subjects, ()
 
@@ -160,6 +158,7 @@ def every_and_masked(
 ) -> tuple[MeasureT, MeasureT | None]:
     """Returns ``measure()`` for every weight and ``measure(masks=masks)``, None if the masks keep no weight."""
     masks = run.masks or {}
+    progress(0, 2)
     every = measure()
     progress(1, 2)
     masked = measure(masks=masks) if any(bool(mask.any()) for mask in masks.values()) else None

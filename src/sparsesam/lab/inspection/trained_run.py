@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset
 
-from sparsesam.analysis import AnalysisResult, Objective, check_state
+from sparsesam.analysis import Objective, check_state
 from sparsesam.analysis.objective import Statistics
 from sparsesam.checkpoint import split_own
 from sparsesam.lab import models
@@ -47,27 +47,6 @@ class EvalSettings:
         check_settings(self)
 
 
-@dataclass(frozen=True)
-class Origin(AnalysisResult):
-    """The checkpoint and the images that a result was measured on; None for fields that do not apply.
-
-    ``step`` counts the training steps before the checkpoint, ``mask_step`` is the step that computed its mask.
-    ``other`` is the directory of the second run with ``--between``.
-    """
-
-    checkpoint: str | None = None
-    step: int | None = None
-    mask_step: int | None = None
-    split: str | None = None
-    samples: int | None = None
-    seed: int | None = None
-    loss: str | None = None
-    statistics: str | None = None
-    device: str | None = None
-    other: str | None = None
-    notes: list[str] = field(default_factory=list)
-
-
 def load_run(path: Path | str, *, weights: Path | None = None, **options: Any) -> TrainedRun:
     """Load the run in a directory, optionally with ``weights`` from a file; ``options`` are fields of `EvalSettings`.
 
@@ -88,9 +67,9 @@ class ResultDirectory:
     def __init__(self, path: Path, on: EvalSettings) -> None:
         self.path, self.directory, self.on = path, RunDirectory(path), on
 
-    def origin(self) -> Origin:
-        """Returns what results are measured on."""
-        return Origin()
+    def origin(self) -> dict[str, Any]:
+        """Returns what results are measured on, as ``made`` in docs/analyze.md."""
+        return {}
 
 
 class RecordedRun(ResultDirectory):
@@ -114,6 +93,7 @@ class TrainedRun(RecordedRun):
     def __init__(self, path: Path, on: EvalSettings, weights: Path | None = None) -> None:
         super().__init__(path, on)
         self.file = weights or (self.directory.best if on.checkpoint == "best" else self.directory.last)
+        self.is_own_file = weights is None
         self.environment = RunEnvironment(data_dir=on.data_dir, download=on.download, accelerator=on.device)
         self.notes: list[str] = []
 
@@ -122,22 +102,20 @@ class TrainedRun(RecordedRun):
         splits = self.splits
         with torch.random.fork_rng(devices=[]):
             model = models.build_model(self.config.model, splits.num_classes, splits.in_channels, splits.image_size)
-        weights = self.weights
         try:
-            check_state(model, weights, str(self.file))
+            check_state(model, self.weights, str(self.file))
         except ValueError as error:
             raise CheckpointError(
                 f"{error}; the model in config.yaml is {self.config.model}: did it, the data set or the model's code "
                 "change after training?"
             ) from None
-        model.load_state_dict(weights)
+        model.load_state_dict(self.weights)
         return model.to(make_fabric(self.config, self.environment).device)
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:
         """The state dict that is evaluated: the moving average if the run has one."""
-        is_own = self.file in (self.directory.best, self.directory.last)
-        return checkpoint.weights_of(self._content) if is_own else checkpoint.read_weights(self.file)
+        return checkpoint.weights_of(self._content) if self.is_own_file else checkpoint.read_weights(self.file)
 
     @property
     def step(self) -> int:
@@ -157,14 +135,14 @@ class TrainedRun(RecordedRun):
 
     @cached_property
     def _masks(self) -> tuple[int | None, dict[str, Tensor] | None]:
+        """The step that computed the masks in use at the checkpoint, and the masks; None for both without masks."""
         if "training" in self._content:
             return _masks_of(self._content)
         before = [(step, file) for step, file in self.directory.mask_files() if step < self.step]
         if before:
             return before[-1][0], read_mask_file(before[-1][1])
-        made, masks = (
-            _masks_of(self.directory.load(self.directory.last)) if self.directory.last.exists() else (None, None)
-        )
+        last = self.directory.last
+        made, masks = _masks_of(self.directory.load(last)) if last.exists() else (None, None)
         if made is not None and made >= self.step:
             self.notes.append("the mask in use at best.pt was not recorded; train with --record-masks true")
             return None, None
@@ -177,8 +155,7 @@ class TrainedRun(RecordedRun):
                 f"{self.file} does not exist: the run has not finished an epoch; "
                 f"continue it with: sparsesam train --resume --out {self.path}"
             )
-        is_own = self.file in (self.directory.best, self.directory.last)
-        return self.directory.load(self.file) if is_own else checkpoint.load(self.file)
+        return self.directory.load(self.file)
 
     @cached_property
     def splits(self) -> Splits | FolderSplits:
@@ -209,24 +186,22 @@ class TrainedRun(RecordedRun):
     def _smoothing(self) -> float:
         return self.config.label_smoothing if self.on.split == "train" else 0.0
 
-    def origin(self) -> Origin:
-        return Origin(
-            checkpoint=self.on.checkpoint,
-            step=self.step,
-            mask_step=self.mask_step,
-            split=self.on.split,
-            samples=self.objective.samples,
-            seed=self.on.seed,
-            loss="cross-entropy" + (f", label smoothing {self._smoothing:g}" if self._smoothing else ""),
-            statistics=self.on.statistics,
-            device=str(next(self.model.parameters()).device),
-            notes=self.notes,
-        )
+    def origin(self) -> dict[str, Any]:
+        return {
+            "checkpoint": self.on.checkpoint,
+            "step": self.step,
+            "mask_step": self.mask_step,
+            "split": self.on.split,
+            "samples": self.objective.samples,
+            "seed": self.on.seed,
+            "loss": "cross-entropy" + (f", label smoothing {self._smoothing:g}" if self._smoothing else ""),
+            "statistics": self.on.statistics,
+            "device": str(next(self.model.parameters()).device),
+            "notes": self.notes,
+        }
 
 
 def _masks_of(content: dict[str, Any]) -> tuple[int | None, dict[str, Tensor] | None]:
-    if "training" not in content:
-        return None, None
     _, own, tensors = split_own(content["training"]["optimizer"])
     if own is None or own["mask"] is None or not own["mask"]["is_made"]:
         return None, None
