@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from sparsesam.analysis.objective import Objective, ParameterFilter, norm, select_parameters
-from sparsesam.analysis.results import AnalysisResult, Measurement
+from sparsesam.analysis.results import Measurement
 from sparsesam.analysis.sharpness import sharpness
 from sparsesam.utils.checks import check_count
 
@@ -23,17 +21,7 @@ _NOTES = (
 
 
 @dataclass(frozen=True)
-class ComplexityTerms(AnalysisResult):
-    """The terms under the root of theorem 3, and the root."""
-
-    dimension_term: float
-    confidence_term: float
-    remainder: float
-    complexity: float
-
-
-@dataclass(frozen=True)
-class GeneralizationBound(ComplexityTerms, Measurement):
+class GeneralizationBound(Measurement):
     """L_D(w) <= max_loss + complexity, with
 
         complexity = sqrt((dimension_term + confidence_term + remainder) / (n - 1))
@@ -47,6 +35,10 @@ class GeneralizationBound(ComplexityTerms, Measurement):
 
     bound: float
     max_loss: float
+    complexity: float
+    dimension_term: float
+    confidence_term: float
+    remainder: float
     loss: float
     squared_norm: float
     k: int
@@ -56,20 +48,6 @@ class GeneralizationBound(ComplexityTerms, Measurement):
     threshold: float
     vacuous: bool
     masked: bool
-
-
-def complexity_terms(*, squared_norm: float, k: int, n: int, delta: float, rho: float) -> ComplexityTerms:
-    """Compute the terms of theorem 3 for k weights of squared norm ||w||² and n samples."""
-    check_count("n", n, "n is the number of training samples", least=2)
-    check_count("k", k, "k is the number of weights")
-    if not 0 < delta < 1:
-        raise ValueError(f"delta must be in (0, 1), got {delta}; the bound holds with probability 1 - delta")
-    if not rho > 0:
-        raise ValueError(f"rho must be positive, got {rho}; the bound is not defined at 0")
-    dimension = k * math.log1p(squared_norm / rho**2 * (1 + math.sqrt(math.log(n) / k)) ** 2)
-    confidence = 4 * math.log(n / delta)
-    remainder = 8 * math.log(6 * n + 3 * k)
-    return ComplexityTerms(dimension, confidence, remainder, math.sqrt((dimension + confidence + remainder) / (n - 1)))
 
 
 def generalization_bound(
@@ -88,30 +66,38 @@ def generalization_bound(
     ``n`` is the size of the training set, by default the number of samples of the objective. ``classes`` gives
     log C to compare the cross-entropy with; without it the loss is assumed to be in [0, 1].
     """
+    chosen = select_parameters(objective.model, parameters)
+    k, squared_norm = sum(p.numel() for p in chosen.values()), norm(chosen.values()) ** 2
+    n = objective.samples if n is None else n
+    check_count("n", n, "n is the number of training samples", least=2)
     if classes is not None:
         check_count("classes", classes, "with one class there is nothing to predict", least=2)
-    chosen = select_parameters(objective.model, parameters)
-    given: dict[str, Any] = {
-        "squared_norm": norm(chosen.values()) ** 2,
-        "k": sum(p.numel() for p in chosen.values()),
-        "n": objective.samples if n is None else n,
-        "delta": delta,
-        "rho": rho,
-    }
-    terms = complexity_terms(**given)
+    if not 0 < delta < 1:
+        raise ValueError(f"delta must be in (0, 1), got {delta}; the bound holds with probability 1 - delta")
     measured = sharpness(objective, rho, steps=steps, masks=masks, parameters=parameters)
-    bound = measured.max_loss + terms.complexity
+    dimension = k * math.log1p(squared_norm / rho**2 * (1 + math.sqrt(math.log(n) / k)) ** 2)
+    confidence = 4 * math.log(n / delta)
+    remainder = 8 * math.log(6 * n + 3 * k)
+    complexity = math.sqrt((dimension + confidence + remainder) / (n - 1))
+    bound = measured.max_loss + complexity
     threshold = 1.0 if classes is None else math.log(classes)
-    some = f"the training loss is measured on {objective.samples} of the {given['n']} samples"
+    some = f"the training loss is measured on {objective.samples} of the {n} samples"
     return GeneralizationBound(
-        **dataclasses.asdict(terms),
-        **given,
         bound=bound,
         max_loss=measured.max_loss,
+        complexity=complexity,
+        dimension_term=dimension,
+        confidence_term=confidence,
+        remainder=remainder,
         loss=measured.loss,
+        squared_norm=squared_norm,
+        k=k,
+        n=n,
+        delta=delta,
+        rho=rho,
         threshold=threshold,
         vacuous=not bound < threshold,
         masked=masks is not None,
         measured_on=objective.summary(),
-        notes=[*_NOTES, *([some] if objective.samples < given["n"] else [])],
+        notes=[*_NOTES, *([some] if objective.samples < n else [])],
     )

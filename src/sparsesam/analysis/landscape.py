@@ -6,8 +6,6 @@ import hashlib
 import itertools
 import math
 import os
-import time
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,8 +30,6 @@ _ONE_DIMENSIONAL_NOTES = {
     "ignore": "biases and normalization parameters do not move",
     "normalize": "biases and normalization parameters move too, each entry scaled by its own magnitude",
 }
-#: Seconds between two writes of the state file.
-SAVE_EVERY = 10.0
 _INTERPOLATED = "running statistics are interpolated; statistics='recomputed' recomputes them at each point"
 
 
@@ -67,13 +63,14 @@ def loss_landscape(
     parameters: ParameterFilter = None,
     one_dimensional: Literal["ignore", "normalize"] = "ignore",
     state_file: str | os.PathLike[str] | None = None,
-    progress: ProgressCallback | None = None,
+    progress: ProgressCallback = lambda done, total: None,
 ) -> Landscape:
     """Evaluate the loss on ``points`` (by ``points``) points over ``span`` along filter-normalized random directions.
 
     ``directions`` replaces the random ones, for example by ``HessianSpectrum.vectors``. They are not rescaled: with
-    unit vectors, x and y are distances. ``state_file``, written every ten seconds, makes the evaluation resumable;
-    ``progress(done, total)`` is called after every point. The weights are restored bit for bit, also after errors.
+    unit vectors, x and y are distances. ``state_file``, a text file with the losses so far, makes the evaluation
+    resumable; ``progress(done, total)`` is called after every point. The weights are restored bit for bit, also after
+    errors.
     """
     if dimensions not in (1, 2):
         raise ValueError(f"dimensions must be 1 or 2, got {dimensions}")
@@ -100,7 +97,7 @@ def loss_between(
     points: int = 51,
     span: tuple[float, float] = (0.0, 1.0),
     state_file: str | os.PathLike[str] | None = None,
-    progress: ProgressCallback | None = None,
+    progress: ProgressCallback = lambda done, total: None,
 ) -> Landscape:
     """Evaluate the loss on the line from one state dict (x = 0) to another (x = 1) of the same model.
 
@@ -201,7 +198,7 @@ def _evaluate(
     kind: str,
     notes: list[str],
     state_file: str | os.PathLike[str] | None,
-    progress: ProgressCallback | None,
+    progress: ProgressCallback,
 ) -> Landscape:
     """Evaluate the loss at every point of the grid: columns are the first axis, rows the second, if there is one."""
     named = _named_tensors(objective.model)
@@ -210,20 +207,15 @@ def _evaluate(
     points = list(itertools.product(*(axis.tolist() for axis in reversed(axes))))
     with objective.measuring(), moving(list(tensors.values())) as move:
         center = objective.loss()
-        file = None if state_file is None else _StateFile(Path(state_file), _fingerprint(objective, directions, axes))
-        losses, saved_at = file.read() if file else [], time.monotonic()
-        try:
-            for point in points[len(losses) :]:
-                move(*zip(along, point, strict=True))
-                losses.append(objective.loss())
-                if file and time.monotonic() - saved_at >= SAVE_EVERY:
-                    file.write(losses)
-                    saved_at = time.monotonic()
-                if progress is not None:
-                    progress(len(losses), len(points))
-        finally:
-            if file:
-                file.write(losses)
+        file = None if state_file is None else Path(state_file)
+        losses = [] if file is None else _open_state(file, _fingerprint(objective, directions, axes))
+        for point in points[len(losses) :]:
+            move(*zip(along, point, strict=True))
+            losses.append(objective.loss())
+            if file is not None:
+                with file.open("a") as state:
+                    state.write(f"{losses[-1]!r}\n")
+            progress(len(losses), len(points))
     loss = np.reshape(losses, [len(axis) for axis in reversed(axes)])
     return Landscape(
         kind=kind,
@@ -240,36 +232,19 @@ def _evaluate(
     )
 
 
-@dataclass(frozen=True)
-class _StateFile:
-    """The losses of the points evaluated so far, in order."""
-
-    path: Path
-    fingerprint: str
-
-    def read(self) -> list[float]:
-        if not self.path.exists():
-            return []
-        try:
-            with np.load(self.path, allow_pickle=False) as saved:
-                fingerprint, losses = str(saved["fingerprint"]), saved["loss"].tolist()
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise ValueError(
-                f"state_file {self.path} is not a landscape state file ({error}); remove it or choose another name"
-            ) from error
-        if fingerprint != self.fingerprint:
-            raise ValueError(
-                f"state_file {self.path} belongs to another landscape (different weights, directions, grid, batches "
-                "or options); remove it to start again, or choose another name"
-            )
-        return list(losses)
-
-    def write(self, losses: Sequence[float]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_name(f"{self.path.name}.partial")
-        with partial.open("wb") as file:
-            np.savez(file, loss=np.array(losses), fingerprint=np.array(self.fingerprint))
-        partial.replace(self.path)
+def _open_state(path: Path, fingerprint: str) -> list[float]:
+    """Returns the losses in the state file: the fingerprint, then a line for each point. Create it if it is missing."""
+    text = path.read_text(errors="replace") if path.exists() else f"{fingerprint}\n"
+    complete = text[: text.rfind("\n") + 1]  # a killed process may leave an unfinished line
+    first, *lines = complete.split("\n")[:-1] or [text]
+    if first != fingerprint:
+        raise ValueError(
+            f"state_file {path} is of another landscape (different weights, directions, grid, batches or options), "
+            "or is not a state file; remove it to start again, or choose another name"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(complete)
+    return [float(line) for line in lines]
 
 
 def _fingerprint(objective: Objective, directions: Sequence[Direction], axes: Sequence[Array]) -> str:

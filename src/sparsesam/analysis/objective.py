@@ -22,7 +22,7 @@ from sparsesam.utils.checks import check_bool, check_choice, check_like_paramete
 from sparsesam.utils.restore import Snapshot, preserve_model_state
 
 Statistics = Literal["frozen", "recomputed", "batch"]
-ParameterFilter = Callable[[str], bool] | Iterable[str] | str | None
+ParameterFilter = Iterable[str] | str | None
 
 
 class Objective:
@@ -54,13 +54,18 @@ class Objective:
         allow_random: bool = False,
     ) -> None:
         check_choice("statistics", statistics, get_args(Statistics))
+        is_pair = isinstance(batches, tuple) and all(isinstance(part, Tensor) for part in batches)
+        if is_pair or isinstance(batches, (Tensor, Mapping)):
+            raise TypeError(f"batches must be a list of batches, got one {type(batches).__name__}; write [batch]")
         self.model = unwrap(model)
         self.problem = Problem(loss_fn, model_loss, "data", None, None)
-        self.batches = _as_list(batches)
+        self.batches = list(batches)
         self.statistics: Statistics = statistics
         self.allow_random = allow_random
         inputs = [self.problem.inputs(batch) for batch in self.batches]
         sizes = [batch_size(dict(part) if isinstance(part, Mapping) else part) for part in inputs]
+        if not sizes:
+            raise ValueError("batches is empty; at least one batch is needed")
         if 0 in sizes:
             raise ValueError(f"batch {sizes.index(0)} holds no samples; leave it out")
         self.samples = sum(sizes)
@@ -150,12 +155,12 @@ class Objective:
 def select_parameters(model: nn.Module, parameters: ParameterFilter = None) -> dict[str, nn.Parameter]:
     """Returns the floating-point parameters to analyze, by name.
 
-    None selects the trained ones (``requires_grad``); name patterns such as "layer4.*,fc.*", or a function of the
-    name, select among all, frozen ones included.
+    None selects the trained ones (``requires_grad``); name patterns such as "layer4.*,fc.*" select among all, frozen
+    ones included.
     """
     every = {name: p for name, p in unwrap(model).named_parameters() if p.is_floating_point()}
-    if parameters is None or callable(parameters):
-        chosen = {name: p for name, p in every.items() if (parameters(name) if parameters else p.requires_grad)}
+    if parameters is None:
+        chosen = {name: p for name, p in every.items() if p.requires_grad}
     else:
         patterns = parameters.replace(" ", "").split(",") if isinstance(parameters, str) else list(parameters)
         chosen = {name: p for name, p in every.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
@@ -217,14 +222,3 @@ def moving(tensors: Sequence[Tensor]) -> Iterator[Callable[..., None]]:
 def norm(tensors: Iterable[Tensor]) -> float:
     """Returns the Euclidean norm of all tensors together, in float64."""
     return math.sqrt(sum(float(tensor.detach().double().square().sum()) for tensor in tensors))
-
-
-def _as_list(batches: Iterable[Any]) -> list[Any]:
-    if isinstance(batches, (Tensor, Mapping)) or (
-        isinstance(batches, tuple) and all(isinstance(part, Tensor) for part in batches)
-    ):
-        raise TypeError(f"batches must be a list of batches, got one {type(batches).__name__}; write [batch]")
-    found = list(batches)
-    if not found:
-        raise ValueError("batches is empty; at least one batch is needed")
-    return found

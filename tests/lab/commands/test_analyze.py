@@ -66,7 +66,7 @@ def test_landscape_uses_same_random_numbers_for_every_run(runs):
         run = load_run(runs / name, samples=40, seed=3)
         expected = analysis.loss_landscape(run.objective, points=4, seed=3).to_dict()
         assert result_of(runs / name, "landscape-2d") == expected
-    assert not list((runs / "sgd" / "analyses").glob("*.npz"))
+    assert not list((runs / "sgd" / "analyses").glob("*.txt"))
 
 
 def test_default_landscape_is_50_by_50_over_minus_one_to_one(runs):

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -90,11 +90,6 @@ class Analysis(ABC, Generic[ResultT]):
         return result
 
     # ---- showing
-
-    @classmethod
-    def read(cls, content: Mapping[str, Any]) -> ResultT:
-        """Build a result from the content of its file; ValueError if the format is wrong."""
-        return cls.result_type.from_dict(content)  # type: ignore[return-value]
 
     @classmethod
     @abstractmethod

@@ -65,7 +65,7 @@ class LandscapeAnalysis(Analysis[Landscape]):
         return dataclasses.replace(self, other=subjects[1]), subjects[:1], ()
 
     def measure(self, subject: TrainedRun, progress: ProgressCallback) -> Landscape:
-        state = subject.directory.analyses / f"{self.name}.unfinished.npz"
+        state = subject.directory.analyses / f"{self.name}.unfinished.txt"
         try:
             result = self._landscape(subject, progress, state)
         except KeyboardInterrupt:

@@ -221,6 +221,6 @@ def _kept(run: TrainedRun, analysis: Analysis[Any]) -> Any:
     if file.exists():
         content = json.loads(file.read_text())
         if all(content["made"].get(key) == value for key, value in wanted.items() if key != "notes"):
-            return analysis.read(content["result"])
+            return analysis.result_type.from_dict(content["result"])
     with show_progress(f"{analysis.name} of {run.path}") as progress:
         return analysis.measure_and_write(run, progress)

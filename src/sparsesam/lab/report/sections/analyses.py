@@ -41,7 +41,7 @@ def _read_results(
     found = []
     for run in having:
         try:
-            result = analysis.read(run.analyses[name]["result"])
+            result = analysis.result_type.from_dict(run.analyses[name]["result"])
             other = run.analyses[name]["made"].get("other")
         except (KeyError, ValueError) as error:
             problem = f"analyses/{name}.json is not in the format of docs/analyze.md: {error}"
