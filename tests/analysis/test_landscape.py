@@ -1,8 +1,4 @@
 import json
-import os
-import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -10,13 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sparsesam.analysis import (
-    Objective,
-    hessian_eigenvalues,
-    loss_between,
-    loss_landscape,
-    random_directions,
-)
+from sparsesam.analysis import Objective, hessian_eigenvalues, loss_between, loss_landscape, random_directions
 from tests.cases import convnet, images, mlp, same_bits, vectors, weights_of
 
 
@@ -98,16 +88,21 @@ def test_infinite_points_are_counted_and_become_none():
     assert result.to_dict()["loss"][0] is None
 
 
-def test_invalid_grid_and_directions_raise():
-    objective = objective_of(mlp())
-    with pytest.raises(ValueError, match="points"):
-        loss_landscape(objective, points=1)
-    with pytest.raises(ValueError, match="span"):
-        loss_landscape(objective, span=(1, 1))
-    with pytest.raises(ValueError, match="not a parameter"):
-        loss_landscape(objective, dimensions=1, directions=[{"x": torch.zeros(1)}])
-    with pytest.raises(ValueError, match="shape"):
-        loss_landscape(objective, dimensions=1, directions=[{"0.bias": torch.zeros(1)}])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"points": 1}, "points"),
+        ({"span": (1, 1)}, "span"),
+        ({"dimensions": 3}, "dimensions must be 1 or 2"),
+        ({"directions": [{"0.bias": torch.zeros(8)}]}, "directions must hold 2"),
+        ({"dimensions": 1, "directions": [{"x": torch.zeros(1)}]}, "not a parameter"),
+        ({"dimensions": 1, "directions": [{"0.bias": torch.zeros(1)}]}, "shape"),
+        ({"dimensions": 1, "directions": [{}]}, "moves no parameter"),
+    ],
+)
+def test_invalid_grid_and_directions_raise(options, message):
+    with pytest.raises(ValueError, match=message):
+        loss_landscape(objective_of(mlp()), **options)
 
 
 def test_frozen_parameters_do_not_move():
@@ -167,71 +162,42 @@ def test_interrupted_landscape_resumes_to_same_result(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         loss_landscape(objective, points=4, state_file=file, progress=stop_at_seven)
     seen = []
-    again = loss_landscape(
-        objective, points=4, state_file=file, progress=lambda done, total: seen.append((done, total))
-    )
+    again = loss_landscape(objective, points=4, state_file=file, progress=lambda *at: seen.append(at))
     assert seen == [(done, 16) for done in range(8, 17)]
     assert np.array_equal(again.loss, whole.loss)
     assert [path.name for path in file.parent.iterdir()] == ["state.txt"]
 
 
 def test_killed_landscape_can_be_resumed(tmp_path):
-    program = """if True:
-        import sys
-        from torch.nn import functional as F
-        from sparsesam.analysis import Objective, loss_landscape
-        from tests.cases import mlp, vectors
-        def stop_after_five(done, total):
-            print(done, flush=True)
-            if done == 5:
-                sys.stdin.read()  # until this process is killed
-        objective = Objective(mlp(), [vectors(12), vectors(5, seed=2)], F.cross_entropy)
-        loss_landscape(objective, points=4, state_file=sys.argv[1], progress=stop_after_five)
-    """
-    file = tmp_path / "state.txt"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])}
-    child = subprocess.Popen(
-        [sys.executable, "-c", program, str(file)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    try:
-        while int(child.stdout.readline() or 99) < 5:
-            pass
-    finally:
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        child.stdin.close()
-        child.stdout.close()
-    seen = []
-    result = loss_landscape(
-        objective_of(mlp()), points=4, state_file=file, progress=lambda done, total: seen.append(done)
-    )
-    assert seen[0] == 6
-    assert np.array_equal(result.loss, loss_landscape(objective_of(mlp()), points=4).loss)
+    """A killed process may leave the last line of the state file unfinished."""
+    objective, file, seen = objective_of(mlp()), tmp_path / "state.txt", []
+    whole = loss_landscape(objective, points=4, state_file=file)
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:6]) + lines[6][:4])
+    again = loss_landscape(objective, points=4, state_file=file, progress=lambda done, total: seen.append(done))
+    assert seen == list(range(6, 17))
+    assert np.array_equal(again.loss, whole.loss)
+    assert file.read_text().splitlines(keepends=True) == lines
 
 
 def test_foreign_state_file_is_rejected_and_kept(tmp_path):
     file = tmp_path / "state.txt"
     loss_landscape(objective_of(mlp()), points=3, state_file=file)
     content = file.read_bytes()
-    for other in (objective_of(mlp(seed=1)), objective_of(mlp(), statistics="batch")):
+    others = [(objective_of(mlp(seed=1)), 0), (objective_of(mlp(), statistics="batch"), 0), (objective_of(mlp()), 1)]
+    for other, seed in others:
         with pytest.raises(ValueError, match="another landscape"):
-            loss_landscape(other, points=3, state_file=file)
-    with pytest.raises(ValueError, match="another landscape"):
-        loss_landscape(objective_of(mlp()), points=3, seed=1, state_file=file)
+            loss_landscape(other, points=3, seed=seed, state_file=file)
     assert file.read_bytes() == content
-    file.write_bytes(content[:9])
+    file.write_bytes(b"something else")
     with pytest.raises(ValueError, match="is not a state file"):
         loss_landscape(objective_of(mlp()), points=3, state_file=file)
+    assert file.read_bytes() == b"something else"
 
 
 def test_finished_landscape_is_read_without_evaluation(tmp_path):
     objective = objective_of(mlp())
     first = loss_landscape(objective, points=3, state_file=tmp_path / "state.txt")
-    again = loss_landscape(
-        objective, points=3, state_file=tmp_path / "state.txt", progress=lambda *_: pytest.fail("evaluated")
-    )
+    file = tmp_path / "state.txt"
+    again = loss_landscape(objective, points=3, state_file=file, progress=lambda *_: pytest.fail("evaluated"))
     assert np.array_equal(first.loss, again.loss)

@@ -74,11 +74,11 @@ class LandscapeAnalysis(Analysis[Landscape]):
         return result
 
     def _landscape(self, run: TrainedRun, progress: ProgressCallback, state: Path) -> Landscape:
-        low, high = self.span or ((0.0, 1.0) if self.between else (-1.0, 1.0))
-        common: dict[str, Any] = {"span": (low, high), "state_file": state, "progress": progress}
+        common: dict[str, Any] = {"state_file": state, "progress": progress}
+        common |= {name: value for name in ("points", "span") if (value := getattr(self, name)) is not None}
         if self.other is not None:
-            return loss_between(run.objective, run.weights, self.other.weights, points=self.points or 51, **common)
-        common |= {"points": self.points or 50, "dimensions": self.dimensions}
+            return loss_between(run.objective, run.weights, self.other.weights, **common)
+        common["dimensions"] = self.dimensions
         if self.along == "random":
             return loss_landscape(run.objective, seed=run.on.seed, one_dimensional=self.one_dimensional, **common)
         spectrum = hessian_eigenvalues(run.objective, self.dimensions, seed=run.on.seed)
