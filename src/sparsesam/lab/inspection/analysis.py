@@ -8,18 +8,18 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from sparsesam.analysis import AnalysisResult, ProgressCallback
 from sparsesam.lab.display import Cell, Figure, Series, SeriesStyle, Table, table_of_rows
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.run_directory import seal, write_atomically
 from sparsesam.lab.experiment.setting_types import option
-from sparsesam.lab.inspection.trained_run import ResultDirectory, TrainedRun
+from sparsesam.lab.inspection.trained_run import TrainedRun
 
 Summary = dict[str, Cell | float | None]
-#: The analysis with shared options, the subjects to measure, and notes on those left out.
-Prepared = tuple["Analysis[Any]", Sequence[Any], Sequence[str]]
+#: The analysis with shared options, the runs to measure, and notes on those left out.
+Prepared = tuple["Analysis[Any]", Sequence[TrainedRun], Sequence[str]]
 ResultT = TypeVar("ResultT", bound=AnalysisResult)
 MeasureT = TypeVar("MeasureT")
 
@@ -42,7 +42,8 @@ class LabeledResult(Generic[ResultT]):
 class Analysis(ABC, Generic[ResultT]):
     """A dataclass whose fields are the options of ``sparsesam analyze``, generic in the type of its result.
 
-    ``files`` are the possible names of its results in ``RUN/analyses``, ``subject_type`` is what it measures.
+    ``files`` are the possible names of its results in ``RUN/analyses``, ``needs`` is what it measures: the weights of a
+    run, only its records, or nothing, so that any directory can hold the result.
     """
 
     help: ClassVar[str]
@@ -50,7 +51,7 @@ class Analysis(ABC, Generic[ResultT]):
     caption: ClassVar[str]
     files: ClassVar[tuple[str, ...]]
     result_type: ClassVar[type[AnalysisResult]]
-    subject_type: ClassVar[type[ResultDirectory]] = TrainedRun
+    needs: ClassVar[Literal["weights", "run", "nothing"]] = "weights"
 
     @property
     def name(self) -> str:
@@ -64,27 +65,26 @@ class Analysis(ABC, Generic[ResultT]):
 
     # ---- measuring
 
-    def prepare(self, subjects: Sequence[Any]) -> Prepared:
-        return self, subjects, ()
+    def prepare(self, runs: Sequence[TrainedRun]) -> Prepared:
+        return self, runs, ()
 
     @abstractmethod
-    def measure(self, subject: Any, progress: ProgressCallback) -> ResultT:
-        """Measure one subject; ``progress(done, total)`` is called in between."""
+    def measure(self, run: TrainedRun, progress: ProgressCallback) -> ResultT:
+        """Measure one run; ``progress(done, total)`` is called in between."""
 
-    def origin(self, subject: Any) -> dict[str, Any]:
+    def origin(self, run: TrainedRun) -> dict[str, Any]:
         """Returns the checkpoint and the images that the result is measured on."""
-        return dict(subject.origin())
+        return run.origin() if self.needs == "weights" else {}
 
-    def measure_and_write(self, subject: Any, progress: ProgressCallback = lambda done, total: None) -> ResultT:
+    def measure_and_write(self, run: TrainedRun, progress: ProgressCallback = lambda done, total: None) -> ResultT:
         """Measure and write the result with its provenance to ``analyses/NAME.json`` (docs/analyze.md)."""
         start = time.perf_counter()
-        result = self.measure(subject, progress)
+        result = self.measure(run, progress)
         seconds, machine = time.perf_counter() - start, provenance()
         made = {"options": self.options, "seconds": seconds, "command": machine["command"], "provenance": machine}
-        made = {**self.origin(subject), **made}
-        config = getattr(subject, "config", None)
-        content = {"analysis": self.name, "result": result.to_dict(), "made": made, "run": config and config.identity}
-        file = subject.path / "analyses" / f"{self.name}.json"
+        made, identity = {**self.origin(run), **made}, None if self.needs == "nothing" else run.config.identity
+        content = {"analysis": self.name, "result": result.to_dict(), "made": made, "run": identity}
+        file = run.directory.analyses / f"{self.name}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(seal(content), allow_nan=False) + "\n")
         return result
@@ -127,9 +127,9 @@ class RadiusAnalysis(Analysis[ResultT]):
 
     rho: float | None = option(None, "norm of the perturbation; default the first run's")
 
-    def prepare(self, subjects: Sequence[TrainedRun]) -> Prepared:
-        rho = subjects[0].config.rho if self.rho is None else self.rho
-        return dataclasses.replace(self, rho=rho), subjects, ()
+    def prepare(self, runs: Sequence[TrainedRun]) -> Prepared:
+        rho = runs[0].config.rho if self.rho is None else self.rho
+        return dataclasses.replace(self, rho=rho), runs, ()
 
 
 @dataclass(frozen=True)

@@ -38,14 +38,14 @@ class BoundAnalysis(RadiusAnalysis[BoundResult]):
     delta: float = option(0.05, "the bound holds with probability 1 - delta")
     steps: int = option(20, "gradient ascent steps to find the largest loss")
 
-    def measure(self, subject: TrainedRun, progress: ProgressCallback) -> BoundResult:
-        if subject.on.split != "train":
+    def measure(self, run: TrainedRun, progress: ProgressCallback) -> BoundResult:
+        if run.on.split != "train":
             raise ValueError(
-                f"split must be train for the bound, which depends on the training loss, got {subject.on.split}"
+                f"split must be train for the bound, which depends on the training loss, got {run.on.split}"
             )
-        n, classes = subject.batches.count, subject.splits.num_classes
-        measure = partial(generalization_bound, subject.objective, n=n, classes=classes, **self.options)
-        return BoundResult(*every_and_masked(subject, progress, measure))
+        n, classes = run.batches.count, run.splits.num_classes
+        measure = partial(generalization_bound, run.objective, n=n, classes=classes, **self.options)
+        return BoundResult(*every_and_masked(run, progress, measure))
 
     @classmethod
     def summary(cls, result: BoundResult) -> Summary:

@@ -11,7 +11,7 @@ from sparsesam.analysis import AnalysisResult, Convergence, ProgressCallback, me
 from sparsesam.lab.display import Axis, Cell, Figure, Series, SeriesStyle, error_bars, numbers
 from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import Analysis, LabeledResult, Summary
-from sparsesam.lab.inspection.trained_run import ResultDirectory
+from sparsesam.lab.inspection.trained_run import TrainedRun
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
     caption = "1/T Σ ||∇f(w_t)||² at the last T, the theorem’s bound, and whether its assumptions hold."
     files = ("convergence",)
     result_type = ConvergenceResult
-    subject_type = ResultDirectory
+    needs = "nothing"
 
     steps: int = option(1000, "steps of each run")
     runs: int = option(4, "number of runs to average over")
@@ -37,7 +37,7 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
     rho_0: float | None = option(None, "initial rho; default the largest that the theorem allows")
     seed: int = option(0, "seed of the problem, the noise and the mask")
 
-    def measure(self, subject: ResultDirectory, progress: ProgressCallback) -> ConvergenceResult:
+    def measure(self, run: TrainedRun, progress: ProgressCallback) -> ConvergenceResult:
         problem = nonconvex_logistic(seed=self.seed)
         progress(0, 2)
         sam = measure_convergence("SAM", problem=problem, **self.options)

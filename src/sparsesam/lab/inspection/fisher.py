@@ -26,13 +26,13 @@ class FisherAnalysis(LayerAnalysis[FisherAgreement]):
     probes: int | None = option(None, "random vectors for the diagonal; default exact up to 5000 weights, else 100")
     labels: Literal["data", "sampled"] = option("data", "labels of the Fisher information")
 
-    def measure(self, subject: TrainedRun, progress: ProgressCallback) -> FisherAgreement:
+    def measure(self, run: TrainedRun, progress: ProgressCallback) -> FisherAgreement:
         return fisher_vs_hessian(
-            subject.objective,
+            run.objective,
             probes=self.probes,
             labels=self.labels,
             parameters=self.layers,
-            seed=subject.on.seed,
+            seed=run.on.seed,
             progress=progress,
         )
 

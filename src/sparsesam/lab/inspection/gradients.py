@@ -21,8 +21,8 @@ class GradientAnalysis(RadiusAnalysis[GradientDifference]):
     files = ("gradients",)
     result_type = GradientDifference
 
-    def measure(self, subject: TrainedRun, progress: ProgressCallback) -> GradientDifference:
-        return gradient_difference(subject.objective, masks=subject.masks, **self.options)
+    def measure(self, run: TrainedRun, progress: ProgressCallback) -> GradientDifference:
+        return gradient_difference(run.objective, masks=run.masks, **self.options)
 
     @classmethod
     def summary(cls, result: GradientDifference) -> Summary:

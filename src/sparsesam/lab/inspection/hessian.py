@@ -49,7 +49,7 @@ class HessianAnalysis(LayerAnalysis[HessianResult]):
     density_steps: int = option(80, "Lanczos steps per random vector of the density")
     keep_graph: bool = option(False, "keep the graphs of the batches: half the time, several times the memory")
 
-    def measure(self, subject: TrainedRun, progress: ProgressCallback) -> HessianResult:
+    def measure(self, run: TrainedRun, progress: ProgressCallback) -> HessianResult:
         density_products = self.density_probes * self.density_steps
         products, total = 0, 3 * self.count + self.trace_probes + density_products  # eigenvalues may take fewer or more
 
@@ -59,9 +59,9 @@ class HessianAnalysis(LayerAnalysis[HessianResult]):
             progress(products, max(products, total))
 
         hessian = HessianOperator(
-            subject.objective, parameters=self.layers, keep_graph=self.keep_graph, on_product=on_product
+            run.objective, parameters=self.layers, keep_graph=self.keep_graph, on_product=on_product
         )
-        seed = subject.on.seed
+        seed = run.on.seed
         progress(0, total)
         eigenvalues = hessian_eigenvalues(hessian, self.count, tolerance=self.tolerance, seed=seed)
         total = products + self.trace_probes + density_products

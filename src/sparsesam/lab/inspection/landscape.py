@@ -51,23 +51,23 @@ class LandscapeAnalysis(Analysis[Landscape]):
         kind = "between" if self.between else "eigenvectors" if self.along == "eigenvectors" else f"{self.dimensions}d"
         return f"landscape-{kind}"
 
-    def prepare(self, subjects: Sequence[TrainedRun]) -> Prepared:
-        different = sorted({run.config.model for run in subjects})
+    def prepare(self, runs: Sequence[TrainedRun]) -> Prepared:
+        different = sorted({run.config.model for run in runs})
         if len(different) > 1:
             raise ValueError(
                 f"runs must have the same model to share directions, got {', '.join(different)}; "
                 "analyze them separately"
             )
         if not self.between:
-            return self, subjects, ()
-        if len(subjects) != 2:
-            raise ValueError(f"--between needs two runs, got {len(subjects)}")
-        return dataclasses.replace(self, other=subjects[1]), subjects[:1], ()
+            return self, runs, ()
+        if len(runs) != 2:
+            raise ValueError(f"--between needs two runs, got {len(runs)}")
+        return dataclasses.replace(self, other=runs[1]), runs[:1], ()
 
-    def measure(self, subject: TrainedRun, progress: ProgressCallback) -> Landscape:
-        state = subject.directory.analyses / f"{self.name}.unfinished.txt"
+    def measure(self, run: TrainedRun, progress: ProgressCallback) -> Landscape:
+        state = run.directory.analyses / f"{self.name}.unfinished.txt"
         try:
-            result = self._landscape(subject, progress, state)
+            result = self._landscape(run, progress, state)
         except KeyboardInterrupt:
             raise Interrupted(f"the points so far are in {state}; run the same command to continue") from None
         state.unlink(missing_ok=True)
@@ -88,9 +88,9 @@ class LandscapeAnalysis(Analysis[Landscape]):
             found, kind="Hessian eigenvectors", notes=[*found.notes, f"eigenvalues {values}", *spectrum.notes]
         )
 
-    def origin(self, subject: TrainedRun) -> dict[str, Any]:
+    def origin(self, run: TrainedRun) -> dict[str, Any]:
         other = {} if self.other is None else {"other": str(self.other.path)}
-        return {**super().origin(subject), **other}
+        return {**super().origin(run), **other}
 
     @classmethod
     def summary(cls, result: Landscape) -> Summary:

@@ -11,7 +11,7 @@ from sparsesam.analysis import MaskHistory, ProgressCallback, masks_over_time
 from sparsesam.lab.display import Axis, Figure, Series, number_cell, percent
 from sparsesam.lab.experiment.run_directory import read_masks
 from sparsesam.lab.inspection.analysis import Analysis, LabeledResult, Prepared, Summary
-from sparsesam.lab.inspection.trained_run import RecordedRun
+from sparsesam.lab.inspection.trained_run import TrainedRun
 
 
 @dataclass(frozen=True)
@@ -21,18 +21,18 @@ class MaskAnalysis(Analysis[MaskHistory]):
     caption = "Shares of all weights. The overlap is the mean Jaccard index of a mask with the previous one."
     files = ("masks",)
     result_type = MaskHistory
-    subject_type = RecordedRun
+    needs = "run"
 
-    def prepare(self, subjects: Sequence[RecordedRun]) -> Prepared:
+    def prepare(self, runs: Sequence[TrainedRun]) -> Prepared:
         """Leave out runs without masks; ValueError if no run has masks."""
-        reasons = [_why_no_masks(run) for run in subjects]
+        reasons = [_why_no_masks(run) for run in runs]
         if all(reasons):
             raise ValueError("; ".join(reasons))
-        having = [run for run, reason in zip(subjects, reasons, strict=True) if not reason]
+        having = [run for run, reason in zip(runs, reasons, strict=True) if not reason]
         return self, having, [f"left out: {reason}" for reason in reasons if reason]
 
-    def measure(self, subject: RecordedRun, progress: ProgressCallback) -> MaskHistory:
-        return masks_over_time(read_masks(subject.path))
+    def measure(self, run: TrainedRun, progress: ProgressCallback) -> MaskHistory:
+        return masks_over_time(read_masks(run.path))
 
     @classmethod
     def summary(cls, result: MaskHistory) -> Summary:
@@ -56,7 +56,7 @@ class MaskAnalysis(Analysis[MaskHistory]):
         return [density, Figure("mask-overlap", "Overlap", caption, Axis("step", whole=True), Axis("overlap"), panels)]
 
 
-def _why_no_masks(run: RecordedRun) -> str:
+def _why_no_masks(run: TrainedRun) -> str:
     if run.directory.mask_files():
         return ""
     if not run.config.optimizer.startswith("ssam"):

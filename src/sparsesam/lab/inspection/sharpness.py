@@ -31,9 +31,9 @@ class SharpnessAnalysis(RadiusAnalysis[SharpnessResult]):
 
     steps: int = option(20, "gradient ascent steps")
 
-    def measure(self, subject: TrainedRun, progress: ProgressCallback) -> SharpnessResult:
-        measure = partial(sharpness, subject.objective, seed=subject.on.seed, **self.options)
-        return SharpnessResult(*every_and_masked(subject, progress, measure))
+    def measure(self, run: TrainedRun, progress: ProgressCallback) -> SharpnessResult:
+        measure = partial(sharpness, run.objective, seed=run.on.seed, **self.options)
+        return SharpnessResult(*every_and_masked(run, progress, measure))
 
     @classmethod
     def summary(cls, result: SharpnessResult) -> Summary:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from sparsesam.lab import models
 from sparsesam.lab.data import FolderSplits, Splits
 from sparsesam.lab.experiment import checkpoint
 from sparsesam.lab.experiment.batches import Batches, Split, load_splits
-from sparsesam.lab.experiment.config import RunEnvironment
+from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.errors import CheckpointError
 from sparsesam.lab.experiment.run import make_fabric
 from sparsesam.lab.experiment.run_directory import RunDirectory, read_mask_file
@@ -55,47 +55,27 @@ def load_run(path: Path | str, *, weights: Path | None = None, **options: Any) -
 
     ``run.masks`` are the masks in use at the checkpoint.
     """
-    return TrainedRun(Path(path), EvalSettings(**options), weights)
+    directory = RunDirectory.existing(Path(path))
+    return TrainedRun(directory.path, EvalSettings(**options), weights)
 
 
-class ResultDirectory:
-    """The subject of analyses that need no run. ``style_name`` is the optimizer whose color its figures have."""
-
-    argument: ClassVar[tuple[str, str]] = ("DIR", "directory for the result")
-    style_name: str = ""
-
-    def __init__(self, path: Path, on: EvalSettings) -> None:
-        self.path, self.directory, self.on = path, RunDirectory(path), on
-
-    def origin(self) -> dict[str, Any]:
-        """Returns what results are measured on, as ``made`` in docs/analyze.md."""
-        return {}
-
-
-class RecordedRun(ResultDirectory):
-    """The subject of analyses that need a run, but none of its checkpoints."""
-
-    argument = ("RUN", "directory of a run")
-
-    def __init__(self, path: Path, on: EvalSettings) -> None:
-        super().__init__(path, on)
-        self.config = RunDirectory.existing(path).saved_config()
-        self.style_name = self.config.optimizer
-
-
-class TrainedRun(RecordedRun):
-    """``config`` is read at once; ``model``, ``objective``, ``masks`` and what they need when first used.
+class TrainedRun:
+    """``config``, ``model``, ``objective``, ``masks`` and what they need are read when first used.
 
     ``masks`` are the masks in use at the checkpoint, None for a run without masks. ``step`` counts the training steps
     before the checkpoint, ``mask_step`` is the step that computed the masks.
     """
 
     def __init__(self, path: Path, on: EvalSettings, weights: Path | None = None) -> None:
-        super().__init__(path, on)
+        self.path, self.directory, self.on = path, RunDirectory(path), on
         self.file = weights or (self.directory.best if on.checkpoint == "best" else self.directory.last)
         self.is_own_file = weights is None
         self.environment = RunEnvironment(data_dir=on.data_dir, download=on.download, accelerator=on.device)
         self.notes: list[str] = []
+
+    @cached_property
+    def config(self) -> TrainConfig:
+        return RunDirectory.existing(self.path).saved_config()
 
     @cached_property
     def model(self) -> nn.Module:
@@ -187,6 +167,7 @@ class TrainedRun(RecordedRun):
         return self.config.label_smoothing if self.on.split == "train" else 0.0
 
     def origin(self) -> dict[str, Any]:
+        """Returns what results are measured on, as ``made`` in docs/analyze.md."""
         return {
             "checkpoint": self.on.checkpoint,
             "step": self.step,
