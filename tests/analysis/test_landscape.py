@@ -28,8 +28,8 @@ def naive_loss(objective, moves):
 
 def test_plane_is_loss_at_each_point():
     objective = objective_of(mlp())
-    result = loss_landscape(objective, points=4, seed=3)
     first, second = random_directions(objective.model, 2, seed=3)
+    result = loss_landscape(objective, [first, second], points=4)
     expected = [[naive_loss(objective, [(a, first), (b, second)]) for a in result.x] for b in result.y]
     assert np.allclose(result.loss, expected, rtol=1e-12)
     assert result.center_loss == naive_loss(objective, [])
@@ -73,16 +73,15 @@ def test_line_between_checkpoints_starts_and_ends_at_them():
 def test_curvature_along_eigenvectors_is_eigenvalue():
     objective = objective_of(mlp())
     spectrum = hessian_eigenvalues(objective, 2, tolerance=1e-8)
-    result = loss_landscape(objective, dimensions=1, points=3, span=(-1e-3, 1e-3), directions=spectrum.vectors)
+    result = loss_landscape(objective, spectrum.vectors[:1], points=3, span=(-1e-3, 1e-3))
     curvature = (result.loss[0] - 2 * result.loss[1] + result.loss[2]) / 1e-6
     assert curvature == pytest.approx(spectrum.eigenvalues[0], rel=1e-3)
-    assert result.seed is None
 
 
 def test_infinite_points_are_counted_and_become_none():
     model = nn.Linear(6, 3)
     objective = Objective(model, [vectors(4, torch.float32)], model_loss=lambda m, b: m(b[0]).square().mean())
-    result = loss_landscape(objective, points=3, dimensions=1, span=(-1e30, 1e30))
+    result = loss_landscape(objective, random_directions(model, 1), points=3, span=(-1e30, 1e30))
     assert result.not_finite == 2
     assert json.dumps(result.to_dict(), allow_nan=False)
     assert result.to_dict()["loss"][0] is None
@@ -93,11 +92,10 @@ def test_infinite_points_are_counted_and_become_none():
     [
         ({"points": 1}, "points"),
         ({"span": (1, 1)}, "span"),
-        ({"dimensions": 3}, "dimensions must be 1 or 2"),
-        ({"directions": [{"0.bias": torch.zeros(8)}]}, "directions must hold 2"),
-        ({"dimensions": 1, "directions": [{"x": torch.zeros(1)}]}, "not a parameter"),
-        ({"dimensions": 1, "directions": [{"0.bias": torch.zeros(1)}]}, "shape"),
-        ({"dimensions": 1, "directions": [{}]}, "moves no parameter"),
+        ({"directions": []}, "directions must be one or two"),
+        ({"directions": [{"x": torch.zeros(1)}]}, "not a parameter"),
+        ({"directions": [{"0.bias": torch.zeros(1)}]}, "shape"),
+        ({"directions": [{}]}, "moves no parameter"),
     ],
 )
 def test_invalid_grid_and_directions_raise(options, message):
@@ -112,7 +110,8 @@ def test_frozen_parameters_do_not_move():
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="selects none"):
         loss_landscape(objective_of(model), points=3)
-    assert loss_landscape(objective_of(model), points=3, parameters="*").weights_moved == 103
+    every = random_directions(model, 2, parameters="*")
+    assert loss_landscape(objective_of(model), every, points=3).weights_moved == 103
 
 
 def test_filters_of_direction_have_norms_of_weights():
@@ -184,10 +183,11 @@ def test_foreign_state_file_is_rejected_and_kept(tmp_path):
     file = tmp_path / "state.txt"
     loss_landscape(objective_of(mlp()), points=3, state_file=file)
     content = file.read_bytes()
-    others = [(objective_of(mlp(seed=1)), 0), (objective_of(mlp(), statistics="batch"), 0), (objective_of(mlp()), 1)]
-    for other, seed in others:
+    directions = random_directions(mlp(), 2, seed=1)
+    others = [(objective_of(mlp(seed=1)), None), (objective_of(mlp(), statistics="batch"), None)]
+    for other, given in [*others, (objective_of(mlp()), directions)]:
         with pytest.raises(ValueError, match="another landscape"):
-            loss_landscape(other, points=3, seed=seed, state_file=file)
+            loss_landscape(other, given, points=3, state_file=file)
     assert file.read_bytes() == content
     file.write_bytes(b"something else")
     with pytest.raises(ValueError, match="is not a state file"):

@@ -26,10 +26,6 @@ Direction = dict[str, Tensor]
 ProgressCallback = Callable[[int, int], None]
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_ONE_DIMENSIONAL_NOTES = {
-    "ignore": "biases and normalization parameters do not move",
-    "normalize": "biases and normalization parameters move too, each entry scaled by its own magnitude",
-}
 _INTERPOLATED = "running statistics are interpolated; statistics='recomputed' recomputes them at each point"
 
 
@@ -37,56 +33,37 @@ _INTERPOLATED = "running statistics are interpolated; statistics='recomputed' re
 class Landscape(Measurement):
     """loss[j, i] = f(w + x[i] * d_x + y[j] * d_y); a line has an empty ``y`` and loss[i].
 
-    ``lengths`` are the norms of the directions: x * lengths[0] is a distance in weight space. ``seed`` is None
-    if the directions were given. Losses that are not finite are kept and counted in ``not_finite``.
+    ``lengths`` are the norms of the directions: x * lengths[0] is a distance in weight space. ``not_finite`` counts
+    losses that are NaN or infinite.
     """
 
-    kind: str
     x: Array
     y: Array
     loss: Array
     center_loss: float
     lengths: list[float]
     weights_moved: int
-    seed: int | None
     not_finite: int
 
 
 def loss_landscape(
     objective: Objective,
+    directions: Sequence[Mapping[str, Tensor]] | None = None,
     *,
-    dimensions: Literal[1, 2] = 2,
     points: int = 50,
     span: tuple[float, float] = (-1.0, 1.0),
-    seed: int = 0,
-    directions: Sequence[Mapping[str, Tensor]] | None = None,
-    parameters: ParameterFilter = None,
-    one_dimensional: Literal["ignore", "normalize"] = "ignore",
     state_file: str | os.PathLike[str] | None = None,
     progress: ProgressCallback = lambda done, total: None,
 ) -> Landscape:
-    """Evaluate the loss on ``points`` (by ``points``) points over ``span`` along filter-normalized random directions.
+    """Evaluate the loss on ``points`` points over ``span`` along each direction: a line for one, a plane for two.
 
-    ``directions`` replaces the random ones, for example by ``HessianSpectrum.vectors``. They are not rescaled: with
-    unit vectors, x and y are distances. ``state_file``, a text file with the losses so far, makes the evaluation
-    resumable; ``progress(done, total)`` is called after every point. The weights are restored bit for bit, also after
-    errors.
+    ``directions`` are two `random_directions` by default, or for example ``HessianSpectrum.vectors[:2]``. They are not
+    rescaled: with unit vectors, x and y are distances. ``state_file``, a text file with the losses so far, makes the
+    evaluation resumable; ``progress(done, total)`` is called after every point. The weights are restored bit for bit,
+    also after errors.
     """
-    if dimensions not in (1, 2):
-        raise ValueError(f"dimensions must be 1 or 2, got {dimensions}")
-    axes = [_axis(points, span)] * dimensions
-    if directions is None:
-        kind, notes = "filter-normalized random directions", [_ONE_DIMENSIONAL_NOTES[one_dimensional]]
-        chosen = random_directions(
-            objective.model, dimensions, seed=seed, parameters=parameters, one_dimensional=one_dimensional
-        )
-    else:
-        kind, notes = "given directions", []
-        if len(directions) < dimensions:
-            raise ValueError(f"directions must hold {dimensions} for dimensions={dimensions}, got {len(directions)}")
-        chosen = _check_directions(directions[:dimensions], objective.model)
-    result = _evaluate(objective, chosen, axes, kind, notes, state_file, progress)
-    return replace(result, seed=seed if directions is None else None)
+    chosen = random_directions(objective.model) if directions is None else _checked(directions, objective.model)
+    return _evaluate(objective, chosen, [_axis(points, span)] * len(chosen), state_file, progress)
 
 
 def loss_between(
@@ -108,8 +85,6 @@ def loss_between(
     axis, model = _axis(points, span), objective.model
     for label, state in (("first", first), ("second", second)):
         check_state(model, state, label)
-    frozen = objective.statistics == "frozen" and any(True for _ in model.buffers())
-    kind, notes = "line between two checkpoints", [_INTERPOLATED] if frozen else []
     with moving([*model.parameters(), *model.buffers()]):
         model.load_state_dict(first)
         way = {
@@ -117,7 +92,9 @@ def loss_between(
             for name, tensor in _named_tensors(model).items()
             if name in second and tensor.is_floating_point()
         }
-        return _evaluate(objective, [way], [axis], kind, notes, state_file, progress)
+        result = _evaluate(objective, [way], [axis], state_file, progress)
+    frozen = objective.statistics == "frozen" and any(True for _ in model.buffers())
+    return replace(result, notes=[_INTERPOLATED]) if frozen else result
 
 
 def random_directions(
@@ -138,7 +115,7 @@ def random_directions(
     The Gaussian numbers depend only on the seed and the shapes, so checkpoints of one model get the same
     directions, each scaled to its own weights. They are drawn on the CPU and are the same for every device.
     """
-    check_choice("one_dimensional", one_dimensional, _ONE_DIMENSIONAL_NOTES)
+    check_choice("one_dimensional", one_dimensional, ("ignore", "normalize"))
     model = unwrap(model)
     chosen = select_parameters(model, parameters)
     generator = torch.Generator().manual_seed(seed)
@@ -170,8 +147,10 @@ def filter_normalized(direction: Tensor, weight: Tensor, *, axis: int = 0) -> Te
     return scaled
 
 
-def _check_directions(directions: Sequence[Mapping[str, Tensor]], model: nn.Module) -> list[Direction]:
+def _checked(directions: Sequence[Mapping[str, Tensor]], model: nn.Module) -> list[Direction]:
     """Returns the directions on the parameters' devices and in their dtypes; ValueError for wrong names or shapes."""
+    if len(directions) not in (1, 2):
+        raise ValueError(f"directions must be one or two, got {len(directions)}; two span a plane")
     known = dict(model.named_parameters())
     for number, direction in enumerate(directions):
         check_like_parameters(f"directions[{number}]", direction, known)
@@ -195,8 +174,6 @@ def _evaluate(
     objective: Objective,
     directions: Sequence[Direction],
     axes: Sequence[Array],
-    kind: str,
-    notes: list[str],
     state_file: str | os.PathLike[str] | None,
     progress: ProgressCallback,
 ) -> Landscape:
@@ -218,17 +195,15 @@ def _evaluate(
             progress(len(losses), len(points))
     loss = np.reshape(losses, [len(axis) for axis in reversed(axes)])
     return Landscape(
-        kind=kind,
         x=axes[0],
         y=axes[1] if len(axes) == 2 else np.zeros(0),
         loss=loss,
         center_loss=center,
         lengths=[norm(direction.values()) for direction in directions],
         weights_moved=sum(tensor.numel() for tensor in tensors.values()),
-        seed=None,
         not_finite=int((~np.isfinite(loss)).sum()),
         measured_on=objective.summary(),
-        notes=notes,
+        notes=[],
     )
 
 

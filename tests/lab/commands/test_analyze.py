@@ -77,7 +77,9 @@ def with_and_without_mask(make, function, **options):
         (
             "landscape --dimensions 1 --points 5 --span [-2,3]",
             "landscape-1d",
-            lambda run: analysis.loss_landscape(run.objective, dimensions=1, points=5, span=(-2, 3)),
+            lambda run: analysis.loss_landscape(
+                run.objective, analysis.random_directions(run.model, 1), points=5, span=(-2, 3)
+            ),
         ),
         ("hessian --count 5 --trace-probes 4 --density-steps 6 --density-probes 2", "hessian", hessian),
         (
@@ -186,13 +188,13 @@ def test_interrupted_landscape_resumes(runs, monkeypatch, capsys):
     evaluated = []
 
     def stopping(at):
-        def measure(objective, *, progress, **options):
+        def measure(objective, directions, *, progress, **options):
             def interrupt(done, total):
                 evaluated.append(done)
                 if done == at:
                     raise KeyboardInterrupt
 
-            return analysis.loss_landscape(objective, progress=interrupt, **options)
+            return analysis.loss_landscape(objective, directions, progress=interrupt, **options)
 
         return measure
 

@@ -98,8 +98,8 @@ def analyses():
     results = {
         "gradients": analysis.gradient_difference(objective, masks=last),
         "landscape-2d": analysis.loss_landscape(objective, points=9),
-        "landscape-1d": analysis.loss_landscape(objective, points=9, dimensions=1),
-        "landscape-eigenvectors": analysis.loss_landscape(objective, points=5, directions=spectrum.vectors[:2]),
+        "landscape-1d": analysis.loss_landscape(objective, analysis.random_directions(model, 1), points=9),
+        "landscape-eigenvectors": analysis.loss_landscape(objective, spectrum.vectors[:2], points=5),
         "landscape-between": analysis.loss_between(objective, model.state_dict(), other, points=5),
         "masks": analysis.masks_over_time(enumerate(masks)),
         "fisher": analysis.fisher_vs_hessian(objective),

@@ -11,7 +11,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sparsesam.analysis import Landscape, ProgressCallback, hessian_eigenvalues, loss_between, loss_landscape
+from sparsesam.analysis import (
+    Landscape,
+    ProgressCallback,
+    hessian_eigenvalues,
+    loss_between,
+    loss_landscape,
+    random_directions,
+)
 from sparsesam.lab.display import Axis, Cell, Figure, Series
 from sparsesam.lab.display.figure import needs_log
 from sparsesam.lab.experiment.errors import Interrupted
@@ -78,15 +85,15 @@ class LandscapeAnalysis(Analysis[Landscape]):
         common |= {name: value for name in ("points", "span") if (value := getattr(self, name)) is not None}
         if self.other is not None:
             return loss_between(run.objective, run.weights, self.other.weights, **common)
-        common["dimensions"] = self.dimensions
         if self.along == "random":
-            return loss_landscape(run.objective, seed=run.on.seed, one_dimensional=self.one_dimensional, **common)
+            directions = random_directions(
+                run.model, self.dimensions, seed=run.on.seed, one_dimensional=self.one_dimensional
+            )
+            return loss_landscape(run.objective, directions, **common)
         spectrum = hessian_eigenvalues(run.objective, self.dimensions, seed=run.on.seed)
-        found = loss_landscape(run.objective, directions=spectrum.vectors, **common)
+        found = loss_landscape(run.objective, spectrum.vectors, **common)
         values = ", ".join(f"{value:.4g}" for value in spectrum.eigenvalues)
-        return dataclasses.replace(
-            found, kind="Hessian eigenvectors", notes=[*found.notes, f"eigenvalues {values}", *spectrum.notes]
-        )
+        return dataclasses.replace(found, notes=[f"eigenvalues {values}", *spectrum.notes])
 
     def origin(self, run: TrainedRun) -> dict[str, Any]:
         other = {} if self.other is None else {"other": str(self.other.path)}
