@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sparsesam.analysis import Objective, hessian_eigenvalues, loss_between, loss_landscape, random_directions
+from sparsesam.analysis import Objective, loss_between, loss_landscape, random_directions
 from tests.cases import convnet, images, mlp, same_bits, vectors, weights_of
 
 
@@ -68,14 +68,6 @@ def test_line_between_checkpoints_starts_and_ends_at_them():
             assert result.loss[position] == pytest.approx(objective.loss(), rel=1e-5)
     assert "interpolated" in result.notes[0]
     assert same_bits(model.parameters(), weights_of(convnet()))
-
-
-def test_curvature_along_eigenvectors_is_eigenvalue():
-    objective = objective_of(mlp())
-    spectrum = hessian_eigenvalues(objective, 2, tolerance=1e-8)
-    result = loss_landscape(objective, spectrum.vectors[:1], points=3, span=(-1e-3, 1e-3))
-    curvature = (result.loss[0] - 2 * result.loss[1] + result.loss[2]) / 1e-6
-    assert curvature == pytest.approx(spectrum.eigenvalues[0], rel=1e-3)
 
 
 def test_infinite_points_are_counted_and_become_none():

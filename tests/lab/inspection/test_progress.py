@@ -1,3 +1,5 @@
+from unittest.mock import MagicMock
+
 from sparsesam.lab.inspection import load_run
 from sparsesam.lab.inspection import progress as module
 from sparsesam.lab.inspection.hessian import HessianAnalysis
@@ -19,27 +21,8 @@ def test_hessian_reports_every_product(tmp_path):
 def test_log_has_lines_with_remaining_time_at_rate_since_first_call(monkeypatch, capsys):
     seconds = iter([5.0, 9.0, 16.0, 17.0, 30.0])
     monkeypatch.setattr(module.time, "monotonic", lambda: next(seconds))
-    monkeypatch.setattr(module, "Progress", Silent)
+    monkeypatch.setattr(module, "Progress", MagicMock())  # the bar of a terminal reads the time too
     with show_progress("hessian of a") as progress:
         for done in (10, 20, 35, 40, 100):
             progress(done, 100)
     assert capsys.readouterr().err == "hessian of a: 35 %, about 29 s remaining\n"
-
-
-class Silent:
-    """The bar of a terminal reads the time too."""
-
-    def __init__(self, **_):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def add_task(self, *_, **__):
-        return 0
-
-    def update(self, *_, **__):
-        pass

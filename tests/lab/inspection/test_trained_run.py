@@ -97,9 +97,7 @@ def test_mismatched_checkpoint_names_file_and_parameter(tmp_path, monkeypatch):
         load_run(tmp_path).model  # noqa: B018
 
 
-def test_invalid_choices_raise(tmp_path):
+def test_missing_device_raises(tmp_path):
     train(tmp_path, model=MODEL)
-    with pytest.raises(ValueError, match="samples must be at least 1, or null, got 0"):
-        load_run(tmp_path, samples=0)
     with pytest.raises(ValueError, match=r"accelerator .* is not available on this machine"):
         load_run(tmp_path, device="abacus").model  # noqa: B018
