@@ -65,7 +65,7 @@ def test_notes_are_collected_from_all_levels_once():
         ({"inner": 3}, "Inner must be an object, got int"),
         ({"inner": {}}, "Inner has no field 'value'"),
         ({"array": [[1], [1, 2]]}, "Outer.array must be an array of numbers"),
-        ({"named": {"x": "y"}}, r"Outer.named\['x'\] must be a number"),
+        ({"named": {"x": "y"}}, r"Outer.named\['x'\] must be of type float, got 'y'"),
     ],
 )
 def test_wrong_type_and_missing_field_are_named(change, message):

@@ -60,7 +60,7 @@ def top_eigenpairs(
         converged = len(wanted) == count and bool(close.all())
         if converged or products >= max_products:
             break
-        if space.is_invariant:  # it has too few eigenvalues: continue in its orthogonal complement
+        if space.remainder == 0:  # invariant, with too few eigenvalues: continue in its orthogonal complement
             space.append_random()
         elif len(ritz) == most:
             kept = order[: min(count + (most - count) // 2, most - 1)]
@@ -81,7 +81,7 @@ def _errors(ritz: Array, residuals: Array) -> Array:
 def lanczos(product: Product, start: Tensor, steps: int) -> Array:
     """Returns the Lanczos matrix, tridiagonal up to rounding: (steps, steps), or less if the space is exhausted."""
     space = KrylovSpace(product, start)
-    while len(space.projected) < steps and not space.is_invariant:
+    while len(space.projected) < steps and space.remainder > 0:
         space.extend()
     return space.projected
 
@@ -101,10 +101,6 @@ class KrylovSpace:
         self._append(start.double())
         self.projected = np.zeros((0, 0))
         self.remainder = math.inf
-
-    @property
-    def is_invariant(self) -> bool:
-        return self.remainder == 0
 
     def extend(self) -> None:
         """Apply the operator to the last basis vector and append the orthogonal component of the product."""

@@ -81,15 +81,6 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-#: The JSON types that represent a Python type, and their name in messages.
-_IN_JSON: dict[Any, tuple[Any, str]] = {
-    float: ((int, float), "a number"),
-    np.ndarray: (list, "a list of numbers"),
-    list: (list, "a list"),
-    dict: (dict, "an object"),
-}
-
-
 def _decode(hint: Any, value: Any, name: str) -> Any:
     """Convert JSON types to the field's type."""
     origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
@@ -99,9 +90,9 @@ def _decode(hint: Any, value: Any, name: str) -> Any:
         return origin.from_dict(value)
     if origin is float and value is None:
         return math.nan
-    kind, rule = _IN_JSON.get(origin) or (origin, f"of type {origin.__name__}")
-    if not isinstance(value, kind) or (isinstance(value, bool) and origin is not bool):
-        raise ValueError(f"{name} must be {rule}, got {value!r:.60}")
+    in_json = {float: (int, float), np.ndarray: list}.get(origin, origin)
+    if not isinstance(value, in_json) or (isinstance(value, bool) and origin is not bool):
+        raise ValueError(f"{name} must be of type {origin.__name__}, got {value!r:.60}")
     if origin is np.ndarray:
         try:
             return np.array(value, dtype=typing.get_args(arguments[1])[0])
