@@ -30,7 +30,7 @@ def test_constants_match_theorems():
 
 def test_first_steps_match_paper():
     """One run without noise: rho_t = rho_0 / sqrt(t) and eta_t = eta_0 / sqrt(t)."""
-    found = measure_convergence("SAM", steps=3, runs=1, sigma=0.0, eta_0=0.5, rho_0=0.2, points=10)
+    found = measure_convergence("SAM", steps=3, runs=1, sigma=0.0, eta_0=0.5, rho_0=0.2)
     problem, squared = nonconvex_logistic(), []
     w, gradient = problem.start, torch.func.grad(problem.f)
     for t in (1, 2, 3):

@@ -94,7 +94,7 @@ def analyses():
     density = analysis.spectral_density(objective, points=50, steps=10, probes=2)
     masked_sharpness = analysis.sharpness(objective, masks=last)
     masked_bound = analysis.generalization_bound(objective, classes=3, masks=last)
-    convergence = [analysis.measure_convergence(method, steps=20, runs=2, points=8) for method in ("SAM", "SSAM")]
+    convergence = [analysis.measure_convergence(method, steps=20, runs=2) for method in ("SAM", "SSAM")]
     results = {
         "gradients": analysis.gradient_difference(objective, masks=last),
         "landscape-2d": analysis.loss_landscape(objective, points=9),
