@@ -124,9 +124,11 @@ def test_linear_loss_has_zero_hessian():
 
 
 def test_float32_matches_float64():
-    dtypes = (torch.float32, torch.float64)
-    objectives = [Objective(convnet(dtype), [images(16, dtype)], F.cross_entropy) for dtype in dtypes]
-    assert np.allclose(*(hessian_eigenvalues(one, 3, tolerance=1e-4).eigenvalues for one in objectives), rtol=1e-3)
+    values = []
+    for dtype in (torch.float32, torch.float64):
+        objective = Objective(convnet(dtype), [images(16, dtype)], F.cross_entropy)
+        values.append(hessian_eigenvalues(objective, 3, tolerance=1e-4).eigenvalues)
+    assert np.allclose(*values, rtol=1e-3)
 
 
 # ---- trace, density, diagonal

@@ -90,7 +90,7 @@ def _decode(hint: Any, value: Any, name: str) -> Any:
         return origin.from_dict(value)
     if origin is float and value is None:
         return math.nan
-    in_json = {float: (int, float), np.ndarray: list}.get(origin, origin)
+    in_json: Any = {float: (int, float), np.ndarray: list}.get(origin, origin)
     if not isinstance(value, in_json) or (isinstance(value, bool) and origin is not bool):
         raise ValueError(f"{name} must be of type {origin.__name__}, got {value!r:.60}")
     if origin is np.ndarray:
