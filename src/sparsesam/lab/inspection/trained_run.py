@@ -82,14 +82,15 @@ class TrainedRun:
         splits = self.splits
         with torch.random.fork_rng(devices=[]):
             model = models.build_model(self.config.model, splits.num_classes, splits.in_channels, splits.image_size)
+        weights = self.weights
         try:
-            check_state(model, self.weights, str(self.file))
+            check_state(model, weights, str(self.file))
         except ValueError as error:
             raise CheckpointError(
                 f"{error}; the model in config.yaml is {self.config.model}: did it, the data set or the model's code "
                 "change after training?"
             ) from None
-        model.load_state_dict(self.weights)
+        model.load_state_dict(weights)
         return model.to(make_fabric(self.config, self.environment).device)
 
     @cached_property
