@@ -47,7 +47,7 @@ def landscape(session: Session, *, model: str = "resnet18", points: int = 5, ima
     bare()
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
-        state = Path(folder) / "state.npz"
+        state = Path(folder) / "state.txt"
         result = loss_landscape(objective, points=points, progress=between, state_file=state)
     # From the end of one plain evaluation to the end of the next point.
     seconds = [stamps[i + 1] - stamps[i] for i in range(1, len(stamps) - 1, 2)]

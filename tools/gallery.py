@@ -70,10 +70,10 @@ def draw(name: str, file: Path) -> None:
     (kind,) = [analysis for analysis in ANALYSES.values() if name in analysis.files]
     files = {run: Path("runs", run, "analyses", f"{name}.json") for run in ("sgd", "sam", "ssam-f", "")}
     found = {run: json.loads(path.read_text()) for run, path in files.items() if path.exists()}
-    results = [
-        LabeledResult(run.upper(), kind.read(content["result"]), style, (content["made"]["other"] or "")[5:].upper())
-        for (run, content), style in zip(found.items(), assign_styles(list(found)), strict=True)
-    ]
+    results = []
+    for (run, content), style in zip(found.items(), assign_styles(list(found)), strict=True):
+        result, other = kind.result_type.from_dict(content["result"]), content["made"].get("other", "")
+        results.append(LabeledResult(run.upper(), result, style, other[5:].upper()))
     figure_name, panel = SHOWN[name]
     (figure,) = [figure for figure in kind.figures(name, results) if figure.name == figure_name]
     if panel is not None:

@@ -40,4 +40,7 @@ def test_large_models_use_estimates_and_report_it():
     assert fisher_vs_hessian(objective).hessian == "exact"
     estimated = fisher_vs_hessian(objective, exact_up_to=50)
     assert (estimated.products, estimated.hessian) == (100, "estimated with 100 random sign vectors")
-    assert fisher_vs_hessian(objective, exact_up_to=50, probes=5).products == 5
+    seen = []
+    fewer = fisher_vs_hessian(objective, exact_up_to=50, probes=5, progress=lambda *at: seen.append(at))
+    assert fewer.products == 5
+    assert seen == [(done, 5) for done in range(1, 6)]

@@ -37,7 +37,6 @@ def test_share_quantiles_and_histogram_match_definition():
     assert found.every.quantiles["0.5"] == pytest.approx(np.median(r), rel=1e-9)
     assert np.array_equal(found.every.histogram, np.histogram(r, found.edges)[0])
     assert sum(layer.weights for layer in found.layers.values()) == len(r) == found.every.weights
-    assert found.logarithm == "log10"
     assert json.dumps(found.to_dict(), allow_nan=False)
 
 

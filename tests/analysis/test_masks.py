@@ -35,12 +35,15 @@ def test_overlap_of_one_snapshot_or_empty_masks_is_undefined():
     assert json.dumps(empty.to_dict(), allow_nan=False)
 
 
-def test_mismatched_snapshots_raise():
-    with pytest.raises(ValueError, match="empty"):
-        masks_over_time([])
-    with pytest.raises(ValueError, match="no masks"):
-        masks_over_time([(0, {})])
-    with pytest.raises(ValueError, match="different names or shapes"):
-        masks_over_time([(0, {"a": mask("1")}), (1, {"b": mask("1")})])
-    with pytest.raises(ValueError, match="order"):
-        masks_over_time([(3, {"a": mask("1")}), (1, {"a": mask("1")})])
+@pytest.mark.parametrize(
+    ("snapshots", "message"),
+    [
+        ([], "empty"),
+        ([(0, {})], "no masks"),
+        ([(0, {"a": mask("1")}), (1, {"b": mask("1")})], "different names or shapes"),
+        ([(3, {"a": mask("1")}), (1, {"a": mask("1")})], "order"),
+    ],
+)
+def test_mismatched_snapshots_raise(snapshots, message):
+    with pytest.raises(ValueError, match=message):
+        masks_over_time(snapshots)

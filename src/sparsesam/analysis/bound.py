@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparsesam.analysis.objective import Objective, ObjectiveSummary, ParameterFilter, norm, select_parameters
-from sparsesam.analysis.results import AnalysisResult
+from sparsesam.analysis.objective import Objective, ParameterFilter, norm, select_parameters
+from sparsesam.analysis.results import Measurement
 from sparsesam.analysis.sharpness import sharpness
 from sparsesam.utils.checks import check_count
 
-
-@dataclass(frozen=True)
-class ComplexityTerms(AnalysisResult):
-    """The terms under the root of theorem 3, and the root."""
-
-    dimension_term: float
-    confidence_term: float
-    remainder: float
-    complexity: float
+_NOTES = (
+    "the theorem assumes a loss within [0, 1]; for cross-entropy, which is not bounded, the bound is a heuristic",
+    "the maximum is found by gradient ascent and may be too small, which makes the bound too small",
+    "the theorem assumes that Gaussian noise on the masked weights does not lower the test loss; this is not checked",
+)
 
 
 @dataclass(frozen=True)
-class GeneralizationBound(ComplexityTerms):
+class GeneralizationBound(Measurement):
     """L_D(w) <= max_loss + complexity, with
 
         complexity = sqrt((dimension_term + confidence_term + remainder) / (n - 1))
@@ -40,6 +35,10 @@ class GeneralizationBound(ComplexityTerms):
 
     bound: float
     max_loss: float
+    complexity: float
+    dimension_term: float
+    confidence_term: float
+    remainder: float
     loss: float
     squared_norm: float
     k: int
@@ -49,31 +48,6 @@ class GeneralizationBound(ComplexityTerms):
     threshold: float
     vacuous: bool
     masked: bool
-    measured_on: ObjectiveSummary
-    notes: list[str]
-
-
-#: Notes that apply to every such bound.
-CAVEATS = (
-    "the theorem assumes a loss within [0, 1]; for cross-entropy, which is not bounded, the bound is a heuristic",
-    "the maximum is found by gradient ascent and may be too small, which makes the bound too small",
-    "the theorem assumes that Gaussian noise on the masked weights does not lower the test loss; this is not checked",
-)
-
-
-def complexity_terms(*, squared_norm: float, k: int, n: int, delta: float, rho: float) -> ComplexityTerms:
-    """Compute the terms of theorem 3 for k weights of squared norm ||w||² and n samples."""
-    check_count("n", n, "n is the number of training samples", least=2)
-    check_count("k", k, "k is the number of weights")
-    if not 0 < delta < 1:
-        raise ValueError(f"delta must be in (0, 1), got {delta}; the bound holds with probability 1 - delta")
-    if not rho > 0:
-        raise ValueError(f"rho must be positive, got {rho}; the bound is not defined at 0")
-    dimension = k * math.log1p(squared_norm / rho**2 * (1 + math.sqrt(math.log(n) / k)) ** 2)
-    confidence = 4 * math.log(n / delta)
-    remainder = 8 * math.log(6 * n + 3 * k)
-    complexity = math.sqrt((dimension + confidence + remainder) / (n - 1))
-    return ComplexityTerms(dimension, confidence, remainder, complexity)
 
 
 def generalization_bound(
@@ -92,36 +66,29 @@ def generalization_bound(
     ``n`` is the size of the training set, by default the number of samples of the objective. ``classes`` gives
     log C to compare the cross-entropy with; without it the loss is assumed to be in [0, 1].
     """
+    chosen = select_parameters(objective.model, parameters)
+    k, squared_norm = sum(p.numel() for p in chosen.values()), norm(chosen.values()) ** 2
+    n = objective.samples if n is None else n
+    check_count("n", n, "n is the number of training samples", least=2)
     if classes is not None:
         check_count("classes", classes, "with one class there is nothing to predict", least=2)
-    chosen = select_parameters(objective.model, parameters)
-    n = objective.samples if n is None else n
-    squared_norm = norm(chosen.values()) ** 2
-    k = sum(p.numel() for p in chosen.values())
-    terms = complexity_terms(squared_norm=squared_norm, k=k, n=n, delta=delta, rho=rho)
+    if not 0 < delta < 1:
+        raise ValueError(f"delta must be in (0, 1), got {delta}; the bound holds with probability 1 - delta")
     measured = sharpness(objective, rho, steps=steps, masks=masks, parameters=parameters)
-    bound = measured.max_loss + terms.complexity
-    threshold, guess = 1.0, "1, the largest loss within [0, 1]"
-    if classes is not None:
-        threshold, guess = math.log(classes), f"log {classes}, the loss of a uniform prediction"
-    vacuous = not bound < threshold
-    verdict = f"vacuous: {bound:.4g} is not below" if vacuous else f"not vacuous: {bound:.4g} is below"
-    notes = [f"{verdict} {threshold:.4g} ({guess})"]
-    if vacuous and not terms.complexity < threshold:
-        notes.append(
-            f"the complexity term alone is {terms.complexity:.4g}: with {k} weights and {n} samples the bound is "
-            "vacuous even at a training loss of 0"
-        )
-    # exp(4n / k) overflows for small models with much data, where this case never occurs.
-    if 4 * n / k < 700 and squared_norm > rho**2 * math.expm1(4 * n / k):
-        notes.append("||w||² > rho² (exp(4n/k) - 1): the case that the proof excludes because the bound exceeds 1")
-    notes += CAVEATS
-    if objective.samples < n:
-        notes.append(f"the training loss is measured on {objective.samples} of the {n} samples")
+    dimension = k * math.log1p(squared_norm / rho**2 * (1 + math.sqrt(math.log(n) / k)) ** 2)
+    confidence = 4 * math.log(n / delta)
+    remainder = 8 * math.log(6 * n + 3 * k)
+    complexity = math.sqrt((dimension + confidence + remainder) / (n - 1))
+    bound = measured.max_loss + complexity
+    threshold = 1.0 if classes is None else math.log(classes)
+    some = f"the training loss is measured on {objective.samples} of the {n} samples"
     return GeneralizationBound(
-        **dataclasses.asdict(terms),
         bound=bound,
         max_loss=measured.max_loss,
+        complexity=complexity,
+        dimension_term=dimension,
+        confidence_term=confidence,
+        remainder=remainder,
         loss=measured.loss,
         squared_norm=squared_norm,
         k=k,
@@ -129,8 +96,8 @@ def generalization_bound(
         delta=delta,
         rho=rho,
         threshold=threshold,
-        vacuous=vacuous,
+        vacuous=not bound < threshold,
         masked=masks is not None,
         measured_on=objective.summary(),
-        notes=notes,
+        notes=[*_NOTES, *([some] if objective.samples < n else [])],
     )

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,6 @@ from sparsesam.utils.checks import check_choice, check_count
 class SmoothProblem:
     """A function f of a vector, minimized from ``start``, with ||Hessian|| <= ``L`` and ||∇f|| <= ``G``."""
 
-    name: str
     f: Callable[[Tensor], Tensor]
     start: Tensor
     L: float
@@ -56,26 +55,7 @@ def nonconvex_logistic(*, samples: int = 200, size: int = 20, seed: int = 0) -> 
 
     smooth = float(torch.linalg.matrix_norm(x, 2)) ** 2 / (4 * samples) + 0.2
     gradient = float(x.norm(dim=1).mean()) + 0.1 * math.sqrt(size) * 3 * math.sqrt(3) / 8
-    return SmoothProblem("logistic loss with the non-convex regularizer w² / (1 + w²)", f, start, smooth, gradient)
-
-
-@dataclass(frozen=True)
-class Assumption(AnalysisResult):
-    """One condition of the theorem, with both sides of its inequality."""
-
-    text: str
-    left: float
-    right: float
-    holds: bool
-
-
-@dataclass(frozen=True)
-class Smoothness(AnalysisResult):
-    """Bounds of a stochastic problem: smoothness L, gradient norm G, gradient noise sigma."""
-
-    L: float
-    G: float
-    sigma: float
+    return SmoothProblem(f, start, smooth, gradient)
 
 
 @dataclass(frozen=True)
@@ -83,39 +63,28 @@ class Convergence(AnalysisResult):
     """``measured`` and ``deviation``: mean and standard deviation over the runs of 1/T sum_{t<=T} ||∇f(w_t)||², at
     ``T``. ``bound`` is the theorem's right-hand side as printed, ``bound_harmonic`` has sum 1/t in place of log T.
 
-    ``assumed`` are the constants in the bound, ``observed`` the largest values along the runs. ``constant`` and
-    ``log_constant`` are the factors of 1 / sqrt(T) and log T / sqrt(T) at the last T: C_1 and C_2 for SAM, C_3 and
-    C_4 for SSAM. ``slope`` is the slope of log measured against log T over the second half of the points; it is about
-    -0.5 for O(log T / sqrt T).
+    ``constant`` and ``log_constant`` are the factors of 1 / sqrt(T) and log T / sqrt(T) at the last T: C_1 and C_2 for
+    SAM, C_3 and C_4 for SSAM. ``assumptions`` has both sides of each condition of the theorem, the left ones as
+    observed along the runs. ``slope`` is the slope of log measured against log T over the second half of the points; it
+    is about -0.5 for O(log T / sqrt T).
     """
 
     method: str
-    problem: str
     T: npt.NDArray[np.int64]
     measured: Array
     deviation: Array
     bound: Array
     bound_harmonic: Array
-    loss: Array
-    assumed: Smoothness
-    observed: Smoothness
     constant: float
     log_constant: float
-    assumptions: list[Assumption]
+    assumptions: dict[str, list[float]]
     slope: float
-    runs: int
-    eta_0: float
-    rho_0: float
-    sparsity: float
     notes: list[str]
 
-
-def theorem_constants(
-    method: Literal["SAM", "SSAM"], assumed: Smoothness, *, eta_0: float, rho_0: float, decrease: Any
-) -> tuple[Any, float]:
-    """C_1 and C_2 of theorem 1, or C_3 and C_4 of theorem 2; ``decrease`` = f(w_0) - E f(w_T)."""
-    extra = assumed.L**3 * eta_0**2 * rho_0**2 * math.pi**2 / 6 if method == "SSAM" else 0.0
-    return 2 / eta_0 * (decrease + extra), 2 * assumed.L * (assumed.sigma**2 * eta_0 + assumed.G * rho_0)
+    @property
+    def violated(self) -> list[str]:
+        """The conditions that do not hold: the theorem does not apply to these runs."""
+        return [text for text, (left, right) in self.assumptions.items() if left > right * (1 + 1e-9)]
 
 
 def measure_convergence(
@@ -128,7 +97,6 @@ def measure_convergence(
     rho_0: float | None = None,
     sigma: float = 0.5,
     sparsity: float = 0.5,
-    points: int = 40,
     seed: int = 0,
 ) -> Convergence:
     """Run SAM or SSAM on a smooth non-convex problem and compare it with the theorem's bound.
@@ -138,8 +106,7 @@ def measure_convergence(
     by default, eta_0 is 1 / L and rho_0 the largest value that the theorem allows. SSAM perturbs a fixed random half
     (``sparsity``) of the weights.
 
-    The measured E||xi||² is a sample mean and may be up to five standard errors above sigma². The condition
-    eta_0 <= 1 / L is from the lemmas; the theorems in the main text omit it.
+    The condition eta_0 <= 1 / L is from the lemmas; the theorems in the main text omit it.
     """
     check_choice("method", method, ("SAM", "SSAM"))
     check_count("steps", steps, "the bound is on a mean over steps", least=2)
@@ -147,46 +114,41 @@ def measure_convergence(
     if sigma < 0:
         raise ValueError(f"sigma must be at least 0, got {sigma}; 0 is the exact gradient")
     problem = problem or nonconvex_logistic()
-    assumed = Smoothness(problem.L, problem.G, sigma)
-    divisor = 2 if method == "SAM" else 5
+    L, G, divisor = problem.L, problem.G, 2 if method == "SAM" else 5
     sparsity = 0.0 if method == "SAM" else sparsity
-    eta_0 = 1 / problem.L if eta_0 is None else eta_0
-    rho_0 = problem.G * eta_0 / divisor if rho_0 is None else rho_0
+    eta_0 = 1 / L if eta_0 is None else eta_0
+    rho_0 = G * eta_0 / divisor if rho_0 is None else rho_0
     if not (eta_0 > 0 and rho_0 >= 0):
         raise ValueError(f"eta_0 must be positive and rho_0 at least 0, got {eta_0} and {rho_0}")
     found = [_run(problem, steps, eta_0, rho_0, sigma, sparsity, seed + run) for run in range(runs)]
     squared, losses, curvatures, noises = (np.array(parts) for parts in zip(*found, strict=True))
-    loss = losses.mean(axis=0)
-    observed = Smoothness(float(curvatures.max()), math.sqrt(squared.max()), math.sqrt(noises.mean()))
-    T = np.unique(np.geomspace(1, steps, points).round().astype(np.int64))
-    means = np.cumsum(squared, axis=1)[:, T - 1] / T
+    T = np.unique(np.geomspace(1, steps, 40).round().astype(np.int64))
+    means, loss = np.cumsum(squared, axis=1)[:, T - 1] / T, losses.mean(axis=0)
     measured = means.mean(axis=0)
-    first, second = theorem_constants(method, assumed, eta_0=eta_0, rho_0=rho_0, decrease=loss[0] - loss[T])
+    extra = L**3 * eta_0**2 * rho_0**2 * math.pi**2 / 6 if method == "SSAM" else 0.0
+    constant, log_constant = 2 / eta_0 * (loss[0] - loss[T] + extra), 2 * L * (sigma**2 * eta_0 + G * rho_0)
     harmonic = np.cumsum(1 / np.arange(1, steps + 1))[T - 1]
-    bound, bound_harmonic = (first / np.sqrt(T) + second * total / np.sqrt(T) for total in (np.log(T), harmonic))
-    half = len(T) // 2
-    result = Convergence(
+    bound, bound_harmonic = ((constant + log_constant * total) / np.sqrt(T) for total in (np.log(T), harmonic))
+    half, sampling_error = len(T) // 2, 5 * math.sqrt(2 / (steps * runs))
+    return Convergence(
         method=method,
-        problem=problem.name,
         T=T,
         measured=measured,
         deviation=means.std(axis=0, ddof=1) if runs > 1 else np.full(len(T), np.nan),
         bound=bound,
         bound_harmonic=bound_harmonic,
-        loss=loss[T],
-        assumed=assumed,
-        observed=observed,
-        constant=float(first[-1]),
-        log_constant=second,
-        assumptions=_assumptions(observed, assumed, eta_0, rho_0, divisor, draws=steps * runs),
+        constant=float(constant[-1]),
+        log_constant=log_constant,
+        assumptions={
+            "||∇f(w)|| <= G": [math.sqrt(squared.max()), G],
+            "||Hessian|| <= L": [float(curvatures.max()), L],
+            "E||g - ∇f||² <= sigma² + 5 standard errors": [float(noises.mean()), sigma**2 * (1 + sampling_error)],
+            f"rho_0 <= G eta_0 / {divisor}": [rho_0, G * eta_0 / divisor],
+            "eta_0 <= 1 / L": [eta_0, 1 / L],
+        },
         slope=float(np.polyfit(np.log(T[half:]), np.log(measured[half:]), 1)[0]) if len(T) > 2 else math.nan,
-        runs=runs,
-        eta_0=eta_0,
-        rho_0=rho_0,
-        sparsity=sparsity,
-        notes=[],
+        notes=["the expectation is a mean over few runs; runs can confirm the bound's shape, not its size"],
     )
-    return replace(result, notes=_notes(result))
 
 
 def _run(
@@ -200,10 +162,8 @@ def _run(
     optimizer = SSAM(base, nn.ParameterList([w]), rho_0, mask=mask, rho_schedule=InverseSqrt())
     schedule = torch.optim.lr_scheduler.LambdaLR(base, lambda step: 1 / math.sqrt(step + 1))
     squared, losses, noises, curvatures = [], [], [], []
-    passes: list[float] = []  # squared gradient norms of the passes of one step, at w_t and w_t + e
 
     def closure() -> Tensor:
-        optimizer.zero_grad()
         loss = problem.f(w)
         if not bool(loss.isfinite()):
             raise ValueError(f"the run diverged: the loss is {float(loss.detach())}; lower eta_0 or rho_0")
@@ -214,46 +174,12 @@ def _run(
 
     looks = set(np.geomspace(1, steps, 12).round())
     for step in range(1, steps + 1):
-        before = w.detach().clone()
+        if step in looks:  # the full Hessian: these problems are small
+            curvatures.append(float(torch.linalg.matrix_norm(hessian(problem.f)(w.detach()), 2)))
         xi = torch.randn(w.shape, generator=generator, dtype=w.dtype) * (sigma / math.sqrt(w.numel()))
-        noises.append(float(xi.square().sum()))
-        passes.clear()
+        passes: list[float] = []  # squared gradient norms at w_t and at w_t + e
         losses.append(float(optimizer.step(closure)))
         squared.append(passes[0])
-        if step in looks:  # the full Hessian: these problems are small
-            curvatures.append(float(torch.linalg.matrix_norm(hessian(problem.f)(before), 2)))
+        noises.append(float(xi.square().sum()))
         schedule.step()
     return squared, [*losses, float(problem.f(w.detach()))], max(curvatures), float(np.mean(noises))
-
-
-def _assumptions(
-    observed: Smoothness, assumed: Smoothness, eta_0: float, rho_0: float, divisor: int, *, draws: int
-) -> list[Assumption]:
-    noise = 5 * math.sqrt(2 / draws)
-    conditions = [
-        ("||∇f(w)|| <= G", observed.G, assumed.G, 1e-9),
-        ("||Hessian|| <= L", observed.L, assumed.L, 1e-9),
-        ("E||g - ∇f||² <= sigma²", observed.sigma**2, assumed.sigma**2, noise),
-        (f"rho_0 <= G eta_0 / {divisor}", rho_0, assumed.G * eta_0 / divisor, 1e-9),
-        ("eta_0 <= 1 / L", eta_0, 1 / assumed.L, 1e-9),
-    ]
-    return [Assumption(text, left, right, left <= right * (1 + slack)) for text, left, right, slack in conditions]
-
-
-def _notes(one: Convergence) -> list[str]:
-    notes = []
-    failed = [assumption.text for assumption in one.assumptions if not assumption.holds]
-    if failed:
-        notes.append(f"{one.method}: not satisfied: {'; '.join(failed)}; the theorem does not apply to these runs")
-    above = ", ".join(str(t) for t in one.T[one.measured > one.bound])
-    if above:
-        notes.append(
-            f"{one.method}: the measured mean is above the printed bound at T = {above}: the proof's "
-            "sum of 1/t <= log T does not hold (at T = 1 it says 1 <= 0)"
-        )
-    holds = f"the bound holds at every T, {one.bound_harmonic[-1] / one.measured[-1]:.3g} x above"
-    if np.any(one.measured > one.bound_harmonic):
-        holds = "the measured mean is still above the bound somewhere"
-    notes.append(f"{one.method}: with sum 1/t in place of log T {holds}")
-    notes.append("the expectation is a mean over few runs; runs can confirm the bound's shape, not its size")
-    return notes

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 
-from sparsesam.analysis.hessian import hessian_diagonal
-from sparsesam.analysis.hessian_operator import HessianOperator
-from sparsesam.analysis.objective import Objective, ObjectiveSummary, ParameterFilter
-from sparsesam.analysis.results import AnalysisResult, Array
+from sparsesam.analysis.hessian import HessianOperator, hessian_diagonal
+from sparsesam.analysis.objective import Objective, ParameterFilter
+from sparsesam.analysis.results import Array, Measurement
 from sparsesam.masks.fisher import fisher_diagonal
 
 _SPARSITIES = (0.5, 0.8, 0.9, 0.95)
 
 
 @dataclass(frozen=True)
-class FisherAgreement(AnalysisResult):
+class FisherAgreement(Measurement):
     """Fisher diagonal F against Hessian diagonal h over all weights.
 
     ``pearson`` and ``spearman`` correlate F with h; ``*_magnitude`` with |h|, which measures flatness where h is
@@ -38,8 +38,6 @@ class FisherAgreement(AnalysisResult):
     products: int
     labels: str
     scatter: Array
-    measured_on: ObjectiveSummary
-    notes: list[str]
 
 
 def fisher_vs_hessian(
@@ -50,15 +48,18 @@ def fisher_vs_hessian(
     labels: Literal["data", "sampled"] = "data",
     parameters: ParameterFilter = None,
     seed: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> FisherAgreement:
     """Correlate the Fisher diagonal (from per-sample gradients, as in SSAM-F) with the Hessian diagonal.
 
     The Hessian diagonal is estimated with ``probes`` random sign vectors, whose noise lowers the correlation. By
     default it is exact (one product per weight) up to ``exact_up_to`` weights, and uses 100 probes beyond.
+    ``progress(done, total)`` is called after every product.
     """
     hessian = HessianOperator(objective, parameters=parameters)
     if probes is None and hessian.size > exact_up_to:
         probes = 100
+    hessian.on_product = lambda: progress(hessian.products, probes or hessian.size)
     if objective.statistics != "frozen":
         raise ValueError(f"statistics must be 'frozen', as for the Fisher diagonal, got {objective.statistics!r}")
     fisher = fisher_diagonal(
@@ -73,9 +74,6 @@ def fisher_vs_hessian(
     f = np.concatenate([fisher.values[name].double().reshape(-1).cpu().numpy() for name in hessian.parameters])
     h = hessian_diagonal(hessian, probes=probes, seed=seed)
     chosen = np.random.default_rng(seed).permutation(len(f))[:2000]
-    notes = list(hessian.notes)
-    if min(f.std(), h.std()) == 0:
-        notes.append("Fisher or Hessian diagonal is constant: the correlation is not defined")
     return FisherAgreement(
         pearson=_pearson(f, h),
         spearman=_pearson(_ranks(f), _ranks(h)),
@@ -89,7 +87,7 @@ def fisher_vs_hessian(
         labels=labels,
         scatter=np.stack([f[chosen], h[chosen]], axis=1),
         measured_on=objective.summary(),
-        notes=notes,
+        notes=hessian.notes,
     )
 
 

@@ -15,16 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from sparsesam.analysis.objective import (
-    Objective,
-    ObjectiveSummary,
-    ParameterFilter,
-    check_masks,
-    moving,
-    norm,
-    select_parameters,
-)
-from sparsesam.analysis.results import AnalysisResult, Array
+from sparsesam.analysis.objective import Objective, ParameterFilter, check_masks, moving, norm, select_parameters
+from sparsesam.analysis.results import AnalysisResult, Array, ObjectiveSummary
 
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
@@ -56,7 +48,6 @@ class Differences(AnalysisResult):
 class GradientDifference(AnalysisResult):
     """``inside`` and ``outside`` split the weights by the masks, and are None without masks."""
 
-    logarithm: str
     rho: float | None
     edges: Array
     every: Differences
@@ -91,9 +82,8 @@ def gradient_difference(
         with moving(tensors) as move:
             move((plain, rho / length))
             _, perturbed = objective.gradient(tensors)
-    gradients = (dict(zip(chosen, one, strict=True)) for one in (plain, perturbed))
-    found = compare_gradients(*gradients, masks=masks)
-    return replace(found, rho=rho, measured_on=objective.summary())
+    gradients = [dict(zip(chosen, tensors, strict=True)) for tensors in (plain, perturbed)]
+    return replace(compare_gradients(*gradients, masks=masks), rho=rho, measured_on=objective.summary())
 
 
 def compare_gradients(
@@ -109,19 +99,15 @@ def compare_gradients(
         raise ValueError("the gradients are empty; give {name: tensor}")
     edges = np.linspace(-6, 4, 101)
     g, h = ({name: _flat(tensors[name].double()) for name in plain} for tensors in (plain, perturbed))
-    every_g, every_h = (np.concatenate(list(one.values())) for one in (g, h))
-    inside = outside = None
-    if masks is not None:
-        kept = np.concatenate([_flat(mask) for mask in check_masks(masks, plain).values()])
-        inside, outside = (_differences(every_g[one], every_h[one], edges) for one in (kept, ~kept))
+    every_g, every_h = (np.concatenate(list(parts.values())) for parts in (g, h))
+    kept = np.concatenate([_flat(mask) for mask in check_masks(masks, plain).values()])
     return GradientDifference(
-        logarithm="log10",
         rho=None,
         edges=edges,
         every=_differences(every_g, every_h, edges),
         layers={name: _differences(g[name], h[name], edges) for name in plain},
-        inside=inside,
-        outside=outside,
+        inside=None if masks is None else _differences(every_g[kept], every_h[kept], edges),
+        outside=None if masks is None else _differences(every_g[~kept], every_h[~kept], edges),
         gradient_norm=norm(plain.values()),
         measured_on=None,
     )

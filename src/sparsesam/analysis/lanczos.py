@@ -60,7 +60,7 @@ def top_eigenpairs(
         converged = len(wanted) == count and bool(close.all())
         if converged or products >= max_products:
             break
-        if space.is_invariant:  # it has too few eigenvalues: continue in its orthogonal complement
+        if space.remainder == 0:  # invariant, with too few eigenvalues: continue in its orthogonal complement
             space.append_random()
         elif len(ritz) == most:
             kept = order[: min(count + (most - count) // 2, most - 1)]
@@ -79,13 +79,11 @@ def _errors(ritz: Array, residuals: Array) -> Array:
 
 
 def lanczos(product: Product, start: Tensor, steps: int) -> Array:
-    """Returns the tridiagonal Lanczos matrix, (m, m) with m = steps, or less if the Krylov space is exhausted."""
+    """Returns the Lanczos matrix, tridiagonal up to rounding: (steps, steps), or less if the space is exhausted."""
     space = KrylovSpace(product, start)
-    lengths: list[float] = []
-    while len(lengths) < steps and not space.is_invariant:
+    while len(space.projected) < steps and space.remainder > 0:
         space.extend()
-        lengths.append(space.remainder)
-    return np.diag(space.projected.diagonal()) + np.diag(lengths[:-1], 1) + np.diag(lengths[:-1], -1)
+    return space.projected
 
 
 class KrylovSpace:
@@ -96,8 +94,6 @@ class KrylovSpace:
     """
 
     def __init__(self, product: Product, start: Tensor) -> None:
-        if not start.any():
-            raise ValueError("the start vector must not be zero")
         self._product = product
         self._dtype = start.dtype
         self._generator = torch.Generator().manual_seed(len(start))
@@ -105,10 +101,6 @@ class KrylovSpace:
         self._append(start.double())
         self.projected = np.zeros((0, 0))
         self.remainder = math.inf
-
-    @property
-    def is_invariant(self) -> bool:
-        return self.remainder == 0
 
     def extend(self) -> None:
         """Apply the operator to the last basis vector and append the orthogonal component of the product."""
@@ -133,7 +125,7 @@ class KrylovSpace:
     def combine(self, mixing: Array) -> Tensor:
         """Returns the linear combination of the first len(mixing) basis vectors, summed in float64."""
         total = torch.zeros_like(self._basis[0], dtype=torch.float64)
-        for weight, vector in zip(mixing.tolist(), self._basis[: len(mixing)], strict=True):
+        for weight, vector in zip(mixing.tolist(), self._basis, strict=False):
             total.add_(vector, alpha=weight)
         return total
 
@@ -149,8 +141,8 @@ class KrylovSpace:
         """Orthogonalize in place against all basis vectors; returns the coefficients."""
         total = np.zeros(len(self._basis))
         for _ in range(2):  # the first pass leaves rounding errors; twice is enough
-            coefficients = torch.stack([one.double() @ vector for one in self._basis]).tolist()
-            for coefficient, one in zip(coefficients, self._basis, strict=True):
-                vector.add_(one, alpha=-coefficient)
+            coefficients = torch.stack([member.double() @ vector for member in self._basis]).tolist()
+            for coefficient, member in zip(coefficients, self._basis, strict=True):
+                vector.add_(member, alpha=-coefficient)
             total += coefficients
         return total

@@ -6,28 +6,18 @@ import hashlib
 import itertools
 import math
 import os
-import time
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from sparsesam.analysis.objective import (
-    Objective,
-    ObjectiveSummary,
-    ParameterFilter,
-    check_state,
-    moving,
-    norm,
-    select_parameters,
-)
-from sparsesam.analysis.results import AnalysisResult, Array
+from sparsesam.analysis.objective import Objective, ParameterFilter, check_state, moving, norm, select_parameters
+from sparsesam.analysis.results import Array, Measurement
 from sparsesam.distributed.ddp import unwrap
 from sparsesam.masks.fixed import NORMALIZATION, is_layer_of
 from sparsesam.utils.checks import check_choice, check_count, check_like_parameters
@@ -36,69 +26,44 @@ Direction = dict[str, Tensor]
 ProgressCallback = Callable[[int, int], None]
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_ONE_DIMENSIONAL_NOTES = {
-    "ignore": "biases and normalization parameters do not move",
-    "normalize": "biases and normalization parameters move too, each entry scaled by its own magnitude",
-}
 _INTERPOLATED = "running statistics are interpolated; statistics='recomputed' recomputes them at each point"
 
 
 @dataclass(frozen=True)
-class Landscape(AnalysisResult):
+class Landscape(Measurement):
     """loss[j, i] = f(w + x[i] * d_x + y[j] * d_y); a line has an empty ``y`` and loss[i].
 
-    ``lengths`` are the norms of the directions: x * lengths[0] is a distance in weight space. ``seed`` is None
-    if the directions were given. Losses that are not finite are kept and counted in ``not_finite``.
+    ``lengths`` are the norms of the directions: x * lengths[0] is a distance in weight space. ``not_finite`` counts
+    losses that are NaN or infinite.
     """
 
-    kind: str
     x: Array
     y: Array
     loss: Array
     center_loss: float
     lengths: list[float]
     weights_moved: int
-    seed: int | None
     not_finite: int
-    measured_on: ObjectiveSummary
-    notes: list[str]
 
 
 def loss_landscape(
     objective: Objective,
+    directions: Sequence[Mapping[str, Tensor]] | None = None,
     *,
-    dimensions: Literal[1, 2] = 2,
     points: int = 50,
     span: tuple[float, float] = (-1.0, 1.0),
-    seed: int = 0,
-    directions: Sequence[Mapping[str, Tensor]] | None = None,
-    parameters: ParameterFilter = None,
-    one_dimensional: Literal["ignore", "normalize"] = "ignore",
     state_file: str | os.PathLike[str] | None = None,
-    save_every: float = 10.0,
-    progress: ProgressCallback | None = None,
+    progress: ProgressCallback = lambda done, total: None,
 ) -> Landscape:
-    """Evaluate the loss on ``points`` (by ``points``) points over ``span`` along filter-normalized random directions.
+    """Evaluate the loss on ``points`` points over ``span`` along each direction: a line for one, a plane for two.
 
-    ``directions`` replaces the random ones, for example by ``HessianSpectrum.vectors``. They are not rescaled: with
-    unit vectors, x and y are distances. ``state_file``, written every ``save_every`` seconds, makes the evaluation
-    resumable; ``progress(done, total)`` is called after every point. The weights are restored bit for bit, also after
-    an exception.
+    ``directions`` are two `random_directions` by default, or for example ``HessianSpectrum.vectors[:2]``. They are not
+    rescaled: with unit vectors, x and y are distances. ``state_file``, a text file with the losses so far, makes the
+    evaluation resumable; ``progress(done, total)`` is called after every point. The weights are restored bit for bit,
+    also after errors.
     """
-    if dimensions not in (1, 2):
-        raise ValueError(f"dimensions must be 1 or 2, got {dimensions}")
-    axes = [_axis(points, span)] * dimensions
-    options: dict[str, Any] = {"state_file": state_file, "save_every": save_every, "progress": progress}
-    if directions is not None:
-        if len(directions) < dimensions:
-            raise ValueError(f"directions must hold {dimensions} for dimensions={dimensions}, got {len(directions)}")
-        chosen = _check_directions(directions[:dimensions], objective.model)
-        return _evaluate(objective, chosen, axes, "given directions", [], **options)
-    chosen = random_directions(
-        objective.model, dimensions, seed=seed, parameters=parameters, one_dimensional=one_dimensional
-    )
-    kind, notes = "filter-normalized random directions", [_ONE_DIMENSIONAL_NOTES[one_dimensional]]
-    return _evaluate(objective, chosen, axes, kind, notes, seed=seed, **options)
+    chosen = random_directions(objective.model) if directions is None else _checked(directions, objective.model)
+    return _evaluate(objective, chosen, [_axis(points, span)] * len(chosen), state_file, progress)
 
 
 def loss_between(
@@ -109,7 +74,7 @@ def loss_between(
     points: int = 51,
     span: tuple[float, float] = (0.0, 1.0),
     state_file: str | os.PathLike[str] | None = None,
-    progress: ProgressCallback | None = None,
+    progress: ProgressCallback = lambda done, total: None,
 ) -> Landscape:
     """Evaluate the loss on the line from one state dict (x = 0) to another (x = 1) of the same model.
 
@@ -120,8 +85,6 @@ def loss_between(
     axis, model = _axis(points, span), objective.model
     for label, state in (("first", first), ("second", second)):
         check_state(model, state, label)
-    frozen = objective.statistics == "frozen" and any(True for _ in model.buffers())
-    kind, notes = "line between two checkpoints", [_INTERPOLATED] if frozen else []
     with moving([*model.parameters(), *model.buffers()]):
         model.load_state_dict(first)
         way = {
@@ -129,7 +92,9 @@ def loss_between(
             for name, tensor in _named_tensors(model).items()
             if name in second and tensor.is_floating_point()
         }
-        return _evaluate(objective, [way], [axis], kind, notes, state_file=state_file, progress=progress)
+        result = _evaluate(objective, [way], [axis], state_file, progress)
+    frozen = objective.statistics == "frozen" and any(True for _ in model.buffers())
+    return replace(result, notes=[_INTERPOLATED]) if frozen else result
 
 
 def random_directions(
@@ -173,23 +138,25 @@ def random_directions(
 
 def filter_normalized(direction: Tensor, weight: Tensor, *, axis: int = 0) -> Tensor:
     """Scale each slice of the direction along ``axis`` to the norm of the weight's slice (1-D: each entry)."""
-    others = [dimension for dimension in range(weight.dim()) if dimension != axis] if weight.dim() > 1 else []
-    if not others:
+    if weight.dim() < 2:
         return direction.sign() * weight.abs()
+    others = [dimension for dimension in range(weight.dim()) if dimension != axis]
     have = torch.linalg.vector_norm(direction, dim=others, keepdim=True)
     want = torch.linalg.vector_norm(weight, dim=others, keepdim=True)
     scaled: Tensor = direction * (want / have.clamp_min(torch.finfo(have.dtype).tiny))
     return scaled
 
 
-def _check_directions(directions: Sequence[Mapping[str, Tensor]], model: nn.Module) -> list[Direction]:
+def _checked(directions: Sequence[Mapping[str, Tensor]], model: nn.Module) -> list[Direction]:
     """Returns the directions on the parameters' devices and in their dtypes; ValueError for wrong names or shapes."""
+    if len(directions) not in (1, 2):
+        raise ValueError(f"directions must be one or two, got {len(directions)}; two span a plane")
     known = dict(model.named_parameters())
     for number, direction in enumerate(directions):
         check_like_parameters(f"directions[{number}]", direction, known)
         if not direction:
             raise ValueError(f"directions[{number}] moves no parameter; give {{name: tensor}}")
-    return [{name: value.detach().to(known[name]) for name, value in one.items()} for one in directions]
+    return [{name: value.detach().to(known[name]) for name, value in direction.items()} for direction in directions]
 
 
 def _axis(points: int, span: tuple[float, float]) -> Array:
@@ -207,83 +174,52 @@ def _evaluate(
     objective: Objective,
     directions: Sequence[Direction],
     axes: Sequence[Array],
-    kind: str,
-    notes: list[str],
-    *,
     state_file: str | os.PathLike[str] | None,
-    progress: ProgressCallback | None,
-    save_every: float = 10.0,
-    seed: int | None = None,
+    progress: ProgressCallback,
 ) -> Landscape:
     """Evaluate the loss at every point of the grid: columns are the first axis, rows the second, if there is one."""
-    tensors = {k: v for k, v in _named_tensors(objective.model).items() if any(k in one for one in directions)}
+    named = _named_tensors(objective.model)
+    tensors = {name: named[name] for name in named if any(name in direction for direction in directions)}
     along = [[direction.get(name) for name in tensors] for direction in reversed(directions)]
     points = list(itertools.product(*(axis.tolist() for axis in reversed(axes))))
     with objective.measuring(), moving(list(tensors.values())) as move:
         center = objective.loss()
-        file = None if state_file is None else _StateFile(Path(state_file), _fingerprint(objective, directions, axes))
-        losses, saved_at = file.read() if file else [], time.monotonic()
-        try:
-            for point in points[len(losses) :]:
-                move(*zip(along, point, strict=True))
-                losses.append(objective.loss())
-                if file and time.monotonic() - saved_at >= save_every:
-                    file.write(losses)
-                    saved_at = time.monotonic()
-                if progress is not None:
-                    progress(len(losses), len(points))
-        finally:
-            if file:
-                file.write(losses)
+        file = None if state_file is None else Path(state_file)
+        losses = [] if file is None else _open_state(file, _fingerprint(objective, directions, axes))
+        for point in points[len(losses) :]:
+            move(*zip(along, point, strict=True))
+            losses.append(objective.loss())
+            if file is not None:
+                with file.open("a") as state:
+                    state.write(f"{losses[-1]!r}\n")
+            progress(len(losses), len(points))
     loss = np.reshape(losses, [len(axis) for axis in reversed(axes)])
-    not_finite = int((~np.isfinite(loss)).sum())
-    if not_finite:
-        notes = [*notes, f"the loss of {not_finite} points is not finite"]
     return Landscape(
-        kind=kind,
         x=axes[0],
         y=axes[1] if len(axes) == 2 else np.zeros(0),
         loss=loss,
         center_loss=center,
         lengths=[norm(direction.values()) for direction in directions],
         weights_moved=sum(tensor.numel() for tensor in tensors.values()),
-        seed=seed,
-        not_finite=not_finite,
+        not_finite=int((~np.isfinite(loss)).sum()),
         measured_on=objective.summary(),
-        notes=notes,
+        notes=[],
     )
 
 
-@dataclass(frozen=True)
-class _StateFile:
-    """The losses of the points evaluated so far, in order."""
-
-    path: Path
-    fingerprint: str
-
-    def read(self) -> list[float]:
-        if not self.path.exists():
-            return []
-        try:
-            with np.load(self.path, allow_pickle=False) as saved:
-                fingerprint, losses = str(saved["fingerprint"]), saved["loss"].tolist()
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise ValueError(
-                f"state_file {self.path} is not a landscape state file ({error}); remove it or choose another name"
-            ) from error
-        if fingerprint != self.fingerprint:
-            raise ValueError(
-                f"state_file {self.path} belongs to another landscape (different weights, directions, grid, batches "
-                "or options); remove it to start again, or choose another name"
-            )
-        return list(losses)
-
-    def write(self, losses: Sequence[float]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_name(f"{self.path.name}.partial")
-        with partial.open("wb") as file:
-            np.savez(file, loss=np.array(losses), fingerprint=np.array(self.fingerprint))
-        partial.replace(self.path)
+def _open_state(path: Path, fingerprint: str) -> list[float]:
+    """Returns the losses in the state file: the fingerprint, then a line for each point. Create it if it is missing."""
+    text = path.read_text(errors="replace") if path.exists() else f"{fingerprint}\n"
+    complete = text[: text.rfind("\n") + 1]  # a killed process may leave an unfinished line
+    first, *lines = complete.split("\n")[:-1] or [text]
+    if first != fingerprint:
+        raise ValueError(
+            f"state_file {path} is of another landscape (different weights, directions, grid, batches or options), "
+            "or is not a state file; remove it to start again, or choose another name"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(complete)
+    return [float(line) for line in lines]
 
 
 def _fingerprint(objective: Objective, directions: Sequence[Direction], axes: Sequence[Array]) -> str:

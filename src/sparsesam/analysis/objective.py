@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from sparsesam.analysis.results import AnalysisResult
+from sparsesam.analysis.results import ObjectiveSummary
 from sparsesam.distributed.ddp import unwrap
 from sparsesam.masks.fisher import LossFn, ModelLoss, Problem
 from sparsesam.masks.fixed import NORMALIZATION, is_layer_of
@@ -22,17 +22,7 @@ from sparsesam.utils.checks import check_bool, check_choice, check_like_paramete
 from sparsesam.utils.restore import Snapshot, preserve_model_state
 
 Statistics = Literal["frozen", "recomputed", "batch"]
-ParameterFilter = Callable[[str], bool] | Iterable[str] | str | None
-
-
-@dataclass(frozen=True)
-class ObjectiveSummary(AnalysisResult):
-    """The data and options a result was measured with; part of the result."""
-
-    batches: int
-    samples: int
-    statistics: str
-    random_loss: str
+ParameterFilter = Iterable[str] | str | None
 
 
 class Objective:
@@ -64,13 +54,18 @@ class Objective:
         allow_random: bool = False,
     ) -> None:
         check_choice("statistics", statistics, get_args(Statistics))
+        is_pair = isinstance(batches, tuple) and all(isinstance(part, Tensor) for part in batches)
+        if is_pair or isinstance(batches, (Tensor, Mapping)):
+            raise TypeError(f"batches must be a list of batches, got one {type(batches).__name__}; write [batch]")
         self.model = unwrap(model)
         self.problem = Problem(loss_fn, model_loss)
-        self.batches = _as_list(batches)
+        self.batches = list(batches)
         self.statistics: Statistics = statistics
         self.allow_random = allow_random
         inputs = [self.problem.inputs(batch) for batch in self.batches]
-        sizes = [batch_size(dict(one) if isinstance(one, Mapping) else one) for one in inputs]
+        sizes = [batch_size(dict(part) if isinstance(part, Mapping) else part) for part in inputs]
+        if not sizes:
+            raise ValueError("batches is empty; at least one batch is needed")
         if 0 in sizes:
             raise ValueError(f"batch {sizes.index(0)} holds no samples; leave it out")
         self.samples = sum(sizes)
@@ -79,12 +74,8 @@ class Objective:
 
     def summary(self) -> ObjectiveSummary:
         """Returns the data and options that results are measured with."""
-        return ObjectiveSummary(
-            batches=len(self.batches),
-            samples=self.samples,
-            statistics=self.statistics,
-            random_loss="one draw, the same at every point" if self.allow_random else "rejected",
-        )
+        random_loss = "one draw, the same at every point" if self.allow_random else "rejected"
+        return ObjectiveSummary(len(self.batches), self.samples, self.statistics, random_loss)
 
     def batch_loss(self, index: int) -> Tensor:
         """Returns the differentiable loss of one batch; call inside `measuring`."""
@@ -132,10 +123,8 @@ class Objective:
     @contextmanager
     def measuring(self, parameters: Iterable[Tensor] = ()) -> Iterator[None]:
         """Prepare the model for measuring, with gradients for ``parameters`` only; restore it on exit."""
-        with ExitStack() as stack:
-            # Fused attention has no second derivative, and rounds differently without gradients.
-            stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
-            stack.enter_context(preserve_model_state(self.model))
+        # Fused attention has no second derivative, and rounds differently without gradients.
+        with sdpa_kernel(SDPBackend.MATH), preserve_model_state(self.model):
             if self.statistics == "batch":
                 for module in self.model.modules():
                     module.training = module.training or is_layer_of(module, NORMALIZATION)
@@ -145,6 +134,7 @@ class Objective:
             yield
 
     def _check(self) -> None:
+        """Raise ValueError if the loss of the first batch is not finite or not deterministic."""
         self.recompute_statistics()
         with torch.no_grad():
             first, again = float(self.batch_loss(0)), float(self.batch_loss(0))
@@ -165,14 +155,12 @@ class Objective:
 def select_parameters(model: nn.Module, parameters: ParameterFilter = None) -> dict[str, nn.Parameter]:
     """Returns the floating-point parameters to analyze, by name.
 
-    None selects the trained ones (``requires_grad``); name patterns such as "layer4.*,fc.*", or a function of the
-    name, select among all, frozen ones included.
+    None selects the trained ones (``requires_grad``); name patterns such as "layer4.*,fc.*" select among all, frozen
+    ones included.
     """
     every = {name: p for name, p in unwrap(model).named_parameters() if p.is_floating_point()}
     if parameters is None:
         chosen = {name: p for name, p in every.items() if p.requires_grad}
-    elif callable(parameters):
-        chosen = {name: p for name, p in every.items() if parameters(name)}
     else:
         patterns = parameters.replace(" ", "").split(",") if isinstance(parameters, str) else list(parameters)
         chosen = {name: p for name, p in every.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
@@ -184,33 +172,27 @@ def select_parameters(model: nn.Module, parameters: ParameterFilter = None) -> d
     return chosen
 
 
-def check_masks(masks: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns one bool mask for each parameter, on its device: all False for parameters without a mask."""
-    check_like_parameters("masks", masks, parameters)
-    check_bool("masks", masks)
-    return {
-        name: masks[name].to(p.device) if name in masks else torch.zeros_like(p, dtype=torch.bool)
-        for name, p in parameters.items()
-    }
+def check_masks(masks: Mapping[str, Tensor] | None, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a bool mask for each parameter, on its device: all True without masks, else all False if it has none."""
+    check_like_parameters("masks", masks or {}, parameters)
+    check_bool("masks", masks or {})
+    default = {name: torch.full_like(p, masks is None, dtype=torch.bool) for name, p in parameters.items()}
+    return default | {name: mask.to(parameters[name].device) for name, mask in (masks or {}).items()}
 
 
 def check_state(model: nn.Module, state: Mapping[str, Any], name: str = "state dict") -> None:
     """Raise ValueError, before anything is changed, if a state dict does not fit the model."""
     own = unwrap(model).state_dict()
-    missing, unknown = [key for key in own if key not in state], [key for key in state if key not in own]
-    shapes = [
-        f"{key}: {tuple(state[key].shape)} for {tuple(value.shape)}"
-        for key, value in own.items()
-        if key in state and isinstance(value, Tensor) and getattr(state[key], "shape", None) != value.shape
-    ]
-    problems = [
-        f"{what} {', '.join(found[:3])}" + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-        for what, found in (("lacks", missing), ("has unknown", unknown), ("has different shapes,", shapes))
-        if found
-    ]
-    if problems:
+    shapes = {key: [tuple(getattr(part[key], "shape", ())) for part in (state, own)] for key in own if key in state}
+    problems = {
+        "lacks": [key for key in own if key not in state],
+        "has unknown": [key for key in state if key not in own],
+        "has different shapes,": [f"{key}: {got} for {want}" for key, (got, want) in shapes.items() if got != want],
+    }
+    texts = [f"it {what} {', '.join(found[:3])}" for what, found in problems.items() if found]
+    if texts:
         raise ValueError(
-            f"{name} does not fit {type(model).__name__}: it {'; it '.join(problems)}; "
+            f"{name} does not fit {type(model).__name__}: {'; '.join(texts)}; "
             "give the model's own state_dict(), without the prefix of an optimizer or a wrapper"
         )
 
@@ -219,8 +201,7 @@ def check_state(model: nn.Module, state: Mapping[str, Any], name: str = "state d
 def moving(tensors: Sequence[Tensor]) -> Iterator[Callable[..., None]]:
     """Yield ``move((direction, distance), ...)``, which sets the tensors to original values + distance * direction.
 
-    A direction has a tensor or None for each of them. On exit the tensors are restored bit for bit, also after
-    exceptions; KeyboardInterrupt (Ctrl-C) is raised only after that.
+    A direction has a tensor or None for each of them. On exit the tensors are restored bit for bit.
     """
     own = Snapshot(tensors)
 
@@ -235,24 +216,9 @@ def moving(tensors: Sequence[Tensor]) -> Iterator[Callable[..., None]]:
     try:
         yield move
     finally:
-        try:
-            own.restore()
-        except BaseException:  # Ctrl-C during the restore
-            own.restore()
-            raise
+        own.restore()
 
 
 def norm(tensors: Iterable[Tensor]) -> float:
     """Returns the Euclidean norm of all tensors together, in float64."""
     return math.sqrt(sum(float(tensor.detach().double().square().sum()) for tensor in tensors))
-
-
-def _as_list(batches: Iterable[Any]) -> list[Any]:
-    if isinstance(batches, (Tensor, Mapping)) or (
-        isinstance(batches, tuple) and all(isinstance(part, Tensor) for part in batches)
-    ):
-        raise TypeError(f"batches must be a list of batches, got one {type(batches).__name__}; write [batch]")
-    found = list(batches)
-    if not found:
-        raise ValueError("batches is empty; at least one batch is needed")
-    return found

@@ -7,11 +7,11 @@ import math
 import types
 import typing
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 Array = npt.NDArray[np.float64]
 Self = TypeVar("Self", bound="AnalysisResult")
@@ -44,49 +44,55 @@ class AnalysisResult:
         return list(dict.fromkeys([*getattr(self, "notes", []), *inner]))
 
 
+@dataclass(frozen=True)
+class ObjectiveSummary(AnalysisResult):
+    """The data and options a result was measured with."""
+
+    batches: int
+    samples: int
+    statistics: str
+    random_loss: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement(AnalysisResult):
+    """A result measured on an `Objective`; ``notes`` say in words what limits it."""
+
+    measured_on: ObjectiveSummary
+    notes: list[str]
+
+
 def _stored_fields(kind: type[Any]) -> dict[str, Any]:
     """Returns names and types of the fields that are part of the JSON."""
     hints = typing.get_type_hints(kind)
-    return {one.name: hints[one.name] for one in dataclasses.fields(kind) if one.metadata.get("stored", True)}
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.metadata.get("stored", True)}
 
 
 def _plain(value: Any) -> Any:
     """Convert a value to JSON types."""
     if isinstance(value, AnalysisResult):
         return value.to_dict()
-    if isinstance(value, (np.ndarray, np.generic, Tensor)):
+    if isinstance(value, (np.ndarray, np.generic)):
         value = value.tolist()
     if isinstance(value, dict):
-        return {str(key): _plain(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, list):
         return [_plain(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-#: The JSON types that represent a Python type, and their name in messages.
-_IN_JSON: dict[Any, tuple[Any, str]] = {
-    float: ((int, float), "a number"),
-    np.ndarray: (list, "a list of numbers"),
-    list: (list, "a list"),
-    dict: (dict, "an object"),
-}
-
-
 def _decode(hint: Any, value: Any, name: str) -> Any:
+    """Convert JSON types to the field's type."""
     origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):  # X | None
+    if origin is types.UnionType:  # X | None
         return None if value is None else _decode(arguments[0], value, name)
-    if isinstance(origin, type) and issubclass(origin, AnalysisResult):
+    if issubclass(origin, AnalysisResult):
         return origin.from_dict(value)
     if origin is float and value is None:
         return math.nan
-    if origin is typing.Literal:
-        is_right, rule = value in arguments, f"one of {', '.join(map(str, arguments))}"
-    else:
-        kind, rule = _IN_JSON.get(origin) or (origin, f"of type {origin.__name__}")
-        is_right = isinstance(value, kind) and (origin is bool or not isinstance(value, bool))
-    if not is_right:
-        raise ValueError(f"{name} must be {rule}, got {value!r:.60}")
+    in_json: Any = {float: (int, float), np.ndarray: list}.get(origin, origin)
+    if not isinstance(value, in_json) or (isinstance(value, bool) and origin is not bool):
+        raise ValueError(f"{name} must be of type {origin.__name__}, got {value!r:.60}")
     if origin is np.ndarray:
         try:
             return np.array(value, dtype=typing.get_args(arguments[1])[0])

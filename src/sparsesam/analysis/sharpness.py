@@ -10,21 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsesam.analysis.objective import (
-    Objective,
-    ObjectiveSummary,
-    ParameterFilter,
-    check_masks,
-    moving,
-    norm,
-    select_parameters,
-)
-from sparsesam.analysis.results import AnalysisResult
+from sparsesam.analysis.objective import Objective, ParameterFilter, check_masks, moving, norm, select_parameters
+from sparsesam.analysis.results import Measurement
 from sparsesam.utils.checks import check_count
 
 
 @dataclass(frozen=True)
-class Sharpness(AnalysisResult):
+class Sharpness(Measurement):
     """``increase`` = max_{||e|| <= rho} f(w + m ⊙ e) - f(w), as found by gradient ascent: a lower bound.
 
     ``one_step`` is the increase after SAM's own single step. ``path`` holds the highest loss after each evaluation.
@@ -38,8 +30,6 @@ class Sharpness(AnalysisResult):
     path: list[float]
     masked: bool
     weights_perturbed: int
-    measured_on: ObjectiveSummary
-    notes: list[str]
 
 
 def sharpness(
@@ -63,35 +53,34 @@ def sharpness(
         raise ValueError(f"rho must be positive and finite, got {rho}")
     check_count("steps", steps, "1 is SAM's own step")
     chosen = select_parameters(objective.model, parameters)
-    tensors: list[Tensor] = list(chosen.values())
-    kept = None if masks is None else list(check_masks(masks, chosen).values())
-    perturbed = sum(t.numel() for t in tensors) if kept is None else sum(int(mask.sum()) for mask in kept)
+    tensors, kept = list(chosen.values()), list(check_masks(masks, chosen).values())
+    perturbed = sum(int(mask.sum()) for mask in kept)
     if perturbed == 0:
         raise ValueError("masks keep no weight, so nothing can be perturbed; at least one weight is needed")
 
-    def direction_of(vector: list[Tensor]) -> list[Tensor] | None:
-        if kept is not None:
-            vector = [v * mask for v, mask in zip(vector, kept, strict=True)]
-        length = norm(vector)
-        return [v / length for v in vector] if 0 < length < math.inf else None
+    def unit(vector: list[Tensor]) -> list[Tensor] | None:
+        """Returns the masked vector with norm 1, None if it has no direction."""
+        masked = [v * mask for v, mask in zip(vector, kept, strict=True)]
+        length = norm(masked)
+        return [v / length for v in masked] if 0 < length < math.inf else None
 
     with objective.measuring(tensors), moving(tensors) as move:
         loss, gradient = objective.gradient(tensors)
-        direction = direction_of(gradient)
-        if direction is None:
-            generator = torch.Generator().manual_seed(seed)
-            direction = direction_of([torch.randn(t.shape, generator=generator).to(t) for t in tensors])
+        generator = torch.Generator().manual_seed(seed)
+        direction = unit(gradient) or unit([torch.randn(t.shape, generator=generator).to(t) for t in tensors])
         e, highest, stride = [torch.zeros_like(t) for t in tensors], -math.inf, rho
         values: list[float] = []
         while direction is not None and len(values) < steps:
-            trial = _project([a.add(d, alpha=stride) for a, d in zip(e, direction, strict=True)], rho)
+            trial = [a.add(d, alpha=stride) for a, d in zip(e, direction, strict=True)]
+            if (length := norm(trial)) > rho:
+                trial = [a * (rho / length) for a in trial]
             move((trial, 1.0))
             value, gradient = objective.gradient(tensors)
             values.append(value)
             if not math.isfinite(value):
                 break
             if value > highest:
-                e, highest, direction = trial, value, direction_of(gradient)
+                e, highest, direction = trial, value, unit(gradient)
             else:
                 stride /= 2
     notes = ["found by gradient ascent: a lower bound on the true maximum"]
@@ -112,8 +101,3 @@ def sharpness(
         measured_on=objective.summary(),
         notes=notes,
     )
-
-
-def _project(vector: list[Tensor], rho: float) -> list[Tensor]:
-    length = norm(vector)
-    return vector if length <= rho else [v * (rho / length) for v in vector]

@@ -36,7 +36,7 @@ def figures_of_all_analyses():
     for analysis in ANALYSES.values():
         for name in analysis.files:
             if name in analyses():
-                result = analysis.read(analyses()[name])
+                result = analysis.result_type.from_dict(analyses()[name])
                 measured = [
                     LabeledResult(f"run {place}, long name", result, SeriesStyle("blue", place)) for place in range(3)
                 ]

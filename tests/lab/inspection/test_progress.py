@@ -1,3 +1,5 @@
+from unittest.mock import MagicMock
+
 from sparsesam.lab.inspection import load_run
 from sparsesam.lab.inspection import progress as module
 from sparsesam.lab.inspection.hessian import HessianAnalysis
@@ -11,35 +13,16 @@ def test_hessian_reports_every_product(tmp_path):
     analysis = HessianAnalysis(count=2, trace_probes=12, density_probes=2, density_steps=5)
     found = analysis.measure(load_run(tmp_path, samples=40), lambda done, total: seen.append((done, total)))
     products = found.eigenvalues.products + found.trace.products + found.density.products
-    assert [done for done, _ in seen] == list(range(1, products + 1))
+    assert [done for done, _ in seen] == list(range(products + 1))
     assert all(done <= total for done, total in seen)
     assert seen[-1] == (products, products)
 
 
-def test_log_has_lines_with_remaining_time(monkeypatch, capsys):
-    seconds = iter([0.0, 4.0, 11.0, 12.0, 25.0])
+def test_log_has_lines_with_remaining_time_at_rate_since_first_call(monkeypatch, capsys):
+    seconds = iter([5.0, 9.0, 16.0, 17.0, 30.0])
     monkeypatch.setattr(module.time, "monotonic", lambda: next(seconds))
-    monkeypatch.setattr(module, "Progress", Silent)
+    monkeypatch.setattr(module, "Progress", MagicMock())  # the bar of a terminal reads the time too
     with show_progress("hessian of a") as progress:
-        for done in (10, 25, 30, 100):
+        for done in (10, 20, 35, 40, 100):
             progress(done, 100)
-    assert capsys.readouterr().err == "hessian of a: 25 %, about 33 s remaining\n"
-
-
-class Silent:
-    """The bar of a terminal reads the time too."""
-
-    def __init__(self, **_):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def add_task(self, *_, **__):
-        return 0
-
-    def update(self, *_, **__):
-        pass
+    assert capsys.readouterr().err == "hessian of a: 35 %, about 29 s remaining\n"

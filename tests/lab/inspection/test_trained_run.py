@@ -11,6 +11,14 @@ from tests.lab.inspection import networks
 MODEL = "tests.lab.inspection.networks:normalized"
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A run without masks."""
+    path = tmp_path_factory.mktemp("plain")
+    train(path, model=MODEL)
+    return path
+
+
 def epochs_of(out):
     return [record for record in read_records(out / "records.jsonl") if record["kind"] == "epoch"]
 
@@ -49,21 +57,19 @@ def test_training_images_have_noise_of_run_and_no_augmentation(tmp_path):
         assert run.objective.loss() == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_sample_is_fixed_by_seed(tmp_path):
-    train(tmp_path, model=MODEL)
-    first, again, other = (load_run(tmp_path, samples=10, seed=seed).objective.batches for seed in (0, 0, 1))
+def test_sample_is_fixed_by_seed(plain):
+    first, again, other = (load_run(plain, samples=10, seed=seed).objective.batches for seed in (0, 0, 1))
     assert first[0][0].shape[0] == 10
     assert same(first, again)
     assert not same(first, other)
 
 
-def test_mask_is_that_of_checkpoint_and_none_for_plain_runs(tmp_path):
-    train(tmp_path / "sparse", model=MODEL, optimizer="ssam-d", sparsity=0.75, mask_steps=2)
-    run = load_run(tmp_path / "sparse")
-    assert same(run.masks, list(read_masks(tmp_path / "sparse"))[-1][1])
+def test_mask_is_that_of_checkpoint_and_none_for_plain_runs(tmp_path, plain):
+    train(tmp_path, model=MODEL, optimizer="ssam-d", sparsity=0.75, mask_steps=2)
+    run = load_run(tmp_path)
+    assert same(run.masks, list(read_masks(tmp_path))[-1][1])
     assert run.mask_step == 14
-    train(tmp_path / "plain", model=MODEL)
-    assert load_run(tmp_path / "plain").masks is None
+    assert load_run(plain).masks is None
 
 
 def test_unfinished_run_is_accepted(tmp_path):
@@ -74,10 +80,9 @@ def test_unfinished_run_is_accepted(tmp_path):
     assert same(dict(run.model.state_dict()), checkpoint.load(tmp_path / "last.pt")["training"]["model"])
 
 
-def test_loading_does_not_change_global_generator(tmp_path):
-    train(tmp_path, model=MODEL)
+def test_loading_does_not_change_global_generator(plain):
     before = torch.random.get_rng_state()
-    load_run(tmp_path).objective  # noqa: B018
+    load_run(plain).objective  # noqa: B018
     assert torch.equal(before, torch.random.get_rng_state())
 
 
@@ -90,16 +95,12 @@ def test_directory_without_run_or_checkpoint_raises(tmp_path):
         load_run(tmp_path).model  # noqa: B018
 
 
-def test_mismatched_checkpoint_names_file_and_parameter(tmp_path, monkeypatch):
-    train(tmp_path, model=MODEL)
+def test_mismatched_checkpoint_names_file_and_parameter(plain, monkeypatch):
     monkeypatch.setattr(networks, "normalized", networks.linear)  # the model's code changed
     with pytest.raises(CheckpointError, match=r"last\.pt does not fit.*1\.weight.*model in config\.yaml is"):
-        load_run(tmp_path).model  # noqa: B018
+        load_run(plain).model  # noqa: B018
 
 
-def test_invalid_choices_raise(tmp_path):
-    train(tmp_path, model=MODEL)
-    with pytest.raises(ValueError, match="samples must be at least 1, or null, got 0"):
-        load_run(tmp_path, samples=0)
+def test_missing_device_raises(plain):
     with pytest.raises(ValueError, match=r"accelerator .* is not available on this machine"):
-        load_run(tmp_path, device="abacus").model  # noqa: B018
+        load_run(plain, device="abacus").model  # noqa: B018

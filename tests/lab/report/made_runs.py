@@ -16,7 +16,6 @@ from sparsesam.lab.inspection.bound import BoundResult
 from sparsesam.lab.inspection.convergence import ConvergenceResult
 from sparsesam.lab.inspection.hessian import HessianResult
 from sparsesam.lab.inspection.sharpness import SharpnessResult
-from sparsesam.lab.inspection.trained_run import Origin
 from sparsesam.lab.report.read_run import RunRecord
 
 PROVENANCE = {"cpu": "a chip", "machine": "Linux", "threads": 1, "torch": "2", "python": "3", "commit": "abc"}
@@ -70,7 +69,7 @@ def write_calibration(folder, runs, seconds):
 def write_analysis(run, name, result, **made):
     folder = run / "analyses"
     folder.mkdir(parents=True, exist_ok=True)
-    content = {"analysis": name, "result": result, "made": Origin(**made).to_dict()}
+    content = {"analysis": name, "result": result, "made": made}
     folder.joinpath(f"{name}.json").write_text(json.dumps(content))
 
 
@@ -95,12 +94,12 @@ def analyses():
     density = analysis.spectral_density(objective, points=50, steps=10, probes=2)
     masked_sharpness = analysis.sharpness(objective, masks=last)
     masked_bound = analysis.generalization_bound(objective, classes=3, masks=last)
-    convergence = [analysis.measure_convergence(method, steps=20, runs=2, points=8) for method in ("SAM", "SSAM")]
+    convergence = [analysis.measure_convergence(method, steps=20, runs=2) for method in ("SAM", "SSAM")]
     results = {
         "gradients": analysis.gradient_difference(objective, masks=last),
         "landscape-2d": analysis.loss_landscape(objective, points=9),
-        "landscape-1d": analysis.loss_landscape(objective, points=9, dimensions=1),
-        "landscape-eigenvectors": analysis.loss_landscape(objective, points=5, directions=spectrum.vectors[:2]),
+        "landscape-1d": analysis.loss_landscape(objective, analysis.random_directions(model, 1), points=9),
+        "landscape-eigenvectors": analysis.loss_landscape(objective, spectrum.vectors[:2], points=5),
         "landscape-between": analysis.loss_between(objective, model.state_dict(), other, points=5),
         "masks": analysis.masks_over_time(enumerate(masks)),
         "fisher": analysis.fisher_vs_hessian(objective),

@@ -25,10 +25,11 @@ def add_arguments(parser: Parser) -> None:
         command = commands.add_parser(
             kind, prog=f"sparsesam analyze {kind}", description=description, help=analysis.help
         )
-        metavar, text = analysis.subject_type.argument
+        is_run = analysis.needs != "nothing"
+        metavar, text = ("RUN", "directory of a run") if is_run else ("DIR", "directory for the result")
         command.add_argument("paths", type=Path, nargs="+", metavar=metavar, help=text)
         add_options(command, analysis, flags=True)
-        if issubclass(analysis.subject_type, TrainedRun):
+        if analysis.needs == "weights":
             add_options(command, EvalSettings, flags=True)
         command.add_argument("--plot", type=Path | None, default=None, help="also plot it to FILE.png, .svg or .pdf")
 
@@ -37,19 +38,19 @@ def run(options: Namespace) -> None:
     if options.plot is not None:
         check_plot(options.plot)
     analysis, on = _from_options(ANALYSES[options.analysis], options), _from_options(EvalSettings, options)
-    analysis, subjects, notes = analysis.prepare([analysis.subject_type(path, on) for path in options.paths])
-    styles = assign_styles([subject.style_name for subject in subjects])
+    analysis, runs, notes = analysis.prepare([TrainedRun(path, on) for path in options.paths])
+    styles = assign_styles(["" if analysis.needs == "nothing" else run.config.optimizer for run in runs])
     results = []
-    for subject, style in zip(subjects, styles, strict=True):  # each result is saved at once
-        with show_progress(f"{analysis.name} of {subject.path}") as progress:
-            result = analysis.measure_and_write(subject, progress)
-        results.append(LabeledResult(str(subject.path), result, style, analysis.origin(subject).other or ""))
+    for run, style in zip(runs, styles, strict=True):  # each result is saved at once
+        with show_progress(f"{analysis.name} of {run.path}") as progress:
+            result = analysis.measure_and_write(run, progress)
+        results.append(LabeledResult(str(run.path), result, style, analysis.origin(run).get("other", "")))
     console = Console(highlight=False)
     console.print(to_rich(analysis.table(analysis.name, results), analysis.name, transposed=True))
     for note in (*notes, *analysis.notes(results)):
         console.print(f"- {note}")
-    for subject in subjects:
-        console.print(f"written: {subject.path / 'analyses' / analysis.name}.json", soft_wrap=True)
+    for run in runs:
+        console.print(f"written: {run.path / 'analyses' / analysis.name}.json", soft_wrap=True)
     if options.plot is not None:
         write_plot(analysis.figures(analysis.name, results), options.plot)
         console.print(f"plot: {options.plot}", soft_wrap=True)

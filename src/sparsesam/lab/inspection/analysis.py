@@ -6,18 +6,20 @@ import dataclasses
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from sparsesam.analysis import AnalysisResult, ProgressCallback
 from sparsesam.lab.display import Cell, Figure, Series, SeriesStyle, Table, table_of_rows
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.run_directory import seal, write_atomically
 from sparsesam.lab.experiment.setting_types import option
-from sparsesam.lab.inspection.trained_run import Origin, ResultDirectory, TrainedRun
+from sparsesam.lab.inspection.trained_run import TrainedRun
 
 Summary = dict[str, Cell | float | None]
+#: The analysis with shared options, the runs to measure, and notes on those left out.
+Prepared = tuple["Analysis[Any]", Sequence[TrainedRun], Sequence[str]]
 ResultT = TypeVar("ResultT", bound=AnalysisResult)
 MeasureT = TypeVar("MeasureT")
 
@@ -40,7 +42,8 @@ class LabeledResult(Generic[ResultT]):
 class Analysis(ABC, Generic[ResultT]):
     """A dataclass whose fields are the options of ``sparsesam analyze``, generic in the type of its result.
 
-    ``files`` are the possible names of its results in ``RUN/analyses``, ``subject_type`` is what it measures.
+    ``files`` are the possible names of its results in ``RUN/analyses``, ``needs`` is what it measures: the weights of a
+    run, only its records, or nothing, so that any directory can hold the result.
     """
 
     help: ClassVar[str]
@@ -48,7 +51,7 @@ class Analysis(ABC, Generic[ResultT]):
     caption: ClassVar[str]
     files: ClassVar[tuple[str, ...]]
     result_type: ClassVar[type[AnalysisResult]]
-    subject_type: ClassVar[type[ResultDirectory]] = TrainedRun
+    needs: ClassVar[Literal["weights", "run", "nothing"]] = "weights"
 
     @property
     def name(self) -> str:
@@ -58,43 +61,35 @@ class Analysis(ABC, Generic[ResultT]):
     @property
     def options(self) -> dict[str, Any]:
         """The values of the options, by name."""
-        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if "help" in one.metadata}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.metadata}
 
     # ---- measuring
 
-    def prepare(self, subjects: Sequence[Any]) -> tuple[Analysis[Any], Sequence[Any], Sequence[str]]:
-        """Returns the analysis with shared options, the subjects to measure, and notes on those left out."""
-        return self, subjects, ()
+    def prepare(self, runs: Sequence[TrainedRun]) -> Prepared:
+        return self, runs, ()
 
     @abstractmethod
-    def measure(self, subject: Any, progress: ProgressCallback) -> ResultT:
-        """Measure one subject; ``progress(done, total)`` is called in between."""
+    def measure(self, run: TrainedRun, progress: ProgressCallback) -> ResultT:
+        """Measure one run; ``progress(done, total)`` is called in between."""
 
-    def measure_and_write(self, subject: Any, progress: ProgressCallback = lambda done, total: None) -> ResultT:
+    def origin(self, run: TrainedRun) -> dict[str, Any]:
+        """Returns the checkpoint and the images that the result is measured on."""
+        return run.origin() if self.needs == "weights" else {}
+
+    def measure_and_write(self, run: TrainedRun, progress: ProgressCallback = lambda done, total: None) -> ResultT:
         """Measure and write the result with its provenance to ``analyses/NAME.json`` (docs/analyze.md)."""
         start = time.perf_counter()
-        result = self.measure(subject, progress)
+        result = self.measure(run, progress)
         seconds, machine = time.perf_counter() - start, provenance()
         made = {"options": self.options, "seconds": seconds, "command": machine["command"], "provenance": machine}
-        made = {**self.origin(subject).to_dict(), **made}
-        config = getattr(subject, "config", None)
-        content = {"analysis": self.name, "result": result.to_dict(), "made": made, "run": config and config.identity}
-        file = subject.path / "analyses" / f"{self.name}.json"
+        made, identity = {**self.origin(run), **made}, None if self.needs == "nothing" else run.config.identity
+        content = {"analysis": self.name, "result": result.to_dict(), "made": made, "run": identity}
+        file = run.directory.analyses / f"{self.name}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(seal(content), allow_nan=False) + "\n")
         return result
 
-    def origin(self, subject: Any) -> Origin:
-        """Returns the checkpoint and the images that the result was measured on."""
-        origin: Origin = subject.origin()
-        return origin
-
     # ---- showing
-
-    @classmethod
-    def read(cls, content: Mapping[str, Any]) -> ResultT:
-        """Build a result from the content of its file; ValueError if the format is wrong."""
-        return cls.result_type.from_dict(content)  # type: ignore[return-value]
 
     @classmethod
     @abstractmethod
@@ -103,7 +98,7 @@ class Analysis(ABC, Generic[ResultT]):
 
     @classmethod
     def table(cls, name: str, results: Sequence[LabeledResult[ResultT]]) -> Table:
-        return table_of_rows(name, cls.caption, {one.label: cls.summary(one.result) for one in results})
+        return table_of_rows(name, cls.caption, {run.label: cls.summary(run.result) for run in results})
 
     @classmethod
     @abstractmethod
@@ -114,10 +109,10 @@ class Analysis(ABC, Generic[ResultT]):
     def notes(cls, results: Sequence[LabeledResult[ResultT]]) -> list[str]:
         """Returns each note once, with the runs it applies to unless it applies to all."""
         labels: dict[str, dict[str, None]] = {}
-        for one in results:
-            for note in one.result.remarks():
-                labels.setdefault(note, {})[one.label] = None
-        everyone = len({one.label for one in results})
+        for run in results:
+            for note in run.result.remarks():
+                labels.setdefault(note, {})[run.label] = None
+        everyone = len({run.label for run in results})
         return [note if len(of) == everyone else f"{', '.join(of)}: {note}" for note, of in labels.items()]
 
     @classmethod
@@ -132,11 +127,9 @@ class RadiusAnalysis(Analysis[ResultT]):
 
     rho: float | None = option(None, "norm of the perturbation; default the first run's")
 
-    def prepare(
-        self, subjects: Sequence[TrainedRun]
-    ) -> tuple[RadiusAnalysis[ResultT], Sequence[TrainedRun], Sequence[str]]:
-        rho = subjects[0].config.rho if self.rho is None else self.rho
-        return dataclasses.replace(self, rho=rho), subjects, ()
+    def prepare(self, runs: Sequence[TrainedRun]) -> Prepared:
+        rho = runs[0].config.rho if self.rho is None else self.rho
+        return dataclasses.replace(self, rho=rho), runs, ()
 
 
 @dataclass(frozen=True)
@@ -160,6 +153,7 @@ def every_and_masked(
 ) -> tuple[MeasureT, MeasureT | None]:
     """Returns ``measure()`` for every weight and ``measure(masks=masks)``, None if the masks keep no weight."""
     masks = run.masks or {}
+    progress(0, 2)
     every = measure()
     progress(1, 2)
     masked = measure(masks=masks) if any(bool(mask.any()) for mask in masks.values()) else None

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from sparsesam.analysis import AnalysisResult, GeneralizationBound, ProgressCallback, generalization_bound
-from sparsesam.analysis.bound import CAVEATS
-from sparsesam.lab.display import Axis, Cell, Figure, Series, significant
+from sparsesam.lab.display import Axis, Cell, Figure, significant
 from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import LabeledResult, RadiusAnalysis, Summary, every_and_masked
 from sparsesam.lab.inspection.trained_run import TrainedRun
+
+_TERMS = {"dimension": "dimension_term", "confidence": "confidence_term", "remainder": "remainder"}
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,14 @@ class BoundAnalysis(RadiusAnalysis[BoundResult]):
     delta: float = option(0.05, "the bound holds with probability 1 - delta")
     steps: int = option(20, "gradient ascent steps to find the largest loss")
 
-    def measure(self, subject: TrainedRun, progress: ProgressCallback) -> BoundResult:
-        if subject.on.split != "train":
+    def measure(self, run: TrainedRun, progress: ProgressCallback) -> BoundResult:
+        if run.on.split != "train":
             raise ValueError(
-                f"split must be train for the bound, which depends on the training loss, got {subject.on.split}"
+                f"split must be train for the bound, which depends on the training loss, got {run.on.split}"
             )
-        n, classes = subject.batches.count, subject.splits.num_classes
-        measure = partial(generalization_bound, subject.objective, n=n, classes=classes, **self.options)
-        return BoundResult(*every_and_masked(subject, progress, measure))
+        n, classes = run.batches.count, run.splits.num_classes
+        measure = partial(generalization_bound, run.objective, n=n, classes=classes, **self.options)
+        return BoundResult(*every_and_masked(run, progress, measure))
 
     @classmethod
     def summary(cls, result: BoundResult) -> Summary:
@@ -58,29 +59,29 @@ class BoundAnalysis(RadiusAnalysis[BoundResult]):
             "bound, mask only": None if masked is None else masked.bound,
             "dimension term": every.dimension_term,
             "confidence term": every.confidence_term,
-            "remainder": every.remainder,
-            "k": every.k,
-            "n": every.n,
-            "delta": every.delta,
-            "rho": every.rho,
+            **{name: getattr(every, name) for name in ("remainder", "k", "n", "delta", "rho")},
             "||w||²": every.squared_norm,
         }
 
     @classmethod
     def figures(cls, name: str, results: Sequence[LabeledResult[BoundResult]]) -> list[Figure]:
         caption = "complexity = sqrt((dimension + confidence + remainder) / (n − 1))."
+        bars = [
+            run.series(
+                _TERMS,
+                [getattr(bound, term) for term in _TERMS.values()],
+                name=f"{run.label} (masked)" if bound.masked else "",
+                faint=bound.masked,
+            )
+            for run in results
+            for bound in run.result.bounds
+        ]
         x, y = Axis("term"), Axis("value", log=True)
-        panels = {"": [_terms(one, bound) for one in results for bound in one.result.bounds]}
-        return [Figure("bound-terms", "Terms of the complexity", caption, x, y, panels, kind="bars")]
-
-    @classmethod
-    def notes(cls, results: Sequence[LabeledResult[BoundResult]]) -> list[str]:
-        """Returns the notes that apply to every bound; those on a run's own numbers are in its file."""
-        return list(CAVEATS)
+        return [Figure("bound-terms", "Terms of the complexity", caption, x, y, {"": bars}, kind="bars")]
 
     @classmethod
     def why_hidden(cls, results: Sequence[LabeledResult[BoundResult]]) -> str:
-        bounds = [bound for one in results for bound in one.result.bounds]
+        bounds = [bound for run in results for bound in run.result.bounds]
         if not all(bound.vacuous for bound in bounds):
             return ""
         least = min(bounds, key=lambda bound: bound.bound)
@@ -89,9 +90,3 @@ class BoundAnalysis(RadiusAnalysis[BoundResult]):
             f"while a uniform prediction has a loss of {significant(least.threshold)}. `sparsesam report --bounds` "
             "shows the terms."
         )
-
-
-def _terms(one: LabeledResult[BoundResult], bound: GeneralizationBound) -> Series:
-    terms = [bound.dimension_term, bound.confidence_term, bound.remainder]
-    name = f"{one.label} (masked)" if bound.masked else ""
-    return one.series(["dimension", "confidence", "remainder"], terms, name=name, faint=bound.masked)

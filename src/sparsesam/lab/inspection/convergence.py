@@ -11,17 +11,13 @@ from sparsesam.analysis import AnalysisResult, Convergence, ProgressCallback, me
 from sparsesam.lab.display import Axis, Cell, Figure, Series, SeriesStyle, error_bars, numbers
 from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import Analysis, LabeledResult, Summary
-from sparsesam.lab.inspection.trained_run import Origin, ResultDirectory
+from sparsesam.lab.inspection.trained_run import TrainedRun
 
 
 @dataclass(frozen=True)
 class ConvergenceResult(AnalysisResult):
     sam: Convergence
     ssam: Convergence
-
-    @property
-    def methods(self) -> list[Convergence]:
-        return [self.sam, self.ssam]
 
 
 @dataclass(frozen=True)
@@ -31,7 +27,7 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
     caption = "1/T Σ ||∇f(w_t)||² at the last T, the theorem’s bound, and whether its assumptions hold."
     files = ("convergence",)
     result_type = ConvergenceResult
-    subject_type = ResultDirectory
+    needs = "nothing"
 
     steps: int = option(1000, "steps of each run")
     runs: int = option(4, "number of runs to average over")
@@ -41,20 +37,30 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
     rho_0: float | None = option(None, "initial rho; default the largest that the theorem allows")
     seed: int = option(0, "seed of the problem, the noise and the mask")
 
-    def measure(self, subject: ResultDirectory, progress: ProgressCallback) -> ConvergenceResult:
+    def measure(self, run: TrainedRun, progress: ProgressCallback) -> ConvergenceResult:
         problem = nonconvex_logistic(seed=self.seed)
+        progress(0, 2)
         sam = measure_convergence("SAM", problem=problem, **self.options)
         progress(1, 2)
         ssam = measure_convergence("SSAM", problem=problem, **self.options)
         progress(2, 2)
         return ConvergenceResult(sam, ssam)
 
-    def origin(self, subject: ResultDirectory) -> Origin:
-        return Origin(seed=self.seed)
-
     @classmethod
     def summary(cls, result: ConvergenceResult) -> Summary:
-        return {f"{one.method}: {name}": cell for one in result.methods for name, cell in _row(one).items()}
+        row: Summary = {}
+        for found in (result.sam, result.ssam):
+            violated, method = found.violated, found.method
+            assumptions = f"not satisfied: {'; '.join(violated)}" if violated else "all satisfied"
+            row |= {
+                f"{method}: T": int(found.T[-1]),
+                f"{method}: mean ||∇f||²": found.measured[-1],
+                f"{method}: bound as printed": found.bound[-1],
+                f"{method}: bound with Σ 1/t": found.bound_harmonic[-1],
+                f"{method}: slope in log T": found.slope,
+                f"{method}: assumptions": Cell(assumptions, status="failed" if violated else "finished"),
+            }
+        return row
 
     @classmethod
     def figures(cls, name: str, results: Sequence[LabeledResult[ConvergenceResult]]) -> list[Figure]:
@@ -64,33 +70,19 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
         )
         x, y = Axis("T", log=True), Axis("mean squared gradient norm", log=True)
         panels = {
-            one.method if len(results) == 1 else f"{one.method}, {found.label}": _curves(one)
-            for found in results
-            for one in found.result.methods
+            found.method if len(results) == 1 else f"{found.method}, {directory.label}": _curves(found)
+            for directory in results
+            for found in (directory.result.sam, directory.result.ssam)
         }
         return [Figure("convergence", "Measured and bound", caption, x, y, panels)]
 
 
-def _row(one: Convergence) -> Summary:
-    failed = "; ".join(each.text for each in one.assumptions if not each.holds)
-    return {
-        "T": int(one.T[-1]),
-        "mean ||∇f||²": one.measured[-1],
-        "bound as printed": one.bound[-1],
-        "bound with Σ 1/t": one.bound_harmonic[-1],
-        "slope in log T": one.slope,
-        "assumptions": Cell(
-            f"not satisfied: {failed}" if failed else "all satisfied", status="failed" if failed else "finished"
-        ),
-    }
-
-
-def _curves(one: Convergence) -> list[Series]:
-    bars = error_bars(numbers(one.measured), numbers(one.deviation))
+def _curves(found: Convergence) -> list[Series]:
+    bars = error_bars(numbers(found.measured), numbers(found.deviation))
     # The printed bound can be 0 or less at T = 1, which a logarithmic axis cannot show.
-    printed, harmonic = (np.where(curve > 0, curve, np.nan) for curve in (one.bound, one.bound_harmonic))
+    printed, harmonic = (np.where(curve > 0, curve, np.nan) for curve in (found.bound, found.bound_harmonic))
     return [
-        SeriesStyle("blue").series(f"measured, {one.method}", one.T, one.measured, bars=bars),
-        SeriesStyle("orange").series("bound, log T", one.T, printed),
-        SeriesStyle("green").series("bound, Σ 1/t", one.T, harmonic),
+        SeriesStyle("blue").series(f"measured, {found.method}", found.T, found.measured, bars=bars),
+        SeriesStyle("orange").series("bound, log T", found.T, printed),
+        SeriesStyle("green").series("bound, Σ 1/t", found.T, harmonic),
     ]

@@ -26,9 +26,14 @@ class FisherAnalysis(LayerAnalysis[FisherAgreement]):
     probes: int | None = option(None, "random vectors for the diagonal; default exact up to 5000 weights, else 100")
     labels: Literal["data", "sampled"] = option("data", "labels of the Fisher information")
 
-    def measure(self, subject: TrainedRun, progress: ProgressCallback) -> FisherAgreement:
+    def measure(self, run: TrainedRun, progress: ProgressCallback) -> FisherAgreement:
         return fisher_vs_hessian(
-            subject.objective, probes=self.probes, labels=self.labels, parameters=self.layers, seed=subject.on.seed
+            run.objective,
+            probes=self.probes,
+            labels=self.labels,
+            parameters=self.layers,
+            seed=run.on.seed,
+            progress=progress,
         )
 
     @classmethod
@@ -38,7 +43,7 @@ class FisherAnalysis(LayerAnalysis[FisherAgreement]):
             "Spearman, |h|": result.spearman_magnitude,
             "Pearson, h": result.pearson,
             "h < 0": number_cell(result.negative_share, percent),
-            **{f"kept in common at {s}": number_cell(one, percent) for s, one in result.kept_in_common.items()},
+            **{f"kept in common at {s}": number_cell(kept, percent) for s, kept in result.kept_in_common.items()},
             "weights": result.weights,
             "Hessian’s diagonal": Cell(result.hessian),
         }
@@ -48,23 +53,19 @@ class FisherAnalysis(LayerAnalysis[FisherAgreement]):
         title = cls.title_of("Fisher information and |h|", name)
         caption = "Up to 2000 weights. Pairs with a zero are left out."
         x, y = Axis("Fisher information", log=True), Axis("|h|", log=True)
-        points = {one.label: [_scatter(one)] for one in results}
+        points = {run.label: [_scatter(run)] for run in results}
         scatter = Figure(f"{name}-scatter", title, caption, x, y, points, kind="points")
-        sparsities = [float(sparsity) for sparsity in results[0].result.kept_in_common]
-        chance = Series("by chance", "ink", sparsities, [100 * (1 - one) for one in sparsities], faint=True)
         title = cls.title_of("Weights kept in common", name)
         caption = "Of the weights that Fisher information keeps, the share that |h| would keep too."
-        lines = {"": [*(_kept(one) for one in results), chance]}
-        kept = Figure(f"{name}-kept", title, caption, Axis("sparsity"), Axis("kept by both (%)"), lines)
-        return [scatter, kept]
+        sparsities = [float(sparsity) for sparsity in results[0].result.kept_in_common]
+        shares = [(run, run.result.kept_in_common.values()) for run in results]
+        lines = [run.series(sparsities, [100 * share for share in kept]) for run, kept in shares]
+        chance = Series("by chance", "ink", sparsities, [100 * (1 - sparsity) for sparsity in sparsities], faint=True)
+        panels = {"": [*lines, chance]}
+        return [scatter, Figure(f"{name}-kept", title, caption, Axis("sparsity"), Axis("kept by both (%)"), panels)]
 
 
-def _scatter(one: LabeledResult[FisherAgreement]) -> Series:
-    fisher, h = one.result.scatter.T
+def _scatter(run: LabeledResult[FisherAgreement]) -> Series:
+    fisher, h = run.result.scatter.T
     shown = (fisher > 0) & (h != 0)
-    return one.series(fisher[shown], np.abs(h[shown]))
-
-
-def _kept(one: LabeledResult[FisherAgreement]) -> Series:
-    kept = one.result.kept_in_common
-    return one.series([float(sparsity) for sparsity in kept], [100 * share for share in kept.values()])
+    return run.series(fisher[shown], np.abs(h[shown]))

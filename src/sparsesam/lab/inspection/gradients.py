@@ -21,14 +21,14 @@ class GradientAnalysis(RadiusAnalysis[GradientDifference]):
     files = ("gradients",)
     result_type = GradientDifference
 
-    def measure(self, subject: TrainedRun, progress: ProgressCallback) -> GradientDifference:
-        return gradient_difference(subject.objective, masks=subject.masks, **self.options)
+    def measure(self, run: TrainedRun, progress: ProgressCallback) -> GradientDifference:
+        return gradient_difference(run.objective, masks=run.masks, **self.options)
 
     @classmethod
     def summary(cls, result: GradientDifference) -> Summary:
         groups = {title: getattr(result, name) for name, title in _GROUPS.items()}
         return {
-            **{f"r < 0, {title}": number_cell(one and one.share_below_zero, percent) for title, one in groups.items()},
+            **{f"r < 0, {title}": number_cell(of and of.share_below_zero, percent) for title, of in groups.items()},
             "median r": result.every.quantiles["0.5"],
             "gradient norm": result.gradient_norm,
             "rho": result.rho,
@@ -36,9 +36,8 @@ class GradientAnalysis(RadiusAnalysis[GradientDifference]):
 
     @classmethod
     def figures(cls, name: str, results: Sequence[LabeledResult[GradientDifference]]) -> list[Figure]:
-        logarithm = " or ".join(sorted({one.result.logarithm for one in results}))
         caption = (
-            f"r = {logarithm} |(g_SAM − g_SGD) / g_SGD| of each weight. Left of 0, the difference is smaller than the "
+            "r = log10 |(g_SAM − g_SGD) / g_SGD| of each weight. Left of 0, the difference is smaller than the "
             "gradient itself: the perturbation matters little there."
         )
         panels = {title: panel for group, title in _GROUPS.items() if (panel := _histograms(results, group))}
@@ -46,16 +45,16 @@ class GradientAnalysis(RadiusAnalysis[GradientDifference]):
         histogram = Figure("gradient-difference", "Histogram of r", caption, x, y, panels)
         caption = "The share of each layer’s weights with r < 0."
         x, y = Axis("parameter"), Axis("share with r < 0 (%)")
-        layers = [(one, one.result.layers) for one in results]
-        bars = [one.series(of, [100 * layer.share_below_zero for layer in of.values()]) for one, of in layers]
+        layers = [(run, run.result.layers) for run in results]
+        bars = [run.series(of, [100 * layer.share_below_zero for layer in of.values()]) for run, of in layers]
         return [histogram, Figure("gradient-difference-layers", "By layer", caption, x, y, {"": bars}, kind="bars")]
 
 
 def _histograms(results: Sequence[LabeledResult[GradientDifference]], group: str) -> list[Series]:
     series = []
-    for one in results:
-        differences, edges = getattr(one.result, group), one.result.edges
+    for run in results:
+        differences, edges = getattr(run.result, group), run.result.edges
         if differences is not None:
             shares = differences.histogram / max(differences.weights, 1)
-            series.append(one.series((edges[1:] + edges[:-1]) / 2, shares))
+            series.append(run.series((edges[1:] + edges[:-1]) / 2, shares))
     return series

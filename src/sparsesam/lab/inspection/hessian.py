@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from sparsesam.analysis import (
     AnalysisResult,
+    HessianOperator,
     HessianSpectrum,
     HessianTrace,
     ProgressCallback,
@@ -49,23 +49,25 @@ class HessianAnalysis(LayerAnalysis[HessianResult]):
     density_steps: int = option(80, "Lanczos steps per random vector of the density")
     keep_graph: bool = option(False, "keep the graphs of the batches: half the time, several times the memory")
 
-    def measure(self, subject: TrainedRun, progress: ProgressCallback) -> HessianResult:
-        products, density_products = 0, self.density_probes * self.density_steps
-        total = 3 * self.count + self.trace_probes + density_products  # eigenvalues and trace may take fewer or more
+    def measure(self, run: TrainedRun, progress: ProgressCallback) -> HessianResult:
+        density_products = self.density_probes * self.density_steps
+        products, total = 0, 3 * self.count + self.trace_probes + density_products  # eigenvalues may take fewer or more
 
         def on_product() -> None:
             nonlocal products
             products += 1
             progress(products, max(products, total))
 
-        common: dict[str, Any] = {"parameters": self.layers, "keep_graph": self.keep_graph, "seed": subject.on.seed}
-        common["on_product"] = on_product
-        objective = subject.objective
-        eigenvalues = hessian_eigenvalues(objective, self.count, tolerance=self.tolerance, **common)
+        hessian = HessianOperator(
+            run.objective, parameters=self.layers, keep_graph=self.keep_graph, on_product=on_product
+        )
+        seed = run.on.seed
+        progress(0, total)
+        eigenvalues = hessian_eigenvalues(hessian, self.count, tolerance=self.tolerance, seed=seed)
         total = products + self.trace_probes + density_products
-        trace = hessian_trace(objective, probes=self.trace_probes, tolerance=0.01, **common)
+        trace = hessian_trace(hessian, probes=self.trace_probes, tolerance=0.01, seed=seed)
         total = products + density_products
-        density = spectral_density(objective, steps=self.density_steps, probes=self.density_probes, **common)
+        density = spectral_density(hessian, steps=self.density_steps, probes=self.density_probes, seed=seed)
         return HessianResult(eigenvalues, trace, density)
 
     @classmethod
@@ -83,23 +85,22 @@ class HessianAnalysis(LayerAnalysis[HessianResult]):
 
     @classmethod
     def figures(cls, name: str, results: Sequence[LabeledResult[HessianResult]]) -> list[Figure]:
-        eigenvalue, share = Axis("eigenvalue"), Axis("share of eigenvalues per unit", log=True)
+        eigenvalue, rank = Axis("eigenvalue"), Axis("rank", whole=True)
         title, caption = cls.title_of("Largest eigenvalues", name), "Bars are estimated errors."
-        panels = {"": [_eigenvalues(one) for one in results]}
-        rank = Axis("rank", whole=True)
+        panels = {"": [_eigenvalues(run) for run in results]}
         largest = Figure(f"{name}-eigenvalues", title, caption, rank, eigenvalue, panels, kind="points")
+        title, share = cls.title_of("Spectral density", name), Axis("share of eigenvalues per unit", log=True)
         caption = "Stochastic Lanczos quadrature; the further right the density extends, the sharper the minimum."
-        panels = {"": [_density(one) for one in results]}
-        title = cls.title_of("Spectral density", name)
+        panels = {"": [_density(run) for run in results]}
         return [largest, Figure(f"{name}-density", title, caption, eigenvalue, share, panels)]
 
 
-def _eigenvalues(one: LabeledResult[HessianResult]) -> Series:
-    spectrum = one.result.eigenvalues
+def _eigenvalues(run: LabeledResult[HessianResult]) -> Series:
+    spectrum = run.result.eigenvalues
     values, errors = spectrum.eigenvalues.tolist(), spectrum.error_bounds.tolist()
-    return one.series(range(1, len(values) + 1), values, bars=error_bars(values, errors))
+    return run.series(range(1, len(values) + 1), values, bars=error_bars(values, errors))
 
 
-def _density(one: LabeledResult[HessianResult]) -> Series:
-    density = one.result.density
-    return one.series(density.grid, np.where(density.density > _FLOOR * density.density.max(), density.density, np.nan))
+def _density(run: LabeledResult[HessianResult]) -> Series:
+    grid, density = run.result.density.grid, run.result.density.density
+    return run.series(grid, np.where(density > _FLOOR * density.max(), density, np.nan))

@@ -11,13 +11,20 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sparsesam.analysis import Landscape, ProgressCallback, hessian_eigenvalues, loss_between, loss_landscape
+from sparsesam.analysis import (
+    Landscape,
+    ProgressCallback,
+    hessian_eigenvalues,
+    loss_between,
+    loss_landscape,
+    random_directions,
+)
 from sparsesam.lab.display import Axis, Cell, Figure, Series
 from sparsesam.lab.display.figure import needs_log
 from sparsesam.lab.experiment.errors import Interrupted
 from sparsesam.lab.experiment.setting_types import option
-from sparsesam.lab.inspection.analysis import Analysis, LabeledResult, Summary
-from sparsesam.lab.inspection.trained_run import Origin, TrainedRun
+from sparsesam.lab.inspection.analysis import Analysis, LabeledResult, Prepared, Summary
+from sparsesam.lab.inspection.trained_run import TrainedRun
 
 _SAME_NUMBERS = "The same random numbers for all runs, scaled to each run’s own filters."
 
@@ -51,46 +58,46 @@ class LandscapeAnalysis(Analysis[Landscape]):
         kind = "between" if self.between else "eigenvectors" if self.along == "eigenvectors" else f"{self.dimensions}d"
         return f"landscape-{kind}"
 
-    def prepare(self, subjects: Sequence[TrainedRun]) -> tuple[LandscapeAnalysis, Sequence[TrainedRun], Sequence[str]]:
-        different = sorted({run.config.model for run in subjects})
+    def prepare(self, runs: Sequence[TrainedRun]) -> Prepared:
+        different = sorted({run.config.model for run in runs})
         if len(different) > 1:
             raise ValueError(
                 f"runs must have the same model to share directions, got {', '.join(different)}; "
                 "analyze them separately"
             )
         if not self.between:
-            return self, subjects, ()
-        if len(subjects) != 2:
-            raise ValueError(f"--between needs two runs, got {len(subjects)}")
-        return dataclasses.replace(self, other=subjects[1]), subjects[:1], ()
+            return self, runs, ()
+        if len(runs) != 2:
+            raise ValueError(f"--between needs two runs, got {len(runs)}")
+        return dataclasses.replace(self, other=runs[1]), runs[:1], ()
 
-    def measure(self, subject: TrainedRun, progress: ProgressCallback) -> Landscape:
-        state = subject.directory.analyses / f"{self.name}.unfinished.npz"
+    def measure(self, run: TrainedRun, progress: ProgressCallback) -> Landscape:
+        state = run.directory.analyses / f"{self.name}.unfinished.txt"
         try:
-            result = self._landscape(subject, progress, state)
+            result = self._landscape(run, progress, state)
         except KeyboardInterrupt:
             raise Interrupted(f"the points so far are in {state}; run the same command to continue") from None
         state.unlink(missing_ok=True)
         return result
 
     def _landscape(self, run: TrainedRun, progress: ProgressCallback, state: Path) -> Landscape:
-        low, high = self.span or ((0.0, 1.0) if self.between else (-1.0, 1.0))
-        common: dict[str, Any] = {"span": (low, high), "state_file": state, "progress": progress}
+        common: dict[str, Any] = {"state_file": state, "progress": progress}
+        common |= {name: value for name in ("points", "span") if (value := getattr(self, name)) is not None}
         if self.other is not None:
-            return loss_between(run.objective, run.weights, self.other.weights, points=self.points or 51, **common)
-        common |= {"points": self.points or 50, "dimensions": self.dimensions}
+            return loss_between(run.objective, run.weights, self.other.weights, **common)
         if self.along == "random":
-            return loss_landscape(run.objective, seed=run.on.seed, one_dimensional=self.one_dimensional, **common)
+            directions = random_directions(
+                run.model, self.dimensions, seed=run.on.seed, one_dimensional=self.one_dimensional
+            )
+            return loss_landscape(run.objective, directions, **common)
         spectrum = hessian_eigenvalues(run.objective, self.dimensions, seed=run.on.seed)
-        found = loss_landscape(run.objective, directions=spectrum.vectors, **common)
+        found = loss_landscape(run.objective, spectrum.vectors, **common)
         values = ", ".join(f"{value:.4g}" for value in spectrum.eigenvalues)
-        return dataclasses.replace(
-            found, kind="Hessian eigenvectors", notes=[*found.notes, f"eigenvalues {values}", *spectrum.notes]
-        )
+        return dataclasses.replace(found, notes=[f"eigenvalues {values}", *spectrum.notes])
 
-    def origin(self, subject: TrainedRun) -> Origin:
-        other = None if self.other is None else str(self.other.path)
-        return dataclasses.replace(subject.origin(), other=other)
+    def origin(self, run: TrainedRun) -> dict[str, Any]:
+        other = {} if self.other is None else {"other": str(self.other.path)}
+        return {**super().origin(run), **other}
 
     @classmethod
     def summary(cls, result: Landscape) -> Summary:
@@ -106,50 +113,47 @@ class LandscapeAnalysis(Analysis[Landscape]):
 
     @classmethod
     def figures(cls, name: str, results: Sequence[LabeledResult[Landscape]]) -> list[Figure]:
-        lines = [one for one in results if not len(one.result.y)]
-        surfaces = [one for one in results if len(one.result.y)]
-        return [*_surface_figures(name, surfaces), *_line_figures(name, lines)]
+        lines = [run for run in results if not run.result.y.size]
+        surfaces = [run for run in results if run.result.y.size]
+        return [*_surface_figures(name, surfaces), *([_line_figure(name, lines)] if lines else [])]
 
 
-def _line_figures(name: str, results: Sequence[LabeledResult[Landscape]]) -> list[Figure]:
-    if not results:
-        return []
+def _line_figure(name: str, results: Sequence[LabeledResult[Landscape]]) -> Figure:
     title, caption, axis = "Loss along a line", _SAME_NUMBERS, "distance along the direction"
     if name == "landscape-between":
         title, caption = "Loss between two runs", "On the straight line from one run’s weights (0) to another’s (1)."
         axis = "position from first run (0) to second (1)"
     series = [
-        one.series(one.result.x, one.result.loss, name=f"{one.label} to {one.other}" if one.other else "")
-        for one in results
+        run.series(run.result.x, run.result.loss, name=f"{run.label} to {run.other}" if run.other else "")
+        for run in results
     ]
-    return [Figure(f"{name}-line", title, caption, Axis(axis), Axis("loss"), {"": series})]
+    return Figure(f"{name}-line", title, caption, Axis(axis), Axis("loss"), {"": series})
 
 
 def _surface_figures(name: str, results: Sequence[LabeledResult[Landscape]]) -> list[Figure]:
     """Returns surface, contours and a cut, with all runs on one scale so that they can be compared."""
-    losses = [loss for one in results for loss in one.result.loss[np.isfinite(one.result.loss)].tolist()]
+    losses = [loss for run in results for loss in run.result.loss[np.isfinite(run.result.loss)].tolist()]
     if not losses:
         return []
     log, low, high = needs_log(losses), min(losses), max(losses)
-    range_z = (math.log10(low), math.log10(high)) if log else (low, high)
     direction, words, end = "direction", "filter-normalized random directions", ""
     if name == "landscape-eigenvectors":
         direction, words, end = "eigenvector", "the Hessian’s two leading eigenvectors", " along eigenvectors"
     x, y, z = Axis(f"{direction} 1"), Axis(f"{direction} 2"), Axis("log10 of the loss" if log else "loss")
     series = []
-    for one in results:
-        loss = np.log10(np.where(one.result.loss > 0, one.result.loss, np.nan)) if log else one.result.loss
-        series.append(one.series(one.result.x, one.result.y, z=loss))
-    shown: dict[str, Any] = {"x": x, "y": y, "z": z, "panels": {one.name: [one] for one in series}, "range_z": range_z}
+    for run in results:
+        loss = np.log10(np.where(run.result.loss > 0, run.result.loss, np.nan)) if log else run.result.loss
+        series.append(run.series(run.result.x, run.result.y, z=loss))
+    panels = {surface.name: [surface] for surface in series}
+    range_z = (math.log10(low), math.log10(high)) if log else (low, high)
     scale = f"Along {words}; all runs on one scale."
     turn = f"{scale} On the page, drag to rotate it, or use the arrow keys."
     middle = f"{scale} The run’s weights are in the middle."
     cut = "The row of each surface nearest to the run’s weights: the wider, the flatter."
-    cuts = {"": [_cut(one) for one in series]}
     return [
-        Figure(f"{name}-surface", f"Surface{end}", turn, kind="surface", **shown),
-        Figure(f"{name}-contours", f"Contours{end}", middle, kind="contour", **shown),
-        Figure(f"{name}-cut", f"Cut through the middle{end}", cut, x, z, cuts),
+        Figure(f"{name}-surface", f"Surface{end}", turn, x, y, panels, "surface", z, range_z),
+        Figure(f"{name}-contours", f"Contours{end}", middle, x, y, panels, "contour", z, range_z),
+        Figure(f"{name}-cut", f"Cut through the middle{end}", cut, x, z, {"": [_cut(surface) for surface in series]}),
     ]
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from sparsesam.analysis import MaskHistory, ProgressCallback, masks_over_time
 from sparsesam.lab.display import Axis, Figure, Series, number_cell, percent
 from sparsesam.lab.experiment.run_directory import read_masks
-from sparsesam.lab.inspection.analysis import Analysis, LabeledResult, Summary
-from sparsesam.lab.inspection.trained_run import RecordedRun
+from sparsesam.lab.inspection.analysis import Analysis, LabeledResult, Prepared, Summary
+from sparsesam.lab.inspection.trained_run import TrainedRun
 
 
 @dataclass(frozen=True)
@@ -21,18 +21,18 @@ class MaskAnalysis(Analysis[MaskHistory]):
     caption = "Shares of all weights. The overlap is the mean Jaccard index of a mask with the previous one."
     files = ("masks",)
     result_type = MaskHistory
-    subject_type = RecordedRun
+    needs = "run"
 
-    def prepare(self, subjects: Sequence[RecordedRun]) -> tuple[MaskAnalysis, Sequence[RecordedRun], Sequence[str]]:
+    def prepare(self, runs: Sequence[TrainedRun]) -> Prepared:
         """Leave out runs without masks; ValueError if no run has masks."""
-        reasons = [_why_no_masks(run) for run in subjects]
+        reasons = [_why_no_masks(run) for run in runs]
         if all(reasons):
             raise ValueError("; ".join(reasons))
-        having = [run for run, reason in zip(subjects, reasons, strict=True) if not reason]
+        having = [run for run, reason in zip(runs, reasons, strict=True) if not reason]
         return self, having, [f"left out: {reason}" for reason in reasons if reason]
 
-    def measure(self, subject: RecordedRun, progress: ProgressCallback) -> MaskHistory:
-        return masks_over_time(read_masks(subject.path))
+    def measure(self, run: TrainedRun, progress: ProgressCallback) -> MaskHistory:
+        return masks_over_time(read_masks(run.path))
 
     @classmethod
     def summary(cls, result: MaskHistory) -> Summary:
@@ -49,14 +49,14 @@ class MaskAnalysis(Analysis[MaskHistory]):
     def figures(cls, name: str, results: Sequence[LabeledResult[MaskHistory]]) -> list[Figure]:
         caption = "The share of perturbed weights of each parameter, for each mask."
         x, y, z = Axis("step"), Axis("parameter"), Axis("density")
-        panels = {one.label: [_density(one)] for one in results}
+        panels = {run.label: [_density(run)] for run in results}
         density = Figure("mask-density", "Density per layer", caption, x, y, panels, "heatmap", z, (0.0, 1.0))
         caption = "Jaccard index of each mask with the previous one; dotted: random masks of the same densities."
-        panels = {"": [series for one in results for series in _overlap(one)]}
+        panels = {"": [series for run in results for series in _overlap(run)]}
         return [density, Figure("mask-overlap", "Overlap", caption, Axis("step", whole=True), Axis("overlap"), panels)]
 
 
-def _why_no_masks(run: RecordedRun) -> str:
+def _why_no_masks(run: TrainedRun) -> str:
     if run.directory.mask_files():
         return ""
     if not run.config.optimizer.startswith("ssam"):
@@ -64,16 +64,16 @@ def _why_no_masks(run: RecordedRun) -> str:
     return f"{run.path} recorded no masks; train it with --record-masks true"
 
 
-def _density(one: LabeledResult[MaskHistory]) -> Series:
-    layers = one.result.density_by_layer
+def _density(run: LabeledResult[MaskHistory]) -> Series:
+    layers = run.result.density_by_layer
     # Steps are category names: masks are unevenly spaced, and each is drawn equally wide.
-    return one.series([str(step) for step in one.result.steps], layers, z=layers.values())
+    return run.series([str(step) for step in run.result.steps], layers, z=layers.values())
 
 
-def _overlap(one: LabeledResult[MaskHistory]) -> list[Series]:
-    steps, result = one.result.steps[1:], one.result
-    chance = one.series(steps, result.overlap_by_chance, name=f"{one.label}, by chance", faint=True)
-    return [one.series(steps, result.overlap), chance]
+def _overlap(run: LabeledResult[MaskHistory]) -> list[Series]:
+    steps, result = run.result.steps[1:], run.result
+    chance = run.series(steps, result.overlap_by_chance, name=f"{run.label}, by chance", faint=True)
+    return [run.series(steps, result.overlap), chance]
 
 
 def _mean(values: np.ndarray) -> float | None:

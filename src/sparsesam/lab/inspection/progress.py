@@ -18,18 +18,23 @@ EVERY = 10.0
 
 @contextmanager
 def show_progress(title: str) -> Iterator[ProgressCallback]:
-    """Yield a function that shows ``progress(done, total)``: a bar in a terminal, a line now and then in a log."""
+    """Yield a function that shows ``progress(done, total)``: a bar in a terminal, a line now and then in a log.
+
+    The remaining time is estimated from the rate since the first call, so that loading a run does not count.
+    """
     console = Console(stderr=True, highlight=False)
-    start = last = time.monotonic()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=None)
+        start, last, begun = 0.0, 0.0, None
 
         def progress(done: int, total: int) -> None:
-            nonlocal last
+            nonlocal start, last, begun
             bar.update(task, completed=done, total=total)
             now = time.monotonic()
-            if not console.is_terminal and now - last >= EVERY and done < total:
-                last, left = now, (now - start) * (total - done) / done
+            if begun is None:
+                start, last, begun = now, now, done
+            if not console.is_terminal and now - last >= EVERY and begun < done < total:
+                last, left = now, (now - start) * (total - done) / (done - begun)
                 text = f"{title}: {100 * done / total:.0f} %, about {duration(left)} remaining"
                 console.print(text, soft_wrap=True, markup=False)
 

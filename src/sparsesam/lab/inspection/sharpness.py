@@ -31,9 +31,9 @@ class SharpnessAnalysis(RadiusAnalysis[SharpnessResult]):
 
     steps: int = option(20, "gradient ascent steps")
 
-    def measure(self, subject: TrainedRun, progress: ProgressCallback) -> SharpnessResult:
-        measure = partial(sharpness, subject.objective, seed=subject.on.seed, **self.options)
-        return SharpnessResult(*every_and_masked(subject, progress, measure))
+    def measure(self, run: TrainedRun, progress: ProgressCallback) -> SharpnessResult:
+        measure = partial(sharpness, run.objective, seed=run.on.seed, **self.options)
+        return SharpnessResult(*every_and_masked(run, progress, measure))
 
     @classmethod
     def summary(cls, result: SharpnessResult) -> Summary:
@@ -45,14 +45,13 @@ class SharpnessAnalysis(RadiusAnalysis[SharpnessResult]):
 
     @classmethod
     def figures(cls, name: str, results: Sequence[LabeledResult[SharpnessResult]]) -> list[Figure]:
-        panels = {"every weight": [_path(one, one.result.every) for one in results]}
-        masked = [_path(one, one.result.masked) for one in results if one.result.masked is not None]
-        if masked:
-            panels["the mask’s weights"] = masked
+        every = [_path(run, run.result.every) for run in results]
+        masked = [_path(run, run.result.masked) for run in results if run.result.masked is not None]
+        panels = {"every weight": every, **({"the mask’s weights": masked} if masked else {})}
         caption = "The largest increase of the loss after each gradient ascent step."
         x, y = Axis("gradient ascent steps", whole=True), Axis("increase of the loss")
         return [Figure("sharpness-path", "Gradient ascent", caption, x, y, panels)]
 
 
-def _path(one: LabeledResult[SharpnessResult], measured: Sharpness) -> Series:
-    return one.series(range(len(measured.path)), [loss - measured.loss for loss in measured.path])
+def _path(run: LabeledResult[SharpnessResult], measured: Sharpness) -> Series:
+    return run.series(range(len(measured.path)), [loss - measured.loss for loss in measured.path])

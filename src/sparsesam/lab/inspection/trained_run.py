@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset
 
-from sparsesam.analysis import AnalysisResult, Objective, check_state
+from sparsesam.analysis import Objective, check_state
 from sparsesam.analysis.objective import Statistics
 from sparsesam.checkpoint import split_own
 from sparsesam.lab import models
 from sparsesam.lab.data import FolderSplits, Splits
 from sparsesam.lab.experiment import checkpoint
 from sparsesam.lab.experiment.batches import Batches, Split, load_splits
-from sparsesam.lab.experiment.config import RunEnvironment
+from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.errors import CheckpointError
 from sparsesam.lab.experiment.run import make_fabric
 from sparsesam.lab.experiment.run_directory import RunDirectory, read_mask_file
@@ -47,27 +47,6 @@ class EvalSettings:
         check_settings(self)
 
 
-@dataclass(frozen=True)
-class Origin(AnalysisResult):
-    """The checkpoint and the images that a result was measured on; None for fields that do not apply.
-
-    ``step`` counts the training steps before the checkpoint, ``mask_step`` is the step that computed its mask.
-    ``other`` is the directory of the second run with ``--between``.
-    """
-
-    checkpoint: str | None = None
-    step: int | None = None
-    mask_step: int | None = None
-    split: str | None = None
-    samples: int | None = None
-    seed: int | None = None
-    loss: str | None = None
-    statistics: str | None = None
-    device: str | None = None
-    other: str | None = None
-    notes: list[str] = field(default_factory=list)
-
-
 def load_run(path: Path | str, *, weights: Path | None = None, **options: Any) -> TrainedRun:
     """Load the run in a directory, optionally with ``weights`` from a file; ``options`` are fields of `EvalSettings`.
 
@@ -76,46 +55,27 @@ def load_run(path: Path | str, *, weights: Path | None = None, **options: Any) -
 
     ``run.masks`` are the masks in use at the checkpoint.
     """
-    return TrainedRun(Path(path), EvalSettings(**options), weights)
+    directory = RunDirectory.existing(Path(path))
+    return TrainedRun(directory.path, EvalSettings(**options), weights)
 
 
-class ResultDirectory:
-    """The subject of analyses that need no run. ``style_name`` is the optimizer whose color its figures have."""
-
-    argument: ClassVar[tuple[str, str]] = ("DIR", "directory for the result")
-    style_name: str = ""
-
-    def __init__(self, path: Path, on: EvalSettings) -> None:
-        self.path, self.directory, self.on = path, RunDirectory(path), on
-
-    def origin(self) -> Origin:
-        """Returns what results are measured on."""
-        return Origin()
-
-
-class RecordedRun(ResultDirectory):
-    """The subject of analyses that need a run, but none of its checkpoints."""
-
-    argument = ("RUN", "directory of a run")
-
-    def __init__(self, path: Path, on: EvalSettings) -> None:
-        super().__init__(path, on)
-        self.config = RunDirectory.existing(path).saved_config()
-        self.style_name = self.config.optimizer
-
-
-class TrainedRun(RecordedRun):
-    """``config`` is read at once; ``model``, ``objective``, ``masks`` and what they need when first used.
+class TrainedRun:
+    """``config``, ``model``, ``objective``, ``masks`` and what they need are read when first used.
 
     ``masks`` are the masks in use at the checkpoint, None for a run without masks. ``step`` counts the training steps
     before the checkpoint, ``mask_step`` is the step that computed the masks.
     """
 
     def __init__(self, path: Path, on: EvalSettings, weights: Path | None = None) -> None:
-        super().__init__(path, on)
+        self.path, self.directory, self.on = path, RunDirectory(path), on
         self.file = weights or (self.directory.best if on.checkpoint == "best" else self.directory.last)
+        self.is_own_file = weights is None
         self.environment = RunEnvironment(data_dir=on.data_dir, download=on.download, accelerator=on.device)
         self.notes: list[str] = []
+
+    @cached_property
+    def config(self) -> TrainConfig:
+        return RunDirectory.existing(self.path).saved_config()
 
     @cached_property
     def model(self) -> nn.Module:
@@ -136,8 +96,7 @@ class TrainedRun(RecordedRun):
     @cached_property
     def weights(self) -> dict[str, Tensor]:
         """The state dict that is evaluated: the moving average if the run has one."""
-        is_own = self.file in (self.directory.best, self.directory.last)
-        return checkpoint.weights_of(self._content) if is_own else checkpoint.read_weights(self.file)
+        return checkpoint.weights_of(self._content) if self.is_own_file else checkpoint.read_weights(self.file)
 
     @property
     def step(self) -> int:
@@ -157,14 +116,14 @@ class TrainedRun(RecordedRun):
 
     @cached_property
     def _masks(self) -> tuple[int | None, dict[str, Tensor] | None]:
+        """The step that computed the masks in use at the checkpoint, and the masks; None for both without masks."""
         if "training" in self._content:
             return _masks_of(self._content)
         before = [(step, file) for step, file in self.directory.mask_files() if step < self.step]
         if before:
             return before[-1][0], read_mask_file(before[-1][1])
-        made, masks = (
-            _masks_of(self.directory.load(self.directory.last)) if self.directory.last.exists() else (None, None)
-        )
+        last = self.directory.last
+        made, masks = _masks_of(self.directory.load(last)) if last.exists() else (None, None)
         if made is not None and made >= self.step:
             self.notes.append("the mask in use at best.pt was not recorded; train with --record-masks true")
             return None, None
@@ -177,8 +136,7 @@ class TrainedRun(RecordedRun):
                 f"{self.file} does not exist: the run has not finished an epoch; "
                 f"continue it with: sparsesam train --resume --out {self.path}"
             )
-        is_own = self.file in (self.directory.best, self.directory.last)
-        return self.directory.load(self.file) if is_own else checkpoint.load(self.file)
+        return self.directory.load(self.file)
 
     @cached_property
     def splits(self) -> Splits | FolderSplits:
@@ -209,24 +167,23 @@ class TrainedRun(RecordedRun):
     def _smoothing(self) -> float:
         return self.config.label_smoothing if self.on.split == "train" else 0.0
 
-    def origin(self) -> Origin:
-        return Origin(
-            checkpoint=self.on.checkpoint,
-            step=self.step,
-            mask_step=self.mask_step,
-            split=self.on.split,
-            samples=self.objective.samples,
-            seed=self.on.seed,
-            loss="cross-entropy" + (f", label smoothing {self._smoothing:g}" if self._smoothing else ""),
-            statistics=self.on.statistics,
-            device=str(next(self.model.parameters()).device),
-            notes=self.notes,
-        )
+    def origin(self) -> dict[str, Any]:
+        """Returns what results are measured on, as ``made`` in docs/analyze.md."""
+        return {
+            "checkpoint": self.on.checkpoint,
+            "step": self.step,
+            "mask_step": self.mask_step,
+            "split": self.on.split,
+            "samples": self.objective.samples,
+            "seed": self.on.seed,
+            "loss": "cross-entropy" + (f", label smoothing {self._smoothing:g}" if self._smoothing else ""),
+            "statistics": self.on.statistics,
+            "device": str(next(self.model.parameters()).device),
+            "notes": self.notes,
+        }
 
 
 def _masks_of(content: dict[str, Any]) -> tuple[int | None, dict[str, Tensor] | None]:
-    if "training" not in content:
-        return None, None
     _, own, tensors = split_own(content["training"]["optimizer"])
     if own is None or own["mask"] is None or not own["mask"]["is_made"]:
         return None, None

@@ -221,11 +221,11 @@ def _measure_on_samples(trained: RecipeRuns, make: Callable[..., Analysis[Any]])
 
 def _kept(run: TrainedRun, analysis: Analysis[Any]) -> Any:
     """Read the result in ``RUN/analyses`` if weights, images and options are the same; else measure and write it."""
-    wanted = {**analysis.origin(run).to_dict(), "options": analysis.options}
+    wanted = {**analysis.origin(run), "options": analysis.options}
     file = run.path / "analyses" / f"{analysis.name}.json"
     if file.exists():
         content = json.loads(file.read_text())
         if all(content["made"].get(key) == value for key, value in wanted.items() if key != "notes"):
-            return analysis.read(content["result"])
+            return analysis.result_type.from_dict(content["result"])
     with show_progress(f"{analysis.name} of {run.path}") as progress:
         return analysis.measure_and_write(run, progress)

@@ -7,7 +7,6 @@ from typing import Any
 
 from sparsesam.lab.display import Figure, SeriesStyle, Table
 from sparsesam.lab.inspection import ANALYSES, Analysis, LabeledResult
-from sparsesam.lab.inspection.trained_run import Origin
 from sparsesam.lab.report.data import ReportData, Task
 from sparsesam.lab.report.page import Part
 
@@ -42,8 +41,8 @@ def _read_results(
     found = []
     for run in having:
         try:
-            result = analysis.read(run.analyses[name]["result"])
-            other = Origin.from_dict(run.analyses[name]["made"]).other
+            result = analysis.result_type.from_dict(run.analyses[name]["result"])
+            other = run.analyses[name]["made"].get("other")
         except (KeyError, ValueError) as error:
             problem = f"analyses/{name}.json is not in the format of docs/analyze.md: {error}"
             data.problems.append((str(run.path), problem))
