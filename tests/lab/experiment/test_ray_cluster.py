@@ -60,14 +60,8 @@ def test_runs_of_lost_machine_are_repeated_and_counted_once(tmp_path):
     root = Path(__file__).parents[3]
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0"}
     environment["PYTHONPATH"] = f"{root / 'src'}:{root}"
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "runs")],
-        env=environment,
-        check=False,
-        timeout=280,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "runs")]
+    done = subprocess.run(command, env=environment, check=False, timeout=280, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     runs = [read_records(file) for file in (tmp_path / "runs").glob("*/records.jsonl")]
     assert len(runs) == 4

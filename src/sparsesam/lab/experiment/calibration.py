@@ -22,6 +22,7 @@ from sparsesam.lab.data import FolderSplits, Splits
 from sparsesam.lab.experiment.batches import load_splits
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.errors import DivergedError, RunError
+from sparsesam.lab.experiment.process import torch_settings
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.result import Sums
 from sparsesam.lab.experiment.run_directory import read_json, seal, write_atomically
@@ -57,8 +58,7 @@ class SweepCalibration:
         return self.variants.get(key(config))
 
     def seconds_per_epoch(self, config: TrainConfig) -> float | None:
-        measured = self.of(config)
-        return None if measured is None else measured.seconds_per_epoch
+        return None if (measured := self.of(config)) is None else measured.seconds_per_epoch
 
     def fits(self, configs: Sequence[TrainConfig]) -> bool:
         """Whether it contains all configs, measured on the same kind of machine with the same versions."""
@@ -86,17 +86,15 @@ def read_calibration(folder: Path) -> SweepCalibration | None:
 
 def calibrate(jobs: Sequence[Job], environment: RunEnvironment, folder: Path) -> SweepCalibration:
     """Measure every variant of the jobs and write ``calibration.json``; invalid settings of a variant raise here."""
-    from sparsesam.lab.experiment.run import torch_threads
-
     threads = environment.threads or 1
-    with torch.random.fork_rng(), torch_threads(threads):
+    with torch_settings(threads):
         found = SweepCalibration(_measure(jobs, environment), provenance())
     content = {
         "kind": "calibration",
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "rounds": ROUNDS,
         "threads": threads,
-        "variants": {name: asdict(one) for name, one in found.variants.items()},
+        "variants": {name: asdict(time) for name, time in found.variants.items()},
         "provenance": found.provenance,
     }
     folder.mkdir(parents=True, exist_ok=True)

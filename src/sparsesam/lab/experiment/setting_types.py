@@ -13,46 +13,44 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
+import yaml
+
+from sparsesam.lab.experiment.errors import one_line
 from sparsesam.lab.names import suggestion
 
 
-class Range(NamedTuple):
-    """The range of numbers that a setting accepts."""
+@dataclass(frozen=True)
+class Rule:
+    """The numbers that a setting accepts, or the runs that use it: in words for messages and documentation, and as a
+    function of the number, or of the settings.
+    """
 
     words: str
     holds: Callable[[Any], bool]
 
+    def __and__(self, other: Rule) -> Rule:
+        return Rule(f"{self.words} and {other.words}", lambda value: self.holds(value) and other.holds(value))
 
-_AT_LEAST_0, _AT_LEAST_1 = Range("at least 0", lambda value: value >= 0), Range("at least 1", lambda value: value >= 1)
+
+_AT_LEAST_0, _AT_LEAST_1 = Rule("at least 0", lambda value: value >= 0), Rule("at least 1", lambda value: value >= 1)
 PositiveInt = Annotated[int, _AT_LEAST_1]
 NonNegativeInt = Annotated[int, _AT_LEAST_0]
 NonNegativeFloat = Annotated[float, _AT_LEAST_0]
-PositiveFloat = Annotated[float, Range("greater than 0", lambda value: value > 0)]
-Fraction = Annotated[float, Range("in [0, 1]", lambda value: 0 <= value <= 1)]
-FractionBelow1 = Annotated[float, Range("in [0, 1)", lambda value: 0 <= value < 1)]
-FractionAbove0 = Annotated[float, Range("in (0, 1]", lambda value: 0 < value <= 1)]
+PositiveFloat = Annotated[float, Rule("greater than 0", lambda value: value > 0)]
+Fraction = Annotated[float, Rule("in [0, 1]", lambda value: 0 <= value <= 1)]
+FractionBelow1 = Annotated[float, Rule("in [0, 1)", lambda value: 0 <= value < 1)]
+FractionAbove0 = Annotated[float, Rule("in (0, 1]", lambda value: 0 < value <= 1)]
 
 
-@dataclass(frozen=True)
-class When:
-    """The runs that use a setting, in words for messages and documentation, and as a function of the settings."""
-
-    words: str
-    holds: Callable[[Any], bool]
-
-    def __and__(self, other: When) -> When:
-        return When(f"{self.words} and {other.words}", lambda settings: self.holds(settings) and other.holds(settings))
-
-
-def when(**allowed: Sequence[Any]) -> When:
+def when(**allowed: Sequence[Any]) -> Rule:
     """Returns the condition that each of these settings has one of its values."""
     words = [f"{name} {' or '.join(map(str, values))}" for name, values in allowed.items()]
-    return When(" and ".join(words), lambda settings: all(getattr(settings, name) in allowed[name] for name in allowed))
+    return Rule(" and ".join(words), lambda settings: all(getattr(settings, name) in allowed[name] for name in allowed))
 
 
-def option(default: Any, text: str, *, group: str | None = None, used: When | None = None) -> Any:
+def option(default: Any, text: str, used: Rule | None = None, *, group: str | None = None) -> Any:
     """Returns a dataclass field with a help text. ``group`` starts a new heading in ``--help`` at this field."""
     return field(default=default, metadata={"help": text, "group": group, "used": used})
 
@@ -107,6 +105,14 @@ def _as(value: Any, kind: Any) -> Any:
     elif type(value) is kind:
         return value
     raise TypeError
+
+
+def read_yaml(text: str) -> Any:
+    """Parse YAML; ValueError, in one line, for anything that cannot be parsed."""
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(one_line(error)) from error
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
