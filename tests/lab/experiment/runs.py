@@ -29,7 +29,7 @@ def words(**settings):
 
 def result_with(**values):
     """The result in a ``result.json``, with only these values known."""
-    return {**dict.fromkeys(one.name for one in fields(RunResult)), **values}
+    return {**dict.fromkeys(field.name for field in fields(RunResult)), **values}
 
 
 def state(out):

@@ -69,7 +69,7 @@ def test_test_images_of_folders_are_resized_to_square_on_request(tmp_path):
     write_images(tmp_path)
     splits = load_dataset("folder", tmp_path, image_size=32)
     made = [batches(splits, dataset="folder", test_resize=how) for how in ("shorter-side", "square")]
-    sides, square = (one.sets["test"][0][0].float() for one in made)
+    sides, square = (batched.sets["test"][0][0].float() for batched in made)
     assert sides[0].amax() - sides[0].amin() < square[0].amax() - square[0].amin()  # more of the wide image is seen
 
 

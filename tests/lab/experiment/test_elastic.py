@@ -31,7 +31,7 @@ def test_unequal_numbers_of_processes_are_rejected():
 
 
 def torchrun(out, *, kill="no", **changed):
-    settings = {"optimizer": "ssam-f", "mask_steps": 3, "model": "tests.lab.experiment.killed_network:network"}
+    settings = {"optimizer": "ssam-f", "mask_steps": 3, "model": "tests.lab.experiment.networks:killed"}
     settings |= {"train_size": 72, "test_size": 40, "epochs": 4, "batch_size": 16, "fisher_samples": 8, "rho": 0.1}
     settings |= {"checkpoint_steps": 2, "logger": "none", "threads": 1, "accelerator": "cpu", "quiet": "true"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
@@ -57,7 +57,7 @@ def test_killed_rank_restarts_and_weights_equal_uninterrupted(tmp_path):
 
 @pytest.mark.slow
 def test_engine_changes_nothing_on_two_ranks(tmp_path):
-    model = "tests.lab.experiment.plain_model:build_with_late_normalization"
+    model = "tests.lab.experiment.networks:late_normalization"
     for engine in ("true", "false"):
         done = torchrun(tmp_path / engine, optimizer="sam-on", model=model, norm="masked", engine=engine)
         assert done.returncode == 0, done.stderr

@@ -5,6 +5,7 @@ import select
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -41,7 +42,7 @@ def test_killed_run_resumes_to_same_weights(tmp_path, whole, step):
 def test_workers_end_with_their_sweep(tmp_path):
     pipe = tmp_path / "begun"
     os.mkfifo(pipe)
-    settings = {"model": "tests.lab.experiment.blocked_model:build", "epochs": 100_000, "train_size": 64}
+    settings = {"model": "tests.lab.experiment.networks:blocked", "epochs": 100_000, "train_size": 64}
     (tmp_path / "sweep.yaml").write_text(
         yaml.safe_dump({"settings": {**settings, "optimizer": "sgd"}, "grid": {"lr": [0.01, 0.02]}})
     )
@@ -54,7 +55,7 @@ def test_workers_end_with_their_sweep(tmp_path):
     sweep.wait()
     for worker in workers:
         wait_for_end(worker)
-    for run in (one for one in (tmp_path / "runs").iterdir() if one.is_dir()):
+    for run in filter(Path.is_dir, (tmp_path / "runs").iterdir()):
         with FileLock(run / "running.lock").acquire(timeout=0):
             assert not (run / "result.json").exists()
 

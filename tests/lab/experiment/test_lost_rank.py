@@ -14,7 +14,7 @@ from sparsesam.lab.experiment.process import lost_ranks_are_named
 from tests.lab.experiment.runs import words
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-MODEL = "tests.lab.experiment.killed_network:network"
+MODEL = "tests.lab.experiment.networks:killed"
 OPTIONS = [
     *words(model=MODEL, optimizer="sam", train_size=64, test_size=40, epochs=6, batch_size=16),
     *words(threads=1, logger="none", accelerator="cpu", devices=2),

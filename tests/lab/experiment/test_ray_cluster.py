@@ -24,7 +24,7 @@ for name in ("WAITING", "LOST"):
     os.environ[name] = f"{out.parent}/{name}"
     os.mkfifo(os.environ[name])
 waiting = os.fdopen(os.open(os.environ["WAITING"], os.O_RDWR))
-config = TrainConfig(model="tests.lab.experiment.waiting_network:network", train_size=72, test_size=40, epochs=6,
+config = TrainConfig(model="tests.lab.experiment.networks:waiting", train_size=72, test_size=40, epochs=6,
                      batch_size=16, optimizer="sam", rho=0.1)
 jobs = Sweep("lost", {"SAM": config}, [0, 1, 2, 3]).jobs(out)
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})

@@ -135,7 +135,8 @@ def test_losses_and_statistics_cover_whole_batch_with_ascent_fraction(tmp_path):
         train(tmp_path / str(fraction), optimizer="sam", rho=0.0, ascent_fraction=fraction)
     whole, part = (read_epochs(tmp_path / name / "records.jsonl") for name in ("1.0", "0.25"))
     for name in ("train_loss", "train_accuracy"):
-        assert [getattr(one, name) for one in part] == pytest.approx([getattr(one, name) for one in whole], rel=1e-5)
+        of_whole, of_part = ([getattr(epoch, name) for epoch in epochs] for epochs in (whole, part))
+        assert of_part == pytest.approx(of_whole, rel=1e-5)
     whole, part = (state(tmp_path / name)["training"]["model"] for name in ("1.0", "0.25"))
     running = [name for name in whole if "running" in name]
     assert running

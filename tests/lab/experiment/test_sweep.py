@@ -133,9 +133,8 @@ def test_override_that_no_run_uses_is_rejected(tmp_path):
 
 def test_layers_and_budget_imply_their_optimizer(tmp_path):
     sweep = read(tmp_path, variants={"L": {"layers": ["12.*"]}, "B": {"budget": 1.2}, "SAM": {"optimizer": "sam"}})
-    assert [(one.optimizer, one.norm) for one in sweep.variants.values()] == [
-        ("ssam", "masked"), ("ssam", "masked"), ("sam", "full"),
-    ]  # fmt: skip
+    found = [(config.optimizer, config.norm) for config in sweep.variants.values()]
+    assert found == [("ssam", "masked"), ("ssam", "masked"), ("sam", "full")]
 
 
 def test_finished_runs_are_skipped_and_failed_ones_retried_on_request(tmp_path):
@@ -212,7 +211,7 @@ def test_runs_in_other_processes_give_same_results(tmp_path, backend):
         check=True,
         timeout=120,
     )
-    here = read(tmp_path, variants={"SGD": {"optimizer": "sgd"}, "SAM": {"optimizer": "sam"}})
-    there, mine = here.jobs(tmp_path / "runs"), here.jobs(tmp_path / "mine")
-    sweep_jobs(mine, RunEnvironment(), workers=1)
-    assert [job.result.test_loss for job in there] == [job.result.test_loss for job in mine]
+    sweep = read(tmp_path, variants={"SGD": {"optimizer": "sgd"}, "SAM": {"optimizer": "sam"}})
+    theirs, ours = sweep.jobs(tmp_path / "runs"), sweep.jobs(tmp_path / "ours")
+    sweep_jobs(ours, RunEnvironment(), workers=1)
+    assert [job.result.test_loss for job in theirs] == [job.result.test_loss for job in ours]

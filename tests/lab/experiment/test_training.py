@@ -17,7 +17,7 @@ from sparsesam.lab.experiment.result import read_epochs
 from sparsesam.lab.experiment.training import loss_and_accuracy
 from tests.lab.experiment.runs import SHORT, state, train
 
-PLAIN = "tests.lab.experiment.plain_model:build"
+PLAIN = "tests.lab.experiment.networks:plain"
 
 
 def epochs(out):
@@ -39,7 +39,7 @@ def test_validation_images_are_held_out_and_same_for_every_seed():
     splits = load_dataset("digits")
     settings = [replace(SHORT, val_size=60, train_size=None, seed=seed) for seed in (0, 1)]
     made = [Batches(config, splits, torch.device("cpu")) for config in settings]
-    held_out = [next(one.evaluation("val")).images for one in made]
+    held_out = [next(batches.evaluation("val")).images for batches in made]
     assert torch.equal(*held_out)
     assert len(made[0].sets["train"].tensors[0]) == 1000 - 60
     trained = {image.numpy().tobytes() for image in made[0].augment.plain(made[0].sets["train"].tensors[0])}
@@ -51,8 +51,8 @@ def test_validation_images_are_held_out_and_same_for_every_seed():
 def test_accumulated_parts_give_gradient_of_whole_batch(tmp_path, optimizer):
     for parts in (1, 3):
         train(tmp_path / str(parts), optimizer=optimizer, model=PLAIN, accumulate=parts)
-    one, three = (state(tmp_path / name)["training"]["model"] for name in ("1", "3"))
-    torch.testing.assert_close(one, three, rtol=1e-9, atol=1e-11)
+    whole, parts = (state(tmp_path / name)["training"]["model"] for name in ("1", "3"))
+    torch.testing.assert_close(whole, parts, rtol=1e-9, atol=1e-11)
 
 
 def test_uneven_micro_batches_differ_by_at_most_one_image(tmp_path):

@@ -12,7 +12,7 @@ from tests.lab.experiment.runs import state
 
 
 @pytest.mark.xdist_group("ranks")  # one rendezvous at a time
-@pytest.mark.parametrize("optimizer", two_ranks.BUILDERS)
+@pytest.mark.parametrize("optimizer", two_ranks.NETWORKS)
 def test_two_ranks_reach_weights_of_one_with_equal_masks(optimizer, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir(), two.mkdir()

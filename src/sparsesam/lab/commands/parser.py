@@ -27,7 +27,7 @@ from sparsesam.lab.experiment.config import (
     split_settings,
 )
 from sparsesam.lab.experiment.setting_types import alternatives, choices, convert, read_yaml
-from sparsesam.lab.names import check_names, unknown_name
+from sparsesam.lab.names import unknown_name
 
 __all__ = ["Namespace", "Parser", "add_options", "add_settings", "settings_from"]
 
@@ -54,7 +54,7 @@ class Parser(ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Reject unknown arguments, also in the parser of a subcommand."""
         found, unknown = super().parse_known_args(args, namespace)
-        names = [one.lstrip("-").partition("=")[0] for one in unknown if one.startswith("-")]
+        names = [word.lstrip("-").partition("=")[0] for word in unknown if word.startswith("-")]
         if names:
             self.error("; ".join(unknown_name("option", name, self.known) for name in names))
         if unknown:
@@ -120,7 +120,6 @@ def settings_from(options: Namespace, saved: Mapping[str, Any] | None = None) ->
     in_files: dict[str, Any] = {}
     for file in options.config:
         in_files |= _read(file)
-    check_names(in_files, known)
     chosen = {name: value for name, value in vars(options).items() if name in known}
     config, environment = split_settings({**(saved or {}), **complete({**in_files, **chosen})})
     check_used(config, [*chosen, *(name for name in in_files if in_files[name] != DEFAULTS.get(name))])

@@ -207,7 +207,7 @@ def sweep_table(title: str, jobs: Sequence[Job], calibration: SweepCalibration |
     results = {label: [found for job in members if (found := job.result)] for label, members in variants.items()}
     if calibration is None:
         measured = "forward-backwards"
-        costs = {label: _mean([one.forward_backwards_per_step for one in results[label]]) for label in variants}
+        costs = {label: _mean([run.forward_backwards_per_step for run in results[label]]) for label in variants}
     else:
         measured = "time"
         costs = {label: calibration.seconds_per_epoch(members[0].config) for label, members in variants.items()}

@@ -62,8 +62,8 @@ class SweepCalibration:
 
     def fits(self, configs: Sequence[TrainConfig]) -> bool:
         """Whether it contains all configs, measured on the same kind of machine with the same versions."""
-        here = provenance()
-        same = all(self.provenance.get(name) == here[name] for name in ("cpu", "machine", "torch", "sparsesam"))
+        current = provenance()
+        same = all(self.provenance.get(name) == current[name] for name in ("cpu", "machine", "torch", "sparsesam"))
         return same and all(key(config) in self.variants for config in configs)
 
 
@@ -94,7 +94,7 @@ def calibrate(jobs: Sequence[Job], environment: RunEnvironment, folder: Path) ->
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "rounds": ROUNDS,
         "threads": threads,
-        "variants": {name: asdict(time) for name, time in found.variants.items()},
+        "variants": {name: asdict(measured) for name, measured in found.variants.items()},
         "provenance": found.provenance,
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ def _measure(jobs: Sequence[Job], environment: RunEnvironment) -> dict[str, Vari
         phases = [config, replace(config, optimizer=config.base)] if config.canonical.ascent_start else [config]
         try:
             splits = splits_of(config.dataset, config.image_size)
-            steppers[name] = [_Stepper(one, splits, environment) for one in phases]
+            steppers[name] = [_Stepper(phase, splits, environment) for phase in phases]
         except (ImportError, TypeError, ValueError) as error:
             raise type(error)(f"{job.label}: {error}") from error
     for _ in range(1 + ROUNDS):
@@ -169,9 +169,9 @@ class _Stepper:
         return training.sums.seconds, training.steps_taken - first
 
 
-def _time_of(job: Job, one: _Stepper, plain: _Stepper | None = None) -> VariantTime:
-    config, steps, rounds = job.config, one.training.batches.steps, one.rounds[1:]  # the first is a warm-up
-    per_mask = statistics.median(one.masks[1:]) if one.masks else None
+def _time_of(job: Job, stepper: _Stepper, plain: _Stepper | None = None) -> VariantTime:
+    config, steps, rounds = job.config, stepper.training.batches.steps, stepper.rounds[1:]  # the first is a warm-up
+    per_mask = statistics.median(stepper.masks[1:]) if stepper.masks else None
     whole = steps * statistics.median(rounds) + (per_mask or 0.0) * steps / config.steps_between_masks(steps)
     if plain is not None:
         share = min(1.0, config.ascent_start / config.epochs)

@@ -316,15 +316,15 @@ class RunEnvironment:
 
 
 #: The default of every setting of a run.
-DEFAULTS: dict[str, Any] = {one.name: one.default for one in dataclasses.fields(TrainConfig)}
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
 
 
 def unused(config: TrainConfig) -> dict[str, str]:
     """Returns the settings that do not affect a run, and what would use them: two runs that differ only in these are
     the same run.
     """
-    conditions = {one.name: one.metadata["used"] for one in dataclasses.fields(TrainConfig)}
-    return {name: one.words for name, one in conditions.items() if one is not None and not one.holds(config)}
+    rules = {field.name: field.metadata["used"] for field in dataclasses.fields(TrainConfig)}
+    return {name: rule.words for name, rule in rules.items() if rule is not None and not rule.holds(config)}
 
 
 def check_used(config: TrainConfig, given: Iterable[str]) -> None:
@@ -352,7 +352,7 @@ def split_settings(values: Mapping[str, Any]) -> tuple[TrainConfig, RunEnvironme
 
 
 def names_of(kind: type[TrainConfig] | type[RunEnvironment]) -> list[str]:
-    return [one.name for one in dataclasses.fields(kind)]
+    return [field.name for field in dataclasses.fields(kind)]
 
 
 def from_mapping(kind: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:

@@ -83,8 +83,8 @@ def make_fabric(config: TrainConfig, environment: RunEnvironment) -> Fabric:
     try:
         fabric = Fabric(**options)
     except Exception as error:  # Lightning raises many types of errors for unavailable hardware
-        asked = ", ".join(f"{name} {value}" for name, value in options.items())
-        raise ValueError(f"{asked} is not available on this machine: {error}") from error
+        hardware = ", ".join(f"{name} {value}" for name, value in options.items())
+        raise ValueError(f"{hardware} is not available on this machine: {error}") from error
     if config.precision in ("fp32", "tf32"):
         return fabric
     kind = "bf16-mixed" if config.precision == "bf16" else "16-mixed"

@@ -72,8 +72,8 @@ def convert(name: str, value: Any, hint: Any) -> Any:
     For a float, 1 becomes 1.0 and "1e-3", which YAML reads as text, 0.001, so that equal settings have equal hashes.
     """
     kinds = alternatives(hint)
-    for one in kinds:
-        kind, *ranges = typing.get_args(one) if typing.get_origin(one) is Annotated else (one,)
+    for member in kinds:
+        kind, *ranges = typing.get_args(member) if typing.get_origin(member) is Annotated else (member,)
         with suppress(TypeError):
             found = _as(value, kind)
             if ranges and not ranges[0].holds(found):
@@ -81,7 +81,7 @@ def convert(name: str, value: Any, hint: Any) -> Any:
                 raise ValueError(f"{name} must be {ranges[0].words}{null}, got {value}")
             return found
     *words, last = map(_word, kinds)
-    meant = suggestion(str(value), [one for one in choices(hint) if isinstance(one, str)])
+    meant = suggestion(str(value), [choice for choice in choices(hint) if isinstance(choice, str)])
     raise ValueError(f"{name} must be {', '.join(words)}{' or ' if words else ''}{last}, got {value!r}{meant}")
 
 
@@ -122,8 +122,8 @@ def alternatives(hint: Any) -> tuple[Any, ...]:
 
 def choices(hint: Any) -> list[Any]:
     """Returns the values of the Literals in a type."""
-    literals = [one for one in alternatives(hint) if typing.get_origin(one) is Literal]
-    return [value for one in literals for value in typing.get_args(one)]
+    literals = [kind for kind in alternatives(hint) if typing.get_origin(kind) is Literal]
+    return [value for literal in literals for value in typing.get_args(literal)]
 
 
 _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", Path: "a path"}

@@ -160,21 +160,21 @@ def _variants(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
 
 
 def _read(file: str | Path) -> tuple[str, str]:
-    path = Path(file)
-    if path.is_file():
+    given = Path(file)
+    if given.is_file():
         try:
-            return path.read_text(encoding="utf-8"), path.stem
+            return given.read_text(encoding="utf-8"), given.stem
         except UnicodeDecodeError as error:
             raise ValueError(f"{file} is not a text file ({error})") from error
     files = (resources.files("sparsesam.lab.experiment") / "sweeps").iterdir()
-    packaged = {one.name.removesuffix(".yaml"): one for one in files if one.name.endswith(".yaml")}
+    packaged = {path.name.removesuffix(".yaml"): path for path in files if path.name.endswith(".yaml")}
     if str(file) in packaged:
         return packaged[str(file)].read_text(), str(file)
-    folder = path.parent if path.parent.is_dir() else Path()
-    here = sorted(str(one) for suffix in ("*.yaml", "*.yml") for one in folder.glob(suffix))
+    folder = given.parent if given.parent.is_dir() else Path()
+    found = sorted(str(other) for suffix in ("*.yaml", "*.yml") for other in folder.glob(suffix))
     raise ValueError(
         f"{file} does not exist: pass a YAML file or a sweep included in sparsesam ({', '.join(packaged)})"
-        f"{suggestion(str(file), [*here, *packaged])}"
+        f"{suggestion(str(file), [*found, *packaged])}"
     )
 
 
@@ -236,7 +236,7 @@ def _run_job(job: Job, environment: RunEnvironment, gpus: int, parent: int | Non
             job.files.write_failure(error)
     if is_orphan():
         os._exit(1)  # no process is left to receive the result
-    return job, list(dict.fromkeys(str(one.message) for one in caught))
+    return job, list(dict.fromkeys(str(warning.message) for warning in caught))
 
 
 @contextmanager

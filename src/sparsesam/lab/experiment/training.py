@@ -49,7 +49,7 @@ class Training:
         self.record_times = record_times
         self.clock: Callable[[], float] = time.perf_counter
         self.steps_taken, self.sums = 0, Sums()
-        self.stop_requested = False  # whether a rank was asked to stop in the last step
+        self.stop_requested = False  # whether a rank had to stop in the last step
         self.synced = False  # whether the loss is known to be finite up to this step
         self.module = model
         first = next(batches.train(0))
@@ -135,10 +135,10 @@ class Training:
 
     def _sync(self, totals: Tensor, stop: Callable[[], bool]) -> bool:
         """Add loss and correct predictions of the last steps to ``sums``; returns whether any rank must stop."""
-        asked: float = stop()
+        stops: float = stop()
         loss, correct = totals.tolist()
         if self.fabric.world_size > 1:
-            loss, correct, asked = self._summed(totals.new_tensor([loss, correct, asked]))
+            loss, correct, stops = self._summed(totals.new_tensor([loss, correct, stops]))
         self.sums.loss, self.sums.correct = self.sums.loss + loss, self.sums.correct + correct
         if not math.isfinite(loss):
             rho = "" if self.rho is None else f" or rho ({self.rho})"
@@ -147,7 +147,7 @@ class Training:
                 f"the loss is {loss} by step {self.steps_taken}; lower lr ({self.config.lr}){rho}, "
                 f"use a longer warm-up (warmup_epochs {self.config.warmup_epochs}){precision}"
             )
-        return bool(asked)
+        return bool(stops)
 
     def _now(self, *, sync: bool = True) -> float:
         if sync and self.fabric.device.type == "cuda":
