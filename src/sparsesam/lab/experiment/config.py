@@ -150,7 +150,7 @@ class TrainConfig:
     )
     gamma: FractionBelow1 = option(0.9, "weight of the sharpness in wsam; 0.5 without decouple is SAM", _WSAM)
     decouple: bool = option(True, "apply the sharpness of wsam apart from `base`", _WSAM)
-    sigma: NonNegativeFloat = option(1.0, "share of the average gradient friendly-sam subtracts; 0 is SAM", _FRIENDLY)
+    sigma: NonNegativeFloat = option(1.0, "multiple of the mean gradient friendly-sam subtracts; 0 is SAM", _FRIENDLY)
     decay: Fraction = option(0.9, "decay of friendly-sam's average gradient", _FRIENDLY)
     beta: FractionAbove0 = option(0.5, "probability of a tensor to be perturbed by esam; 1 is SAM", _ESAM)
     quantile: Fraction = option(0.95, "fraction of a tensor's entries that zsharp leaves out; 0 is SAM", _ZSHARP)

@@ -90,7 +90,7 @@ class RunDirectory:
     # ---- settings ------------------------------------------------------------------------------------------
 
     def check(self, config: TrainConfig, *, resume: bool) -> None:
-        """Raise ValueError if the run may not start here; writes nothing."""
+        """Raise ValueError if the run may not start in this directory; writes nothing."""
         try:
             existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
             if not existing.is_dir():
