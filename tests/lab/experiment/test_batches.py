@@ -43,6 +43,12 @@ def test_every_training_image_appears_once_per_epoch_in_another_order(splits):
     assert len(seen.unique(dim=0)) == len(made.augment.plain(made.sets["train"].tensors[0]).unique(dim=0))
 
 
+def test_subsets_are_same_for_every_seed(splits):
+    first, second = (batches(splits, seed=seed).sets for seed in (0, 1))
+    assert all(torch.equal(first[split].tensors[0], second[split].tensors[0]) for split in ("train", "test"))
+    assert len(first["train"].tensors[0].unique(dim=0)) > 60
+
+
 @pytest.mark.parametrize(("settings", "sizes"), [({}, [16, 16, 16, 16, 8]), ({"drop_last": True}, [16] * 4)])
 def test_last_batch_is_smaller_or_left_out(splits, settings, sizes):
     made = batches(splits, batch_size=16, train_size=72, **settings)
