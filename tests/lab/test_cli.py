@@ -6,9 +6,10 @@ from importlib import metadata
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from sparsesam.lab.cli import main
-from sparsesam.lab.commands import COMMANDS, data, find
+from sparsesam.lab.commands import COMMANDS, data
 from sparsesam.lab.experiment import read_records
 from sparsesam.lab.inspection import ANALYSES
 
@@ -32,30 +33,62 @@ def test_options_override_file(tmp_path):
     assert (config["optimizer"], config["rho"], config["batch_size"], config["epochs"]) == ("sam", 0.4, 32, 1)
 
 
-def test_unknown_option_suggests_nearest(tmp_path, capsys):
-    assert main(["train", "--sparsty", "0.5"]) == 2
-    assert "unknown option 'sparsty'; did you mean sparsity" in capsys.readouterr().err
-    (tmp_path / "bad.yaml").write_text("epoch: 3\n")
-    assert main(["train", "--config", str(tmp_path / "bad.yaml")]) == 2
-    assert "unknown option 'epoch'; did you mean epochs" in capsys.readouterr().err
-    assert main(["trian"]) == 2
-    assert "unknown command 'trian'; did you mean train?" in capsys.readouterr().err
+NO_EFFECT = " has no effect with optimizer "
+REFUSED = [
+    ("trian", "unknown command 'trian'; did you mean train?"),
+    ("train --sparsty 0.5", "unknown option 'sparsty'; did you mean sparsity"),
+    ("train --optimiser sam", "unknown option 'optimiser'; did you mean optimizer?"),
+    ("train --clip-grad 1", "unknown option 'clip-grad'; did you mean clip-grad-norm?"),
+    ("train --learning_rate=0.1", "unknown option 'learning_rate'; did you mean lr?"),
+    ("train --config bad.yaml", "unknown option 'epoch'; did you mean epochs"),
+    ("analyze hessian --eigenvalue 3 run", "unknown option 'eigenvalue'"),
+    ("train --optimizer other", "--optimizer must be one of 'sgd', "),
+    ("train --optimizer ssam_f", "did you mean ssam-f?"),
+    ("train --epochs many", "--epochs must be a whole number, got 'many'"),
+    ("train --adaptive fully", "--adaptive must be true or false or one of 'all', 'layer', got 'fully'"),
+    ("train --epochs 0", "epochs must be at least 1, got 0"),
+    ("train --dataset cifra10", "did you mean cifar10 or cifar100?"),
+    ("train --accelerator tape", "accelerator tape, devices 1, num_nodes 1 is not available on this machine: "),
+    ("train --out bad.yaml/run", "is not a directory; choose another --out"),
+    ("train --resume", "--resume needs --out"),
+    ("train --resume --out .", "has no run: there is no config.yaml"),
+    ("train --optimizer ssam", "optimizer ssam needs layers"),
+    ("train --optimizer sam --sparsity 0.5", NO_EFFECT),
+    ("train --optimizer sgd --rho 0.1", NO_EFFECT),  # also if it is the default
+    ("train --optimizer sam --layers fc.*", NO_EFFECT),
+    ("train --lr-gamma 0.2", NO_EFFECT),
+    ("train --config settings.yaml --optimizer sam", NO_EFFECT),
+    ("train --init-from none.pt", "none.pt does not exist"),
+    ("train --dataset cifar10 --data-dir none", "none"),
+    ("train --dataset folder", "--data-dir"),
+    ("train --config none.yaml", "cannot be read: No such file"),
+    ("train --config damaged.yaml", "is not YAML: "),
+    ("sweep damaged.yaml", "damaged.yaml: "),
+    ("sweep demo --data-dir none", "none"),
+    ("sweep demo --set init_from=none.pt", "none.pt does not exist"),
+    ("sweep demo --seeds 0", "--seeds must be at least 1"),
+    ("sweep demo --jobs 0", "--jobs must be at least 1"),
+    ("export none -o model.pt", "none has no run"),
+    ("export none -o model.onnx", "--out must end in .pt, .pth, .safetensors"),
+    ("eval .", "has no run"),
+    ("analyze hessian none", "none has no run"),
+    ("report none", "RUNS must be directories, got 'none'"),
+    ("paper show", "`paper show` needs a table or figure"),
+]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "meant"),
-    [
-        (["train", "--optimiser", "sam"], "unknown option 'optimiser'; did you mean optimizer?"),
-        (["train", "--clip-grad", "1"], "unknown option 'clip-grad'; did you mean clip-grad-norm?"),
-        (["train", "--learning_rate=0.1"], "unknown option 'learning_rate'; did you mean lr?"),
-        (["analyze", "hessian", "--eigenvalue", "3", "run"], "unknown option 'eigenvalue'"),
-    ],
-)
-def test_misspelled_options_suggest_intended_ones(arguments, meant, capsys):
-    assert main(arguments) == 2
+@pytest.mark.parametrize(("command", "reason"), REFUSED, ids=[command for command, _ in REFUSED])
+def test_bad_usage_exits_with_2_and_one_line_and_writes_nothing(command, reason, tmp_path, monkeypatch, capsys):
+    files = {"bad": "epoch: 3\n", "damaged": "epochs: [1", "settings": "pattern: filter\nfisher_samples: 128\n"}
+    for name, content in files.items():
+        (tmp_path / f"{name}.yaml").write_text(content)
+    monkeypatch.chdir(tmp_path)
+    assert main(command.split()) == 2
     printed = capsys.readouterr().err
-    assert meant in printed
+    assert printed.startswith("sparsesam")
+    assert reason in printed
     assert printed.count("\n") == 1
+    assert sorted(path.stem for path in tmp_path.iterdir()) == list(files)
 
 
 def test_help_has_groups_and_names_of_models_and_data_sets(capsys):
@@ -88,52 +121,7 @@ def test_eval_and_export_read_best_or_last_weights(tmp_path, capsys):
         assert main(["train", *SPARSE, "--init-from", str(file), "--out", str(tmp_path / name)]) == 0
     weights = torch.load(tmp_path / "exported" / "model.pt", weights_only=True)
     assert all(isinstance(value, torch.Tensor) for value in weights.values())
-    assert main(["export", out, "-o", "model.onnx"]) == 2
-    assert "--out must end in .pt, .pth, .safetensors" in capsys.readouterr().err
-    assert main(["eval", str(tmp_path)]) == 2
     assert main(["eval", out, "--weights", str(tmp_path / "none.pt")]) == 2
-
-
-def test_bad_value_exits_with_reason(tmp_path, capsys):
-    assert main(["train", "--optimizer", "other"]) == 2
-    assert "--optimizer must be one of 'sgd', " in capsys.readouterr().err
-    assert main(["train", "--optimizer", "ssam_f"]) == 2
-    assert "did you mean ssam-f?" in capsys.readouterr().err
-    assert main(["train", "--epochs", "many"]) == 2
-    assert "--epochs must be a whole number, got 'many'" in capsys.readouterr().err
-    assert main(["train", "--adaptive", "fully"]) == 2
-    assert "--adaptive must be true or false or one of 'all', 'layer', got 'fully'" in capsys.readouterr().err
-    assert main(["train", "--epochs", "0"]) == 2
-    assert "epochs must be at least 1, got 0" in capsys.readouterr().err
-    assert main(["train", *SHORT, "--dataset", "cifra10", "--out", str(tmp_path / "run")]) == 2
-    assert "did you mean cifar10 or cifar100?" in capsys.readouterr().err
-
-
-def test_unavailable_hardware_is_reported_in_one_line(tmp_path, capsys):
-    assert main(["train", *SHORT, "--accelerator", "tape", "--out", str(tmp_path / "run")]) == 2
-    assert "accelerator tape, devices 1, num_nodes 1 is not available on this machine: " in capsys.readouterr().err
-    (tmp_path / "file").touch()
-    assert main(["train", *SHORT, "--out", str(tmp_path / "file" / "run")]) == 2
-    assert "is not a directory" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--optimizer", "sam", "--sparsity", "0.5"],
-        ["--optimizer", "sgd", "--rho", "0.1"],  # also if it is the default
-        ["--optimizer", "sam", "--layers", "fc.*"],
-        ["--lr-gamma", "0.2"],
-        ["--config", "settings.yaml", "--optimizer", "sam"],
-    ],
-    ids=" ".join,
-)
-def test_setting_without_effect_is_refused(options, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "settings.yaml").write_text("pattern: filter\nfisher_samples: 128\n")
-    assert main(["train", *SHORT, *options]) == 2
-    assert " has no effect with optimizer " in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["settings.yaml"]
 
 
 def test_layers_and_budget_choose_what_is_perturbed(tmp_path, capsys):
@@ -144,49 +132,11 @@ def test_layers_and_budget_choose_what_is_perturbed(tmp_path, capsys):
         assert (header["config"]["optimizer"], header["config"]["norm"]) == ("ssam", "masked")
         assert 0 < result["sparsity"] < 1
         assert result["budget"] == (1.5 if options[0] == "--budget" else None)
-        if result["budget"]:
-            assert 1 < result["forward_backwards_per_step"] < 2
-    assert main(["train", "--optimizer", "ssam"]) == 2
-    assert "optimizer ssam needs layers" in capsys.readouterr().err
-
-
-def test_resume_needs_run(tmp_path, capsys):
-    assert main(["train", "--resume"]) == 2
-    assert "--resume needs --out" in capsys.readouterr().err
-    assert main(["train", "--resume", "--out", str(tmp_path)]) == 2
-    assert "has no run: there is no config.yaml" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["train", "--init-from", "none.pt"],
-        ["train", "--dataset", "cifar10", "--data-dir", "none"],
-        ["train", "--dataset", "folder"],
-        ["train", "--config", "none.yaml"],
-        ["train", "--config", "damaged.yaml"],
-        ["sweep", "damaged.yaml"],
-        ["sweep", "demo", "--data-dir", "none"],
-        ["sweep", "demo", "--set", "init_from=none.pt"],
-        ["sweep", "demo", "--seeds", "0"],
-        ["sweep", "demo", "--jobs", "0"],
-        ["export", "none", "-o", "model.pt"],
-        ["analyze", "hessian", "none"],
-        ["report", "none"],
-    ],
-    ids=" ".join,
-)
-def test_bad_usage_exits_with_2_and_writes_nothing(arguments, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "damaged.yaml").write_text("epochs: [1")
-    assert main(arguments) == 2
-    assert re.match(r"sparsesam( sweep)?: ", capsys.readouterr().err)
-    assert [path.name for path in tmp_path.iterdir()] == ["damaged.yaml"]
+    assert 1 < result["forward_backwards_per_step"] < 2
+    assert f"{result['forward_backwards_per_step']:.2f} passes per step, budget 1.5; " in capsys.readouterr().out
 
 
 def test_data_show_draws_what_network_sees(tmp_path, capsys):
-    from PIL import Image
-
     picture = tmp_path / "sheet.png"
     assert main(["data", "show", "--images", "6", "--label-noise", "0.3", "--out", str(picture)]) == 0
     assert "6 images of digits" in capsys.readouterr().out
@@ -219,7 +169,6 @@ def test_paper_lists_and_shows(capsys):
     assert "ablation-update-mask" in capsys.readouterr().out
     assert main(["paper", "show", "rho-imagenet", "--scale", "full"]) == 0
     assert "77.25" in capsys.readouterr().out
-    assert main(["paper", "show"]) == 2
 
 
 def test_without_command_lists_commands(capsys):
@@ -252,15 +201,3 @@ def test_library_imports_nothing_but_torch_and_numpy():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     packages = {name.partition(".")[0] for name in done.stdout.split()}
     assert packages - sys.stdlib_module_names <= {"sparsesam", "torch", "numpy"}
-
-
-def test_every_command_is_registered():
-    for name in COMMANDS:
-        assert {"HELP", "add_arguments", "run"} <= set(dir(find(name)))
-
-
-@pytest.mark.parametrize(("option", "least"), [("--jobs", 1), ("--seeds", 1)])
-def test_out_of_range_number_names_range(option, least, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["sweep", "demo", option, "0"]) == 2
-    assert re.search(f"{option} must be at least {least}.*, got 0", capsys.readouterr().err)

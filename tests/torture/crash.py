@@ -24,7 +24,7 @@ from pathlib import Path
 
 import lightning_fabric  # noqa: F401 - once, not in each fork, where signals would meet nothing but its import
 
-from sparsesam.lab.experiment import checkpoint
+from sparsesam.lab.experiment import checkpoint, recorder
 from sparsesam.lab.experiment import run as run_module
 from sparsesam.lab.experiment.batches import Batches
 from sparsesam.lab.experiment.config import RunEnvironment
@@ -250,7 +250,7 @@ def faults(rng: random.Random, duration: float) -> list[tuple[str, Callable[[Pat
         ("SIGKILL before a file is replaced", at_call(Path, "replace", rng.randrange(1, 20), kill, before=True)),
         ("SIGKILL after a file is replaced", at_call(Path, "replace", rng.randrange(1, 20), kill, before=False)),
         ("SIGKILL within a checkpoint", at_call(os, "fsync", saves, kill, before=True)),
-        ("SIGKILL after a record", at_call(run_module, "append_records", appends, kill, before=False)),
+        ("SIGKILL after a record", at_call(recorder, "append_records", appends, kill, before=False)),
         ("full disk", full_disk(rng.randrange(0, 40_000))),
         ("exception in the network", FaultyNetwork(rng.randrange(1, FORWARDS + 1), in_hook=False)),
         ("exception in a backward hook", FaultyNetwork(rng.randrange(1, FORWARDS + 1), in_hook=True)),

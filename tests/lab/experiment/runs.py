@@ -22,9 +22,14 @@ def train(out, observer=None, *, resume=False, logger="none", record_times=False
     return run_training(replace(SHORT, **settings), place, observer)
 
 
+def words(**settings):
+    """The settings as options of the command line."""
+    return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
 def result_with(**values):
     """The result in a ``result.json``, with only these values known."""
-    return {**dict.fromkeys(one.name for one in fields(RunResult)), **values}
+    return {**dict.fromkeys(field.name for field in fields(RunResult)), **values}
 
 
 def state(out):

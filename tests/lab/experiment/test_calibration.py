@@ -23,8 +23,8 @@ def jobs(tmp_path, **variants):
 def test_every_variant_is_measured_once_per_round(tmp_path):
     made = jobs(tmp_path, SGD={}, SAM={"optimizer": "sam"}, F={"optimizer": "ssam-f", "mask_epochs": 1})
     found = calibrate(made, PLACE, tmp_path / "runs")
-    assert [one.label for one in found.variants.values()] == ["SGD", "SAM", "F"]
-    assert all(len(one.seconds_per_step) == 5 and min(one.seconds_per_step) > 0 for one in found.variants.values())
+    assert [time.label for time in found.variants.values()] == ["SGD", "SAM", "F"]
+    assert all(len(time.seconds_per_step) == 5 and min(time.seconds_per_step) > 0 for time in found.variants.values())
     assert found.of(made[1].config) is found.of(made[0].config)
     assert found.of(made[4].config).seconds_per_mask > 0
     assert found.of(made[0].config).seconds_per_mask is None
@@ -63,4 +63,4 @@ def test_invalid_settings_name_variant_and_leave_no_files(tmp_path):
 
 def test_diverging_variant_is_left_to_its_run(tmp_path):
     made = jobs(tmp_path, SGD={}, bad={"lr": 1e30})
-    assert [one.label for one in calibrate(made, PLACE, tmp_path).variants.values()] == ["SGD"]
+    assert [time.label for time in calibrate(made, PLACE, tmp_path).variants.values()] == ["SGD"]

@@ -21,11 +21,6 @@ USED = [
 ]
 
 
-def test_unknown_name_suggests_nearest():
-    with pytest.raises(ValueError, match=r"unknown option 'sparsty'; did you mean sparsity"):
-        from_mapping(TrainConfig, {"sparsty": 0.5})
-
-
 @pytest.mark.parametrize(
     ("name", "value", "rule"),
     [
@@ -42,11 +37,6 @@ def test_value_out_of_range_is_rejected(name, value, rule):
         TrainConfig(**{name: value})
 
 
-def test_invalid_choice_is_rejected():
-    with pytest.raises(ValueError, match=r"optimizer must be one of 'sgd', .*, got 'ssam_f'"):
-        from_mapping(TrainConfig, {"optimizer": "ssam_f"})
-
-
 def test_hash_differs_between_configs_and_equals_for_equal_ones():
     assert TrainConfig().content_hash == TrainConfig().content_hash
     assert TrainConfig(rho=0.2).content_hash != TrainConfig().content_hash
@@ -57,11 +47,6 @@ def test_hash_differs_between_configs_and_equals_for_equal_ones():
 def test_default_directory_describes_run():
     config = replace(TrainConfig(), model="my.module:net")
     assert str(RunEnvironment().directory(config)) == f"runs/digits-my.module.net-ssam-f-{config.content_hash}"
-
-
-def test_unordered_milestones_are_rejected():
-    with pytest.raises(ValueError, match=r"lr_milestones must be epochs in increasing order, got \[5.0, 3.0\]"):
-        TrainConfig(lr_schedule="step", lr_milestones=(5, 3))
 
 
 @pytest.mark.parametrize(("optimizer", "settings"), UNUSED)

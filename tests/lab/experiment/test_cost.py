@@ -4,7 +4,8 @@ from torch import nn
 
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.cost import passes_per_step, plain_pass_operations
-from tests.lab.experiment.runs import train
+from sparsesam.lab.experiment.errors import Interrupted
+from tests.lab.experiment.runs import InterruptAt, train
 
 
 def cost(tmp_path, **settings):
@@ -15,19 +16,22 @@ def cost(tmp_path, **settings):
     ("settings", "expected"),
     [
         ({"optimizer": "sgd"}, 1),
+        ({"optimizer": "sgd", "accumulate": 2}, 1),
+        ({"optimizer": "auto"}, 1),
         ({"optimizer": "sam"}, 2),
+        ({"optimizer": "sam", "ascent": "momentum"}, 1),
         ({"optimizer": "sam", "ascent_fraction": 0.25}, 1.25),
         ({"optimizer": "sam", "ascent_every": 2}, 1.5),
         ({"optimizer": "sam", "ascent_steps": 2}, 3),
         ({"optimizer": "sam", "ascent_start": 1}, 1.5),
-        ({"optimizer": "sgd", "accumulate": 2}, 1),
         ({"optimizer": "ssam-random", "mask_epochs": None}, 2),
         ({"optimizer": "sam", "compile": True, "ascent_every": 2}, 1.5),
     ],
     ids=str,
 )
-def test_passes_are_counted_in_units_of_plain_pass(tmp_path, settings, expected):
+def test_passes_are_counted_in_units_of_plain_pass_and_known_from_settings(tmp_path, settings, expected):
     assert cost(tmp_path, **settings) == pytest.approx(expected, rel=1e-6)
+    assert passes_per_step(TrainConfig(epochs=2, **settings)) == pytest.approx(expected)
 
 
 def test_work_skipped_by_engine_is_not_counted(tmp_path):
@@ -46,9 +50,6 @@ def test_masks_are_counted(tmp_path):
 
 
 def test_interrupted_run_counts_the_same(tmp_path):
-    from sparsesam.lab.experiment.errors import Interrupted
-    from tests.lab.experiment.runs import InterruptAt
-
     whole = train(tmp_path / "whole", optimizer="ssam-f")
     with pytest.raises(Interrupted):
         train(tmp_path / "parts", InterruptAt(7), optimizer="ssam-f")
@@ -61,20 +62,3 @@ def test_linear_layer_operations_are_exact_and_nothing_changes():
     # Forward and weight gradient, 12 * 5 each, and the input gradient for the normalization's weights.
     assert plain_pass_operations(model, torch.ones(4, 12), torch.zeros(4, dtype=torch.long)) == 3 * 12 * 5
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    ("settings", "passes"),
-    [
-        ({"optimizer": "sgd"}, 1),
-        ({"optimizer": "sam"}, 2),
-        ({"optimizer": "sam", "ascent": "momentum"}, 1),
-        ({"optimizer": "auto"}, 1),
-        ({"optimizer": "sam", "ascent_fraction": 0.25}, 1.25),
-        ({"optimizer": "sam", "ascent_every": 2}, 1.5),
-        ({"optimizer": "sam", "ascent_steps": 2}, 3),
-        ({"optimizer": "sam", "ascent_start": 8, "epochs": 10}, 1.2),
-    ],
-)
-def test_passes_from_settings(settings, passes):
-    assert passes_per_step(TrainConfig(**settings)) == pytest.approx(passes)

@@ -11,10 +11,10 @@ from sparsesam.lab.experiment import read_masks, read_records
 from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.result import read_result
 from sparsesam.lab.experiment.run_directory import RunDirectory
-from tests.lab.experiment.runs import InterruptAt, same, state, train
+from tests.lab.experiment.runs import InterruptAt, same, state, train, words
 
 SPARSE = {"optimizer": "ssam-f", "mask_steps": 3, "model": "tests.lab.inspection.networks:linear"}
-OPTIONS = ["--train-size", "72", "--test-size", "40", "--epochs", "3", "--batch-size", "16", "--threads", "1"]
+OPTIONS = words(train_size=72, test_size=40, epochs=3, batch_size=16, threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -132,19 +132,8 @@ def test_changed_or_foreign_result_stops(runs):
 
 def test_every_setting_is_kept_for_resumed_run(tmp_path):
     run, model = tmp_path / "run", "tests.lab.experiment.test_run:with_dropout"
-    options = [
-        *OPTIONS,
-        "--optimizer",
-        "sgd",
-        "--model",
-        model,
-        "--logger",
-        "none",
-        "--checkpoint-steps",
-        "2",
-        "--quiet",
-    ]
-    assert main(["train", *options, "--max-steps", "5", "--out", str(run)]) == 0
+    options = words(optimizer="sgd", model=model, logger="none", checkpoint_steps=2, quiet="true", max_steps=5)
+    assert main(["train", *OPTIONS, *options, "--out", str(run)]) == 0
     saved = yaml.safe_load((run / "config.yaml").read_text())
     assert (saved["logger"], saved["threads"], saved["checkpoint_steps"]) == ("none", 1, 2)
     assert main(["train", "--resume", "--out", str(run), "--epochs", "4"]) == 0

@@ -13,24 +13,16 @@ import torch
 from sparsesam.lab.commands.train import under_torchrun
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.run_directory import read_records
-from tests.lab.experiment.runs import same, state
+from tests.lab.experiment.runs import same, state, words
 
-TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "a",
-    "TORCHELASTIC_RESTART_COUNT": "0",
-    "LOCAL_WORLD_SIZE": "4",
-    "WORLD_SIZE": "8",
-}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "0", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8"}
 
 
-def test_torchrun_sets_number_of_processes():
+def test_torchrun_sets_number_of_processes_and_a_restart_resumes():
     place = under_torchrun(RunEnvironment(), TORCHRUN)
     assert (place.devices, place.num_nodes, place.resume) == (4, 2, False)
-    assert under_torchrun(RunEnvironment(devices=3), {}) == RunEnvironment(devices=3)
-
-
-def test_restart_resumes():
     assert under_torchrun(RunEnvironment(), {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}).resume
+    assert under_torchrun(RunEnvironment(devices=3), {}) == RunEnvironment(devices=3)
 
 
 def test_unequal_numbers_of_processes_are_rejected():
@@ -39,38 +31,16 @@ def test_unequal_numbers_of_processes_are_rejected():
 
 
 def torchrun(out, *, kill="no", **changed):
-    settings = {
-        "model": "tests.lab.experiment.killed_network:network",
-        "optimizer": "ssam-f",
-        "mask_steps": 3,
-        "train_size": 72,
-        "test_size": 40,
-        "epochs": 4,
-        "batch_size": 16,
-        "fisher_samples": 8,
-        "rho": 0.1,
-        "checkpoint_steps": 2,
-        "logger": "none",
-        "threads": 1,
-        "accelerator": "cpu",
-        "quiet": "true",
-        "out": out,
-        **changed,
-    }
-    options = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    settings = {"optimizer": "ssam-f", "mask_steps": 3, "model": "tests.lab.experiment.networks:killed"}
+    settings |= {"train_size": 72, "test_size": 40, "epochs": 4, "batch_size": 16, "fisher_samples": 8, "rho": 0.1}
+    settings |= {"checkpoint_steps": 2, "logger": "none", "threads": 1, "accelerator": "cpu", "quiet": "true"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command += ["-m", "sparsesam", "train", *words(**{**settings, "out": out, **changed})]
     root = Path(__file__).parents[3]
     # Otherwise torch's restarted processes look for each other at the old addresses.
     fresh_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     environment = {**os.environ, **fresh_store, "KILL": kill, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"}
-    return subprocess.run(
-        [*command, "-m", "sparsesam", "train", *options],
-        env=environment,
-        check=False,
-        timeout=240,
-        capture_output=True,
-        text=True,
-    )
+    return subprocess.run(command, env=environment, check=False, timeout=240, capture_output=True, text=True)
 
 
 @pytest.mark.slow
@@ -87,7 +57,7 @@ def test_killed_rank_restarts_and_weights_equal_uninterrupted(tmp_path):
 
 @pytest.mark.slow
 def test_engine_changes_nothing_on_two_ranks(tmp_path):
-    model = "tests.lab.experiment.plain_model:build_with_late_normalization"
+    model = "tests.lab.experiment.networks:late_normalization"
     for engine in ("true", "false"):
         done = torchrun(tmp_path / engine, optimizer="sam-on", model=model, norm="masked", engine=engine)
         assert done.returncode == 0, done.stderr

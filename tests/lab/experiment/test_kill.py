@@ -1,17 +1,25 @@
 """Killed processes: a run resumes to the same weights, and a sweep's workers end with it."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 from filelock import FileLock
 
-from tests.lab.experiment.killed import SETTINGS
 from tests.lab.experiment.runs import same, state, train
 
+SETTINGS = {"optimizer": "ssam-f", "mask_steps": 3}
+#: A run that kills itself after some steps.
+KILLED = f"""
+import pathlib, signal, sys
+from tests.lab.experiment.runs import InterruptAt, train
+train(pathlib.Path(sys.argv[1]), InterruptAt(int(sys.argv[2]), signal.SIGKILL), **{SETTINGS})
+"""
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -24,7 +32,7 @@ def whole(tmp_path_factory):
 
 @pytest.mark.parametrize("step", [2, 5, 8])  # before the first checkpoint, at the end of an epoch, within one
 def test_killed_run_resumes_to_same_weights(tmp_path, whole, step):
-    command = [sys.executable, "-m", "tests.lab.experiment.killed", str(tmp_path), str(step)]
+    command = [sys.executable, "-c", KILLED, str(tmp_path), str(step)]
     assert subprocess.run(command, env=ENVIRONMENT).returncode == -signal.SIGKILL
     assert not (tmp_path / "result.json").exists()
     train(tmp_path, resume=True, **SETTINGS)
@@ -34,7 +42,7 @@ def test_killed_run_resumes_to_same_weights(tmp_path, whole, step):
 def test_workers_end_with_their_sweep(tmp_path):
     pipe = tmp_path / "begun"
     os.mkfifo(pipe)
-    settings = {"model": "tests.lab.experiment.blocked_model:build", "epochs": 100_000, "train_size": 64}
+    settings = {"model": "tests.lab.experiment.networks:blocked", "epochs": 100_000, "train_size": 64}
     (tmp_path / "sweep.yaml").write_text(
         yaml.safe_dump({"settings": {**settings, "optimizer": "sgd"}, "grid": {"lr": [0.01, 0.02]}})
     )
@@ -47,7 +55,7 @@ def test_workers_end_with_their_sweep(tmp_path):
     sweep.wait()
     for worker in workers:
         wait_for_end(worker)
-    for run in (one for one in (tmp_path / "runs").iterdir() if one.is_dir()):
+    for run in filter(Path.is_dir, (tmp_path / "runs").iterdir()):
         with FileLock(run / "running.lock").acquire(timeout=0):
             assert not (run / "result.json").exists()
 
@@ -58,7 +66,5 @@ def wait_for_end(pid):
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    import select
-
     ready, _, _ = select.select([descriptor], [], [], 120)
     assert ready, f"worker {pid} is still running"

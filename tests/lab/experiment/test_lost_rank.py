@@ -10,33 +10,26 @@ import pytest
 import torch
 
 from sparsesam.lab.experiment.errors import LostRankError
-from sparsesam.lab.experiment.run import lost_ranks_are_named
+from sparsesam.lab.experiment.process import lost_ranks_are_named
+from tests.lab.experiment.runs import words
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-OPTIONS = {
-    "model": "tests.lab.experiment.killed_network:network",
-    "optimizer": "sam",
-    "train_size": 64,
-    "test_size": 40,
-    "epochs": 6,
-    "batch_size": 16,
-    "threads": 1,
-    "logger": "none",
-    "accelerator": "cpu",
-    "devices": 2,
-}
+MODEL = "tests.lab.experiment.networks:killed"
+OPTIONS = [
+    *words(model=MODEL, optimizer="sam", train_size=64, test_size=40, epochs=6, batch_size=16),
+    *words(threads=1, logger="none", accelerator="cpu", devices=2),
+]
 
 
-def run(out, *more, kill="no"):
-    words = [word for name, value in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-m", "sparsesam", "train", "--out", str(out), *(more or words)]
+def run(out, *options, kill="no"):
+    command = [sys.executable, "-m", "sparsesam", "train", "--out", str(out), *options]
     environment = {**ENVIRONMENT, "KILL": kill, "TORCHELASTIC_RESTART_COUNT": "0"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.xdist_group("ranks")
 def test_lost_rank_is_named_and_run_resumes(tmp_path):
-    killed = run(tmp_path / "killed", kill="yes")
+    killed = run(tmp_path / "killed", *OPTIONS, kill="yes")
     assert killed.returncode in (1, -signal.SIGKILL)
     assert "Traceback" not in killed.stderr
     (line,) = [line for line in killed.stderr.splitlines() if line.startswith("sparsesam: ")]
@@ -51,9 +44,7 @@ def test_rank_that_is_lost_before_training_is_one_line(monkeypatch):
         raise RuntimeError("Connection closed by peer\ntraceback")
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", closed)
-    line = (
-        r"^a rank ended before training began \(Connection closed by peer\); continue with: sparsesam train --resume$"
-    )
+    line = r"^a rank ended before training began \(Connection closed by peer\); continue with: COMMAND$"
     fabric = SimpleNamespace(world_size=2)
-    with pytest.raises(LostRankError, match=line), lost_ranks_are_named(fabric, "sparsesam train --resume"):
+    with pytest.raises(LostRankError, match=line), lost_ranks_are_named(fabric, "COMMAND"):
         pass

@@ -11,15 +11,11 @@ from sparsesam.lab.experiment import provenance
 
 def test_names_versions_machine_and_threads():
     origin = provenance()
-    assert origin["sparsesam"] == sparsesam.__version__
-    assert origin["torch"] == torch.__version__
-    assert origin["python"] == platform.python_version()
+    versions = {"sparsesam": sparsesam.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    assert versions.items() <= origin.items()
     assert origin["threads"] == torch.get_num_threads()
     assert {"command", "commit", "machine", "cpu"} <= origin.keys()
-
-
-def test_is_json_serializable():
-    assert json.loads(json.dumps(provenance())) == provenance()
+    assert json.loads(json.dumps(origin)) == origin
 
 
 def test_available_without_experiment_extra():

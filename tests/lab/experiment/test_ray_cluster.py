@@ -24,7 +24,7 @@ for name in ("WAITING", "LOST"):
     os.environ[name] = f"{out.parent}/{name}"
     os.mkfifo(os.environ[name])
 waiting = os.fdopen(os.open(os.environ["WAITING"], os.O_RDWR))
-config = TrainConfig(model="tests.lab.experiment.waiting_network:network", train_size=72, test_size=40, epochs=6,
+config = TrainConfig(model="tests.lab.experiment.networks:waiting", train_size=72, test_size=40, epochs=6,
                      batch_size=16, optimizer="sam", rho=0.1)
 jobs = Sweep("lost", {"SAM": config}, [0, 1, 2, 3]).jobs(out)
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
@@ -60,14 +60,8 @@ def test_runs_of_lost_machine_are_repeated_and_counted_once(tmp_path):
     root = Path(__file__).parents[3]
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0"}
     environment["PYTHONPATH"] = f"{root / 'src'}:{root}"
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "runs")],
-        env=environment,
-        check=False,
-        timeout=280,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "runs")]
+    done = subprocess.run(command, env=environment, check=False, timeout=280, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     runs = [read_records(file) for file in (tmp_path / "runs").glob("*/records.jsonl")]
     assert len(runs) == 4

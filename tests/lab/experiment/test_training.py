@@ -11,34 +11,35 @@ from torch import nn
 from sparsesam.lab.data import load_dataset
 from sparsesam.lab.experiment import checkpoint, read_records, run
 from sparsesam.lab.experiment.batches import Batch, Batches
-from sparsesam.lab.experiment.config import TrainConfig
+from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.optimizers import lr_factor, make_optimizer
+from sparsesam.lab.experiment.result import read_epochs
 from sparsesam.lab.experiment.training import loss_and_accuracy
 from tests.lab.experiment.runs import SHORT, state, train
 
-PLAIN = "tests.lab.experiment.plain_model:build"
+PLAIN = "tests.lab.experiment.networks:plain"
 
 
 def epochs(out):
-    return [record for record in read_records(out / "records.jsonl") if record["kind"] == "epoch"]
+    return read_epochs(out / "records.jsonl")
 
 
-def test_best_weights_are_chosen_on_validation_images(tmp_path):
-    result = train(tmp_path, val_size=50, epochs=6, lr=0.3)
-    accuracies = [record["val_accuracy"] for record in epochs(tmp_path)]
+@pytest.mark.parametrize(("val_size", "chosen_on"), [(50, "val"), (None, "test")])
+def test_best_weights_are_chosen_on_validation_images_or_else_test_images(tmp_path, val_size, chosen_on):
+    result = train(tmp_path, val_size=val_size, epochs=6, lr=0.3)
+    accuracies = [getattr(epoch, f"{chosen_on}_accuracy") for epoch in epochs(tmp_path)]
     best = checkpoint.load(tmp_path / "best.pt")
     assert best["epoch"] == result.best_epoch == accuracies.index(max(accuracies)) + 1
-    assert result.best_test_accuracy == epochs(tmp_path)[best["epoch"] - 1]["test_accuracy"]
-    assert result.best_chosen_on == "val"
-    assert train(tmp_path / "without", max_steps=1).best_chosen_on == "test"
+    tested = epochs(tmp_path)[best["epoch"] - 1].test_accuracy
+    assert result.best_test_accuracy == best["test_accuracy"] == tested
+    assert result.best_chosen_on == chosen_on
 
 
 def test_validation_images_are_held_out_and_same_for_every_seed():
     splits = load_dataset("digits")
-    made = [
-        Batches(replace(SHORT, val_size=60, train_size=None, seed=seed), splits, torch.device("cpu")) for seed in (0, 1)
-    ]
-    held_out = [next(one.evaluation("val")).images for one in made]
+    settings = [replace(SHORT, val_size=60, train_size=None, seed=seed) for seed in (0, 1)]
+    made = [Batches(config, splits, torch.device("cpu")) for config in settings]
+    held_out = [next(batches.evaluation("val")).images for batches in made]
     assert torch.equal(*held_out)
     assert len(made[0].sets["train"].tensors[0]) == 1000 - 60
     trained = {image.numpy().tobytes() for image in made[0].augment.plain(made[0].sets["train"].tensors[0])}
@@ -50,8 +51,8 @@ def test_validation_images_are_held_out_and_same_for_every_seed():
 def test_accumulated_parts_give_gradient_of_whole_batch(tmp_path, optimizer):
     for parts in (1, 3):
         train(tmp_path / str(parts), optimizer=optimizer, model=PLAIN, accumulate=parts)
-    one, three = (state(tmp_path / name)["training"]["model"] for name in ("1", "3"))
-    torch.testing.assert_close(one, three, rtol=1e-9, atol=1e-11)
+    whole, parts = (state(tmp_path / name)["training"]["model"] for name in ("1", "3"))
+    torch.testing.assert_close(whole, parts, rtol=1e-9, atol=1e-11)
 
 
 def test_uneven_micro_batches_differ_by_at_most_one_image(tmp_path):
@@ -80,7 +81,7 @@ def test_step_gradient_is_clipped_and_perturbation_is_not(tmp_path):
 
 def test_step_schedule_lowers_learning_rate_at_milestones(tmp_path):
     train(tmp_path, lr=0.1, epochs=4, lr_schedule="step", lr_milestones=[1, 3], lr_gamma=0.5)
-    assert [record["lr"] for record in epochs(tmp_path)] == pytest.approx([0.1, 0.05, 0.05, 0.025])
+    assert [epoch.lr for epoch in epochs(tmp_path)] == pytest.approx([0.1, 0.05, 0.05, 0.025])
     config = TrainConfig(lr_schedule="step", lr_milestones=(2,), warmup_epochs=1)
     assert [lr_factor(config, step, 4) for step in (0, 3, 7, 8)] == pytest.approx([0.25, 1, 1, 0.1])
 
@@ -136,21 +137,16 @@ def test_more_epochs_extend_finished_run(tmp_path):
 
 
 def test_run_keeps_its_name(tmp_path, monkeypatch):
-    from sparsesam.lab.experiment.config import RunEnvironment
-    from sparsesam.lab.experiment.run import run_training
-
     monkeypatch.chdir(tmp_path)
-    run_training(replace(SHORT, max_steps=1), RunEnvironment(name="my run", logger="none"))
+    run.run_training(replace(SHORT, max_steps=1), RunEnvironment(name="my run", logger="none"))
     assert read_records(tmp_path / "runs" / "my run" / "records.jsonl")[0]["name"] == "my run"
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "sam", "ssam-f", "ssam-d", "auto"])
 def test_the_optimizer_of_a_training_pickles(optimizer):
-    from sparsesam.lab.experiment.config import RunEnvironment
-    from sparsesam.lab.experiment.run import make_fabric, make_training
-
     config, environment = replace(SHORT, optimizer=optimizer, clip_grad_norm=1.0), RunEnvironment(accelerator="cpu")
-    training = make_training(config, load_dataset("digits"), make_fabric(config, environment), environment)
+    fabric = run.make_fabric(config, environment)
+    training = run.make_training(config, load_dataset("digits"), fabric, environment)
     training.advance(lambda: True)
     copy = pickle.loads(pickle.dumps(training.optimizer))
     assert copy.state_dict().keys() == training.optimizer.state_dict().keys()

@@ -11,7 +11,7 @@ from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.training import Training
 from tests.lab.experiment.runs import SHORT
 
-BUILDERS = {"ssam-d": "build", "sam-on": "build_with_late_normalization"}
+NETWORKS = {"ssam-d": "plain", "sam-on": "late_normalization"}
 
 
 def main(folder, optimizer, devices, *, engine=True):
@@ -24,7 +24,7 @@ def main(folder, optimizer, devices, *, engine=True):
     module.Training = LeavesMasks
     place = RunEnvironment(out=Path(folder) / "run", accelerator="cpu", devices=devices, threads=1, logger="none")
     # 71 images in batches of 16: the last one has 7, so that the two ranks' parts differ.
-    model = f"tests.lab.experiment.plain_model:{BUILDERS[optimizer]}"
+    model = f"tests.lab.experiment.networks:{NETWORKS[optimizer]}"
     config = replace(SHORT, optimizer=optimizer, model=model, train_size=71, norm="masked", engine=engine)
     module.run_training(config, place)
     module.Training = Training

@@ -31,7 +31,7 @@ def add_arguments(parser: Parser) -> None:
         add_options(command, analysis, flags=True)
         if analysis.needs == "weights":
             add_options(command, EvalSettings, flags=True)
-        command.add_argument("--plot", type=Path | None, default=None, help="also plot it to FILE.png, .svg or .pdf")
+        command.add_argument("--plot", type=Path, help="also plot it to FILE.png, .svg or .pdf")
 
 
 def run(options: Namespace) -> None:

@@ -27,16 +27,15 @@ def run(options: Any = None) -> None:
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     none = "none: torch was built without CUDA" if torch.version.cuda is None else "none found"
     lines |= {"cuda": ", ".join(names) or none, "mps": "available" if torch.backends.mps.is_available() else "none"}
-    lines["savings"] = f"{_savings()} (in a trial step)"
-    for name, text in lines.items():
+    for name, text in {**lines, "savings": f"{_savings()} (in a trial step)"}.items():
         print(f"{name:<20} {text}")
 
 
 def _savings() -> str:
     """Take a step of a small model with only the last layer perturbed."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
-    mask = sparsesam.fixed_mask("2.*")
-    opt = sparsesam.SSAM(torch.optim.SGD(model.parameters()), model, rho=0.1, mask=mask, norm="masked")
+    base, mask = torch.optim.SGD(model.parameters()), sparsesam.fixed_mask("2.*")
+    opt = sparsesam.SSAM(base, model, rho=0.1, mask=mask, norm="masked")
     opt.minimize(lambda: model(torch.ones(3, 4)).square().sum())
     savings = opt.savings()
     return f"{savings.gradients:.0%} of the first weight gradients left out, {savings.reused} operations reused"

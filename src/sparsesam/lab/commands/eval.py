@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from sparsesam.lab.commands.parser import Namespace, Parser
+from sparsesam.lab.commands.parser import Namespace, Parser, add_options
 from sparsesam.lab.display import plural
 from sparsesam.lab.experiment.batches import Batches
+from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.run import make_fabric
 from sparsesam.lab.experiment.training import loss_and_accuracy
 from sparsesam.lab.inspection import TrainedRun, load_run
@@ -19,11 +20,9 @@ WEIGHTS = "best, last, or a file of weights (default: best)"
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="directory of a run")
     parser.add_argument("--weights", type=str, default="best", help=WEIGHTS)
-    parser.add_argument(
-        "--split", type=Literal["test", "val"], default="test", help="images to evaluate on (default: test)"
-    )
-    parser.add_argument("--data-dir", type=Path | None, default=None, help="directory of the data set's files")
-    parser.add_argument("--accelerator", type=str, default="auto", help="cpu, cuda, mps or auto")
+    splits, text = Literal["test", "val"], "images to evaluate on (default: test)"
+    parser.add_argument("--split", type=splits, default="test", help=text)
+    add_options(parser, RunEnvironment, only=["data_dir", "accelerator"])
 
 
 def load_trained(options: Namespace, **more: Any) -> TrainedRun:

@@ -30,12 +30,11 @@ HELP = (
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("action", type=Literal["list", "show", "run"], help="what to do")
-    parser.add_argument("name", type=str | None, nargs="?", default=None, help="name of a table or figure")
-    parser.add_argument(
-        "--scale", type=Literal["laptop", "full"], default="laptop", help="minutes on digits, or the paper's own runs"
-    )
-    parser.add_argument("--seeds", type=PositiveInt | None, default=None, help="runs per setting; default 3, figures 1")
-    parser.add_argument("--plot", type=Path | None, default=None, help="for figures: FILE.png, .svg or .pdf to draw to")
+    parser.add_argument("name", type=str, nargs="?", help="name of a table or figure")
+    text = "minutes on digits, or the paper's own runs"
+    parser.add_argument("--scale", type=Literal["laptop", "full"], default="laptop", help=text)
+    parser.add_argument("--seeds", type=PositiveInt, help="runs per setting; default 3, figures 1")
+    parser.add_argument("--plot", type=Path, help="for figures: FILE.png, .svg or .pdf to draw to")
     parser.add_argument("--dry-run", action="store_true", help="build every run, take two steps, estimate the cost")
     text = "GPU speed in TFLOP/s for the dry run's GPU hours"
     parser.add_argument("--tflops", type=PositiveFloat, default=round(PAPER_TFLOPS, 1), help=text)
@@ -66,9 +65,8 @@ def _run(runs: RecipeRuns, options: Namespace, out: Path) -> None:
         file = options.plot or out / f"{chosen.label}.png"
         check_plot(file)
     elif options.plot is not None:
-        raise ValueError(
-            f"--plot must be left out: {chosen.label} is a table; `sparsesam paper list` lists the figures"
-        )
+        reason = f"{chosen.label} is a table; `sparsesam paper list` lists the figures"
+        raise ValueError(f"--plot must be left out: {reason}")
     if jobs:
         timed = chosen.timed()
         execute(jobs, options, runs.table, timed=[job for job in jobs if job.config.variant in timed])
@@ -107,9 +105,9 @@ def _list() -> Table:
     drawn.add_column("name", no_wrap=True)
     drawn.add_column("")
     drawn.add_column("runs", no_wrap=True, justify="right")
-    for one in recipes().values():
-        counts = " / ".join(str(len(one.at(scale).sweep([0]).variants)) for scale in get_args(Scale))
-        drawn.add_row(one.place, one.label, one.title, counts)
+    for known in recipes().values():
+        counts = " / ".join(str(len(known.at(scale).sweep([0]).variants)) for scale in get_args(Scale))
+        drawn.add_row(known.place, known.label, known.title, counts)
     return drawn
 
 
@@ -121,8 +119,8 @@ def _show(runs: RecipeRuns) -> None:
     groups = {"setting": settings_of(chosen), "choice": other_choices(chosen)}
     for heading, choices in groups.items():
         drawn = Table(heading, "value", "where it comes from")
-        for one in choices:
-            drawn.add_row(one.name, Text(", ".join(one.values)), Text(one.mark))
+        for choice in choices:
+            drawn.add_row(choice.name, Text(", ".join(choice.values)), Text(choice.mark))
         if choices:
             console.print(drawn)
     if chosen.has_numbers:

@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
-
 from sparsesam.lab.experiment.config import (
     DEFAULTS,
     RunEnvironment,
@@ -28,8 +26,8 @@ from sparsesam.lab.experiment.config import (
     names_of,
     split_settings,
 )
-from sparsesam.lab.experiment.setting_types import alternatives, choices, convert
-from sparsesam.lab.names import check_names, unknown_name
+from sparsesam.lab.experiment.setting_types import alternatives, choices, convert, read_yaml
+from sparsesam.lab.names import unknown_name
 
 __all__ = ["Namespace", "Parser", "add_options", "add_settings", "settings_from"]
 
@@ -56,7 +54,7 @@ class Parser(ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Reject unknown arguments, also in the parser of a subcommand."""
         found, unknown = super().parse_known_args(args, namespace)
-        names = [one.lstrip("-").partition("=")[0] for one in unknown if one.startswith("-")]
+        names = [word.lstrip("-").partition("=")[0] for word in unknown if word.startswith("-")]
         if names:
             self.error("; ".join(unknown_name("option", name, self.known) for name in names))
         if unknown:
@@ -74,8 +72,8 @@ class Parser(ArgumentParser):
     def _convert(self, flag: str, hint: Any, text: str) -> Any:
         """Convert the text of a value to the type of its setting."""
         value = text
-        with suppress(yaml.YAMLError):
-            value = yaml.safe_load(text)
+        with suppress(ValueError):
+            value = read_yaml(text)
         try:
             return convert(flag, value, hint)
         except ValueError as error:
@@ -92,22 +90,25 @@ def add_settings(parser: Parser, *, leave_out: Sequence[str] = ()) -> None:
     add_options(parser, RunEnvironment, leave_out=leave_out)
 
 
-def add_options(parser: Parser, kind: Any, *, leave_out: Sequence[str] = (), flags: bool = False) -> None:
+def add_options(
+    parser: Parser, kind: Any, *, only: Sequence[str] = (), leave_out: Sequence[str] = (), flags: bool = False
+) -> None:
     """Add an option for every field with a help text; options that are not given are absent from the result.
 
-    ``flags``: options that are False by default take no value, so the next word is another argument.
+    ``only`` adds the named ones, with their defaults. ``flags``: options that are False by default take no value, so
+    the next word is another argument.
     """
     group, types = parser.add_argument_group(), typing.get_type_hints(kind)
-    for one in dataclasses.fields(kind):
-        if one.name in leave_out or "help" not in one.metadata:
+    for setting in dataclasses.fields(kind):
+        if setting.name in leave_out or "help" not in setting.metadata or (only and setting.name not in only):
             continue
-        if one.metadata["group"] is not None:
-            group = parser.add_argument_group(one.metadata["group"])
-        is_flag = flags and one.default is False
-        text = one.metadata["help"] + ("" if is_flag else default_text(one.default))
-        how = {"action": "store_true"} if is_flag else {"type": types[one.name]}
-        flag = f"--{one.name.replace('_', '-')}"
-        parser.add_argument(flag, group=group, default=argparse.SUPPRESS, help=text, **how)
+        if setting.metadata["group"] is not None:
+            group = parser.add_argument_group(setting.metadata["group"])
+        is_flag = flags and setting.default is False
+        text = setting.metadata["help"] + ("" if is_flag else default_text(setting.default))
+        how: dict[str, Any] = {"action": "store_true"} if is_flag else {"type": types[setting.name]}
+        default = setting.default if only else argparse.SUPPRESS
+        parser.add_argument(f"--{setting.name.replace('_', '-')}", group=group, default=default, help=text, **how)
 
 
 def settings_from(options: Namespace, saved: Mapping[str, Any] | None = None) -> tuple[TrainConfig, RunEnvironment]:
@@ -119,7 +120,6 @@ def settings_from(options: Namespace, saved: Mapping[str, Any] | None = None) ->
     in_files: dict[str, Any] = {}
     for file in options.config:
         in_files |= _read(file)
-    check_names(in_files, known)
     chosen = {name: value for name, value in vars(options).items() if name in known}
     config, environment = split_settings({**(saved or {}), **complete({**in_files, **chosen})})
     check_used(config, [*chosen, *(name for name in in_files if in_files[name] != DEFAULTS.get(name))])
@@ -128,11 +128,11 @@ def settings_from(options: Namespace, saved: Mapping[str, Any] | None = None) ->
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(file.read_text())
+        content = read_yaml(file.read_text())
     except OSError as error:
         raise ValueError(f"--config {file} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ValueError(f"--config {file} is not YAML: {' '.join(str(error).split())}") from error
+    except ValueError as error:
+        raise ValueError(f"--config {file} is not YAML: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"--config {file} must contain names and values, such as `epochs: 3`")
     return {str(name): value for name, value in content.items() if name != "sum"}  # of a run's config.yaml

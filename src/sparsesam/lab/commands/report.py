@@ -14,13 +14,12 @@ HELP = (
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("runs", type=str, nargs="+", help="directories of runs, or parent directories")
-    parser.add_argument(
-        "-o", "--out", type=Path, default=Path("report.html"), help="HTML file to write (default: report.html)"
-    )
-    parser.add_argument("--title", type=str | None, default=None, help="title of the page; default the sweep's")
+    text = "HTML file to write (default: report.html)"
+    parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), help=text)
+    parser.add_argument("--title", type=str, help="title of the page; default the sweep's")
     parser.add_argument("--bounds", action="store_true", help="show generalization bounds even if they are vacuous")
     text = "also write each figure as SVG and PDF, and its data as CSV, to this directory"
-    parser.add_argument("--figures", type=Path | None, default=None, help=text)
+    parser.add_argument("--figures", type=Path, help=text)
 
 
 def run(options: Namespace) -> None:

@@ -12,19 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from sparsesam.lab.commands.parser import Namespace, Parser
+from sparsesam.lab.commands.parser import Namespace, Parser, add_options
 from sparsesam.lab.display import finished_of, percent, plural, ratio, significant
 from sparsesam.lab.experiment.calibration import SweepCalibration, calibrate, read_calibration
 from sparsesam.lab.experiment.confidence import half_width
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.observers import duration
-from sparsesam.lab.experiment.setting_types import NonNegativeInt, PositiveInt
+from sparsesam.lab.experiment.setting_types import NonNegativeInt, PositiveInt, read_yaml
 from sparsesam.lab.experiment.sweep import Job, read_sweep, sweep_jobs
 
 HELP = (
@@ -36,28 +35,21 @@ HELP = (
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("file", type=str, help="YAML file with settings, variants, grid and seeds; or demo")
     add_execution(parser)
-    parser.add_argument("--seeds", type=PositiveInt | None, default=None, help="number of seeds; overrides the file's")
+    parser.add_argument("--seeds", type=PositiveInt, help="number of seeds; overrides the file's")
     parser.add_argument("--no-calibration", action="store_true", help="do not measure step times before the sweep")
 
 
 def add_execution(parser: Parser) -> None:
     """Add the options shared by commands that run many runs."""
-    parser.add_argument(
-        "--out",
-        type=Path | None,
-        default=None,
-        help="directory of the runs; default runs/NAME (paper: runs/paper/LABEL/SCALE)",
-    )
+    text = "directory of the runs; default runs/NAME (paper: runs/paper/LABEL/SCALE)"
+    parser.add_argument("--out", type=Path, help=text)
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="override settings of all runs")
-    parser.add_argument(
-        "--jobs", type=PositiveInt | None, default=None, help="number of parallel runs; default one per core or GPU"
-    )
+    parser.add_argument("--jobs", type=PositiveInt, help="number of parallel runs; default one per core or GPU")
     parser.add_argument("--gpus", type=NonNegativeInt, default=0, help="number of GPUs of this machine to use")
-    parser.add_argument(
-        "--backend", type=Literal["loky", "ray"], default="loky", help="local processes or a Ray cluster"
-    )
+    backends, text = Literal["loky", "ray"], "local processes or a Ray cluster"
+    parser.add_argument("--backend", type=backends, default="loky", help=text)
     parser.add_argument("--retry", action="store_true", help="run failed runs again")
-    parser.add_argument("--data-dir", type=Path | None, default=None, help="directory of the data set's files")
+    add_options(parser, RunEnvironment, only=["data_dir"])
 
 
 def run(options: Namespace) -> None:
@@ -127,10 +119,9 @@ def overrides(given: Sequence[str]) -> dict[str, Any]:
         if not found:
             raise ValueError(f"--set must be NAME=VALUE, got {text!r}; for example --set epochs=3")
         try:
-            values[name.replace("-", "_")] = yaml.safe_load(value)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
-            reason = " ".join(str(error).split())
-            raise ValueError(f"--set {name} must have a YAML value, got {value!r}: {reason}") from error
+            values[name.replace("-", "_")] = read_yaml(value)
+        except ValueError as error:
+            raise ValueError(f"--set {name} must have a YAML value, got {value!r}: {error}") from error
     return values
 
 
@@ -173,10 +164,9 @@ class SweepProgress:
         self.warnings.update(warnings)
         if self.console.is_terminal:
             return
+        ending = "interrupted" if job.failure is None else f"failed: {job.failure}"
         if (result := job.result) is not None:
             ending = f"test {result.test_accuracy:.2%}, {duration(result.seconds)} of training"
-        else:
-            ending = "interrupted" if job.failure is None else f"failed: {job.failure}"
         self._print(f"{job.label}, seed {job.config.seed}: {ending}; {self._status()}")
 
     def _print(self, line: str) -> None:
@@ -200,43 +190,44 @@ class SweepProgress:
 
     def _work_left(self) -> float:
         """Returns the remaining work in seconds of the calibration, or in epochs without one."""
-        work = 0.0
-        for job in self.jobs:
-            if job.failure is None and not job.is_finished:
-                seconds = self.calibration and self.calibration.seconds_per_epoch(job.config)
-                work += (seconds or 1.0) * max(0, job.config.epochs - job.epochs_done)
-        return work
+        left = [job for job in self.jobs if job.failure is None and not job.is_finished]
+        known = self.calibration.seconds_per_epoch if self.calibration is not None else lambda config: None
+        return sum((known(job.config) or 1.0) * max(0, job.config.epochs - job.epochs_done) for job in left)
 
 
 def sweep_table(title: str, jobs: Sequence[Job], calibration: SweepCalibration | None = None) -> Table:
     """Returns a table with a row per variant: means over its finished seeds, and cost relative to the first variant.
 
-    Costs are the times of the calibration, or forward-backward passes without one.
+    Costs are the times of the calibration, or forward-backward passes without one. Where a variant has a budget, the
+    passes per step that were counted are beside it.
     """
     variants: dict[str, list[Job]] = {}
     for job in jobs:
         variants.setdefault(job.label, []).append(job)
     results = {label: [found for job in members if (found := job.result)] for label, members in variants.items()}
     if calibration is None:
-        costs = {label: _mean([one.forward_backwards_per_step for one in results[label]]) for label in variants}
+        measured = "forward-backwards"
+        costs = {label: _mean([run.forward_backwards_per_step for run in results[label]]) for label in variants}
     else:
+        measured = "time"
         costs = {label: calibration.seconds_per_epoch(members[0].config) for label, members in variants.items()}
     first, unit = next(iter(costs.items()))
-    table, measured = (
-        Table(title=title, caption="±: 95 % interval of the mean, from three seeds on"),
-        "forward-backwards" if calibration is None else "time",
-    )
-    for heading in ("", "test accuracy", f"{measured} / {first}", "sparsity", "seeds"):
+    has_budget = any(job.config.has_budget for job in jobs)
+    table = Table(title=title, caption="±: 95 % interval of the mean, from three seeds on")
+    budget_heading = ["passes / budget"] if has_budget else []
+    for heading in ("", "test accuracy", f"{measured} / {first}", *budget_heading, "sparsity", "seeds"):
         table.add_column(heading, justify="right" if heading else "left", overflow="fold")
     for label, members in variants.items():
-        finished, cost = results[label], costs[label]
+        finished, cost, budget = results[label], costs[label], members[0].config.budget
         accuracies = [result.test_accuracy for result in finished]
+        passes = ratio(_mean([result.forward_backwards_per_step for result in finished]))
         seeds = finished_of(len(finished), len(members), sum(job.failure is not None for job in members))
         running = [f"in epoch {job.epochs_done + 1}/{job.config.epochs}" for job in members if job.is_running]
         table.add_row(
             label,
             percent(_mean(accuracies), half_width(accuracies)),
             ratio(cost / unit if cost and unit else None),
+            *([f"{passes} / {significant(budget)}"] if has_budget else []),
             significant(finished[0].sparsity if finished else None),
             ", ".join([seeds, *running]),
         )

@@ -31,9 +31,10 @@ def run(options: Namespace) -> None:
     environment = under_torchrun(environment)
     result = run_training(config, environment, None if environment.quiet else ProgressBar())
     chosen = "validation" if result.best_chosen_on == "val" else "test"
+    price = f"{result.forward_backwards_per_step:.2f} passes per step, budget {result.budget}; "
     print(
         f"test accuracy {result.test_accuracy:.2%}; best.pt {result.best_test_accuracy:.2%}, "
-        f"epoch {result.best_epoch}, chosen on {chosen} images; "
+        f"epoch {result.best_epoch}, chosen on {chosen} images; {price if result.budget else ''}"
         f"{result.seconds:.1f} s of training; {environment.directory(config)}"
     )
 

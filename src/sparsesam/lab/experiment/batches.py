@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import copy
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -61,7 +61,9 @@ class Batches:
         if config.batch_size < world:
             raise ValueError(f"batch_size must be at least one image per process, {world}, got {config.batch_size}")
         self.config, self.device, self.rank, self.world, self.workers = config, device, rank, world, workers
-        self.augment, self.num_classes = _augmentation(config, splits), splits.num_classes
+        self.num_classes, self.augment = splits.num_classes, Augment(splits.mean, splits.std)
+        if config.augment != "none":
+            self.augment = standard_augmentation(splits, cutout=config.augment == "standard")
         self.in_memory = isinstance(splits, Splits)
         self.sets = _in_memory(config, splits, device) if isinstance(splits, Splits) else _in_files(config, splits)
         self.count = len(self.sets["train"])
@@ -145,17 +147,9 @@ class _Normalized(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         image, label = self.images[index]
         pixels = image[None].to(self.device)
-        if self.seed is None:
-            seen = self.augment.plain(pixels)
-        else:
-            seen = self.augment(pixels, generator(self.seed, Purpose.FISHER, index))
+        drawn = None if self.seed is None else generator(self.seed, Purpose.FISHER, index)
+        seen = self.augment.plain(pixels) if drawn is None else self.augment(pixels, drawn)
         return seen[0], torch.as_tensor(label, device=self.device)
-
-
-def _augmentation(config: TrainConfig, splits: Splits | FolderSplits) -> Augment:
-    if config.augment == "none":
-        return Augment(splits.mean, splits.std)
-    return standard_augmentation(splits, cutout=config.augment == "standard")
 
 
 def _in_memory(config: TrainConfig, splits: Splits, device: torch.device) -> dict[Split, Any]:
@@ -168,11 +162,8 @@ def _in_memory(config: TrainConfig, splits: Splits, device: torch.device) -> dic
     if config.corruption_rate:
         drawn = generator(config.seed, Purpose.CORRUPTION)
         images = corrupt(images, config.corruption_rate, config.corruption, drawn)
-    parts: dict[Split, tuple[Tensor, ...]] = {
-        "train": (images, labels),
-        "val": tuple(part[held_out] for part in splits.train),
-        "test": tuple(part[tested] for part in splits.test),
-    }
+    val, test = (part[held_out] for part in splits.train), (part[tested] for part in splits.test)
+    parts: dict[Split, Iterable[Tensor]] = {"train": (images, labels), "val": val, "test": test}
     return {split: TensorDataset(*(tensor.to(device) for tensor in part)) for split, part in parts.items()}
 
 
@@ -189,12 +180,9 @@ def _in_files(config: TrainConfig, splits: FolderSplits) -> dict[Split, Any]:
     if config.label_noise:
         train.labels = _noisy(config, torch.tensor(train.labels), splits.num_classes).tolist()
     chosen, held_out = _choose(len(splits.train), config)
-    tested = subset(len(splits.test), config.test_size)
-    return {
-        "train": Subset(train, chosen.tolist()),
-        "val": Subset(val, held_out.tolist()),
-        "test": Subset(test, tested.tolist()),
-    }
+    parts: dict[Split, Any] = {"train": (train, chosen), "val": (val, held_out)}
+    parts["test"] = test, subset(len(splits.test), config.test_size)
+    return {split: Subset(images, places.tolist()) for split, (images, places) in parts.items()}
 
 
 def _choose(count: int, config: TrainConfig) -> tuple[Tensor, Tensor]:

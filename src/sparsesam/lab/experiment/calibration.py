@@ -22,6 +22,7 @@ from sparsesam.lab.data import FolderSplits, Splits
 from sparsesam.lab.experiment.batches import load_splits
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.errors import DivergedError, RunError
+from sparsesam.lab.experiment.process import torch_settings
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.result import Sums
 from sparsesam.lab.experiment.run_directory import read_json, seal, write_atomically
@@ -57,13 +58,12 @@ class SweepCalibration:
         return self.variants.get(key(config))
 
     def seconds_per_epoch(self, config: TrainConfig) -> float | None:
-        measured = self.of(config)
-        return None if measured is None else measured.seconds_per_epoch
+        return None if (measured := self.of(config)) is None else measured.seconds_per_epoch
 
     def fits(self, configs: Sequence[TrainConfig]) -> bool:
         """Whether it contains all configs, measured on the same kind of machine with the same versions."""
-        here = provenance()
-        same = all(self.provenance.get(name) == here[name] for name in ("cpu", "machine", "torch", "sparsesam"))
+        current = provenance()
+        same = all(self.provenance.get(name) == current[name] for name in ("cpu", "machine", "torch", "sparsesam"))
         return same and all(key(config) in self.variants for config in configs)
 
 
@@ -86,17 +86,15 @@ def read_calibration(folder: Path) -> SweepCalibration | None:
 
 def calibrate(jobs: Sequence[Job], environment: RunEnvironment, folder: Path) -> SweepCalibration:
     """Measure every variant of the jobs and write ``calibration.json``; invalid settings of a variant raise here."""
-    from sparsesam.lab.experiment.run import torch_threads
-
     threads = environment.threads or 1
-    with torch.random.fork_rng(), torch_threads(threads):
+    with torch_settings(threads):
         found = SweepCalibration(_measure(jobs, environment), provenance())
     content = {
         "kind": "calibration",
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "rounds": ROUNDS,
         "threads": threads,
-        "variants": {name: asdict(one) for name, one in found.variants.items()},
+        "variants": {name: asdict(measured) for name, measured in found.variants.items()},
         "provenance": found.provenance,
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +117,7 @@ def _measure(jobs: Sequence[Job], environment: RunEnvironment) -> dict[str, Vari
         phases = [config, replace(config, optimizer=config.base)] if config.canonical.ascent_start else [config]
         try:
             splits = splits_of(config.dataset, config.image_size)
-            steppers[name] = [_Stepper(one, splits, environment) for one in phases]
+            steppers[name] = [_Stepper(phase, splits, environment) for phase in phases]
         except (ImportError, TypeError, ValueError) as error:
             raise type(error)(f"{job.label}: {error}") from error
     for _ in range(1 + ROUNDS):
@@ -171,9 +169,9 @@ class _Stepper:
         return training.sums.seconds, training.steps_taken - first
 
 
-def _time_of(job: Job, one: _Stepper, plain: _Stepper | None = None) -> VariantTime:
-    config, steps, rounds = job.config, one.training.batches.steps, one.rounds[1:]  # the first is a warm-up
-    per_mask = statistics.median(one.masks[1:]) if one.masks else None
+def _time_of(job: Job, stepper: _Stepper, plain: _Stepper | None = None) -> VariantTime:
+    config, steps, rounds = job.config, stepper.training.batches.steps, stepper.rounds[1:]  # the first is a warm-up
+    per_mask = statistics.median(stepper.masks[1:]) if stepper.masks else None
     whole = steps * statistics.median(rounds) + (per_mask or 0.0) * steps / config.steps_between_masks(steps)
     if plain is not None:
         share = min(1.0, config.ascent_start / config.epochs)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsesam.integrations.extras import required_by
-from sparsesam.lab.experiment.errors import CheckpointError
+from sparsesam.lab.experiment.errors import CheckpointError, one_line
 
 FORMAT = "sparsesam run"
 VERSION = 4
@@ -99,7 +99,7 @@ def load_tensors(path: Path, device: torch.device | str = "cpu") -> Any:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
     except Exception as error:  # a damaged file can fail in any way
-        why = " ".join(str(error).split()) or type(error).__name__
+        why = one_line(error)
         raise CheckpointError(f"{path} cannot be read: it is damaged or not written by torch.save ({why})") from error
 
 
@@ -137,8 +137,8 @@ def weights_of(content: dict[str, Any]) -> dict[str, Tensor]:
     training = content["training"]
     if training["ema"] is None:
         return dict(training["model"])
-    prefix = "module."
-    return {name.removeprefix(prefix): value for name, value in training["ema"].items() if name.startswith(prefix)}
+    average = training["ema"].items()  # of an AveragedModel, which also counts its updates
+    return {name.removeprefix("module."): value for name, value in average if name.startswith("module.")}
 
 
 def initialize(model: nn.Module, path: Path) -> list[str]:

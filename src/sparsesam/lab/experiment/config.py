@@ -22,8 +22,7 @@ from sparsesam.lab.experiment.setting_types import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Range,
-    When,
+    Rule,
     check_settings,
     option,
     when,
@@ -43,39 +42,33 @@ Method = Literal[
 ]  # fmt: skip
 #: Optimizers that take one pass per step.
 PLAIN = ("sgd", "adam", "adamw")
-#: Methods without a mask, and the settings that are their own.
-OWN_SETTINGS = {
-    "gsam": ("alpha",),
-    "wsam": ("gamma", "decouple"),
-    "friendly-sam": ("sigma", "decay"),
-    "look-sam": ("alpha",),
-    "esam": ("beta",),
-    "zsharp": ("quantile",),
-}
+#: Methods without a mask that have settings of their own.
+VARIANTS = ("gsam", "wsam", "friendly-sam", "look-sam", "esam", "zsharp")
 _MASKED = ("ssam-f", "ssam-d", "ssam-g", "ssam-random")
-_PERTURBS = When("an optimizer that perturbs", lambda config: not config.is_plain)
-_TUNABLE = When(
+_PERTURBS = Rule("an optimizer that perturbs", lambda config: not config.is_plain)
+_TUNABLE = Rule(
     "an optimizer that perturbs (not auto)", lambda config: not config.is_plain and config.optimizer != "auto"
 )
-_BY_GRADIENT = _TUNABLE & When("ascent other than extrapolation", lambda config: config.ascent != "extrapolation")
-_REFRESHED = When(
-    f"optimizer {' or '.join(_MASKED)}, or with budget",
-    lambda config: config.optimizer in _MASKED or config.has_budget,
+_BY_GRADIENT = _TUNABLE & Rule("ascent other than extrapolation", lambda config: config.ascent != "extrapolation")
+_REFRESHED = Rule(
+    f"optimizer {' or '.join(_MASKED)}, or with budget", lambda config: config.optimizer in _MASKED or config.has_budget
 )
-_AHEAD = When(
+_AHEAD = Rule(
     "optimizer auto or ascent extrapolation",
     lambda config: config.optimizer == "auto" or (not config.is_plain and config.ascent == "extrapolation"),
 )
-_FISHER_SAMPLES = When("optimizer ssam-f or budget", lambda config: config.optimizer == "ssam-f" or config.has_budget)
-_GIVEN, _CHOSEN = when(optimizer=("ssam",)), when(optimizer=_MASKED)
-_FISHER, _DYNAMIC = when(optimizer=("ssam-f",)), when(optimizer=("ssam-d",))
-_OF_SGD = When("SGD as optimizer or base", lambda config: config.base_name == "sgd")
-_OF_ADAM = When("Adam or AdamW as optimizer or base", lambda config: config.base_name != "sgd")
-_STEPS = when(lr_schedule=("step",))
-
-
-def _own(name: str) -> When:
-    return when(optimizer=[method for method, names in OWN_SETTINGS.items() if name in names])
+_FISHER_SAMPLES = Rule("optimizer ssam-f or budget", lambda config: config.optimizer == "ssam-f" or config.has_budget)
+_GIVEN, _CHOSEN = when(optimizer=["ssam"]), when(optimizer=_MASKED)
+_FISHER, _DYNAMIC = when(optimizer=["ssam-f"]), when(optimizer=["ssam-d"])
+_WSAM, _FRIENDLY = when(optimizer=["wsam"]), when(optimizer=["friendly-sam"])
+_ESAM, _ZSHARP = when(optimizer=["esam"]), when(optimizer=["zsharp"])
+_ADAPTIVE = _BY_GRADIENT & Rule("adaptive or asam", lambda config: config.adaptive or config.optimizer == "asam")
+_IN_BETWEEN = _BY_GRADIENT & Rule("ascent_every above 1", lambda config: config.ascent_every > 1)
+_OF_SGD = Rule("SGD as optimizer or base", lambda config: config.base_name == "sgd")
+_OF_ADAM = Rule("Adam or AdamW as optimizer or base", lambda config: config.base_name != "sgd")
+_STEPS, _COSINE = when(lr_schedule=["step"]), when(lr_schedule=["cosine"])
+_WARMED_UP = Rule("warmup_epochs", lambda config: config.warmup_epochs > 0)
+_CORRUPTED = Rule("corruption_rate", lambda config: config.corruption_rate > 0)
 
 
 @dataclass(frozen=True)
@@ -90,8 +83,7 @@ class TrainConfig:
     test_size: PositiveInt | None = option(None, "test on this many images only")
     image_size: PositiveInt | None = option(None, "side in pixels of images from folders; default 224")
     test_resize: Literal["shorter-side", "square"] = option(
-        "shorter-side",
-        "the side, or both, of test images from folders resized to 256 / 224 of image_size",
+        "shorter-side", "the side, or both, of test images from folders resized to 256 / 224 of image_size"
     )
     augment: Literal["standard", "no-cutout", "none"] = option(
         "standard", "crop, flip and cutout as in the paper; its noise experiments use no-cutout"
@@ -99,9 +91,7 @@ class TrainConfig:
     mixup: NonNegativeFloat = option(0.0, "alpha of mixup's Beta(alpha, alpha) distribution; 0 turns it off")
     label_noise: Fraction = option(0.0, "fraction of training labels changed to another class")
     corruption: Literal["mixed", "gaussian-noise", "resolution", "fog", "occlusion"] = option(
-        "mixed",
-        "corruption of training images; mixed: all of the others in equal parts",
-        used=When("corruption_rate", lambda config: config.corruption_rate > 0),
+        "mixed", "corruption of training images; mixed: all of the others in equal parts", _CORRUPTED
     )
     corruption_rate: Fraction = option(0.0, "fraction of training images that are corrupted")
     model: str = option("small-cnn", f"{', '.join(MODELS)}, timm/NAME or module:function", group="model")
@@ -115,132 +105,94 @@ class TrainConfig:
         "auto: sparsesam.recommended",
         group="optimizer",
     )
-    base: Literal["sgd", "adam", "adamw"] = option("sgd", "base optimizer of SAM and SSAM", used=_PERTURBS)
+    base: Literal["sgd", "adam", "adamw"] = option("sgd", "base optimizer of SAM and SSAM", _PERTURBS)
     lr: NonNegativeFloat = option(0.05, "largest learning rate")
-    momentum: float = option(0.9, "momentum of SGD", used=_OF_SGD)
-    nesterov: bool = option(False, "Nesterov momentum of SGD", used=_OF_SGD)
-    betas: tuple[float, float] = option((0.9, 0.999), "betas of Adam and AdamW", used=_OF_ADAM)
-    eps: PositiveFloat = option(1e-8, "epsilon of Adam and AdamW", used=_OF_ADAM)
+    momentum: float = option(0.9, "momentum of SGD", _OF_SGD)
+    nesterov: bool = option(False, "Nesterov momentum of SGD", _OF_SGD)
+    betas: tuple[float, float] = option((0.9, 0.999), "betas of Adam and AdamW", _OF_ADAM)
+    eps: PositiveFloat = option(1e-8, "epsilon of Adam and AdamW", _OF_ADAM)
     weight_decay: NonNegativeFloat = option(5e-4, "weight decay; the paper uses 5e-4 for SGD, 1e-3 for SAM and SSAM")
     lr_schedule: Literal["cosine", "step", "constant"] = option(
-        "cosine",
-        "cosine: to `lr_final`, updated every step; step: times `lr_gamma` at each of `lr_milestones`",
+        "cosine", "cosine: to `lr_final`, updated every step; step: times `lr_gamma` at each of `lr_milestones`"
     )
-    lr_final: Fraction = option(
-        0.0, "final fraction of the learning rate for the cosine schedule", used=when(lr_schedule=("cosine",))
-    )
-    lr_milestones: tuple[float, ...] = option(
-        (), "epochs at which the step schedule lowers the learning rate", used=_STEPS
-    )
-    lr_gamma: Fraction = option(0.1, "factor of the step schedule", used=_STEPS)
+    lr_final: Fraction = option(0.0, "final fraction of the learning rate for the cosine schedule", _COSINE)
+    lr_milestones: tuple[float, ...] = option((), "epochs at which the step schedule lowers the learning rate", _STEPS)
+    lr_gamma: Fraction = option(0.1, "factor of the step schedule", _STEPS)
     warmup_epochs: NonNegativeFloat = option(0.0, "epochs of linear warm-up of the learning rate")
     warmup_first: Fraction | None = option(
-        None,
-        "fraction of the learning rate in the first step of the warm-up; null: one divided by its steps",
-        used=When("warmup_epochs", lambda config: config.warmup_epochs > 0),
+        None, "fraction of the learning rate in the first step of the warm-up; null: 1 / its steps", _WARMED_UP
     )
     clip_grad_norm: PositiveFloat | None = option(None, "clip the norm of the gradient used for the update")
-    rho: NonNegativeFloat = option(0.1, "radius of the perturbation", group="perturbation", used=_BY_GRADIENT)
+    rho: NonNegativeFloat = option(0.1, "radius of the perturbation", _BY_GRADIENT, group="perturbation")
     rho_schedule: Literal["constant", "warmup", "cosine", "inverse-sqrt", "learning-rate"] = option(
-        "constant", "schedule of rho; learning-rate: proportional to it, as in GSAM's paper", used=_TUNABLE
+        "constant", "schedule of rho; learning-rate: proportional to it, as in GSAM's paper", _TUNABLE
     )
     rho_warmup_epochs: NonNegativeFloat = option(
-        1.0, "epochs of the warm-up of rho", used=_TUNABLE & when(rho_schedule=("warmup",))
+        1.0, "epochs of the warm-up of rho", _TUNABLE & when(rho_schedule=["warmup"])
     )
     rho_final: NonNegativeFloat = option(
         0.0,
         "fraction of rho at the end of the cosine schedule, or at a learning rate of 0",
-        used=_TUNABLE & when(rho_schedule=("cosine", "learning-rate")),
+        _TUNABLE & when(rho_schedule=["cosine", "learning-rate"]),
     )
     adaptive: bool | Literal["all", "layer"] = option(
-        False,
-        "scale the perturbation by the weights, all: biases too, layer: by their norms; asam is sam with this on",
-        used=_BY_GRADIENT,
+        False, "scale the perturbation by the weights, all: biases too, layer: by their norms; on in asam", _BY_GRADIENT
     )
-    eta: float = option(
-        0.01,
-        "eta of the adaptive perturbation",
-        used=_BY_GRADIENT & When("adaptive or asam", lambda config: config.adaptive or config.optimizer == "asam"),
-    )
+    eta: float = option(0.01, "eta of the adaptive perturbation", _ADAPTIVE)
     radius: Literal["global", "layer", "element"] = option(
-        "global", "rho is the norm of the perturbation, of each tensor's or of each entry's", used=_BY_GRADIENT
+        "global", "rho is the norm of the perturbation, of each tensor's or of each entry's", _BY_GRADIENT
     )
-    ascent_steps: PositiveInt = option(1, "steps of the ascent, with a pass each", used=_BY_GRADIENT)
+    ascent_steps: PositiveInt = option(1, "steps of the ascent, with a pass each", _BY_GRADIENT)
     alpha: NonNegativeFloat | None = option(
         None,
-        "weight of the gradient's orthogonal part: null: 0.4 for gsam, 0.7 for look-sam, which needs ascent_every, "
-        "5 in its paper",
-        used=_own("alpha"),
+        "weight of the gradient's orthogonal part; null: 0.4 for gsam, 0.7 for look-sam, which needs ascent_every",
+        when(optimizer=["gsam", "look-sam"]),
     )
-    gamma: FractionBelow1 = option(
-        0.9, "weight of the sharpness in wsam; 0.5 without decouple is SAM", used=_own("gamma")
-    )
-    decouple: bool = option(True, "apply the sharpness of wsam apart from `base`", used=_own("decouple"))
-    sigma: NonNegativeFloat = option(
-        1.0, "how much of the average gradient friendly-sam subtracts; 0 is SAM", used=_own("sigma")
-    )
-    decay: Fraction = option(0.9, "decay of friendly-sam's average gradient", used=_own("decay"))
-    beta: FractionAbove0 = option(0.5, "probability of a tensor to be perturbed by esam; 1 is SAM", used=_own("beta"))
-    quantile: Fraction = option(
-        0.95, "fraction of each tensor's entries that zsharp does not perturb; 0 is SAM", used=_own("quantile")
-    )
-    sparsity: Fraction | None = option(
-        None, "fraction of unperturbed weights; default 0.5 or implied by the pattern", used=_CHOSEN
-    )
-    layers: tuple[str, ...] | None = option(
-        None, "names of the parameters that ssam perturbs, such as 'layer4.*,fc.*'", used=_GIVEN
-    )
-    budget: Annotated[float, Range("above 1", lambda value: value > 1)] | None = option(
-        None,
-        "ssam perturbs what fits into a step of this many steps of `base`, such as 1.2",
-        used=_GIVEN,
+    gamma: FractionBelow1 = option(0.9, "weight of the sharpness in wsam; 0.5 without decouple is SAM", _WSAM)
+    decouple: bool = option(True, "apply the sharpness of wsam apart from `base`", _WSAM)
+    sigma: NonNegativeFloat = option(1.0, "multiple of the mean gradient friendly-sam subtracts; 0 is SAM", _FRIENDLY)
+    decay: Fraction = option(0.9, "decay of friendly-sam's average gradient", _FRIENDLY)
+    beta: FractionAbove0 = option(0.5, "probability of a tensor to be perturbed by esam; 1 is SAM", _ESAM)
+    quantile: Fraction = option(0.95, "fraction of a tensor's entries that zsharp leaves out; 0 is SAM", _ZSHARP)
+    sparsity: Fraction | None = option(None, "fraction of unperturbed weights; default 0.5 or the pattern's", _CHOSEN)
+    layers: tuple[str, ...] | None = option(None, "parameters that ssam perturbs, such as 'layer4.*,fc.*'", _GIVEN)
+    budget: Annotated[float, Rule("above 1", lambda value: value > 1)] | None = option(
+        None, "ssam perturbs what fits into a step of this many steps of `base`, such as 1.2", _GIVEN
     )
     pattern: str = option(
         "unstructured",
         "unstructured, tensor, filter, column, 'tensor reach', 2:4, '2:4 input' or '2:4 filters'",
-        used=_CHOSEN,
+        _CHOSEN,
     )
     norm: Literal["full", "masked"] = option(
-        "full",
-        "divide by the norm of the whole gradient, or of its masked part",
-        used=_BY_GRADIENT & _CHOSEN,
+        "full", "divide by the norm of the whole gradient, or of its masked part", _BY_GRADIENT & _CHOSEN
     )
     ascent: Literal["explicit", "implicit", "implicit-dense", "momentum", "extrapolation"] = option(
-        "explicit", "form of the ascent; momentum and extrapolation need no pass of their own", used=_TUNABLE
+        "explicit", "form of the ascent; momentum and extrapolation need no pass of their own", _TUNABLE
     )
     steps_ahead: NonNegativeFloat | None = option(
-        None,
-        "multiple of the last update that extrapolation looks ahead; null: 10, or the default of auto",
-        used=_AHEAD,
+        None, "multiple of the last update that extrapolation looks ahead; null: 10, or the default of auto", _AHEAD
     )
-    ascent_fraction: FractionAbove0 = option(
-        1.0, "fraction of each batch used to compute the perturbation", used=_BY_GRADIENT
-    )
-    ascent_every: PositiveInt = option(1, "perturb only every k-th step", used=_TUNABLE)
+    ascent_fraction: FractionAbove0 = option(1.0, "fraction of each batch used for the perturbation", _BY_GRADIENT)
+    ascent_every: PositiveInt = option(1, "perturb only every k-th step", _TUNABLE)
     ascent_off_steps: Literal["skip", "reuse"] = option(
-        "skip",
-        "steps in between: plain steps, or reuse the last perturbation",
-        used=_BY_GRADIENT & When("ascent_every above 1", lambda config: config.ascent_every > 1),
+        "skip", "steps in between: plain steps, or reuse the last perturbation", _IN_BETWEEN
     )
-    ascent_start: NonNegativeFloat = option(0.0, "perturb from this epoch on, counted from 0", used=_TUNABLE)
-    engine: bool = option(
-        True, "skip computations of the ascent that the perturbation does not need", used=_BY_GRADIENT
-    )
+    ascent_start: NonNegativeFloat = option(0.0, "perturb from this epoch on, counted from 0", _TUNABLE)
+    engine: bool = option(True, "skip computations of the ascent that the perturbation does not need", _BY_GRADIENT)
     mask_epochs: PositiveInt | None = option(
-        1, "T_m: epochs between mask refreshes; null: keep the first mask", used=_REFRESHED & when(mask_steps=(None,))
+        1, "T_m: epochs between mask refreshes; null: keep the first mask", _REFRESHED & when(mask_steps=[None])
     )
-    mask_steps: PositiveInt | None = option(None, "steps between mask refreshes, instead of epochs", used=_REFRESHED)
-    fisher_samples: PositiveInt = option(128, "N_F: number of images for the Fisher information", used=_FISHER_SAMPLES)
-    fisher_labels: Literal["data", "sampled"] = option("data", "labels of the Fisher information", used=_FISHER)
-    fisher_augment: bool = option(False, "augment the images of the Fisher information", used=_FISHER_SAMPLES)
+    mask_steps: PositiveInt | None = option(None, "steps between mask refreshes, instead of epochs", _REFRESHED)
+    fisher_samples: PositiveInt = option(128, "N_F: number of images for the Fisher information", _FISHER_SAMPLES)
+    fisher_labels: Literal["data", "sampled"] = option("data", "labels of the Fisher information", _FISHER)
+    fisher_augment: bool = option(False, "augment the images of the Fisher information", _FISHER_SAMPLES)
     drop: Literal["flattest", "random", "sharpest", "weight"] = option(
-        "flattest", "which weights ssam-d drops: by gradient, at random, or the smallest (weight)", used=_DYNAMIC
+        "flattest", "which weights ssam-d drops: by gradient, at random, or the smallest (weight)", _DYNAMIC
     )
-    drop_ratio: Fraction = option(0.5, "initial fraction of the kept weights that ssam-d drops", used=_DYNAMIC)
+    drop_ratio: Fraction = option(0.5, "initial fraction of the kept weights that ssam-d drops", _DYNAMIC)
     growth: Literal["random", "gradient", "weight"] = option(
-        "random",
-        "which weights ssam-d grows: at random, with the largest gradient, or the largest (weight)",
-        used=_DYNAMIC,
+        "random", "which weights ssam-d grows: at random, with the largest gradient, or the largest (weight)", _DYNAMIC
     )
     epochs: PositiveInt = option(30, "passes over the training images", group="training")
     max_steps: PositiveInt | None = option(None, "stop after this many steps; schedules still follow `epochs`")
@@ -270,7 +222,7 @@ class TrainConfig:
                 f"got layers {self.layers} and budget {self.budget}; ssam-f chooses the mask by Fisher information"
             )
         has_no_mask = self.optimizer in ("sam", "asam") and self.ascent in ("implicit", "implicit-dense")
-        if has_no_mask or (self.optimizer in OWN_SETTINGS and self.ascent != "explicit"):
+        if has_no_mask or (self.optimizer in VARIANTS and self.ascent != "explicit"):
             raise ValueError(f"ascent must not be {self.ascent!r} for {self.optimizer}; leave it at explicit")
         if self.optimizer == "look-sam" and self.ascent_every == 1:
             raise ValueError("ascent_every must be above 1 with optimizer look-sam, got 1, which is SAM; 5 is usual")
@@ -364,15 +316,15 @@ class RunEnvironment:
 
 
 #: The default of every setting of a run.
-DEFAULTS: dict[str, Any] = {one.name: one.default for one in dataclasses.fields(TrainConfig)}
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
 
 
 def unused(config: TrainConfig) -> dict[str, str]:
     """Returns the settings that do not affect a run, and what would use them: two runs that differ only in these are
     the same run.
     """
-    conditions = {one.name: one.metadata["used"] for one in dataclasses.fields(TrainConfig)}
-    return {name: one.words for name, one in conditions.items() if one is not None and not one.holds(config)}
+    rules = {field.name: field.metadata["used"] for field in dataclasses.fields(TrainConfig)}
+    return {name: rule.words for name, rule in rules.items() if rule is not None and not rule.holds(config)}
 
 
 def check_used(config: TrainConfig, given: Iterable[str]) -> None:
@@ -400,7 +352,7 @@ def split_settings(values: Mapping[str, Any]) -> tuple[TrainConfig, RunEnvironme
 
 
 def names_of(kind: type[TrainConfig] | type[RunEnvironment]) -> list[str]:
-    return [one.name for one in dataclasses.fields(kind)]
+    return [field.name for field in dataclasses.fields(kind)]
 
 
 def from_mapping(kind: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:

@@ -47,6 +47,14 @@ class StepCost:
     masks: int = 0
     per_mask: float = 0.0
 
+    def add_step(self, kind: StepName, images: int, operations: float | None) -> None:
+        """Add a step over ``images`` images; ``operations`` per image, if counted, enter the mean of its kind."""
+        if operations is not None:
+            before = self.images[kind] if kind in self.per_image else 0
+            sum_before = before * self.per_image.get(kind, 0.0)
+            self.per_image[kind] = (sum_before + images * operations) / (before + images)
+        self.images[kind] += images
+
     @property
     def forward_backwards(self) -> float:
         """Forward-backward passes over a batch, masks included."""

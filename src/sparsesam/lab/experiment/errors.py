@@ -21,3 +21,8 @@ class LostRankError(RunError):
 
 class Interrupted(RunError):
     """Stopped by the user; a checkpoint was saved."""
+
+
+def one_line(error: BaseException) -> str:
+    """Returns the message in one line, or the kind of error if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__

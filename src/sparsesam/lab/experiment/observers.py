@@ -94,8 +94,8 @@ class ProgressBar(RunObserver):
         self.bar.stop()
 
 
-def _perturbed(one: Training | EpochRecord) -> str:
-    return "" if one.sparsity is None else f"  density {1 - one.sparsity:.3f}  rho {one.rho:.3g}"
+def _perturbed(source: Training | EpochRecord) -> str:
+    return "" if source.sparsity is None else f"  density {1 - source.sparsity:.3f}  rho {source.rho:.3g}"
 
 
 def duration(seconds: float) -> str:

@@ -11,11 +11,13 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 import sparsesam
-from sparsesam.lab.experiment.config import OWN_SETTINGS, TrainConfig
+from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.seeds import Purpose, derive
+from sparsesam.lab.names import accepted
 from sparsesam.masks.patterns import as_pattern
 
-_METHODS: dict[str, type[sparsesam.SharpnessAware]] = {
+#: Methods without a mask; each has some of the settings in `_OWN`.
+_VARIANTS: dict[str, type[sparsesam.SharpnessAware]] = {
     "gsam": sparsesam.GSAM,
     "wsam": sparsesam.WSAM,
     "friendly-sam": sparsesam.FriendlySAM,
@@ -23,6 +25,7 @@ _METHODS: dict[str, type[sparsesam.SharpnessAware]] = {
     "esam": sparsesam.ESAM,
     "zsharp": sparsesam.ZSharp,
 }
+_OWN = ("alpha", "gamma", "decouple", "sigma", "decay", "beta", "quantile")
 
 
 def make_optimizer(config: TrainConfig, model: nn.Module, *, fisher_data: Any, steps_per_epoch: int) -> Optimizer:
@@ -32,34 +35,23 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, fisher_data: Any, s
         return base
     if config.optimizer == "auto":
         return sparsesam.recommended(base, model, noisy_labels=config.label_noise > 0, strength=config.steps_ahead)
-    is_masked = config.optimizer not in ("sam", "asam", *_METHODS)
+    is_masked = config.optimizer not in ("sam", "asam", *_VARIANTS)
     mask = _mask(config, model, fisher_data, steps_per_epoch) if is_masked else None
-    schedule, start = _rho_schedule(config, base, steps_per_epoch), round(config.ascent_start * steps_per_epoch)
+    schedule = _rho_schedule(config, base, steps_per_epoch)
+    timing: dict[str, Any] = {"every": config.ascent_every, "start": round(config.ascent_start * steps_per_epoch)}
     if config.ascent == "extrapolation":
         ahead = 10.0 if config.steps_ahead is None else config.steps_ahead
-        return sparsesam.ExtrapolatedSAM(
-            base, model, ahead, mask=mask, schedule=schedule, every=config.ascent_every, start=start
-        )
-    common: dict[str, Any] = {
-        "rho": config.rho,
-        "adaptive": config.adaptive or config.optimizer == "asam",
-        "eta": config.eta,
-        "rho_schedule": schedule,
-        "every": config.ascent_every,
-        "off_steps": config.ascent_off_steps,
-        "start": start,
-        "ascent_fraction": config.ascent_fraction,
-        "engine": config.engine,
-        "ascent_steps": config.ascent_steps,
-        "radius": config.radius,
-    }
+        return sparsesam.ExtrapolatedSAM(base, model, ahead, mask=mask, schedule=schedule, **timing)
+    same = ("rho", "eta", "radius", "ascent_steps", "ascent_fraction", "engine")
+    common = timing | {name: getattr(config, name) for name in same}
+    common |= {"adaptive": config.adaptive or config.optimizer == "asam"}
+    common |= {"rho_schedule": schedule, "off_steps": config.ascent_off_steps}
     if config.ascent == "momentum":
         return sparsesam.MomentumSAM(base, model, mask=mask, norm=config.norm, **common)
-    if config.optimizer in _METHODS:
-        own = {name: getattr(config, name) for name in OWN_SETTINGS[config.optimizer]}
-        own |= {"seed": derive(config.seed, Purpose.MASK)} if config.optimizer == "esam" else {}
-        given = {name: value for name, value in own.items() if value is not None}
-        return _METHODS[config.optimizer](base, model, **common, **given)
+    if variant := _VARIANTS.get(config.optimizer):
+        given = {name: value for name in _OWN if (value := getattr(config, name)) is not None}
+        own = accepted(variant, {**given, "seed": derive(config.seed, Purpose.MASK)})
+        return variant(base, model, **common, **own)
     if mask is not None:
         return sparsesam.SSAM(base, model, mask=mask, norm=config.norm, ascent=config.ascent, **common)
     return sparsesam.SAM(base, model, ascent=config.ascent, **common)
@@ -106,48 +98,27 @@ def _base(config: TrainConfig, model: nn.Module) -> Optimizer:
 def _mask(config: TrainConfig, model: nn.Module, fisher_data: Any, steps_per_epoch: int) -> sparsesam.MaskRule:
     if config.optimizer == "sam-on":
         return sparsesam.fixed_mask(types=sparsesam.NORMALIZATION)
-    refresh, seed = _refresh(config, steps_per_epoch), derive(config.seed, Purpose.MASK)
-    if config.budget is not None:
-        images = torch.stack([fisher_data[place][0] for place in range(min(config.batch_size, len(fisher_data)))])
-        fisher = {"data": fisher_data, "loss_fn": cross_entropy, "samples": config.fisher_samples}
-        return sparsesam.budget_mask(model, images, config.budget, refresh=refresh, seed=seed, **fisher)
-    if config.layers is not None:
+    if config.optimizer == "ssam" and config.layers is not None:
         return sparsesam.fixed_mask(*config.layers)
+    common: dict[str, Any] = {"refresh": config.mask_steps, "seed": derive(config.seed, Purpose.MASK)}
+    if config.mask_steps is None and config.mask_epochs is not None:
+        common["refresh"] = config.mask_epochs * steps_per_epoch
+    samples = config.fisher_samples
+    if config.optimizer == "ssam" and config.budget is not None:
+        images = torch.stack([fisher_data[place][0] for place in range(min(config.batch_size, len(fisher_data)))])
+        fisher = {"data": fisher_data, "loss_fn": cross_entropy, "samples": samples}
+        return sparsesam.budget_mask(model, images, config.budget, **fisher, **common)
     pattern = as_pattern(config.pattern)
-    sparsity = config.sparsity
-    if sparsity is None and pattern.implied_sparsity is None:
-        sparsity = 0.5
-    common: dict[str, Any] = {
-        "sparsity": sparsity,
-        "pattern": pattern,
-        "refresh": refresh,
-        "seed": seed,
-    }
+    sparsity = 0.5 if config.sparsity is None and pattern.implied_sparsity is None else config.sparsity
+    common |= {"sparsity": sparsity, "pattern": pattern}
     if config.optimizer == "ssam-f":
-        return sparsesam.fisher_mask(
-            fisher_data,
-            cross_entropy,
-            samples=config.fisher_samples,
-            labels=config.fisher_labels,
-            **common,
-        )
+        return sparsesam.fisher_mask(fisher_data, cross_entropy, samples=samples, labels=config.fisher_labels, **common)
     if config.optimizer == "ssam-d":
-        return sparsesam.dynamic_mask(
-            drop=config.drop,
-            drop_ratio=config.drop_ratio,
-            growth=config.growth,
-            total_steps=config.epochs * steps_per_epoch,
-            **common,
-        )
+        common |= {"drop": config.drop, "drop_ratio": config.drop_ratio, "growth": config.growth}
+        return sparsesam.dynamic_mask(total_steps=config.epochs * steps_per_epoch, **common)
     if config.optimizer == "ssam-g":
         return sparsesam.Mask(score=sparsesam.GradientMagnitude(), **common)
     return sparsesam.random_mask(**common)
-
-
-def _refresh(config: TrainConfig, steps_per_epoch: int) -> int | None:
-    if config.mask_steps is not None or config.mask_epochs is None:
-        return config.mask_steps
-    return config.mask_epochs * steps_per_epoch
 
 
 def _rho_schedule(config: TrainConfig, base: Optimizer, steps_per_epoch: int) -> sparsesam.RhoSchedule | None:

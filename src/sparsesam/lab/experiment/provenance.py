@@ -38,10 +38,10 @@ def _command() -> str:
 
 def _commit() -> str | None:
     """Returns the commit of this file's checkout, with "+changes" if files differ from it; None outside git."""
-    here = Path(__file__).parent
+    folder = Path(__file__).parent
 
     def git(*arguments: str) -> str:
-        return subprocess.check_output(["git", *arguments], cwd=here, text=True, stderr=subprocess.DEVNULL).strip()
+        return subprocess.check_output(["git", *arguments], cwd=folder, text=True, stderr=subprocess.DEVNULL).strip()
 
     try:
         # An installed copy may be inside another project's checkout, where this file is not tracked.

@@ -100,7 +100,7 @@ def complete_epoch(training: Training) -> EpochRecord:
 
 def best_of(epochs: Sequence[EpochRecord]) -> EpochRecord:
     """Returns the first epoch with the highest validation accuracy, or test accuracy without validation images."""
-    return max(epochs, key=lambda one: one.test_accuracy if one.val_accuracy is None else one.val_accuracy)
+    return max(epochs, key=lambda epoch: epoch.test_accuracy if epoch.val_accuracy is None else epoch.val_accuracy)
 
 
 def read_epochs(path: Path) -> list[EpochRecord]:
@@ -114,7 +114,7 @@ class RunResult(_Metrics):
 
     ``best_test_accuracy`` is the test accuracy of ``best.pt``, the epoch with the best accuracy on
     ``best_chosen_on``: the validation images, or the test images if the run has no validation images.
-    ``budget`` is the price of a step that was asked for, ``forward_backwards_per_step`` the one counted.
+    ``budget`` is the requested price of a step, ``forward_backwards_per_step`` the counted price.
     ``seconds_per_mask`` excludes the first mask if there are more. The warm times (with ``record_times``) are medians
     over the steps after the first few, without mask refreshes.
     """
@@ -155,7 +155,7 @@ def run_result(training: Training, epochs: Sequence[EpochRecord]) -> RunResult:
     last, best, steps_per_epoch = epochs[-1], best_of(epochs), training.batches.steps
     warm = _warm_median([seconds for record in epochs for seconds in record.step_seconds], WARM_UP)
     return RunResult(
-        **{one.name: getattr(last, one.name) for one in fields(_Metrics)},
+        **{metric.name: getattr(last, metric.name) for metric in fields(_Metrics)},
         best_test_accuracy=best.test_accuracy,
         best_chosen_on="test" if best.val_accuracy is None else "val",
         best_epoch=best.epoch,

@@ -32,7 +32,7 @@ from torch import Tensor
 from sparsesam.lab.display import plural
 from sparsesam.lab.experiment import checkpoint
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, differences, split_settings
-from sparsesam.lab.experiment.errors import CheckpointError, RunError
+from sparsesam.lab.experiment.errors import CheckpointError, RunError, one_line
 from sparsesam.lab.experiment.provenance import provenance
 
 
@@ -54,9 +54,13 @@ class RunDirectory:
     def existing(cls, path: Path) -> RunDirectory:
         """Returns the directory of an existing run."""
         directory = cls(path)
-        if not directory.config.exists() and not directory.last.exists():
+        if not directory.has_begun:
             raise ValueError(f"{path} has no run: there is no config.yaml; pass a directory of `sparsesam train`")
         return directory
+
+    @property
+    def has_begun(self) -> bool:
+        return self.config.exists() or self.last.exists()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -86,16 +90,16 @@ class RunDirectory:
     # ---- settings ------------------------------------------------------------------------------------------
 
     def check(self, config: TrainConfig, *, resume: bool) -> None:
-        """Raise ValueError if the run may not start here; writes nothing."""
+        """Raise ValueError if the run may not start in this directory; writes nothing."""
         try:
             existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
-        except OSError as error:  # a name that is too long
+            if not existing.is_dir():
+                raise NotADirectoryError(0, f"{existing} is not a directory")
+            if not os.access(existing, os.W_OK | os.X_OK):
+                raise PermissionError(0, f"{existing} is not writable")
+        except OSError as error:  # also for a name that is too long
             raise _cannot_be_made(self.path, error.strerror) from error
-        if not existing.is_dir():
-            raise _cannot_be_made(self.path, f"{existing} is not a directory")
-        if not os.access(existing, os.W_OK | os.X_OK):
-            raise _cannot_be_made(self.path, f"{existing} is not writable")
-        if resume and (self.config.exists() or self.last.exists()):
+        if resume and self.has_begun:
             saved = self.saved_config()
             same = dataclasses.replace(config, epochs=saved.epochs).canonical == saved.canonical
             if not same or config.epochs < saved.epochs:
@@ -118,10 +122,8 @@ class RunDirectory:
         self.check(config, resume=environment.resume)
         self.failure.unlink(missing_ok=True)
         before = None
-        if environment.resume and (self.config.exists() or self.last.exists()):
-            before = self.saved_config().epochs
-            if before != config.epochs:
-                self.result.unlink(missing_ok=True)
+        if environment.resume and self.has_begun and (before := self.saved_config().epochs) != config.epochs:
+            self.result.unlink(missing_ok=True)
         settings = all_settings(config, environment)
         write_atomically(self.config, yaml.safe_dump(seal(settings), sort_keys=False))
         return None if before == config.epochs else before
@@ -134,7 +136,7 @@ class RunDirectory:
             return unseal(yaml.safe_load(self.config.read_text()), required=True)
         except Exception as error:  # damaged text can fail in any way
             remedy = "delete it, and its copy in last.pt is used" if self.last.exists() else "start a new run"
-            raise RunError(f"{self.config} is damaged ({_reason(error)}); restore it, or {remedy}") from error
+            raise RunError(f"{self.config} is damaged ({one_line(error)}); restore it, or {remedy}") from error
 
     def saved_config(self) -> TrainConfig:
         """Returns the settings that determine the run's result."""
@@ -171,10 +173,7 @@ class RunDirectory:
 
     def rewind(self, step: int, records: str) -> None:
         """Undo what was written after the checkpoint of ``step``; a resumed run writes it again."""
-        if not self.records.exists() or not self.records.read_bytes().startswith(records.encode()):
-            write_atomically(self.records, records)
-        with self.records.open("r+b") as file:
-            file.truncate(len(records.encode()))
+        write_atomically(self.records, records)
         for made_in, mask in self.mask_files():
             if made_in >= step:
                 mask.unlink()
@@ -221,11 +220,9 @@ def all_settings(config: TrainConfig, environment: RunEnvironment) -> dict[str, 
     """Returns every setting as plain values, except where the run is and whether it is resumed."""
     values = {**dataclasses.asdict(config), **dataclasses.asdict(environment)}
     values |= {"data_dir": environment.data_dir and str(environment.data_dir.absolute())}
-    plain: dict[str, Any] = json.loads(json.dumps({name: values[name] for name in values if name not in _PLACE}))
+    kept = {name: value for name, value in values.items() if name not in ("out", "resume")}
+    plain: dict[str, Any] = json.loads(json.dumps(kept))
     return plain
-
-
-_PLACE = ("out", "resume")
 
 
 # ---- text files with a sum -------------------------------------------------------------------------------------------
@@ -251,10 +248,6 @@ def unseal(content: Any, *, required: bool = False) -> dict[str, Any]:
     return rest
 
 
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> str:
     """Append each record as one line of JSON and return the lines; creates the parent directories of ``path``."""
     lines = [json.dumps(seal(record), sort_keys=True, allow_nan=False) + "\n" for record in records]
@@ -271,18 +264,17 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError) as error:
-        raise RunError(f"{path} is damaged ({_reason(error)}); delete it and run the same command again") from error
+        raise RunError(f"{path} is damaged ({one_line(error)}); delete it and run the same command again") from error
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Read every record of ``path``, in the order written."""
     records = []
     try:
-        lines = path.read_text().splitlines()
-        for line in filter(None, lines):
+        for line in filter(None, path.read_text().splitlines()):
             records.append(unseal(json.loads(line)))
     except (ValueError, RecursionError) as error:
-        raise RunError(f"{path} is damaged in line {len(records) + 1} ({_reason(error)}); restore it") from error
+        raise RunError(f"{path} is damaged in line {len(records) + 1} ({one_line(error)}); restore it") from error
     return records
 
 
@@ -305,11 +297,11 @@ def read_mask_file(file: Path) -> dict[str, Tensor]:
         with np.load(file, allow_pickle=False) as saved:
             about = json.loads(str(saved["about"]))
             shapes = {name: torch.Size(shape) for name, shape in about["shapes"].items()}
-            bits = {name: np.unpackbits(saved[f"bits.{name}"], count=one.numel()) for name, one in shapes.items()}
-        masks = {name: torch.from_numpy(one.astype(np.bool_)).reshape(shapes[name]) for name, one in bits.items()}
+            bits = {name: np.unpackbits(saved[f"bits.{name}"], count=shapes[name].numel()) for name in shapes}
+        masks = {name: torch.from_numpy(bits[name].astype(np.bool_)).reshape(shapes[name]) for name in shapes}
     except Exception as error:  # damaged archives and arrays can fail in any way
-        reason = _reason(error)
-        raise RunError(f"{file} must contain the masks of a run, but is damaged ({reason}); remove it") from error
+        why = one_line(error)
+        raise RunError(f"{file} must contain the masks of a run, but is damaged ({why}); remove it") from error
     directory = RunDirectory(file.parent.parent)
     if about["step"] != int(file.stem):
         raise RunError(f"{file} has the masks of step {about['step']}; restore the right one, or remove it")

@@ -13,46 +13,44 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
+import yaml
+
+from sparsesam.lab.experiment.errors import one_line
 from sparsesam.lab.names import suggestion
 
 
-class Range(NamedTuple):
-    """The range of numbers that a setting accepts."""
+@dataclass(frozen=True)
+class Rule:
+    """The numbers that a setting accepts, or the runs that use it: in words for messages and documentation, and as a
+    function of the number, or of the settings.
+    """
 
     words: str
     holds: Callable[[Any], bool]
 
+    def __and__(self, other: Rule) -> Rule:
+        return Rule(f"{self.words} and {other.words}", lambda value: self.holds(value) and other.holds(value))
 
-_AT_LEAST_0, _AT_LEAST_1 = Range("at least 0", lambda value: value >= 0), Range("at least 1", lambda value: value >= 1)
+
+_AT_LEAST_0, _AT_LEAST_1 = Rule("at least 0", lambda value: value >= 0), Rule("at least 1", lambda value: value >= 1)
 PositiveInt = Annotated[int, _AT_LEAST_1]
 NonNegativeInt = Annotated[int, _AT_LEAST_0]
 NonNegativeFloat = Annotated[float, _AT_LEAST_0]
-PositiveFloat = Annotated[float, Range("greater than 0", lambda value: value > 0)]
-Fraction = Annotated[float, Range("in [0, 1]", lambda value: 0 <= value <= 1)]
-FractionBelow1 = Annotated[float, Range("in [0, 1)", lambda value: 0 <= value < 1)]
-FractionAbove0 = Annotated[float, Range("in (0, 1]", lambda value: 0 < value <= 1)]
+PositiveFloat = Annotated[float, Rule("greater than 0", lambda value: value > 0)]
+Fraction = Annotated[float, Rule("in [0, 1]", lambda value: 0 <= value <= 1)]
+FractionBelow1 = Annotated[float, Rule("in [0, 1)", lambda value: 0 <= value < 1)]
+FractionAbove0 = Annotated[float, Rule("in (0, 1]", lambda value: 0 < value <= 1)]
 
 
-@dataclass(frozen=True)
-class When:
-    """The runs that use a setting, in words for messages and documentation, and as a function of the settings."""
-
-    words: str
-    holds: Callable[[Any], bool]
-
-    def __and__(self, other: When) -> When:
-        return When(f"{self.words} and {other.words}", lambda settings: self.holds(settings) and other.holds(settings))
-
-
-def when(**allowed: Sequence[Any]) -> When:
+def when(**allowed: Sequence[Any]) -> Rule:
     """Returns the condition that each of these settings has one of its values."""
     words = [f"{name} {' or '.join(map(str, values))}" for name, values in allowed.items()]
-    return When(" and ".join(words), lambda settings: all(getattr(settings, name) in allowed[name] for name in allowed))
+    return Rule(" and ".join(words), lambda settings: all(getattr(settings, name) in allowed[name] for name in allowed))
 
 
-def option(default: Any, text: str, *, group: str | None = None, used: When | None = None) -> Any:
+def option(default: Any, text: str, used: Rule | None = None, *, group: str | None = None) -> Any:
     """Returns a dataclass field with a help text. ``group`` starts a new heading in ``--help`` at this field."""
     return field(default=default, metadata={"help": text, "group": group, "used": used})
 
@@ -74,8 +72,8 @@ def convert(name: str, value: Any, hint: Any) -> Any:
     For a float, 1 becomes 1.0 and "1e-3", which YAML reads as text, 0.001, so that equal settings have equal hashes.
     """
     kinds = alternatives(hint)
-    for one in kinds:
-        kind, *ranges = typing.get_args(one) if typing.get_origin(one) is Annotated else (one,)
+    for member in kinds:
+        kind, *ranges = typing.get_args(member) if typing.get_origin(member) is Annotated else (member,)
         with suppress(TypeError):
             found = _as(value, kind)
             if ranges and not ranges[0].holds(found):
@@ -83,7 +81,7 @@ def convert(name: str, value: Any, hint: Any) -> Any:
                 raise ValueError(f"{name} must be {ranges[0].words}{null}, got {value}")
             return found
     *words, last = map(_word, kinds)
-    meant = suggestion(str(value), [one for one in choices(hint) if isinstance(one, str)])
+    meant = suggestion(str(value), [choice for choice in choices(hint) if isinstance(choice, str)])
     raise ValueError(f"{name} must be {', '.join(words)}{' or ' if words else ''}{last}, got {value!r}{meant}")
 
 
@@ -109,6 +107,14 @@ def _as(value: Any, kind: Any) -> Any:
     raise TypeError
 
 
+def read_yaml(text: str) -> Any:
+    """Parse YAML; ValueError, in one line, for anything that cannot be parsed."""
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(one_line(error)) from error
+
+
 def alternatives(hint: Any) -> tuple[Any, ...]:
     """Returns the member types of a union, or the type itself."""
     return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
@@ -116,8 +122,8 @@ def alternatives(hint: Any) -> tuple[Any, ...]:
 
 def choices(hint: Any) -> list[Any]:
     """Returns the values of the Literals in a type."""
-    literals = [one for one in alternatives(hint) if typing.get_origin(one) is Literal]
-    return [value for one in literals for value in typing.get_args(one)]
+    literals = [kind for kind in alternatives(hint) if typing.get_origin(kind) is Literal]
+    return [value for literal in literals for value in typing.get_args(literal)]
 
 
 _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", Path: "a path"}

@@ -14,11 +14,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-import yaml
 from filelock import FileLock, Timeout
 
 from sparsesam.integrations.extras import required_by
@@ -26,7 +26,7 @@ from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, check_u
 from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.result import RunResult, read_result
 from sparsesam.lab.experiment.run_directory import RunDirectory, read_json, read_records, write_atomically
-from sparsesam.lab.experiment.setting_types import convert
+from sparsesam.lab.experiment.setting_types import Rule, convert, read_yaml
 from sparsesam.lab.names import check_names, suggestion
 
 #: How often a run on a Ray cluster may lose its machine.
@@ -35,6 +35,7 @@ LOST_MACHINES = 3
 MOST_RUNS = 100_000
 
 _KEYS = ("title", "settings", "variants", "grid", "seeds")
+_SEEDS = Rule(f"1 to {MOST_RUNS:,}, or a list of seeds", lambda count: 1 <= count <= MOST_RUNS)
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,8 @@ class Sweep:
 
     def jobs(self, out: Path) -> list[Job]:
         """Returns all runs ordered by seed, so that an interrupted sweep has complete comparisons."""
-        configs = [
-            (label, replace(config, seed=seed)) for seed in self.seeds for label, config in self.variants.items()
-        ]
+        pairs = itertools.product(self.seeds, self.variants.items())
+        configs = [(label, replace(config, seed=seed)) for seed, (label, config) in pairs]
         return [Job(label, config, out / config.content_hash) for label, config in configs]
 
     def write(self, out: Path) -> None:
@@ -68,27 +68,31 @@ class Job:
     directory: Path
 
     @property
+    def files(self) -> RunDirectory:
+        return RunDirectory(self.directory)
+
+    @property
     def is_finished(self) -> bool:
-        return RunDirectory(self.directory).result.exists()
+        return self.files.result.exists()
 
     @property
     def is_running(self) -> bool:
-        return RunDirectory(self.directory).running.exists()
+        return self.files.running.exists()
 
     @property
     def failure(self) -> str | None:
         """The error of the last attempt, if it failed."""
-        content = read_json(RunDirectory(self.directory).failure)
+        content = read_json(self.files.failure)
         return None if content is None else str(content.get("error", "no reason was recorded"))
 
     @property
     def result(self) -> RunResult | None:
-        return read_result(RunDirectory(self.directory).result, self.config.content_hash)
+        return read_result(self.files.result, self.config.content_hash)
 
     @property
     def epochs_done(self) -> int:
         try:
-            records = read_records(RunDirectory(self.directory).records)
+            records = read_records(self.files.records)
         except (OSError, RunError):  # not started, or being written
             return 0
         return sum(record.get("kind") == "epoch" for record in records)
@@ -107,20 +111,17 @@ def read_sweep(file: str | Path, *, overrides: Mapping[str, Any], seeds: int | N
     """
     text, name = _read(file)
     try:
-        content = _mapping("the file", yaml.safe_load(text))
+        content = _mapping("the file", read_yaml(text))
         check_names(content, _KEYS)
         title = convert("title", content.get("title", name), str)
-        asked = content.get("seeds", 1) if seeds is None else seeds
-        if type(asked) is int:
-            if not 1 <= asked <= MOST_RUNS:
-                raise ValueError(f"seeds must be 1 to {MOST_RUNS:,}, or a list of seeds, got {asked}")
-            asked = range(asked)
-        chosen = convert("seeds", list(asked) if isinstance(asked, range) else asked, tuple[int, ...])
+        given = content.get("seeds", 1) if seeds is None else seeds
+        count_or_list = convert("seeds", given, Annotated[int, _SEEDS] | tuple[int, ...])
+        chosen = range(count_or_list) if isinstance(count_or_list, int) else count_or_list
         if not chosen or len(set(chosen)) != len(chosen) or min(chosen) < 0:
             raise ValueError(f"seeds must be different whole numbers of at least 0, got {list(chosen)}")
         return Sweep(title, _variants(content, overrides), chosen)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: {' '.join(str(error).split())}") from error
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 def _mapping(what: str, value: Any) -> dict[str, Any]:
@@ -159,21 +160,21 @@ def _variants(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
 
 
 def _read(file: str | Path) -> tuple[str, str]:
-    path = Path(file)
-    if path.is_file():
+    given = Path(file)
+    if given.is_file():
         try:
-            return path.read_text(encoding="utf-8"), path.stem
+            return given.read_text(encoding="utf-8"), given.stem
         except UnicodeDecodeError as error:
             raise ValueError(f"{file} is not a text file ({error})") from error
     files = (resources.files("sparsesam.lab.experiment") / "sweeps").iterdir()
-    packaged = {one.name.removesuffix(".yaml"): one for one in files if one.name.endswith(".yaml")}
+    packaged = {path.name.removesuffix(".yaml"): path for path in files if path.name.endswith(".yaml")}
     if str(file) in packaged:
         return packaged[str(file)].read_text(), str(file)
-    folder = path.parent if path.parent.is_dir() else Path()
-    here = sorted(str(one) for suffix in ("*.yaml", "*.yml") for one in folder.glob(suffix))
+    folder = given.parent if given.parent.is_dir() else Path()
+    found = sorted(str(other) for suffix in ("*.yaml", "*.yml") for other in folder.glob(suffix))
     raise ValueError(
         f"{file} does not exist: pass a YAML file or a sweep included in sparsesam ({', '.join(packaged)})"
-        f"{suggestion(str(file), [*here, *packaged])}"
+        f"{suggestion(str(file), [*found, *packaged])}"
     )
 
 
@@ -202,18 +203,15 @@ def sweep_jobs(
         distinct.setdefault(job.directory, job)
     due = [job for job in distinct.values() if not job.is_finished and (retry or job.failure is None)]
     environment = replace(environment, resume=True, quiet=True, threads=environment.threads or 1, logger="none")
-    if backend == "ray":
-        ended = _on_ray(due, (environment, gpus, None), workers)
-    else:
-        ended = _here(due, (environment, gpus, os.getpid()), workers)
-    for job, texts in ended:
+    parent = os.getpid() if backend == "loky" else None
+    run = partial(_run_job, environment=environment, gpus=gpus, parent=parent)
+    for job, texts in (_on_ray if backend == "ray" else _in_processes)(run, due, workers):
         on_end(job, texts)
     if not all(job.is_finished or job.failure for job in due):
         raise KeyboardInterrupt
 
 
 _Ended = tuple[Job, list[str]]
-_Context = tuple[RunEnvironment, int, int | None]
 
 
 def _run_job(job: Job, environment: RunEnvironment, gpus: int, parent: int | None) -> _Ended:
@@ -225,7 +223,7 @@ def _run_job(job: Job, environment: RunEnvironment, gpus: int, parent: int | Non
 
     if job.is_finished:  # by a machine that was lost before it could report
         return job, []
-    RunDirectory(job.directory).failure.unlink(missing_ok=True)
+    job.files.failure.unlink(missing_ok=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         try:
@@ -235,10 +233,10 @@ def _run_job(job: Job, environment: RunEnvironment, gpus: int, parent: int | Non
         except (Interrupted, KeyboardInterrupt):
             pass  # recognized by having neither a result nor a failure
         except Exception as error:
-            RunDirectory(job.directory).write_failure(error)
+            job.files.write_failure(error)
     if is_orphan():
         os._exit(1)  # no process is left to receive the result
-    return job, list(dict.fromkeys(str(one.message) for one in caught))
+    return job, list(dict.fromkeys(str(warning.message) for warning in caught))
 
 
 @contextmanager
@@ -258,15 +256,13 @@ def claimed_gpu(count: int, folder: Path) -> Iterator[str]:
         time.sleep(1.0)
 
 
-def _here(jobs: Sequence[Job], context: _Context, workers: int) -> Iterator[_Ended]:
+def _in_processes(run: Callable[[Job], _Ended], jobs: Sequence[Job], workers: int) -> Iterator[_Ended]:
     import joblib
     from joblib.externals.loky.process_executor import TerminatedWorkerError
 
-    parallel = joblib.Parallel(
-        workers, backend="loky", batch_size=1, pre_dispatch=workers, return_as="generator_unordered"
-    )
+    parallel = joblib.Parallel(workers, "loky", "generator_unordered", pre_dispatch=workers, batch_size=1)
     try:
-        yield from parallel(joblib.delayed(_run_job)(job, *context) for job in jobs)
+        yield from parallel(joblib.delayed(run)(job) for job in jobs)
     except TerminatedWorkerError as error:
         raise RunError(
             "a worker process was killed, perhaps out of memory; run the same command again to continue, "
@@ -274,16 +270,16 @@ def _here(jobs: Sequence[Job], context: _Context, workers: int) -> Iterator[_End
         ) from error
 
 
-def _on_ray(jobs: Sequence[Job], context: _Context, workers: int) -> Iterator[_Ended]:
+def _on_ray(run: Callable[[Job], _Ended], jobs: Sequence[Job], workers: int) -> Iterator[_Ended]:
     """Run one task per job. If a machine is lost, Ray restarts its tasks on another, where the runs resume."""
     with required_by("--backend ray", "'sparsesam[ray]'"):
         import ray
     if not ray.is_initialized():
         ray.init()
-    task = ray.remote(num_cpus=1, max_retries=LOST_MACHINES)(_run_job)
+    task: Any = ray.remote(num_cpus=1, max_retries=LOST_MACHINES)(lambda job: run(job))
     waiting, running = list(reversed(jobs)), list[Any]()
     while waiting or running:
         while waiting and len(running) < workers:
-            running.append(task.remote(waiting.pop(), *context))
+            running.append(task.remote(waiting.pop()))
         ended, running = ray.wait(running)
         yield from ray.get(ended)

@@ -49,7 +49,7 @@ class Training:
         self.record_times = record_times
         self.clock: Callable[[], float] = time.perf_counter
         self.steps_taken, self.sums = 0, Sums()
-        self.stop_requested = False  # whether a rank was asked to stop in the last step
+        self.stop_requested = False  # whether a rank had to stop in the last step
         self.synced = False  # whether the loss is known to be finite up to this step
         self.module = model
         first = next(batches.train(0))
@@ -94,11 +94,6 @@ class Training:
         return self.steps_taken % self.batches.steps == 0 or self.finished
 
     @property
-    def _refreshes_every_step(self) -> bool:
-        rule = getattr(self.optimizer, "mask", None)
-        return rule is not None and rule.refresh == 1
-
-    @property
     def sparsity(self) -> float | None:
         return getattr(self.optimizer, "sparsity", None)
 
@@ -140,10 +135,10 @@ class Training:
 
     def _sync(self, totals: Tensor, stop: Callable[[], bool]) -> bool:
         """Add loss and correct predictions of the last steps to ``sums``; returns whether any rank must stop."""
-        asked: float = stop()
+        stops: float = stop()
         loss, correct = totals.tolist()
         if self.fabric.world_size > 1:
-            loss, correct, asked = self._summed(totals.new_tensor([loss, correct, asked]))
+            loss, correct, stops = self._summed(totals.new_tensor([loss, correct, stops]))
         self.sums.loss, self.sums.correct = self.sums.loss + loss, self.sums.correct + correct
         if not math.isfinite(loss):
             rho = "" if self.rho is None else f" or rho ({self.rho})"
@@ -152,7 +147,7 @@ class Training:
                 f"the loss is {loss} by step {self.steps_taken}; lower lr ({self.config.lr}){rho}, "
                 f"use a longer warm-up (warmup_epochs {self.config.warmup_epochs}){precision}"
             )
-        return bool(asked)
+        return bool(stops)
 
     def _now(self, *, sync: bool = True) -> float:
         if sync and self.fabric.device.type == "cuda":
@@ -185,14 +180,11 @@ class Training:
         varies = self.config.optimizer == "esam" and self.steps_taken < VARYING_STEPS
         with MultiplyAdds() if varies or kind not in self.cost.per_image else nullcontext() as counter:
             figures = self._passes(batch)
-        self.cost.images[kind] += batch.global_size
-        masks = self.cost.masks - masks
-        if counter is not None and (not masks or self._refreshes_every_step):
-            # Count a step without a mask refresh if there is one: from a step that makes a mask nothing is left out.
-            operations = counter.products / self.cost.unit - masks * self.cost.per_mask
-            before = self.cost.images[kind] - batch.global_size if kind in self.cost.per_image else 0
-            mean = before * self.cost.per_image.get(kind, 0.0) + batch.global_size * operations / len(batch.images)
-            self.cost.per_image[kind] = mean / (before + batch.global_size)
+        masks, operations, rule = self.cost.masks - masks, None, getattr(self.optimizer, "mask", None)
+        # Count a step without a mask refresh if there is one: from a step that makes a mask nothing is left out.
+        if counter is not None and (not masks or (rule is not None and rule.refresh == 1)):
+            operations = (counter.products / self.cost.unit - masks * self.cost.per_mask) / len(batch.images)
+        self.cost.add_step(kind, batch.global_size, operations)
         if self.scaler is not None:
             self.scaler.update()
         if self.ema is not None:
@@ -248,8 +240,8 @@ class Training:
                 torch.distributed.broadcast(buffer, 0)
         # Not the wrapped model: its forward would wait for ranks that have fewer batches.
         model = self.module if self.ema is None else self.ema
-        sums = self._summed(loss_and_accuracy(model, self.batches.evaluation(split), self.fabric))
-        loss, correct, among_five, images = sums
+        totals = loss_and_accuracy(model, self.batches.evaluation(split), self.fabric)
+        loss, correct, among_five, images = self._summed(totals)
         return loss / images, correct / images, among_five / images
 
     def _summed(self, values: Tensor) -> list[float]:

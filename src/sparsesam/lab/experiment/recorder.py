@@ -1,0 +1,117 @@
+"""Writes the settings, records, masks, checkpoints and result of a run, and continues them when it is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from sparsesam.lab.experiment import checkpoint
+from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
+from sparsesam.lab.experiment.errors import CheckpointError
+from sparsesam.lab.experiment.observers import RunObserver
+from sparsesam.lab.experiment.provenance import provenance
+from sparsesam.lab.experiment.result import EpochRecord, RunResult, best_of, read_epochs
+from sparsesam.lab.experiment.run_directory import RunDirectory, all_settings, append_records
+from sparsesam.lab.experiment.training import Training
+
+#: By default masks are recorded if all masks of the run take at most this many bytes.
+SMALL_BYTES = 16 * 2**20
+
+
+def masks_are_small(config: TrainConfig, weights: int, steps_per_epoch: int) -> bool:
+    """Whether all masks of a run with ``weights`` weights are small enough to be recorded by default."""
+    masks = config.total_steps(steps_per_epoch) // config.steps_between_masks(steps_per_epoch) + 1
+    return masks * weights / 8 <= SMALL_BYTES
+
+
+class RunRecorder(RunObserver):
+    """Used on rank 0 only."""
+
+    def __init__(self, training: Training, directory: RunDirectory, environment: RunEnvironment) -> None:
+        self.training, self.directory, config = training, directory, training.config
+        self.settings = all_settings(config, environment)
+        self.checkpoint_steps = environment.checkpoint_steps
+        small = masks_are_small(config, training.num_parameters, training.batches.steps)
+        self.records_masks = small if environment.record_masks is None else environment.record_masks
+        self.saved_at, self.masks = training.steps_taken, training.cost.masks
+        if not environment.resume or not directory.last.exists():
+            directory.rewind(-1, "")
+        extended = directory.begin(config, environment)
+        self.epochs, self.records = read_epochs(directory.records), directory.records.read_text()
+        about = {"config": asdict(config), "hash": config.content_hash, "name": environment.name}
+        self.header = {**about, "provenance": provenance()}
+        kind = "extend" if extended is not None else "resume" if training.steps_taken else "run"
+        before = {} if extended is None else {"epochs_before": extended}
+        self._append({"kind": kind, "step": training.steps_taken, **before, **self.header})
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        self.records += append_records(self.directory.records, [record])
+
+    def step(self, training: Training) -> None:
+        # Before the checkpoint: a resumed run removes and recomputes the masks made after it.
+        if self.records_masks and training.cost.masks > self.masks:
+            optimizer: Any = training.optimizer
+            self.directory.write_masks(training.steps_taken - 1, optimizer.masks, training.config.identity)
+            self.masks = training.cost.masks
+        every, taken = self.checkpoint_steps, training.steps_taken - self.saved_at
+        is_due = every is not None and training.synced and taken >= every
+        if not training.epoch_ended and (is_due or training.stop_requested):
+            self._save()
+
+    def epoch(self, record: EpochRecord) -> None:
+        """``last.pt`` decides: a run killed before it is replaced repeats this epoch, one killed after does not."""
+        self.epochs.append(record)
+        is_best = best_of(self.epochs) is record
+        if is_best:
+            tested = self.training.module if self.training.ema is None else self.training.ema.module
+            figures = {name: getattr(record, name) for name in ("epoch", "val_accuracy", "test_accuracy")}
+            content = {"settings": self.settings, "model": tested.state_dict(), **figures}
+            checkpoint.save(self.directory.next_best, content)
+        self._append({"kind": "epoch", **asdict(record)})
+        self._save()
+        if is_best:
+            self.directory.next_best.replace(self.directory.best)
+
+    def _save(self) -> None:
+        training = self.training.state_dict()
+        checkpoint.save(self.directory.last, {"settings": self.settings, "records": self.records, "training": training})
+        self.saved_at = self.training.steps_taken
+
+    def finish(self, result: RunResult) -> None:
+        self._append({"kind": "result", "step": result.steps, **asdict(result)})
+        self.directory.finish({"result": asdict(result), **self.header})
+
+
+def restore(training: Training, directory: RunDirectory) -> None:
+    """Load the last checkpoint; without one, start from the beginning."""
+    main = training.fabric.global_rank == 0
+    if not directory.last.exists():
+        if main:
+            directory.check_begun()
+        return
+    content = directory.load(directory.last, training.fabric.device)
+    try:
+        training.load_state_dict(content["training"])
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{directory.last} does not fit its run: {error}") from error
+    if main:
+        directory.rewind(training.steps_taken, content["records"])
+        _check_best(directory)
+
+
+def _check_best(directory: RunDirectory) -> None:
+    """Complete the replacement of ``best.pt``, and check that it is of the best epoch of the records."""
+    if epochs := read_epochs(directory.records):
+        best = best_of(epochs)
+        for file in (directory.next_best, directory.best):
+            content = directory.load(file) if file.exists() else {}
+            if (content.get("epoch"), content.get("test_accuracy")) == (best.epoch, best.test_accuracy):
+                file.replace(directory.best)
+                break
+        else:
+            raise CheckpointError(
+                f"{directory.best} is missing or not of the best epoch, {best.epoch}; restore it, or delete all files "
+                "of the run to train from the beginning"
+            )
+    directory.next_best.unlink(missing_ok=True)
