@@ -77,6 +77,11 @@ def with_closure(opt, model, x, y):
     opt.step(closure_for(model, opt, x, y))
 
 
+def by_minimize(opt, model, x, y):
+    """One step of minimize()."""
+    return opt.minimize(lambda: F.cross_entropy(model(x), y))
+
+
 def train(model, opt, seeds, *, batch=vectors, **options):
     """A step with a closure on the batch of each seed; ``opt`` may be a bare base optimizer."""
     for seed in seeds:
@@ -91,11 +96,13 @@ def both_passes(opt, model, x, y):
         F.cross_entropy(model(x), y).backward()
 
 
-def in_two_phases(opt, model, x, y):
-    """One step in two phases."""
+def in_two_phases(opt, model, x, y, *, narrows=False):
+    """One step in two phases; ``narrows``: the first backward is the optimizer's."""
     opt.zero_grad()
     with opt.first_pass():
-        F.cross_entropy(model(x), y).backward()
+        loss = F.cross_entropy(model(x), y)
+        opt.backward(loss) if narrows else loss.backward()
+        del loss
     with opt.perturbed():
         F.cross_entropy(model(x), y).backward()
     opt.step()
@@ -104,6 +111,18 @@ def in_two_phases(opt, model, x, y):
 def gradients_of(model, x, y):
     """The gradients of the loss on the batch, in the order of the parameters."""
     return torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
+
+
+def over_micro_batches(opt, losses, *, then=lambda: None):
+    """One step in two phases over functions that return the loss of a micro-batch; ``then`` runs before the update."""
+    opt.zero_grad()
+    for loss in losses:
+        loss().backward()
+    with opt.perturbed():
+        for loss in losses:
+            loss().backward()
+    then()
+    opt.step()
 
 
 def perturbation_of(opt, model, x, y):
@@ -145,7 +164,7 @@ def assert_close(model, twin, *, rtol=1e-9, atol=1e-12):
 
 def assert_same_masks(opt, other):
     assert opt.masks.keys() == other.masks.keys()
-    assert same_bits(opt.masks.values(), other.masks.values())
+    assert all(torch.equal(mask, other.masks[name]) for name, mask in opt.masks.items())
 
 
 def assert_resumes(make, *, build=mlp, batch=vectors, at=4, end=9):

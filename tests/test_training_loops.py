@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -132,14 +133,8 @@ def test_accumulation_over_micro_batches_equals_whole_batch():
     for seed in range(4):
         x, y = cases.vectors(seed=seed)
         cases.with_closure(other, twin, x, y)
-        micro = list(zip(x.chunk(4), y.chunk(4), strict=True))
-        opt.zero_grad()
-        for a, b in micro:
-            (F.cross_entropy(model(a), b) / 4).backward()
-        with opt.perturbed():
-            for a, b in micro:
-                (F.cross_entropy(model(a), b) / 4).backward()
-        opt.step()
+        micro = zip(x.chunk(4), y.chunk(4), strict=True)
+        cases.over_micro_batches(opt, [lambda a=a, b=b: F.cross_entropy(model(a), b) / 4 for a, b in micro])
     cases.assert_close(model, twin, rtol=1e-10)
 
 
@@ -147,14 +142,14 @@ def test_clipping_goes_between_second_pass_and_step():
     model, twin = cases.mlp(), cases.mlp()
     opt, other = (sparsesam.SAM(torch.optim.SGD(m.parameters(), lr=1.0), m, rho=0.1) for m in (model, twin))
     before = cases.weights_of(model)
-    cases.both_passes(opt, model, *cases.vectors())
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    opt.step()
+    x, y = cases.vectors()
+    clip = partial(nn.utils.clip_grad_norm_, model.parameters(), 1e-3)
+    cases.over_micro_batches(opt, [lambda: F.cross_entropy(model(x), y)], then=clip)
     moved = oracles.flat(cases.weights_of(model)) - oracles.flat(before)
     assert moved.norm().item() == pytest.approx(1e-3, rel=1e-3)
     # The same with a closure: a hook on the base optimizer.
     other.base.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(twin.parameters(), 1e-3) and None)
-    cases.with_closure(other, twin, *cases.vectors())
+    cases.with_closure(other, twin, x, y)
     cases.assert_close(model, twin)
 
 

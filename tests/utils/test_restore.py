@@ -1,4 +1,4 @@
-"""What a step undoes, whatever happens in it: the weights, and what a second pass writes to."""
+"""What a step undoes, whatever happens in it: the weights, random states, and what a second pass writes to."""
 
 from __future__ import annotations
 
@@ -180,3 +180,21 @@ def test_statistics_are_kept_in_a_one_pass_step_after_a_skipped_one():
         scaler.update()
         opt.zero_grad()
         assert model[1].num_batches_tracked == count
+
+
+# ---- random states -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [cases.by_minimize, cases.with_closure, cases.in_two_phases])
+def test_random_numbers_are_the_same_in_both_passes(step):
+    model, drawn = cases.mlp(), []
+    model.register_forward_pre_hook(lambda *_: drawn.append(torch.rand(3)))
+    opt = sparsesam.SAM(cases.sgd(model), model)
+    for _ in range(2):
+        step(opt, model, *cases.vectors())
+        with pytest.raises(KeyError):
+            step(opt, lambda x: model(x) + {}["no more data"], *cases.vectors())
+    first, again, _, third, fourth, _ = drawn
+    assert torch.equal(first, again)
+    assert torch.equal(third, fourth)  # also after an error
+    assert not torch.equal(first, third)
