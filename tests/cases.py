@@ -96,6 +96,12 @@ def both_passes(opt, model, x, y):
         F.cross_entropy(model(x), y).backward()
 
 
+def without_first_pass(opt, model, x, y):
+    """One step in two phases, the first without first_pass()."""
+    both_passes(opt, model, x, y)
+    opt.step()
+
+
 def in_two_phases(opt, model, x, y, *, narrows=False):
     """One step in two phases; ``narrows``: the first backward is the optimizer's."""
     opt.zero_grad()

@@ -199,6 +199,7 @@ def half_masked(model):
     return sparsesam.SSAM(cases.sgd(model), model, rho=0.1, mask=sparsesam.fixed_mask(cases.half_masks(model)))
 
 
+@pytest.mark.filterwarnings("error")
 def test_zero_ascent_gradient_is_counted_and_harmless():
     model = cases.mlp()
     opt, before = half_masked(model), cases.weights_of(model)

@@ -67,14 +67,14 @@ def bits(value):
     return repr(value)
 
 
-def fresh(make_model):
+def fresh_model():
     """A model, after every random state and what programs keep were reset."""
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 (what programs draw from)
     GENERATOR.manual_seed(0)
     GLOBAL.clear()
-    return make_model().double()
+    return Model().double()
 
 
 def left_by(model):
@@ -83,13 +83,13 @@ def left_by(model):
     return [bits(left), random.getstate(), repr(np.random.get_state())]  # noqa: NPY002
 
 
-def run(function, *, make_tape, make_model=Model, draws_again=False, holds_loss=False, narrows=True, steps=3):
+def run(function, *, make_tape, draws_again=False, holds_loss=False, narrows=True):
     """Steps of SAM on the head; ``make_tape(moved)`` returns a tape, or None for two plain passes. Returns the bits."""
-    model = fresh(make_model)
+    model = fresh_model()
     moved = {name: p for name, p in model.named_parameters() if name.startswith("head")}
     base = torch.optim.SGD(model.parameters(), lr=0.05)
     results, tapes = [], []
-    for _ in range(steps):
+    for _ in range(3):
         x, y = torch.randn(8, 6, dtype=torch.float64), torch.randint(0, 3, (8,))
         tape = make_tape(moved)
         state = torch.get_rng_state()
@@ -830,9 +830,9 @@ def test_replayed_program_equals_two_plain_passes(name, way):
         assert all(tape.reused for tape in tapes)
 
 
-def step_by_step(function, way, *, engine, make_model=Model, **_):
+def step_by_step(function, way, *, engine):
     """The same through the optimizer: what the program leaves after some steps of SSAM on the head."""
-    model = fresh(make_model)
+    model = fresh_model()
     opt = cases.ssam(model, engine=engine)
     for _ in range(3):
         x, y = torch.randn(8, 6, dtype=torch.float64), torch.randint(0, 3, (8,))
@@ -847,10 +847,10 @@ def step_by_step(function, way, *, engine, make_model=Model, **_):
 @pytest.mark.parametrize("way", ["minimize", "closure", "two phases"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program_is_trained_as_without_savings(name, way):
-    function, options = PROGRAMS[name]
+    function, _ = PROGRAMS[name]
     if name.endswith("in_the_closure") and way == "minimize":
         with pytest.raises(RuntimeError, match="must not call backward"):
             step_by_step(function, way, engine=True)
         return
-    found, wanted = (step_by_step(function, way, engine=engine, **options) for engine in (True, False))
+    found, wanted = (step_by_step(function, way, engine=engine) for engine in (True, False))
     assert found == wanted

@@ -258,8 +258,10 @@ def test_minimize_equals_closure(name, rule, norm):
     """`minimize` leaves gradients out, a closure computes all of them."""
     model, twin = cases.mlp(), cases.mlp()
     train(model, make(name, model, mask=RULES[rule](), norm=norm), range(6))
-    cases.train(twin, make(name, twin, mask=RULES[rule](), norm=norm), range(6))
+    other = make(name, twin, mask=RULES[rule](), norm=norm)
+    cases.train(twin, other, range(6))
     assert cases.same_state(model, twin)
+    assert other.sparsity == pytest.approx(0.0 if rule == "none" else 0.5, abs=0.1)
 
 
 def test_friendly_average_covers_what_the_norm_needs():

@@ -72,7 +72,7 @@ def first_layer_unfrozen(model, opt):
     model[0].requires_grad_(True)
 
 
-@pytest.mark.parametrize("step", [cases.with_closure, cases.in_two_phases])
+@pytest.mark.parametrize("step", [cases.with_closure, cases.in_two_phases, cases.without_first_pass])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
     "join", [first_layer_added, first_layer_added_to_base, first_layer_enabled, first_layer_unfrozen]
