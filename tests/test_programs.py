@@ -137,27 +137,15 @@ def plain(model, x, y):
 
 
 @program
-def caller_pops_from_a_list(model, x, y):
-    features = [model.body(x), torch.tanh(model.middle(x))]
-    h = features.pop()
-    features.reverse()
-    return model.loss(h + features[0], y)
-
-
-@program
-def caller_assigns_to_an_output(model, x, y):
-    out = OrderedDict(pooled=torch.tanh(model.body(x)), last=model.middle(x))
-    out["pooled"] = out["pooled"] * 2 + out.pop("last")
-    return model.loss(out["pooled"], y)
-
-
-@program
-def module_pops_from_its_argument(model, x, y):
+def containers_changed_by_their_user(model, x, y):
     def decode(skips):
         return model.middle(skips.pop()) + skips.pop()
 
-    first = torch.tanh(model.body(x))
-    return model.loss(decode([first, torch.sin(first)]), y)
+    features = [torch.tanh(model.body(x)), torch.sin(x), x * 2]
+    out = OrderedDict(pooled=features.pop(), last=decode(features[::-1]))
+    out["pooled"] = out["pooled"] * 2 + out.pop("last")
+    features.reverse()
+    return model.loss(out["pooled"] + features[0], y)
 
 
 @program
@@ -189,17 +177,6 @@ def global_written_in_place(model, x, y):
     return model.loss(model.middle(h.clone()) + GLOBAL["seen"][0].mean(), y)
 
 
-class Settings:
-    scale = 1.0
-
-
-@program
-def class_level_configuration(model, x, y):
-    Settings.scale = 3.0 - Settings.scale
-    GLOBAL["scale"] = Settings.scale
-    return model.loss(torch.tanh(model.body(x)) * GLOBAL["scale"], y)
-
-
 @program
 def counter_changes_the_path(model, x, y):
     model.count += 1
@@ -227,15 +204,10 @@ def attribute_of_an_activation(model, x, y):
 
 
 @program
-def forward_assigned_in_the_pass(model, x, y):
+def forward_and_hook_changed_in_the_pass(model, x, y):
     model.body.forward = types.MethodType(lambda module, v: nn.Linear.forward(module, v) * 3, model.body)
-    return model.loss(model.body(x), y)
-
-
-@program
-def hook_registered_in_the_pass(model, x, y):
-    handle = model.body.register_forward_hook(lambda module, args, out: out * 2)
-    loss = model.loss(model.body(x), y)
+    handle = model.middle.register_forward_hook(lambda module, args, out: out * 2)
+    loss = model.loss(model.middle(model.body(x)), y)
     handle.remove()
     return loss
 

@@ -242,22 +242,22 @@ class UnregisteredList(list):
 def test_result_of_closure_is_detached_and_keeps_its_type(kind):
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model, rho=0.5)
-    x, y = cases.vectors()
+    returned, (x, y) = [], cases.vectors()
 
     def closure():
         opt.zero_grad()
         output = model(x)
         loss = F.cross_entropy(output, y)
         loss.backward()
-        closure.result = kind(loss=loss, parts=UnregisteredList([output, (output, "note")]))
-        return closure.result
+        returned.append(kind(loss=loss, parts=UnregisteredList([output, (output, "note")])))
+        return returned[-1]
 
     result = opt.step(closure)
     assert (type(result), type(result["parts"])) == (kind, UnregisteredList)
     first, (second, note) = result["parts"]
     assert note == "note"
     assert not any(tensor.requires_grad for tensor in (result["loss"], first, second))
-    assert closure.result["parts"][0].requires_grad  # the closure's own objects are unchanged
+    assert returned[0]["parts"][0].requires_grad  # the closure's own objects are unchanged
 
 
 # ---- minimize ----------------------------------------------------------------------------------------------------
