@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import sparsesam
 from tests import cases
@@ -118,6 +119,16 @@ def test_layers_with_some_filters(kind, x):
         for _ in range(3):
             cases.take_step(opt, lambda each=each: squares(each, x))
     cases.assert_close(model, twin, rtol=1e-12)
+
+
+def test_reentrant_checkpoint_behind_a_perturbed_layer():
+    """torch refuses to differentiate it in part."""
+    model, twin = built(), built()
+    for each, engine in ((model, True), (twin, False)):
+        opt = cases.ssam(each, "a.*", engine=engine)
+        opt.minimize(lambda each=each: checkpoint(each.b, each.a(X).relu(), use_reentrant=True).square().sum())
+        assert opt.savings().gradients == 0
+    assert cases.same_state(model, twin)
 
 
 CHANGES = {
