@@ -218,11 +218,12 @@ def test_implicit_gradient_stops_at_unperturbed_last_layer():
     assert opt.skipped_ascents == 1
 
 
-def test_implicit_in_evaluation_mode_and_with_keyword_arguments():
+@pytest.mark.parametrize("masked", ["half of the rows", "v"])
+def test_implicit_in_evaluation_mode_and_with_keyword_arguments(masked):
     ends = []
     for training in (True, False):
         model = built(Named).train(training)  # nothing in it depends on the mode
-        opt = implicit(model, half_of_rows(model))
+        opt = implicit(model, masked if masked == "v" else half_of_rows(model))
         for _ in range(3):
             cases.take_step(opt, lambda model=model: squares(model))
         ends.append(cases.weights_of(model))
