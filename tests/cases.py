@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from unittest import mock
 
 import pytest
@@ -74,6 +77,17 @@ def with_closure(opt, model, x, y):
     opt.step(closure_for(model, opt, x, y))
 
 
+def by_minimize(opt, model, x, y):
+    """One step of minimize()."""
+    return opt.minimize(lambda: F.cross_entropy(model(x), y))
+
+
+def train(model, opt, seeds, *, batch=vectors, **options):
+    """A step with a closure on the batch of each seed; ``opt`` may be a bare base optimizer."""
+    for seed in seeds:
+        with_closure(opt, model, *batch(seed=seed, **options))
+
+
 def both_passes(opt, model, x, y):
     """Both passes of a step, the first one without first_pass()."""
     opt.zero_grad()
@@ -82,14 +96,50 @@ def both_passes(opt, model, x, y):
         F.cross_entropy(model(x), y).backward()
 
 
-def in_two_phases(opt, model, x, y):
-    """One step in two phases."""
+def without_first_pass(opt, model, x, y):
+    """One step in two phases, the first without first_pass()."""
+    both_passes(opt, model, x, y)
+    opt.step()
+
+
+def in_two_phases(opt, model, x, y, *, narrows=False):
+    """One step in two phases; ``narrows``: the first backward is the optimizer's."""
     opt.zero_grad()
     with opt.first_pass():
-        F.cross_entropy(model(x), y).backward()
+        loss = F.cross_entropy(model(x), y)
+        opt.backward(loss) if narrows else loss.backward()
+        del loss
     with opt.perturbed():
         F.cross_entropy(model(x), y).backward()
     opt.step()
+
+
+def gradients_of(model, x, y):
+    """The gradients of the loss on the batch, in the order of the parameters."""
+    return torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
+
+
+def over_micro_batches(opt, losses, *, then=lambda: None):
+    """One step in two phases over functions that return the loss of a micro-batch; ``then`` runs before the update."""
+    opt.zero_grad()
+    for loss in losses:
+        loss().backward()
+    with opt.perturbed():
+        for loss in losses:
+            loss().backward()
+    then()
+    opt.step()
+
+
+def perturbation_of(opt, model, x, y):
+    """e of an ascent on the batch, tensor by tensor; no second pass follows."""
+    opt.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    before = weights_of(model)
+    with opt.perturbed():
+        moved = weights_of(model)
+    assert same_bits(before, weights_of(model))
+    return [now - then for now, then in zip(moved, before, strict=True)]
 
 
 def sgd(model, lr=0.1, momentum=0.9, **options):
@@ -108,6 +158,44 @@ def weights_of(model):
 
 def same_bits(left, right):
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def same_state(model, twin):
+    return same_bits(model.state_dict().values(), twin.state_dict().values())
+
+
+def assert_close(model, twin, *, rtol=1e-9, atol=1e-12):
+    torch.testing.assert_close(weights_of(model), weights_of(twin), rtol=rtol, atol=atol)
+
+
+def assert_same_masks(opt, other):
+    assert opt.masks.keys() == other.masks.keys()
+    assert all(torch.equal(mask, other.masks[name]) for name, mask in opt.masks.items())
+
+
+def assert_resumes(make, *, build=mlp, batch=vectors, at=4, end=9):
+    """A run that was saved to a file, copied or pickled continues as if it had not been."""
+    model, again = build(), build(seed=99)
+    opt = make(model)
+    torch.optim.lr_scheduler.StepLR(opt, 100)  # replaces opt.step by a function that cannot be pickled
+    train(model, opt, range(at), batch=batch)
+    file = io.BytesIO()
+    torch.save((model.state_dict(), opt.state_dict()), file)
+    copies = [copy.deepcopy((model, opt)), pickle.loads(pickle.dumps((model, opt)))]
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    again.load_state_dict(weights)
+    resumed = make(again)
+    resumed.load_state_dict(state)
+    train(model, opt, range(at, end), batch=batch)
+    for twin, other in ((again, resumed), *copies):
+        train(twin, other, range(at, end), batch=batch)
+        assert same_state(model, twin)
+        assert_same_masks(opt, other)
+        assert other.steps == opt.steps == end
+        assert [group[opt.strength_key] for group in other.param_groups] == [
+            g[opt.strength_key] for g in opt.param_groups
+        ]
 
 
 def moved_as_on(implementation):

@@ -1,10 +1,20 @@
-"""What a pass did to the gradients that existed before it."""
+"""Gradients that exist before a pass, are missing, not finite, or belong to no parameter of the optimizer."""
+
+from __future__ import annotations
+
+import copy
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
+import sparsesam
 from sparsesam.gradients import OldGradient, Treatment
+from tests import cases
+
+# ---- what a pass did to older gradients --------------------------------------------------------------------------
 
 
 def unchanged(parameter):
@@ -29,32 +39,234 @@ def cleared_and_added_to(parameter):
 
 
 @pytest.mark.parametrize(
-    ("happens", "treatment"),
+    ("gradient", "happens", "treatment"),
     [
-        (unchanged, Treatment.UNTOUCHED),
-        (set_to_none, Treatment.CLEARED),
-        (filled_with_zeros, Treatment.CLEARED),
-        (added_to, Treatment.ADDED_TO),
-        (cleared_and_added_to, Treatment.CLEARED),
+        (torch.ones(3), unchanged, Treatment.UNTOUCHED),
+        (torch.ones(3), set_to_none, Treatment.CLEARED),
+        (torch.ones(3), filled_with_zeros, Treatment.CLEARED),
+        (torch.ones(3), added_to, Treatment.ADDED_TO),
+        (torch.ones(3), cleared_and_added_to, Treatment.CLEARED),
+        (torch.zeros(3), unchanged, Treatment.UNTOUCHED),  # for example of a bias before batch normalization
+        (None, unchanged, Treatment.CLEARED),
     ],
 )
-def test_changes_of_gradient_are_detected(happens, treatment):
+def test_changes_of_gradient_are_detected(gradient, happens, treatment):
     parameter = nn.Parameter(torch.ones(3))
-    parameter.grad = torch.ones(3)
+    parameter.grad = None if gradient is None else gradient.clone()
     old = OldGradient([parameter])
     happens(parameter)
     old.release()
     assert old.treatment() is treatment
 
 
-def test_unchanged_zero_gradient_was_not_cleared():
-    """For example that of a bias before batch normalization."""
-    parameter = nn.Parameter(torch.ones(3))
-    parameter.grad = torch.zeros(3)
-    old = OldGradient([parameter])
-    old.release()
-    assert old.treatment() is Treatment.UNTOUCHED
+def uncleared(model, x, y):
+    """A closure that does not clear the gradients."""
+
+    def closure():
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    return closure
 
 
-def test_missing_gradient_counts_as_cleared():
-    assert OldGradient([nn.Parameter(torch.ones(3))]).treatment() is Treatment.CLEARED
+@pytest.mark.parametrize("kind", [sparsesam.SAM, sparsesam.ExtrapolatedSAM])
+def test_closure_adding_to_older_gradients_raises(kind):
+    model = cases.mlp()
+    opt = kind(cases.sgd(model), model)
+    closure = uncleared(model, *cases.vectors())
+    opt.step(closure)  # there are none before the first step
+    before = cases.weights_of(model)
+    with pytest.raises(RuntimeError, match=r"accumulated into existing gradients.*Clear them in the closure"):
+        opt.step(closure)
+    assert cases.same_bits(before, cases.weights_of(model))
+    opt.zero_grad(set_to_none=False)
+    opt.step(closure)  # zeros count as none
+    assert opt.steps == 2
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("by", ["wrapper", "base", "model"])
+def test_every_way_to_clear_gradients_in_closure_is_accepted(by, to_none):
+    model = cases.mlp()
+    opt = sparsesam.SAM(cases.sgd(model), model)
+    clear, backward = (
+        {"wrapper": opt, "base": opt.base, "model": model}[by].zero_grad,
+        uncleared(model, *cases.vectors()),
+    )
+    for _ in range(3):
+        opt.step(lambda: (clear(set_to_none=to_none), backward())[1])
+    assert opt.steps == 3
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_second_gradient_may_be_cleared_instead_of_used(to_none):
+    model = cases.mlp()
+    opt = sparsesam.SAM(cases.sgd(model), model)
+    for _ in range(3):
+        model.zero_grad(set_to_none=to_none)
+        uncleared(model, *cases.vectors())()
+        with opt.perturbed():
+            uncleared(model, *cases.vectors())()
+    model[0].weight.square().sum().backward()  # a penalty at w, added to the gradient at w + e
+    opt.step()
+    assert opt.steps == 1
+
+
+def test_first_pass_adding_to_an_unused_second_gradient_raises():
+    model = cases.mlp()
+    opt = sparsesam.SAM(cases.sgd(model), model)
+    cases.both_passes(opt, model, *cases.vectors())
+    uncleared(model, *cases.vectors())()
+    with pytest.raises(RuntimeError, match=r"which no step\(\) has used"), opt.perturbed():
+        pass
+
+
+def test_abandoned_step_does_not_make_the_next_one_plain():
+    model = cases.mlp()
+    opt = sparsesam.SAM(cases.sgd(model), model)
+    cases.both_passes(opt, model, *cases.vectors())
+    opt.zero_grad()  # the user abandons this step
+    uncleared(model, *cases.vectors())()
+    with pytest.raises(RuntimeError, match=r"step\(\) needs a gradient at w \+ e"):
+        opt.step()
+
+
+# ---- missing -----------------------------------------------------------------------------------------------------
+
+
+def test_closure_without_gradients_raises_in_the_first_step():
+    model = cases.mlp()
+    opt = sparsesam.SAM(cases.sgd(model), model)
+    before, closure = cases.weights_of(model), cases.closure_for(model, opt, *cases.vectors())
+    with pytest.raises(RuntimeError, match="first pass made no gradients"):
+        opt.step(lambda: torch.tensor(1.0))
+    with pytest.raises(RuntimeError, match="second pass made no gradients"):
+        opt.step(lambda: torch.tensor(1.0) if opt.in_second_pass else closure())
+    assert cases.same_bits(before, cases.weights_of(model))
+
+
+def test_closure_without_backward_is_later_skipped_and_not_counted():
+    """As in the last epoch of Lightning's StochasticWeightAveraging."""
+    model = cases.mlp()
+    opt = sparsesam.SAM(cases.sgd(model), model, rho=0.1)
+    cases.train(model, opt, range(1))
+    before, calls = cases.weights_of(model), []
+
+    def closure():
+        calls.append(opt.zero_grad())
+        return F.cross_entropy(model(cases.vectors()[0]), cases.vectors()[1])
+
+    with pytest.warns(RuntimeWarning, match="computed no gradient"):
+        opt.step(closure)
+    assert cases.same_bits(before, cases.weights_of(model))
+    assert (len(calls), opt.steps, opt.skipped_steps) == (1, 1, 1)
+
+
+class Sometimes(nn.Module):
+    """One branch in the first pass, another in the second, a third never."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.first, self.second, self.never = (nn.Linear(6, 3) for _ in range(4))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.always(x) + (self.first(x) if self.calls % 2 else self.second(x))
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.5])
+def test_parameters_without_gradient_in_one_or_both_passes(sparsity):
+    model = Sometimes()
+    mask = sparsesam.random_mask(sparsity=sparsity)
+    opt = sparsesam.SSAM(cases.sgd(model, momentum=0), model, rho=0.5, mask=mask)
+    before = copy.deepcopy(model.state_dict())
+    cases.train(model, opt, range(1), dtype=torch.float32)
+    changed = {name.split(".")[0] for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {"always", "second"}
+
+
+# ---- zero or not finite ------------------------------------------------------------------------------------------
+
+
+def scaled_closure(model, opt, x, y, factors):
+    factors = iter(factors)
+    return cases.closure_of(opt, lambda: F.cross_entropy(model(x), y) * next(factors))
+
+
+def half_masked(model):
+    return sparsesam.SSAM(cases.sgd(model), model, rho=0.1, mask=sparsesam.fixed_mask(cases.half_masks(model)))
+
+
+@pytest.mark.filterwarnings("error")
+def test_zero_ascent_gradient_is_counted_and_harmless():
+    model = cases.mlp()
+    opt, before = half_masked(model), cases.weights_of(model)
+    opt.step(scaled_closure(model, opt, *cases.vectors(), [0.0, 0.0]))
+    assert cases.same_bits(before, cases.weights_of(model))
+    assert (opt.skipped_ascents, opt.skipped_steps, opt.steps) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_non_finite_ascent_gradient_means_no_perturbation(bad):
+    model, twin = cases.mlp(), cases.mlp()
+    opt = half_masked(model)
+    with pytest.warns(RuntimeWarning, match="skipped_ascents"):
+        opt.step(scaled_closure(model, opt, *cases.vectors(seed=0), [bad, 1.0]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it warns once
+        opt.step(scaled_closure(model, opt, *cases.vectors(seed=1), [bad, 1.0]))
+    cases.train(twin, cases.sgd(twin), (0, 1))
+    assert cases.same_bits(cases.weights_of(model), cases.weights_of(twin))
+    assert (opt.skipped_ascents, opt.skipped_steps) == (2, 0)
+
+
+def test_two_non_finite_gradients_leave_weights_unchanged():
+    model = cases.mlp()
+    opt, before = half_masked(model), cases.weights_of(model)
+    with pytest.warns(RuntimeWarning, match="skipped_steps"):
+        opt.step(scaled_closure(model, opt, *cases.vectors(), [torch.nan, torch.nan]))
+    assert cases.same_bits(before, cases.weights_of(model))
+    assert opt.skipped_steps == 1
+
+
+# ---- outside of the optimizer ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", [True, False])
+@pytest.mark.parametrize("clears", ["before the step", "in the first pass", "never"])
+@pytest.mark.parametrize("way", ["minimize", "closure", "two phases", "two phases, narrowed"])
+def test_gradients_outside_the_optimizer_are_those_of_the_second_pass(way, clears, engine):
+    """As if there were one pass, at w + e; what the user accumulates there is kept."""
+    model, x, y = cases.mlp(), *cases.vectors()
+    base = torch.optim.SGD(model[2:].parameters(), lr=0.1)
+    opt = sparsesam.SSAM(base, model, rho=0.5, mask=sparsesam.fixed_mask("4.*"), norm="masked", engine=engine)
+    outside, seen = model[0].weight, []
+
+    def loss_of():
+        if clears == "in the first pass" and not opt.in_second_pass:
+            model[0].zero_grad(set_to_none=False)
+        loss = F.cross_entropy(model(x), y)
+        if opt.in_second_pass:
+            seen.append(torch.autograd.grad(loss, outside, retain_graph=True)[0])
+        return loss
+
+    outside.grad, expected = torch.ones_like(outside), torch.ones_like(outside)
+    for _ in range(3):
+        if clears == "before the step":
+            model[0].zero_grad()
+        if way == "minimize":
+            opt.minimize(loss_of)
+        elif way == "two phases, narrowed":
+            opt.zero_grad()
+            with opt.first_pass():
+                opt.backward(loss_of())
+            with opt.perturbed():
+                loss_of().backward()
+            opt.step()
+        else:
+            cases.take_step(opt, loss_of, two_phases=way == "two phases")
+        expected = expected + seen[-1] if clears == "never" else seen[-1]
+        torch.testing.assert_close(outside.grad, expected, rtol=1e-12, atol=1e-12)
+    assert (opt.savings().reused > 0) is engine

@@ -78,12 +78,10 @@ def compute(s, draw, layer):
             *(lambda: layer(torch.sin(h)) + o, lambda: F.softmax(h, -1), lambda: torch.where(h > 0, h, o * 0.1)),
             *(lambda: h.sort(0)[0], lambda: h[torch.tensor([2, 0, 1, 3])], lambda: h.topk(COLUMNS, 1)[0]),
             *(lambda: F.layer_norm(h, (COLUMNS,)), lambda: h @ h.t() @ o * 0.1, lambda: torch.cat([h[:2], o[2:]])),
-            *(
-                lambda: sum(torch._foreach_mul([h, o], [0.5, 0.25])),
-                lambda: torch.einsum("bd,bd->b", h, o)[:, None] + h,
-            ),
-            *(lambda: torch.complex(h, o).conj().imag + h, lambda: torch.fft.fft(torch.complex(h, o)).conj().real),
-            *(lambda: h + h.masked_select(h < 0).sum(), lambda: (h.bfloat16() * 2).double(), lambda: h.cumsum(0)),
+            lambda: sum(torch._foreach_mul([h, o], [0.5, 0.25])),
+            *(lambda: torch.einsum("bd,bd->b", h, o)[:, None] + h, lambda: torch.complex(h, o).conj().imag + h),
+            *(lambda: torch.fft.fft(torch.complex(h, o)).conj().real, lambda: h + h.masked_select(h < 0).sum()),
+            *(lambda: (h.bfloat16() * 2).double(), lambda: h.cumsum(0)),
         ]
     )()
 
@@ -116,18 +114,10 @@ def write_own(s, draw, layer):
     o = s.pick(draw).detach()
     draw.choice(
         [
-            *(
-                lambda: h.relu_(),
-                lambda: h[0].add_(1.0),
-                lambda: h.t()[2:4].mul_(2.0),
-                lambda: h.addcmul_(o, o, value=0.1),
-            ),
-            *(lambda: h.__setitem__((slice(None), slice(1, 3)), o[:, :2]), lambda: h.data.mul_(0.5)),
-            *(
-                lambda: setattr(h, "data", h.data * 2),
-                lambda: h.unsqueeze_(0).squeeze_(0),
-                lambda: h.transpose_(0, 1).t_(),
-            ),
+            *(lambda: h.relu_(), lambda: h[0].add_(1.0), lambda: h.t()[2:4].mul_(2.0)),
+            *(lambda: h.addcmul_(o, o, value=0.1), lambda: h.__setitem__((slice(None), slice(1, 3)), o[:, :2])),
+            *(lambda: h.data.mul_(0.5), lambda: setattr(h, "data", h.data * 2), lambda: h.unsqueeze_(0).squeeze_(0)),
+            lambda: h.transpose_(0, 1).t_(),
         ]
     )()
 
@@ -136,13 +126,10 @@ def noise(s, draw, layer):
     h, like = s.h, {"dtype": torch.float64}
     s.h = draw.choice(
         [
-            *(
-                lambda: F.dropout(h, 0.3),
-                lambda: h + torch.randn(ROWS, COLUMNS, **like),
-                lambda: h[torch.randperm(ROWS)],
-            ),
-            *(lambda: h * torch.rand(ROWS, 1, generator=GENERATOR, **like), lambda: F.rrelu(h, training=True)),
-            *(lambda: h * h.new_empty(ROWS, 1).bernoulli_(0.8), lambda: h * (1.0 if torch.rand(()) < 0.5 else 0.5)),
+            *(lambda: F.dropout(h, 0.3), lambda: h + torch.randn(ROWS, COLUMNS, **like)),
+            *(lambda: h[torch.randperm(ROWS)], lambda: h * torch.rand(ROWS, 1, generator=GENERATOR, **like)),
+            *(lambda: F.rrelu(h, training=True), lambda: h * h.new_empty(ROWS, 1).bernoulli_(0.8)),
+            lambda: h * (1.0 if torch.rand(()) < 0.5 else 0.5),
             *(lambda: (torch.manual_seed(3), h + torch.rand(()))[1], lambda: h * float(np.random.rand())),  # noqa: NPY002
         ]
     )()
@@ -152,20 +139,12 @@ def branch(s, draw, layer):
     h, model = s.h, s.model
     s.h = draw.choice(
         [
-            *(
-                lambda: h * 0.5 if s.even else torch.sin(h),
-                lambda: h * (1 + model.calls),
-                lambda: h.detach() if s.even else h,
-            ),
-            *(
-                lambda: h * 0.5 if h.sum().item() > 0 else layer(h),
-                lambda: h + torch.tensor(-0.0 if s.even else 0.0).sign(),
-            ),
-            *(lambda: 0.1 / torch.copysign(torch.ones(()), torch.tensor(-0.0 if s.even else 0.0)) + h,),
-            *(
-                lambda: h + torch.tensor(float(model.calls % 3)),
-                lambda: torch.atan2(h * 0, torch.tensor(-0.0 * s.even)) + h,
-            ),
+            *(lambda: h * 0.5 if s.even else torch.sin(h), lambda: h * (1 + model.calls)),
+            *(lambda: h.detach() if s.even else h, lambda: h * 0.5 if h.sum().item() > 0 else layer(h)),
+            lambda: h + torch.tensor(-0.0 if s.even else 0.0).sign(),
+            lambda: 0.1 / torch.copysign(torch.ones(()), torch.tensor(-0.0 if s.even else 0.0)) + h,
+            lambda: h + torch.tensor(float(model.calls % 3)),
+            lambda: torch.atan2(h * 0, torch.tensor(-0.0 * s.even)) + h,
         ]
     )()
 
@@ -218,20 +197,11 @@ def buffers(s, draw, layer):
     with torch.no_grad():
         draw.choice(
             [
-                *(
-                    lambda: model.buffer.mul_(0.9),
-                    lambda: model.buffer.lerp_(h, 0.1),
-                    lambda: model.buffer.data[0].add_(h[0]),
-                ),
-                *(
-                    lambda: setattr(model, "buffer", model.buffer * 0.9 + 0.1 * h),
-                    lambda: model.other.copy_(model.buffer),
-                ),
-                *(
-                    lambda: torch.mul(h, 2.0, out=model.other),
-                    lambda: layer.weight.data.mul_(0.99),
-                    lambda: layer.bias.mul_(0.9),
-                ),
+                *(lambda: model.buffer.mul_(0.9), lambda: model.buffer.lerp_(h, 0.1)),
+                lambda: model.buffer.data[0].add_(h[0]),
+                lambda: setattr(model, "buffer", model.buffer * 0.9 + 0.1 * h),
+                *(lambda: model.other.copy_(model.buffer), lambda: torch.mul(h, 2.0, out=model.other)),
+                *(lambda: layer.weight.data.mul_(0.99), lambda: layer.bias.mul_(0.9)),
             ]
         )()
     s.h = s.h + draw.choice([model.buffer, model.other, model.buffer[0], 0.0])

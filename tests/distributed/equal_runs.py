@@ -46,6 +46,11 @@ RULES = {
 }
 
 METHODS = {
+    "MomentumSAM": lambda base, model, rho: sparsesam.MomentumSAM(base, model, 5 * rho),
+    "ExtrapolatedSAM": lambda base, model, rho: sparsesam.ExtrapolatedSAM(base, model, 5.0),
+    "ExtrapolatedSAM of a mask": lambda base, model, rho: sparsesam.ExtrapolatedSAM(
+        base, model, 5.0, mask=dynamic(sparsity=0.5)
+    ),
     "GSAM": sparsesam.GSAM,
     "WSAM": sparsesam.WSAM,
     "LookSAM": functools.partial(sparsesam.LookSAM, every=3),
@@ -78,16 +83,34 @@ def train(model, opt, share=(0, 1), steps=range(STEPS)):
         opt.step(cases.closure_for(model, opt, x, y))
 
 
-def alone(kind, **options):
-    """Weights and masks of one process."""
-    model = network()
-    opt = optimizer(kind, model, **options)
-    train(model, opt)
-    return {name: p.detach() for name, p in model.named_parameters()}, opt.masks
+def reached(model, opt):
+    """Weights and masks; ``model`` may be a DistributedDataParallel or sharded."""
+    model = getattr(model, "module", model)
+    weights = {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
+    return weights, {name: whole(mask) for name, mask in opt.masks.items()}
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def steps_of_ranks(rank, ranks, kinds, wrap, **options):
+    """What the ranks reach with each kind; ``wrap`` is a function of the model."""
+    found = {}
+    for kind in kinds:
+        model = wrap(network())
+        opt = optimizer(kind, model, **options)
+        train(model, opt, (rank, ranks))
+        found[kind] = (*reached(model, opt), opt.sparsity)
+    return found
 
 
 def assert_equal(found, kind, **options):
-    weights, masks = alone(kind, **options)
+    """What ranks reached equals what one process reaches."""
+    model = network()
+    opt = optimizer(kind, model, **options)
+    train(model, opt)
+    weights, masks = reached(model, opt)
     torch.testing.assert_close(found[0], weights, rtol=1e-10, atol=1e-10)
     assert found[1].keys() == masks.keys()
     assert all(torch.equal(found[1][name], mask) for name, mask in masks.items())

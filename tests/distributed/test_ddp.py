@@ -18,13 +18,7 @@ KINDS = list(equal_runs.RULES)
 
 
 def equal_steps(rank, ranks, kinds):
-    found = {}
-    for kind in kinds:
-        model = DistributedDataParallel(equal_runs.network())
-        opt = equal_runs.optimizer(kind, model)
-        equal_runs.train(model, opt, (rank, ranks))
-        found[kind] = ({name: p.detach() for name, p in model.module.named_parameters()}, opt.masks)
-    return found
+    return equal_runs.steps_of_ranks(rank, ranks, kinds, DistributedDataParallel)
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -163,7 +157,7 @@ def wrapped_late(rank):
     for seed in range(equal_runs.STEPS):
         x, y = (tensor.chunk(2)[rank] for tensor in cases.images(16, torch.float64, seed=seed))
         opt.minimize(lambda x=x, y=y: torch.nn.functional.cross_entropy(wrapped(x), y))
-    return {name: p.detach() for name, p in model.named_parameters()}, opt.masks, opt.savings()
+    return *equal_runs.reached(model, opt), opt.savings()
 
 
 def test_model_wrapped_after_optimizer():

@@ -19,23 +19,23 @@ from torch.nn.parallel import DistributedDataParallel
 from tests import cases
 from tests.distributed import equal_runs
 from tests.distributed.processes import run_ranks
-from tests.distributed.test_fsdp2 import sharded, whole
+from tests.distributed.test_fsdp2 import sharded
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
-def bases():
-    return {
-        "sgd": cases.sgd,
-        "sgd without momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-        "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
-    }
+BASES = {
+    "sgd": cases.sgd,
+    "sgd without momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+}
+REUSED = {"every": 2, "off_steps": "reuse"}
 
 
 def make(kind, base, seed=0):
     model = equal_runs.network(seed)
-    options = {"every": 2, "off_steps": "reuse"} if kind in ("dynamic", "sam") else {}
-    return model, equal_runs.optimizer(kind, model, base=bases()[base], **options)
+    options = REUSED if kind in ("dynamic", "sam") else {}
+    return model, equal_runs.optimizer(kind, model, base=BASES[base], **options)
 
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -44,37 +44,24 @@ needs_flat = pytest.mark.skipif(torch.__version__ < "2.10", reason="flattened st
 NESTED_AND_FLAT = ["nested", pytest.param("flat", marks=needs_flat)]
 
 
-@pytest.mark.parametrize("layout", NESTED_AND_FLAT)
-@pytest.mark.parametrize("base", bases())
+@pytest.mark.parametrize(
+    ("layout", "used"), [("nested", 0), *(pytest.param("flat", steps, marks=needs_flat) for steps in (0, 3))]
+)
+@pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("kind", ["sam", "dynamic", "fisher filter"])
-def test_round_trip_into_new_optimizer(kind, base, layout):
+def test_round_trip_into_new_or_used_optimizer(kind, base, layout, used):
     model, opt = make(kind, base)
     equal_runs.train(model, opt, steps=range(7))
     options = LAYOUTS[layout]
     weights, state = copy.deepcopy(get_state_dict(model, opt, options=options))
     again, resumed = make(kind, base, seed=1)
+    equal_runs.train(again, resumed, steps=range(used))
     set_state_dict(again, resumed, model_state_dict=weights, optim_state_dict=state, options=options)
-    assert_continues_equally(again, resumed, model, opt)
-
-
-def assert_continues_equally(again, resumed, model, opt):
     assert (resumed.steps, resumed.sparsity) == (7, opt.sparsity)
     equal_runs.train(model, opt, steps=range(7, 15))
     equal_runs.train(again, resumed, steps=range(7, 15))
-    assert cases.same_bits(model.parameters(), again.parameters())
-    assert all(torch.equal(mask, resumed.masks[name]) for name, mask in opt.masks.items())
-
-
-@needs_flat
-@pytest.mark.parametrize("base", bases())
-def test_flat_state_loads_over_used_optimizer(base):
-    model, opt = make("dynamic", base)
-    equal_runs.train(model, opt, steps=range(7))
-    weights, state = copy.deepcopy(get_state_dict(model, opt, options=FLAT))
-    again, resumed = make("dynamic", base, seed=1)
-    equal_runs.train(again, resumed, steps=range(3))
-    set_state_dict(again, resumed, model_state_dict=weights, optim_state_dict=state, options=FLAT)
-    assert_continues_equally(again, resumed, model, opt)
+    assert cases.same_state(model, again)
+    cases.assert_same_masks(opt, resumed)
 
 
 @pytest.mark.parametrize("layout", NESTED_AND_FLAT)
@@ -92,7 +79,7 @@ def test_reordered_parameters_keep_masks(layout):
     state = copy.deepcopy(get_optimizer_state_dict(model, opt, options=LAYOUTS[layout]))
     resumed = equal_runs.optimizer("random", again, base=other_groups)
     set_optimizer_state_dict(again, resumed, state, options=LAYOUTS[layout])
-    assert all(torch.equal(mask, resumed.masks[name]) for name, mask in opt.masks.items())
+    cases.assert_same_masks(opt, resumed)
 
 
 @pytest.mark.parametrize("layout", NESTED_AND_FLAT)
@@ -111,7 +98,7 @@ def test_unperturbed_parameters_have_no_mask(layout):
     state = copy.deepcopy(get_optimizer_state_dict(model, opt, options=LAYOUTS[layout]))
     set_optimizer_state_dict(again, resumed, state, options=LAYOUTS[layout])
     assert opt.masks.keys() == resumed.masks.keys() == {"5.weight", "5.bias"}
-    assert all(torch.equal(mask, resumed.masks[name]) for name, mask in opt.masks.items())
+    cases.assert_same_masks(opt, resumed)
 
 
 def test_state_initialization_by_torch_changes_nothing():
@@ -126,7 +113,7 @@ def test_state_initialization_by_torch_changes_nothing():
         opt.step()
 
 
-@pytest.mark.parametrize("base", bases())
+@pytest.mark.parametrize("base", BASES)
 def test_state_is_shared_with_base_optimizer(base):
     model, opt = make("dynamic", base)
     equal_runs.train(model, opt, steps=range(2))
@@ -140,9 +127,6 @@ def test_state_is_shared_with_base_optimizer(base):
 def distribute(way, ranks):
     model = equal_runs.network()
     return DistributedDataParallel(model) if way == "ddp" else sharded(model, ranks)
-
-
-REUSED = {"every": 2, "off_steps": "reuse"}
 
 
 WAYS = [(way, layout) for way in ("ddp", "fsdp2") for layout in LAYOUTS]
@@ -170,11 +154,7 @@ def load(rank, ranks, folder):
         set_state_dict(model, opt, model_state_dict=weights, optim_state_dict=state, options=LAYOUTS[layout])
         sparsity = opt.sparsity
         equal_runs.train(model, opt, (rank, ranks), range(7, equal_runs.STEPS))
-        if way == "fsdp2":
-            found[way, layout] = (*whole(model, opt), sparsity)
-        else:
-            weights = {name: p.detach() for name, p in model.module.named_parameters()}
-            found[way, layout] = (weights, opt.masks, sparsity)
+        found[way, layout] = (*equal_runs.reached(model, opt), sparsity)
     return found
 
 

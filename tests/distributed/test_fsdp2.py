@@ -26,19 +26,8 @@ def sharded(model, ranks, **options):
     return model
 
 
-def whole(model, opt):
-    weights = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
-    return weights, {name: mask.full_tensor() for name, mask in opt.masks.items()}
-
-
 def equal_steps(rank, ranks, kinds):
-    found = {}
-    for kind in kinds:
-        model = sharded(equal_runs.network(), ranks)
-        opt = equal_runs.optimizer(kind, model)
-        equal_runs.train(model, opt, (rank, ranks))
-        found[kind] = (*whole(model, opt), opt.sparsity)
-    return found
+    return equal_runs.steps_of_ranks(rank, ranks, kinds, lambda model: sharded(model, ranks))
 
 
 @pytest.fixture(scope="module", params=[2, 4])

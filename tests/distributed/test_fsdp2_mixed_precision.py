@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from tests import cases
 from tests.distributed import equal_runs
 from tests.distributed.processes import run_ranks
-from tests.distributed.test_fsdp2 import sharded, whole
+from tests.distributed.test_fsdp2 import sharded
 
 pytestmark = [pytest.mark.xdist_group("ranks"), cases.needs_fsdp2_on_a_cpu]
 
@@ -45,7 +45,7 @@ def train_sharded(rank):
                 cases.both_passes(opt, model, x, y)
                 assert cases.same_bits(before, [p.to_local() for p in model.parameters()])
                 opt.step()
-            found[way, kind] = whole(model, opt)
+            found[way, kind] = equal_runs.reached(model, opt)
     return found
 
 

@@ -17,16 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsesam
 from tests import cases
-from tests.cases import with_closure
+from tests.cases import by_minimize, with_closure
 from tests.distributed.processes import run_ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
 class Summed(torch.autograd.Function):
-    """The sum over ranks, whose gradient is the sum of the ranks' gradients; stands for torch's own."""
-
-    __module__ = "torch.nn.modules._functions"
+    """The sum over ranks, whose gradient is the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx, x):
@@ -56,8 +54,6 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             self.running_var.lerp_(variance, self.momentum)
             self.num_batches_tracked.add_(1)
         return (x - mean) / (variance + self.eps).sqrt() * self.weight + self.bias
-
-    forward.__module__ = nn.SyncBatchNorm.__module__
 
 
 class Net(nn.Module):
@@ -91,11 +87,8 @@ class CountingOnOneRank(SyncBatchNorm):
     calls = 0
 
     def forward(self, x):
-        if dist.get_rank() == 1:
-            self.calls += 1
+        self.calls += dist.get_rank()
         return super().forward(x)
-
-    forward.__module__ = nn.SyncBatchNorm.__module__
 
 
 class DrawingOnOneRank(SyncBatchNorm):
@@ -106,35 +99,21 @@ class DrawingOnOneRank(SyncBatchNorm):
             random.random()
         return super().forward(x)
 
-    forward.__module__ = nn.SyncBatchNorm.__module__
-
-
-def by_minimize(opt, model, x, y):
-    opt.minimize(lambda: F.cross_entropy(model(x), y))
-
 
 def by_list(opt, model, x, y):
     parts = zip(x.chunk(2), y.chunk(2), strict=True)
     opt.minimize([lambda a=a, b=b: F.cross_entropy(model(a), b) / 2 for a, b in parts])
 
 
-def in_two_phases(opt, model, x, y):
-    opt.zero_grad()
-    with opt.first_pass():
-        opt.backward(F.cross_entropy(model(x), y))
-    with opt.perturbed():
-        F.cross_entropy(model(x), y).backward()
-    opt.step()
-
-
 def accumulated(opt, model, x, y):
     """Two micro-batches; gradients are synchronized with the last one."""
     opt.zero_grad()
     parts = list(zip(x.chunk(2), y.chunk(2), strict=True))
-    with opt.first_pass():
-        run_parts(model, parts)
-    with opt.perturbed():
-        run_parts(model, parts)
+    for phase in (opt.first_pass, opt.perturbed):
+        with phase():
+            for number, (a, b) in enumerate(parts):
+                with model.no_sync() if number == 0 else contextlib.nullcontext():
+                    (F.cross_entropy(model(a), b) / 2).backward()
     opt.step()
 
 
@@ -152,13 +131,10 @@ def inspected_on_one_rank(opt, model, x, y):
     opt.step(cases.closure_for(model, opt, x, y, then=look))
 
 
-def run_parts(model, parts):
-    for number, (x, y) in enumerate(parts):
-        with model.no_sync() if number == 0 else contextlib.nullcontext():
-            (F.cross_entropy(model(x), y) / 2).backward()
-
-
-LAST = {"mask": ("head.*",), "norm": "masked"}
+in_two_phases = partial(cases.in_two_phases, narrows=True)
+LAST = {"mask": sparsesam.fixed_mask("head.*")}
+FILTERS = {"mask": sparsesam.random_mask(sparsity=0.5, pattern="filter")}
+IMPLICIT = {**FILTERS, "ascent": "implicit"}
 CASES = {
     "default": (Net, {}, by_minimize, LAST),
     "closure": (Net, {}, with_closure, LAST),
@@ -169,9 +145,9 @@ CASES = {
     "hook on one rank": (HookOnOneRank, {}, by_minimize, LAST),
     "hook on one rank, two phases": (HookOnOneRank, {}, in_two_phases, LAST),
     "full norm": (Net, {}, by_minimize, {**LAST, "norm": "full"}),
-    "filters": (Net, {}, by_minimize, {"mask": ("filters",), "norm": "masked"}),
-    "implicit": (Net, {}, by_minimize, {"mask": ("filters",), "norm": "masked", "ascent": "implicit"}),
-    "implicit, closure": (Net, {}, with_closure, {"mask": ("filters",), "norm": "masked", "ascent": "implicit"}),
+    "filters": (Net, {}, by_minimize, FILTERS),
+    "implicit": (Net, {}, by_minimize, IMPLICIT),
+    "implicit, closure": (Net, {}, with_closure, IMPLICIT),
     "local ascent": (Net, {}, by_minimize, {**LAST, "ascent_scope": "local"}),
     "local ascent, closure": (Net, {}, with_closure, {**LAST, "ascent_scope": "local"}),
     "no broadcast": (Net, {"broadcast_buffers": False}, by_minimize, LAST),
@@ -180,15 +156,13 @@ CASES = {
     "unused parameters": (WithUnused, {"find_unused_parameters": True}, by_minimize, LAST),
     "no_sync": (Net, {}, accumulated, LAST),
     "communication hook": (Net, {}, by_minimize, LAST),
-    "SyncBatchNorm": (Net, {}, by_minimize, LAST),
-    "SyncBatchNorm, one rank differs": (Net, {}, by_minimize, LAST),
-    "SyncBatchNorm, one rank draws": (Net, {}, by_minimize, LAST),
 }
 SYNCHRONIZED = {
     "SyncBatchNorm": SyncBatchNorm,
     "SyncBatchNorm, one rank differs": CountingOnOneRank,
     "SyncBatchNorm, one rank draws": DrawingOnOneRank,
 }
+CASES |= dict.fromkeys(SYNCHRONIZED, CASES["default"])
 
 
 def train(name, rank, *, engine):
@@ -199,10 +173,7 @@ def train(name, rank, *, engine):
         model.module.body[1].__class__ = SYNCHRONIZED[name]
     if name == "communication hook":
         model.register_comm_hook(None, default_hooks.allreduce_hook)
-    rest = {key: value for key, value in options.items() if key != "mask"}
-    mask = sparsesam.random_mask(sparsity=0.5, pattern="filter") if options["mask"] == ("filters",) else None
-    mask = mask or sparsesam.fixed_mask(*options["mask"])
-    opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=mask, engine=engine or "ascent" in rest, **rest)
+    opt = cases.ssam(model, **{"engine": engine or "ascent" in options, **options})
     for seed in range(4):
         x, y = (tensor.chunk(2)[rank] for tensor in cases.vectors(16, seed=seed))
         loop(opt, model, x, y)

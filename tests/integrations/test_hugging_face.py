@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from functools import partial
 
 import pytest
 import torch
@@ -60,51 +60,40 @@ def plain(model, opt, *, count=1, clip=1.0):
     model.train()
     tokens = torch.stack([one["input_ids"] for one in sentences()])
 
-    def backward(group):
-        for one in group.split(4):
-            model(input_ids=one, labels=one, num_items_in_batch=group[:, 1:].numel()).loss.backward()
+    def losses(group):
+        count = group[:, 1:].numel()
+        return [lambda x=x: model(input_ids=x, labels=x, num_items_in_batch=count).loss for x in group.split(4)]
 
     for _ in range(2):
         for group in tokens.split(4 * count):
-            opt.zero_grad()
-            backward(group)
-            with opt.perturbed():
-                backward(group)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-            opt.step()
-
-
-def assert_same_weights(model, twin):
-    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(twin), rtol=1e-9, atol=1e-12)
+            clips = partial(torch.nn.utils.clip_grad_norm_, model.parameters(), clip)
+            cases.over_micro_batches(opt, losses(group), then=clips)
 
 
 # ---- Trainer ---------------------------------------------------------------------------------------------
 
 
 def test_documented_trainer_equals_plain_loop(tmp_path):
-    model = language_model()
-    twin = copy.deepcopy(model)
+    model, twin = language_model(), language_model()
     names = {"torch": torch, "sparsesam": sparsesam, "train_set": sentences()}
     pages.run("docs/hugging-face.md", 0, model=model, arguments=arguments(tmp_path), **names)
     plain(twin, sparsesam.SAM(torch.optim.AdamW(twin.parameters(), lr=1e-3), twin, rho=0.05))
-    assert_same_weights(model, twin)
+    cases.assert_close(model, twin)
 
 
 @pytest.mark.parametrize("schedule", [{}, {"every": 2}, {"every": 2, "off_steps": "reuse"}], ids=str)
 def test_micro_batches_equal_plain_loop(schedule, tmp_path):
-    model = language_model()
-    twin = copy.deepcopy(model)
+    model, twin = language_model(), language_model()
     opt, other = masked(model, **schedule), masked(twin, **schedule)
     train(model, opt, arguments(tmp_path, gradient_accumulation_steps=2, max_grad_norm=0.1))
     plain(twin, other, count=2, clip=0.1)
-    assert_same_weights(model, twin)
+    cases.assert_close(model, twin)
     assert opt.steps == other.steps
-    assert all(torch.equal(mask, other.masks[name]) for name, mask in opt.masks.items())
+    cases.assert_same_masks(opt, other)
 
 
 def test_rho_zero_equals_trainer_of_transformers(tmp_path):
-    model = language_model(dropout=0.1)
-    twin = copy.deepcopy(model)
+    model, twin = language_model(dropout=0.1), language_model(dropout=0.1)
     given = arguments(tmp_path, gradient_accumulation_steps=2)
     train(model, sparsesam.SAM(cases.sgd(model), model, rho=0.0), given)
     train(twin, cases.sgd(twin), given, transformers.Trainer)
@@ -120,25 +109,23 @@ def test_resumed_run_equals_uninterrupted(tmp_path):
     train(half, other, arguments(tmp_path, gradient_accumulation_steps=2, **saving), resume_from_checkpoint=checkpoint)
     assert cases.same_bits(cases.weights_of(whole), cases.weights_of(half))
     assert opt.steps == other.steps == 6
-    assert all(torch.equal(mask, other.masks[name]) for name, mask in opt.masks.items())
+    cases.assert_same_masks(opt, other)
 
 
 def test_savings_change_nothing(tmp_path):
-    model = language_model()
-    twin = copy.deepcopy(model)
+    model, twin = language_model(), language_model()
     last = {"mask": sparsesam.fixed_mask("transformer.h.1.*"), "norm": "masked"}
     opt = masked(model, **last)
     train(model, opt, arguments(tmp_path))
     plain(twin, masked(twin, engine=False, **last))
     assert opt.savings().reused > 0
-    assert_same_weights(model, twin)
+    cases.assert_close(model, twin)
 
 
 def test_schedule_free_base_equals_plain_loop(tmp_path):
     """The Trainer calls the optimizer's train() before every pass."""
     schedulefree = pytest.importorskip("schedulefree")
-    model = language_model()
-    twin = copy.deepcopy(model)
+    model, twin = language_model(), language_model()
     opt, other = (
         sparsesam.SAM(schedulefree.SGDScheduleFree(m.parameters(), lr=0.1), m, rho=0.3) for m in (model, twin)
     )
@@ -147,7 +134,7 @@ def test_schedule_free_base_equals_plain_loop(tmp_path):
     plain(twin, other)
     opt.eval()
     other.eval()
-    assert_same_weights(model, twin)
+    cases.assert_close(model, twin)
 
 
 def test_bf16_trains(tmp_path):
@@ -217,21 +204,23 @@ def test_other_optimizer_raises(tmp_path):
 # ---- Accelerate ------------------------------------------------------------------------------------------
 
 
+def batches():
+    return DataLoader(TensorDataset(*cases.vectors(40)), batch_size=8)
+
+
+def mean_losses(model, group, count):
+    return [lambda x=x, y=y: F.cross_entropy(model(x), y) / count for x, y in group]
+
+
 def test_documented_accelerate_loop_equals_plain_loop():
-    model = cases.mlp()
-    twin = copy.deepcopy(model)
-    loader = DataLoader(TensorDataset(*cases.vectors(40)), batch_size=8)
-    names = {"torch": torch, "sparsesam": sparsesam, "loss_fn": F.cross_entropy, "model": model, "loader": loader}
+    model, twin = cases.mlp(), cases.mlp()
+    names = {"torch": torch, "sparsesam": sparsesam, "loss_fn": F.cross_entropy, "model": model, "loader": batches()}
     left = pages.run("docs/accelerate.md", 0, accelerator=accelerate.Accelerator(cpu=True), **names)
     opt = sparsesam.SAM(cases.sgd(twin), twin, rho=0.05)
-    for x, y in loader:
-        opt.zero_grad()
-        F.cross_entropy(twin(x), y).backward()
-        with opt.perturbed():
-            F.cross_entropy(twin(x), y).backward()
-        torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
-        opt.step()
-    assert_same_weights(model, twin)
+    for batch in batches():
+        clip = partial(torch.nn.utils.clip_grad_norm_, twin.parameters(), 1.0)
+        cases.over_micro_batches(opt, mean_losses(twin, [batch], 1), then=clip)
+    cases.assert_close(model, twin)
     assert left["opt"].steps == 5
 
 
@@ -247,36 +236,27 @@ def accumulated(model, opt, loader, accelerator):
 
 @pytest.mark.parametrize("schedule", [{}, {"every": 2}, {"every": 2, "off_steps": "reuse"}, {"mask": "4.*"}], ids=str)
 def test_accelerator_accumulate_equals_plain_loop(schedule):
-    model = cases.mlp()
-    twin = copy.deepcopy(model)
-    loader = DataLoader(TensorDataset(*cases.vectors(40)), batch_size=8)
+    model, twin = cases.mlp(), cases.mlp()
     if "mask" in schedule:
         opt, other = (cases.ssam(m, **schedule) for m in (model, twin))
     else:
         opt, other = (sparsesam.SAM(cases.sgd(m), m, rho=0.3, **schedule) for m in (model, twin))
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    accumulated(model, opt, loader, accelerator)
-    micro = list(loader)
-    for group in (micro[at : at + 2] for at in range(0, 5, 2)):  # the last step has one micro-batch
-        other.zero_grad()
-        for x, y in group:
-            (F.cross_entropy(twin(x), y) / 2).backward()
-        with other.perturbed():
-            for x, y in group:
-                (F.cross_entropy(twin(x), y) / 2).backward()
-        other.step()
+    accumulated(model, opt, batches(), accelerator)
+    micro = list(batches())
+    for at in range(0, 5, 2):  # the last step has one micro-batch
+        cases.over_micro_batches(other, mean_losses(twin, micro[at : at + 2], 2))
     assert opt.steps == other.steps == 3
     assert (opt.savings().gradients > 0.5) is ("mask" in schedule)
-    assert_same_weights(model, twin)
+    cases.assert_close(model, twin)
 
 
 def test_accelerator_accumulate_around_two_phases_raises():
     model = cases.mlp()
-    loader = DataLoader(TensorDataset(*cases.vectors(40)), batch_size=8)
     opt = sparsesam.SAM(cases.sgd(model), model, rho=0.3)
     before = cases.weights_of(model)
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    prepared_model, prepared, loader = accelerator.prepare(model, opt, loader)
+    prepared_model, prepared, loader = accelerator.prepare(model, opt, batches())
 
     def train():
         for x, y in loader:
@@ -297,11 +277,11 @@ def test_accelerate_saves_and_loads_masks_and_counters(tmp_path):
     model = cases.mlp()
     opt = masked(model)
     model, _ = accelerator.prepare(model, opt)
-    opt.step(cases.closure_for(model, opt, *cases.vectors()))
+    cases.train(model, opt, range(1))
     masks, state = opt.masks, tmp_path / "state"
     accelerator.save_state(str(state))
     opt.refresh_mask()
-    opt.step(cases.closure_for(model, opt, *cases.vectors()))
+    cases.train(model, opt, range(1))
     accelerator.load_state(str(state))
     assert opt.steps == 1
-    assert all(torch.equal(mask, masks[name]) for name, mask in opt.masks.items())
+    assert cases.same_bits(masks.values(), opt.masks.values())

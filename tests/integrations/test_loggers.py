@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
-import torch
-from torch.utils.data import DataLoader, TensorDataset
 
 import sparsesam
 from sparsesam.integrations.metrics import step_metrics
@@ -87,9 +84,8 @@ def tracker(request, tmp_path, monkeypatch):
     return LOGGERS[request.param](tmp_path)
 
 
-def ssam(model):
-    mask = sparsesam.dynamic_mask(sparsity=0.5, refresh=2)
-    return sparsesam.SSAM(cases.sgd(model), model, rho=0.3, rho_schedule=sparsesam.Warmup(10), mask=mask)
+def options():
+    return {"rho_schedule": sparsesam.Warmup(10), "mask": sparsesam.dynamic_mask(sparsity=0.5, refresh=2)}
 
 
 def check(curves, opt):
@@ -103,32 +99,10 @@ def check(curves, opt):
 @pytest.mark.filterwarnings("ignore")
 def test_lightning(tracker, tmp_path):
     pytorch_lightning = pytest.importorskip("pytorch_lightning")
-    from sparsesam.integrations.lightning import SharpnessAwareMonitor
+    from tests.integrations.test_lightning import Configured, SharpnessAwareMonitor, fit
 
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-
-    class Classifier(pytorch_lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = cases.mlp()
-
-        def training_step(self, batch, batch_idx):
-            return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-        def configure_optimizers(self):
-            return ssam(self.net)
-
-    silent = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = pytorch_lightning.Trainer(
-        max_epochs=2,
-        accelerator="cpu",
-        log_every_n_steps=5,
-        logger=tracker.lightning(pytorch_lightning.loggers),
-        callbacks=[SharpnessAwareMonitor()],
-        default_root_dir=tmp_path,
-        **silent,
-    )
-    trainer.fit(Classifier(), DataLoader(TensorDataset(*cases.vectors(40)), batch_size=8))
+    module, logger = Configured(cases.mlp(), **options()), tracker.lightning(pytorch_lightning.loggers)
+    trainer = fit(module, tmp_path, logger=logger, log_every_n_steps=5, callbacks=[SharpnessAwareMonitor()])
     curves = tracker.curves()
     check(curves, trainer.optimizers[0])
     assert curves["sam/gradient_norm"][-1][1] > 0
@@ -136,25 +110,13 @@ def test_lightning(tracker, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_hugging_face(tracker, tmp_path, request):
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    from sparsesam.integrations.hugging_face import SharpnessAwareTrainer
+    from tests.integrations.test_hugging_face import arguments, language_model, masked, train
 
-    size = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, bos_token_id=0, eos_token_id=0))
-    opt = ssam(model)
-    arguments = transformers.TrainingArguments(
-        tmp_path / "run",
-        per_device_train_batch_size=4,
-        num_train_epochs=2,
-        logging_steps=5,
-        report_to=request.node.callspec.params["tracker"],
-        use_cpu=True,
-        disable_tqdm=True,
-        save_strategy="no",
-    )
-    tokens = torch.randint(0, 20, (20, 6))
-    train_set = [{"input_ids": one, "labels": one} for one in tokens]
-    SharpnessAwareTrainer(model, arguments, train_dataset=train_set, optimizers=(opt, None)).train()
+    model = language_model()
+    opt = masked(model, **options())
+    report_to = request.node.callspec.params["tracker"]
+    train(model, opt, arguments(tmp_path / "run", logging_steps=5, report_to=report_to))
     # Hugging Face calls what is measured in training train/NAME; its MLflow reporter keeps the bare name.
     check({name.removeprefix("train/"): curve for name, curve in tracker.curves().items()}, opt)

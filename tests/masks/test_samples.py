@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from sparsesam.masks.samples import draw_batches
 
@@ -31,6 +31,7 @@ STREAMS = {
     "generator": None,
     "iterable loader": DataLoader(Stream(), batch_size=4),
 }
+STREAMS["loader of ready batches"] = DataLoader(STREAMS["batches"], batch_size=None)
 
 
 def stream(name):
@@ -91,6 +92,15 @@ def test_collate_function_of_loader_is_used():
         TensorDataset(X, Y), collate_fn=lambda samples: {"labels": torch.stack([y for _, y in samples])}
     )
     assert [len(batch["labels"]) for batch in drawn(loader)] == [3, 3, 1]
+
+
+@pytest.mark.filterwarnings("ignore:.*samples:UserWarning")
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 4, "sampler": SubsetRandomSampler(range(5))}, {"batch_sampler": [[0, 1], [2, 3, 4]]}]
+)
+def test_sampler_of_loader_is_used(options):
+    labels = torch.cat([y for _, y in drawn(DataLoader(TensorDataset(X, Y), **options))])
+    assert labels.sort().values.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_nested_batches_keep_their_structure():

@@ -1,0 +1,200 @@
+"""What a step undoes, whatever happens in it: the weights, random states, and what a second pass writes to."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import sparsesam
+from tests import cases
+
+# ---- weights -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.5])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_weights_are_restored_when_second_pass_raises(sparsity, error):
+    model = cases.convnet()
+    opt = sparsesam.SSAM(cases.sgd(model), model, rho=5.0, mask=sparsesam.random_mask(sparsity=sparsity))
+    before = cases.weights_of(model)
+
+    def interrupt():
+        if opt.in_second_pass:
+            raise error("in the second pass")
+
+    with pytest.raises(error):
+        opt.step(cases.closure_for(model, opt, *cases.images(), then=interrupt))
+    assert cases.same_bits(before, cases.weights_of(model))
+    with pytest.raises(RuntimeError, match="needs a gradient"):
+        opt.step()
+    cases.train(model, opt, range(1), batch=cases.images)  # and training continues
+
+
+@pytest.mark.parametrize("after", range(6))
+def test_weights_are_restored_when_ascent_is_interrupted(after, monkeypatch):
+    model = cases.convnet()
+    opt = cases.ssam(model, cases.half_masks(model))
+    before = cases.weights_of(model)
+    x, y = cases.images()
+    F.cross_entropy(model(x), y).backward()
+    calls, scatter = iter(range(100)), torch.Tensor.scatter_
+
+    def interrupted(*args):
+        result = scatter(*args)
+        if next(calls) == after:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(torch.Tensor, "scatter_", interrupted)
+    with pytest.raises(KeyboardInterrupt), opt.perturbed():
+        raise KeyboardInterrupt
+    assert cases.same_bits(before, cases.weights_of(model))
+
+
+@pytest.mark.parametrize("form", [{"dtype": torch.bfloat16}, {"memory_format": torch.channels_last}], ids=str)
+def test_weights_of_other_forms_are_perturbed_and_restored(form):
+    model, plain = cases.convnet().to(**form), cases.convnet()
+    dtype = form.get("dtype", torch.float32)
+    found, expected = (
+        cases.perturbation_of(cases.ssam(m, cases.half_masks(m)), m, *cases.images(dtype=kind))
+        for m, kind in ((model, dtype), (plain, torch.float32))
+    )
+    tolerance = {"rtol": 0.1, "atol": 0.02} if dtype is torch.bfloat16 else {}
+    torch.testing.assert_close([e.to(torch.float32) for e in found], expected, **tolerance)
+    assert any(e.any() for e in found)
+
+
+class TokenModel(nn.Module):
+    """A forward scales rows of its embeddings in place."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(20, 8, max_norm=0.5)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.embedding(x).mean(1))
+
+
+@pytest.mark.parametrize("embedding_is_perturbed", [True, False])
+def test_renormalized_embeddings_are_restored(embedding_is_perturbed):
+    model = TokenModel()
+    opt = cases.ssam(model, cases.half_masks(model) if embedding_is_perturbed else "head.*")
+    x, y = torch.arange(16).view(8, 2), torch.arange(8) % 3
+    F.cross_entropy(model(x), y).backward()
+    before = cases.weights_of(model)
+    with opt.perturbed():
+        F.cross_entropy(model(x), y).backward()
+        model(torch.arange(20).view(10, 2))  # rows that the first pass did not scale
+    assert cases.same_bits(before, cases.weights_of(model))
+
+
+def test_sparse_embedding_gradients():
+    model, dense = (
+        nn.Sequential(nn.Embedding(9, 4, sparse=sparse), nn.Flatten(), nn.Linear(8, 3)) for sparse in (True, False)
+    )
+    dense.load_state_dict(model.state_dict())
+    tokens, y = torch.randint(0, 9, (8, 2)), torch.randint(0, 3, (8,))
+    for m in (model, dense):
+        opt = sparsesam.SAM(torch.optim.SGD(m.parameters(), lr=0.1), m, rho=0.2)
+        cases.with_closure(opt, m, tokens, y)
+    torch.testing.assert_close(cases.weights_of(model), cases.weights_of(dense))
+
+
+def test_graph_kept_from_first_pass_raises():
+    model = cases.mlp()
+    opt = sparsesam.SAM(cases.sgd(model), model, rho=0.1)
+    loss = F.cross_entropy(model(cases.vectors()[0]), cases.vectors()[1])
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="inplace"), opt.perturbed():
+        loss.backward()
+
+
+# ---- running statistics ------------------------------------------------------------------------------------------
+
+
+def instance_norm(channels, **options):
+    return nn.InstanceNorm1d(channels, track_running_stats=True, **options)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d, instance_norm])
+def test_statistics_are_those_of_the_first_pass(layer, momentum):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(2, 4, 3), layer(4, momentum=momentum), nn.Flatten(), nn.Linear(16, 3))
+    twin = copy.deepcopy(model)
+    opt = sparsesam.SAM(cases.sgd(model, lr=0.0), model, rho=0.5)
+    for _ in range(3):
+        x, y = torch.randn(8, 2, 6), torch.randint(0, 3, (8,))
+        cases.with_closure(opt, model, x, y)
+        twin(x)
+    assert cases.same_bits(model.buffers(), twin.buffers())
+
+
+def normalized():
+    return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+
+
+def without_needless_first_pass(opt, model, x, y):
+    if opt.needs_first_pass:
+        F.cross_entropy(model(x), y).backward()
+    with opt.perturbed():
+        F.cross_entropy(model(x), y).backward()
+    opt.step()
+    opt.zero_grad()
+
+
+METHODS = {
+    "SAM": lambda *given: sparsesam.SAM(*given),
+    "every other step": lambda *given: sparsesam.SAM(*given, every=2),
+    "reuse": lambda *given: sparsesam.SAM(*given, every=2, off_steps="reuse"),
+    "MomentumSAM": lambda *given: sparsesam.MomentumSAM(*given),
+    "ExtrapolatedSAM": lambda *given: sparsesam.ExtrapolatedSAM(*given, 5.0),
+}
+
+
+@pytest.mark.parametrize("step", [cases.with_closure, cases.in_two_phases, without_needless_first_pass])
+@pytest.mark.parametrize("method", METHODS)
+def test_statistics_are_updated_once_per_step(method, step):
+    model = normalized()
+    opt = METHODS[method](cases.sgd(model), model)
+    for count in range(1, 5):
+        step(opt, model, *cases.vectors())
+        assert model[1].num_batches_tracked == count
+
+
+def test_statistics_are_kept_in_a_one_pass_step_after_a_skipped_one():
+    model = normalized().float()
+    opt = sparsesam.MomentumSAM(cases.sgd(model), model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    x, y = cases.vectors(dtype=torch.float32)
+    for count, factor in enumerate((1.0, torch.inf, 1.0), start=1):
+        with opt.perturbed():
+            scaler.scale(F.cross_entropy(model(x), y) * factor).backward()
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        assert model[1].num_batches_tracked == count
+
+
+# ---- random states -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [cases.by_minimize, cases.with_closure, cases.in_two_phases])
+def test_random_numbers_are_the_same_in_both_passes(step):
+    model, drawn = cases.mlp(), []
+    model.register_forward_pre_hook(lambda *_: drawn.append(torch.rand(3)))
+    opt = sparsesam.SAM(cases.sgd(model), model)
+    for _ in range(2):
+        step(opt, model, *cases.vectors())
+        with pytest.raises(KeyError):
+            step(opt, lambda x: model(x) + {}["no more data"], *cases.vectors())
+    first, again, _, third, fourth, _ = drawn
+    assert torch.equal(first, again)
+    assert torch.equal(third, fourth)  # also after an error
+    assert not torch.equal(first, third)
