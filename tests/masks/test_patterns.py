@@ -89,7 +89,7 @@ def score_dicts(shapes, seed, spread, *, has_never, number):
     ratio=SHARES,
 )
 @settings(deadline=None, max_examples=120)
-def test_equals_definition(kind, data, shapes, seed, spread, has_never, sparsity, ratio):
+def test_selection_drop_and_growth_equal_definition(kind, data, shapes, seed, spread, has_never, sparsity, ratio):
     pattern = data.draw(PATTERNS[kind])
     sparsity = sparsity_of(pattern, sparsity)
     old, keep, grow = score_dicts(shapes, seed, spread, has_never=has_never, number=3)

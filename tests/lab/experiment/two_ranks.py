@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from sparsesam import replay
 from sparsesam.lab.experiment import run as module
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.training import Training
@@ -31,4 +32,5 @@ def main(folder, optimizer, devices, *, engine=True):
 
 
 if __name__ == "__main__":
+    replay.OPERATION = 0  # as in conftest.py
     main(sys.argv[1], sys.argv[2], 2)
