@@ -10,7 +10,7 @@ from tests.torture import crash, damage, fuzz, numerics, soak
 
 PARTS = {
     "damage": lambda folder, options: damage.survive(folder, 2100, options.seed),
-    "crash": lambda folder, options: crash.survive(folder, 36, options.seed, ranks=30),
+    "crash": lambda folder, options: crash.survive(folder, 200, options.seed, rounds_of_two=8),
     "fuzz": lambda folder, options: fuzz.survive(folder, 100_000, options.seed),
     "numerics": lambda folder, options: numerics.survive(folder, 20_000, options.seed),
     "soak": lambda folder, options: soak.survive(folder, options.minutes, families=options.family),

@@ -159,10 +159,14 @@ class RunDirectory:
         return content
 
     def check_begun(self) -> None:
-        """Raise RunError if ``last.pt`` is missing although the run has written it before."""
+        """Raise RunError if ``last.pt`` is missing although the run has written it before.
+
+        The first epoch's record is written before the first checkpoint, and ``best.pt`` after it.
+        """
         others = [file for file in (self.best, self.result) if file.exists()]
         with suppress(OSError):
-            others += [self.records] if '"kind": "epoch"' in self.records.read_text(errors="replace") else []
+            epochs = self.records.read_text(errors="replace").count('"kind": "epoch"')
+            others += [self.records] if epochs > 1 else []
         if others:
             raise RunError(
                 f"{self.last} is missing, although {' and '.join(file.name for file in others)} was written after it; "
