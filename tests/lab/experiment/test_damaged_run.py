@@ -101,9 +101,8 @@ def test_run_killed_between_last_and_best_checkpoint_resumes(runs):
     assert not best.with_name("best.next.pt").exists()
 
 
-def test_run_that_ended_between_its_first_record_and_its_first_checkpoint_resumes(runs, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(RunRecorder, "_save", mock.Mock(side_effect=KeyboardInterrupt))
+def test_run_that_ended_between_its_first_record_and_its_first_checkpoint_resumes(runs, tmp_path):
+    with mock.patch.object(RunRecorder, "_save", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         train(tmp_path / "begun", **SPARSE)
     assert len(read_records(tmp_path / "begun" / "records.jsonl")) == 2
     resumed(tmp_path / "begun")
