@@ -109,6 +109,12 @@ def test_run_that_ended_between_its_first_record_and_its_first_checkpoint_resume
     assert same(state(tmp_path / "begun"), state(runs / "finished"))
 
 
+def test_resumed_run_removes_files_that_were_not_written_to_their_end(runs):
+    (runs / "stopped" / "failure.json.part").write_text("{")
+    resumed(runs / "stopped")
+    assert not list((runs / "stopped").rglob("*.part"))
+
+
 def test_missing_checkpoint_of_begun_run_stops(runs):
     (runs / "stopped" / "last.pt").unlink()
     with pytest.raises(RunError, match=r"last\.pt is missing, although best\.pt was written after it"):

@@ -116,7 +116,8 @@ class RunDirectory:
     def begin(self, config: TrainConfig, environment: RunEnvironment) -> int | None:
         """Write the settings; returns the previous number of epochs if this run extends an earlier one."""
         self.check(config, resume=environment.resume)
-        self.failure.unlink(missing_ok=True)
+        for left in (self.failure, *self.path.glob("*.part")):  # of a run that failed, was killed or had no space
+            left.unlink(missing_ok=True)
         before = None
         if environment.resume and (self.config.exists() or self.last.exists()):
             before = self.saved_config().epochs
