@@ -124,6 +124,7 @@ def start(out: Path, fault: Fault | None = None, *, resume: bool = False, ranks:
     code = 99
     try:
         os.environ.update(variables)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background ignores
         sys.stderr = sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         if fault is not None and fault.place == SIZE:
             resource.setrlimit(resource.RLIMIT_FSIZE, (int(fault.number), int(fault.number)))

@@ -75,7 +75,7 @@ RULES = {
 FAULTS = st.one_of(
     st.tuples(st.sampled_from(["loss", "backward"]), st.integers(1, 6)),
     st.just(("update", 1)),
-    st.tuples(st.just("line"), st.integers(1, 1500)),
+    st.tuples(st.just("line"), st.integers(1, 2200)),
 )
 STEP = {
     "seed": st.integers(0, 50),
@@ -151,8 +151,8 @@ class Machine(RuleBasedStateMachine):
     @initialize(mask=st.sampled_from(list(RULES)), norm=st.sampled_from(["full", "masked"]), whole=st.booleans())
     def construct(self, mask, norm, whole):
         torch.manual_seed(0)
-        layers = nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3)
-        self.model = nn.Sequential(*layers).double()
+        first = nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8, affine=False), nn.Tanh()
+        self.model = nn.Sequential(*first, nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3)).double()
         self.mask, self.norm = mask, norm
         self.opt = self.make([{"params": list((self.model if whole else self.model[:5]).parameters())}])
         self.counts["sequences"] += 1
@@ -310,14 +310,13 @@ class Machine(RuleBasedStateMachine):
         assert cases.same_bits(before, self.model.parameters())
 
     @rule()
-    @precondition(lambda self: sum(len(group["params"]) for group in self.opt.param_groups) < 6)
+    @precondition(lambda self: sum(len(group["params"]) for group in self.opt.param_groups) < 5)
     def add_param_group(self):
         self.opt.add_param_group({"params": list(self.model[5].parameters())})
 
-    @rule(layer=st.sampled_from([0, 1, 3, 5]))
+    @rule(layer=st.sampled_from([0, 3, 5]))
     def freeze_or_unfreeze(self, layer):
-        others = [one for one in (0, 1, 3) if one != layer]
-        if any(self.model[other].weight.requires_grad for other in others):
+        if self.model[3 if layer == 0 else 0].weight.requires_grad:  # something must be trained
             self.model[layer].requires_grad_(not self.model[layer].weight.requires_grad)
 
     @rule(now=st.booleans())
