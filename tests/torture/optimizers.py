@@ -104,7 +104,7 @@ class Twin(oracles.Naive):
         if any(state.get("momentum_buffer") is not None for state in states):  # where there is none, it is zero
             for p, state in zip(self.parameters, states, strict=True):
                 state["momentum_buffer"] = state.get("momentum_buffer", torch.zeros_like(p))
-        self.batches, self.clip, self.statistics, self.start = batches, clip, [], self.w
+        self.batches, self.clip, self.statistics = batches, clip, []
         self.kept = self.kept_by(model, opt)
 
     def kept_by(self, model: nn.Module, opt: sparsesam.SharpnessAware) -> dict[str, torch.Tensor]:
