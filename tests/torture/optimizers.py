@@ -193,7 +193,8 @@ class Machine(RuleBasedStateMachine):
         scaled = scaled and opt.allows_scaler
         overflow = self.possible(overflow, scaled=scaled)
         dtype = next(model.parameters()).dtype
-        held = [*model.parameters(), *(m for m in self.momenta() if m is not None)]
+        kept = [tensor for by_name in opt.own.tensors.values() for tensor in by_name.values()]
+        held = [*model.parameters(), *kept, *(m for m in self.momenta() if m is not None)]
         lowest = min((tensor.dtype for tensor in held), key=lambda kind: -torch.finfo(kind).eps)
         batches = [cases.vectors(8, dtype, 2 * seed + number) for number in range(micro_batches)]
         before, steps = copy.deepcopy(list(model.parameters())), opt.steps
