@@ -264,6 +264,21 @@ def test_minimize_equals_closure(name, rule, norm):
     assert other.sparsity == pytest.approx(0.0 if rule == "none" else 0.5, abs=0.1)
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_model_may_change_its_dtype(name):
+    model, twin = cases.mlp(), cases.mlp()
+    opt, other = make(name, model), make(name, twin)
+    train(model, opt, range(4))
+    train(twin, other, range(4))
+    model.float()
+    for seed in range(4, 7):
+        x, y = cases.vectors(seed=seed)
+        opt.minimize(lambda x=x, y=y: F.cross_entropy(model(x.float()), y))
+    train(twin, other, range(4, 7))
+    weights = [p.double() for p in cases.weights_of(model)]
+    torch.testing.assert_close(weights, cases.weights_of(twin), rtol=1e-3, atol=1e-4)
+
+
 def test_friendly_average_covers_what_the_norm_needs():
     counts = {}
     for norm in ("full", "masked"):

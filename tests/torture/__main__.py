@@ -6,13 +6,14 @@ import time
 from pathlib import Path
 
 from sparsesam.lab.experiment import provenance
-from tests.torture import crash, damage, fuzz, numerics, soak
+from tests.torture import crash, damage, fuzz, numerics, optimizers, soak
 
 PARTS = {
     "damage": lambda folder, options: damage.survive(folder, 2100, options.seed),
-    "crash": lambda folder, options: crash.survive(folder, 36, options.seed, ranks=30),
+    "crash": lambda folder, options: crash.survive(folder, 200, options.seed, rounds_of_two=8),
     "fuzz": lambda folder, options: fuzz.survive(folder, 100_000, options.seed),
     "numerics": lambda folder, options: numerics.survive(folder, 20_000, options.seed),
+    "optimizers": lambda folder, options: optimizers.survive(folder, 200, options.seed),
     "soak": lambda folder, options: soak.survive(folder, options.minutes, families=options.family),
 }
 

@@ -1,4 +1,4 @@
-"""Runs that are killed, interrupted, out of disk space or stopped by the user's code, at random moments.
+"""Runs that are killed, interrupted, out of disk space or stopped by an error, at every place and at random moments.
 
 Every run is a fork of this process and is resumed afterwards; it must end with the weights and records of an
 uninterrupted run. Two-rank runs are two forks that find each other as under torchrun: after they have met, the
@@ -7,6 +7,8 @@ survivor ends by itself and names the lost rank; before, it waits for a rank tha
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import random
 import resource
@@ -14,60 +16,127 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import lightning_fabric  # noqa: F401 - once, not in each fork, where signals would meet nothing but its import
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from sparsesam.lab.experiment import checkpoint, recorder
+from sparsesam.lab.experiment import recorder
 from sparsesam.lab.experiment import run as run_module
 from sparsesam.lab.experiment.batches import Batches
+from sparsesam.lab.experiment.checkpoint import CheckpointError
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import Interrupted, LostRankError
 from sparsesam.lab.experiment.result import read_epochs
 from tests.lab.experiment.runs import SHORT, same, state
+from tests.lab.inspection.networks import normalized
 
 SETTINGS = {"optimizer": "ssam-d", "mask_steps": 3, "model": "tests.torture.crash:network"}
-#: Calls of the network in training: two passes of each of the fifteen steps.
-FORWARDS = 30
+STEP = ("in the data loader", "in a forward", "in a backward", "before an update")
+FILES = ("before a file is replaced", "after a file is replaced", "within a checkpoint", "after a record")
+MOMENT, SIZE = "at a random moment", "at a random size"
 ENDS = {0: "finished", 3: "stopped and saved", 4: "named the lost rank", 5: "error of user code", 6: "disk full"}
-LIMIT = 90.0  # seconds
+LIMIT = 360.0  # seconds
 LIMIT_OF_SURVIVORS = 5.0
-ERRORS = Path(tempfile.gettempdir()) / f"crash-{os.getpid()}.txt"
+NOT_MET = "waited for it until torchrun would end it: they had not met"
 
 
 class UserError(Exception):
     pass
 
 
+class Fault(NamedTuple):
+    """``kind`` is a signal's name, or "error". ``number``: the n-th time that a run is at the place; seconds; bytes."""
+
+    kind: str
+    place: str
+    number: float
+
+    def happen(self) -> None:
+        if self.kind != "error":
+            os.kill(os.getpid(), signal.Signals[self.kind])
+        elif self.place in STEP:
+            raise UserError
+        else:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+# ---- a run, in a fork ------------------------------------------------------------------------------------------------
+
+_reached = Counter[str]()
+_faults: list[Fault] = []
+
+
+def reached(place: str) -> None:
+    """Called when the run is at a place: the fault happens if it is due."""
+    _reached[place] += 1
+    for fault in _faults:
+        if (fault.place, fault.number) == (place, _reached[place]):
+            fault.happen()
+
+
 def network(num_classes: int):
-    from tests.lab.inspection.networks import normalized
-
-    return normalized(num_classes)
-
-
-def run(out: Path, *, resume: bool = False, devices: int = 1) -> None:
-    place = RunEnvironment(
-        out=out, resume=resume, logger="none", threads=1, checkpoint_steps=2, devices=devices, accelerator="cpu"
-    )
-    run_module.run_training(replace(SHORT, **SETTINGS), place)
+    made = normalized(num_classes)
+    made.register_forward_pre_hook(lambda *_: reached("in a forward") if made.training else None)
+    made[1].weight.register_hook(lambda _: reached("in a backward"))
+    return made
 
 
-def fork(work: Callable[[], None], **variables: str) -> int:
-    """Start ``work`` in a fork of this process; its exit code says how it ended."""
+def watch(owner: object, name: str, *, before: Callable[[], object] = int, after: Callable[[], object] = int) -> None:
+    """Call something before or after every call of a function."""
+    original = getattr(owner, name)
+
+    def watched(*args, **options):
+        before()
+        result = original(*args, **options)
+        after()
+        return result
+
+    setattr(owner, name, watched)
+
+
+def watch_places(met: Path) -> None:
+    def train(batches, *position, original=Batches.train):
+        for batch in original(batches, *position):
+            reached("in the data loader")
+            yield batch
+
+    Batches.train = train  # type: ignore[method-assign]
+    register_optimizer_step_pre_hook(lambda *_: reached("before an update"))
+    before, after = (partial(reached, f"{when} a file is replaced") for when in ("before", "after"))
+    watch(Path, "replace", before=before, after=after)
+    watch(os, "fsync", before=partial(reached, "within a checkpoint"))
+    watch(recorder, "append_records", after=partial(reached, "after a record"))
+    watch(run_module, "make_training", before=met.touch)  # the first call after two ranks have met
+
+
+def start(out: Path, fault: Fault | None = None, *, resume: bool = False, ranks: int = 1, **variables: str) -> int:
+    """Start a run in a fork of this process and return its id; its exit code says how it ended."""
     pid = os.fork()
     if pid:
         return pid
     code = 99
     try:
         os.environ.update(variables)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background ignores
         sys.stderr = sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        work()
+        if fault is not None and fault.place == SIZE:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (int(fault.number), int(fault.number)))
+        _faults.extend([fault] if fault is not None else [])
+        watch_places(out.with_name("met"))
+        place = RunEnvironment(
+            out=out, resume=resume, logger="none", threads=1, checkpoint_steps=2, devices=ranks, accelerator="cpu"
+        )
+        run_module.run_training(replace(SHORT, **SETTINGS), place)
+        if variables.get("RANK", "0") == "0":
+            out.with_name("reached").write_text(json.dumps(_reached))
         code = 0
     except (Interrupted, KeyboardInterrupt):
         code = 3
@@ -75,236 +144,140 @@ def fork(work: Callable[[], None], **variables: str) -> int:
         code = 4
     except UserError:
         code = 5
-    except (checkpoint.CheckpointError, OSError):
+    except (CheckpointError, OSError):
         code = 6
     except BaseException:
-        ERRORS.write_text(traceback.format_exc())
+        out.with_name("error").write_text(traceback.format_exc())
     finally:
         os._exit(code)
 
 
+def start_ranks(out: Path, victim: int = 0, fault: Fault | None = None, *, resume: bool = False) -> list[int]:
+    """Start two ranks, one of them with a fault."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    both = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    both |= {"TORCHELASTIC_RUN_ID": "a", "GROUP_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    faults = [fault if rank == victim else None for rank in range(2)]
+    return [
+        start(out, fault, resume=resume, ranks=2, RANK=str(rank), LOCAL_RANK=str(rank), **both)
+        for rank, fault in enumerate(faults)
+    ]
+
+
 def end_of(pid: int, limit: float = LIMIT) -> str:
-    """Wait for a process and say how it ended."""
-    deadline = time.monotonic() + limit
+    """Wait for a process and say how it ended; the time in which it waits for a processor does not count."""
+    start, waited = time.monotonic(), [0.0, 0.0]
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             code = os.waitstatus_to_exitcode(status)
             return ENDS.get(code, f"signal {-code}" if code < 0 else f"exit code {code}")
-        if time.monotonic() > deadline:
+        waited = [waited[0] or waiting_time(pid), max(waited[1], waiting_time(pid))]
+        if time.monotonic() - start > limit + waited[1] - waited[0]:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             return "ended by the launcher"
         time.sleep(0.01)
 
 
-# ---- faults ----------------------------------------------------------------------------------------------------------
-
-
-def after(seconds: float, number: int) -> Callable[[Path], str]:
-    """A signal at a random moment."""
-
-    def happens(out: Path) -> str:
-        pid = fork(lambda: run(out))
-        time.sleep(seconds)
-        os.kill(pid, number)
-        return end_of(pid)
-
-    return happens
-
-
-def full_disk(size: int) -> Callable[[Path], str]:
-    """No file may be larger than ``size`` bytes."""
-
-    def work(out: Path) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-        run(out)
-
-    return lambda out: end_of(fork(lambda: work(out)))
-
-
-def at_call(owner: object, name: str, count: int, fault: Callable[[], None], *, before: bool) -> Callable[[Path], str]:
-    """A fault before or after the ``count``-th call of a function."""
-
-    def work(out: Path) -> None:
-        original, calls = getattr(owner, name), [0]
-
-        def wrapped(*args, **options):
-            calls[0] += 1
-            if before and calls[0] == count:
-                fault()
-            result = original(*args, **options)
-            if not before and calls[0] == count:
-                fault()
-            return result
-
-        setattr(owner, name, wrapped)
-        run(out)
-
-    return lambda out: end_of(fork(lambda: work(out)))
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def fail() -> None:
-    raise UserError
-
-
-class FaultyNetwork:
-    """A network, or its backward hook, that raises in one of its calls."""
-
-    def __init__(self, call: int, *, in_hook: bool) -> None:
-        self.call, self.in_hook = call, in_hook
-
-    def __call__(self, out: Path) -> str:
-        return end_of(fork(lambda: self.work(out)))
-
-    def work(self, out: Path) -> None:
-        module, original, calls = sys.modules[__name__], network, [0]
-
-        def count(*_) -> None:
-            calls[0] += 1
-            if calls[0] == self.call:
-                raise UserError
-
-        def faulty(num_classes: int):
-            made = original(num_classes)
-            if self.in_hook:
-                made[1].weight.register_hook(count)
-            else:
-                made.register_forward_pre_hook(lambda *_: count() if made.training else None)
-            return made
-
-        module.network = faulty  # type: ignore[attr-defined]
-        run(out)
-
-
-class FaultyLoader:
-    """A data loader that raises at one of its batches."""
-
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
-
-    def __call__(self, out: Path) -> str:
-        return end_of(fork(lambda: self.work(out)))
-
-    def work(self, out: Path) -> None:
-        original, seen = Batches.train, [0]
-
-        def train(batches, *place):
-            for one in original(batches, *place):
-                seen[0] += 1
-                if seen[0] == self.batch:
-                    raise UserError
-                yield one
-
-        Batches.train = train  # type: ignore[method-assign]
-        run(out)
-
-
-def two_ranks(out: Path, seconds: float | None, number: int, victim: int, *, resume: bool = False) -> list[str]:
-    """Start two ranks and, after some seconds, send one of them a signal."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    both = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    both |= {"TORCHELASTIC_RUN_ID": "a", "GROUP_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
-    met = out.with_name("met")
-    met.unlink(missing_ok=True)
-
-    def work() -> None:
-        original = run_module.make_training
-
-        def make_training(*given):
-            met.touch()
-            return original(*given)
-
-        run_module.make_training = make_training  # the first call after the ranks have met
-        run(out, resume=resume, devices=2)
-
-    pids = [fork(work, RANK=str(rank), LOCAL_RANK=str(rank), **both) for rank in range(2)]
-    if seconds is None:
-        return [end_of(pid, 4 * LIMIT) for pid in pids]
-    time.sleep(seconds)
-    os.kill(pids[victim], number)
-    ends = {victim: end_of(pids[victim])}
-    survivor = end_of(pids[1 - victim], LIMIT_OF_SURVIVORS)
-    if survivor == "ended by the launcher" and not met.exists():
-        survivor = "waited for it until torchrun would end it: they had not met"
-    return [ends[victim], survivor] if victim == 0 else [survivor, ends[victim]]
+def waiting_time(pid: int) -> float:
+    """Seconds for which the threads of a process were ready to run, and others ran."""
+    files = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    try:
+        return sum(int(file.read_text().split()[1]) for file in files) / 1e9
+    except OSError:  # a thread ended
+        return 0.0
 
 
 # ---- the matrix ------------------------------------------------------------------------------------------------------
 
 
-def faults(rng: random.Random, duration: float) -> list[tuple[str, Callable[[Path], str]]]:
-    """One random fault of each kind."""
-    saves, appends = rng.randrange(1, 11), rng.randrange(1, 6)
-    return [
-        ("SIGKILL at a random moment", after(rng.uniform(0, duration), signal.SIGKILL)),
-        ("SIGKILL at a random moment", after(rng.uniform(0, duration), signal.SIGKILL)),
-        ("SIGTERM at a random moment", after(rng.uniform(0, duration), signal.SIGTERM)),
-        ("SIGINT at a random moment", after(rng.uniform(0, duration), signal.SIGINT)),
-        ("SIGKILL before a file is replaced", at_call(Path, "replace", rng.randrange(1, 20), kill, before=True)),
-        ("SIGKILL after a file is replaced", at_call(Path, "replace", rng.randrange(1, 20), kill, before=False)),
-        ("SIGKILL within a checkpoint", at_call(os, "fsync", saves, kill, before=True)),
-        ("SIGKILL after a record", at_call(recorder, "append_records", appends, kill, before=False)),
-        ("full disk", full_disk(rng.randrange(0, 40_000))),
-        ("exception in the network", FaultyNetwork(rng.randrange(1, FORWARDS + 1), in_hook=False)),
-        ("exception in a backward hook", FaultyNetwork(rng.randrange(1, FORWARDS + 1), in_hook=True)),
-        ("exception in the data loader", FaultyLoader(rng.randrange(1, 16))),
-    ]
+class Matrix:
+    """Faults of runs with one or two ranks, each compared with a run without a fault."""
 
-
-def outcome(out: Path):
-    epochs = [asdict(one) for one in read_epochs(out / "records.jsonl")]
-    shown = [
-        {name: one[name] for name in ("epoch", "train_loss", "test_accuracy", "forward_backwards")} for one in epochs
-    ]
-    return state(out)["training"], shown
-
-
-def survive(folder: Path, rounds: int, seed: int = 0, *, ranks: int = 0) -> Counter[str]:
-    """Returns how often each fault was survived, and how the runs ended; AssertionError if a resumed run differs."""
-    rng, found, whole = random.Random(seed), Counter[str](), folder / "whole"
-    start = time.monotonic()
-    assert end_of(fork(lambda: run(whole))) == "finished"
-    duration = 1.2 * (time.monotonic() - start)
-    expected = outcome(whole)
-    for number in range(rounds):
-        for name, happens in faults(rng, duration):
-            out = folder / "run"
-            shutil.rmtree(out, ignore_errors=True)
-            ended = happens(out)
-            _check(f"round {number}, seed {seed}: {name} ({ended})", ended, out, expected, devices=1)
-            found[name if ended != "finished" else f"{name}, too late: the run had finished"] += 1
-    if ranks:
-        both = folder / "both"
+    def __init__(self, folder: Path, seed: int, ranks: int) -> None:
+        self.ranks, self.out, self.rng = ranks, folder / f"{ranks}" / "run", random.Random(seed)
+        self.out.parent.mkdir()
         start = time.monotonic()
-        assert two_ranks(both, None, 0, 0) == ["finished", "finished"]
-        duration, expected = time.monotonic() - start, outcome(both)
-    for number in range(ranks):
-        out, victim = folder / "run", rng.randrange(2)
-        shutil.rmtree(out, ignore_errors=True)
-        ended = two_ranks(out, rng.uniform(0.1, duration), signal.SIGKILL, victim)
-        case = f"two ranks {number}, seed {seed}: SIGKILL of rank {victim} ({ended})"
-        _check(case, ended[1 - victim], out, expected, devices=2)
-        assert ended[1 - victim].startswith(("finished", "named the lost rank", "waited for it")), case
-        late = "" if ended[victim] == "signal 9" else ", too late: the run had finished"
-        found[f"SIGKILL of one of two ranks{late}: the other {ended[1 - victim]}"] += 1
+        assert set(self.finish(resume=False)) == {"finished"}, self.error()
+        self.duration, self.expected = time.monotonic() - start, self.outcome()
+        self.times = json.loads((self.out.parent / "reached").read_text())
+
+    def faults(self, number: int) -> Iterator[Fault]:
+        """The faults of a round."""
+        kills, moment = (STEP + FILES, 4) if self.ranks == 1 else ((), 2)
+        for place in kills:
+            yield self.at("SIGKILL", place)
+        for kind in ["SIGKILL"] * moment + ["SIGTERM", "SIGINT"]:
+            yield Fault(kind, MOMENT, self.rng.uniform(0, self.duration))
+        for kind in ("SIGTERM", "SIGINT", "error") if kills else ("SIGKILL", "SIGTERM", "SIGINT", "error"):
+            yield self.at(kind, (STEP + FILES)[number % 8])
+        yield Fault("error", SIZE, self.rng.randrange(40_000))
+
+    def at(self, kind: str, place: str) -> Fault:
+        return Fault(kind, place, self.rng.randint(1, self.times[place]))
+
+    def survive(self, fault: Fault) -> str:
+        """Returns what happened; AssertionError if the resumed run differs from the run without a fault."""
+        shutil.rmtree(self.out, ignore_errors=True)
+        ends = self.ends(fault)
+        case = f"{fault}, {self.ranks} ranks: {ends}"
+        assert not any(end.startswith("exit code") for end in ends), f"{case}: {self.error()}"
+        if not (self.out / "result.json").exists():
+            resumed = self.finish(resume=True)
+            assert set(resumed) == {"finished"}, f"{case}: resumed run {resumed}: {self.error()}"
+        assert same(self.outcome(), self.expected), f"{case}: the resumed run differs"
+        left = [file.name for file in self.out.rglob("*.part")]
+        assert not left, f"{case}: left {left}"
+        name = f"{fault.kind} {fault.place}"
+        late = ", too late: the run had finished" if ends[0] == "finished" else ""
+        if self.ranks == 1:
+            return f"{name}{late}"
+        assert ends[1] in ("finished", "stopped and saved", "named the lost rank", NOT_MET), case
+        return f"{name}, in one of two ranks{late}: the other {ends[1]}"
+
+    def ends(self, fault: Fault) -> list[str]:
+        """How the process with the fault ended, and the other one."""
+        met = self.out.with_name("met")
+        met.unlink(missing_ok=True)
+        victim = self.rng.randrange(2) if self.ranks == 2 and fault.place in (*STEP, MOMENT) else 0
+        pids = [start(self.out, fault)] if self.ranks == 1 else start_ranks(self.out, victim, fault)
+        if fault.place == MOMENT:
+            time.sleep(fault.number)
+            os.kill(pids[victim], signal.Signals[fault.kind])
+        ends = [end_of(pids[victim])]
+        if self.ranks == 2:
+            end = end_of(pids[1 - victim], LIMIT_OF_SURVIVORS)
+            ends.append(NOT_MET if end == "ended by the launcher" and not met.exists() else end)
+        return ends
+
+    def finish(self, *, resume: bool) -> list[str]:
+        pids = [start(self.out, resume=resume)] if self.ranks == 1 else start_ranks(self.out, resume=resume)
+        return [end_of(pid) for pid in pids]
+
+    def outcome(self):
+        names = ("epoch", "train_loss", "test_accuracy", "forward_backwards")
+        epochs = [asdict(epoch) for epoch in read_epochs(self.out / "records.jsonl")]
+        return state(self.out)["training"], [{name: epoch[name] for name in names} for epoch in epochs]
+
+    def error(self) -> str:
+        file = self.out.with_name("error")
+        return file.read_text() if file.exists() else ""
+
+
+def survive(folder: Path, kills: int, seed: int = 0, *, rounds_of_two: int = 0) -> Counter[str]:
+    """Rounds of faults, until so many SIGKILLs have hit a run, and rounds with two ranks; returns what happened."""
+    found, hits, number = Counter[str](), 0, 0
+    single = Matrix(folder, seed, ranks=1)
+    while hits < kills:
+        for fault in single.faults(number):
+            happened = single.survive(fault)
+            found[happened] += 1
+            hits += fault.kind == "SIGKILL" and "too late" not in happened
+        number += 1
+    if rounds_of_two:
+        double = Matrix(folder, seed, ranks=2)
+        found.update(double.survive(fault) for number in range(rounds_of_two) for fault in double.faults(number))
     return found
-
-
-def _check(case: str, ended: str, out: Path, expected: object, *, devices: int) -> None:
-    assert not ended.startswith("exit code"), f"{case}: {ERRORS.read_text()}"
-    if not (out / "result.json").exists():
-        if devices == 2:
-            ends = two_ranks(out, None, 0, 0, resume=True)
-        else:
-            ends = [end_of(fork(lambda: run(out, resume=True)))]
-        assert set(ends) == {"finished"}, f"{case}: resumed run {ends}"
-    assert same(outcome(out), expected), f"{case}: the resumed run differs"
-    left = [file.name for file in out.rglob("*.part")]
-    assert not left, f"{case}: left {left}"

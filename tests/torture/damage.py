@@ -48,9 +48,8 @@ def flipped(file: Path, rng: random.Random, other: Path) -> None:
 
 def replaced(file: Path, rng: random.Random, other: Path) -> None:
     """By the same file of another run, by another file of this run, or by noise."""
-    own = [one for one in file.parent.iterdir() if one.suffix == file.suffix and one != file]
-    sources = [other, *own]
-    source = rng.choice([*sources, None])
+    alike = [sibling for sibling in file.parent.iterdir() if sibling.suffix == file.suffix and sibling != file]
+    source = rng.choice([other, *alike, None])
     file.write_bytes(rng.randbytes(500) if source is None else source.read_bytes())
 
 
@@ -116,7 +115,7 @@ class Runs:
     def after_resume(run: Path):
         figures = [asdict(one) for one in (*read_epochs(run / "records.jsonl"), read_result(run / "result.json"))]
         left = [{name: value for name, value in one.items() if name not in TIMES} for one in figures]
-        return state(run)["training"], left, read_weights_of_best(run)
+        return state(run)["training"], left, torch.load(run / "best.pt", weights_only=True)["model"]
 
     @staticmethod
     def check(code: int, out: str, err: str) -> str:
@@ -126,10 +125,6 @@ class Runs:
         if code not in (1, 2) or len(lines) != 1 or not err.endswith(lines[0] + "\n"):
             raise AssertionError(f"exit code {code}, printed {err!r}")
         raise Refused(lines[0])
-
-
-def read_weights_of_best(run: Path):
-    return torch.load(run / "best.pt", weights_only=True)["model"]
 
 
 class Refused(Exception):

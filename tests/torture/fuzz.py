@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import io
 import json
 import os
@@ -60,22 +61,10 @@ def _watch(event: str, arguments: object) -> None:
 # ---- inputs ----------------------------------------------------------------------------------------------------------
 
 WORDS = [
-    *(
-        "sam",
-        "ssam-f",
-        "sgd",
-        "",
-        "null",
-        "true",
-        "1e-3",
-        "[",
-        "{a: 1",
-        "&a [*a]",
-        "!!python/object:os.system x",
-        "é\x00",
-    ),
-    *("0.5", "-1", "nan", ".inf", "9" * 400, "2:4", "digits", "x" * 3000, "*", "2026-01-01", "0x1f", "1:2:3"),
+    *("sam", "ssam-f", "sgd", "", "null", "true", "1e-3", "[", "{a: 1", "&a [*a]", "!!python/object:os.system x"),
+    *("0.5", "-1", "nan", ".inf", "9" * 400, "2:4", "digits", "x" * 3000, "*", "2026-01-01", "0x1f", "1:2:3", "é\x00"),
 ]
+SETTINGS = [setting.name for setting in (*fields(TrainConfig), *fields(RunEnvironment))]
 
 
 def value(rng: random.Random, depth: int = 0) -> Any:
@@ -86,9 +75,6 @@ def value(rng: random.Random, depth: int = 0) -> Any:
     if kind == 6:
         return [value(rng, depth + 1) for _ in range(rng.randrange(4))]
     return {rng.choice((*SETTINGS, *WORDS, "A", 1)): value(rng, depth + 1) for _ in range(rng.randrange(4))}
-
-
-SETTINGS = [one.name for one in (*fields(TrainConfig), *fields(RunEnvironment))]
 
 
 def mutated(content: bytes, rng: random.Random) -> bytes:
@@ -141,20 +127,18 @@ def settings_file(folder: Path, rng: random.Random) -> object:
     return settings_from(argparse.Namespace(config=[folder / "settings.yaml"]))
 
 
-_PARSER: list[Parser] = []
+_PARSER = Parser("sparsesam train", "help")
+add_settings(_PARSER)
 
 
 def command_line(folder: Path, rng: random.Random) -> object:
-    if not _PARSER:
-        _PARSER.append(Parser("sparsesam train", "help"))
-        add_settings(_PARSER[0])
     words = []
     for _ in range(rng.randrange(1, 4)):
         name = rng.choice((*SETTINGS, "", "-", "config")).replace("_", "-")
         words += [f"--{name}", *([rng.choice(WORDS)] if rng.random() < 0.9 else [])]
     try:
         with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
-            return settings_from(_PARSER[0].parse_args(words))
+            return settings_from(_PARSER.parse_args(words))
     except SystemExit as error:
         raise ValueError(f"refused with exit code {error.code}") from None
 
@@ -225,21 +209,16 @@ def safetensors_file(folder: Path, rng: random.Random) -> object:
 
 def mask_file(folder: Path, rng: random.Random) -> object:
     directory = RunDirectory(folder / "of masks")
+    directory.write_masks(3, {"a": torch.ones(5, 3, dtype=torch.bool)})
     file = directory.masks / "00000003.npz"
-    if not _MASK:
-        directory.write_masks(3, {"a": torch.ones(5, 3, dtype=torch.bool)})
-        _MASK.append(file.read_bytes())
-    file.write_bytes(mutated(_MASK[0], rng))
+    file.write_bytes(mutated(file.read_bytes(), rng))
     return read_mask_file(file)
 
 
-_MASK: list[bytes] = []
 _IDX = idx(np.arange(60, dtype=np.uint8).reshape(3, 4, 5))
 
 
 def idx_file(folder: Path, rng: random.Random) -> object:
-    import gzip
-
     packed = rng.random() < 0.5
     content = mutated(gzip.compress(_IDX) if packed else _IDX, rng)
     (folder / "a").unlink(missing_ok=True)

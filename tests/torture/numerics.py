@@ -65,6 +65,8 @@ def one_ascent(draw: np.random.Generator) -> str:
     assert cases.same_bits(before, cases.weights_of(model))
     weight, gradient = oracles.flat(before).double(), oracles.flat(gradients).double()
     mask = oracles.flat(list(masks.values())).double()
+    if norm == "masked":  # what the mask leaves out may also be infinite
+        gradient = torch.where(mask > 0, gradient, 0.0)
     scaled = (1 if eta is None else weight.abs() + eta) * gradient
     length = float((scaled * (1 if norm == "full" else mask)).norm())
     case = f"{dtype}, rho {rho}, norm {norm}, eta {eta}, ||g|| {length}"

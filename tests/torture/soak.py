@@ -39,6 +39,9 @@ FAMILIES: dict[str, list[Callable[..., sparsesam.SharpnessAware]]] = {
     "two passes, masked": [
         lambda *given: sparsesam.SSAM(*given, mask=sparsesam.fixed_mask("4.*"), norm="masked"),
         lambda *given: sparsesam.SSAM(*given, mask=sparsesam.random_mask(sparsity=0.5, pattern="filter")),
+        lambda *given: sparsesam.SSAM(
+            *given, mask=sparsesam.random_mask(sparsity=0.5, pattern="filter"), norm="masked", ascent="implicit"
+        ),
         sparsesam.ESAM,
     ],
     "one pass": [sparsesam.MomentumSAM, sparsesam.ExtrapolatedSAM],

@@ -8,7 +8,7 @@ def test_damaged_files(tmp_path):
 
 
 def test_crashes(tmp_path):
-    assert crash.survive(tmp_path, 1).total() == 12
+    assert crash.survive(tmp_path, kills=8).total() == 18
 
 
 def test_malformed_inputs(tmp_path):

@@ -73,7 +73,8 @@ class FriendlySAM(SharpnessAware):
         masks, average = self._average_masks(params), self.own.tensors["average"]
         found = self._gradients(params)
         for name in found.keys() & average.keys():
-            entries = kept_entries(found[name], masks[name]).sub(average[name], alpha=self.sigma)
+            entries = kept_entries(found[name], masks[name])
+            entries = entries.sub(average[name].to(entries), alpha=self.sigma)
             is_whole = entries.shape == found[name].shape
             found[name] = entries if is_whole else put_entries(found[name].clone(), masks[name], entries)
         return found
@@ -89,7 +90,8 @@ class FriendlySAM(SharpnessAware):
             if is_first:
                 average[name] = entries.clone()
                 continue
-            own = average[name] = average[name] if name in average else torch.zeros_like(entries)
+            # The model's dtype may have changed since.
+            own = average[name] = average[name].to(entries) if name in average else torch.zeros_like(entries)
             if isinstance(norm, Tensor):  # on a device, where a gradient that is not finite is not known here
                 entries = torch.where(is_usable(norm).to(own.device), entries, own)
             own.lerp_(entries, 1 - self.decay)

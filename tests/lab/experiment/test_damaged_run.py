@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from unittest import mock
 
 import pytest
 import yaml
@@ -10,6 +11,7 @@ from sparsesam.lab.cli import main
 from sparsesam.lab.experiment import read_masks, read_records
 from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.result import read_result
+from sparsesam.lab.experiment.run import RunRecorder
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from tests.lab.experiment.runs import InterruptAt, same, state, train, words
 
@@ -99,9 +101,23 @@ def test_run_killed_between_last_and_best_checkpoint_resumes(runs):
     assert not best.with_name("best.next.pt").exists()
 
 
+def test_run_that_ended_between_its_first_record_and_its_first_checkpoint_resumes(runs, tmp_path):
+    with mock.patch.object(RunRecorder, "_save", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "begun", **SPARSE)
+    assert len(read_records(tmp_path / "begun" / "records.jsonl")) == 2
+    resumed(tmp_path / "begun")
+    assert same(state(tmp_path / "begun"), state(runs / "finished"))
+
+
+def test_resumed_run_removes_files_that_were_not_written_to_their_end(runs):
+    (runs / "stopped" / "failure.json.part").write_text("{")
+    resumed(runs / "stopped")
+    assert not list((runs / "stopped").rglob("*.part"))
+
+
 def test_missing_checkpoint_of_begun_run_stops(runs):
     (runs / "stopped" / "last.pt").unlink()
-    with pytest.raises(RunError, match=r"last\.pt is missing, although best\.pt and records\.jsonl"):
+    with pytest.raises(RunError, match=r"last\.pt is missing, although best\.pt was written after it"):
         resumed(runs / "stopped")
 
 

@@ -120,7 +120,8 @@ class RunDirectory:
     def begin(self, config: TrainConfig, environment: RunEnvironment) -> int | None:
         """Write the settings; returns the previous number of epochs if this run extends an earlier one."""
         self.check(config, resume=environment.resume)
-        self.failure.unlink(missing_ok=True)
+        for left in (self.failure, *self.path.glob("*.part")):  # of a run that failed, was killed or had no space
+            left.unlink(missing_ok=True)
         before = None
         if environment.resume and self.has_begun and (before := self.saved_config().epochs) != config.epochs:
             self.result.unlink(missing_ok=True)
@@ -161,10 +162,14 @@ class RunDirectory:
         return content
 
     def check_begun(self) -> None:
-        """Raise RunError if ``last.pt`` is missing although the run has written it before."""
+        """Raise RunError if ``last.pt`` is missing although the run has written it before.
+
+        The first epoch's record is written before the first checkpoint, and ``best.pt`` after it.
+        """
         others = [file for file in (self.best, self.result) if file.exists()]
         with suppress(OSError):
-            others += [self.records] if '"kind": "epoch"' in self.records.read_text(errors="replace") else []
+            epochs = self.records.read_text(errors="replace").count('"kind": "epoch"')
+            others += [self.records] if epochs > 1 else []
         if others:
             raise RunError(
                 f"{self.last} is missing, although {' and '.join(file.name for file in others)} was written after it; "

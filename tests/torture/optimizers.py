@@ -1,0 +1,444 @@
+"""Random sequences of everything that users do with an optimizer, against the equations in float64.
+
+Before a step, weights, base state and kept tensors are read from the optimizer; its method's equation in
+`tests/test_variants.py` then gives what they must be afterwards. An interrupted step, by an error of the user's code or
+by Ctrl-C at any line of the library, leaves the weights as they were, or as the base optimizer's update left them.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import sys
+import warnings
+from collections import Counter
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, ClassVar
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from torch import nn
+from torch.nn import functional as F
+
+import sparsesam
+from sparsesam.masks.kept_entries import dense_entries
+from tests import cases, oracles
+from tests.test_variants import METHODS as VARIANTS
+from tests.test_variants import extrapolate, extrapolated
+from tests.torture.state import hooks_of, modes
+
+LIBRARY = Path(sparsesam.__file__).parent
+#: Where torch's modes are entered and left: an interruption in between leaves one active or pops one twice.
+UNINTERRUPTED = {("operators.py", "call_without"), ("replay.py", "_active"), ("savings.py", "first_pass")}
+TOLERANCES = {torch.float64: {"rtol": 1e-7, "atol": 1e-9}, torch.float32: {"rtol": 1e-3, "atol": 1e-4}}
+
+
+def plain(n, t):
+    n.update(n.gradient(n.w))
+
+
+def sam(n, t):
+    n.update(n.gradient(n.w + n.e(n.gradient(n.w), 0.3)))
+
+
+def reuse(n, t):
+    if t % 2 == 0 or "last" not in n.kept:
+        n.kept["last"] = n.e(n.gradient(n.w), 0.3)
+    n.update(n.gradient(n.w + n.kept["last"]))
+
+
+METHODS = VARIANTS | {
+    "SAM": (sam, lambda *given, **options: sparsesam.SAM(*given, 0.3, **options)),
+    "SSAM": (sam, lambda *given, mask, **options: sparsesam.SSAM(*given, 0.3, mask=mask or RULES["random"], **options)),
+    "reuse": (reuse, lambda *given, **options: sparsesam.SAM(*given, 0.3, every=2, off_steps="reuse", **options)),
+    "extrapolation": (extrapolated, lambda *given, norm, **options: extrapolate(*given, **options)),
+}
+RULES = {
+    "none": None,
+    "random": sparsesam.random_mask(sparsity=0.5, refresh=3),
+    "filters": sparsesam.random_mask(sparsity=0.5, pattern="filter"),
+    "dynamic": sparsesam.dynamic_mask(sparsity=0.5, refresh=2),
+}
+#: Where a step fails: in a call of the loss, in a backward, before the update, or at a line of the library.
+FAULTS = st.one_of(
+    st.tuples(st.sampled_from(["loss", "backward"]), st.integers(1, 6)),
+    st.just(("update", 1)),
+    st.tuples(st.just("line"), st.integers(1, 2200)),
+)
+STEP = {
+    "seed": st.integers(0, 50),
+    "micro_batches": st.integers(1, 2),
+    "clip": st.booleans(),
+    "scaled": st.booleans(),
+    "overflow": st.sampled_from(["", "", "", "first", "last", "both"]),
+    "fault": st.integers(0, 2).flatmap(lambda number: FAULTS if number == 2 else st.none()),
+}
+
+
+class Twin(oracles.Naive):
+    """The model in float64 before a step, with the state of the base optimizer and what the method keeps."""
+
+    def __init__(self, model: nn.Module, opt: sparsesam.SharpnessAware, batches: list[Any], *, clip: bool) -> None:
+        names = {id(p): name for name, p in model.named_parameters()}
+        groups = [[names[id(p)] for p in group["params"]] for group in opt.param_groups]
+        twin = copy.deepcopy(model).double()
+        named = dict(twin.named_parameters())
+        base = torch.optim.SGD([{"params": [named[name] for name in group]} for group in groups], lr=0.1, momentum=0.9)
+        base.load_state_dict(copy.deepcopy(opt.base.state_dict()))
+        super().__init__(twin, base, None, opt.options.norm)
+        self.active = [name for group in groups for name in group if named[name].requires_grad]
+        self.parameters = [named[name] for name in self.active]
+        states = [base.state[p] for p in self.parameters]
+        if any(state.get("momentum_buffer") is not None for state in states):  # where there is none, it is zero
+            for p, state in zip(self.parameters, states, strict=True):
+                state["momentum_buffer"] = state.get("momentum_buffer", torch.zeros_like(p))
+        self.batches, self.clip, self.statistics = batches, clip, []
+        self.kept = self.kept_by(model, opt)
+
+    def kept_by(self, model: nn.Module, opt: sparsesam.SharpnessAware) -> dict[str, torch.Tensor]:
+        """What the method keeps for the active parameters, in the words of the equations."""
+        found = {}
+        parameters = dict(model.named_parameters())
+        for kind, by_name in opt.own.tensors.items():
+            if by_name:
+                dense = dense_entries(by_name, opt.own._masks_of(kind), parameters)
+                found[kind] = oracles.flat([dense[name].double() for name in self.active])
+        if "back" in found:
+            found["before"] = self.w + found.pop("back")
+        return {"v" if kind == "orthogonal" else kind: kept for kind, kept in found.items()}
+
+    def set_masks(self, opt: sparsesam.SharpnessAware) -> None:
+        """Those of the step, which may have made them."""
+        masks = [opt.masks.get(name) for name in self.active]
+        pairs = zip(masks, self.parameters, strict=True)
+        self.mask = oracles.flat([torch.zeros_like(p) if mask is None else mask.double() for mask, p in pairs])
+
+    def gradient(self, at):
+        current = self.w
+        self.set(at)
+        loss = sum(F.cross_entropy(self.model(x.double()), y) for x, y in self.batches)
+        found = torch.autograd.grad(loss, self.parameters)
+        self.set(current)
+        self.statistics = self.statistics or [buffer.clone() for buffer in self.model.buffers()]  # of the first pass
+        return oracles.flat(found)
+
+    def update(self, gradient):
+        super().update(gradient * min(1.0, 0.1 / (float(gradient.norm()) + 1e-6)) if self.clip else gradient)
+
+
+class Stop(Exception):
+    pass
+
+
+class Machine(RuleBasedStateMachine):
+    """One optimizer, from its construction through a random sequence of steps and of what happens between them."""
+
+    method: str
+    counts: ClassVar[Counter[str]] = Counter()
+
+    @initialize(mask=st.sampled_from(list(RULES)), norm=st.sampled_from(["full", "masked"]), whole=st.booleans())
+    def construct(self, mask, norm, whole):
+        torch.manual_seed(0)
+        first = nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8, affine=False), nn.Tanh()
+        self.model = nn.Sequential(*first, nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+        self.mask, self.norm = mask, norm
+        self.opt = self.make([{"params": list((self.model if whole else self.model[:5]).parameters())}])
+        self.counts["sequences"] += 1
+
+    def make(self, groups):
+        base = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        return METHODS[self.method][1](base, self.model, mask=RULES[self.mask], norm=self.norm)
+
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
+    @rule(**STEP)
+    def minimize(self, **options):
+        self.step(lambda functions, scaler: self.opt.minimize(functions, scaler=scaler), **options)
+
+    @rule(**STEP)
+    def step_with_closure(self, **options):
+        def run(functions, scaler):
+            def closure():
+                self.opt.zero_grad()
+                losses = []
+                for function in functions:
+                    losses.append(function())
+                    self.scale(losses[-1], scaler).backward()
+                return sum(losses)
+
+            self.opt.step(closure, scaler=scaler)
+
+        self.step(run, **options)
+
+    @rule(between=st.booleans(), **STEP)
+    @precondition(lambda self: self.opt.passes() < 3)
+    def step_in_two_phases(self, between, **options):
+        self.step(lambda functions, scaler: self.in_two_phases(functions, scaler, between), **options)
+
+    def step(self, run, *, seed, micro_batches, clip, scaled, overflow, fault):
+        """Take a step and compare it with the equation."""
+        opt, model = self.opt, self.model
+        scaled = scaled and opt.allows_scaler
+        overflow = self.possible(overflow, scaled=scaled)
+        dtype = next(model.parameters()).dtype
+        kept = [tensor for by_name in opt.own.tensors.values() for tensor in by_name.values()]
+        held = [*model.parameters(), *kept, *(m for m in self.momenta() if m is not None)]
+        lowest = min((tensor.dtype for tensor in held), key=lambda kind: -torch.finfo(kind).eps)
+        batches = [cases.vectors(8, dtype, 2 * seed + number) for number in range(micro_batches)]
+        before, steps = copy.deepcopy(list(model.parameters())), opt.steps
+        twin = Twin(model, opt, batches, clip=clip)
+        updated: list[list[torch.Tensor]] = []
+        passes = opt.passes() if opt.needs_first_pass else 1
+        losses = Losses(model, batches, passes, overflow, fault)
+        hooks = [opt.base.register_step_post_hook(lambda *_: updated.append(cases.weights_of(model)))]
+        if clip:
+            parameters = [p for group in opt.param_groups for p in group["params"]]
+            hooks.append(opt.base.register_step_pre_hook(lambda *_: clip_(parameters)))
+        if fault is not None and fault[0] == "update":
+            hooks.append(opt.base.register_step_pre_hook(losses.fail))
+        last = next(p for p in reversed(list(model.parameters())) if p.requires_grad)
+        hooks.append(last.register_hook(losses.in_backward))
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if scaled else None
+        at_line = interrupted_at_line(fault[1]) if fault is not None and fault[0] == "line" else nullcontext()
+        try:
+            with warnings.catch_warnings(action="ignore"), at_line:
+                run(losses.functions, scaler)
+                if scaler is not None:
+                    scaler.update()
+        except (Stop, KeyboardInterrupt):
+            self.counts["interrupted steps"] += 1
+            if not updated or not isinstance(opt, sparsesam.WSAM):  # whose update has a second part
+                assert cases.same_bits(updated[-1] if updated else before, model.parameters())
+            opt.zero_grad()
+            return
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.counts["steps"] += 1
+        still = overflow in ("last", "both")
+        assert opt.steps == steps + (not (still and scaled))
+        assert all(bool(p.isfinite().all()) for p in model.parameters())
+        for old, new in zip(before, model.parameters(), strict=True):
+            assert not (still or not new.requires_grad) or torch.equal(old, new)
+        if lowest in TOLERANCES and not still:
+            twin.set_masks(opt)
+            (plain if overflow or not self.has_direction(twin) else METHODS[self.method][0])(twin, steps)
+            self.compare(twin, TOLERANCES[lowest], kept=not overflow)
+
+    def possible(self, overflow, *, scaled):
+        """Without a scaler, the base would take a step to infinity if only its own gradient overflowed."""
+        if self.method == "ESAM" or (overflow == "last" and not scaled):  # ESAM may draw no tensor: one pass
+            return ""
+        two = self.opt.needs_first_pass and self.method != "three ascents" and self.mask != "dynamic"
+        return overflow if two or overflow == "last" else ""
+
+    def has_direction(self, twin):
+        """LookSAM has none after an ascent that failed."""
+        return self.method != "LookSAM" or self.opt.steps % 3 == 1 or "v" in twin.kept
+
+    def compare(self, twin, tolerance, *, kept):
+        named = dict(self.model.named_parameters())
+        weights = oracles.flat([named[name].detach().double() for name in twin.active])
+        torch.testing.assert_close(weights, twin.w, **tolerance)
+        for buffer, expected in zip(self.model.buffers(), twin.statistics, strict=True):
+            torch.testing.assert_close(buffer, expected, check_dtype=False, **tolerance)
+        for kind, values in twin.kept_by(self.model, self.opt).items() if kept else ():
+            expected = twin.kept[kind]
+            if kind not in ("v", "before") and kind not in self.opt.own.whole:
+                expected = expected * twin.mask
+            if kind == "before":
+                values, expected = twin.mask * (values - twin.w), twin.mask * (expected - twin.w)
+            if kind == "v":  # its length does not matter, and is that of scaled gradients
+                values, expected = F.normalize(values, dim=0), F.normalize(expected, dim=0)
+            torch.testing.assert_close(values, expected, **tolerance)
+
+    @staticmethod
+    def scale(loss, scaler):
+        return loss if scaler is None else scaler.scale(loss)
+
+    def in_two_phases(self, functions, scaler, between):
+        opt = self.opt
+        opt.zero_grad()
+        if opt.needs_first_pass:
+            with opt.first_pass():
+                for function in functions:
+                    opt.backward(self.scale(function(), scaler))
+        if between:
+            self.evaluate()
+            opt.state_dict()
+        with opt.perturbed():
+            if between:
+                for refused in (opt.step, opt.perturbed().__enter__, lambda: copy.deepcopy(opt)):
+                    with pytest.raises(RuntimeError, match=r"perturbed\(\)"):
+                        refused()
+            for function in functions:
+                self.scale(function(), scaler).backward()
+        if scaler is None:
+            opt.step()
+        else:
+            scaler.step(opt)
+        opt.zero_grad()
+
+    # ---- between steps -------------------------------------------------------------------------------------------
+
+    @rule()
+    @torch.no_grad()
+    def evaluate(self):
+        self.model.eval()
+        dtype = next(self.model.parameters()).dtype
+        assert self.model(cases.vectors(8, dtype)[0]).isfinite().all()
+        self.model.train()
+
+    @rule()
+    @precondition(lambda self: self.opt.needs_first_pass and self.opt.passes() == 2)
+    def abandon_step(self):
+        before = cases.weights_of(self.model)
+        with self.opt.first_pass():
+            self.opt.backward(self.model(cases.vectors(8, before[0].dtype)[0]).sum())
+        self.opt.zero_grad()
+        assert cases.same_bits(before, self.model.parameters())
+
+    @rule()
+    @precondition(lambda self: sum(len(group["params"]) for group in self.opt.param_groups) < 5)
+    def add_param_group(self):
+        self.opt.add_param_group({"params": list(self.model[5].parameters())})
+
+    @rule(layer=st.sampled_from([0, 3, 5]))
+    def freeze_or_unfreeze(self, layer):
+        if self.model[3 if layer == 0 else 0].weight.requires_grad:  # something must be trained
+            self.model[layer].requires_grad_(not self.model[layer].weight.requires_grad)
+
+    @rule(now=st.booleans())
+    @precondition(lambda self: self.opt.mask is not None)
+    def refresh_mask(self, now):
+        self.opt.refresh_mask(now=now and not self.opt.own.masks.needs_gradient)
+
+    @rule(dtype=st.sampled_from([torch.float64, torch.float32, torch.float64, torch.float32, torch.bfloat16]))
+    def move(self, dtype):
+        self.model.to(dtype)
+
+    @rule(kind=st.sampled_from(["deepcopy", "pickle", "checkpoint"]))
+    def copied(self, kind):
+        before = self.state()
+        if kind == "deepcopy":
+            self.model, self.opt = copy.deepcopy((self.model, self.opt))
+        elif kind == "pickle":
+            self.model, self.opt = pickle.loads(pickle.dumps((self.model, self.opt)))
+        else:
+            file = io.BytesIO()
+            torch.save(self.opt.state_dict(), file)
+            file.seek(0)
+            old, self.opt = self.opt, self.make([{"params": group["params"]} for group in self.opt.param_groups])
+            self.opt.load_state_dict(torch.load(file, weights_only=True))
+            assert cases.same_bits(before[0], old.model.parameters())
+        torch.testing.assert_close(self.state(), before, rtol=0, atol=0)
+
+    def state(self):
+        """Weights, momentum and counters; what is kept, of the parameters that are trained."""
+        twin = Twin(self.model, self.opt, [], clip=False)
+        momenta = zip(self.momenta(), self.model.parameters(), strict=True)
+        return (
+            cases.weights_of(self.model),
+            [None if m is None else m.to(p.dtype) for m, p in momenta],
+            twin.kept,
+            [self.opt.steps, self.opt.skipped_ascents, self.opt.skipped_steps],
+        )
+
+    def momenta(self):
+        return [self.opt.base.state.get(p, {}).get("momentum_buffer") for p in self.model.parameters()]
+
+    @invariant()
+    def nothing_is_left_behind(self):
+        if hasattr(self, "opt"):
+            assert not self.opt.is_perturbed
+            assert modes() == 0
+            assert hooks_of(self.model) == 0
+
+
+def clip_(parameters):
+    nn.utils.clip_grad_norm_(parameters, 0.1)
+
+
+class Losses:
+    """The loss of each micro-batch, which may be infinite in a pass, and may fail."""
+
+    def __init__(self, model, batches, passes, overflow, fault) -> None:
+        self.functions = [lambda batch=batch: self.loss(batch) for batch in batches]
+        self.model, self.overflow, self.fault = model, overflow, fault
+        self.counts = Counter[str]()
+        self.calls = passes * len(batches)
+
+    def loss(self, batch):
+        self.reach("loss")
+        value = F.cross_entropy(self.model(batch[0]), batch[1])
+        number, each = self.counts["loss"], len(self.functions)
+        is_first, is_last = number <= each, number > self.calls - each
+        is_infinite = (is_first and self.overflow in ("first", "both")) or (
+            is_last and self.overflow in ("last", "both")
+        )
+        return value * torch.inf if is_infinite else value
+
+    def in_backward(self, gradient):
+        self.reach("backward")
+
+    def reach(self, place):
+        self.counts[place] += 1
+        if self.fault == (place, self.counts[place]):
+            raise Stop
+
+    def fail(self, *_):
+        raise Stop
+
+
+@contextmanager
+def interrupted_at_line(number: int):
+    """Raise KeyboardInterrupt at the n-th line of the library that is executed."""
+    count = 0
+
+    def at_line(frame, event, _):
+        nonlocal count
+        count += event == "line"
+        if event == "line" and count == number:
+            raise KeyboardInterrupt
+        return at_line
+
+    def at_call(frame, *_):
+        file = Path(frame.f_code.co_filename)
+        is_tried = file.is_relative_to(LIBRARY) and (file.name, frame.f_code.co_name) not in UNINTERRUPTED
+        return at_line if is_tried else None
+
+    before = sys.gettrace()
+    sys.settrace(at_call)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def survive(folder: Path | None, sequences: int, seed: int = 0, methods: list[str] | None = None) -> Counter[str]:
+    """Run so many sequences of each method; returns how many sequences, steps and interrupted steps there were."""
+    Machine.counts.clear()
+    settings = hypothesis.settings(
+        max_examples=sequences,
+        stateful_step_count=30,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
+    )
+    for name in methods or METHODS:
+        machine = hypothesis.seed(seed)(type(name, (Machine,), {"method": name}))
+        run_state_machine_as_test(machine, settings=settings)
+    return Machine.counts.copy()
