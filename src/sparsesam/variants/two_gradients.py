@@ -164,8 +164,9 @@ class LookSAM(TwoGradients):
     parameter.
 
     As in the paper, v is projected and scaled over all parameters together; pytorch-optimizer's does so in each tensor,
-    and calls the closure twice in every step. The layerwise form of the paper is ``radius="layer", adaptive="layer"``.
-    Every gradient at w is needed, as in `GSAM`, which lists what is refused.
+    and calls the closure twice in every step. In the manner of the paper's Look-LayerSAM, ``radius="layer",
+    adaptive="layer"`` has e = rho * ||w|| * g / ||g|| in each weight tensor, and rho * g / ||g|| in each bias. Every
+    gradient at w is needed, as in `GSAM`, which lists what is refused.
 
     Args:
         every: k, the steps from one step of SAM to the next; 5 or 10 are usual.
