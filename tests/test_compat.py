@@ -178,24 +178,58 @@ def test_wsam_equals_original(options):
     torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_gsam_equals_original(adaptive):
+def gsam(package, **options):
+    """A model with a GSAM of the package, and one step on the batch of a seed."""
     from pytorch_optimizer.lr_scheduler import ProportionScheduler
 
+    model = cases.mlp()
+    base = cases.sgd(model)
+    schedule = torch.optim.lr_scheduler.StepLR(base, 2, 0.5)
+    rho = ProportionScheduler(schedule, max_lr=0.1, min_lr=0.0, max_value=0.4, min_value=0.1)
+    opt = package.GSAM(model.parameters(), base, model, rho, alpha=0.4, **options)
+
+    def step(seed):
+        opt.set_closure(F.cross_entropy, *cases.vectors(seed=seed))
+        found = opt.step()
+        schedule.step()
+        opt.update_rho_t()
+        return found
+
+    return model, opt, step
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_gsam_equals_original(adaptive):
     results = []
     for package in (compat, pytorch_optimizer):
-        model = cases.mlp()
-        base = cases.sgd(model)
-        schedule = torch.optim.lr_scheduler.StepLR(base, 2, 0.5)
-        rho = ProportionScheduler(schedule, max_lr=0.1, min_lr=0.0, max_value=0.4, min_value=0.1)
-        opt = package.GSAM(model.parameters(), base, model, rho, alpha=0.4, adaptive=adaptive)
-        for seed in range(6):
-            opt.set_closure(F.cross_entropy, *cases.vectors(seed=seed))
-            outputs, loss = opt.step()
-            schedule.step()
-            opt.update_rho_t()
+        model, opt, step = gsam(package, adaptive=adaptive)
+        outputs, loss = [step(seed) for seed in range(6)][-1]
         results.append([outputs, loss, torch.tensor(opt.rho_t), *cases.weights_of(model)])
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
+
+
+def test_gsam_continues_from_an_original_checkpoint():
+    model, ours, our_step = gsam(compat, adaptive=True)
+    twin, theirs, their_step = gsam(pytorch_optimizer, adaptive=True)
+    their_step(0)
+    model.load_state_dict(twin.state_dict())
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    our_step(1)
+    theirs.set_closure(F.cross_entropy, *cases.vectors(seed=1))
+    theirs.step()
+    assert_same_weights(model, twin)
+
+
+def test_friendly_sam_continues_from_an_original_checkpoint():
+    model, ours, twin, theirs = pair("FriendlySAM", sigma=0.7, lmbda=0.6)
+    for seed in range(3):
+        two_steps(theirs, twin, *cases.vectors(seed=seed))
+    model.load_state_dict(twin.state_dict())
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    for seed in range(3, 6):
+        two_steps(ours, model, *cases.vectors(seed=seed))
+        two_steps(theirs, twin, *cases.vectors(seed=seed))
+    assert_same_weights(model, twin)
 
 
 def test_family_loads_the_base_optimizers_state_of_an_original_checkpoint():

@@ -100,7 +100,8 @@ class PerturbingOptimizer(OptimizerWrapper):
             along each rank's own, ``"local"`` (m-sharpness), which is sent only in steps that make a mask from it.
         engine: ``False`` runs two plain passes; the result is the same.
         ascent_steps: ascend in n steps of length rho / n, each along the gradient where the last one led; a step then
-            has n + 1 passes and needs `minimize` or a closure. (Foret et al. 2021 project instead on a ball of radius
+            has n + 1 passes and needs `minimize` or a closure, without ``off_steps="reuse"``, ``ascent_scope="local"``
+            or an implicit ascent. (Foret et al. 2021 project instead on a ball of radius
             rho, optax takes n steps of length rho.)
         radius: where the norm is taken. ``"global"``: ||e|| = rho. ``"layer"``: e = rho * T² g / ||T g|| in every
             parameter tensor. ``"element"``: e = rho * T sign(g), the L-infinity form of SAM-ON's ablations (Müller et
@@ -182,9 +183,9 @@ class PerturbingOptimizer(OptimizerWrapper):
             ascent_steps=ascent_steps,
             radius=radius,
         )
+        self.options.check_method(type(self).__name__, self.passes(), self.refused)
         self.options.check_model(model)
         self.options.check_mask(mask)
-        self.options.check_method(type(self).__name__, self.passes(), self.refused)
         kinds = {**self.saved_tensors, **({"last": "kept"} if off_steps == "reuse" else {})}
         forms = {"whole"} | ({"normed"} if norm == "full" else set())
         whole = {kind for kind, form in kinds.items() if form in forms or ascent == "implicit-dense"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,44 @@ Base = Callable[..., Optimizer]
 _THEIR_STATE = ("old_p", "e_w", "old_g")
 
 
-class SAM(sam.SAM):
+class OriginalCheckpoints(sam.SharpnessAware):
+    """Loads checkpoints of the two packages."""
+
+    #: Their state of a parameter, by our name of it.
+    their_tensors: ClassVar[dict[str, str]] = {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of this optimizer, or of one of the two packages."""
+        if split_own(state_dict)[1] is not None:
+            super().load_state_dict(state_dict)
+            return
+        outer, state_dict = state_dict["state"], state_dict.get("base_optimizer", state_dict)
+        state = {
+            key: {name: value for name, value in values.items() if name not in _THEIR_STATE}
+            for key, values in state_dict["state"].items()
+        }
+        groups = [
+            {**group, **({"adaptive": "all" if group["adaptive"] else False} if "adaptive" in group else {})}
+            for group in state_dict["param_groups"]
+        ]
+        if not any(state.values()):
+            warnings.warn(
+                "the checkpoint holds no state of the base optimizer (davda54/sam does not save it): its momentum "
+                "starts from zero",
+                stacklevel=2,
+            )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="the checkpoint is from a bare base optimizer")
+            super().load_state_dict(
+                {"state": {key: values for key, values in state.items() if values}, "param_groups": groups}
+            )
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for ours, theirs in self.their_tensors.items():
+            found = ((p, outer.get(place, {}).get(theirs)) for place, p in enumerate(parameters))
+            self.own.tensors[ours] = {self._names[p]: value.to(p, copy=True) for p, value in found if value is not None}
+
+
+class SAM(OriginalCheckpoints, sam.SAM):
     """``SAM(params, torch.optim.SGD, rho=0.05, lr=0.1)`` with ``first_step``, ``second_step`` and ``step(closure)``.
 
         loss_fn(model(x), y).backward()
@@ -96,31 +133,6 @@ class SAM(sam.SAM):
         super().step()
         return loss
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of this optimizer, or of one of the two packages."""
-        if split_own(state_dict)[1] is not None:
-            super().load_state_dict(state_dict)
-            return
-        state_dict = state_dict.get("base_optimizer", state_dict)
-        state = {
-            key: {name: value for name, value in values.items() if name not in _THEIR_STATE}
-            for key, values in state_dict["state"].items()
-        }
-        groups = [
-            {**group, "adaptive": "all" if group.get("adaptive") else False} for group in state_dict["param_groups"]
-        ]
-        if not any(state.values()):
-            warnings.warn(
-                "the checkpoint holds no state of the base optimizer (davda54/sam does not save it): its momentum "
-                "starts from zero",
-                stacklevel=2,
-            )
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="the checkpoint is from a bare base optimizer")
-            super().load_state_dict(
-                {"state": {key: values for key, values in state.items() if values}, "param_groups": groups}
-            )
-
 
 def _made(
     params: Params,
@@ -150,7 +162,8 @@ def _scaling(adaptive: bool) -> dict[str, Any]:
 class LookSAM(SAM, variants.LookSAM):
     """pytorch-optimizer's ``LookSAM(params, SGD, rho=0.1, k=10, alpha=0.7, lr=0.1)``; `SAM` says what is added.
 
-    It projects over all parameters together, as in the paper; theirs does so tensor by tensor.
+    It projects over all parameters together, as in the paper; theirs does so tensor by tensor. After loading a
+    checkpoint of theirs, the first step is one of SAM.
     """
 
     def __init__(
@@ -171,6 +184,8 @@ class LookSAM(SAM, variants.LookSAM):
 
 class FriendlySAM(SAM, variants.FriendlySAM):
     """pytorch-optimizer's ``FriendlySAM(params, SGD, rho=0.05, sigma=1.0, lmbda=0.9)``, with the same results."""
+
+    their_tensors = {"average": "momentum"}  # noqa: RUF012
 
     def __init__(
         self,
@@ -220,7 +235,7 @@ class WSAM(SAM, variants.WSAM):
         super().combine(names, first, second)
 
 
-class GSAM(variants.GSAM):
+class GSAM(OriginalCheckpoints, variants.GSAM):
     """pytorch-optimizer's ``GSAM(params, base, model, rho_scheduler, alpha=0.4)``, with the same results.
 
     ``set_closure(loss_fn, inputs, targets)``, then ``step()``, which returns outputs and loss; after each step of the

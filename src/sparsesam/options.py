@@ -92,7 +92,7 @@ class Options:
     def check_method(self, method: str, passes: int, refused: Mapping[str, str]) -> None:
         """Raise for options that the method cannot have: those of a first pass, and ``refused``, {option: why}."""
         if passes == 1:
-            needing = ("ascent_fraction", "off_steps", "ascent", "ascent_steps")
+            needing = ("ascent_fraction", "ascent_scope", "off_steps", "ascent", "ascent_steps")
             refused = {**dict.fromkeys(needing, "it has no first pass"), **refused}
         defaults = {one.name: one.default for one in fields(self)}
         for option, why in refused.items():

@@ -410,7 +410,9 @@ class SAM(SharpnessAware):
         e = rho * g / ||g||
         w <- base's update of w with the gradient at w + e
 
-    Foret et al. 2021. The arguments are those of `SharpnessAware`.
+    Foret et al. 2021. rho is usually 0.05 to 0.2. Unlike in davda54/sam and pytorch-optimizer, running statistics are
+    updated once per step, both passes have the same dropout masks, and ``adaptive=True`` leaves biases unscaled; their
+    interface is in `sparsesam.compat`. The arguments are those of `SharpnessAware`.
 
     Examples:
         >>> base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -426,7 +428,8 @@ class SSAM(SharpnessAware):
         e = rho * m ⊙ g / ||m ⊙ g||        norm="masked": gradients outside the mask need not be computed
 
     Mi et al. 2022. The paper's first mask is random; here SSAM-F measures Fisher information before the first step.
-    The arguments are those of `SharpnessAware`.
+    rho is SAM's with ``norm="masked"``, and larger the sparser the mask with ``"full"``. The arguments are
+    those of `SharpnessAware`.
 
     Examples:
         >>> mask = sparsesam.fisher_mask(train_set, loss_fn, sparsity=0.5, samples=16)

@@ -32,8 +32,8 @@ class FriendlySAM(SharpnessAware):
     step; the paper's has the one that includes g, which for sigma = 1 is the same direction. rho is SAM's, usually 0.05
     to 0.2. sigma = 0 is SAM. It needs another 4 bytes per parameter, with ``norm="masked"`` per perturbed weight.
 
-    It does not go with a GradScaler, whose scale would enter the average, with several ascent steps, or with
-    ``ascent_scope="local"``.
+    It does not go with a GradScaler, whose scale would enter the average, with several ascent steps, with
+    ``ascent_scope="local"``, or with implicit ascents.
 
     Args:
         sigma: how much of the average is subtracted.
@@ -116,7 +116,8 @@ class ZSharp(SharpnessAware):
     Mean, deviation and quantile are those of a whole parameter tensor in this step, whatever the mask m keeps; within a
     tensor the deviation changes no order, and is not computed. rho is SAM's. quantile = 0 is SAM. The mask of a step is
     not kept: no selection is stored and `sparsity` is that of the mask. Every gradient is computed, so nothing is left
-    out of the first backward; with sharded parameters, gradients are gathered tensor by tensor.
+    out of the first backward; with sharded parameters, gradients are gathered tensor by tensor. It does not go with
+    implicit ascents.
 
     Args:
         quantile: the share of entries of each tensor that is not perturbed; the paper's percentile is 0.95.
@@ -168,7 +169,8 @@ class ESAM(SharpnessAware):
     SAM's. beta = 1 is SAM.
 
     ESAM's second part, its selection of the samples whose loss rises most, is left out: the second pass sees the whole
-    batch. To leave samples out of the first pass, use ``ascent_fraction``.
+    batch. To leave samples out of the first pass, use ``ascent_fraction``. It does not go with ``off_steps="reuse"`` or
+    implicit ascents.
 
     Args:
         beta: the probability of a tensor to be perturbed, in (0, 1].

@@ -59,7 +59,7 @@ class MomentumSAM(OnePass):
     v is the momentum buffer of the base: an average of gradients, so that the perturbation goes in the direction of the
     next steps. For Adam and its variants it is the first moment, not divided by the root of the second. The returned
     loss and the running statistics are those at w + e. It needs a rho about five times larger than SAM's. The weights
-    are back at w after every step, which is not so in the authors' code.
+    are back at w after every step, which is not so in the authors' code. Options of a first pass raise an error.
 
     Examples:
         >>> opt = sparsesam.MomentumSAM(base, model, rho=0.25)

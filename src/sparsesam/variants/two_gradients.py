@@ -52,9 +52,12 @@ class GSAM(TwoGradients):
 
         s - alpha * g_orthogonal,    g_orthogonal = g - (g·s / ||s||²) s
 
-    g is the gradient at w, s that at w + e. In the paper rho falls with the learning rate:
+    g is the gradient at w, s that at w + e. rho is SAM's; in the paper it falls with the learning rate:
     ``rho_schedule=FollowLearningRate(base, max_lr=…)``. alpha = 0 is SAM. pytorch-optimizer's computes the same; with
     several ranks it splits each rank's own gradient, where this one splits the gradient that all ranks use.
+
+    Every gradient at w is needed, so a mask leaves nothing out of the first backward, and ``ascent_fraction``,
+    ``ascent_scope="local"``, ``off_steps="reuse"`` and implicit ascents raise an error.
 
     Args:
         alpha: the weight of the part of g that is orthogonal to s; 0.4 is usual.
@@ -96,7 +99,7 @@ class WSAM(TwoGradients):
     same in one process. rho is SAM's.
 
     A GradScaler would scale the decoupled term, which the base optimizer does not see: it needs ``decouple=False``.
-    What clips the gradient sees g alone, too.
+    What clips the gradient sees g alone, too. Every gradient at w is needed, as in `GSAM`, which lists what is refused.
 
     Args:
         gamma: the weight, in [0, 1).
@@ -161,7 +164,9 @@ class LookSAM(TwoGradients):
     parameter.
 
     As in the paper, v is projected and scaled over all parameters together; pytorch-optimizer's does so in each tensor,
-    and calls the closure twice in every step. The layerwise form of the paper is ``radius="layer", adaptive="layer"``.
+    and calls the closure twice in every step. In the manner of the paper's Look-LayerSAM, ``radius="layer",
+    adaptive="layer"`` has e = rho * ||w|| * g / ||g|| in each weight tensor, and rho * g / ||g|| in each bias. Every
+    gradient at w is needed, as in `GSAM`, which lists what is refused.
 
     Args:
         every: k, the steps from one step of SAM to the next; 5 or 10 are usual.

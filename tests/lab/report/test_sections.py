@@ -73,6 +73,14 @@ def test_accuracy_table_has_mean_interval_cost_and_seeds(tmp_path):
     ]
 
 
+def test_cost_is_beside_budget(tmp_path):
+    write_run(tmp_path / "a", optimizer="sgd")
+    write_run(tmp_path / "b", optimizer="ssam", budget=1.2)
+    table = blocks(sections(tmp_path)[1][DIGITS])["accuracy"]
+    assert table.columns[2:4] == ["passes / SGD", "budget"]
+    assert [row[2:4] for row in texts(table)] == [["1.00", "–"], ["2.00", "1.2"]]
+
+
 def test_first_figure_has_intervals_and_marks_recommended_point(tmp_path):
     for seed, accuracy in enumerate((0.90, 0.91, 0.92)):
         write_run(tmp_path / f"a{seed}", optimizer="sgd", seed=seed, accuracy=accuracy - 0.1)

@@ -73,7 +73,9 @@ def _point(variant: Variant, place: Number, chosen: Sequence[Variant] = ()) -> l
 
 def _table(task: Task) -> Table:
     cost = f"{task.cost.measure} / {task.cost.reference}"
-    columns = ["variant", "test accuracy", cost, "sparsity", "best epoch *", "train accuracy", "seeds"]
+    budgets = {variant: variant.config.budget for variant in task.variants if variant.config.has_budget}
+    costs = [cost, "budget"] if budgets else [cost]
+    columns = ["variant", "test accuracy", *costs, "sparsity", "best epoch *", "train accuracy", "seeds"]
     caption = (
         "Means over the finished seeds, in the last epoch. * Test accuracy of best.pt, which is chosen on validation "
         "images or, in runs without them, on the test images themselves, which makes it too high."
@@ -84,8 +86,8 @@ def _table(task: Task) -> Table:
         accuracy = Cell(variant.accuracy_text, order=variant.accuracy)
         seeds = Cell(finished_of(finished, len(variant.runs), failed), order=finished)
         best, train = (number_cell(variant.mean(name), percent) for name in ("best_test_accuracy", "train_accuracy"))
-        ratios = number_cell(task.cost.values[variant], ratio)
-        rows.append(cells(variant.label, accuracy, ratios, variant.mean("sparsity"), best, train, seeds))
+        prices = [number_cell(task.cost.values[variant], ratio), *([budgets.get(variant)] if budgets else [])]
+        rows.append(cells(variant.label, accuracy, *prices, variant.mean("sparsity"), best, train, seeds))
     return Table("accuracy", caption, columns, rows)
 
 
