@@ -37,9 +37,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sparsesam.utils import operators
 from sparsesam.utils.operators import Alias, Call, Entry, Kind, Output, storage_of
 
-#: Bytes that are read in the time that it takes to record an operation and to find it again, and the number of
-#: operations that are recorded in the time that it takes to begin.
-OPERATION, BEGINNING = 1 << 17, 10
+#: Bytes that a convolution or a product reads in the time that it takes to record an operation and to find it again;
+#: the number of operations that are recorded in the time that it takes to begin.
+OPERATION, BEGINNING = 1 << 15, 10
 
 
 class _Watch(TorchFunctionMode):
@@ -51,10 +51,8 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, mode = kwargs or {}, self.mode
-        if torch.compiler.is_dynamo_compiling() or mode.is_busy:
+        if torch.compiler.is_dynamo_compiling() or mode.is_busy or mode.is_idle:
             return func(*args, **kwargs)
-        if mode.is_idle:
-            return operators.call_without(mode, func, args, kwargs)
         if func in operators.GIVES_AWAY_MEMORY:
             mode.tape.given_away.update(storage_of(t) for t in operators.split(args, {})[0] if operators.has_storage(t))
         elif operators.is_transformed():

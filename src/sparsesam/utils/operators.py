@@ -13,8 +13,6 @@ import torch._functorch.config
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _python_dispatch as dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 from torch.utils.weak import TensorWeakRef
 
@@ -278,17 +276,6 @@ class Call(NamedTuple):
             _aten.batch_norm_update_stats(self.args[0], self.args[3], self.args[4], self.args[6])
         for (i, factor), x in zip(self.kind.statistics, added, strict=True):
             self.args[1][i].mul_(factor).add_(x)
-
-
-def call_without(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Calls a function without the mode, if it is the innermost: its operations cost less then."""
-    if dispatch._get_current_dispatch_mode() is not mode:
-        return func(*args, **kwargs)
-    dispatch._pop_mode()
-    try:
-        return func(*args, **kwargs)
-    finally:
-        dispatch._push_mode(mode)
 
 
 # ---- operations of the first pass, for the second to use again ------------------------------------------------
