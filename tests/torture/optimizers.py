@@ -403,7 +403,7 @@ class Losses:
 
 
 def is_with_line(frame) -> bool:
-    """Reached again at the end of its block, before ``__exit__``: a tracer could raise there, Python delivers no signal."""
+    """It is reached again before ``__exit__``, where a tracer could raise, but Python delivers no signal."""
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
 
 
