@@ -81,6 +81,41 @@ def test_compiled_block_is_one_operation(kind, reused):
     assert [count for count, _ in counts][-1] >= reused - 1
 
 
+def ones(dtype=torch.float64):
+    return torch.ones(6, dtype=dtype)
+
+
+STATISTICS = {  # s before the first step, its update by x, and whether the compiled code is reused
+    "strided": (lambda: torch.ones(12, dtype=torch.float64)[::2], lambda s, x: s.mul_(0.9).add_(x), True),
+    "counted": (lambda: ones(torch.int64), lambda s, x: s.add_(1), True),
+    "rounded once": (lambda: ones(torch.bfloat16), lambda s, x: s.mul_(0.9).add_(x.bfloat16()), False),
+    "truth values": (lambda: ones(torch.bool), lambda s, x: s.add_(x > 0), False),
+    "infinite factor": (ones, lambda s, x: s.mul_(torch.inf).add_(x), False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STATISTICS)
+def test_statistic_of_compiled_code(name):
+    make, update, is_reused = STATISTICS[name]
+
+    def block(x, s):
+        update(s, torch.sin(x).mean(0))
+        return torch.cos(x)
+
+    torch._functorch.config.donated_buffer = False
+    compiled = torch.compile(block, options={"wrap_inductor_compiled_regions": True})
+    ours, plain, weight = make(), make(), nn.Parameter(torch.ones(6, dtype=torch.float64))
+    x, tape = torch.randn(8, 6, dtype=torch.float64), Tape({"weight": weight}, between=False)
+    for context in (tape.recording, tape.replaying):
+        with context():
+            found = compiled(x, ours) * weight
+            found.sum().backward()
+        assert torch.equal(found, compiled(x, plain) * weight)
+        assert bits(ours) == bits(plain)
+    assert tape.reused == is_reused
+
+
 def on_rank(rank, taped):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).double()
