@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import distributed as dist
@@ -114,6 +116,40 @@ def test_statistic_of_compiled_code(name):
         assert torch.equal(found, compiled(x, plain) * weight)
         assert bits(ours) == bits(plain)
     assert tape.reused == is_reused
+
+
+def test_code_between_compiled_graphs_is_not_compiled_and_is_seen():
+    """As without a tape: the layer of torch that breaks the graph, and what is done to memory there."""
+    graphs, weight = [], nn.Parameter(torch.ones(6))
+
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(6, momentum=None)
+
+        def forward(self, x):
+            h = torch.sin(self.norm(torch.cos(x)))
+            write_in_numpy(h)
+            return torch.exp(h)
+
+    def write_in_numpy(h):
+        torch._dynamo.graph_break()
+        h.numpy()[0] = 1.0
+
+    def backend(graph, _):
+        graphs[-1].append([str(node.target) for node in graph.graph.nodes])
+        return graph
+
+    x = torch.randn(8, 6)
+    for tape in (None, Tape({"weight": weight})):
+        torch._dynamo.reset()
+        graphs.append([])
+        compiled = torch.compile(Broken(), backend=backend)
+        for context in (tape.recording, tape.replaying) if tape else (nullcontext, nullcontext):
+            with context():
+                found = compiled(x) * weight
+            assert torch.equal(found[0], torch.full((6,), torch.e))
+    assert graphs[0] == graphs[1]
 
 
 def on_rank(rank, taped):

@@ -325,7 +325,7 @@ class Tape:
                 hook = self.start.register_forward_pre_hook(lambda *_: setattr(mode, "has_started", True), prepend=True)
                 contexts.enter_context(hook)
             if not mode.is_idle:
-                contexts.enter_context(_Watch(mode))
+                contexts.enter_context(operators.uncompiled(_Watch(mode)))
                 contexts.enter_context(mode)
             yield
 

@@ -6,7 +6,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,12 +14,14 @@ import torch._functorch.config
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 from torch.utils.weak import TensorWeakRef
 
 storage_of: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+Mode = TypeVar("Mode", bound=TorchFunctionMode)
 _aten = torch.ops.aten
 _CONSTANT = [
     f"{new}{name}{like}" for name in ("zeros", "ones", "full") for new, like in (("", ""), ("", "_like"), ("new_", ""))
@@ -295,6 +297,18 @@ def call_without(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> 
         return func(*args, **kwargs)
     finally:
         dispatch._push_mode(mode)
+
+
+def uncompiled(mode: Mode) -> Mode:
+    """The mode, whose own code torch.compile traces but does not compile.
+
+    What runs as it is between two compiled graphs would be compiled within the mode, and what is compiled is not seen.
+    """
+    import torch._dynamo  # takes long, and is imported by the first step in any case
+
+    for function in (type(mode).__torch_function__, call_without):
+        torch._dynamo.eval_frame.skip_code(function.__code__)
+    return mode
 
 
 # ---- operations of the first pass, for the second to use again ------------------------------------------------
