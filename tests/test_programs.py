@@ -455,6 +455,12 @@ def batch_norm_statistics_read(model, x, y):
 
 
 @program
+def batch_norm_scaled_by_its_statistics(model, x, y):
+    average, variance = model.average, model.norm.running_var
+    return model.loss(F.batch_norm(model.body(x), average, variance, weight=average, training=True), y)
+
+
+@program
 def batch_norm_statistics_listed(model, x, y):
     h = model.norm(model.body(x))
     GLOBAL.setdefault("means", []).append(model.norm.running_mean.tolist())

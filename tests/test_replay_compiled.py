@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import distributed as dist
@@ -79,6 +81,75 @@ def test_compiled_block_is_one_operation(kind, reused):
     found, counts = train(kind, taped=True)
     assert found == wanted
     assert [count for count, _ in counts][-1] >= reused - 1
+
+
+def ones(dtype=torch.float64):
+    return torch.ones(6, dtype=dtype)
+
+
+STATISTICS = {  # s before the first step, its update by x, and whether the compiled code is reused
+    "strided": (lambda: torch.ones(12, dtype=torch.float64)[::2], lambda s, x: s.mul_(0.9).add_(x), True),
+    "counted": (lambda: ones(torch.int64), lambda s, x: s.add_(1), True),
+    "rounded once": (lambda: ones(torch.bfloat16), lambda s, x: s.mul_(0.9).add_(x.bfloat16()), False),
+    "truth values": (lambda: ones(torch.bool), lambda s, x: s.add_(x > 0), False),
+    "infinite factor": (ones, lambda s, x: s.mul_(torch.inf).add_(x), False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STATISTICS)
+def test_statistic_of_compiled_code(name):
+    make, update, is_reused = STATISTICS[name]
+
+    def block(x, s):
+        update(s, torch.sin(x).mean(0))
+        return torch.cos(x)
+
+    torch._functorch.config.donated_buffer = False
+    compiled = torch.compile(block, options={"wrap_inductor_compiled_regions": True})
+    ours, plain, weight = make(), make(), nn.Parameter(torch.ones(6, dtype=torch.float64))
+    x, tape = torch.randn(8, 6, dtype=torch.float64), Tape({"weight": weight}, between=False)
+    for context in (tape.recording, tape.replaying):
+        with context():
+            found = compiled(x, ours) * weight
+            found.sum().backward()
+        assert torch.equal(found, compiled(x, plain) * weight)
+        assert bits(ours) == bits(plain)
+    assert tape.reused == is_reused
+
+
+def test_code_between_compiled_graphs_is_not_compiled_and_is_seen():
+    """As without a tape: the layer of torch that breaks the graph, and what is done to memory there."""
+    graphs, weight = [], nn.Parameter(torch.ones(6))
+
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(6, momentum=None)
+
+        def forward(self, x):
+            h = torch.sin(self.norm(torch.cos(x)))
+            write_in_numpy(h)
+            return torch.exp(h)
+
+    def write_in_numpy(h):
+        torch._dynamo.graph_break()
+        h.numpy()[0] = 1.0
+
+    def backend(graph, _):
+        graphs[-1].append([str(node.target) for node in graph.graph.nodes])
+        return graph
+
+    x = torch.randn(8, 6)
+    for tape in (None, Tape({"weight": weight})):
+        torch._dynamo.reset()
+        graphs.append([])
+        compiled = torch.compile(Broken(), backend=backend)
+        for context in (tape.recording, tape.replaying) if tape else (nullcontext, nullcontext):
+            with context():
+                found = compiled(x) * weight
+            assert torch.equal(found[0], torch.full((6,), torch.e))
+    assert graphs[0] == graphs[1]
 
 
 def on_rank(rank, taped):

@@ -166,7 +166,7 @@ class _Record(_Mode):
                         output.keep()
 
     def perform(self, call: Call) -> Any:
-        tape, updated = self.tape, call.statistics()
+        tape, updated = self.tape, call.updated()
         inputs = [
             None if id(t) in updated else self.describe(t, storage) or (t.stride(), t.detach().clone())
             for t, storage in zip(call.tensors, call.storages, strict=True)
@@ -229,8 +229,7 @@ class _Replay(_Mode):
             out, tape.reused = entry.returns(values) if entry.returns in (tuple, list) else values[0], tape.reused + 1
             if call.generator is not None and entry.random[1] is not None:
                 call.generator.set_state(entry.random[1])
-            if call.statistics():
-                call.update_statistics(entry.added)
+            call.update_statistics(entry.added)
         for value, output in zip(values, entry.outputs, strict=True):
             if type(output) is Output:
                 output.kept = None
@@ -324,7 +323,7 @@ class Tape:
                 hook = self.start.register_forward_pre_hook(lambda *_: setattr(mode, "has_started", True), prepend=True)
                 contexts.enter_context(hook)
             if not mode.is_idle:
-                contexts.enter_context(_Watch(mode))
+                contexts.enter_context(operators.uncompiled(_Watch(mode)))
                 contexts.enter_context(mode)
             yield
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,10 +14,12 @@ import torch._functorch.config
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 from torch.utils.weak import TensorWeakRef
 
 storage_of: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+Mode = TypeVar("Mode", bound=TorchFunctionMode)
 _aten = torch.ops.aten
 _CONSTANT = [
     f"{new}{name}{like}" for name in ("zeros", "ones", "full") for new, like in (("", ""), ("", "_like"), ("new_", ""))
@@ -25,6 +28,8 @@ _EMPTY = ["empty", "empty_like", "empty_strided", "empty_permuted", "new_empty",
 _EXCHANGES_MEMORY = ["set_", "resize_", "resize_as_", "_resize_output_", "_efficientzerotensor"]
 # They update the running statistics, arguments 3 and 4, if argument 5 is true; their schemas do not say so.
 _BATCH_NORMS = {_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default}
+# In compiled code as in eager, products and sums of these are rounded one by one.
+_EXACT = (torch.float32, torch.float64, torch.int64)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -101,7 +106,8 @@ def _kind_of_region(region: Any, values: Sequence[Any]) -> Kind:
             if kind.written:
                 index, factor = inputs.index(node.args[0]), _factor(node)
                 written.append((1, str(index)))
-                if factor is not None and values[index].is_cpu:  # devices may fuse c * s + x, and round once
+                is_exact = values[index].is_cpu and values[index].dtype in _EXACT
+                if factor is not None and is_exact:  # otherwise c * s + x may be rounded once, or wrap around
                     statistics.append((index, factor))
     if not is_plain or len(statistics) < len(written):
         return opaque._replace(written=tuple(written))
@@ -109,17 +115,17 @@ def _kind_of_region(region: Any, values: Sequence[Any]) -> Kind:
 
 
 def _factor(copy: Any) -> float | None:
-    """The c of a write s <- c * s + x, if s is not read otherwise; None of other writes."""
+    """The c of a write s <- c * s + x, if s is neither read otherwise nor returned; None of other writes."""
     old, new = copy.args[:2]
     if new.target is not _aten.add.Tensor or new.kwargs or new.args[0] is new.args[1]:
         return None
     is_product = [getattr(term, "target", None) is _aten.mul.Tensor and term.args[0] is old for term in new.args]
-    factor, readers = 1, {old: {copy, new}, new: {copy}}
+    factor, readers = 1, {old: {copy, new}, new: {copy}, copy: set()}
     if any(is_product):
         product = new.args[is_product.index(True)]
-        factor, readers = product.args[1], {old: {copy, product}, product: {new}, new: {copy}}
+        factor, readers = product.args[1], {old: {copy, product}, product: {new}, new: {copy}, copy: set()}
     is_update = all(node.users.keys() == users for node, users in readers.items())
-    return factor if is_update and isinstance(factor, (int, float)) and factor >= 0 else None
+    return factor if is_update and isinstance(factor, (int, float)) and 0 < factor < math.inf else None
 
 
 def written_by(kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -133,7 +139,7 @@ def written_by(kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> li
 
 
 def running_statistics(kind: Kind, args: Sequence[Any]) -> list[Tensor]:
-    """Those that a batch norm or a compiled region updates, and does not read."""
+    """Those that a batch norm or a compiled region updates."""
     if kind.is_region:
         return [args[1][i] for i, _ in kind.statistics]
     return [t for t in args[3:5] if t is not None] if kind.is_batch_norm and args[5] else []
@@ -259,23 +265,36 @@ class Call(NamedTuple):
         args, added = self.args, []
         if self.kind.statistics:  # c * -0.0 + x is x
             inputs = list(args[1])
-            added = [torch.full_like(inputs[i], -0.0) for i, _ in self.kind.statistics]
+            added = [inputs[i].new_empty_strided(inputs[i].size(), inputs[i].stride()) for i, _ in self.kind.statistics]
             for (i, _), x in zip(self.kind.statistics, added, strict=True):
-                inputs[i] = x
+                inputs[i] = x.fill_(-0.0)  # compiled code relies on the strides of s
             args = args[0], inputs
         out = self.func(*args, **self.kwargs)
         if added:
             self.update_statistics(added)
         return out, out if isinstance(out, (tuple, list)) else (out,), added
 
-    def statistics(self) -> list[int]:
-        return [id(t) for t in running_statistics(self.kind, self.args)]
+    def updated(self) -> set[int]:
+        """The ids of statistics that it updates and does not read: a batch norm reads its first three arguments."""
+        read = self.args[:3] if self.kind.is_batch_norm else ()
+        return {id(t) for t in running_statistics(self.kind, self.args)} - {id(t) for t in read}
 
     def update_statistics(self, added: list[Tensor]) -> None:
-        if self.kind.is_batch_norm:
+        if self.kind.is_batch_norm and running_statistics(self.kind, self.args):
             _aten.batch_norm_update_stats(self.args[0], self.args[3], self.args[4], self.args[6])
         for (i, factor), x in zip(self.kind.statistics, added, strict=True):
             self.args[1][i].mul_(factor).add_(x)
+
+
+def uncompiled(mode: Mode) -> Mode:
+    """The mode, whose own code torch.compile traces but does not compile.
+
+    What runs as it is between two compiled graphs would be compiled within the mode, and what is compiled is not seen.
+    """
+    import torch._dynamo  # takes long, and is imported by the first step in any case
+
+    torch._dynamo.eval_frame.skip_code(type(mode).__torch_function__.__code__)
+    return mode
 
 
 # ---- operations of the first pass, for the second to use again ------------------------------------------------
