@@ -217,7 +217,7 @@ def on_rank(rank: int, folder: str, session: Session, model: str, batch: int) ->
 def compiled(session: Session, *, model: str = "resnet18", batch: int = 64, backend: str = "inductor") -> None:
     """What does a step cost with compiled blocks?"""
     network, data = made(model, batch)
-    torch._dynamo.config.recompile_limit = 100  # every copy of the model compiles its blocks; by default 8 of a kind are
+    torch._dynamo.config.recompile_limit = 100  # every copy of the model compiles its blocks
     compile_blocks = partial(sparsesam.compile_blocks, backend=backend)
     costs = time_steps(session, last_stage(network, data, TAILS[model][1], compile_blocks))
     print(costs["last stage"].case.optimizer.savings())
