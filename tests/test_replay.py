@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import itertools
 import weakref
 
 import pytest
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sparsesam
 from sparsesam import replay
 from sparsesam.replay import Tape
-from tests.torture.optimizers import is_with_line
+from tests.torture.optimizers import interrupted_at_line
 
 
 class Count(TorchDispatchMode):
@@ -454,37 +454,16 @@ def test_small_operations_are_recorded_only_once_in_a_hundred_steps(monkeypatch,
 
 
 def test_interruption_at_any_line_leaves_no_mode_on_torchs_stacks():
-    x, files = torch.randn(4, 6), ("replay.py", "savings.py")
+    x = torch.randn(4, 6)
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
     base = torch.optim.SGD(model.parameters(), lr=0.1)
     opt = sparsesam.SSAM(base, model, mask=sparsesam.fixed_mask("2.*"), norm="masked")
-
-    def interrupted_at(number):
-        """Whether a step had so many lines."""
-        count = 0
-
-        def trace(frame, event, _):
-            nonlocal count
-            if not frame.f_code.co_filename.endswith(files):
-                return None
-            if event == "line" and not is_with_line(frame):
-                count += 1
-                if count == number:
-                    raise KeyboardInterrupt
-            return trace
-
-        sys.settrace(trace)
+    for line in itertools.count(1):
         try:
-            opt.minimize(lambda: model(x).square().sum())
+            with interrupted_at_line(line, files=("replay.py", "savings.py")):
+                opt.minimize(lambda: model(x).square().sum())
         except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(None)
-        return False
-
-    lines = 0
-    while interrupted_at(lines + 1):
-        lines += 1
-        left = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
-        assert left == (0, 0), lines
-    assert lines > 200
+            assert stacks() == (0, 0), line
+        else:
+            break  # a step has fewer lines
+    assert line > 200

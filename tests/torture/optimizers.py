@@ -408,8 +408,8 @@ def is_with_line(frame) -> bool:
 
 
 @contextmanager
-def interrupted_at_line(number: int):
-    """Raise KeyboardInterrupt at the n-th line of the library that is executed."""
+def interrupted_at_line(number: int, files=None):
+    """Raise KeyboardInterrupt at the n-th line of the library, or of these files, that is executed."""
     count = 0
 
     def at_line(frame, event, _):
@@ -421,7 +421,8 @@ def interrupted_at_line(number: int):
         return at_line
 
     def at_call(frame, *_):
-        return at_line if Path(frame.f_code.co_filename).is_relative_to(LIBRARY) else None
+        file = Path(frame.f_code.co_filename)
+        return at_line if file.is_relative_to(LIBRARY) and (files is None or file.name in files) else None
 
     before = sys.gettrace()
     sys.settrace(at_call)
