@@ -16,7 +16,7 @@ help:  ## list the targets
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps backpack-for-pytorch==1.7.1 curvlinops-for-pytorch==3.0.1
 	@touch $@
 
-demo: .venv/.installed  ## SGD, SAM, SSAM and the recommended optimizer side by side, two to three minutes
+demo: .venv/.installed  ## SGD, SAM, SSAM and the recommended optimizer side by side, about a minute
 	@$(BIN)/sparsesam sweep demo
 	@$(BIN)/sparsesam report runs/demo -o runs/demo/report.html
 

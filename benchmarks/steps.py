@@ -53,7 +53,7 @@ METHODS: dict[str, Wrap] = {
     "ZSharp": lambda base, model: sparsesam.ZSharp(base, model, 0.05),
     "ESAM": lambda base, model: sparsesam.ESAM(base, model, 0.05),
     "MomentumSAM": lambda base, model: sparsesam.MomentumSAM(base, model, 0.25),
-    "ExtrapolatedSAM": lambda base, model: sparsesam.ExtrapolatedSAM(base, model, 10.0),
+    "ExtrapolatedSAM": lambda base, model: sparsesam.ExtrapolatedSAM(base, model),
 }
 #: The curves of the chart: their cases, and the optimizer whose color they have.
 CURVES = {

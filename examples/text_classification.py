@@ -57,7 +57,7 @@ def main() -> None:
     methods = {
         "AdamW": lambda base, model: sparsesam.SAM(base, model, rho=0.0),  # the base optimizer, exactly
         "SSAM-D": lambda base, model: sparsesam.SSAM(base, model, rho=0.1, mask=mask),
-        "one pass": lambda base, model: sparsesam.recommended(base, model, cost=1.0),
+        "one pass": lambda base, model: sparsesam.ExtrapolatedSAM(base, model, rho=0.05),
     }
     for name, make in methods.items():
         torch.manual_seed(0)

@@ -10,6 +10,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -98,11 +99,18 @@ def extrapolated_length(optimizer: object) -> float | None:
     if not isinstance(optimizer, sparsesam.ExtrapolatedSAM):
         return None
     norm = optimizer.last_update_norm
-    return None if norm is None else float(optimizer.param_groups[0][optimizer.strength_key]) * norm
+    return None if norm is None else optimizer.updates_per_rho * float(optimizer.param_groups[0]["rho"]) * norm
 
 
 def read(file: Path) -> list[Record]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [json.loads(line, object_pairs_hook=in_current_names) for line in lines]
+
+
+def in_current_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Earlier records hold an extrapolation's rho as ``steps_ahead``, the number of updates it looks ahead."""
+    updates = sparsesam.ExtrapolatedSAM.updates_per_rho
+    return dict(("rho", value / updates) if name == "steps_ahead" else (name, value) for name, value in pairs)
 
 
 def append(file: Path, record: Record) -> None:

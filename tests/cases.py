@@ -193,9 +193,7 @@ def assert_resumes(make, *, build=mlp, batch=vectors, at=4, end=9):
         assert same_state(model, twin)
         assert_same_masks(opt, other)
         assert other.steps == opt.steps == end
-        assert [group[opt.strength_key] for group in other.param_groups] == [
-            g[opt.strength_key] for g in opt.param_groups
-        ]
+        assert [group["rho"] for group in other.param_groups] == [group["rho"] for group in opt.param_groups]
 
 
 def moved_as_on(implementation):

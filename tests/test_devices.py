@@ -49,7 +49,7 @@ def ssam(masks, **options):
 def extrapolated(masks=None):
     def make(model):
         mask = None if masks is None else sparsesam.fixed_mask(masks(model))
-        return sparsesam.ExtrapolatedSAM(sgd(model), model, 2.0, mask=mask)
+        return sparsesam.ExtrapolatedSAM(sgd(model), model, 0.01, mask=mask)
 
     return make
 

@@ -13,10 +13,10 @@ import sparsesam
 from tests import cases, oracles
 
 
-def made(steps_ahead=5.0, steps=0, **options):
+def made(ahead=5.0, steps=0, **options):
     """A model and its optimizer after some steps."""
     model = cases.mlp()
-    opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, steps_ahead, **options)
+    opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, ahead / 200, **options)
     cases.train(model, opt, range(steps))
     return model, opt
 
@@ -34,8 +34,8 @@ def one_pass(opt, model):
 # ---- where the gradient is taken ---------------------------------------------------------------------------------
 
 
-def test_steps_ahead_follow_schedule():
-    model, _ = made(4.0, steps=6, schedule=sparsesam.Warmup(4))
+def test_rho_follows_schedule():
+    model, _ = made(4.0, steps=6, rho_schedule=sparsesam.Warmup(4))
     twin = cases.mlp()
     naive = oracles.Naive(twin, cases.sgd(twin), None, "masked")
     before = naive.w
@@ -47,7 +47,7 @@ def test_steps_ahead_follow_schedule():
     cases.assert_close(model, twin)
 
 
-@pytest.mark.parametrize("options", [{"steps_ahead": 0.0}, {"mask": sparsesam.random_mask(sparsity=1.0)}])
+@pytest.mark.parametrize("options", [{"rho": 0.0}, {"mask": sparsesam.random_mask(sparsity=1.0)}])
 def test_without_extrapolation_equals_base_optimizer(options):
     model, twin = cases.convnet(), cases.convnet()
     cases.train(model, sparsesam.ExtrapolatedSAM(cases.sgd(model), model, **options), range(4), batch=cases.images)
@@ -72,7 +72,7 @@ def test_one_step_ahead_of_heavy_ball_is_nesterov():
 
 def test_weights_are_back_before_the_update():
     model = cases.convnet()
-    opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 50.0)
+    opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 0.25)
     ahead, back = [], []
     model[0].register_forward_pre_hook(lambda *_: ahead.append(cases.weights_of(model)))
     opt.base.register_step_pre_hook(lambda *_: back.append(cases.weights_of(model)))
@@ -117,7 +117,7 @@ def test_loaded_weights_do_not_count_as_update():
 
 def test_step_skipped_by_scaler_is_followed_by_plain_step():
     model = cases.mlp(torch.float32)
-    opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 5.0)
+    opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 0.025)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     x, y = cases.vectors(dtype=torch.float32)
     for factor in (1.0, 1.0, torch.inf):
@@ -152,7 +152,7 @@ def test_cleared_gradient_is_not_kept():
 def test_state_covers_perturbed_entries_only():
     model = nn.Linear(6, 8, bias=False)
     rule = sparsesam.fixed_mask({"weight": torch.arange(48).view(8, 6) % 4 == 0})
-    opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 5.0, mask=rule)
+    opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 0.025, mask=rule)
     opt.minimize(lambda: model(torch.randn(2, 6)).square().sum())
     assert {name: back.numel() for name, back in opt.own.tensors["back"].items()} == {"weight": 12}
 
@@ -170,7 +170,7 @@ RULES = {
 @pytest.mark.parametrize("at", [1, 4, 5])
 def test_resumed_run_equals_uninterrupted(rule, at):
     def make(model):
-        return sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 4.0, mask=RULES[rule]())
+        return sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 0.02, mask=RULES[rule]())
 
     cases.assert_resumes(make, at=at)
 
@@ -192,7 +192,7 @@ def test_entries_of_both_masks_survive_refresh():
 def test_change_of_dtype(pattern, then):
     model = cases.mlp(torch.float32)
     mask = sparsesam.random_mask(sparsity=0.5, pattern=pattern)
-    opt = sparsesam.ExtrapolatedSAM(cases.sgd(model, momentum=0), model, 3.0, mask=mask)
+    opt = sparsesam.ExtrapolatedSAM(cases.sgd(model, momentum=0), model, 0.015, mask=mask)
     cases.train(model, opt, range(1), dtype=torch.float32)
     model.double()
     then(opt)
@@ -204,16 +204,16 @@ def test_change_of_dtype(pattern, then):
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), "60"])
-def test_invalid_steps_ahead_raise(value):
-    with pytest.raises(ValueError, match="steps_ahead must be a finite number"):
-        made(value)
+def test_invalid_rho_raises(value):
+    with pytest.raises(ValueError, match="rho must be a finite number"):
+        sparsesam.ExtrapolatedSAM(cases.sgd(model := cases.mlp()), model, value)
 
 
 def test_gradient_mask_needs_base_with_momentum():
     model = cases.mlp()
     base = torch.optim.Adagrad(model.parameters())
-    opt = sparsesam.ExtrapolatedSAM(base, model, 5.0, mask=RULES["momentum"]())
+    opt = sparsesam.ExtrapolatedSAM(base, model, 0.025, mask=RULES["momentum"]())
     with pytest.raises(ValueError, match="base must have a momentum"):
         cases.train(model, opt, range(2))
     with pytest.raises(ValueError, match="base must have a momentum, got SGD with momentum=0"):
-        sparsesam.ExtrapolatedSAM(cases.sgd(model, momentum=0), model, 5.0, mask=RULES["momentum"]())
+        sparsesam.ExtrapolatedSAM(cases.sgd(model, momentum=0), model, 0.025, mask=RULES["momentum"]())

@@ -193,7 +193,7 @@ def test_momentum_of_every_base_equals_equation(base):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("base", ["sgd", "momentum", "adamw", "adagrad", "rprop"])
 def test_extrapolation_equals_equation(base, mask):
-    assert_equals_naive(extrapolated, method(sparsesam.ExtrapolatedSAM, 3.0), base, mask, "masked")
+    assert_equals_naive(extrapolated, method(sparsesam.ExtrapolatedSAM, 0.015), base, mask, "masked")
 
 
 # ---- limits --------------------------------------------------------------------------------------------------

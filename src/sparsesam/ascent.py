@@ -189,8 +189,8 @@ class PerturbingOptimizer(OptimizerWrapper):
         kinds = {**self.saved_tensors, **({"last": "kept"} if off_steps == "reuse" else {})}
         forms = {"whole"} | ({"normed"} if norm == "full" else set())
         whole = {kind for kind, form in kinds.items() if form in forms or ascent == "implicit-dense"}
-        own = OwnState(self.strength, MaskState(mask), {kind: {} for kind in kinds}, frozenset(whole))
-        options = {"strength": rho, "adaptive": adaptive, "eta": eta, "perturb": True}
+        own = OwnState(MaskState(mask), {kind: {} for kind in kinds}, frozenset(whole))
+        options = {"rho": rho, "adaptive": adaptive, "eta": eta, "perturb": True}
         super().__init__(base, model, own, options)
 
     def _start(self, own: OwnState) -> None:

@@ -23,7 +23,7 @@ from sparsesam.masks.state import MaskState
 
 OWN = "sparsesam"
 
-_VERSION = 4
+_VERSION = 5
 
 #: ``{kind: {parameter name: tensor}}``
 OwnTensors = dict[str, dict[str, Tensor]]
@@ -111,7 +111,6 @@ class OwnState:
     entries that the masks keep (`kept_entries`); a kind without tensors is not set.
     """
 
-    strength: str
     masks: MaskState
     tensors: OwnTensors
     whole: frozenset[str]
@@ -148,7 +147,7 @@ class OwnState:
         ``parameters`` are the perturbed ones; kinds in ``whole`` are saved of all that are ``trained``.
         """
         mask, masks = self.masks.state_dict(parameters)
-        values = {**asdict(self.counters.read()), "version": _VERSION, "strength": self.strength, "mask": mask}
+        values = {**asdict(self.counters.read()), "version": _VERSION, "mask": mask}
         values["set"] = {kind: bool(by_name) for kind, by_name in self.tensors.items()}
         dense = {
             kind: dense_entries(by_name, self._masks_of(kind), trained if kind in self.whole else parameters)
@@ -162,11 +161,6 @@ class OwnState:
             raise ValueError(
                 f"the checkpoint must be of version {_VERSION}, got {values.get('version')}; "
                 "load it with the sparsesam that wrote it"
-            )
-        if values["strength"] != self.strength:
-            raise ValueError(
-                f"state_dict was saved by an optimizer with {values['strength']}, but this optimizer has "
-                f"{self.strength}, which means something else; load it into an optimizer of the same kind"
             )
         MaskState(self.masks.rule).check_state_dict(values["mask"], tensors.get("mask", {}), model)
 

@@ -263,13 +263,13 @@ class GSAM(OriginalCheckpoints, variants.GSAM):
 
     @property
     def rho_t(self) -> float:
-        return float(self.param_groups[0][self.strength_key])
+        return float(self.param_groups[0][self.rho_key])
 
     def update_rho_t(self) -> float:
         """Set rho to the next value of the scheduler."""
         rho = self.rho_scheduler.step()
         for group in self.param_groups:
-            group[self.strength_key] = rho
+            group[self.rho_key] = rho
         return float(rho)
 
     def set_closure(self, loss_fn: Callable[..., Tensor], inputs: Any, targets: Any, **kwargs: Any) -> None:

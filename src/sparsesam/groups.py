@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 from sparsesam.perturbation import is_on_accelerator
 
 
-def option_keys(base: Optimizer, strength: str) -> dict[str, str]:
-    """Returns the parameter group keys of our options; ``strength`` is the method's own, usually ``"rho"``.
+def option_keys(base: Optimizer) -> dict[str, str]:
+    """Returns the parameter group keys of our options.
 
     A key is the option's name, with the prefix ``"sam_"`` if the base optimizer has an option of the same name: in a
     group of Adadelta, ``"rho"`` is Adadelta's and ``"sam_rho"`` is the radius of the perturbation.
     """
-    names = {"strength": strength, "adaptive": "adaptive", "eta": "eta", "perturb": "perturb"}
-    return {option: f"sam_{name}" if name in base.defaults else name for option, name in names.items()}
+    names = ("rho", "adaptive", "eta", "perturb")
+    return {name: f"sam_{name}" if name in base.defaults else name for name in names}
 
 
 def named(model: nn.Module, base: Optimizer) -> dict[Tensor, str]:
@@ -41,8 +41,8 @@ def named(model: nn.Module, base: Optimizer) -> dict[Tensor, str]:
     return names
 
 
-def scale_strength(group: dict[str, Any], key: str, factor: float) -> None:
-    """Set the strength to factor * its initial value."""
+def scale_rho(group: dict[str, Any], key: str, factor: float) -> None:
+    """Set rho to factor * its initial value."""
     now = group[key]
     first = group.setdefault(f"initial_{key}", now.clone() if isinstance(now, Tensor) else now)
     # In place, because a captured CUDA graph reads this tensor.
@@ -51,13 +51,13 @@ def scale_strength(group: dict[str, Any], key: str, factor: float) -> None:
 
 def check_group(group: Mapping[str, Any], keys: Mapping[str, str]) -> None:
     """Raise ValueError for invalid options, naming their keys in the group."""
-    strength, eta, adaptive = (group[keys[option]] for option in ("strength", "eta", "adaptive"))
-    if isinstance(strength, Tensor) and not is_on_accelerator(strength):
-        strength = strength.item()
-    if not is_on_accelerator(strength) and not (isinstance(strength, int | float) and 0 <= strength < math.inf):
+    rho, eta, adaptive = (group[keys[option]] for option in ("rho", "eta", "adaptive"))
+    if isinstance(rho, Tensor) and not is_on_accelerator(rho):
+        rho = rho.item()
+    if not is_on_accelerator(rho) and not (isinstance(rho, int | float) and 0 <= rho < math.inf):
         raise ValueError(
-            f"{keys['strength']} must be a finite number of at least 0, got {strength}; 0 is the base optimizer"
-            + (", 0.05 is a usual start" if "rho" in keys["strength"] else "")
+            f"{keys['rho']} must be a finite number of at least 0, got {rho}; 0 is the base optimizer, 0.05 is a usual "
+            "start"
         )
     if not isinstance(eta, int | float) or not 0 <= eta < math.inf:
         raise ValueError(f"{keys['eta']} must be a finite number of at least 0, got {eta}; ASAM uses 0.01")

@@ -36,7 +36,7 @@ from sparsesam.gradients import (
     takes_batch,
     without_graph,
 )
-from sparsesam.groups import scale_strength
+from sparsesam.groups import scale_rho
 from sparsesam.masks.mask import MaskRule
 from sparsesam.options import require_mask_rule
 from sparsesam.savings import Savings, Shortcuts
@@ -324,7 +324,7 @@ class SharpnessAware(PerturbingOptimizer):
         if self.options.rho_schedule is not None:
             for group in self.param_groups:
                 self._complete(group)
-                scale_strength(group, self.strength_key, self.options.rho_schedule(self.steps + 1))
+                scale_rho(group, self.rho_key, self.options.rho_schedule(self.steps + 1))
         params, kind = self._perturbed_params(), self._kind_of(self.steps)
         step = Step(kind, self.passes() - 1 if kind is StepKind.ASCEND else 0, params)
         is_due = step.first_passes > 0 and self._refresh_due(params)

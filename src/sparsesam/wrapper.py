@@ -125,9 +125,6 @@ class OptimizerWrapper(Optimizer):
     ``param_groups`` and ``state`` are the base optimizer's own, so a scheduler may be attached to either of the two.
     """
 
-    #: The option that holds the strength of the perturbation in each parameter group.
-    strength = "rho"
-
     own: OwnState
     _wrapped: weakref.ref[nn.Module] | None = None  # the model as given, possibly a DistributedDataParallel
     _params: PerturbedParams | None = None
@@ -193,12 +190,12 @@ class OptimizerWrapper(Optimizer):
 
     @functools.cached_property
     def _keys(self) -> dict[str, str]:
-        return option_keys(self.base, self.strength)
+        return option_keys(self.base)
 
     @property
-    def strength_key(self) -> str:
-        """The key of the perturbation's strength in each parameter group, usually ``"rho"``."""
-        return self._keys["strength"]
+    def rho_key(self) -> str:
+        """The key of rho in each parameter group: ``"rho"``, or ``"sam_rho"`` if the base has a rho of its own."""
+        return self._keys["rho"]
 
     @property
     def _ddp(self) -> DistributedDataParallel | None:

@@ -47,9 +47,9 @@ RULES = {
 
 METHODS = {
     "MomentumSAM": lambda base, model, rho: sparsesam.MomentumSAM(base, model, 5 * rho),
-    "ExtrapolatedSAM": lambda base, model, rho: sparsesam.ExtrapolatedSAM(base, model, 5.0),
+    "ExtrapolatedSAM": lambda base, model, rho: sparsesam.ExtrapolatedSAM(base, model, 0.025),
     "ExtrapolatedSAM of a mask": lambda base, model, rho: sparsesam.ExtrapolatedSAM(
-        base, model, 5.0, mask=dynamic(sparsity=0.5)
+        base, model, 0.025, mask=dynamic(sparsity=0.5)
     ),
     "GSAM": sparsesam.GSAM,
     "WSAM": sparsesam.WSAM,

@@ -133,7 +133,7 @@ LAST = {"mask": sparsesam.fixed_mask("4.*"), "norm": "masked"}
 
 class OnePass(Classifier):
     def configure_optimizers(self):
-        return sparsesam.ExtrapolatedSAM(cases.sgd(self.net), self.net, 5.0)
+        return sparsesam.ExtrapolatedSAM(cases.sgd(self.net), self.net, 0.025)
 
 
 class Narrowing(Configured):
@@ -299,7 +299,7 @@ def test_one_pass_accumulation_has_one_backward_per_batch_and_one_statistics_upd
     fit(module, tmp_path, loader=image_batches(), max_epochs=1, count=3)
     assert module.backwards == [True] * 5
     assert module.forwards == [False, False, True, True, True, False, True, True]
-    opt = sparsesam.ExtrapolatedSAM(cases.sgd(twin), twin, 5.0)
+    opt = sparsesam.ExtrapolatedSAM(cases.sgd(twin), twin, 0.025)
     steps = list(image_batches())
     for group in ((steps[2], steps[0], steps[1]), (steps[4], steps[3])):  # the last batch runs first
         with opt.perturbed():

@@ -58,7 +58,7 @@ def reuse(n, t):
     n.update(n.gradient(n.w + n.kept["last"]))
 
 
-EXTRAPOLATED = method(sparsesam.ExtrapolatedSAM, 3.0)
+EXTRAPOLATED = method(sparsesam.ExtrapolatedSAM, 0.015)
 METHODS = VARIANTS | {
     "SAM": (sam, lambda *given, **options: sparsesam.SAM(*given, 0.3, **options)),
     "SSAM": (sam, lambda *given, mask, **options: sparsesam.SSAM(*given, 0.3, mask=mask or RULES["random"], **options)),

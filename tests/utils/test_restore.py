@@ -154,7 +154,7 @@ METHODS = {
     "every other step": lambda *given: sparsesam.SAM(*given, every=2),
     "reuse": lambda *given: sparsesam.SAM(*given, every=2, off_steps="reuse"),
     "MomentumSAM": lambda *given: sparsesam.MomentumSAM(*given),
-    "ExtrapolatedSAM": lambda *given: sparsesam.ExtrapolatedSAM(*given, 5.0),
+    "ExtrapolatedSAM": lambda *given: sparsesam.ExtrapolatedSAM(*given, 0.025),
 }
 
 

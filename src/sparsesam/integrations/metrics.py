@@ -11,7 +11,7 @@ from sparsesam.sam import SharpnessAware
 def step_metrics(optimizer: SharpnessAware) -> dict[str, float]:
     """Returns radius, sparsity, gradient norm of the last ascent, and counters; omits values not known yet.
 
-    ``sam/rho`` (``sam/steps_ahead``) is that of the first parameter group; further groups are ``sam/rho/1``, … With a
+    ``sam/rho`` is that of the first parameter group; further groups are ``sam/rho/1``, … With a
     GradScaler, ``sam/ascent_norm`` is the gradient norm of the scaled loss.
     """
     found: dict[str, float | None] = {
@@ -21,9 +21,8 @@ def step_metrics(optimizer: SharpnessAware) -> dict[str, float]:
         "sam/skipped_steps": optimizer.skipped_steps,
         "sam/skipped_refreshes": optimizer.skipped_refreshes,
     }
-    strength = optimizer.strength
     for number, group in enumerate(optimizer.param_groups):
-        found[f"sam/{strength}/{number}" if number else f"sam/{strength}"] = group[optimizer.strength_key]
+        found[f"sam/rho/{number}" if number else "sam/rho"] = group[optimizer.rho_key]
     return {name: float(value) for name, value in found.items() if value is not None}
 
 

@@ -14,7 +14,7 @@ TRAINS = [
     {"pattern": "filter", "ascent": "implicit", "norm": "masked"},
     {"pattern": "2:4", "ascent": "implicit-dense"},
     {"optimizer": "sam", "ascent": "momentum"},
-    {"optimizer": "sam", "ascent": "extrapolation", "steps_ahead": 5.0, "rho_schedule": "warmup"},
+    {"optimizer": "sam", "ascent": "extrapolation", "rho": 0.02, "rho_schedule": "warmup"},
     {"optimizer": "ssam-d", "ascent": "extrapolation"},
     {"optimizer": "auto"},
     {"optimizer": "sam-on", "norm": "masked"},

@@ -193,7 +193,7 @@ def test_each_run_claims_one_gpu(tmp_path):
 
 def test_packaged_demo_compares_four_optimizers():
     sweep = read_sweep("demo", overrides={"epochs": 1}, seeds=2)
-    assert list(sweep.variants) == ["SGD", "SAM", "SSAM-F", "recommended"]
+    assert list(sweep.variants) == ["SGD", "recommended", "SAM", "SSAM-F"]
     assert all(config.epochs == 1 and config.label_noise == 0.3 for config in sweep.variants.values())
     assert list(sweep.seeds) == [0, 1]
 

@@ -53,12 +53,9 @@ _BY_GRADIENT = _TUNABLE & Rule("ascent other than extrapolation", lambda config:
 _REFRESHED = Rule(
     f"optimizer {' or '.join(_MASKED)}, or with budget", lambda config: config.optimizer in _MASKED or config.has_budget
 )
-_AHEAD = Rule(
-    "optimizer auto or ascent extrapolation",
-    lambda config: config.optimizer == "auto" or (not config.is_plain and config.ascent == "extrapolation"),
-)
 _FISHER_SAMPLES = Rule("optimizer ssam-f or budget", lambda config: config.optimizer == "ssam-f" or config.has_budget)
-_GIVEN, _CHOSEN = when(optimizer=["ssam"]), when(optimizer=_MASKED)
+_GIVEN, _PRICED = when(optimizer=["ssam"]), when(optimizer=["ssam", "auto"])
+_CHOSEN = when(optimizer=_MASKED)
 _FISHER, _DYNAMIC = when(optimizer=["ssam-f"]), when(optimizer=["ssam-d"])
 _WSAM, _FRIENDLY = when(optimizer=["wsam"]), when(optimizer=["friendly-sam"])
 _ESAM, _ZSHARP = when(optimizer=["esam"]), when(optimizer=["zsharp"])
@@ -123,7 +120,7 @@ class TrainConfig:
         None, "fraction of the learning rate in the first step of the warm-up; null: 1 / its steps", _WARMED_UP
     )
     clip_grad_norm: PositiveFloat | None = option(None, "clip the norm of the gradient used for the update")
-    rho: NonNegativeFloat = option(0.1, "radius of the perturbation", _BY_GRADIENT, group="perturbation")
+    rho: NonNegativeFloat = option(0.1, "radius of the perturbation", _PERTURBS, group="perturbation")
     rho_schedule: Literal["constant", "warmup", "cosine", "inverse-sqrt", "learning-rate"] = option(
         "constant", "schedule of rho; learning-rate: proportional to it, as in GSAM's paper", _TUNABLE
     )
@@ -157,7 +154,7 @@ class TrainConfig:
     sparsity: Fraction | None = option(None, "fraction of unperturbed weights; default 0.5 or the pattern's", _CHOSEN)
     layers: tuple[str, ...] | None = option(None, "parameters that ssam perturbs, such as 'layer4.*,fc.*'", _GIVEN)
     budget: Annotated[float, Rule("above 1", lambda value: value > 1)] | None = option(
-        None, "ssam perturbs what fits into a step of this many steps of `base`, such as 1.2", _GIVEN
+        None, "cost of a step, in steps of `base`, such as 1.2: ssam perturbs what fits, auto picks a method", _PRICED
     )
     pattern: str = option(
         "unstructured",
@@ -169,9 +166,6 @@ class TrainConfig:
     )
     ascent: Literal["explicit", "implicit", "implicit-dense", "momentum", "extrapolation"] = option(
         "explicit", "form of the ascent; momentum and extrapolation need no pass of their own", _TUNABLE
-    )
-    steps_ahead: NonNegativeFloat | None = option(
-        None, "multiple of the last update that extrapolation looks ahead; null: 10, or the default of auto", _AHEAD
     )
     ascent_fraction: FractionAbove0 = option(1.0, "fraction of each batch used for the perturbation", _BY_GRADIENT)
     ascent_every: PositiveInt = option(1, "perturb only every k-th step", _TUNABLE)

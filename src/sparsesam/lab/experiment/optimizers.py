@@ -34,14 +34,14 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, fisher_data: Any, s
     if config.is_plain:
         return base
     if config.optimizer == "auto":
-        return sparsesam.recommended(base, model, noisy_labels=config.label_noise > 0, strength=config.steps_ahead)
+        cost = {} if config.budget is None else {"cost": config.budget}
+        return sparsesam.recommended(base, model, rho=config.rho, **cost)
     is_masked = config.optimizer not in ("sam", "asam", *_VARIANTS)
     mask = _mask(config, model, fisher_data, steps_per_epoch) if is_masked else None
     schedule = _rho_schedule(config, base, steps_per_epoch)
     timing: dict[str, Any] = {"every": config.ascent_every, "start": round(config.ascent_start * steps_per_epoch)}
     if config.ascent == "extrapolation":
-        ahead = 10.0 if config.steps_ahead is None else config.steps_ahead
-        return sparsesam.ExtrapolatedSAM(base, model, ahead, mask=mask, schedule=schedule, **timing)
+        return sparsesam.ExtrapolatedSAM(base, model, config.rho, mask=mask, rho_schedule=schedule, **timing)
     same = ("rho", "eta", "radius", "ascent_steps", "ascent_fraction", "engine")
     common = timing | {name: getattr(config, name) for name in same}
     common |= {"adaptive": config.adaptive or config.optimizer == "asam"}
