@@ -46,8 +46,9 @@ class Stopwatch:
 
 
 def measure(task: Task, records: list[Record], data_dir: Path | None, *, rounds: int, steps: int) -> dict[str, float]:
-    """Returns the cost of each method relative to SGD."""
-    watches = {method: Stopwatch(task, method, records, data_dir) for method in task.methods}
+    """Returns the cost of each tested method relative to SGD."""
+    tested = dict.fromkeys(record["method"] for record in records if record["stage"] == "final")
+    watches = {method: Stopwatch(task, method, records, data_dir) for method in tested}
     for watch in watches.values():
         watch.run(steps)
         watch.steps.clear()  # warm-up

@@ -69,9 +69,13 @@ class Method:
         return fmean(run["passes"] for run in self.runs)
 
     @property
+    def epochs(self) -> float:
+        return float(self.runs[0]["settings"]["epochs"])
+
+    @property
     def cost(self) -> float:
         """Forward-backward passes over the training images, in the whole training."""
-        return self.passes * float(self.runs[0]["settings"]["epochs"])
+        return self.passes * self.epochs
 
     @property
     def tuned(self) -> str:
@@ -108,6 +112,12 @@ class Results:
         if method == other or other not in self.methods:
             return "–"
         return str(paired(self.methods[method].accuracy, self.methods[other].accuracy))
+
+    def cost(self, method: str) -> str:
+        """Returns the cost of the whole training in epochs of SGD, counted, and timed if it was."""
+        own = self.methods[method]
+        timed = f" ({self.times[method] * own.epochs:.0f})" if method in self.times else ""
+        return f"{own.cost:.0f}{timed}"
 
     def time(self, method: str) -> str:
         return f"{self.times[method]:.2f}" if method in self.times else "–"
@@ -148,9 +158,9 @@ def summary_table(every: list[Results]) -> list[str]:
         row = [method]
         for results in tasks:
             own = results.methods.get(method)
-            row += ["–", "–"] if own is None else [with_interval(own.mean), f"{own.cost:.0f}"]
+            row += ["–", "–"] if own is None else [with_interval(own.mean), results.cost(method)]
         rows.append(row)
-    return table(" | ".join(["method", *(f"{results.title} | cost" for results in tasks)]), rows)
+    return table(" | ".join(["method", *(f"{results.title} | cost (time)" for results in tasks)]), rows)
 
 
 def task_table(results: Results) -> list[str]:
