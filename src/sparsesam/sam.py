@@ -287,8 +287,11 @@ class SharpnessAware(PerturbingOptimizer):
         self._combine(step)
 
     def _require_unchanged(self, step: Step) -> None:
-        """Use the current params and masks; raise if they need gradients that the first pass left out."""
-        params = self._perturbed_params()
+        """Use the current groups and masks; raise if they need gradients that the first pass left out.
+
+        What is trainable was settled by the first pass, also if flags were changed since.
+        """
+        params = step.params if step.params.is_current(flags=False) else self._perturbed_params()
         masks = self._masks_of(params)
         is_same = masks.keys() == step.masks.keys() and all(step.masks[name] is mask for name, mask in masks.items())
         if not step.is_complete and (not is_same or self._refresh_due(params)):

@@ -39,7 +39,7 @@ class PerturbedParam(NamedTuple):
 
 
 class PerturbedParams:
-    """The trainable parameters of the perturbed groups; valid while `is_current`.
+    """The trainable parameters of the perturbed groups; valid while they are `is_current`.
 
     ``shards`` is their layout over the ranks; None: every rank holds whole tensors. ``renormalized`` are weights of
     embeddings with ``max_norm``: a forward rescales their rows in place, whatever the mask keeps.
@@ -58,10 +58,10 @@ class PerturbedParams:
         ]
         self.names = {param.name for param in self}
 
-    @property
-    def is_current(self) -> bool:
-        """Whether groups, their options and requires_grad flags are unchanged."""
-        return _what_it_depends_on(self._base, self._keys) == self._depends_on
+    def is_current(self, *, flags: bool = True) -> bool:
+        """Whether groups and their options are unchanged, and the requires_grad ``flags``."""
+        now, then = _what_it_depends_on(self._base, self._keys), self._depends_on
+        return now == then if flags else [group[:-1] for group in now] == [group[:-1] for group in then]
 
     def __iter__(self) -> Iterator[PerturbedParam]:
         return iter(self._params)
@@ -300,7 +300,7 @@ class OptimizerWrapper(Optimizer):
 
     def _perturbed_params(self) -> PerturbedParams:
         """Returns the parameters to perturb, after completing and checking their groups."""
-        if self._params is None or not self._params.is_current:
+        if self._params is None or not self._params.is_current():
             for group in self.param_groups:
                 self._complete(group)
             refuse_fsdp1(self._names)
