@@ -57,7 +57,6 @@ def extrapolated(masks=None):
 OPTIMIZERS = {
     "SAM": sam(),
     "ASAM": sam(adaptive=True),
-    "SAM, reuse": sam(every=2, off_steps="reuse"),
     "few entries": ssam(entries(0.3)),
     "few entries, masked norm": ssam(entries(0.3), norm="masked"),
     "most entries": ssam(entries(0.7)),

@@ -166,7 +166,6 @@ OPTIMIZERS = {
     "half": lambda model: cases.ssam(model, cases.half_masks(model)),
     "SSAM-D": lambda model: cases.ssam(model, sparsesam.dynamic_mask(sparsity=0.5, refresh=2)),
     "every other step": partial(cases.ssam, every=2),
-    "every other step, reuse": partial(cases.ssam, every=2, off_steps="reuse"),
     "from the third step": partial(cases.ssam, start=2),
     "MomentumSAM": method(sparsesam.MomentumSAM),
     "ExtrapolatedSAM": method(sparsesam.ExtrapolatedSAM, 3.0),

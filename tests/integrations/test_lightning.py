@@ -168,7 +168,6 @@ MODULES = {
     "documented": Classifier,
     "one pass": OnePass,
     "every other step": partial(Configured, mask=sparsesam.fixed_mask("4.*"), every=2),
-    "reuse": partial(Configured, mask=sparsesam.fixed_mask("4.*"), every=2, off_steps="reuse"),
     "last layer": partial(Configured, **LAST),
     "narrowing": partial(Narrowing, **LAST),
     "manual": partial(Manual, **LAST),

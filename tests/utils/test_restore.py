@@ -152,7 +152,6 @@ def without_needless_first_pass(opt, model, x, y):
 METHODS = {
     "SAM": lambda *given: sparsesam.SAM(*given),
     "every other step": lambda *given: sparsesam.SAM(*given, every=2),
-    "reuse": lambda *given: sparsesam.SAM(*given, every=2, off_steps="reuse"),
     "MomentumSAM": lambda *given: sparsesam.MomentumSAM(*given),
     "ExtrapolatedSAM": lambda *given: sparsesam.ExtrapolatedSAM(*given, 5.0),
 }

@@ -169,8 +169,8 @@ class ESAM(SharpnessAware):
     SAM's. beta = 1 is SAM.
 
     ESAM's second part, its selection of the samples whose loss rises most, is left out: the second pass sees the whole
-    batch. To leave samples out of the first pass, use ``ascent_fraction``. It does not go with ``off_steps="reuse"`` or
-    implicit ascents.
+    batch. To leave samples out of the first pass, use ``ascent_fraction``. It does not go with implicit
+    ascents.
 
     Args:
         beta: the probability of a tensor to be perturbed, in (0, 1].
@@ -181,10 +181,7 @@ class ESAM(SharpnessAware):
         >>> loss = opt.minimize(lambda: loss_fn(model(x), y))
     """
 
-    refused = {  # noqa: RUF012
-        "off_steps": "the last perturbation is one of other tensors",
-        "ascent": "the masked weights would be other ones in each step",
-    }
+    refused = {"ascent": "the masked weights would be other ones in each step"}  # noqa: RUF012
 
     def __init__(
         self,
