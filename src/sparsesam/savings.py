@@ -110,8 +110,8 @@ class Shortcuts:
             # Only a mask of some entries, or one that stops an implicit gradient, changes a layer's backward.
             if mask is None or mask.is_full or (mask.is_empty and not options.is_implicit):
                 continue
-            takes_part = name is not None
-            want = weight_gradient(mask, parameter, ascent=options.ascent, norm=options.norm, takes_part=takes_part)
+            is_counted = name is not None
+            want = weight_gradient(mask, parameter, ascent=options.ascent, norm=options.norm, is_counted=is_counted)
             if want is not None:
                 wanted[parameter] = want
         return wanted
