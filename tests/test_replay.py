@@ -438,7 +438,7 @@ def test_interruption_at_any_line_leaves_no_mode_on_torchs_stacks():
     opt = sparsesam.SSAM(base, model, mask=sparsesam.fixed_mask("2.*"), norm="masked")
     for line in itertools.count(1):
         try:
-            with interrupted_at_line(line, files=("replay.py", "savings.py")):
+            with interrupted_at_line(line, files=("replay.py", "savings.py", "filters.py")):
                 opt.minimize(lambda: model(x).square().sum())
         except KeyboardInterrupt:
             assert stacks() == (0, 0), line
