@@ -11,7 +11,6 @@ import torch
 
 import sparsesam
 from tests import cases
-from tests.test_programs import WAYS
 
 transformers = pytest.importorskip("transformers")
 
@@ -105,7 +104,7 @@ def train(model, kind, mask, way, *, engine):
     random.seed(3)
     np.random.seed(3)  # noqa: NPY002 (what models draw their masks from)
     for inputs in (inputs_of(kind, seed) for seed in range(2)):
-        WAYS[way](opt, lambda inputs=inputs: loss_of(model, inputs))
+        cases.WAYS[way](opt, lambda inputs=inputs: loss_of(model, inputs))
     return model.state_dict(), opt.savings().reused
 
 
@@ -117,7 +116,7 @@ def test_leaving_out_work_changes_no_bit(kind):
     assert sum(p.numel() for p in model.parameters()) < 2_000_000
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     last_layers = sparsesam.fixed_mask(*names[-max(1, len(names) // 4) :])
-    for way in WAYS:
+    for way in cases.WAYS:
         (ours, reused), (plain, _) = (train(model, kind, last_layers, way, engine=engine) for engine in (True, False))
         assert reused > 0
         assert cases.same_bits(ours.values(), plain.values())

@@ -145,16 +145,6 @@ def test_process_killed_in_a_second_pass_resumes_to_the_same_weights(tmp_path):
     assert cases.same_bits(whole["model"].values(), killed["model"].values())
 
 
-def test_ascents_skipped_on_a_device_are_saved():
-    model = cases.mlp()
-    opt, other = (sparsesam.SAM(cases.sgd(model), model) for _ in range(2))
-    x, y = cases.vectors()
-    with cases.moved_as_on("device"):
-        cases.with_closure(opt, model, x * torch.nan, y)
-    other.load_state_dict(opt.state_dict())
-    assert other.skipped_ascents == 1
-
-
 # ---- other checkpoints -------------------------------------------------------------------------------------------
 
 

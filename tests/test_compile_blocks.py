@@ -15,7 +15,7 @@ import sparsesam
 from sparsesam.lab.models import resnet18
 from sparsesam.replay import Tape
 from tests import cases
-from tests.cases import in_two_phases, with_closure
+from tests.cases import by_minimize, in_two_phases, with_closure
 
 BACKEND = "aot_eager"
 
@@ -64,10 +64,6 @@ def as_children(model):
     for place in range(1, 4):
         model[place] = torch.compile(model[place], backend=BACKEND)
     return model
-
-
-def by_minimize(opt, model, x, y):
-    opt.minimize(lambda: F.cross_entropy(model(x), y))
 
 
 def graphs():

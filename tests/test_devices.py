@@ -123,23 +123,6 @@ def test_backward_of_some_filters_adds_at_most_five_launches_per_tensor():
     assert many - few <= 5 * (large - small)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_implementation_for_devices_trains_like_that_for_host(name):
-    results = []
-    for implementation in ("host", "device"):
-        torch.manual_seed(0)
-        model = network(2, device="cpu").double()
-        torch.manual_seed(1)  # for the masks
-        opt = OPTIMIZERS[name](model)
-        with cases.moved_as_on(implementation):
-            for seed in range(4):
-                generator = torch.Generator().manual_seed(seed)
-                x = torch.randn(8, 4, 6, 6, generator=generator, dtype=torch.float64)
-                cases.with_closure(opt, model, x, torch.arange(8) % 3)
-        results.append(cases.weights_of(model))
-    torch.testing.assert_close(*results, rtol=1e-11, atol=1e-12)
-
-
 def held_storages():
     """Of all tensors on the meta device, by address."""
     gc.collect()

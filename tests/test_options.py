@@ -59,30 +59,6 @@ def test_masks_due_between_ascents_are_made_at_next_ascent():
     assert [t for t in range(1, 7) if not torch.equal(seen[t], seen[t - 1])] == [3, 6]
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (sparsesam.SAM, {"every": 2}),
-        (sparsesam.SAM, {"start": 2}),
-        (sparsesam.MomentumSAM, {}),
-        (sparsesam.ExtrapolatedSAM, {}),
-    ],
-)
-def test_two_phase_loop_can_query_whether_first_pass_is_needed(kind, options):
-    model, twin = cases.mlp(), cases.mlp()
-    opt, other = (kind(cases.sgd(m), m, 0.2, **options) for m in (model, twin))
-    cases.train(twin, other, range(5))
-    for seed in range(5):
-        x, y = cases.vectors(seed=seed)
-        opt.zero_grad()
-        if opt.needs_first_pass:
-            F.cross_entropy(model(x), y).backward()
-        with opt.perturbed():
-            F.cross_entropy(model(x), y).backward()
-        opt.step()
-    assert cases.same_state(model, twin)
-
-
 def test_schedule_sets_rho_from_its_first_value():
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model, rho=0.4, rho_schedule=sparsesam.Warmup(4))

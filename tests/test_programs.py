@@ -58,25 +58,6 @@ def bits(value):
     return repr(value)
 
 
-def holding_the_loss(opt, loss_of):
-    opt.zero_grad()
-    with opt.first_pass():
-        loss = loss_of()
-        opt.backward(loss)
-    with opt.perturbed():
-        loss_of().backward()
-    opt.step()
-    del loss
-
-
-WAYS = {
-    "minimize": lambda opt, loss_of: opt.minimize(loss_of),
-    "closure": cases.take_step,
-    "two phases": lambda opt, loss_of: cases.take_step(opt, loss_of, two_phases=True),
-    "two phases, holding the loss": holding_the_loss,
-}
-
-
 def train(program, way, *, engine):
     """Three steps. Returns the bits of everything that they compute, draw and leave, and the operations reused."""
     torch.manual_seed(0)
@@ -97,7 +78,7 @@ def train(program, way, *, engine):
 
     for _ in range(3):
         x, y = torch.randn(8, 6, dtype=torch.float64), torch.randint(0, 3, (8,))
-        WAYS[way](opt, lambda x=x, y=y: loss_of(x, y))
+        cases.WAYS[way](opt, lambda x=x, y=y: loss_of(x, y))
         computed.append(bits([p.grad for p in model.parameters()]))
         reused.append(opt.savings().reused)
     left = [model.state_dict(), GLOBAL, model.kept, torch.get_rng_state(), GENERATOR.get_state()]
@@ -649,7 +630,7 @@ def forward_mode(model, x, y):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", cases.WAYS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program_is_trained_as_by_two_plain_passes(name, way):
     if name.endswith("in_the_closure") and way == "minimize":

@@ -321,7 +321,7 @@ class PerturbingOptimizer(OptimizerWrapper):
                 {p.name: p.parameter for p in params},
                 self.own.masks.generator,
                 self.steps,
-                directions=self._directions(params) if self.own.masks.needs_gradient else {},
+                directions=self._local(self.direction(params), params) if self.own.masks.needs_gradient else {},
                 previous=self.own.masks.masks,
                 batch=batch,
                 shards=params.shards,
@@ -361,7 +361,7 @@ class PerturbingOptimizer(OptimizerWrapper):
     @torch.no_grad()
     def ascend(self, step: Step) -> None:
         """Move the weights by e along `direction`."""
-        directions = self._directions(step.params)
+        directions = self._local(self.direction(step.params), step.params)
         targets = [self.target(step, p, directions[p.name]) for p in step.params if p.name in directions]
         if not self._moves(step) or (step.params.shards is None and all(t.is_unmoved for t in targets)):
             self.own.counters.skipped_ascents += self._moves(step)  # weights are to be moved, and have no gradient
@@ -393,9 +393,8 @@ class PerturbingOptimizer(OptimizerWrapper):
         rho = rho / step.first_passes if step.first_passes > 1 else rho
         return Target(param.name, weight, direction, mask, rho, param.eta, param.layerwise)
 
-    def _directions(self, params: PerturbedParams) -> dict[str, Tensor]:
-        """Returns the directions as dense tensors, or this rank's parts of them."""
-        found = self.direction(params)
+    def _local(self, found: dict[str, Tensor], params: PerturbedParams) -> dict[str, Tensor]:
+        """Returns directions as dense tensors, or this rank's parts of them."""
         if params.shards is not None:
             found = {p.name: local_part(found[p.name], p.parameter) for p in params if p.name in found}
         return {name: g.to_dense() if g.is_sparse else g for name, g in found.items()}

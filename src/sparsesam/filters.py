@@ -28,7 +28,6 @@ from torch.overrides import TorchFunctionMode
 
 from sparsesam.masks.packed import PackedMask
 from sparsesam.semi_structured import input_gradient
-from sparsesam.utils.convolutions import expand_arguments
 
 
 @dataclass(frozen=True)
@@ -235,11 +234,31 @@ def _convolution(
     stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
 ) -> Tensor:  # fmt: skip
     is_one = input.dim() == weight.dim() - 1  # one sample without a batch dimension
-    batch, *sizes = expand_arguments(input.unsqueeze(0) if is_one else input, weight, stride, padding, dilation)
+    batch, *sizes = _expanded(input.unsqueeze(0) if is_one else input, weight, stride, padding, dilation)
     if padding == "same" and set(sizes[0]) != {1}:  # torch's error
         return convolve(input, weight, bias, stride, padding, dilation, groups)
     y = _apply(_Call(convolve, weight, layers, want, (*sizes, groups)), batch, bias)
     return y.squeeze(0) if is_one else y
+
+
+def _expanded(
+    input: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any
+) -> tuple[Tensor, list[int], list[int], list[int]]:
+    """The arguments of the backward kernel: the input, and stride, padding and dilation of each dimension.
+
+    With an uneven padding="same" the input has one more zero at its end, as torch adds it.
+    """
+
+    def each(option: Any) -> list[int]:
+        sizes = [option] if isinstance(option, int) else list(option)
+        return sizes * (weight.dim() - 2) if len(sizes) == 1 else sizes
+
+    if padding == "same":
+        totals = [spread * (size - 1) for size, spread in zip(weight.shape[2:], each(dilation), strict=True)]
+        padding = [total // 2 for total in totals]
+        if any(total % 2 for total in totals):
+            input = F.pad(input, [side for total in reversed(totals) for side in (0, total % 2)])
+    return input, each(stride), each(0 if padding == "valid" else padding), each(dilation)
 
 
 #: Torch functions with a narrowed backward, and what replaces each: called with the mode, the gradient that is wanted

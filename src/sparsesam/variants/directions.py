@@ -98,9 +98,7 @@ class FriendlySAM(SharpnessAware):
 
     def _gradients(self, params: PerturbedParams) -> dict[str, Tensor]:
         """Returns this rank's parts of the gradients, as dense tensors."""
-        found = ((p.name, p.parameter.grad, p.parameter) for p in params)
-        local = {name: local_part(g, p) for name, g, p in found if g is not None}
-        return {name: g.to_dense() if g.is_sparse else g for name, g in local.items()}
+        return self._local(super().direction(params), params)
 
     def _average_masks(self, params: PerturbedParams) -> Masks:
         whole = "average" in self.own.whole
