@@ -284,8 +284,18 @@ class PerturbingOptimizer(OptimizerWrapper):
             raise RuntimeError("load_state_dict() inside a pass would lose the weights w; call it after the step")
         super().load_state_dict(state_dict)
 
+    @property
+    def train(self) -> Callable[[], None]:
+        """The base optimizer's own ``train()``, where it has one (schedule-free optimizers)."""
+        return self._mode("train")
+
+    @property
+    def eval(self) -> Callable[[], None]:
+        """The base optimizer's own ``eval()``, where it has one (schedule-free optimizers)."""
+        return self._mode("eval")
+
     def _mode(self, name: str) -> Callable[[], None]:
-        switch = super()._mode(name)
+        switch: Callable[[], None] = getattr(self.base, name)  # so that hasattr(opt, "train") is that of the base
         # A trainer may call train() before every pass: then nothing changes.
         is_there = all(group.get("train_mode") is (name == "train") for group in self.param_groups)
         if self.is_perturbed and not is_there:

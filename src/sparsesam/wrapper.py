@@ -214,20 +214,6 @@ class OptimizerWrapper(Optimizer):
     def state(self) -> SharedState:  # type: ignore[override]
         return SharedState(self.base.state, self.own.kinds)
 
-    @property
-    def train(self) -> Callable[[], None]:
-        """The base optimizer's own ``train()``, where it has one (schedule-free optimizers)."""
-        return self._mode("train")
-
-    @property
-    def eval(self) -> Callable[[], None]:
-        """The base optimizer's own ``eval()``, where it has one (schedule-free optimizers)."""
-        return self._mode("eval")
-
-    def _mode(self, name: str) -> Callable[[], None]:
-        switch: Callable[[], None] = getattr(self.base, name)  # so that hasattr(opt, "train") is that of the base
-        return switch
-
     @inside_wrappers
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.base.add_param_group(param_group)
